@@ -116,7 +116,7 @@ def tune(
     raise _too_large(target, "setting of the update")
   update = updates[0]
   parts = target.build(update.overrides)
-  layouts = tuning.generation_candidates(parts, devices, distribution, target.chip)
+  layouts = tuning.generation_candidates(parts, distribution, target.chip)
   generations = _compile_generations(target, update.overrides, target.fitting(layouts))
   if not generations:
     raise _too_large(target, "layout of generation")

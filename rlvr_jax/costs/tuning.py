@@ -6,6 +6,7 @@ and the compiler's options. Then the layout and the slots of generation.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,8 +75,7 @@ def update_candidates(
     chip: its peaks.
   """
   found = []
-  for data, fsdp, tensor in _meshes(len(devices), parts.model.config.num_kv_heads):
-    mesh = sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
+  for mesh in _meshes(devices, parts.model.config.num_kv_heads):
     for rows, layout in _layouts(parts, mesh).items():
       micro_batches = _mean_micro_batches(parts, layout, lengths)
       for remat in REMATS:
@@ -90,11 +90,14 @@ def update_candidates(
   return sorted(found, key=lambda candidate: candidate.seconds)
 
 
-def _meshes(count: int, num_kv_heads: int) -> Iterator[tuple[int, int, int]]:
-  """(data, fsdp, tensor) of all meshes of `count` devices that do not split a key/value head."""
+def _meshes(devices: Sequence[jax.Device], num_kv_heads: int) -> Iterator[Mesh]:
+  """All meshes that do not split a key/value head and lie along the axes of the slice."""
+  count = len(devices)
   for tensor in _divisors(math.gcd(count, num_kv_heads)):
     for data in _divisors(count // tensor):
-      yield data, count // tensor // data, tensor
+      fsdp = count // tensor // data
+      with contextlib.suppress(ValueError):
+        yield sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
 
 
 def _divisors(number: int) -> list[int]:
@@ -180,16 +183,14 @@ def _estimate_update(
 # --- generation -----------------------------------------------------------------------------------
 
 
-def generation_candidates(
-  parts: Parts, devices: Sequence[jax.Device], lengths: Lengths, chip: Chip
-) -> list[Candidate]:
+def generation_candidates(parts: Parts, lengths: Lengths, chip: Chip) -> list[Candidate]:
   """Layouts and slots of generation, fastest first; some are too large for the memory.
 
   Seconds are those of a refresh, see `generation_time.refresh_seconds`.
 
   Args:
     parts: with the mesh of updates that was chosen.
-    devices, lengths, chip: as for `update_candidates`.
+    lengths, chip: as for `update_candidates`.
   """
   network, shape, sizes = parts.model.config, parts.shape, parts.placement.mesh.shape
   batches_per_refresh, _ = refreshes(parts.schedule, parts.config.num_updates)
@@ -199,16 +200,16 @@ def generation_candidates(
   resident = memory.shard_bytes((parts.placement.state, parts.placement.frozen))
   pages = parts.programs.engine.settings.cache == "pages"
   found = []
-  for tensor in _divisors(len(devices)):
+  for tensor in _divisors(parts.placement.mesh.size):
     if not sampling_splits(network, tensor):
       continue
-    groups = len(devices) // tensor
+    groups = parts.placement.mesh.size // tensor
     overrides: dict[str, Any] = {}
     mesh = parts.placement.mesh
     if tensor != sizes["tensor"]:
       overrides = {"generation_mesh.data": groups, "generation_mesh.fsdp": 1}
       overrides |= {"generation_mesh.tensor": tensor, "generation_mesh.same_devices": True}
-      mesh = sharding.make_mesh(data=groups, tensor=tensor, devices=devices)
+      mesh = sharding.rearrange(mesh, data=groups, fsdp=1, tensor=tensor, field="generation_mesh")
     base = sharding.add_shardings(
       jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts.placement.base), mesh
     )
@@ -261,7 +262,7 @@ def apply_overrides(
   config: ml_collections.ConfigDict, overrides: Overrides
 ) -> ml_collections.ConfigDict:
   """A copy of the configuration with fields changed."""
-  changed = ml_collections.ConfigDict(config)
+  changed = config.copy_and_resolve_references()
   for name, value in overrides.items():
     *path, field = name.split(".")
     section = changed

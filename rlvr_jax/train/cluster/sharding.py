@@ -61,8 +61,8 @@ def make_mesh(
     skipped: number of devices that belong to another mesh.
     devices: devices to choose from, which need not exist; None: those of this run.
   Raises:
-    ValueError: the sizes are not allowed, need more devices than available, or `data` is not a
-      multiple of the number of slices.
+    ValueError: the sizes are not allowed, need more devices than available, do not fit the slice's
+      torus, or `data` is not a multiple of the number of slices.
   """
   devices = (jax.devices() if devices is None else devices)[skipped:]
   available = len(devices)
@@ -80,7 +80,14 @@ def make_mesh(
   chosen = devices[:needed]
   slices = len({getattr(device, "slice_index", 0) for device in chosen})
   if slices == 1:
-    return jax.make_mesh(sizes, AXES, axis_types=types, devices=chosen)
+    try:
+      return jax.make_mesh(sizes, AXES, axis_types=types, devices=chosen)
+    except NotImplementedError as error:  # an axis would cross the slice's links at an angle
+      raise ValueError(
+        f"config.{field}: data·fsdp·tensor = {data}·{fsdp}·{tensor} does not lie along the axes of"
+        f" a slice of {chosen[0].device_kind}, {available} devices; choose other factors of"
+        f" {needed}"
+      ) from error
   if data % slices:
     raise ValueError(
       f"config.{field}.data = {data} on {slices} slices: the network between slices is slow, and"
