@@ -1,0 +1,79 @@
+"""The command tune, on a tiny network compiled for one TPU chip."""
+
+import json
+import re
+
+import jax
+import pytest
+from train import tiny
+
+from rlvr_jax.commands import choose, tune
+from rlvr_jax.commands.sweep import TimeLimitError
+from rlvr_jax.costs import tuning
+
+pytest.importorskip("libtpu", reason='needs TPUs\' compiler: pip install -e ".[tpu]"')
+
+LENGTHS = "lognormal(mean=3)"
+
+
+@pytest.fixture(autouse=True)
+def without_flags_of_cpus(monkeypatch):
+  """libtpu ends the process at a flag of XLA that it does not know; jax has read its own by now."""
+  assert jax.devices()[0].platform == "cpu"
+  monkeypatch.delenv("XLA_FLAGS")
+
+
+def run(folder, minutes=None):
+  folder.mkdir(exist_ok=True)
+  return tune.tune(tiny.config(), "v5e:1x1", folder, lengths=LENGTHS, minutes=minutes)
+
+
+@pytest.mark.slow
+def test_a_search_that_is_stopped_continues_and_repeats_no_compilation(
+  tmp_path, capsys, monkeypatch
+):
+  for name, number in dict(_MAX_UPDATES=2, _MAX_WITH_OPTIONS=1, _MAX_LAYOUTS=1).items():
+    monkeypatch.setattr(tune, name, number)
+  with pytest.raises(TimeLimitError, match="0 minutes are over; the same command continues"):
+    run(tmp_path / "found", minutes=0.0)
+  first = capsys.readouterr().out
+  assert len(re.findall("update, compiled in", first)) == 1  # the best of the estimates
+  overrides = run(tmp_path / "found")
+  second = capsys.readouterr().out
+  assert len(re.findall("update, compiled in", second)) == 3  # another, and other options
+  assert "generation, compiled in" not in second
+  assert run(tmp_path / "found") == overrides
+  assert "compiled in" not in capsys.readouterr().out
+  result = json.loads((tmp_path / "found" / "tune_v5e_1x1.json").read_text())
+  assert result["overrides"] == overrides and result["lengths"] == LENGTHS
+  assert 0 < result["step_seconds"]["overlapped"] < result["step_seconds"]["in_turn"]
+  table = (tmp_path / "found" / "tune_v5e_1x1.md").read_text()
+  assert (
+    "| yes |" in table
+    and f"--config.model.overrides.remat='{overrides['model.overrides.remat']}'" in table
+  )
+  # They are a configuration that runs; a CPU has no options of TPUs.
+  options = overrides.pop("compiler_options.training")
+  assert options in tuning.COMPILER_OPTIONS.values()
+  config = tuning.apply_overrides(tiny.config(), overrides)
+  assert config.batch.tokens_per_row == overrides["batch.tokens_per_row"]
+
+
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [
+    (dict(topology=None), "--mode=tune needs --topology"),
+    (dict(topology="v5e:1x1", lengths="logn(mean=3)"), "--lengths = 'logn.*did you mean"),
+    (dict(topology="v5x:1x1"), "the peaks of chip 'v5x' are not known"),
+    (dict(topology="v5e:2x2"), "config.mesh = .* is 1 devices, --topology=v5e:2x2 has 4"),
+  ],
+)
+def test_what_is_refused_before_anything_is_compiled(flags, message, tmp_path):
+  arguments = dict(topology="v5e:1x1", lengths=None) | flags
+  with pytest.raises(ValueError, match=message):
+    choose.prepare_command("tune", tiny.config(), str(tmp_path), None, **arguments)
+
+
+def test_lengths_are_of_costs_and_tune():
+  with pytest.raises(ValueError, match="--lengths goes with --mode=costs or --mode=tune"):
+    choose.prepare_command("train", tiny.config(), "runs/x", None, None, lengths="longest")
