@@ -18,7 +18,14 @@ from absl import logging
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from rlvr_jax.ops.row_blocks import LONGEST_ROW, NO_WINDOW, TILE, is_visible, visible_blocks
+from rlvr_jax.ops.row_blocks import (
+  LONGEST_ROW,
+  NO_WINDOW,
+  TILE,
+  is_visible,
+  splash_alignment,
+  visible_blocks,
+)
 from rlvr_jax.types import Array, Rows
 
 KINDS = ("auto", "reference", "splash", "cudnn")
@@ -131,9 +138,9 @@ def choose_attention(
   return "reference"
 
 
-def row_alignment(kind: str) -> int:
-  """Tokens at whose multiples, in a row, a prompt ends and a rollout begins."""
-  return TILE if kind == "splash" else 1
+def row_alignment(kind: str, length: int) -> int:
+  """Tokens at whose multiples, in a row of `length`, a prompt ends and a rollout begins."""
+  return splash_alignment(length) if kind == "splash" else 1
 
 
 def row_length(kind: str, least: int) -> int:

@@ -6,9 +6,23 @@ import jax.numpy as jnp
 
 from rlvr_jax.types import Array, Rows
 
-TILE = 128  # tokens; with the splash kernel, prompts end and rollouts start at its multiples
+TILE = 128  # tokens; blocks of queries and keys are multiples of it
 LONGEST_ROW = 2**15  # tokens, for the splash kernel, which packs indices into bits
 NO_WINDOW = 2**30
+
+
+def splash_alignment(length: int) -> int:
+  """Tokens at whose multiples prompts end and rollouts start, in rows for the splash kernel.
+
+  The kernel's mask has 32 bits for a token's index, its rollout's start and its prompt's end: in
+  rows of at most 2^b tokens, aligned to 2^a, these take b + 2(b − a). Hence 8 tokens in rows to
+  4096, which is a TPU's tile of rows; 16 to 8192, 32 to 16,384 and 128 to 32,768.
+
+  Args:
+    length: of the row, tokens, at most `LONGEST_ROW`.
+  """
+  bits = (length - 1).bit_length()
+  return 2 ** max(3, -(-(3 * bits - 32) // 2))
 
 
 def is_visible(

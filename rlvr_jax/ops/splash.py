@@ -5,7 +5,7 @@ any release; tested with jax 0.7.2 and 0.10.2.
 
 The kernel compares segment ids for equality only, which would hide a prompt from its rollouts. So a
 segment is a prompt with all its rollouts, and a mask computed in the kernel from the query's
-`q_sequence` (its index, its rollout's start and its prompt's end, packed into 31 bits) admits the
+`q_sequence` (its index, its rollout's start and its prompt's end, packed into 32 bits) admits the
 query's own rollout and its prompt. The set of blocks to run is data: the tables that the kernel
 prefetches are traced arrays.
 """
@@ -21,10 +21,8 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from rlvr_jax.ops.row_blocks import TILE, is_visible, visible_blocks
+from rlvr_jax.ops.row_blocks import TILE, is_visible, splash_alignment, visible_blocks
 from rlvr_jax.types import Array, Rows
-
-_INDEX_BITS, _TILE_BITS = 15, 8  # for rows of at most `LONGEST_ROW` tokens
 
 # The most queries and keys per block. Small blocks skip more if rollouts are short; large blocks
 # are fetched less often, and in the backward pass large blocks of keys write fewer partial
@@ -34,15 +32,23 @@ _FORWARD, _BACKWARD = (512, 512), (512, 768)
 
 @dataclasses.dataclass(frozen=True)
 class _Mask:
-  """The mask that the kernel computes; hashed by its window, so that equal ones compile once."""
+  """The mask that the kernel computes; hashed by its fields, so that equal ones compile once."""
 
   window: int | None
+  length: int  # of the row
 
   def __call__(self, q_sequence: Array, key: Array) -> Array:
+    index_bits, multiple_bits, alignment = _bits(self.length)
     field = lambda shift, bits: (q_sequence >> shift) & ((1 << bits) - 1)
-    starts = field(_INDEX_BITS, _TILE_BITS) * TILE
-    prompt_ends = field(_INDEX_BITS + _TILE_BITS, _TILE_BITS) * TILE
-    return is_visible(field(0, _INDEX_BITS), starts, prompt_ends, key, self.window)
+    starts = field(index_bits, multiple_bits) * alignment
+    prompt_ends = field(index_bits + multiple_bits, multiple_bits) * alignment
+    return is_visible(field(0, index_bits), starts, prompt_ends, key, self.window)
+
+
+def _bits(length: int) -> tuple[int, int, int]:
+  """Bits of an index in a row, bits of a multiple of the row's alignment, and the alignment."""
+  alignment = splash_alignment(length)
+  return (length - 1).bit_length(), (length // alignment - 1).bit_length(), alignment
 
 
 def splash_attention(
@@ -61,7 +67,7 @@ def splash_attention(
   Args:
     queries: [N, L, H], times the scale of the scores.
     keys, values: [K, L, H].
-    row: arrays [L].
+    row: arrays [L]; prompts end and rollouts start at multiples of `row_blocks.splash_alignment`.
     window, soft_cap: static; None if the layer has none.
     residual_name: `checkpoint_name` of the output and of the softmax's normalizers.
     interpret: whether to emulate the kernel without a TPU; slow, for tests.
@@ -87,7 +93,7 @@ def splash_attention(
     mask_value=kernels.DEFAULT_MASK_VALUE,
     attn_logits_soft_cap=soft_cap,
     residual_checkpoint_name=residual_name,
-    mask_function=_Mask(window),
+    mask_function=_Mask(window, row.prompts.shape[0]),
     interpret=interpret,
   )
   segments = kernels.SegmentIds(row.prompts, row.prompts)
@@ -95,12 +101,14 @@ def splash_attention(
 
 
 def _q_sequence(row: Rows) -> Array:
-  """i32[L]; padding attends to the padding of its tile, since no row of a softmax may be empty."""
-  index = jnp.arange(row.prompts.shape[0], dtype=jnp.int32)
+  """i32[L]; padding attends to padding near it, since no row of a softmax may be empty."""
+  length = row.prompts.shape[0]
+  index_bits, multiple_bits, alignment = _bits(length)
+  index = jnp.arange(length, dtype=jnp.int32)
   padding = row.prompts < 0
-  starts = jnp.where(padding, index, row.starts) // TILE
-  prompt_ends = jnp.where(padding, 0, row.prompt_ends) // TILE
-  return index | (starts << _INDEX_BITS) | (prompt_ends << (_INDEX_BITS + _TILE_BITS))
+  starts = jnp.where(padding, index, row.starts) // alignment
+  prompt_ends = jnp.where(padding, 0, row.prompt_ends) // alignment
+  return index | (starts << index_bits) | (prompt_ends << (index_bits + multiple_bits))
 
 
 class _Plan(NamedTuple):

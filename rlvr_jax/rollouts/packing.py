@@ -131,6 +131,27 @@ def assign_rows(
   return [Row(blocks, places) for blocks, places in zip(rows, used, strict=True)]
 
 
+def places_per_token(
+  layout: RowLayout, prompt_lengths: npt.ArrayLike, response_lengths: npt.ArrayLike
+) -> float:
+  """Places that an update computes over tokens that it needs; 1 if none were in vain.
+
+  Places are those of all rows that run, empty ones too. Tokens are those of the responses, and of
+  each prompt once. Nothing is compiled.
+
+  Args:
+    prompt_lengths: i[P], tokens, at least 1.
+    response_lengths: i[P, G], tokens.
+  Raises:
+    ValueError: a rollout and its prompt do not fit in a row.
+  """
+  prompts, responses = np.asarray(prompt_lengths), np.asarray(response_lengths)
+  rows = assign_rows(prompts, responses, length=layout.length, alignment=layout.alignment)
+  step = layout.devices * layout.rows_per_device
+  places = int(_round_up(len(rows), step)) * layout.length
+  return places / float(prompts.sum() + responses.sum())
+
+
 def attention_cost(
   row: Row, prompt_lengths: npt.ArrayLike, response_lengths: npt.ArrayLike
 ) -> float:

@@ -14,11 +14,14 @@ from oracles.rows import lay_rows
 
 from rlvr_jax.ops import splash
 from rlvr_jax.ops.row_attention import RESIDUALS, row_attention
-from rlvr_jax.ops.row_blocks import LONGEST_ROW
+from rlvr_jax.ops.row_blocks import is_visible, splash_alignment, visible_blocks
 from rlvr_jax.types import Rows
 
 L, N, K, H = 768, 4, 2, 8
-ROWS = lay_rows(L, [(9, [128, 3]), (130, [5])], [(20, [200, 1, 100])])
+# Rollouts that begin and end within a block; in the second row the last place is not padding.
+ROWS = lay_rows(
+  L, [(9, [128, 3]), (130, [5, 90])], [(20, [200, 1, 100, 384])], alignment=splash_alignment(L)
+)
 
 
 @pytest.fixture
@@ -124,15 +127,60 @@ def test_a_block_that_does_not_run_fetches_nothing_of_its_own():
     assert len(changed) < visited.sum()  # never fetched without a visit that needs it
 
 
-def test_every_index_survives_the_31_bits():
-  length = LONGEST_ROW
-  index = jnp.arange(length)
-  row = Rows(index * 0, index, index * 0 + length - 128, index * 0 + length - 256)
-  sequence = splash._q_sequence(row)
-  assert int(jnp.min(sequence)) >= 0
-  seen = splash._Mask(None)(sequence[-1:, None], index[None])
-  expected = (index < length - 256) | (index >= length - 128)
-  np.testing.assert_array_equal(seen[0], expected)
+def random_row(length, alignment, seed=0):
+  """A row of groups, as int32 arrays [length], that has a token in its last place."""
+  rng = np.random.default_rng(seed)
+  groups, room = [], length
+  while room:
+    places = min(room, alignment * int(rng.integers(2, max(3, length // alignment // 3))))
+    places = places if room - places > 2 * alignment else room
+    prompt = alignment * int(rng.integers(1, places // alignment)) - int(rng.integers(alignment))
+    rollouts = places - -(-prompt // alignment) * alignment
+    first = alignment * int(rng.integers(1, rollouts // alignment + 1))
+    groups.append((prompt, [first] + [rollouts - first] * (first < rollouts)))
+    room -= places
+  return jax.tree.map(lambda x: x[0], lay_rows(length, groups, alignment=alignment))
+
+
+@pytest.mark.parametrize(
+  ("length", "alignment"), [(768, 8), (4096, 8), (8192, 16), (9216, 32), (2**14, 32), (2**15, 128)]
+)
+def test_the_mask_reads_every_field_from_its_32_bits(length, alignment):
+  """Of every token of full rows, for keys at the ends of its rollout, of its prompt and around."""
+  assert splash_alignment(length) == splash_alignment(length - 100) == alignment
+  sequence, query = jax.jit(splash._q_sequence), np.arange(length)
+  for seed in range(3):
+    row = random_row(length, alignment, seed)
+    assert row.prompts[-1] >= 0
+    edges = [query, row.starts, row.prompt_ends, query - query % alignment]
+    keys = np.stack([edge + step for edge in edges for step in (-1, 0, 1)], axis=1)
+    seen = splash._Mask(None, length)(np.asarray(sequence(row))[:, None], keys)
+    fields = row.starts[:, None], row.prompt_ends[:, None]
+    expected = is_visible(query[:, None], *fields, keys, None)
+    real = row.prompts >= 0
+    np.testing.assert_array_equal(seen[real], expected[real])
+
+
+def test_blocks_run_if_and_only_if_a_key_is_visible():
+  """Also where rollouts begin and end within blocks."""
+  length, block = 2048, 256
+  for seed in range(3):
+    row, index = random_row(length, splash_alignment(length), seed), np.arange(length)
+    fields = (x[:, None] for x in (index, row.starts, row.prompt_ends))
+    visible = is_visible(*fields, index, None)
+    visible &= (row.prompts[:, None] == row.prompts) & (row.prompts >= 0)
+    blocks = visible.reshape(length // block, block, length // block, block).any((1, 3))
+    found = jax.jit(visible_blocks, static_argnums=(1, 2, 3))(row, block, block, None)
+    np.testing.assert_array_equal(found, blocks)
+
+
+def test_padding_sees_padding_and_itself():
+  row = jax.tree.map(lambda x: x[0], lay_rows(768, [(9, [3])], alignment=8))
+  sequence = np.asarray(jax.jit(splash._q_sequence)(row))
+  seen = splash._Mask(None, 768)(sequence[:, None], np.arange(768))
+  seen &= row.prompts[:, None] == row.prompts
+  assert np.diagonal(seen).all()
+  assert not np.any(seen & (row.prompts[:, None] < 0) & (row.prompts >= 0))
 
 
 def test_cost_of_full_causal_rows():

@@ -5,13 +5,13 @@ import numpy as np
 from rlvr_jax.types import Rows
 
 
-def lay_rows(length, *rows):
+def lay_rows(length, *rows, alignment=128):
   """Rows of prompts [(prompt length, [rollout lengths]), ...], as int32 arrays [R, length]."""
-  return Rows(*np.stack([_lay_row(length, prompts) for prompts in rows], axis=1))
+  return Rows(*np.stack([_lay_row(length, prompts, alignment) for prompts in rows], axis=1))
 
 
-def _lay_row(length, prompts):
-  aligned = lambda n: -(-n // 128) * 128
+def _lay_row(length, prompts, alignment):
+  aligned = lambda n: -(-n // alignment) * alignment
   fields = np.zeros((4, length), np.int32)
   fields[0] = -1
   at = 0

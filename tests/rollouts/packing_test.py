@@ -84,6 +84,22 @@ def test_rows_that_run_together_cost_about_the_same():
   np.testing.assert_array_equal(dealt, [[0, 4, 2, 3], [1, -1, -1, -1]])
 
 
+def test_places_per_token_counts_empty_rows_and_each_prompt_once():
+  """A row for each of two devices, though one would do; then three rows, and an empty one."""
+  layout = _layout(length=40, devices=2, tokens_per_micro_batch=40)
+  assert packing.places_per_token(layout, [3], [[6, 2]]) == 80 / 11
+  assert packing.places_per_token(layout, [3, 3], [[30, 2], [30, 30]]) == 160 / 98
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_places_per_token_is_of_the_packed_batch(seed):
+  prompts, prompt_lengths, tokens, lengths = _batch(seed)
+  packed = packing.pack(prompts, prompt_lengths, tokens, lengths, _layout())
+  places = int(packed.num_micro_batches) * packed.tokens[0].size
+  found = packing.places_per_token(_layout(), prompt_lengths, lengths)
+  assert found == places / (prompt_lengths.sum() + lengths.sum())
+
+
 def test_rollouts_without_tokens_take_no_place():
   rows = packing.assign_rows([4, 4], [[0, 3], [0, 0]], length=8, alignment=1)
   assert rows == [packing.Row({0: [1]}, 6)]

@@ -98,7 +98,7 @@ def packed_as(layout, prompts, lengths):
 def test_linear_work_is_near_what_is_useful():
   """Places of all rows that run, empty ones too; a prompt is useful once per group."""
   layout, prompts, lengths = lognormal_case()
-  assert layout.length == 9216 and layout.alignment == 128
+  assert layout.length == 9216 and layout.alignment == 32
   packed = packed_as(layout, prompts, lengths)
   executed = int(packed.num_micro_batches) * packed.tokens[0].size
   useful = prompts.sum() + lengths.sum()

@@ -25,6 +25,7 @@ from rlvr_jax.ops.row_attention import (
   row_alignment,
   row_length,
 )
+from rlvr_jax.ops.row_blocks import LONGEST_ROW
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.packing import RowLayout, min_row_length, row_layout
 from rlvr_jax.train.checkpointing.checkpoint_files import parameter_checksums
@@ -205,7 +206,8 @@ def choose_row_attention(
     tokens_per_row: `config.batch.tokens_per_row`.
   """
   sizes = shape.max_prompt_length, shape.max_response_length
-  least = max(min_row_length(*sizes, alignment=row_alignment("splash")), tokens_per_row)
+  coarsest = row_alignment("splash", LONGEST_ROW)
+  least = max(min_row_length(*sizes, alignment=coarsest), tokens_per_row)
   has_devices = isinstance(mesh, Mesh)  # else it is for estimates
   return choose_attention(
     network.attention,
@@ -231,18 +233,19 @@ def make_row_layout(
     kind: implementation of attention, from `choose_row_attention`.
     mesh: that makes updates.
   """
-  alignment = row_alignment(kind)
-  longest = min_row_length(shape.max_prompt_length, shape.max_response_length, alignment=alignment)
-  prompt = min_row_length(shape.max_prompt_length, 0, alignment=alignment)
+  coarsest = row_alignment(kind, LONGEST_ROW)  # has room enough at the alignment of any row
+  longest = min_row_length(shape.max_prompt_length, shape.max_response_length, alignment=coarsest)
+  prompt = min_row_length(shape.max_prompt_length, 0, alignment=coarsest)
   devices = mesh.shape["data"] * mesh.shape["fsdp"]
   beside = min(-(-8 * prompt // (longest - prompt)), shape.group_size)
   beside = max(1, min(beside, shape.responses // devices))  # a row for each device
   several = prompt + beside * (longest - prompt)
   several = min(several, settings.tokens_per_micro_batch, longest_row(kind))
+  length = row_length(kind, int(max(longest, settings.tokens_per_row or several)))
   return row_layout(
     **shape._asdict(),
-    length=row_length(kind, int(max(longest, settings.tokens_per_row or several))),
-    alignment=alignment,
+    length=length,
+    alignment=row_alignment(kind, length),
     devices=devices,
     tokens_per_micro_batch=settings.tokens_per_micro_batch,
   )
