@@ -143,7 +143,9 @@ def build(
   check_compiler_options(
     "config.compiler_options.generation", compiler_options.generation, sampler.mesh
   )
-  engine_of = make_engine_factory(config, shape, tokenizer, mesh, compiler_options.generation)
+  engine_of = make_engine_factory(
+    config, shape, tokenizer, mesh, schedule, compiler_options.generation
+  )
   sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins={})
   method = make_method(config, model, mesh)
   method = method._replace(sources=tuple(source.name for source in sources))
@@ -255,18 +257,22 @@ def make_engine_factory(
   shape: BatchShape,
   tokenizer: Tokenizer,
   mesh: Mesh,
+  schedule: staleness.Schedule,
   compiler_options: Options | None,
 ) -> EngineOf:
   """Returns a function that makes the engines of a run.
 
   Args:
-    config, tokenizer: of the run.
+    config, tokenizer, schedule: of the run.
     shape: of a training batch.
     mesh: on which updates run.
     compiler_options: of generation.
   """
   separate = generates_separately(config.generation_mesh)
   trainer = TrainerLayout(mesh, separate, frozen=config.lora.rank > 0)
+  # Dynamic sampling streams one batch at a time: whether another follows depends on its grades.
+  one_batch = config.dynamic_sampling.enabled
+  batches = 1 if one_batch else schedule.batches_per_refresh(config.num_updates)
 
   def engine_of(model: Model, sampling: Sampling, prompts: int | None = None) -> Engine:
     return make_engine(
@@ -277,6 +283,7 @@ def make_engine_factory(
       tokenizer,
       deadline_s=config.generation_deadline_s,
       trainer=trainer,
+      batches=batches,
       compiler_options=compiler_options,
     )
 
@@ -286,8 +293,10 @@ def make_engine_factory(
 def pin_sources(parts: Parts, pins: Mapping[str, Any]) -> Parts:
   """The parts with the sources as they were when the run began, see `Source.pin`."""
   config, shape, tokenizer = parts.config, parts.shape, parts.tokenizer
-  placement, compiler_options = parts.placement, parts.compiler_options.generation
-  engine_of = make_engine_factory(config, shape, tokenizer, placement.mesh, compiler_options)
+  placement = parts.placement
+  engine_of = make_engine_factory(
+    config, shape, tokenizer, placement.mesh, parts.schedule, parts.compiler_options.generation
+  )
   sampler = Sampler(parts.sampling_model, placement.generation_mesh)
   sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins)
   return dataclasses.replace(parts, sources=sources)
