@@ -393,6 +393,16 @@ def shardings(settings: Settings) -> tuple[State | None, NamedSharding | None]:
   return State(caches, caches, *[rows] * (len(State._fields) - 2)), sharding()
 
 
+def loaded_shardings(model: Any) -> Params | None:
+  """Shardings of what `load_layer`, in "blocks", and `load_others` return; None without a mesh.
+
+  XLA may otherwise leave complete parameters on every device, if they come from another layout.
+  """
+  if model.mesh is None:
+    return None
+  return model.decoding_shardings(jax.eval_shape(model.init, jax.random.key(0)))
+
+
 def _heads_axis(settings: Settings) -> str | None:
   """The mesh axis over which the cached heads are split; None if they are replicated."""
   tensor = _tensor_size(settings)

@@ -124,7 +124,7 @@ def build(
   make_model_on = functools.partial(
     make_model, network, adapters, shape, tokens_per_row=config.batch.tokens_per_row
   )
-  model = make_model_on(mesh)
+  model = make_model_on(mesh, mesh)
   checks.check_heads(model.config, mesh)
   warn_of_long_texts(config.model.checkpoint, shape)
   sampling = sampling_of(config.sampling)
@@ -230,21 +230,23 @@ def make_sampler(
   settings: ml_collections.ConfigDict,
   model: Model,
   mesh: Mesh,
-  make_model_on: Callable[[Mesh], Model],
+  make_model_on: Callable[[Mesh, Mesh], Model],
 ) -> Sampler:
   """The model and mesh that generate rollouts: the arguments, or those of another layout.
 
   Args:
     settings: `config.generation_mesh`.
     model, mesh: those of updates.
-    make_model_on: the model on another mesh.
+    make_model_on: (another mesh, the mesh its parameters are sharded on) → the model.
   """
   generation_mesh = make_generation_mesh(settings, mesh)
   if generation_mesh is mesh:
     return Sampler(model, mesh)
   tensor = generation_mesh.shape["tensor"]
   checks.check_sampling_heads("config.generation_mesh", model.config, tensor)
-  return Sampler(make_model_on(generation_mesh), generation_mesh)
+  alike = sharding.has_same_devices(generation_mesh, mesh)  # else the parameters are moved before
+  parameters = mesh if alike else generation_mesh
+  return Sampler(make_model_on(generation_mesh, parameters), generation_mesh)
 
 
 def generates_separately(settings: ml_collections.ConfigDict) -> bool:
@@ -339,6 +341,7 @@ def make_model(
   adapters: lora.LoraSettings | None,
   shape: BatchShape,
   mesh: Mesh,
+  parameters: Mesh,
   *,
   tokens_per_row: int,
 ) -> Model:
@@ -349,11 +352,12 @@ def make_model(
     adapters: from `make_lora`.
     shape: of a training batch.
     mesh: of updates, or of generation.
+    parameters: the mesh that its parameters are sharded on, of the same devices.
     tokens_per_row: `config.batch.tokens_per_row`.
   """
   attention = choose_row_attention(network, mesh, shape, tokens_per_row=tokens_per_row)
   network = dataclasses.replace(network, attention=attention)
-  return lora.adapt(transformer(network, sharding.make_layout(mesh)), adapters)
+  return lora.adapt(transformer(network, sharding.make_layout(mesh, parameters)), adapters)
 
 
 def make_task(settings: ml_collections.ConfigDict) -> Task:
