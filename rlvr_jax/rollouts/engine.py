@@ -175,7 +175,8 @@ class Engine:
     Args:
       model: of the policy, on the mesh that generates.
       sampling: the distribution.
-      slots: responses decoded at a time; rounded up to a multiple of the mesh's batch devices.
+      slots: responses decoded at a time; rounded up to a multiple of the mesh's batch devices, and
+        of their cores if a kernel splits slots over them.
       prefill_rows: the most prompts encoded at a time; rounded up likewise.
       max_prompt_length, max_new_tokens: S and T, tokens.
       stop_tokens: each ends a response.
@@ -188,14 +189,16 @@ class Engine:
       1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
     )
     self._max_prefill_rows = prefill_rows
+    cores = decoder.cores_per_device(model.mesh) if cache == "pages" else 1
     self.settings = Settings(
       model=model,
       sampling=sampling,
-      slots=self._round_up(slots),
+      slots=self._round_up(-(-slots // cores)) * cores,
       shape=CacheShape.of(max_prompt_length, max_new_tokens),
       max_new_tokens=max_new_tokens,
       stop_tokens=stop_tokens,
       cache=cache,
+      cores=cores,
     )
     self._pad_token = pad_token
     self._to_host = to_host

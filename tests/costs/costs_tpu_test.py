@@ -196,6 +196,25 @@ def test_blocks_scatter_and_gather_tokens_over_tensor():
 
 
 @pytest.mark.parametrize(
+  ("topology", "cores", "slots"),
+  [("v5p:2x2x1", 2, 4), pytest.param("v5e:2x2", 1, 3, marks=pytest.mark.slow)],
+)
+def test_the_paged_kernel_splits_slots_over_the_cores_of_its_target(topology, cores, slots):
+  """Nine slots over four devices; a number that the cores share evenly."""
+  network = dict(compute_dtype="bfloat16", head_dim=128)
+  fields = {f"model__overrides__{name}": value for name, value in network.items()}
+  config = tiny.config(**fields, mesh__fsdp=4, sampling__slots=9)
+  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, topology))
+  engine, params = parts.sources[0].engine, parts.placement.state.params
+  assert engine.settings.cache == "pages"
+  assert engine.settings.slots == 4 * slots
+  arguments = engine._loaded_shapes(params, {}), jax.eval_shape(engine.programs.empty_slots)
+  traced = str(engine.programs.burst.trace(*arguments).jaxpr)
+  grids = set(re.findall(r"grid=\((\d+), (\d+), (\d+)\)", traced))
+  assert grids == {(str(cores), str(slots // cores), "2")}  # the last: key/value heads
+
+
+@pytest.mark.parametrize(
   ("dtype", "attention"),
   [
     ("float32", "reference"),
