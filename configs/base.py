@@ -101,8 +101,8 @@ def get_config() -> ConfigDict:
     filter=False,  # leave responses without a stop token out of the loss
   )
   # Of the behavior policy: rlvr_jax/sampling.py. slots: responses sampled at a time, over all
-  # devices; 0: those of a batch, or as many as there is memory for. cache: auto, blocks or pages
-  # (a kernel for TPUs); see `choose_cache` in rlvr_jax/ops/decoding.py.
+  # devices; 0: those of a refresh, or as many as there is memory for (on a CPU those of a batch).
+  # cache: auto, blocks or pages (a kernel for TPUs); see `choose_cache` in rlvr_jax/ops/caches.py.
   c.sampling = dict(**dataclasses.asdict(Sampling()), slots=0, cache="auto")
   c.allow_truncated_behavior = False  # train although top-k, top-p or min-p bias the ratio
   c.policy_temperature = 1.0  # of the target policy

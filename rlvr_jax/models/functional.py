@@ -40,6 +40,9 @@ class Model(NamedTuple):
   # (trained, frozen) → the parameters that the functions above take; see `lora.adapt`.
   combine: Callable[[Params, Params], Params] = take_trained
   mesh: Mesh | None = None  # mesh over which its batches are split
+  # Shapes of the parameters → shardings of decoding params, those of one layer in "blocks"; with a
+  # mesh.
+  decoding_shardings: Callable[[Params], Params] | None = None
 
 
 def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model:
@@ -83,4 +86,5 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
     rotary=functools.partial(make_rotary_tables, config),
     decode=on_layers(Transformer.decode),
     mesh=layout.mesh,
+    decoding_shardings=layout.decoding_shardings,
   )

@@ -33,6 +33,8 @@ class Layout(NamedTuple):
   residual: Residual = Residual()  # in training
   # Gathers the parameters once before decoding, not at every token.
   gather: Callable[[Params], Params] = lambda params: params
+  # Shapes of the parameters → shardings of what `gather` returns, those of one layer in "blocks".
+  decoding_shardings: Callable[[Params], Params] | None = None
 
 
 ONE_DEVICE = Layout()

@@ -55,6 +55,7 @@ def cached_attention(
   scale: float,
   window: int,
   soft_cap: float | None = None,
+  cores: int = 1,
 ) -> Array:
   """softmax(q·kᵀ·scale) v over a slot's prompt, its response, and its staged keys.
 
@@ -69,6 +70,7 @@ def cached_attention(
     scale: factor on the scores, usually 1/√H.
     window: tokens that a query attends to, itself included.
     soft_cap: c of c·tanh(score/c) (Gemma 2); None for no cap.
+    cores: of a device, over which a kernel splits the slots.
   Returns:
     [slots, N, H] in the queries' dtype.
   """
@@ -94,7 +96,7 @@ def cached_attention(
     (response, reach.response, reach.response_blocks, reach.prompt),
   ):
     if isinstance(part, Pages):
-      sums = _add_pages(sums, queries * scale, part, length)
+      sums = _add_pages(sums, queries * scale, part, length, cores)
     else:
       sums = _add_blocks(sums, scores, part, blocks, length, first)
   index = jnp.arange(staged.values.shape[2])
@@ -123,8 +125,10 @@ def _add_blocks(
   return jax.lax.fori_loop(0, blocks, add_block, sums) if part.keys.size else sums
 
 
-def _add_pages(sums: _Sums, queries: Array, part: Pages, length: Array) -> _Sums:
+def _add_pages(sums: _Sums, queries: Array, part: Pages, length: Array, cores: int) -> _Sums:
   """Adds every slot's own pages, up to its own length."""
   from rlvr_jax.ops.paged import paged_sums  # experimental in jax, so imported only on use
 
-  return sums.join(_Sums(*paged_sums(queries, part, length))) if part.keys.size else sums
+  if not part.keys.size:
+    return sums
+  return sums.join(_Sums(*paged_sums(queries, part, length, cores=cores)))

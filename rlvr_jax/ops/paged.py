@@ -28,10 +28,10 @@ from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kern
 from rlvr_jax.ops.caches import Pages
 from rlvr_jax.types import Array
 
-_CORES = {"TPU v4": 2, "TPU v5": 2, "TPU v5p": 2}  # cores per device; other TPUs have one
 
-
-def paged_sums(queries: Array, pages: Pages, lengths: Array) -> tuple[Array, Array, Array]:
+def paged_sums(
+  queries: Array, pages: Pages, lengths: Array, *, cores: int = 1
+) -> tuple[Array, Array, Array]:
   """Undivided softmax of every slot's query over the first tokens of its pages.
 
   Keys and values are rounded to bfloat16, without loss for a network that computes in bfloat16.
@@ -40,6 +40,7 @@ def paged_sums(queries: Array, pages: Pages, lengths: Array) -> tuple[Array, Arr
     queries: [slots, N, H], times the scale of the scores.
     pages: on this device.
     lengths: i32[slots], tokens to read.
+    cores: of the device, which share the slots; one does all if they do not divide them.
   Returns:
     f32 [K, slots, N/K], the largest score, −∞ without a token; f32 [K, slots, N/K], Σ exp(score −
     largest); f32 [K, slots, N/K, H], Σ exp(score − largest)·v.
@@ -51,7 +52,7 @@ def paged_sums(queries: Array, pages: Pages, lengths: Array) -> tuple[Array, Arr
   # Heads that do not fill tiles of 8 rows take one tile each, as in the kernel's wrapper.
   rows = (slots, N, H) if N // K % 8 == 0 else (slots, N, 1, H)
   flat = lambda x: x.reshape(K, blocks * slots, block, H)
-  results = _make_program(rows, pages)(
+  results = _make_program(rows, pages, cores if slots % cores == 0 else 1)(
     lengths,
     page_table.reshape(-1).astype(jnp.int32),
     first_buffer,
@@ -77,11 +78,11 @@ def paged_flops(queries: Sequence[int], pages: Sequence[int]) -> float:
   return 4.0 * queries[1] * queries[-1] * pages[1] * pages[2]
 
 
-def _make_program(rows: tuple[int, ...], pages: Pages) -> Callable[..., Any]:
+def _make_program(rows: tuple[int, ...], pages: Pages, cores: int) -> Callable[..., Any]:
   """Makes the kernel for queries of shape `rows`: f32 outputs of that shape, peaks, totals."""
   slots, N, H = rows[0], rows[1], rows[-1]
   K, blocks, _, block, _ = pages.keys.shape
-  heads, cores, tile = N // K, _cores(slots), [0] * (len(rows) - 2)
+  heads, tile = N // K, [0] * (len(rows) - 2)
   head_spec = pl.BlockSpec(
     (None, heads, *[None] * (len(rows) - 3), H),
     lambda core, slot, head, *_: (slot * cores + core, head, *tile),
@@ -113,9 +114,3 @@ def _make_program(rows: tuple[int, ...], pages: Pages) -> Callable[..., Any]:
     out_shape=[jax.ShapeDtypeStruct(rows, jnp.float32)] * 3,
     name="paged_attention",
   )
-
-
-def _cores(slots: int) -> int:
-  """Number of cores over which a device splits its slots."""
-  cores = _CORES.get(jax.devices()[0].device_kind, 1)
-  return cores if slots % cores == 0 else 1

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Pages, Part, Reach
 from rlvr_jax.ops.decoding import cached_attention
@@ -39,6 +39,7 @@ class Settings(NamedTuple):
   max_new_tokens: int  # T
   stop_tokens: tuple[int, ...]  # each ends a response and is part of it
   cache: str = "blocks"  # or "pages", as `caches.choose_cache` returned it
+  cores: int = 1  # of a device, over which the kernel for pages splits its slots
 
 
 class State(NamedTuple):
@@ -251,7 +252,7 @@ def decode(
 
 def _make_attention(settings: Settings, attention_settings: dict[str, Any]) -> Callable[..., Array]:
   """`cached_attention` of a layer; on a mesh, a kernel gets the slots and heads of its device."""
-  attend = functools.partial(cached_attention, **attention_settings)
+  attend = functools.partial(cached_attention, **attention_settings, cores=settings.cores)
   mesh = settings.model.mesh
   if settings.cache == "blocks" or mesh is None or mesh.size == 1:
     return attend
@@ -391,6 +392,24 @@ def shardings(settings: Settings) -> tuple[State | None, NamedSharding | None]:
   cache = sharding(_heads_axis(settings), None, _SLOTS)
   caches = (_CACHES[settings.cache](cache, cache),) * settings.model.config.num_layers
   return State(caches, caches, *[rows] * (len(State._fields) - 2)), sharding()
+
+
+def cores_per_device(mesh: Mesh | AbstractMesh | None) -> int:
+  """Cores of each device that generates: 2 on v5p, 1 on v5e; 1 if it does not say."""
+  if isinstance(mesh, AbstractMesh):
+    return 1  # nothing is compiled for it
+  device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+  return getattr(device, "num_cores", 1)
+
+
+def loaded_shardings(model: Any) -> Params | None:
+  """Shardings of what `load_layer`, in "blocks", and `load_others` return; None without a mesh.
+
+  XLA may otherwise leave complete parameters on every device, if they come from another layout.
+  """
+  if model.mesh is None:
+    return None
+  return model.decoding_shardings(jax.eval_shape(model.init, jax.random.key(0)))
 
 
 def _heads_axis(settings: Settings) -> str | None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlvr_jax.ops.caches import CacheShape, Part
@@ -176,7 +175,8 @@ class Engine:
     Args:
       model: of the policy, on the mesh that generates.
       sampling: the distribution.
-      slots: responses decoded at a time; rounded up to a multiple of the mesh's batch devices.
+      slots: responses decoded at a time; rounded up to a multiple of the mesh's batch devices, and
+        of their cores if a kernel splits slots over them.
       prefill_rows: the most prompts encoded at a time; rounded up likewise.
       max_prompt_length, max_new_tokens: S and T, tokens.
       stop_tokens: each ends a response.
@@ -189,14 +189,16 @@ class Engine:
       1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
     )
     self._max_prefill_rows = prefill_rows
+    cores = decoder.cores_per_device(model.mesh) if cache == "pages" else 1
     self.settings = Settings(
       model=model,
       sampling=sampling,
-      slots=self._round_up(slots),
+      slots=self._round_up(-(-slots // cores)) * cores,
       shape=CacheShape.of(max_prompt_length, max_new_tokens),
       max_new_tokens=max_new_tokens,
       stop_tokens=stop_tokens,
       cache=cache,
+      cores=cores,
     )
     self._pad_token = pad_token
     self._to_host = to_host
@@ -204,11 +206,13 @@ class Engine:
     with_model = lambda function: at_precision(functools.partial(function, model=model))
     bind = lambda function: at_precision(functools.partial(function, settings=self.settings))
     state, host = decoder.shardings(self.settings)
+    loaded = decoder.loaded_shardings(model)
+    layer, others = (loaded["blocks"], {**loaded, "blocks": ()}) if loaded else (None, None)
     self._jit = functools.partial(jax.jit, compiler_options=compiler_options)
     self.programs = Programs(
       take_layer=self._jit(with_model(decoder.take_layer)),
-      load_layer=self._jit(with_model(decoder.load_layer)),
-      load_others=self._jit(with_model(decoder.load_others)),
+      load_layer=self._jit(with_model(decoder.load_layer), out_shardings=layer),
+      load_others=self._jit(with_model(decoder.load_others), out_shardings=others),
       empty_slots=self._jit(bind(decoder.empty_slots), out_shardings=state),
       prefill=self._jit(bind(decoder.prefill)),
       insert=self._jit(bind(decoder.insert), donate_argnums=0, out_shardings=state),
@@ -244,18 +248,13 @@ class Engine:
     return jitted.lower(trained, frozen, self._loaded_shapes(trained, frozen), shapes)
 
   def _loaded_shapes(self, trained: Params, frozen: Params) -> Params:
-    """The shapes of the parameters that `load` returns, with the shardings XLA chooses."""
-
-    def output_shapes(program: jax.stages.Wrapped, *args: Any) -> Any:
-      lowered = program.lower(*args)
-      return jax.tree.map(_add_sharding, lowered.out_info, lowered.compile().output_shardings)
-
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    block = output_shapes(self.programs.take_layer, trained, frozen, index)
-    layer = output_shapes(self.programs.load_layer, block)
-    layers = self.settings.model.config.num_layers
-    others = output_shapes(self.programs.load_others, trained, frozen)
-    return {**others, "blocks": (layer,) * layers}
+    """The shapes of the parameters that `load` returns, with their shardings."""
+    shapes = jax.eval_shape(self.load, trained, frozen)
+    shardings = decoder.loaded_shardings(self.settings.model)
+    if shardings is None:
+      return shapes
+    blocks = (shardings["blocks"],) * len(shapes["blocks"])
+    return jax.tree.map(_add_sharding, shapes, {**shardings, "blocks": blocks})
 
   def serve(
     self, params: Params, requests: Iterable[Request[Owner]], usage: Usage | None = None

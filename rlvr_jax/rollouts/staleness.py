@@ -7,6 +7,7 @@ The lag of update t is t − v, where v is the version that sampled its batch.
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -44,6 +45,11 @@ class Schedule(NamedTuple):
   def refreshes(self, update: int) -> bool:
     """Whether the policy before this update may sample batches."""
     return self.real_time or self.samples(update) > 0
+
+  def batches_per_refresh(self, num_updates: int) -> int:
+    """How many batches a policy samples in most refreshes: the median; 1 if the clock decides."""
+    counts = [count for count in map(self.samples, range(num_updates)) if count]
+    return statistics.median_high(counts) if counts else 1
 
 
 def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:

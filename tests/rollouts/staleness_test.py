@@ -133,6 +133,21 @@ def test_a_run_without_updates_has_a_schedule():
     schedule.samples(0)
 
 
+@pytest.mark.parametrize(
+  ("schedule", "batches"),
+  [
+    (staleness.on_policy(), 1),
+    (staleness.updates_per_refresh(batches=3, epochs=2), 3),
+    (staleness.stages(count=2, num_updates=12), 6),
+    (staleness.fixed_lag(lag=4, num_updates=12), 1),  # 5 before the first update
+    (staleness.asynchronous(max_lag=4), 1),
+  ],
+)
+def test_batches_of_most_refreshes(schedule, batches):
+  assert schedule.batches_per_refresh(12) == batches
+  assert schedule.batches_per_refresh(0) == 1
+
+
 def test_fixed_lag_of_two():
   schedule = staleness.fixed_lag(lag=2, num_updates=6)
   assert [schedule.samples(t) for t in range(6)] == [3, 1, 1, 1, 0, 0]

@@ -8,6 +8,7 @@ on rows, so in the network a group may lie on several devices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -178,11 +179,18 @@ def replicated_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
-def make_layout(mesh: Mesh | None) -> Layout:
-  """The layout of a network on a mesh; None: on one device."""
+def make_layout(mesh: Mesh | None, parameters: Mesh | None = None) -> Layout:
+  """The layout of a network on a mesh.
+
+  Args:
+    mesh: None for one device.
+    parameters: the mesh that its parameters are sharded on, of the same devices; None for `mesh`.
+  """
   if mesh is None:
     return Layout()
-  return Layout(mesh, batch_constraint(mesh), make_residual(mesh), fsdp_gather(mesh))
+  gather = fsdp_gather(mesh, rearranged=parameters not in (None, mesh))
+  decoding = functools.partial(decoding_shardings, mesh=mesh)
+  return Layout(mesh, batch_constraint(mesh), make_residual(mesh), gather, decoding)
 
 
 def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
@@ -221,23 +229,52 @@ def _with_gradient_map(
   return function
 
 
-def fsdp_gather(mesh: Mesh) -> Callable[[Params], Params]:
+def fsdp_gather(mesh: Mesh, *, rearranged: bool = False) -> Callable[[Params], Params]:
   """A function that gathers parameters along fsdp, for loops that use them often.
 
-  They stay sharded along tensor. They may come from another layout of the same devices.
+  They stay sharded along tensor.
+
+  Args:
+    mesh: of the result.
+    rearranged: whether they come from another layout of the same devices. Then a device first gets
+      a part of what it will have, so that none gathers what only others need.
   """
   if mesh.size == 1:
     return lambda params: params
 
-  def without_fsdp(sharding: NamedSharding) -> NamedSharding:
-    axes = [None if axis == "fsdp" else axis for axis in sharding.spec]
-    return NamedSharding(mesh, PartitionSpec(*axes))
-
   def gather(params: Params) -> Params:
-    shardings = jax.tree.map(without_fsdp, state_shardings(params, mesh))
-    return jax.lax.with_sharding_constraint(params, shardings)
+    keep = jax.lax.with_sharding_constraint
+    if rearranged:
+      params = keep(params, _replace_fsdp(state_shardings(params, mesh), params, ("data", "fsdp")))
+    return keep(params, _replace_fsdp(state_shardings(params, mesh), params, ()))
 
   return gather
+
+
+def decoding_shardings(params: Params, mesh: Mesh) -> Params:
+  """The shardings of the parameters to decode with, those of one layer in "blocks".
+
+  Args:
+    params: shapes of the stacked parameters.
+    mesh: that generates.
+  """
+  gathered = _replace_fsdp(state_shardings(params, mesh), params, ())
+  of_layer = lambda stacked: NamedSharding(mesh, PartitionSpec(*stacked.spec[1:]))
+  return {**gathered, "blocks": jax.tree.map(of_layer, gathered["blocks"])}
+
+
+def _replace_fsdp(shardings: Any, arrays: Any, axes: tuple[str, ...]) -> Any:
+  """`shardings` with other axes in place of fsdp, in dimensions that they divide."""
+
+  def replace(sharding: NamedSharding, x: Array) -> NamedSharding:
+    devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    spec = [
+      (axes if axes and size % devices == 0 else None) if axis == "fsdp" else axis
+      for axis, size in zip(sharding.spec, x.shape, strict=False)
+    ]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+  return jax.tree.map(replace, shardings, arrays)
 
 
 def host_result_sharding(mesh: Mesh) -> NamedSharding:

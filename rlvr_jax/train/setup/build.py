@@ -124,7 +124,7 @@ def build(
   make_model_on = functools.partial(
     make_model, network, adapters, shape, tokens_per_row=config.batch.tokens_per_row
   )
-  model = make_model_on(mesh)
+  model = make_model_on(mesh, mesh)
   checks.check_heads(model.config, mesh)
   warn_of_long_texts(config.model.checkpoint, shape)
   sampling = sampling_of(config.sampling)
@@ -143,7 +143,9 @@ def build(
   check_compiler_options(
     "config.compiler_options.generation", compiler_options.generation, sampler.mesh
   )
-  engine_of = make_engine_factory(config, shape, tokenizer, mesh, compiler_options.generation)
+  engine_of = make_engine_factory(
+    config, shape, tokenizer, mesh, schedule, compiler_options.generation
+  )
   sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins={})
   method = make_method(config, model, mesh)
   method = method._replace(sources=tuple(source.name for source in sources))
@@ -228,21 +230,23 @@ def make_sampler(
   settings: ml_collections.ConfigDict,
   model: Model,
   mesh: Mesh,
-  make_model_on: Callable[[Mesh], Model],
+  make_model_on: Callable[[Mesh, Mesh], Model],
 ) -> Sampler:
   """The model and mesh that generate rollouts: the arguments, or those of another layout.
 
   Args:
     settings: `config.generation_mesh`.
     model, mesh: those of updates.
-    make_model_on: the model on another mesh.
+    make_model_on: (another mesh, the mesh its parameters are sharded on) → the model.
   """
   generation_mesh = make_generation_mesh(settings, mesh)
   if generation_mesh is mesh:
     return Sampler(model, mesh)
   tensor = generation_mesh.shape["tensor"]
   checks.check_sampling_heads("config.generation_mesh", model.config, tensor)
-  return Sampler(make_model_on(generation_mesh), generation_mesh)
+  alike = sharding.has_same_devices(generation_mesh, mesh)  # else the parameters are moved before
+  parameters = mesh if alike else generation_mesh
+  return Sampler(make_model_on(generation_mesh, parameters), generation_mesh)
 
 
 def generates_separately(settings: ml_collections.ConfigDict) -> bool:
@@ -255,18 +259,22 @@ def make_engine_factory(
   shape: BatchShape,
   tokenizer: Tokenizer,
   mesh: Mesh,
+  schedule: staleness.Schedule,
   compiler_options: Options | None,
 ) -> EngineOf:
   """Returns a function that makes the engines of a run.
 
   Args:
-    config, tokenizer: of the run.
+    config, tokenizer, schedule: of the run.
     shape: of a training batch.
     mesh: on which updates run.
     compiler_options: of generation.
   """
   separate = generates_separately(config.generation_mesh)
   trainer = TrainerLayout(mesh, separate, frozen=config.lora.rank > 0)
+  # Dynamic sampling streams one batch at a time: whether another follows depends on its grades.
+  one_batch = config.dynamic_sampling.enabled
+  batches = 1 if one_batch else schedule.batches_per_refresh(config.num_updates)
 
   def engine_of(model: Model, sampling: Sampling, prompts: int | None = None) -> Engine:
     return make_engine(
@@ -277,6 +285,7 @@ def make_engine_factory(
       tokenizer,
       deadline_s=config.generation_deadline_s,
       trainer=trainer,
+      batches=batches,
       compiler_options=compiler_options,
     )
 
@@ -286,8 +295,10 @@ def make_engine_factory(
 def pin_sources(parts: Parts, pins: Mapping[str, Any]) -> Parts:
   """The parts with the sources as they were when the run began, see `Source.pin`."""
   config, shape, tokenizer = parts.config, parts.shape, parts.tokenizer
-  placement, compiler_options = parts.placement, parts.compiler_options.generation
-  engine_of = make_engine_factory(config, shape, tokenizer, placement.mesh, compiler_options)
+  placement = parts.placement
+  engine_of = make_engine_factory(
+    config, shape, tokenizer, placement.mesh, parts.schedule, parts.compiler_options.generation
+  )
   sampler = Sampler(parts.sampling_model, placement.generation_mesh)
   sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins)
   return dataclasses.replace(parts, sources=sources)
@@ -330,6 +341,7 @@ def make_model(
   adapters: lora.LoraSettings | None,
   shape: BatchShape,
   mesh: Mesh,
+  parameters: Mesh,
   *,
   tokens_per_row: int,
 ) -> Model:
@@ -340,11 +352,12 @@ def make_model(
     adapters: from `make_lora`.
     shape: of a training batch.
     mesh: of updates, or of generation.
+    parameters: the mesh that its parameters are sharded on, of the same devices.
     tokens_per_row: `config.batch.tokens_per_row`.
   """
   attention = choose_row_attention(network, mesh, shape, tokens_per_row=tokens_per_row)
   network = dataclasses.replace(network, attention=attention)
-  return lora.adapt(transformer(network, sharding.make_layout(mesh)), adapters)
+  return lora.adapt(transformer(network, sharding.make_layout(mesh, parameters)), adapters)
 
 
 def make_task(settings: ml_collections.ConfigDict) -> Task:

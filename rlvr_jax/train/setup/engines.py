@@ -47,6 +47,7 @@ def make_engine(
   *,
   deadline_s: float,
   trainer: TrainerLayout,
+  batches: int = 1,
   compiler_options: Options | None = None,
 ) -> Engine:
   """An engine for batches of a shape.
@@ -59,6 +60,7 @@ def make_engine(
     tokenizer: of the run.
     deadline_s: seconds without progress after which the process ends.
     trainer: of the run.
+    batches: that a stream of requests usually has.
     compiler_options: of generation.
   Raises:
     ValueError: the devices have no memory for a slot.
@@ -77,7 +79,7 @@ def make_engine(
   return Engine(
     model,
     sampling,
-    slots=choose_slots(settings.slots, shape, model, trainer),
+    slots=choose_slots(settings.slots, shape, model, trainer, batches=batches),
     prefill_rows=shape.prompts,
     max_prompt_length=shape.max_prompt_length,
     max_new_tokens=shape.max_response_length,
@@ -104,16 +106,26 @@ def _cache(wanted: str, model: Model) -> str:
 
 
 def choose_slots(
-  configured: int, shape: BatchShape, model: Model, trainer: TrainerLayout, limit: int | None = None
+  configured: int,
+  shape: BatchShape,
+  model: Model,
+  trainer: TrainerLayout,
+  limit: int | None = None,
+  *,
+  batches: int = 1,
 ) -> int:
   """The configured slots; if there are none, one per response, or fewer if the memory is too small.
+
+  More slots decode a stream in fewer steps, and a step reads the weights once for all of them.
+  Devices that do not say how much memory they have get slots for one batch.
 
   Args:
     configured: `config.sampling.slots`; 0: not configured.
     shape: of the largest batch.
     model: on the mesh that generates.
     trainer: of the run.
-    limit: bytes of a device; None: as the device says, without a limit if it does not.
+    limit: bytes of a device; None: as the device says.
+    batches: that are sampled as one stream.
   Raises:
     ValueError: the devices have no memory for a slot, or for as many as are configured.
   """
@@ -128,17 +140,18 @@ def choose_slots(
   usable = limit if configured else _USABLE * limit
   free = max(0, usable - decoded - _resident_bytes(model, base, trainer))
   per_slot = slot_bytes(model.config, cache, mesh.shape["tensor"])
+  per_slot += memory.sampling_bytes(model.config, 1)
   slots = int(free // per_slot) * mesh.shape["data"] * mesh.shape["fsdp"]
   if slots < (configured or 1):
     too_many = f"config.sampling.slots = {configured}: {slots} of them fit" if configured else ""
     too_long = f"config.max_response_length = {shape.max_response_length}: none fits"
     raise ValueError(
-      f"{too_many or too_long}. A response takes {per_slot / 2**30:.2f} GiB of keys and values, a"
-      f" device has {free / 2**30:.2f} of {limit / 2**30:.0f} GiB free beside the parameters. Lower"
-      " the field, or raise config.mesh.fsdp or config.mesh.tensor; --mode=fits shows what a"
-      " configuration takes"
+      f"{too_many or too_long}. A response takes {per_slot / 2**30:.2f} GiB of keys, values and"
+      f" logits, a device has {free / 2**30:.2f} of {limit / 2**30:.0f} GiB free beside the"
+      " parameters. Lower the field, or raise config.mesh.fsdp or config.mesh.tensor; --mode=fits"
+      " shows what a configuration takes"
     )
-  return configured or min(slots, shape.responses)
+  return configured or min(slots, batches * shape.responses)
 
 
 def _resident_bytes(model: Model, base: Params, trainer: TrainerLayout) -> float:

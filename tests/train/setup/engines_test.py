@@ -27,7 +27,7 @@ def test_training_and_evaluation_share_an_engine_if_they_sample_alike():
   assert other.held_out_engine is not other.engine
 
 
-def choose_for(config, model, responses, limit):
+def choose_for(config, model, responses, limit, batches=1):
   """Slots of a run that is trained on another mesh of as many devices."""
   trainer = TrainerLayout(
     sharding.make_mesh(**config.mesh),
@@ -35,7 +35,7 @@ def choose_for(config, model, responses, limit):
     frozen=config.lora.rank > 0,
   )
   shape = batch_shape(config)._replace(prompts=responses, group_size=1)
-  return choose_slots(config.sampling.slots, shape, model, trainer, limit)
+  return choose_slots(config.sampling.slots, shape, model, trainer, limit, batches=batches)
 
 
 def test_slots_are_limited_by_the_devices_memory():
@@ -49,6 +49,10 @@ def test_slots_are_limited_by_the_devices_memory():
   assert slots == pytest.approx(2 * (0.85 * 95e9 - 7.6e9 * (12 + 2) / 4) / 134e6, rel=0.05)
   assert choose_for(config, model, 100, 95 * 10**9) == 100
   assert choose_for(config, model, 100, None) == 100  # a CPU has no limit
+  # A stream of several batches: as many as it has responses, as long as there is memory.
+  assert choose_for(config, model, 100, 95 * 10**9, batches=4) == 400
+  assert choose_for(config, model, 100, 95 * 10**9, batches=1000) == slots
+  assert choose_for(config, model, 100, None, batches=4) == 100
   with pytest.raises(ValueError, match=r"max_response_length = 8192.*config\.mesh\.fsdp"):
     choose_for(config, model, 100, 16 * 10**9)
 
