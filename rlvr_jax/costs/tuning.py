@@ -25,6 +25,7 @@ from rlvr_jax.models import memory
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops.caches import CacheShape
 from rlvr_jax.ops.row_attention import longest_row, row_alignment, row_length
+from rlvr_jax.ops.row_blocks import LONGEST_ROW
 from rlvr_jax.rollouts.decoder import slot_bytes
 from rlvr_jax.rollouts.packing import RowLayout, min_row_length
 from rlvr_jax.rollouts.staleness import Schedule
@@ -109,7 +110,8 @@ def _layouts(parts: Parts, mesh: Mesh) -> dict[tuple[int, int], RowLayout]:
   shape = parts.shape
   kind = parts.model.config.attention
   sizes = shape.max_prompt_length, shape.max_response_length
-  least = row_length(kind, min_row_length(*sizes, alignment=row_alignment(kind)))
+  coarsest = row_alignment(kind, LONGEST_ROW)
+  least = row_length(kind, min_row_length(*sizes, alignment=coarsest))
   lengths = {row_length(kind, int(factor * least)) for factor in _ROW_LENGTHS}
   layouts = {}
   for length in sorted(lengths):
@@ -263,13 +265,7 @@ def apply_overrides(
 ) -> ml_collections.ConfigDict:
   """A copy of the configuration with fields changed."""
   changed = config.copy_and_resolve_references()
-  for name, value in overrides.items():
-    *path, field = name.split(".")
-    section = changed
-    for group in path:
-      section = section[group]
-    with section.unlocked():
-      section[field] = value
+  changed.update_from_flattened_dict(overrides)
   return changed
 
 
