@@ -87,7 +87,8 @@ def test_the_paged_kernel_counts_every_cached_token():
 
 def test_a_call_on_a_row_counts_as_the_mean_of_the_rows_that_run():
   batch = dict(prompts=6, group_size=13, tokens_per_row=3072, tokens_per_micro_batch=3072)
-  config = tiny.config(**{f"batch__{name}": size for name, size in batch.items()})
+  fields = {f"batch__{name}": size for name, size in batch.items()}
+  config = tiny.config(max_response_length=128, **fields)
   parts = programs.build_shapes_only(config, sharding.make_mesh())
   network = dataclasses.replace(parts.model.config, attention="splash")
   layout = make_row_layout(config.batch, parts.shape, "splash", parts.placement.mesh)
@@ -162,7 +163,7 @@ def test_what_a_report_needs(topology, message):
 
 
 def test_other_modes_take_no_topology():
-  with pytest.raises(ValueError, match="--topology goes with --mode=fits or --mode=costs, not"):
+  with pytest.raises(ValueError, match="--topology goes with --mode=fits, costs or tune, not"):
     choose.prepare_command("train", tiny.get_config(), "runs/x", None, "v5e:2x2")
 
 
