@@ -3,8 +3,9 @@
   python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
 Any field can be set on the command line, such as --config.seed=1. The same command on the same
-workdir resumes a run that was stopped or killed. For --mode=eval, export, fits and costs see
-docs/models.md, for --mode=check and Cloud TPUs docs/tpu.md, for --mode=sweep docs/sweeps.md.
+workdir resumes a run that was stopped or killed. For --mode=eval, export, fits, costs and
+tune see docs/models.md, for --mode=check and Cloud TPUs docs/tpu.md, for --mode=sweep
+docs/sweeps.md.
 
 On several hosts, run it on each with --distributed and a workdir that all of them can access. If
 the cluster does not identify the processes, use --coordinator, --num_processes and --process_id.
@@ -57,7 +58,8 @@ _HELP = """rlvr_jax trains, evaluates and exports policies, for instance by
 
   --config=FILE        the recipe; any field can be set, such as --config.seed=1
   --workdir=FOLDER     for all output files; the same command resumes a run
-  --mode=MODE          train (the default), check, eval, export, fits, costs or sweep
+  --mode=MODE          train (the default), check, eval, export, fits, costs, tune
+                       or sweep
   --checkpoint=RUN     the run to evaluate or to export
 
 All flags: rlvr_jax --help. A first run, explained: docs/first_run.md"""

@@ -22,6 +22,9 @@ key/value heads, 4 in Qwen2.5 7B and 8 in Qwen3 4B. For v5e:8x8, 64 chips of 16 
 what to add. On 256 chips of v5p: --config.mesh.tensor=4 --config.batch.prompts=64.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from rlvr_jax.configs import base
@@ -61,4 +64,25 @@ def get_config() -> ConfigDict:
   c.evaluation.sampling.top_p = 0.95
   c.checkpoint.every = 20
   c.store.keep_used = False
+  return c
+
+
+def set_for_slice(
+  c: ConfigDict, slices: Mapping[str, Mapping[str, Any]], topology: str
+) -> ConfigDict:
+  """Sets fields to what --mode=tune has found for a TPU slice.
+
+  Args:
+    c: changed in place, and returned.
+    slices: topology → dotted name of a field → its value.
+    topology: one of them, such as "v5p:2x2x4"; "": leaves c as it is, for any machine.
+  Raises:
+    ValueError: nothing has been found for this slice.
+  """
+  if topology and topology not in slices:
+    raise ValueError(
+      f"there are no settings for the slice {topology!r}, only for {sorted(slices)}: leave it out,"
+      " or find some with --mode=tune"
+    )
+  c.update_from_flattened_dict(slices.get(topology, {}))
   return c
