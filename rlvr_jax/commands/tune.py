@@ -26,8 +26,8 @@ from rlvr_jax.storage.files import replace_file
 from rlvr_jax.train.reporting.progress import duration, say
 from rlvr_jax.train.setup.build import Parts
 
-_MAX_UPDATES = 6  # settings of the update that are compiled with the compiler's defaults
-_MAX_WITH_OPTIONS = 2  # of these, with its other options
+_MAX_MESHES = 5  # that are compiled for updates
+_MAX_ROWS = 2  # other rows and micro-batches, for the fastest of these
 _MAX_LAYOUTS = 3  # of generation
 _COMPILE_S = 240  # for a program of 7B on two cores
 _KINDS = {"update": "training", "generation": "generation"}  # program → kind of compiler options
@@ -97,8 +97,7 @@ def tune(
     ValueError: no setting fits into the memory of a chip.
     TimeLimitError: the time is over; what was found until then has been written.
   """
-  with_options = _MAX_WITH_OPTIONS * (len(tuning.COMPILER_OPTIONS) - 1)
-  count = _MAX_UPDATES + with_options + _MAX_LAYOUTS
+  count = _MAX_MESHES + len(tuning.COMPILER_OPTIONS) - 1 + _MAX_ROWS + _MAX_LAYOUTS
   say(
     f"compiles about {count} programs for {topology}, {duration(count * _COMPILE_S)} for 7B on two"
     " cores; the same command continues a search that was stopped"
@@ -181,7 +180,7 @@ def _by_seconds(measured: Sequence[Measured]) -> list[Measured]:
 def _compile_updates(
   target: Target, candidates: Sequence[Candidate], deadline: float
 ) -> list[Measured]:
-  """The first candidates with the compiler's defaults, the fastest of these with other options."""
+  """The best of each mesh, by estimate; then the fastest of these with other options and rows."""
   defaults, *others = tuning.COMPILER_OPTIONS.values()
   measured: list[Measured] = []
 
@@ -194,12 +193,24 @@ def _compile_updates(
       seconds = tuning.compiled_seconds(cost, target.chip)
       measured.append(Measured(overrides, seconds, gib, cost))
 
-  for candidate in candidates[:_MAX_UPDATES]:
+  for candidate in tuning.best_of_each_mesh(candidates)[:_MAX_MESHES]:
     measure(candidate.overrides, defaults)
-  for program in _by_seconds(measured)[:_MAX_WITH_OPTIONS]:
-    for options in others:
-      measure(program.overrides, options)
+  if not measured:
+    return []
+  fastest = _by_seconds(measured)[0]
+  for options in others:
+    measure(fastest.overrides, options)
+  fastest = _by_seconds(measured)[0]
+  for candidate in _with_other_rows(candidates, fastest.overrides)[:_MAX_ROWS]:
+    measure(candidate.overrides, fastest.overrides["compiler_options.training"])
   return _by_seconds(measured)
+
+
+def _with_other_rows(candidates: Sequence[Candidate], found: Overrides) -> list[Candidate]:
+  """Candidates that differ from `found` in rows and micro-batches only, in their order."""
+  rows = ("batch.tokens_per_row", "batch.tokens_per_micro_batch")
+  differing = lambda candidate: {n for n, value in candidate.overrides.items() if found[n] != value}
+  return [c for c in candidates if differing(c) and differing(c) <= {*rows}]
 
 
 def _compile_generations(

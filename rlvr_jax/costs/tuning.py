@@ -88,7 +88,21 @@ def update_candidates(
           "model.overrides.remat": remat,
         }
         found.append(candidate._replace(overrides=overrides))
-  return sorted(found, key=lambda candidate: candidate.seconds)
+  return sorted(found, key=_rank)
+
+
+def _rank(candidate: Candidate) -> tuple[float, float]:
+  """The middle of the seconds, on a scale of one per cent; then memory."""
+  return round(math.log(sum(candidate.seconds) / 2), 2), candidate.gib
+
+
+def best_of_each_mesh(candidates: Sequence[Candidate]) -> list[Candidate]:
+  """Of candidates in their order, the first of each mesh."""
+  best: dict[tuple[int, ...], Candidate] = {}
+  for candidate in candidates:
+    mesh = tuple(candidate.overrides[f"mesh.{axis}"] for axis in sharding.AXES)
+    best.setdefault(mesh, candidate)
+  return list(best.values())
 
 
 def _meshes(devices: Sequence[jax.Device], num_kv_heads: int) -> Iterator[Mesh]:

@@ -32,7 +32,7 @@ def run(folder, minutes=None):
 def test_a_search_that_is_stopped_continues_and_repeats_no_compilation(
   tmp_path, capsys, monkeypatch
 ):
-  for name, number in dict(_MAX_UPDATES=2, _MAX_WITH_OPTIONS=1, _MAX_LAYOUTS=1).items():
+  for name, number in dict(_MAX_ROWS=1, _MAX_LAYOUTS=1).items():
     monkeypatch.setattr(tune, name, number)
   with pytest.raises(TimeLimitError, match="0 minutes are over; the same command continues"):
     run(tmp_path / "found", minutes=0.0)
@@ -40,7 +40,7 @@ def test_a_search_that_is_stopped_continues_and_repeats_no_compilation(
   assert len(re.findall("update, compiled in", first)) == 1  # the best of the estimates
   overrides = run(tmp_path / "found")
   second = capsys.readouterr().out
-  assert len(re.findall("update, compiled in", second)) == 3  # another, and other options
+  assert len(re.findall("update, compiled in", second)) == 3  # with other options, and other rows
   assert "generation, compiled in" not in second
   assert run(tmp_path / "found") == overrides
   assert "compiled in" not in capsys.readouterr().out

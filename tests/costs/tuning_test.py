@@ -35,7 +35,9 @@ def test_updates_have_every_mesh_that_keeps_a_head_whole(parts):
     *((1, 8, 1), (2, 4, 1), (4, 2, 1), (8, 1, 1)),
     *((1, 4, 2), (2, 2, 2), (4, 1, 2)),
   }
-  assert found == sorted(found, key=lambda candidate: candidate.seconds)
+  fastest = tuning.best_of_each_mesh(found)
+  assert len(fastest) == 7 and fastest[0] == found[0]
+  assert sum(found[0].seconds) <= 1.01 * min(sum(c.seconds) for c in found)
   assert {c.overrides["model.overrides.remat"] for c in found} == {*tuning.REMATS}
 
 
