@@ -79,8 +79,7 @@ def refresh_seconds(
     in_turn += steps * sum(needed)
   prompts = np.concatenate([batch.prompts for batch in batches])
   nothing = np.zeros((len(prompts), 1), np.int64)
-  # Every device computes all prompts, since any may be decoded in its slots.
-  prefill = forward_flops(network, prompts, nothing) / tensor / chip.flops
+  prefill = forward_flops(network, prompts, nothing) / (devices * tensor) / chip.flops
   sync = memory.decoding_copy_bytes(base, network.compute_dtype) / chip.interconnect_bytes_per_s
   return Seconds(overlapped + prefill + sync, in_turn + prefill + sync)
 
