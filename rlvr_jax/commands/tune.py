@@ -121,7 +121,7 @@ def tune(
     raise _too_large(target, "layout of generation")
   generation = generations[0]
 
-  refreshes = tuning.refreshes(parts.schedule, parts.config.num_updates)[1]
+  refreshes = tuning.refreshes_per_update(parts.schedule, parts.config.num_updates)
   step = Seconds(
     update.seconds.overlapped + refreshes * generation.seconds.overlapped,
     update.seconds.in_turn + refreshes * generation.seconds.in_turn,

@@ -50,7 +50,6 @@ USABLE = 0.92  # of a chip's memory; the rest is for what the compiler does not 
 _ROW_LENGTHS = (1, 1.5, 2, 3, 4, 6, 8)  # times the shortest row that is allowed
 _ROWS = (1, 2, 4)  # of a micro-batch on a device
 _DRAWS = 3  # batches that an estimate packs
-_PLANNED = 1000  # updates over which refreshes are counted
 
 
 class Candidate(NamedTuple):
@@ -209,7 +208,7 @@ def generation_candidates(parts: Parts, lengths: Lengths, chip: Chip) -> list[Ca
     lengths, chip: as for `update_candidates`.
   """
   network, shape, sizes = parts.model.config, parts.shape, parts.placement.mesh.shape
-  batches_per_refresh, _ = refreshes(parts.schedule, parts.config.num_updates)
+  batches_per_refresh = parts.schedule.batches_per_refresh(parts.config.num_updates)
   batches = [lengths.draw(shape, number) for number in range(batches_per_refresh)]
   responses = batches_per_refresh * shape.responses
   cache = CacheShape.of(shape.max_prompt_length, shape.max_response_length)
@@ -243,13 +242,11 @@ def generation_candidates(parts: Parts, lengths: Lengths, chip: Chip) -> list[Ca
   return sorted(found, key=lambda candidate: candidate.seconds)
 
 
-def refreshes(schedule: Schedule, num_updates: int) -> tuple[int, float]:
-  """Batches that a refresh samples, and refreshes per update; one of each in real time."""
+def refreshes_per_update(schedule: Schedule, num_updates: int) -> float:
+  """Share of the updates before which a policy samples; in real time, a batch for each."""
   if schedule.real_time:
-    return 1, 1.0
-  counts = [schedule.samples(update) for update in range(min(num_updates, _PLANNED))]
-  sampled = [count for count in counts if count]
-  return round(np.mean(sampled)), len(sampled) / len(counts)
+    return 1.0
+  return float(np.mean([schedule.refreshes(update) for update in range(num_updates)]))
 
 
 # --- compiled -------------------------------------------------------------------------------------

@@ -75,10 +75,10 @@ def test_generation_is_in_layouts_of_the_heads_with_slots_of_a_refresh(parts):
 
 
 def test_refreshes_are_counted_over_a_schedule():
-  assert tuning.refreshes(staleness.on_policy(), 100) == (1, 1.0)
+  assert tuning.refreshes_per_update(staleness.on_policy(), 100) == 1.0
   several = staleness.updates_per_refresh(batches=3, epochs=2)
-  assert tuning.refreshes(several, 60) == (3, 1 / 6)
-  assert tuning.refreshes(staleness.asynchronous(max_lag=2), 100) == (1, 1.0)
+  assert tuning.refreshes_per_update(several, 60) == 1 / 6
+  assert tuning.refreshes_per_update(staleness.asynchronous(max_lag=2), 100) == 1.0
 
 
 def test_seconds_of_a_program_add_its_kernels_to_the_cycles():
