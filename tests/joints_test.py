@@ -10,8 +10,8 @@ import rlvr_jax
 PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
 MAX_ATTRIBUTES = 8
 MAX_FILES = 12
-# The host half. Collections, such as ops, data, losses or configs, may have any number of files.
-ROOMS = ("update", "rollouts", "storage", "costs", "commands", "environments", "train")
+# Collections, such as ops, data, losses or configs, may have any number of files.
+ROOMS = ("update", "rollouts", "storage", "costs", "commands", "train")
 # Classes with more attributes, and why.
 LARGE = {
   "data/curriculum.py: CurriculumDraws": "estimates and visits of cells, and what was observed",

@@ -33,10 +33,10 @@ _COMPILE_S = 240  # for a program of 7B on two cores
 _KINDS = {"update": "training", "generation": "generation"}  # program → kind of compiler options
 _GIB = 2**30
 
-_TRUST = """Seconds are the larger, and the sum, of those of computation, HBM and links. Computation
-is the compiler's cycles, and what the kernels other than XLA's need by the published peaks.
-Generation is by roofline. Grading, checkpoints, the scores of a reference policy and the time of
-the host are left out."""
+_TRUST = """Seconds go from the largest of three times, if computation, HBM and links overlap, to
+their sum, if they do not. Computation is the compiler's cycles, and what the kernels other than
+XLA's need by the published peaks. Generation is by roofline. Grading, checkpoints, the scores of a
+reference policy and the time of the host are left out."""
 
 
 class Target(NamedTuple):
@@ -90,7 +90,8 @@ def tune(
     topology: the slice, such as "v5p:2x2x4".
     workdir: folder for tune_TOPOLOGY.json and .md.
     lengths: component of `costs.workload`, of prompts and responses.
-    minutes: limit; the program that is being compiled then is finished.
+    minutes: limit; the program that is being compiled then is finished, and a layout of generation
+      is compiled in any case.
   Returns:
     The fastest settings by dotted name of the field.
   Raises:
@@ -116,7 +117,7 @@ def tune(
   update = updates[0]
   parts = target.build(update.overrides)
   layouts = tuning.generation_candidates(parts, distribution, target.chip)
-  generations = _compile_generations(target, update.overrides, target.fitting(layouts))
+  generations = _compile_generations(target, update.overrides, target.fitting(layouts), deadline)
   if not generations:
     raise _too_large(target, "layout of generation")
   generation = generations[0]
@@ -214,7 +215,7 @@ def _with_other_rows(candidates: Sequence[Candidate], found: Overrides) -> list[
 
 
 def _compile_generations(
-  target: Target, update: Overrides, candidates: Sequence[Candidate]
+  target: Target, update: Overrides, candidates: Sequence[Candidate], deadline: float
 ) -> list[Measured]:
   """The first candidates that fit beside the trainer, with the seconds of their estimate."""
   measured: list[Measured] = []
@@ -224,7 +225,7 @@ def _compile_generations(
     resident = shard_bytes(parts.placement.state.opt_state) / _GIB
     if cost is not None and (gib := _gib(cost) + resident) <= target.usable_gib:
       measured.append(Measured(candidate.overrides, candidate.seconds, gib, cost))
-    if len(measured) == _MAX_LAYOUTS:
+    if len(measured) == _MAX_LAYOUTS or (measured and time.monotonic() > deadline):
       break
   return _by_seconds(measured)
 

@@ -142,8 +142,8 @@ class RolloutBatch:
     number: from 0, in the order in which batches are sampled.
     version: number of updates of the policy whose weights were synced to sample it.
     fingerprint: of that policy's parameters.
-    versions: i32[P], version per group; None while they are only in the store.
-    position: of the generator after this batch; None if it is in a checkpoint.
+    versions: i32[P], version per group; None while the contents are only in the store.
+    position: of the generator after this batch; None for a batch restored from a checkpoint.
     draws: batches of prompts sampled for it, more than one under dynamic sampling.
     flops: model FLOPs of generating it.
     timings: seconds by phase; empty if the batch was read from a store.

@@ -1,4 +1,4 @@
-"""Turns sampled groups into graded ones: decodes them for grading, grades, packs for training."""
+"""Turns sampled groups into graded ones: decodes their text, grades it, assembles batches."""
 
 from __future__ import annotations
 

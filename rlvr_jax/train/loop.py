@@ -187,7 +187,7 @@ class Trainer:
       rollouts, batch = self.scorer.prepare(rollouts, now.state, now.step)
       self.queue.update(rollouts)
       dispatched = time.perf_counter()
-      on_devices = parts.placement.batch_to_devices(batch)
+      on_devices = parts.placement.pack_to_devices(batch)
       measured, arrays = self.scorer.measure(now.state, on_devices, now.step)
       state, metrics = programs.train_step(now.state, self.frozen.trainer, on_devices)
       if measured:

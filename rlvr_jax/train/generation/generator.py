@@ -43,7 +43,7 @@ from rlvr_jax.types import Params
 
 
 class NextPolicy(Protocol):
-  """Chooses the policy of the next batch, and counts that batch as begun."""
+  """Chooses the policy of the next batch."""
 
   def __call__(self, *, wait: bool, until: Future[None] | None) -> PolicySnapshot | None:
     """Returns the policy; None: no batch may begin now, or, with none in flight, ever again.

@@ -56,7 +56,7 @@ class Scorer:
       pass
     batch = collector.finish(flight, [0] * len(problems)).train
     _, entropy = parts.programs.score(
-      params, self._frozen, parts.placement.batch_to_devices(drop_scores(batch))
+      params, self._frozen, parts.placement.pack_to_devices(drop_scores(batch))
     )
     return float(np.sum(sharding.to_host(entropy) * batch.mask) / max(batch.mask.sum(), 1))
 
@@ -102,7 +102,7 @@ class Scorer:
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
     self._log.count_scored(batch)
-    scored = self._parts.placement.batch_to_devices(drop_scores(batch))
+    scored = self._parts.placement.pack_to_devices(drop_scores(batch))
     return sharding.to_host(self._parts.programs.score(params, self._frozen, scored)[0])
 
   def measure(

@@ -42,7 +42,7 @@ class Placement:
     """As `to_devices`, on the devices that generate."""
     return sharding.to_devices(tree, sharding.batch_sharding(self.generation_mesh))
 
-  def batch_to_devices(self, batch: TrainBatch) -> TrainBatch:
+  def pack_to_devices(self, batch: TrainBatch) -> TrainBatch:
     """Packs a batch of NumPy arrays into rows, and places it for an update."""
     return sharding.batch_to_devices(pack_batch(batch, self.row_layout), self.mesh)
 
