@@ -2,15 +2,19 @@
 
 import importlib
 import json
+import math
 import pathlib
 import re
 
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
 from docs import tables
 from experiments.recipes.sweep import RECIPES
 from rlvr_jax.configs import base
+from rlvr_jax.costs.programs import build_shapes_only
+from rlvr_jax.costs.tuning import COMPILER_OPTIONS
 from rlvr_jax.models.presets import model_settings
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.train.setup.build import build, make_schedule
@@ -143,3 +147,33 @@ def test_fields_of_computing_can_be_set_where_a_recipe_says_nothing():
   unset = model_settings(c.model)
   c.update_from_flattened_dict({"model.overrides.remat": "full"})
   assert (unset.remat, model_settings(c.model).remat) == ("none", "full")
+
+
+def _slices():
+  """(recipe, slice) of all settings that recipes have for slices."""
+  names = (name for name in NAMES if hasattr(_module(name), "SLICES"))
+  return [(name, topology) for name in names for topology in _module(name).SLICES]
+
+
+@pytest.mark.parametrize(("name", "topology"), _slices())
+def test_settings_for_a_slice_are_those_of_its_chips(name, topology):
+  module = _module(name)
+  config, plain = module.get_config(topology), module.get_config()
+  changed = {key for key, value in _flat(config).items() if _flat(plain).get(key) != value}
+  assert changed <= module.SLICES[topology].keys()
+  devices = math.prod(map(int, topology.partition(":")[2].split("x")))
+  sizes = {axis: abs(size) for axis, size in config.mesh.items()}
+  assert math.prod(sizes.values()) == devices
+  generation = config.generation_mesh
+  assert generation.data * generation.fsdp * generation.tensor in (0, devices)
+  assert config.compiler_options.training in COMPILER_OPTIONS.values()
+  with config.unlocked():  # a CPU does not know a TPU's options
+    config.compiler_options.training = ""
+  types = (AxisType.Auto,) * 3
+  mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+  assert build_shapes_only(config, mesh).placement.mesh.size == devices
+
+
+def test_another_slice_is_refused():
+  with pytest.raises(ValueError, match=r"no settings for the slice 'v9', only for \['v5p:2x2x4'\]"):
+    _module("full_size.fade_qwen25_7b").get_config("v9")

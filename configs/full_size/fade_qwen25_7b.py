@@ -12,15 +12,30 @@ up: 32 problems and 16 rollouts per update, responses up to 2048 tokens, AdamW a
     --config.task.kwargs.data_dir=gs://BUCKET/mbpp
 
 Generated programs run in a sandbox on the hosts (docs/models.md). On v5e:8x8, add
---config.mesh.tensor=4. Card: docs/methods/fade.md.
+--config.mesh.tensor=4. With what was tuned for v5p:2x2x4: fade_qwen25_7b.py:v5p:2x2x4.
+Card: docs/methods/fade.md.
 """
 
 from ml_collections import ConfigDict
 
 from rlvr_jax.configs.full_size import base
 
+SLICES = {  # found by --mode=tune; see docs/models.md
+  "v5p:2x2x4": {
+    "mesh.fsdp": 16,
+    "batch.tokens_per_row": 9216,
+    "batch.tokens_per_micro_batch": 9216,
+    "model.overrides.remat": "dots",
+    "compiler_options.training": base.WHOLE_COLLECTIVES,
+    "generation_mesh.data": 4,
+    "generation_mesh.fsdp": 1,
+    "generation_mesh.tensor": 4,
+    "generation_mesh.same_devices": True,
+  },
+}
 
-def get_config() -> ConfigDict:
+
+def get_config(topology: str = "") -> ConfigDict:
   c = base.get_config()
   c.num_updates = 1000
   c.task = dict(
@@ -34,4 +49,4 @@ def get_config() -> ConfigDict:
   c.max_prompt_length = 1024
   c.max_response_length = 2048
   c.advantage = "fade"
-  return c
+  return base.set_for_slice(c, SLICES, topology)

@@ -7,15 +7,30 @@ other settings are ours and untuned; the KL term is off. See --config=configs/fu
   python -m rlvr_jax.main --config=configs/full_size/gsm8k_qwen25_05b.py --workdir=runs/gsm8k_05b \\
     --config.model.checkpoint=Qwen2.5-0.5B-Instruct --config.task.kwargs.data_dir=GSM8K
 
-The two folders hold the checkpoint, and train.jsonl and test.jsonl.
+The two folders hold the checkpoint, and train.jsonl and test.jsonl. With what was tuned for
+v5e:2x4: gsm8k_qwen25_05b.py:v5e:2x4.
 """
 
 from ml_collections import ConfigDict
 
 from rlvr_jax.configs.full_size import base
 
+SLICES = {  # found by --mode=tune; see docs/models.md
+  "v5e:2x4": {
+    "mesh.data": 2,
+    "mesh.fsdp": 4,
+    "batch.tokens_per_row": 6144,
+    "batch.tokens_per_micro_batch": 6144,
+    "model.overrides.remat": "dots",
+    "generation_mesh.data": 4,
+    "generation_mesh.fsdp": 1,
+    "generation_mesh.tensor": 2,
+    "generation_mesh.same_devices": True,
+  },
+}
 
-def get_config() -> ConfigDict:
+
+def get_config(topology: str = "") -> ConfigDict:
   c = base.get_config()
   c.num_updates = 400
   c.model.preset = "qwen2.5_0.5b"
@@ -35,4 +50,4 @@ def get_config() -> ConfigDict:
   c.evaluation.num_samples = 1
   c.evaluation.ks = (1,)
   c.grading.num_workers = 0
-  return c
+  return base.set_for_slice(c, SLICES, topology)

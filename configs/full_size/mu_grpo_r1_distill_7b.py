@@ -13,15 +13,30 @@ per update and the veto's κ.
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
 A stage's rollouts, 1024 batches, are in the workdir's store. On v5e:8x8, add
---config.mesh.tensor=4. Card: docs/methods/mu_grpo.md.
+--config.mesh.tensor=4. With what was tuned for v5p:2x2x4: mu_grpo_r1_distill_7b.py:v5p:2x2x4.
+Card: docs/methods/mu_grpo.md.
 """
 
 from ml_collections import ConfigDict
 
 from rlvr_jax.configs.full_size import base
 
+SLICES = {  # found by --mode=tune; see docs/models.md
+  "v5p:2x2x4": {
+    "mesh.fsdp": 16,
+    "batch.tokens_per_row": 9216,
+    "batch.tokens_per_micro_batch": 9216,
+    "model.overrides.remat": "dots",
+    "compiler_options.training": base.WHOLE_COLLECTIVES,
+    "generation_mesh.data": 4,
+    "generation_mesh.fsdp": 1,
+    "generation_mesh.tensor": 4,
+    "generation_mesh.same_devices": True,
+  },
+}
 
-def get_config() -> ConfigDict:
+
+def get_config(topology: str = "") -> ConfigDict:
   c = base.get_config()
   c.num_updates = 4096
   c.model.preset = "deepseek_r1_distill_qwen_7b"
@@ -41,4 +56,4 @@ def get_config() -> ConfigDict:
   c.loss = "ppo_clip(epsilon_low=1.0, epsilon_high=4.0)"  # the interval [0, 5]
   c.veto.enabled = True
   c.evaluation.every = 256
-  return c
+  return base.set_for_slice(c, SLICES, topology)
