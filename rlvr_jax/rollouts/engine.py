@@ -249,12 +249,13 @@ class Engine:
 
   def _loaded_shapes(self, trained: Params, frozen: Params) -> Params:
     """The shapes of the parameters that `load` returns, with their shardings."""
-    shapes = jax.eval_shape(self.load, trained, frozen)
-    shardings = decoder.loaded_shardings(self.settings.model)
-    if shardings is None:
-      return shapes
-    blocks = (shardings["blocks"],) * len(shapes["blocks"])
-    return jax.tree.map(_add_sharding, shapes, {**shardings, "blocks": blocks})
+    programs, index = self.programs, jax.ShapeDtypeStruct((), np.int32)
+    taken = programs.take_layer.lower(trained, frozen, index).out_info
+    layer = programs.load_layer.lower(taken).out_info
+    shapes = {**programs.load_others.lower(trained, frozen).out_info, "blocks": layer}
+    if shardings := decoder.loaded_shardings(self.settings.model):
+      shapes = jax.tree.map(_add_sharding, shapes, shardings)
+    return {**shapes, "blocks": (shapes["blocks"],) * self.settings.model.config.num_layers}
 
   def serve(
     self, params: Params, requests: Iterable[Request[Owner] | None], usage: Usage | None = None
