@@ -41,7 +41,7 @@ class Head(NamedTuple):
   """Output head: logits = soft_cap(hidden @ kernel · scale)."""
 
   kernel: Array  # [D, V]
-  scale: float = 1.0
+  scale: float | Array = 1.0  # or [V], of a kernel in 8 bits
   soft_cap: float | None = None  # c·tanh(z/c)
 
 

@@ -10,6 +10,11 @@ first burst after its own has ended. A test compares it with the engine's own co
 A second table gives the number of distinct prompts in the slots of a device, per slot: a device
 that stored each prompt once, instead of once per slot, would need room for that many.
 
+A third table gives the seconds of decoding a refresh of Qwen2.5 7B on 16 chips of v5p, by their
+peaks: a step reads the weights and the live cache, or multiplies, whichever takes longer. It
+compares one stream of requests with a stream for each draw of prompts, as dynamic sampling once had
+them, and a second, smaller number of slots for the drain.
+
 Lengths are lognormal, mean 1500, σ 0.8; bimodal, 7 of 8 about 300 tokens, the others about 6000,
 both up to 8192; and geometric, mean 126, up to 512, as for w3 in `grpo_step.py`. When no response
 waits, slots drain; that part is reported separately.
@@ -19,31 +24,72 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Iterator
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's root
 
 import numpy as np
 
+from rlvr_jax.costs.chips import CHIPS
 from rlvr_jax.rollouts.engine import Usage
 
 CAP = 8192  # tokens
 STEPS = 16  # steps of a burst
 GROUP = 16  # rollouts per prompt, for lockstep: 32 prompts at a time
+PARAMETERS = 7.6e9  # of Qwen2.5 7B, in bfloat16
+CACHE_BYTES = 28 * 4 * 128 * 2 * 2  # of a token
+LOGITS_BYTES = 152_064 * 4 * 4  # of a slot: float32, written and read twice
+
+
+def bursts(
+  lengths: np.ndarray, slots: int, steps: int = STEPS
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+  """Yields each burst of responses of these lengths: (tokens, tokens before it) by slot."""
+  remaining, generated = np.zeros((2, slots), int)
+  waiting = list(lengths[::-1])
+  while True:
+    for slot in np.flatnonzero(remaining == 0):
+      remaining[slot] = waiting.pop() if waiting else 0
+      generated[slot] = 0
+    if not remaining.any():
+      return
+    tokens = np.minimum(remaining, steps)
+    yield tokens, generated
+    remaining -= tokens
+    generated += tokens
 
 
 def simulate(lengths: np.ndarray, slots: int, steps: int = STEPS) -> Usage:
   """Simulates the usage of slots for responses of these lengths, in this order."""
   usage = Usage()
-  remaining = np.zeros(slots, int)
-  waiting = list(lengths[::-1])
-  while True:
-    for slot in np.flatnonzero(remaining == 0):
-      remaining[slot] = waiting.pop() if waiting else 0
-    if not remaining.any():
-      return usage
-    tokens = np.minimum(remaining, steps)
-    usage.add(int(tokens.max()) * slots, int(tokens.sum()), drain=bool((remaining == 0).any()))
-    remaining -= tokens
+  for tokens, _ in bursts(lengths, slots, steps):
+    usage.add(int(tokens.max()) * slots, int(tokens.sum()), drain=bool((tokens == 0).any()))
+  return usage
+
+
+def refresh_seconds(
+  lengths: np.ndarray, slots: int, *, tensor: int, prompt: int, drain_slots: int = 0
+) -> np.ndarray:
+  """Seconds of decoding on 16 chips of v5p, and those of them in the drain, by the chips' peaks.
+
+  Args:
+    lengths: lengths of the responses of a stream.
+    slots: over all chips.
+    tensor: chips that share a layer.
+    prompt: tokens of each prompt.
+    drain_slots: slots of a second program, when no more are busy; 0: there is none.
+  """
+  groups, rows, seconds = 16 // tensor, slots, np.zeros(2)
+  for tokens, generated in bursts(lengths, slots):
+    running = tokens > 0
+    if running.sum() <= drain_slots:
+      rows = drain_slots
+    cached = CACHE_BYTES * (generated + prompt)[running].sum() / groups
+    hbm = (2 * PARAMETERS + cached + rows / groups * LOGITS_BYTES) / tensor
+    flops = 2 * PARAMETERS * rows / groups / tensor
+    step = max(hbm / CHIPS["v5p"].hbm_bytes_per_s, flops / CHIPS["v5p"].flops)
+    seconds += tokens.max() * step * np.array([1, not running.all()])
+  return seconds
 
 
 def lockstep_row_steps(lengths: np.ndarray, rows: int) -> int:
@@ -84,10 +130,12 @@ def prompts_per_slot(
     remaining -= np.minimum(remaining, steps)
 
 
-def lognormal(count: int, rng: np.random.Generator) -> np.ndarray:
+def lognormal(
+  count: int, rng: np.random.Generator, mean: float = 1500, cap: int = CAP
+) -> np.ndarray:
   sigma = 0.8
-  lengths = rng.lognormal(np.log(1500) - sigma**2 / 2, sigma, count)
-  return np.minimum(np.ceil(lengths), CAP).astype(int)
+  lengths = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+  return np.minimum(np.ceil(lengths), cap).astype(int)
 
 
 def bimodal(count: int, rng: np.random.Generator) -> np.ndarray:
@@ -128,6 +176,28 @@ def print_prompts() -> None:
       print(f"| {draw.__name__} | {slots} | {devices} | {cells} |")
 
 
+def print_seconds() -> None:
+  print("| refresh | streams | slots | slots of the drain | seconds | in the drain |")
+  print("|---|---|---|---|---|---|")
+  rng = np.random.default_rng(0)
+  salt = lognormal(16 * 512, rng)
+  fade = lognormal(512, rng, mean=630, cap=2048)
+  for name, lengths, tensor, prompt, cases in (
+    ("SALT: 16 draws × 512", salt, 2, 300, ((16, 512, 0), (16, 512, 128), (1, 512, 0),
+      (1, 512, 128), (1, 1536, 0), (1, 1536, 384))),
+    ("FADE: 512", fade, 1, 200, ((1, 512, 0), (1, 512, 128), (1, 512, 16))),
+  ):  # fmt: skip
+    for streams, slots, drain_slots in cases:
+      seconds, drain = sum(
+        refresh_seconds(part, slots, tensor=tensor, prompt=prompt, drain_slots=drain_slots)
+        for part in np.split(lengths, streams)
+      )
+      print(
+        f"| {name} | {streams} | {slots} | {drain_slots or 'none'} | {seconds:.1f}"
+        f" | {drain / seconds:.0%} |"
+      )
+
+
 def lockstep_ratios(draws: int = 50) -> np.ndarray:
   """Slot-steps of w3, 64 responses in 16 slots, divided by those of 64 rows in lockstep."""
   lengths = [geometric(64, np.random.default_rng(seed)) for seed in range(draws)]
@@ -141,6 +211,8 @@ def main() -> None:
   print(f" ({ratios.min():.2f} to {ratios.max():.2f} over {len(ratios)} draws of lengths)")
   print()
   print_prompts()
+  print()
+  print_seconds()
 
 
 if __name__ == "__main__":

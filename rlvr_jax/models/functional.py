@@ -59,8 +59,11 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
     return (bind(params) if stacked else bind_layer(params, params["blocks"][0])).head()
 
   def decoding_params(params):
-    # Norm scales are not cast: training applies them in at least float32.
-    cast = lambda path, w: w if path[-1].key == "scale" else w.astype(config.compute_dtype)
+    def cast(path, w):
+      # Scales are not cast: training applies those of norms in at least float32.
+      is_scale = jax.tree_util.keystr(path[-1:], simple=True) == "scale"
+      return w if is_scale or w.dtype.itemsize == 1 else w.astype(config.compute_dtype)
+
     params = layout.gather(jax.tree_util.tree_map_with_path(cast, merge_low_rank(params)))
     layer = lambda i: jax.tree.map(lambda w: w[i], params["blocks"])
     layers = len(jax.tree.leaves(params["blocks"])[0])  # may be a subset of the layers

@@ -23,6 +23,16 @@ class LowRank(NamedTuple):
   b: Array  # [R, E]
 
 
+class Rounded(NamedTuple):
+  """A matrix s·q of 8-bit numbers q; products read q, and s·q is never formed; for decoding.
+
+  See `models.quantized`.
+  """
+
+  values: Array  # q [..., D, E], int8 or float8
+  scale: Array  # s, at least float32, of length 1 along the axis that a product sums over
+
+
 def merge_low_rank(params: Params) -> Params:
   """Merges every `LowRank` kernel into one array, W + A·B.
 
@@ -40,8 +50,7 @@ def merge_low_rank(params: Params) -> Params:
 
 def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:
   """x @ kernel in x's dtype."""
-  # `value` is deprecated since flax 0.12, which has `get_value`; [...] is for arrays only.
-  weights = kernel.get_value() if hasattr(kernel, "get_value") else kernel.value
+  weights = value_of(kernel)
   # XLA's CPU backward pass is 3× faster over flattened tokens. bfloat16 is for accelerators: there,
   # a sum over devices that each have some tokens of every row is half as large unflattened.
   flat = x if x.dtype == jnp.bfloat16 else x.reshape(-1, x.shape[-1])
@@ -52,9 +61,18 @@ def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:
   return out.reshape(*x.shape[:-1], -1)
 
 
-def _product(x: Array, weights: Array | LowRank) -> Array:
+def value_of(parameter: nnx.Param) -> Array | LowRank | Rounded:
+  """The value of a parameter, which may be other than an array."""
+  # `value` is deprecated since flax 0.12, which has `get_value`; [...] is for arrays only.
+  return parameter.get_value() if hasattr(parameter, "get_value") else parameter.value
+
+
+def _product(x: Array, weights: Array | LowRank | Rounded) -> Array:
   if isinstance(weights, LowRank):
     return _product(x, weights.kernel) + _product(_product(x, weights.a), weights.b)
+  if isinstance(weights, Rounded):
+    # 8-bit numbers are exact in bfloat16, to which the product converts them as it reads them.
+    return ((x @ weights.values.astype(x.dtype)) * weights.scale).astype(x.dtype)
   if weights.dtype.itemsize > x.dtype.itemsize:
     return _narrow_product(x, weights)
   return x @ weights.astype(x.dtype)

@@ -36,7 +36,8 @@ def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
   def gather(x: Any) -> jax.ShapeDtypeStruct:
     spec = [None if axis == "fsdp" else axis for axis in x.sharding.spec]
     gathered = jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec(*spec))
-    return jax.ShapeDtypeStruct(x.shape, jnp.dtype(compute_dtype), sharding=gathered)
+    dtype = x.dtype if x.dtype.itemsize == 1 else jnp.dtype(compute_dtype)  # 8 bits stay
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=gathered)
 
   return shard_bytes(jax.tree.map(gather, base))
 

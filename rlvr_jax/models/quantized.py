@@ -6,6 +6,7 @@ biases stay. A copy is a separate policy: its samples have log-probabilities und
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.models.functional import Model, take_trained
+from rlvr_jax.models.linear import Rounded
 from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.types import Array, Params
 
@@ -57,26 +59,47 @@ def quantize(params: Params, format: str) -> Params:
 
 def dequantize(params: Params) -> Params:
   """Converts quantized matrices to arrays, s·q in the scale's dtype; other leaves are unchanged."""
+  return _map_matrices(_import_qwix().dequantize, params)
+
+
+def rounded(params: Params) -> Params:
+  """Converts quantized matrices to `Rounded`, to decode with; other leaves are unchanged."""
+  return _map_matrices(lambda matrix: Rounded(matrix.qvalue, matrix.scale), params)
+
+
+def _map_matrices(function: Callable[[Any], Any], params: Params) -> Params:
   qwix = _import_qwix()
   is_matrix = lambda leaf: isinstance(leaf, qwix.QArray)
-  dequantize_leaf = lambda leaf: qwix.dequantize(leaf) if is_matrix(leaf) else leaf
-  return jax.tree.map(dequantize_leaf, params, is_leaf=is_matrix)
+  convert = lambda leaf: function(leaf) if is_matrix(leaf) else leaf
+  return jax.tree.map(convert, params, is_leaf=is_matrix)
 
 
-def adapt_to_quantized(model: Model) -> Model:
-  """Adapts `model` to parameters of which some, or none, are quantized.
+def adapt_to_quantized(model: Model, format: str, *, decode_rounded: bool) -> Model:
+  """Adapts `model` to quantized parameters.
 
+  Args:
+    model: of the parameters that were quantized.
+    format: one of `FORMATS`.
+    decode_rounded: whether decoding reads 8-bit numbers, half as many bytes as bfloat16; otherwise
+      s·q in the compute dtype, dequantized once before, which is faster on CPUs.
+  Returns:
+    The model; `init` gives the shapes that `decoding_params` converts.
   Raises:
     ImportError: qwix, the extra `quantized`, is missing.
   """
   _import_qwix()  # raises before anything is compiled
   wrap = lambda function: lambda params, *args: function(dequantize(params), *args)
+  shapes, prepare = model.init, dequantize
+  if decode_rounded:
+    shapes = lambda key: rounded(quantize(model.init(key), format))
+    prepare = rounded
   return model._replace(
+    init=shapes,
     combine=take_trained,
     head=wrap(model.head),
     response_hidden=wrap(model.response_hidden),
     row_hidden=wrap(model.row_hidden),
-    decoding_params=wrap(model.decoding_params),  # dequantizes once before decoding
+    decoding_params=lambda params: model.decoding_params(prepare(params)),
   )
 
 

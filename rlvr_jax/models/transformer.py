@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rlvr_jax.models.layout import ONE_DEVICE, Layout
-from rlvr_jax.models.linear import PRODUCT, dense
+from rlvr_jax.models.linear import PRODUCT, LowRank, Rounded, dense, value_of
 from rlvr_jax.models.rotary import (
   RopeScaling,
   RotaryTables,
@@ -221,8 +221,12 @@ class Transformer(nnx.Module):
 
   def head(self) -> Head:
     """The output head, kernel [D, V] in the parameters' dtype."""
-    kernel = self.embedding[...].T if self.config.tied_head else self.head_kernel[...]
-    return Head(kernel, 1.0, self.config.final_soft_cap)
+    c = self.config
+    weights = value_of(self.embedding if c.tied_head else self.head_kernel)
+    assert not isinstance(weights, LowRank)  # layers alone are adapted
+    kernel = weights.values if isinstance(weights, Rounded) else weights
+    scale = weights.scale.reshape(-1) if isinstance(weights, Rounded) else 1.0
+    return Head(kernel.T if c.tied_head else kernel, scale, c.final_soft_cap)
 
   def response_hidden(self, prompts: Prompts, tokens: Array) -> Array:
     """Final hidden states that predict each response token.
@@ -338,7 +342,12 @@ class Transformer(nnx.Module):
 
   def _embed(self, tokens: Array) -> Array:
     with jax.named_scope("embedding"):
-      x = self.embedding[...][tokens].astype(self.config.compute_dtype)
+      weights = value_of(self.embedding)
+      if isinstance(weights, Rounded):
+        x = weights.values[tokens].astype(weights.scale.dtype) * weights.scale[tokens]
+      else:
+        x = weights[tokens]
+      x = x.astype(self.config.compute_dtype)
     if self.config.scaled_embedding:
       # The factor itself is rounded to the compute dtype, as in the published models.
       x = x * jnp.asarray(self.config.width**0.5, x.dtype)

@@ -103,7 +103,7 @@ class Collector:
 def serve_graded(
   engine: Engine,
   params: Params,
-  requests: Iterable[Request[Flight]],
+  requests: Iterable[Request[Flight] | None],
   collector: Collector,
   usage: Usage | None = None,
   record: Callable[[Group[Flight]], None] = lambda group: None,
@@ -113,7 +113,7 @@ def serve_graded(
   Args:
     engine: samples from the policy.
     params: from `engine.load`.
-    requests: consumed as slots become free.
+    requests: consumed as slots become free; see `Engine.serve`.
     collector: decodes and grades.
     usage: counts the steps and tokens of the slots.
     record: called with every finished group before it is graded.

@@ -249,31 +249,35 @@ class Engine:
 
   def _loaded_shapes(self, trained: Params, frozen: Params) -> Params:
     """The shapes of the parameters that `load` returns, with their shardings."""
-    shapes = jax.eval_shape(self.load, trained, frozen)
-    shardings = decoder.loaded_shardings(self.settings.model)
-    if shardings is None:
-      return shapes
-    blocks = (shardings["blocks"],) * len(shapes["blocks"])
-    return jax.tree.map(_add_sharding, shapes, {**shardings, "blocks": blocks})
+    programs, index = self.programs, jax.ShapeDtypeStruct((), np.int32)
+    taken = programs.take_layer.lower(trained, frozen, index).out_info
+    layer = programs.load_layer.lower(taken).out_info
+    shapes = {**programs.load_others.lower(trained, frozen).out_info, "blocks": layer}
+    if shardings := decoder.loaded_shardings(self.settings.model):
+      shapes = jax.tree.map(_add_sharding, shapes, shardings)
+    return {**shapes, "blocks": (shapes["blocks"],) * self.settings.model.config.num_layers}
 
   def serve(
-    self, params: Params, requests: Iterable[Request[Owner]], usage: Usage | None = None
+    self, params: Params, requests: Iterable[Request[Owner] | None], usage: Usage | None = None
   ) -> Iterator[list[Group[Owner]]]:
     """Yields, after every burst, the groups that it has finished, in any order.
 
     Args:
       params: from `load`.
-      requests: consumed as slots become free.
+      requests: consumed as slots become free; None: there is none now, ask again after a burst.
       usage: counts the steps and tokens of the slots.
     """
     state = self.programs.empty_slots()
     usage = usage or Usage()
     slots: list[_Pending | None] = [None] * self.settings.slots
-    pending = self._prefill(params, requests)
+    coming = iter(requests)
+    pending = self._prefill(params, coming)
     while True:
       free = [slot for slot, rollout in enumerate(slots) if rollout is None]
       # `zip` stops at `free`, its first argument, so that no rollout is consumed without a slot.
       new = dict(zip(free, pending, strict=False))
+      if len(new) < len(free):
+        pending = self._prefill(params, coming)  # of requests that come later
       for batch, fresh in self._by_prefilled_batch(new):
         state = self.programs.insert(state, batch, fresh)
       for slot, rollout in new.items():
@@ -300,16 +304,18 @@ class Engine:
     """Prompts of a padded length that are prefilled at a time."""
     return self._round_up(min(self._max_prefill_rows, max(_PREFILL_TOKENS // length, 1)))
 
-  def _prefill(self, params: Params, requests: Iterable[Request]) -> Iterator[_Pending]:
-    """Yields the rollouts of the requests; prefills prompts in batches of equal padded length.
+  def _prefill(self, params: Params, requests: Iterator[Request | None]) -> Iterator[_Pending]:
+    """Yields the rollouts of requests up to a None; prefills prompts in batches of like length.
 
     A prompt's padded length, and the number of rows of its batch, depend only on its own length.
     """
-    remaining = iter(requests)
     waiting: list[Request] = []
     T = self.settings.max_new_tokens
     while True:
-      waiting += itertools.islice(remaining, self._prefill_rows(1) - len(waiting))
+      for request in itertools.islice(requests, self._prefill_rows(1) - len(waiting)):
+        if request is None:
+          break
+        waiting.append(request)
       if not waiting:
         return
       length = self._padded_length(waiting[0].prompt)

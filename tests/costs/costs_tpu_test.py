@@ -16,6 +16,7 @@ from rlvr_jax.configs.full_size import fade_qwen25_7b
 from rlvr_jax.costs import hlo, programs, step_time
 from rlvr_jax.costs.chips import find_chip
 from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.quantized import quantize
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.train.cluster import sharding
@@ -159,6 +160,26 @@ def test_a_sync_into_another_layout_reads_what_a_device_needs(trained):
     assert received <= 1.15 * 2 * weights / 4 + 1e6, name
     if weights:
       assert program.memory_analysis().output_size_in_bytes <= 1.01 * 2 * weights / 4, name
+
+
+@pytest.mark.slow
+def test_a_quantized_sampler_reads_8_bits_per_weight():
+  """One layer of 7B at every token, after a sync that gathers 8 bits; by libtpu 0.0.42.1."""
+  config = fade_qwen25_7b.get_config()
+  with config.unlocked():
+    config.model.overrides.num_layers = 1
+  config.sources.quantized.fraction = 1.0
+  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, TOPOLOGY))
+  copy = jax.jit(lambda params: quantize(params, "int8")).lower(parts.placement.state.params)
+  place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  params = jax.tree.map(place, copy.out_info, copy.compile().output_shardings)
+  burst = parts.sources[0].engine.lower_burst(params, {})
+  cost = step_time.program_cost("burst", lambda: burst, TOPOLOGY, useful_flops=1.0)
+  steps, logits = 16, 4 * 32 * VOCABULARY
+  moved = {row["part"]: row["hbm_bytes"] / steps for row in cost["parts"]}
+  layer = WIDTH * (2 * 28 + 2 * 4) * 128 + 3 * WIDTH * 18_944
+  assert moved["layers"] <= 1.05 * layer  # 2.00 with weights in bfloat16
+  assert moved["head"] <= 1.01 * (WIDTH * VOCABULARY + 2 * logits)
 
 
 def test_blocks_scatter_and_gather_tokens_over_tensor():

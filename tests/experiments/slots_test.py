@@ -55,6 +55,23 @@ def test_w3_in_16_slots_takes_two_fifths_of_lockstep():
   assert slots.lockstep_ratios().mean() <= 0.4
 
 
+def test_a_stream_of_all_draws_is_faster_but_fewer_slots_for_its_drain_are_not():
+  lengths = slots.lognormal(4 * 256, np.random.default_rng(1))
+  seconds = lambda lengths, **settings: slots.refresh_seconds(
+    lengths, 256, tensor=2, prompt=300, **settings
+  )
+  whole, drain = seconds(lengths)
+  apart, drains = sum(seconds(part) for part in np.split(lengths, 4))
+  assert whole < 0.5 * apart and drain / whole < 0.7 < 0.95 < drains / apart
+  assert 0.98 * whole < seconds(lengths, drain_slots=64)[0] <= whole
+  # One slot per chip, two of them busy, by hand.
+  step = (2 * slots.PARAMETERS + slots.LOGITS_BYTES) / slots.CHIPS["v5p"].hbm_bytes_per_s
+  read = slots.CACHE_BYTES * (16 * 10 * 2 + 16 * 26) / 16 / slots.CHIPS["v5p"].hbm_bytes_per_s
+  total, drained = slots.refresh_seconds(np.array([32, 16]), 16, tensor=1, prompt=10)
+  assert total == pytest.approx(32 * step + read)
+  assert drained == total  # 14 slots are idle from the start
+
+
 @pytest.mark.parametrize("draw", [slots.lognormal, slots.bimodal])
 def test_slots_are_busy_until_they_drain(draw):
   """With four responses per slot or more: at most 1.25 slot-steps per token."""

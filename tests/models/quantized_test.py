@@ -14,6 +14,7 @@ from rlvr_jax.models.quantized import FORMATS, adapt_to_quantized, dequantize, q
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts, Sampling
 
 pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")
@@ -121,16 +122,14 @@ def test_an_unknown_format_is_refused():
     quantize(make_params(True), "int4")
 
 
-@pytest.mark.parametrize(("format", "tied_head"), CASES)
-def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head):
-  model, params = adapt_to_quantized(make_model(tied_head, 1)), make_params(tied_head, 1)
-  copy = jitted_quantize(params, format)
-  rng = np.random.default_rng(0)
-  prompts = Prompts(
-    tokens=rng.integers(0, V, (P, 6)).astype(np.int32),
-    lengths=np.asarray([6, 2, 4], np.int32),
-  )
-  engine = Engine(
+PROMPTS = Prompts(
+  tokens=np.random.default_rng(0).integers(0, V, (P, 6)).astype(np.int32),
+  lengths=np.asarray([6, 2, 4], np.int32),
+)
+
+
+def make_engine(model):
+  return Engine(
     model,
     Sampling(),
     slots=P * G,
@@ -140,13 +139,24 @@ def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head):
     stop_tokens=(3,),
     pad_token=0,
   )
-  rollouts = sample(engine, copy, {}, prompts, jax.random.key(0), G)
+
+
+@pytest.mark.parametrize("decode_rounded", [False, True])
+@pytest.mark.parametrize(("format", "tied_head"), CASES)
+def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head, decode_rounded):
+  model = adapt_to_quantized(make_model(tied_head, 1), format, decode_rounded=decode_rounded)
+  params = make_params(tied_head, 1)
+  copy = jitted_quantize(params, format)
+  engine = make_engine(model)
+  dtypes = {x.dtype.name for x in leaves(engine.load(copy, {})).values()}
+  assert dtypes == ({"float32", format} if decode_rounded else {"float32"})
+  rollouts = sample(engine, copy, {}, PROMPTS, jax.random.key(0), G)
   mask = np.arange(T) < np.asarray(rollouts.lengths)[..., None]
   assert mask.sum() > 40
 
   @jax.jit
   def trainer_logprobs(params):
-    hidden = model.response_hidden(params, prompts, rollouts.tokens)
+    hidden = model.response_hidden(params, PROMPTS, rollouts.tokens)
     return token_logprobs(hidden, model.head(params), rollouts.tokens)[0]
 
   def gap(params):
@@ -158,8 +168,33 @@ def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head):
   np.testing.assert_array_equal(model.head(copy).kernel, model.head(dequantize(copy)).kernel)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parameters", [None, dict(fsdp=8)], ids=str)
+@pytest.mark.parametrize(("format", "tied_head"), CASES)
+def test_8_bits_are_decoded_on_a_mesh_as_on_one_device(format, tied_head, parameters):
+  """Also of parameters that come from another layout."""
+  results = []
+  for sizes, trained in ((dict(), None), (dict(data=2, fsdp=2, tensor=2), parameters)):
+    mesh = sharding.make_mesh(**sizes)
+    layout = sharding.make_layout(mesh, trained and sharding.make_mesh(**trained))
+    plain = transformer(make_model(tied_head, 2).config, layout)
+    engine = make_engine(adapt_to_quantized(plain, format, decode_rounded=True))
+    placed = sharding.state_shardings(
+      make_params(tied_head), sharding.make_mesh(**trained) if trained else mesh
+    )
+    copy = jitted_quantize(jax.device_put(make_params(tied_head), placed), format)
+    down = engine.load(copy, {})["blocks"][0]["down"].values
+    assert down.dtype == format
+    assert down.addressable_shards[0].data.shape == (96 // mesh.shape["tensor"], 64)
+    results.append(sample(engine, copy, {}, PROMPTS, jax.random.key(0), G))
+  one, many = results
+  np.testing.assert_array_equal(many.tokens, one.tokens)
+  np.testing.assert_allclose(many.behavior_logprobs, one.behavior_logprobs, atol=1e-5)
+
+
 def test_qwix_is_missing(monkeypatch):
   model = make_model(True, 1)
   monkeypatch.setitem(sys.modules, "qwix", None)
   with pytest.raises(ImportError, match=r"config\.sources\.quantized needs qwix: .*\[quantized\]"):
-    adapt_to_quantized(model)  # as a run is built, with nothing compiled yet
+    # As a run is built, with nothing compiled yet.
+    adapt_to_quantized(model, "int8", decode_rounded=True)

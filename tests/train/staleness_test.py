@@ -362,6 +362,57 @@ def trainer(parts, on_policy, tmp_path):
     resource.close()
 
 
+def mixed_groups():
+  """With dynamic sampling, and slots for three quarters of a draw."""
+  return build(dynamic_sampling=dict(enabled=True, max_batches=60), sampling__slots=24)
+
+
+def fill(made, count, end):
+  """Fills batches from the first policy by dynamic sampling; returns the store's contents."""
+  params = made.now.state.params
+  policy = policies.sync_weights(made.trainer.parts, made.trainer.frozen.sampler, params, 0)
+  left = iter([policy] * count)
+  batches = list(made.trainer.generator.batches(lambda **_: next(left, None), end))
+  assert [batch.number for batch in batches] == list(range(count))
+  assert made.trainer.generator.position() == batches[-1].position
+  return [made.trainer.queue.store.read(number) for number in range(count)], batches
+
+
+def test_dynamic_sampling_fills_the_batches_of_a_refresh_from_one_stream(trainer):
+  """They are those that are filled one after another, and no draw is sampled in vain."""
+  mixed = mixed_groups()
+  streamed, batches = fill(trainer(staleness.on_policy(), mixed), count=4, end=4)
+  alone, apart = fill(trainer(staleness.on_policy(), mixed), count=4, end=None)
+  for (arrays, info, samples), (expected, expected_info, expected_samples) in zip(
+    streamed, alone, strict=True
+  ):
+    assert (info, samples) == (expected_info, expected_samples)
+    jax.tree.map(np.testing.assert_array_equal, arrays, expected)
+  assert sum(batch.draws for batch in batches) > 5
+  total = lambda batches, name: sum(batch.timings.get(f"time/{name}", 0) for batch in batches)
+  tokens = sum(info["tokens"] for _, info, _ in streamed)
+  assert total(batches, "slot_tokens") == total(apart, "slot_tokens") == tokens
+  assert total(batches, "slot_steps") < 0.9 * total(apart, "slot_steps")
+
+
+@pytest.mark.slow
+def test_a_batch_in_the_store_ends_a_stream_of_draws(trainer):
+  """The draws that had begun by then have not happened: the next ones are theirs."""
+  made = trainer(staleness.on_policy(), mixed_groups())
+  start, store = made.trainer.generator.position(), made.trainer.queue.store
+  expected, before = fill(made, count=4, end=4)
+  for number in (0, 3):
+    shard(store.directory.parent, number).unlink()
+  tiny.cut(shard(store.directory.parent, 1))
+  made.trainer.generator.move_to(start, 0)
+  again, batches = fill(made, count=4, end=4)
+  assert [batch.position for batch in batches] == [batch.position for batch in before]
+  assert [bool(batch.timings) for batch in batches] == [True, True, False, True]
+  for (arrays, info, _), (same, same_info, _) in zip(again, expected, strict=True):
+    assert info == same_info
+    jax.tree.map(np.testing.assert_array_equal, arrays, same)
+
+
 def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(trainer):
   made = trainer(staleness.on_policy())
   for _ in range(2):

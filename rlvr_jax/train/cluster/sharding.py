@@ -26,12 +26,16 @@ from rlvr_jax.types import Array, Params, TrainBatch
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
 
-# First match wins; kernels of the scanned blocks carry the layer axis first.
+# First match wins; kernels of the scanned blocks carry the layer axis first. Matrices in 8 bits
+# have values and a scale.
 RULES: tuple[tuple[str, PartitionSpec], ...] = (
-  (r"embedding$", PartitionSpec("tensor", "fsdp")),
-  (r"head_kernel$", PartitionSpec("fsdp", "tensor")),
-  (r"blocks/(query|key|value|gate|up)$", PartitionSpec(None, "fsdp", "tensor")),
-  (r"blocks/(output|down)$", PartitionSpec(None, "tensor", "fsdp")),
+  (r"embedding(/values|/scale)?$", PartitionSpec("tensor", "fsdp")),
+  (r"head_kernel(/values|/scale)?$", PartitionSpec("fsdp", "tensor")),
+  (
+    r"blocks/(query|key|value|gate|up)(/values|/scale)?$",
+    PartitionSpec(None, "fsdp", "tensor"),
+  ),
+  (r"blocks/(output|down)(/values|/scale)?$", PartitionSpec(None, "tensor", "fsdp")),
   (r"blocks/(query|key|value|gate|up)/a$", PartitionSpec(None, "fsdp")),  # LoRA; ranks are small
   (r"blocks/(query|key|value|gate|up)/b$", PartitionSpec(None, None, "tensor")),
   (r"blocks/(output|down)/a$", PartitionSpec(None, "tensor")),

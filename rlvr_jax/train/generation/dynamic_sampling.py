@@ -16,16 +16,17 @@ class DynamicSamplingError(RuntimeError):
 
 
 def fill_with_mixed_groups(
-  batches: Iterable[RolloutBatch], quotas: Sequence[int], *, max_batches: int
+  batches: Iterable[RolloutBatch], quotas: Sequence[int], *, max_batches: int, number: int
 ) -> RolloutBatch:
   """One batch of groups that are neither all right nor all wrong; see `keep_mixed_groups`.
 
   Args:
-    batches: graded, sampled one after another until there are enough such groups.
+    batches: graded, taken one after another until there are enough such groups.
     quotas: groups of a full batch by source.
-    max_batches: that are sampled at most.
+    max_batches: that are taken at most.
+    number: of the result.
   Returns:
-    A batch with the number of the first one, and the position after the last.
+    A batch with the position after the last one.
   Raises:
     DynamicSamplingError: there are not enough such groups in `max_batches` batches.
   """
@@ -44,17 +45,17 @@ def fill_with_mixed_groups(
         f" rate {solved:.3f}). Raise config.dynamic_sampling.max_batches, or choose, in another"
         " --workdir, a larger config.batch.group_size or problems that suit the policy better"
       )
-  first, last = sampled[0], sampled[-1]
+  last = sampled[-1]
   assert last.position is not None  # every new batch has one
   phases = dict.fromkeys(phase for batch in sampled for phase in batch.timings)
-  timings = {phase: sum(batch.timings[phase] for batch in sampled) for phase in phases}
+  timings = {phase: sum(b.timings.get(phase, 0.0) for b in sampled) for phase in phases}
   timings |= {name: value for name, value in last.timings.items() if "memory/" in name}
   return dataclasses.replace(
     last,
-    number=first.number,
+    number=number,
     graded=graded,
     draws=len(sampled),
     flops=sum(batch.flops for batch in sampled),
-    position=last.position._replace(number=first.number + 1),
+    position=last.position._replace(number=number + 1),
     timings=timings,
   )

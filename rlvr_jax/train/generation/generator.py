@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -160,7 +160,15 @@ class Generator:
           yield recalled
           continue
       if self._parts.config.dynamic_sampling.enabled:
-        yield self._write(self._sample_mixed_groups(policy))
+        count = 1 if end is None else end - self.number
+
+        def goes_on(policy=policy) -> bool:
+          """Whether the next batch is of this policy too, and not in the store."""
+          nonlocal ahead
+          ahead = next_policy(wait=False, until=None)
+          return ahead is policy and self._look_up() is None
+
+        yield from self._fill_batches(policy, count, goes_on)
         continue
 
       def batches_of_policy(policy=policy) -> Iterator[BatchInFlight]:
@@ -299,7 +307,7 @@ class Generator:
     )
 
   def _sample_batches(
-    self, batches: Iterable[BatchInFlight], policy: PolicySnapshot, groups: int | None = None
+    self, batches: Iterable[BatchInFlight | None], policy: PolicySnapshot, groups: int | None = None
   ) -> Iterator[list[BatchInFlight]]:
     """As `Streams.sample`, with the time that each batch has taken."""
     counted = dataclasses.replace(self._streams.usage)
@@ -386,17 +394,58 @@ class Generator:
     )
     return graded._replace(statistics=graded.statistics | gaps)
 
-  def _sample_mixed_groups(self, policy: PolicySnapshot) -> RolloutBatch:
-    """One batch of groups that are neither all right nor all wrong."""
-    number, settings = self.number, self._parts.config.dynamic_sampling
+  def _fill_batches(
+    self, policy: PolicySnapshot, count: int, goes_on: Callable[[], bool]
+  ) -> Iterator[RolloutBatch]:
+    """Batches of groups that are neither all right nor all wrong, written to the store.
 
-    def sample_and_grade() -> Iterator[RolloutBatch]:
+    Each takes one draw of prompts at least. So as many draws as batches are not yet filled are
+    sampled in one stream; a draw that no batch needs never begins.
+
+    Args:
+      policy: that samples them.
+      count: batches at most, at least 1.
+      goes_on: called after each, whether there is another.
+    """
+    quotas, settings = self._parts.sources.quotas, self._parts.config.dynamic_sampling
+    unfilled, begun = count, 0  # batches; draws that no batch has taken yet
+    in_flight: collections.deque[BatchInFlight] = collections.deque()  # sampled, being graded
+
+    def needed() -> Iterator[BatchInFlight | None]:
+      nonlocal begun
       while True:
-        for complete in self._sample_batches([self._begin_batch(policy)], policy):
-          yield from map(self._assemble, complete)
+        if begun == unfilled:
+          yield None
+        else:
+          begun += 1
+          yield self._begin_batch(policy)
 
-    batch = dynamic_sampling.fill_with_mixed_groups(
-      sample_and_grade(), self._parts.sources.quotas, max_batches=settings.max_batches
-    )
-    self._counts = self._counts._replace(number=number + 1)
-    return batch
+    def take_oldest() -> RolloutBatch:
+      nonlocal begun
+      begun -= 1
+      return self._assemble(in_flight.popleft())
+
+    def draws() -> Iterator[RolloutBatch]:
+      while True:
+        if begun < unfilled:
+          for sampled in self._sample_batches(needed(), policy):
+            in_flight.extend(sampled)
+            while in_flight and may_finish(in_flight):
+              yield take_oldest()
+        if in_flight:
+          yield take_oldest()
+
+    graded = draws()
+    for number in range(self.number, self.number + count):
+      batch = dynamic_sampling.fill_with_mixed_groups(
+        graded, quotas, max_batches=settings.max_batches, number=number
+      )
+      after = batch.position
+      assert after is not None  # every new batch has one
+      unfilled -= 1
+      self._counts = self._counts._replace(number=number + 1)
+      yield self._write(batch)
+      if not goes_on():
+        break
+    if begun:  # since the store has the next batch: its draws have not happened
+      self.move_to(after)

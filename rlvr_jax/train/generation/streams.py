@@ -71,12 +71,13 @@ class Streams:
       self._collector.add(from_json(line, flight))
 
   def sample(
-    self, batches: Iterable[BatchInFlight], policy: PolicySnapshot, total: int | None = None
+    self, batches: Iterable[BatchInFlight | None], policy: PolicySnapshot, total: int | None = None
   ) -> Iterator[list[BatchInFlight]]:
     """Samples batches from one policy.
 
     Args:
-      batches: taken when there are slots for their groups.
+      batches: taken when there are slots for their groups; None: there is none now. The stream
+        ends when its slots are idle.
       policy: that samples them.
       total: groups that the batches are expected to have in all, for the time left.
     Yields:
@@ -87,10 +88,15 @@ class Streams:
     num_complete = 0
     progress = _Progress(total, self.usage)
 
-    def taken() -> Iterator[BatchInFlight]:
+    def taken() -> Iterator[BatchInFlight | None]:
       for batch in coming:
-        started.append(batch)
+        if batch is not None:
+          started.append(batch)
         yield batch
+
+    def requests(index: int) -> Iterator[Request[Flight] | None]:
+      for batch in started if index else taken():
+        yield from [None] if batch is None else batch.requests[index]
 
     def complete() -> list[BatchInFlight]:
       nonlocal num_complete
@@ -101,19 +107,16 @@ class Streams:
 
     for index, (source, params) in enumerate(zip(self._sources, policy.source_params, strict=True)):
       assert source.engine is not None  # a source without one is recorded
-      pending = (
-        request for batch in (started if index else taken()) for request in batch.requests[index]
-      )
       loaded = source.engine.load(*params)
       record = self._recorder(started)
       for finished in serve_graded(
-        source.engine, loaded, pending, self._collector, self.usage, record
+        source.engine, loaded, requests(index), self._collector, self.usage, record
       ):
         progress.after(finished, source.engine.settings.slots)
         restart_deadline()
         yield complete()
-    for _ in taken():  # those without a group to sample
-      pass
+    if not self._sources:  # nothing is to be sampled
+      any(batch is None for batch in taken())
     yield complete()
 
   def _recorder(self, started: Sequence[BatchInFlight]) -> Callable[[Group[Flight]], None]:

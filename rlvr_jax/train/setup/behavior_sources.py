@@ -28,7 +28,7 @@ from rlvr_jax.sampling import sampling_of
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import read_params, saved_steps
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.engines import EngineOf
+from rlvr_jax.train.setup.engines import EngineOf, sampling_platform
 from rlvr_jax.types import BatchShape, Params, Sampling
 
 RECORDED = ("sampled", "raw")
@@ -178,7 +178,10 @@ def make_sources(
         merge_low_rank(model.combine(trained, frozen)), settings.quantized.format
       )
 
-    engine = engine_of(quantized.adapt_to_quantized(model), sampling, prompts=prompts)
+    decoded = quantized.adapt_to_quantized(
+      model, settings.quantized.format, decode_rounded=sampling_platform(model) != "cpu"
+    )
+    engine = engine_of(decoded, sampling, prompts=prompts)
     return Source(name, prompts, sampling, engine, params_of=lambda *policy: (copy(*policy), {}))
 
   def checkpoint(name: str, prompts: int) -> Source:

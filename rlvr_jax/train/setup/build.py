@@ -272,9 +272,7 @@ def make_engine_factory(
   """
   separate = generates_separately(config.generation_mesh)
   trainer = TrainerLayout(mesh, separate, frozen=config.lora.rank > 0)
-  # Dynamic sampling streams one batch at a time: whether another follows depends on its grades.
-  one_batch = config.dynamic_sampling.enabled
-  batches = 1 if one_batch else schedule.batches_per_refresh(config.num_updates)
+  batches = schedule.batches_per_refresh(config.num_updates)
 
   def engine_of(model: Model, sampling: Sampling, prompts: int | None = None) -> Engine:
     return make_engine(

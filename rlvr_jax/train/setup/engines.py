@@ -94,15 +94,20 @@ def make_engine(
 def _cache(wanted: str, model: Model) -> str:
   """The kind of cache, for the devices that generate."""
   network = model.config
-  devices = model.mesh.devices.flat if isinstance(model.mesh, Mesh) else jax.devices()
   slides = network.sliding_window is not None and any(network.sliding_layers or ())
   return choose_cache(
     wanted,
-    platform=devices[0].platform,
+    platform=sampling_platform(model),
     head_dim=network.head_dim,
     dtype=network.compute_dtype,
     plain=not slides and network.attention_soft_cap is None,
   )
+
+
+def sampling_platform(model: Model) -> str:
+  """The platform of the devices that generate: "tpu", "gpu" or "cpu"."""
+  devices = model.mesh.devices.flat if isinstance(model.mesh, Mesh) else jax.devices()
+  return devices[0].platform
 
 
 def choose_slots(
