@@ -70,14 +70,17 @@ def when_all(futures: Iterable[Future]) -> Future[None]:
   awaited = [*futures]
   lock = threading.Lock()
   combined: Future[None] = Future()
+  missing = len(awaited)
 
-  def set_if_all_done(_: Future) -> None:
+  def count_done(_: Future) -> None:
+    nonlocal missing
     with lock:
-      if not combined.done() and all(future.done() for future in awaited):
+      missing -= 1
+      if not missing:
         combined.set_result(None)
 
   for future in awaited:
-    future.add_done_callback(set_if_all_done)
+    future.add_done_callback(count_done)
   return combined
 
 

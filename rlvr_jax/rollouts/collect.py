@@ -106,7 +106,7 @@ def serve_graded(
   requests: Iterable[Request[Flight] | None],
   collector: Collector,
   usage: Usage | None = None,
-  record: Callable[[Group[Flight]], None] = lambda group: None,
+  record: Callable[[list[Group[Flight]]], None] = lambda groups: None,
 ) -> Iterator[int]:
   """Samples requests; submits each group to the graders as soon as it is finished.
 
@@ -116,13 +116,13 @@ def serve_graded(
     requests: consumed as slots become free; see `Engine.serve`.
     collector: decodes and grades.
     usage: counts the steps and tokens of the slots.
-    record: called with every finished group before it is graded.
+    record: called after every burst, with the groups that it has finished; they are graded then.
   Yields:
     After every burst, the number of groups that it has finished.
   """
   for groups in engine.serve(params, requests, usage):
+    record(groups)
     for group in groups:
-      record(group)
       collector.add(group)
     yield len(groups)
 

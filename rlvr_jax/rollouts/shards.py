@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from rlvr_jax.storage.files import file_crc32, parse_checked_line, with_crc32
@@ -103,7 +104,7 @@ def encode_group(arrays: Mapping[str, np.ndarray], samples: Sequence[Any] = ()) 
     if kind.axis in lengths:
       row_lengths = lengths[kind.axis]
       entry["padding"] = _padding(_rows(kind.axis, array), row_lengths).item()
-      parts += map(_little_endian, _stored_places(kind.axis, array, row_lengths))
+      parts.append(_little_endian(array[_stored_places(kind.axis, array, row_lengths)]))
     else:
       parts.append(_little_endian(array))
     entries.append(entry)
@@ -125,16 +126,14 @@ def decode_group(record: bytes) -> tuple[dict[str, np.ndarray], list[Any]]:
   offset = 0
   for entry in head["arrays"]:
     dtype, shape, axis = np.dtype(entry["dtype"]), entry["shape"], entry["axis"]
-    stored_dtype = dtype.newbyteorder("<")
+    places: Any = ...
+    array = np.full(shape, entry.get("padding", 0), dtype)
     if axis in head["lengths"]:
-      array = np.full(shape, entry["padding"], dtype)
-      views = _stored_places(axis, array, head["lengths"][axis])
-    else:
-      array = np.empty(shape, dtype)
-      views = [array]
-    for view in views:
-      view[...] = np.frombuffer(data, stored_dtype, view.size, offset).reshape(view.shape)
-      offset += view.nbytes
+      places = _stored_places(axis, array, head["lengths"][axis])
+    stored = array[places]
+    values = np.frombuffer(data, dtype.newbyteorder("<"), stored.size, offset)
+    array[places] = values.reshape(stored.shape)
+    offset += stored.nbytes
     arrays[entry["name"]] = array
   if offset != len(data):
     raise ValueError(f"a group has {len(data)} bytes of arrays, its head says {offset}")
@@ -158,12 +157,14 @@ def _rows(axis: str, array: np.ndarray) -> np.ndarray:
   return array[None, ::-1] if axis == "prompt" else array
 
 
-def _stored_places(axis: str, array: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-  """Views of the part of each row that is stored."""
+def _stored_places(
+  axis: str, array: np.ndarray, lengths: Sequence[int]
+) -> slice | npt.NDArray[np.bool_]:
+  """The index of the part of an array that is stored, row by row."""
   if axis == "prompt":
     (length,) = lengths
-    return [array[len(array) - length :]]
-  return [row[:length] for row, length in zip(array, lengths, strict=True)]
+    return slice(len(array) - length, None)
+  return np.arange(array.shape[1]) < np.asarray(lengths)[:, None]
 
 
 def _stored_lengths(axis: str, arrays: Mapping[str, np.ndarray]) -> list[int]:

@@ -119,13 +119,13 @@ class Streams:
       any(batch is None for batch in taken())
     yield complete()
 
-  def _recorder(self, started: Sequence[BatchInFlight]) -> Callable[[Group[Flight]], None]:
-    """A function that writes a finished group of one of these batches into the journal."""
+  def _recorder(self, started: Sequence[BatchInFlight]) -> Callable[[list[Group[Flight]]], None]:
+    """A function that writes finished groups of these batches into the journal."""
 
-    def record(group: Group[Flight]) -> None:
-      if multihost.is_first():
-        batch = next(batch for batch in started if batch.flight is group.owner)
-        self._journal.append(batch.draw, batch.snapshot.fingerprint(), [group])
+    def record(groups: list[Group[Flight]]) -> None:
+      for batch in started if multihost.is_first() else ():
+        if finished := [group for group in groups if group.owner is batch.flight]:
+          self._journal.append(batch.draw, batch.snapshot.fingerprint(), finished)
 
     return record
 

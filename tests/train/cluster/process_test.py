@@ -1,6 +1,7 @@
 """What hangs ends, and what is alive goes on."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -171,3 +172,28 @@ def test_the_limit_on_open_files_is_named_whoever_met_it():
   assert "saving to checkpoints failed" in said
   assert process.describe_error(OSError(24, os.strerror(24))).startswith("too many open files")
   assert process.describe_error(ValueError("another")) == "another"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="sets options of glibc")
+def test_threads_reuse_freed_memory():
+  code = """
+import ctypes, resource, threading
+from rlvr_jax.train.cluster import process
+process.keep_freed_memory()
+libc, size = ctypes.CDLL("libc.so.6"), 2**27  # more than an arena of a thread holds
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+faults = []
+def use():
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+  buffer = libc.malloc(ctypes.c_size_t(size))
+  ctypes.memset(buffer, 1, size)
+  libc.free(buffer)
+  faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+for _ in range(2):
+  thread = threading.Thread(target=use)
+  thread.start()
+  thread.join()
+print(faults[1] < faults[0] / 10)
+"""
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+  assert done.stdout == "True\n", done.stderr
