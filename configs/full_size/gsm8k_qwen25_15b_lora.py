@@ -7,8 +7,7 @@ the layers. The frozen parameters are bfloat16, as published; the adapters are f
     --workdir=runs/gsm8k_15b_lora --config.model.checkpoint=Qwen2.5-1.5B-Instruct \\
     --config.task.kwargs.data_dir=GSM8K
 
-The two folders hold the checkpoint, and train.jsonl and test.jsonl. On v5e:2x4, add
---config.batch.tokens_per_micro_batch=4096, so that short responses leave fewer rows empty.
+The two folders hold the checkpoint, and train.jsonl and test.jsonl.
 """
 
 from ml_collections import ConfigDict

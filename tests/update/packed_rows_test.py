@@ -11,6 +11,7 @@ import pytest
 from oracles.updates import (
   G,
   P,
+  S,
   T,
   gradient_of,
   in_rows,
@@ -28,7 +29,8 @@ from rlvr_jax.ops.update_metrics import batch_metrics
 from rlvr_jax.rollouts.packing import computed_rows, pack, places_per_token, row_layout
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import batch_shape
-from rlvr_jax.train.setup.programs import choose_row_attention, make_row_layout
+from rlvr_jax.train.setup.programs import abstract_batch, choose_row_attention, make_row_layout
+from rlvr_jax.types import BatchShape
 from rlvr_jax.update.step import initial_state, train_step
 
 
@@ -67,6 +69,20 @@ def test_short_rows_change_nothing(x64):
   np.testing.assert_allclose(found, loss, rtol=1e-11)
   assert relative_distance(gradient, expected) < 1e-11
   chex.assert_trees_all_close(values(found_metrics), values(metrics), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("has_short_rows", [False, True])
+def test_programs_are_made_for_the_rows_that_batches_have(has_short_rows):
+  """Else a run would compile its update twice."""
+  batch = in_rows(make_batch(), rows=1, length=24, has_short_rows=has_short_rows)
+  layout = row_layout(
+    prompts=P, group_size=G, max_prompt_length=S, max_response_length=T, length=24, alignment=1,
+    devices=1, tokens_per_micro_batch=24, has_short_rows=has_short_rows,
+  )  # fmt: skip
+  mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
+  abstract = abstract_batch(BatchShape(P, G, S, T), layout, mesh)
+  chex.assert_trees_all_equal_shapes_and_dtypes(abstract.packed, batch.packed)
+  assert (abstract.packed.num_short is not None) == has_short_rows
 
 
 @pytest.mark.slow
