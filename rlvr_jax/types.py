@@ -110,6 +110,9 @@ class Packed(NamedTuple):
   rows: Rows  # [M, R, L]
   places: Array  # i32[P, G, T], of M·R·L, where a response token is predicted; −1: nowhere
   num_micro_batches: Array  # i32[], ≤ M; those behind are empty
+  # i32[], of the last micro-batches that are not empty: their rows' first places, of which
+  # `ops.row_blocks.short_row` says how many, hold everything. None: there never are any.
+  num_short: Array | None = None
 
 
 class Forward(NamedTuple):

@@ -43,12 +43,13 @@ SIGMA = 0.8
 
 
 class Case(NamedTuple):
-  """A recipe on a slice; `problems`: per batch, None for the recipe's."""
+  """A recipe on a slice; None stands for the recipe's own."""
 
   recipe: str
   topology: str
   tensor: int = 1
-  problems: int | None = None
+  problems: int | None = None  # batch.prompts
+  tokens: int | None = None  # batch.tokens_per_micro_batch
 
 
 # The slices of docs/models.md. v5e:8x8 with tensor 4 splits rows over 16 devices, as v5p:2x2x4.
@@ -71,7 +72,9 @@ def recipe_config(case: Case) -> ConfigDict:
   config = importlib.import_module(f"rlvr_jax.configs.full_size.{case.recipe}").get_config()
   chips = int(np.prod([int(size) for size in re.findall(r"\d+", case.topology.split(":")[1])]))
   config.mesh.tensor, config.mesh.fsdp = case.tensor, chips // case.tensor
-  config.batch.prompts = case.problems or config.batch.prompts
+  batch = config.batch
+  batch.prompts = case.problems or batch.prompts
+  batch.tokens_per_micro_batch = case.tokens or batch.tokens_per_micro_batch
   return config
 
 
@@ -128,11 +131,13 @@ def main() -> None:
   parser.add_argument("--topology", default="v5p:2x2x4", help="TPU slice; all its chips are used")
   parser.add_argument("--tensor", type=int, default=1, help="mesh.tensor")
   parser.add_argument("--problems", type=int, help="batch.prompts; by default the recipe's")
+  parser.add_argument("--tokens", type=int, help="batch.tokens_per_micro_batch, likewise")
   parser.add_argument("--mean", type=float, help="tokens; by default a third of the limit")
   parser.add_argument("--sigma", type=float, default=SIGMA, help="of the logarithm of lengths")
   chosen = parser.parse_args()
   if chosen.recipe is not None:
-    case = Case(chosen.recipe, chosen.topology, chosen.tensor, chosen.problems)
+    sizes = chosen.tensor, chosen.problems, chosen.tokens
+    case = Case(chosen.recipe, chosen.topology, *sizes)
     ratios = measure(case, mean=chosen.mean, sigma=chosen.sigma)
     print(f"places over tokens: mean {ratios.mean():.3f}, largest of {DRAWS}: {ratios.max():.3f}")
     return

@@ -92,7 +92,7 @@ def program_lowerings(parts: Parts, packed: Packed) -> dict[str, Callable[[], An
 
   Args:
     parts: of the run.
-    packed: a batch, for the number of its micro-batches.
+    packed: a batch, for the numbers of its micro-batches.
   Returns:
     Functions without arguments that return a `jax.stages.Lowered`, as `compile_program` takes them.
   """
@@ -102,11 +102,15 @@ def program_lowerings(parts: Parts, packed: Packed) -> dict[str, Callable[[], An
   jitted: Any = parts.programs
   train_step = jitted.train_step.__wrapped__  # since options belong to the outermost program
   shardings = jax.tree.map(lambda x: x.sharding, state)
-  num_micro_batches = int(packed.num_micro_batches)
+  counts = {
+    name: int(count)
+    for name in ("num_micro_batches", "num_short")
+    if (count := getattr(packed, name)) is not None
+  }
 
   def update(state, frozen, batch):
-    # A constant number shows the length of the loop in the compiled program.
-    packed = batch.packed._replace(num_micro_batches=jnp.int32(num_micro_batches))
+    # Constant numbers show the lengths of the loops in the compiled program.
+    packed = batch.packed._replace(**{name: jnp.int32(count) for name, count in counts.items()})
     return train_step(state, frozen, dataclasses.replace(batch, packed=packed))
 
   return {

@@ -21,7 +21,8 @@ from rlvr_jax.costs.hlo_text import dimensions
 from rlvr_jax.costs.programs import compile_with_text, memory_bytes, program_lowerings
 from rlvr_jax.geometry import by_rollout
 from rlvr_jax.models.flops import forward_flops, update_flops
-from rlvr_jax.ops.splash import splash_cost
+from rlvr_jax.ops.splash import SplashCost, splash_cost
+from rlvr_jax.rollouts.packing import computed_rows
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
@@ -197,17 +198,21 @@ def attention_kernel_costs(parts: Parts, packed: Packed) -> dict[str, KernelCost
   paged: dict[str, KernelCost] = {"paged_attention": _paged_cost}
   if network.attention != "splash":
     return paged
-  num_micro_batches = int(packed.num_micro_batches)
-  rows = jax.tree.map(lambda x: x[:num_micro_batches].reshape(-1, x.shape[-1]), packed.rows)
-  total = splash_cost(
-    rows,
-    num_heads=network.num_heads // tensor,
-    num_kv_heads=network.num_kv_heads // tensor,
-    head_dim=network.head_dim,
-  )
+  parts_of_rows = computed_rows(packed)
+  costs = [
+    splash_cost(
+      rows,
+      num_heads=network.num_heads // tensor,
+      num_kv_heads=network.num_kv_heads // tensor,
+      head_dim=network.head_dim,
+    )
+    for rows in parts_of_rows
+  ]
+  total = SplashCost(*map(sum, zip(*costs, strict=True)))
+  num_rows = sum(len(rows.prompts) for rows in parts_of_rows)
 
   def mean_row_cost(flops: float, hbm_bytes: float) -> KernelCost:
-    return lambda item: (flops / len(rows.prompts), hbm_bytes / len(rows.prompts))
+    return lambda item: (flops / num_rows, hbm_bytes / num_rows)
 
   return paged | {
     "splash_mha_fwd": mean_row_cost(total.forward_flops, total.forward_bytes),

@@ -23,6 +23,7 @@ from rlvr_jax.ops.row_blocks import (
   NO_WINDOW,
   TILE,
   is_visible,
+  round_to_blocks,
   splash_alignment,
   visible_blocks,
 )
@@ -145,8 +146,10 @@ def row_alignment(kind: str, length: int) -> int:
 
 def row_length(kind: str, least: int) -> int:
   """`least` tokens, rounded up so that an implementation's preferred blocks divide the row."""
+  if kind == "splash":
+    return round_to_blocks(least)
   short = _BLOCK if kind == "cudnn" else 1
-  multiple = 1024 if kind == "splash" else _BLOCK if least >= _LONG else short
+  multiple = _BLOCK if least >= _LONG else short
   return -(-least // multiple) * multiple
 
 

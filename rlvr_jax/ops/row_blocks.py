@@ -10,6 +10,8 @@ TILE = 128  # tokens; blocks of queries and keys are multiples of it
 LONGEST_ROW = 2**15  # tokens, for the splash kernel, which packs indices into bits
 NO_WINDOW = 2**30
 
+_BLOCKS = (384, 512)  # tokens; smaller ones are slower
+
 
 def splash_alignment(length: int) -> int:
   """Tokens at whose multiples prompts end and rollouts start, in rows for the splash kernel.
@@ -23,6 +25,20 @@ def splash_alignment(length: int) -> int:
   """
   bits = (length - 1).bit_length()
   return 2 ** max(3, -(-(3 * bits - 32) // 2))
+
+
+def round_to_blocks(length: int) -> int:
+  """At least `length` tokens that the splash kernel's blocks of 384 or 512 tokens divide."""
+  return min(-(-length // block) * block for block in _BLOCKS)
+
+
+def short_row(length: int) -> int:
+  """Tokens at the start of a row that are computed where its micro-batch has short rows.
+
+  A third of the row, in whole blocks of the splash kernel if the row has room for three.
+  """
+  third = length // 3
+  return max(third // block * block for block in _BLOCKS) or third
 
 
 def is_visible(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from rlvr_jax.ops.groups import group_mean, varies
 from rlvr_jax.ops.masked import mean_metric
 from rlvr_jax.ops.ratios import behavior_metrics, lag_metrics, ratios_by_sign, source_metrics
+from rlvr_jax.ops.row_blocks import short_row
 from rlvr_jax.types import Array, Mean, Metrics, Packed, TrainBatch
 
 
@@ -42,6 +43,9 @@ def _row_metrics(packed: Packed) -> Metrics:
   count = jnp.asarray(packed.num_micro_batches, jnp.float32)
   filled_places = (packed.rows.prompts >= 0).astype(jnp.float32).sum()
   places = count * math.prod(packed.tokens.shape[1:])
+  if packed.num_short is not None:
+    _, rows, length = packed.tokens.shape
+    places -= jnp.asarray(packed.num_short, jnp.float32) * rows * (length - short_row(length))
   return {
     "rows/micro_batches": Mean(total=count, weight=jnp.float32(1)),
     "rows/filled": Mean(total=filled_places, weight=places),

@@ -4,18 +4,26 @@ A row has each prompt of its rollouts once, followed by those rollouts. The last
 predicts the first token of each of its rollouts, so each rollout begins with a copy of it: a prompt
 of s tokens takes s − 1 places, a rollout of t tokens takes t, and each place of a rollout predicts
 one of its tokens.
+
+Rows come in micro-batches of as many rows as there are devices, or a multiple. The last one may be
+nearly empty, so up to two micro-batches of short rows may take its place, of which an update
+computes only a third.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from rlvr_jax.ops.row_blocks import short_row
 from rlvr_jax.types import Packed, Rows, TrainBatch
+
+_MOST_SHORT = 2  # micro-batches of short rows; three would compute nearly as much as a whole one
 
 
 class RowLayout(NamedTuple):
@@ -26,6 +34,12 @@ class RowLayout(NamedTuple):
   devices: int  # devices that the rows of a micro-batch are split over
   rows_per_device: int  # rows of a micro-batch on each device
   max_micro_batches: int  # micro-batches that arrays have room for
+  has_short_rows: bool = False  # whether the last micro-batches may have rows of `short_row` places
+
+  def count_places(self, micro_batches: int, short: int) -> int:
+    """Places that an update computes in so many micro-batches, some of them of short rows."""
+    lengths = (micro_batches - short) * self.length + short * short_row(self.length)
+    return self.devices * self.rows_per_device * lengths
 
 
 class Row(NamedTuple):
@@ -33,6 +47,15 @@ class Row(NamedTuple):
 
   blocks: dict[int, list[int]]  # prompt → indices of its rollouts, in their order in the row
   used: int  # places, including alignment
+  is_short: bool = False
+
+
+class MicroBatches(NamedTuple):
+  """The rows of a batch, dealt to micro-batches."""
+
+  rows: list[Row]
+  dealt: np.ndarray  # i32[M, R], numbers of rows, −1 for an empty row, as from `deal`
+  num_short: int  # of the last micro-batches, whose rows are short
 
 
 def row_layout(
@@ -45,6 +68,7 @@ def row_layout(
   alignment: int,
   devices: int,
   tokens_per_micro_batch: int,
+  has_short_rows: bool = False,
 ) -> RowLayout:
   """The layout with room for every batch of these sizes.
 
@@ -53,6 +77,8 @@ def row_layout(
     alignment: see `RowLayout`.
     devices: devices that rows are split over.
     tokens_per_micro_batch: places on each device, rounded down to whole rows; at least one row.
+    has_short_rows: whether the last micro-batches may have short rows. They have none if every
+      batch is one micro-batch.
   Raises:
     ValueError: no batch of these sizes has a row for every device.
   """
@@ -72,12 +98,15 @@ def row_layout(
     )
   fitting_rows = max(1, tokens_per_micro_batch // length)
   rows_per_device = min(fitting_rows, -(-max_rows // devices))
+  has_short_rows = has_short_rows and max_rows > devices * rows_per_device
+  max_micro_batches = -(-max_rows // (devices * rows_per_device))
   return RowLayout(
     length=length,
     alignment=alignment,
     devices=devices,
     rows_per_device=rows_per_device,
-    max_micro_batches=-(-max_rows // (devices * rows_per_device)),
+    max_micro_batches=max_micro_batches + (_MOST_SHORT - 1) * has_short_rows,
+    has_short_rows=has_short_rows,
   )
 
 
@@ -103,32 +132,108 @@ def assign_rows(
   Raises:
     ValueError: a rollout and its prompt do not fit in a row.
   """
+  rows = _assign(prompt_lengths, response_lengths, length=length, alignment=alignment)
+  assert rows is not None  # there may be any number of them
+  return rows
+
+
+def _assign(
+  prompt_lengths: npt.ArrayLike,
+  response_lengths: npt.ArrayLike,
+  *,
+  length: int,
+  alignment: int,
+  most_whole: int | None = None,
+) -> list[Row] | None:
+  """`assign_rows`; of more than `most_whole` rows the others are short, None where that fails.
+
+  Rollouts that fit in no short row then come first.
+  """
   prompts, responses = np.asarray(prompt_lengths), np.asarray(response_lengths)
   prompt_places = _round_up(prompts - 1, alignment)
   rollout_places = _round_up(responses, alignment)
   if (most := int((prompt_places[:, None] + rollout_places).max())) > length:
     raise ValueError(f"a rollout with its prompt takes {most} places, a row has {length}")
   tokens = prompts + responses.sum(1)
+  order = [
+    (p, g)
+    for p in sorted(range(len(prompts)), key=lambda p: (-tokens[p], p))
+    for g in sorted(range(responses.shape[1]), key=lambda g: (-responses[p, g], g))
+    if responses[p, g] > 0
+  ]
+  if most_whole is not None:
+    fits_short = prompt_places[:, None] + rollout_places <= short_row(length)
+    order.sort(key=lambda rollout: bool(fits_short[rollout]))
   rows: list[dict[int, list[int]]] = []
-  used: list[int] = []
-  for p in sorted(range(len(prompts)), key=lambda p: (-tokens[p], p)):
-    for g in sorted(range(responses.shape[1]), key=lambda g: (-responses[p, g], g)):
-      if responses[p, g] == 0:
-        continue
-      places, prompt = int(rollout_places[p, g]), int(prompt_places[p])
-      with_prompt = [r for r, row in enumerate(rows) if p in row and used[r] + places <= length]
-      candidates = with_prompt or [
-        r for r in range(len(rows)) if used[r] + prompt + places <= length
-      ]
-      if candidates:
-        row = max(candidates, key=lambda r: (used[r], -r))
-      else:
-        row = len(rows)
-        rows.append({})
-        used.append(0)
-      used[row] += places + (0 if p in rows[row] else prompt)
-      rows[row].setdefault(p, []).append(g)
-  return [Row(blocks, places) for blocks, places in zip(rows, used, strict=True)]
+  sizes: list[int] = []
+  free: list[int] = []
+  for p, g in order:
+    places, prompt = int(rollout_places[p, g]), int(prompt_places[p])
+    with_prompt = [r for r, row in enumerate(rows) if p in row and places <= free[r]]
+    candidates = with_prompt or [r for r in range(len(rows)) if prompt + places <= free[r]]
+    if candidates:
+      row = min(candidates, key=lambda r: (free[r], r))
+    else:
+      row, is_short = len(rows), most_whole is not None and sizes.count(length) == most_whole
+      if is_short and not fits_short[p, g]:
+        return None
+      rows.append({})
+      sizes.append(short_row(length) if is_short else length)
+      free.append(sizes[row])
+    free[row] -= places + (0 if p in rows[row] else prompt)
+    rows[row].setdefault(p, []).append(g)
+  return [
+    Row(blocks, size - left, is_short=size < length)
+    for blocks, size, left in zip(rows, sizes, free, strict=True)
+  ]
+
+
+def assign_micro_batches(
+  prompt_lengths: npt.ArrayLike, response_lengths: npt.ArrayLike, layout: RowLayout
+) -> MicroBatches:
+  """Assigns rollouts to the rows of micro-batches, with short rows if that computes less.
+
+  Args:
+    prompt_lengths, response_lengths: as for `assign_rows`.
+  Raises:
+    ValueError: a rollout and its prompt do not fit in a row.
+  """
+  step = layout.devices * layout.rows_per_device
+  assign = functools.partial(
+    _assign, prompt_lengths, response_lengths, length=layout.length, alignment=layout.alignment
+  )
+  rows = assign()
+  assert rows is not None  # there may be any number of them
+  found = _deal_rows(rows, prompt_lengths, response_lengths, layout)
+  if not layout.has_short_rows:
+    return found
+  rows = assign(most_whole=(len(found.dealt) - 1) * step)
+  if rows is None:
+    return found
+  mixed = _deal_rows(rows, prompt_lengths, response_lengths, layout)
+  cost = lambda x: layout.count_places(len(x.dealt), x.num_short)
+  return mixed if mixed.num_short <= _MOST_SHORT and cost(mixed) < cost(found) else found
+
+
+def _deal_rows(
+  rows: list[Row],
+  prompt_lengths: npt.ArrayLike,
+  response_lengths: npt.ArrayLike,
+  layout: RowLayout,
+) -> MicroBatches:
+  """Deals whole rows to the first micro-batches and short ones to the last."""
+  costs = np.array([attention_cost(row, prompt_lengths, response_lengths) for row in rows])
+  is_short = np.array([row.is_short for row in rows], bool)
+  sizes = dict(devices=layout.devices, rows_per_device=layout.rows_per_device)
+  parts = []
+  for numbers in (np.flatnonzero(~is_short), np.flatnonzero(is_short)):
+    dealt = deal(costs[numbers].tolist(), **sizes)
+    parts.append(np.where(dealt < 0, -1, np.append(numbers, -1)[dealt]).astype(np.int32))
+  whole, short = parts
+  if not is_short.any():
+    return MicroBatches(rows, whole, 0)
+  dealt = short if is_short.all() else np.concatenate([whole, short])
+  return MicroBatches(rows, dealt, len(short))
 
 
 def places_per_token(
@@ -145,11 +250,9 @@ def places_per_token(
   Raises:
     ValueError: a rollout and its prompt do not fit in a row.
   """
-  prompts, responses = np.asarray(prompt_lengths), np.asarray(response_lengths)
-  rows = assign_rows(prompts, responses, length=layout.length, alignment=layout.alignment)
-  step = layout.devices * layout.rows_per_device
-  places = int(_round_up(len(rows), step)) * layout.length
-  return places / float(prompts.sum() + responses.sum())
+  found = assign_micro_batches(prompt_lengths, response_lengths, layout)
+  tokens = np.sum(prompt_lengths) + np.sum(response_lengths)
+  return layout.count_places(len(found.dealt), found.num_short) / float(tokens)
 
 
 def attention_cost(
@@ -217,11 +320,9 @@ def pack(
     response_lengths: i32[P, G].
   """
   P, G, T = tokens.shape
-  length, alignment, devices, rows_per_device, max_micro_batches = layout
-  rows = assign_rows(prompt_lengths, response_lengths, length=length, alignment=alignment)
-  costs = [attention_cost(row, prompt_lengths, response_lengths) for row in rows]
-  dealt = deal(costs, devices=devices, rows_per_device=rows_per_device)
-  shape = (max(max_micro_batches, len(dealt)), dealt.shape[1], length)
+  length, alignment = layout.length, layout.alignment
+  rows, dealt, num_short = assign_micro_batches(prompt_lengths, response_lengths, layout)
+  shape = (max(layout.max_micro_batches, len(dealt)), dealt.shape[1], length)
   empty = lambda value: np.full((shape[0] * shape[1], length), value, np.int32)
   inputs, targets, prompts, positions = empty(0), empty(0), empty(-1), empty(0)
   starts, prompt_ends = empty(0), empty(0)
@@ -253,7 +354,23 @@ def pack(
     rows=Rows(*map(fold, (prompts, positions, starts, prompt_ends))),
     places=places,  # type: ignore[arg-type]  # NumPy, on the host
     num_micro_batches=np.int32(len(dealt)),  # type: ignore[arg-type]
+    num_short=np.int32(num_short) if layout.has_short_rows else None,  # type: ignore[arg-type]
   )
+
+
+def computed_rows(packed: Packed) -> list[Rows]:
+  """The rows that an update computes, empty ones too, as one or two arrays [R, places].
+
+  Args:
+    packed: NumPy arrays.
+  """
+  short = int(packed.num_short or 0)
+  whole, L = int(packed.num_micro_batches) - short, packed.tokens.shape[-1]
+  select = lambda first, last, length: Rows(
+    *(x[first:last, :, :length].reshape(-1, length) for x in packed.rows)
+  )
+  parts = [select(0, whole, L), select(whole, whole + short, short_row(L))]
+  return [rows for rows in parts if len(rows.prompts)]
 
 
 def _round_up(size, multiple):

@@ -19,6 +19,7 @@ from rlvr_jax.types import Array, Forward, Metrics, Packed, Params, TrainBatch
 from rlvr_jax.update.objective import (
   Constants,
   Method,
+  fold_micro_batches,
   in_micro_batch,
   loss_statistics,
   policy_forward,
@@ -101,8 +102,8 @@ def batch_forward(
   if packed is None:
     return part()
 
-  def add(index, total):
-    (tokens, forward), (more_tokens, more_forward) = total, part(index)
+  def add(index, total, length):
+    (tokens, forward), (more_tokens, more_forward) = total, part(index, length=length)
     put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, index, 0)
     # A token's values are 0 in every micro-batch but its own.
     return jax.tree.map(jnp.add, tokens, more_tokens), jax.tree.map(put, forward, more_forward)
@@ -111,7 +112,7 @@ def batch_forward(
   zeros = lambda x: jnp.zeros(x.shape, x.dtype)
   zero_rows = lambda x: jnp.zeros((packed.tokens.shape[0], *x.shape[1:]), x.dtype)
   start = jax.tree.map(zeros, tokens), jax.tree.map(zero_rows, forward)
-  return jax.lax.fori_loop(0, packed.num_micro_batches, add, start)
+  return fold_micro_batches(packed, add, start)
 
 
 def second_phase(
@@ -131,14 +132,16 @@ def second_phase(
   method = method._replace(gram=None)  # phase 1 has used it
   without_metrics = constants._replace(metrics={})
 
-  def micro(index):
+  def micro(index, length=None):
     mask = jnp.where(in_micro_batch(packed, index), batch.mask, 0)
     masked = dataclasses.replace(batch, mask=mask)
-    return micro_gradient(trained, frozen, masked, index, lambda *_: without_metrics, method=method)
+    return micro_gradient(
+      trained, frozen, masked, index, lambda *_: without_metrics, method=method, length=length
+    )
 
-  def accumulate(index, sums):
+  def accumulate(index, sums, length):
     (total, weight, metrics), gradient = sums
-    (more, (more_weight, more_metrics)), more_gradient = micro(index)
+    (more, (more_weight, more_metrics)), more_gradient = micro(index, length)
     metrics = reductions.merge_metrics(metrics, more_metrics)
     gradient = jax.tree.map(lambda a, g: a + g.astype(a.dtype), gradient, more_gradient)
     return (total + more, weight + more_weight, metrics), gradient
@@ -147,8 +150,8 @@ def second_phase(
   zeros = lambda x: jnp.zeros(x.shape, x.dtype)
   wide_zeros = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
   start = (zeros(total), zeros(weight), reductions.empty(metrics))
-  (total, weight, metrics), gradient = jax.lax.fori_loop(
-    0, packed.num_micro_batches, accumulate, (start, jax.tree.map(wide_zeros, trained))
+  (total, weight, metrics), gradient = fold_micro_batches(
+    packed, accumulate, (start, jax.tree.map(wide_zeros, trained))
   )
   if method.aggregation == "constant":  # every micro-batch adds the weight of the whole batch
     weight /= packed.num_micro_batches
@@ -172,6 +175,7 @@ def micro_gradient(
   constants_of: Callable[[Array, Forward | None], Constants],
   *,
   method: Method,
+  length: int | None = None,
 ) -> tuple[tuple[Array, tuple[Array, Metrics]], Params]:
   """((Σ total, (Σ weight, metrics)), gradient of Σ total) of one micro-batch.
 
@@ -182,8 +186,11 @@ def micro_gradient(
     batch: its mask is 0 for the tokens of other micro-batches.
     index: of the micro-batch.
     constants_of: (log π, the forward pass that the Gram matrix needs or None) → constants.
+    length: as for `policy_forward`.
   """
-  score = lambda trained: policy_forward(trained, frozen, batch, index, method=method)
+  score = lambda trained: policy_forward(
+    trained, frozen, batch, index, method=method, length=length
+  )
   (logprobs, entropy), pullback, forward = jax.vjp(score, trained, has_aux=True)
   constants = constants_of(jax.lax.stop_gradient(logprobs), forward)
   loss = functools.partial(surrogate, batch=batch, constants=constants, method=method)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from rlvr_jax.ops import kl
 from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.ops.logprobs import token_statistics
 from rlvr_jax.ops.masked import mean_metric
+from rlvr_jax.ops.row_blocks import short_row
 from rlvr_jax.ops.update_metrics import policy_metrics
 from rlvr_jax.types import (
   Array,
@@ -94,11 +96,13 @@ def policy_forward(
   micro_batch: Array | int = 0,
   *,
   method: Method,
+  length: int | None = None,
 ) -> tuple[tuple[Array, Array], Forward | None]:
   """Runs one forward pass over one micro-batch.
 
   Args:
     micro_batch: its index; a batch that is not packed is one micro-batch.
+    length: places of its rows that are computed, static; None: all. The others hold nothing.
   Returns:
     (log π, entropy (nats)) of every response token, each f32[P, G, T], 0 for tokens of other
     micro-batches; and the results that the Gram matrix needs (M = 1), or None.
@@ -110,7 +114,7 @@ def policy_forward(
     hidden, targets = hidden.reshape(P * G, T, -1), batch.tokens.reshape(P * G, T)
     by_rollout = lambda x: x.reshape(P, G, T)
   else:
-    tokens, targets, rows, by_rollout = select_rows(batch.packed, micro_batch)
+    tokens, targets, rows, by_rollout = select_rows(batch.packed, micro_batch, length)
     hidden = method.model.row_hidden(params, tokens, rows)
   head, sampling = method.model.head(params), Sampling(temperature=method.temperature)
   project = method.gram.projection if method.gram else None
@@ -121,7 +125,8 @@ def policy_forward(
   forward = None
   if method.gram is not None and method.gram.needs_forward:
     fields = (hidden, statistics.log_normalizers, statistics.projected, statistics.logprobs)
-    forward = Forward(*jax.tree.map(lambda x: x[None], fields))
+    whole = None if batch.packed is None else batch.packed.tokens.shape[-1]
+    forward = Forward(*jax.tree.map(lambda x: _lengthen(x, whole)[None], fields))
   return (by_rollout(statistics.logprobs), by_rollout(statistics.entropy)), forward
 
 
@@ -132,26 +137,50 @@ def in_micro_batch(packed: Packed, micro_batch: Array | int) -> Array:
 
 
 def select_rows(
-  packed: Packed, micro_batch: Array | int
+  packed: Packed, micro_batch: Array | int, length: int | None = None
 ) -> tuple[Array, Array, Rows, Callable[[Array], Array]]:
-  """Selects the rows of one micro-batch.
+  """Selects the rows of one micro-batch, or their first `length` places, which hold everything.
 
   Returns:
-    Tokens and targets, i32[R, L]; their `Rows`; and a function from values [R, L] to [P, G, T], the
-    values of the response tokens, 0 for tokens of other micro-batches.
+    Tokens and targets, i32[R, length]; their `Rows`; and a function from values [R, length] to
+    [P, G, T], the values of the response tokens, 0 for tokens of other micro-batches.
   """
+  _, R, L = packed.tokens.shape
   tokens, targets, rows = jax.tree.map(
-    lambda x: jax.lax.dynamic_index_in_dim(x, micro_batch, keepdims=False),
+    lambda x: jax.lax.dynamic_index_in_dim(x, micro_batch, keepdims=False)[:, :length],
     (packed.tokens, packed.targets, packed.rows),
   )
-  size = tokens.size
+  size = R * L
   is_inside = in_micro_batch(packed, micro_batch)
   places = jnp.where(is_inside, packed.places - micro_batch * size, size)
 
   def by_rollout(values):
-    return values.reshape(size).at[places].get(mode="fill", fill_value=0)
+    return _lengthen(values, L).reshape(size).at[places].get(mode="fill", fill_value=0)
 
   return tokens, targets, rows, by_rollout
+
+
+def _lengthen(values: Array, length: int | None) -> Array:
+  """Values of the first places of rows, [R, …], followed by zeros up to [R, length, …]."""
+  missing = 0 if length is None else length - values.shape[1]
+  return jnp.pad(values, [(0, 0), (0, missing)] + [(0, 0)] * (values.ndim - 2))
+
+
+def fold_micro_batches(packed: Packed, step: Callable[..., Any], start: Any) -> Any:
+  """Carries a value through the micro-batches of a batch, first those with whole rows.
+
+  Args:
+    step: (index of the micro-batch, value, length=places of its rows that are computed) → value.
+    start: the first value.
+  """
+  L = packed.tokens.shape[-1]
+  whole = functools.partial(step, length=L)
+  if packed.num_short is None:
+    return jax.lax.fori_loop(0, packed.num_micro_batches, whole, start)
+  first_short = packed.num_micro_batches - packed.num_short
+  value = jax.lax.fori_loop(0, first_short, whole, start)
+  short = functools.partial(step, length=short_row(L))
+  return jax.lax.fori_loop(first_short, packed.num_micro_batches, short, value)
 
 
 def reweight(

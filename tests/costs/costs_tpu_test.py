@@ -126,7 +126,7 @@ def test_an_update_gathers_a_layer_twice_and_reduces_its_gradient_once():
   # Places of a chip's rows: 8 rollouts of a prompt, 4 in a row.
   layout = parts.placement.row_layout
   tokens = int(packed.num_micro_batches) * layout.rows_per_device * layout.length
-  assert tokens == 2 * 3072
+  assert tokens == 2 * 2304
   # Forward twice, back once; of the recomputed products the MLP's last has no use.
   assert found["layers"]["flops"] == 2 * tokens * (4 * layer - mlp / 3)
 

@@ -86,9 +86,9 @@ def test_the_paged_kernel_counts_every_cached_token():
 
 
 def test_a_call_on_a_row_counts_as_the_mean_of_the_rows_that_run():
-  batch = dict(prompts=6, group_size=13, tokens_per_row=3072, tokens_per_micro_batch=3072)
+  batch = dict(prompts=6, group_size=13, tokens_per_row=1536, tokens_per_micro_batch=1536)
   fields = {f"batch__{name}": size for name, size in batch.items()}
-  config = tiny.config(max_response_length=128, **fields)
+  config = tiny.config(max_response_length=64, **fields)
   parts = programs.build_shapes_only(config, sharding.make_mesh())
   network = dataclasses.replace(parts.model.config, attention="splash")
   layout = make_row_layout(config.batch, parts.shape, "splash", parts.placement.mesh)
@@ -99,11 +99,11 @@ def test_a_call_on_a_row_counts_as_the_mean_of_the_rows_that_run():
   packed = programs.pack_full_length(parts)
   count = int(packed.num_micro_batches)
   sizes = {name: getattr(network, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-  of_row = [
-    splash_cost(jax.tree.map(lambda x, i=i: x[i], packed.rows), **sizes) for i in range(count)
-  ]
-  assert 1 < count < len(packed.tokens) and packed.tokens.shape[1:] == (1, 3072)
-  assert of_row[0].forward_flops > of_row[-1].forward_flops  # the last row is not full
+  assert 2 < count < len(packed.tokens) and packed.tokens.shape[1:] == (1, 1536)
+  assert packed.num_short == 2
+  row = lambda i: jax.tree.map(lambda x: x[i, :, : 512 if i >= count - 2 else 1536], packed.rows)
+  of_row = [splash_cost(row(i), **sizes) for i in range(count)]
+  assert of_row[0].forward_flops > of_row[-1].forward_flops  # the last rows are short
   kernels = step_time.attention_kernel_costs(parts, packed)
   call = item("attention", "custom-call", target="tpu")
   for name, of in (("fwd", "forward"), ("dkv", "backward")):

@@ -59,13 +59,14 @@ def make_batch(dtype=np.float32, seed=0):
   )
 
 
-def in_rows(batch, *, rows=10**6, mesh=None, length=12, several=True):
+def in_rows(batch, *, rows=10**6, mesh=None, length=12, several=True, has_short_rows=False):
   """The batch packed into rows, in micro-batches of `rows` rows on each device, or in one.
 
   Args:
     batch: as `make_batch` makes it.
     mesh: where the batch is placed; None leaves it on the host.
     several: whether micro-batches of that size must be several, or one; None: any number.
+    has_short_rows: see `RowLayout`.
   """
   devices = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
   P, G, T = batch.tokens.shape
@@ -78,6 +79,7 @@ def in_rows(batch, *, rows=10**6, mesh=None, length=12, several=True):
     alignment=1,
     devices=devices,
     tokens_per_micro_batch=rows * length,
+    has_short_rows=has_short_rows,
   )
   found = pack_batch(batch, layout)
   count = found.packed.num_micro_batches if several else found.packed.tokens.shape[0]

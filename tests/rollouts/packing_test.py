@@ -53,6 +53,46 @@ def test_every_token_is_predicted_once_from_its_own_past(seed, alignment):
   assert len(seen) == lengths.sum()
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_short_rows_hold_what_a_nearly_empty_micro_batch_would(seed):
+  """Nothing is lost, nothing lies beyond a short row's places, and fewer are computed."""
+  prompts, prompt_lengths, tokens, lengths = _batch(seed)
+  layouts = [_layout(devices=1, alignment=2, has_short_rows=x, length=48) for x in (False, True)]
+  whole, mixed = (
+    packing.pack(prompts, prompt_lengths, tokens, lengths, layout) for layout in layouts
+  )
+  assert whole.num_short is None and mixed.num_short <= 2
+  assert mixed.num_micro_batches <= mixed.tokens.shape[0]
+  fewer, more = (packing.places_per_token(x, prompt_lengths, lengths) for x in layouts[::-1])
+  assert fewer < more if mixed.num_short else fewer == more
+  present = np.arange(30) < lengths[..., None]
+  assert ((mixed.places >= 0) == present).all()
+  assert len(np.unique(mixed.places[present])) == lengths.sum()
+  np.testing.assert_array_equal(mixed.targets.reshape(-1)[mixed.places[present]], tokens[present])
+  short = slice(mixed.num_micro_batches - mixed.num_short, mixed.num_micro_batches)
+  assert (mixed.rows.prompts[short, :, 16:] == -1).all()
+  if not mixed.num_short:
+    np.testing.assert_array_equal(mixed.places, whole.places)
+
+
+def test_short_rows_are_taken_where_they_compute_less():
+  """A row of 48 and half of another, in whole rows: 2 · 48; the half needs two short rows of 16."""
+  layout = _layout(length=48, devices=1, tokens_per_micro_batch=48, has_short_rows=True)
+  count = lambda *lengths: packing.assign_micro_batches([1], [lengths], layout)
+  found = count(12, 12, 12, 12, 12, 12)
+  assert found.num_short == 2 and len(found.dealt) == 3
+  assert [(row.used, row.is_short) for row in found.rows] == [(48, False), (12, True), (12, True)]
+  assert count(12, 12, 12, 12, 12, 12, 12).num_short == 0  # three would compute as much
+  assert count(17, 17, 17, 17).num_short == 0  # none fits in a short row
+  assert count(16, 2).num_short == 2 and len(count(16, 2).dealt) == 2  # not even one whole row
+
+
+def test_a_batch_of_one_micro_batch_has_no_short_rows():
+  """They would cost it a second forward pass."""
+  assert not _layout(tokens_per_micro_batch=10_000, has_short_rows=True).has_short_rows
+  assert _layout(tokens_per_micro_batch=80, has_short_rows=True).has_short_rows
+
+
 def test_a_prompt_is_paid_once_per_row_and_rows_are_well_filled():
   """Lengths of a long-tailed distribution: at most 15 % of the places stay empty or repeat."""
   rng = np.random.default_rng(0)

@@ -104,14 +104,18 @@ def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, rows)
   ],
 )
 @pytest.mark.parametrize("shape", [(2, 2, 2)])
+@pytest.mark.parametrize("has_short_rows", [False, True])
 @pytest.mark.slow
-def test_meshes_and_micro_batches_give_the_same_update(x64, route, shape):
+def test_meshes_and_micro_batches_give_the_same_update(x64, route, shape, has_short_rows):
   mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
   single = make_salt_method(route=route)
   batch = make_batch(np.float64)
   params = single.model.init(jax.random.key(0))
   (loss, _), expected = gradient_of(single, batch, params)
   placed = in_rows(batch, rows=2, mesh=mesh)
+  if has_short_rows:
+    placed = in_rows(batch, rows=1, length=26, mesh=mesh, has_short_rows=True)
+    assert placed.packed.num_short > 0
   shardings = sharding.state_shardings(jax.eval_shape(lambda: params), mesh)
   method = make_salt_method(mesh=mesh, route=route)
   (found, _), gradient = gradient_of(method, placed, jax.device_put(params, shardings))

@@ -320,8 +320,9 @@ def batch_shardings(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
   packed = batch.packed
   if packed is not None:
     rows = PartitionSpec(None, *BATCH)
+    numbers = shard((packed.num_micro_batches, packed.num_short), PartitionSpec())
     packed = shard(packed, rows)._replace(
-      places=shard(packed.places, BATCH), num_micro_batches=replicated_sharding(mesh)
+      places=shard(packed.places, BATCH), num_micro_batches=numbers[0], num_short=numbers[1]
     )
   return dataclasses.replace(shard(dataclasses.replace(batch, packed=None), BATCH), packed=packed)
 

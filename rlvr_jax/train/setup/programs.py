@@ -25,7 +25,7 @@ from rlvr_jax.ops.row_attention import (
   row_alignment,
   row_length,
 )
-from rlvr_jax.ops.row_blocks import LONGEST_ROW
+from rlvr_jax.ops.row_blocks import LONGEST_ROW, TILE, short_row
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.packing import RowLayout, min_row_length, row_layout
 from rlvr_jax.train.checkpointing.checkpoint_files import parameter_checksums
@@ -225,7 +225,8 @@ def make_row_layout(
   """How the rollouts of a training batch lie in rows, for an implementation of attention.
 
   By default a row has room for eight times as many response tokens as prompt tokens: a prompt is
-  computed once in each row that has rollouts of it.
+  computed once in each row that has rollouts of it. On TPUs the last micro-batches may have short
+  rows, see `rollouts.packing`. Elsewhere they have none, so that results stay what they were.
 
   Args:
     settings: `config.batch`, with the tokens of a row and of a micro-batch.
@@ -248,6 +249,7 @@ def make_row_layout(
     alignment=row_alignment(kind, length),
     devices=devices,
     tokens_per_micro_batch=settings.tokens_per_micro_batch,
+    has_short_rows=kind == "splash" and short_row(length) % TILE == 0,
   )
 
 
@@ -289,6 +291,7 @@ def abstract_batch(
       rows=Rows(rows, rows, rows, rows),
       places=of((P, G, T), jnp.int32),
       num_micro_batches=of((), jnp.int32),
+      num_short=of((), jnp.int32) if layout.has_short_rows else None,
     ),
   )
   place = lambda x, s: of(x.shape, x.dtype, sharding=s)
