@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
+from ml_collections import ConfigDict
 from oracles.updates import (
   G,
   P,
@@ -247,3 +249,10 @@ def test_attention_moves_little_at_full_length():
   assert int(packed.num_micro_batches) == 1
   assert cost.operand_bytes <= 10e9
   assert cost.operand_bytes < cost.forward_bytes + cost.backward_bytes <= 80e9
+
+
+def test_a_small_batch_has_a_row_for_each_of_several_chips():
+  settings = ConfigDict(dict(tokens_per_row=0, tokens_per_micro_batch=10_000))
+  mesh = AbstractMesh((1, 4, 1), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+  layout = make_row_layout(settings, BatchShape(8, 4, 8, 4), "splash", mesh)
+  assert (layout.length, layout.alignment, layout.devices) == (384, 8, 4)

@@ -234,13 +234,15 @@ def make_row_layout(
     kind: implementation of attention, from `choose_row_attention`.
     mesh: that makes updates.
   """
-  coarsest = row_alignment(kind, LONGEST_ROW)  # has room enough at the alignment of any row
-  longest = min_row_length(shape.max_prompt_length, shape.max_response_length, alignment=coarsest)
-  prompt = min_row_length(shape.max_prompt_length, 0, alignment=coarsest)
+  sizes = shape.max_prompt_length, shape.max_response_length
+  finest, coarsest = (row_alignment(kind, length) for length in (1, LONGEST_ROW))
+  longest = min_row_length(*sizes, alignment=coarsest)  # has room at the alignment of any row
+  prompt = min_row_length(shape.max_prompt_length, 0, alignment=finest)
+  rollout = min_row_length(*sizes, alignment=finest) - prompt
   devices = mesh.shape["data"] * mesh.shape["fsdp"]
-  beside = min(-(-8 * prompt // (longest - prompt)), shape.group_size)
+  beside = min(-(-8 * prompt // rollout), shape.group_size)
   beside = max(1, min(beside, shape.responses // devices))  # a row for each device
-  several = prompt + beside * (longest - prompt)
+  several = prompt + beside * rollout
   several = min(several, settings.tokens_per_micro_batch, longest_row(kind))
   length = row_length(kind, int(max(longest, settings.tokens_per_row or several)))
   return row_layout(
