@@ -217,10 +217,8 @@ def test_blocks_scatter_and_gather_tokens_over_tensor():
   }  # an all-reduce receives twice half
 
 
-@pytest.mark.parametrize(
-  ("topology", "cores", "slots"),
-  [("v5p:2x2x1", 2, 4), pytest.param("v5e:2x2", 1, 3, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "cores", "slots"), [("v5p:2x2x1", 2, 4), ("v5e:2x2", 1, 3)])
 def test_the_paged_kernel_splits_slots_over_the_cores_of_its_target(topology, cores, slots):
   """Nine slots over four devices; a number that the cores share evenly."""
   network = dict(compute_dtype="bfloat16", head_dim=128)
