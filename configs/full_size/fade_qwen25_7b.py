@@ -11,9 +11,9 @@ up: 32 problems and 16 rollouts per update, responses up to 2048 tokens, AdamW a
     --config.model.checkpoint=gs://BUCKET/Qwen2.5-7B \\
     --config.task.kwargs.data_dir=gs://BUCKET/mbpp
 
-Generated programs run in a sandbox on the hosts (docs/models.md). On v5e:8x8, add
---config.mesh.tensor=4. With what was tuned for v5p:2x2x4: fade_qwen25_7b.py:v5p:2x2x4.
-Card: docs/methods/fade.md.
+Generated programs run in a sandbox on the hosts (docs/models.md). With what was tuned for a slice:
+fade_qwen25_7b.py:v5p:2x2x4 and fade_qwen25_7b.py:v5e:8x8. On v5e:8x8 without that, add
+--config.mesh.tensor=4. Card: docs/methods/fade.md.
 """
 
 from ml_collections import ConfigDict
@@ -31,6 +31,14 @@ SLICES = {  # found by --mode=tune; see docs/models.md
     "generation_mesh.fsdp": 1,
     "generation_mesh.tensor": 4,
     "generation_mesh.same_devices": True,
+  },
+  "v5e:8x8": {
+    "mesh.fsdp": 16,
+    "mesh.tensor": 4,
+    "batch.tokens_per_row": 9216,
+    "batch.tokens_per_micro_batch": 9216,
+    "model.overrides.remat": "dots",
+    "compiler_options.training": base.WHOLE_COLLECTIVES,
   },
 }
 
