@@ -12,9 +12,9 @@ per update and the veto's κ.
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-A stage's rollouts, 1024 batches, are in the workdir's store. On v5e:8x8, add
---config.mesh.tensor=4. With what was tuned for v5p:2x2x4: mu_grpo_r1_distill_7b.py:v5p:2x2x4.
-Card: docs/methods/mu_grpo.md.
+A stage's rollouts, 1024 batches, are in the workdir's store. With what was tuned for a slice:
+mu_grpo_r1_distill_7b.py:v5p:2x2x4 and mu_grpo_r1_distill_7b.py:v5e:8x8. On v5e:8x8 without that,
+add --config.mesh.tensor=4. Card: docs/methods/mu_grpo.md.
 """
 
 from ml_collections import ConfigDict
@@ -32,6 +32,14 @@ SLICES = {  # found by --mode=tune; see docs/models.md
     "generation_mesh.fsdp": 1,
     "generation_mesh.tensor": 4,
     "generation_mesh.same_devices": True,
+  },
+  "v5e:8x8": {
+    "mesh.fsdp": 16,
+    "mesh.tensor": 4,
+    "batch.tokens_per_row": 9216,
+    "batch.tokens_per_micro_batch": 9216,
+    "model.overrides.remat": "dots",
+    "compiler_options.training": base.WHOLE_COLLECTIVES,
   },
 }
 
