@@ -58,8 +58,7 @@ _HELP = """rlvr_jax trains, evaluates and exports policies, for instance by
 
   --config=FILE        the recipe; any field can be set, such as --config.seed=1
   --workdir=FOLDER     for all output files; the same command resumes a run
-  --mode=MODE          train (the default), check, eval, export, fits, costs, tune
-                       or sweep
+  --mode=MODE          train (the default), check, eval, export, fits, costs, tune or sweep
   --checkpoint=RUN     the run to evaluate or to export
 
 All flags: rlvr_jax --help. A first run, explained: docs/first_run.md"""

@@ -24,6 +24,8 @@ DEADLINE_S = 3600.0  # seconds between calls of `restart_deadline`; longer than 
 # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
+_FEW_CORES = 8  # whose threads can share one lock of malloc
+
 
 def keep_freed_memory() -> None:
   """Makes glibc reuse freed memory instead of returning it to the kernel.
@@ -36,8 +38,9 @@ def keep_freed_memory() -> None:
     return
   libc = ctypes.CDLL("libc.so.6")
   libc.mallopt(_M_MMAP_MAX, 0)
-  # In another arena than the first, 64 MiB and more are mapped anew each time all the same.
-  libc.mallopt(_M_ARENA_MAX, 1)
+  if usable_cores() <= _FEW_CORES:
+    # In another arena than the first, 64 MiB and more are mapped anew each time all the same.
+    libc.mallopt(_M_ARENA_MAX, 1)
   libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
   libc.mallopt(_M_TOP_PAD, 2**26)
 

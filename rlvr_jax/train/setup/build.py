@@ -124,7 +124,7 @@ def build(
   make_model_on = functools.partial(
     make_model, network, adapters, shape, tokens_per_row=config.batch.tokens_per_row
   )
-  model = make_model_on(mesh, mesh)
+  model = make_model_on(mesh)
   checks.check_heads(model.config, mesh)
   warn_of_long_texts(config.model.checkpoint, shape)
   sampling = sampling_of(config.sampling)
@@ -230,7 +230,7 @@ def make_sampler(
   settings: ml_collections.ConfigDict,
   model: Model,
   mesh: Mesh,
-  make_model_on: Callable[[Mesh, Mesh], Model],
+  make_model_on: Callable[..., Model],
 ) -> Sampler:
   """The model and mesh that generate rollouts: the arguments, or those of another layout.
 
@@ -339,7 +339,7 @@ def make_model(
   adapters: lora.LoraSettings | None,
   shape: BatchShape,
   mesh: Mesh,
-  parameters: Mesh,
+  parameters: Mesh | None = None,
   *,
   tokens_per_row: int,
 ) -> Model:
@@ -350,7 +350,7 @@ def make_model(
     adapters: from `make_lora`.
     shape: of a training batch.
     mesh: of updates, or of generation.
-    parameters: the mesh that its parameters are sharded on, of the same devices.
+    parameters: the mesh that its parameters are sharded on, of the same devices; None for `mesh`.
     tokens_per_row: `config.batch.tokens_per_row`.
   """
   attention = choose_row_attention(network, mesh, shape, tokens_per_row=tokens_per_row)
