@@ -89,9 +89,10 @@ def set_for_slice(
     ValueError: nothing has been found for this slice.
   """
   if topology and topology not in slices:
+    others = f", only for {sorted(slices)}" if slices else ""
     raise ValueError(
-      f"there are no settings for the slice {topology!r}, only for {sorted(slices)}: leave it out,"
-      " or find some with --mode=tune"
+      f"there are no settings for the slice {topology!r}{others}: leave it out, or find some with"
+      " --mode=tune"
     )
   c.update_from_flattened_dict(slices.get(topology, {}))
   return c

@@ -12,10 +12,10 @@ The two folders hold the checkpoint, and train.jsonl and test.jsonl.
 
 from ml_collections import ConfigDict
 
-from rlvr_jax.configs.full_size import gsm8k_qwen25_05b
+from rlvr_jax.configs.full_size import base, gsm8k_qwen25_05b
 
 
-def get_config() -> ConfigDict:
+def get_config(topology: str = "") -> ConfigDict:
   c = gsm8k_qwen25_05b.get_config()
   c.model.preset = "qwen2.5_1.5b"
   c.model.overrides.param_dtype = "bfloat16"
@@ -24,4 +24,4 @@ def get_config() -> ConfigDict:
   c.lora.alpha = 64.0
   c.optimizer = "adamw"
   c.learning_rate = "constant(peak=2e-5)"
-  return c
+  return base.set_for_slice(c, {}, topology)

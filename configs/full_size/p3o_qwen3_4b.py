@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 from rlvr_jax.configs.full_size import base
 
 
-def get_config() -> ConfigDict:
+def get_config(topology: str = "") -> ConfigDict:
   c = base.get_config()
   c.num_updates = 500
   c.model.preset = "qwen3_4b"
@@ -50,4 +50,4 @@ def get_config() -> ConfigDict:
   c.optimizer = "adamw(b2=0.95, weight_decay=0.01)"
   c.learning_rate = "cosine(peak=1e-5, warmup=50)"
   c.max_gradient_norm = 0.5
-  return c
+  return base.set_for_slice(c, {}, topology)

@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from rlvr_jax.configs.full_size import base
 
 
-def get_config() -> ConfigDict:
+def get_config(topology: str = "") -> ConfigDict:
   c = base.get_config()
   c.num_updates = 1600
   c.model.preset = "qwen2.5_math_7b"
@@ -47,4 +47,4 @@ def get_config() -> ConfigDict:
   c.overlong.buffer = 4096
   c.loss = "ppo_clip(epsilon_high=0.28)"
   c.reweighting = "salt"
-  return c
+  return base.set_for_slice(c, {}, topology)

@@ -18,7 +18,7 @@ from rlvr_jax.costs import chips, memory, programs, step_time, workload
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.reporting import machines, trackers
 from rlvr_jax.train.setup import config_file
-from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.setup.build import build, generates_separately, make_schedule
 from rlvr_jax.train.start.parameters import checkpoint_folder
 
 _AHEAD_OF_TIME = ("fits", "costs", "tune")
@@ -133,6 +133,13 @@ def _prepare_ahead_of_time(
     folder = parse_path("--workdir", workdir, must_be_on_disk=True)
   mesh = programs.make_topology_mesh(config, topology)
   if mode == "tune":
+    schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
+    if schedule.real_time or generates_separately(config.generation_mesh):
+      raise ValueError(
+        f"--mode=tune with config.schedule = {config.schedule!r} and config.generation_mesh ="
+        f" {config.generation_mesh.to_dict()}: it compares generation and updates in turn on all"
+        " chips; set --config.schedule='on_policy()', and no generation_mesh of separate devices"
+      )
     return functools.partial(tune, config, topology, folder, lengths=lengths, minutes=minutes)
   parts = programs.build_shapes_only(config, mesh)
   return functools.partial(step_time.report, parts, topology, workdir, lengths=lengths)

@@ -36,7 +36,7 @@ _GIB = 2**30
 _TRUST = """Seconds go from the largest of three times, if computation, HBM and links overlap, to
 their sum, if they do not. Computation is the compiler's cycles, and what the kernels other than
 XLA's need by the published peaks. Generation is by roofline. Grading, checkpoints, the scores of a
-reference policy and the time of the host are left out."""
+reference policy, further draws of dynamic sampling and the time of the host are left out."""
 
 
 class Target(NamedTuple):
@@ -111,13 +111,15 @@ def tune(
   parts = target.build({})
   devices = list(parts.placement.mesh.devices.flat)
   candidates = tuning.update_candidates(parts, devices, distribution, target.chip)
-  updates = _compile_updates(target, target.fitting(candidates), deadline)
+  updates, has_all_updates = _compile_updates(target, target.fitting(candidates), deadline)
   if not updates:
     raise _too_large(target, "setting of the update")
   update = updates[0]
   parts = target.build(update.overrides)
   layouts = tuning.generation_candidates(parts, distribution, target.chip)
-  generations = _compile_generations(target, update.overrides, target.fitting(layouts), deadline)
+  generations, has_all_layouts = _compile_generations(
+    target, update.overrides, target.fitting(layouts), deadline
+  )
   if not generations:
     raise _too_large(target, "layout of generation")
   generation = generations[0]
@@ -159,7 +161,7 @@ def tune(
   for name, content in ((f"{stem}.json", json.dumps(result, indent=1)), (f"{stem}.md", text)):
     with replace_file(workdir / name) as file:
       file.write((content + "\n").encode())
-  if time.monotonic() > deadline:
+  if not (has_all_updates and has_all_layouts):
     raise TimeLimitError(f"{minutes:g} minutes are over; the same command continues")
   return overrides
 
@@ -180,13 +182,20 @@ def _by_seconds(measured: Sequence[Measured]) -> list[Measured]:
 
 def _compile_updates(
   target: Target, candidates: Sequence[Candidate], deadline: float
-) -> list[Measured]:
-  """The best of each mesh, by estimate; then the fastest of these with other options and rows."""
+) -> tuple[list[Measured], bool]:
+  """The best of each mesh, by estimate; then the fastest of these with other options and rows.
+
+  Returns:
+    The programs that fit, fastest first, and whether none was left out for time.
+  """
   defaults, *others = tuning.COMPILER_OPTIONS.values()
   measured: list[Measured] = []
+  complete = True
 
   def measure(overrides: Overrides, options: str) -> None:
+    nonlocal complete
     if measured and time.monotonic() > deadline:
+      complete = False
       return
     overrides = {**overrides, "compiler_options.training": options}
     cost = _compile(target, target.build(overrides), "update")
@@ -197,14 +206,14 @@ def _compile_updates(
   for candidate in tuning.best_of_each_mesh(candidates)[:_MAX_MESHES]:
     measure(candidate.overrides, defaults)
   if not measured:
-    return []
+    return [], complete
   fastest = _by_seconds(measured)[0]
   for options in others:
     measure(fastest.overrides, options)
   fastest = _by_seconds(measured)[0]
   for candidate in _with_other_rows(candidates, fastest.overrides)[:_MAX_ROWS]:
     measure(candidate.overrides, fastest.overrides["compiler_options.training"])
-  return _by_seconds(measured)
+  return _by_seconds(measured), complete
 
 
 def _with_other_rows(candidates: Sequence[Candidate], found: Overrides) -> list[Candidate]:
@@ -216,18 +225,24 @@ def _with_other_rows(candidates: Sequence[Candidate], found: Overrides) -> list[
 
 def _compile_generations(
   target: Target, update: Overrides, candidates: Sequence[Candidate], deadline: float
-) -> list[Measured]:
-  """The first candidates that fit beside the trainer, with the seconds of their estimate."""
+) -> tuple[list[Measured], bool]:
+  """The first candidates that fit beside the trainer, with the seconds of their estimate.
+
+  Returns:
+    As `_compile_updates`.
+  """
   measured: list[Measured] = []
   for candidate in candidates:
+    if measured and time.monotonic() > deadline:
+      return _by_seconds(measured), False
     parts = target.build({**update, **candidate.overrides})
     cost = _compile(target, parts, "generation")
     resident = shard_bytes(parts.placement.state.opt_state) / _GIB
     if cost is not None and (gib := _gib(cost) + resident) <= target.usable_gib:
       measured.append(Measured(candidate.overrides, candidate.seconds, gib, cost))
-    if len(measured) == _MAX_LAYOUTS or (measured and time.monotonic() > deadline):
+    if len(measured) == _MAX_LAYOUTS:
       break
-  return _by_seconds(measured)
+  return _by_seconds(measured), True
 
 
 def _compile(target: Target, parts: Parts, name: str) -> Cost | None:
@@ -286,10 +301,8 @@ def _format(
     ]
   header = ["s", "cycles, 10⁹", "MFU at most", "GiB", "received GB", "HBM TB", "Pareto set"]
   fitting = target.fitting(candidates)
-  compiled = [_describe(program.overrides) for program in measured]
-  left = [
-    c for c in fitting if not any(text.startswith(_describe(c.overrides)) for text in compiled)
-  ]
+  compiled = [program.overrides.items() for program in measured]
+  left = [c for c in fitting if not any(c.overrides.items() <= found for found in compiled)]
   lines = [markdown_table(header, rows, "settings"), ""]
   lines.append(
     f"Left out: {len(candidates) - len(fitting)} settings that need more than"

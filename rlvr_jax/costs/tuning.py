@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from jax.sharding import Mesh
 from rlvr_jax.costs import step_time
 from rlvr_jax.costs.chips import Chip
 from rlvr_jax.costs.generation_time import Seconds, refresh_seconds
-from rlvr_jax.costs.workload import Lengths, pack_workload
+from rlvr_jax.costs.workload import Lengths, Packing, Workload, count_packing
 from rlvr_jax.models import memory
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops.caches import CacheShape
@@ -31,7 +32,7 @@ from rlvr_jax.rollouts.packing import RowLayout, min_row_length
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.checks import sampling_splits
+from rlvr_jax.train.setup.checks import check_shapes, sampling_splits
 from rlvr_jax.train.setup.programs import make_row_layout
 
 Overrides = Mapping[str, Any]  # dotted name of a field of the configuration → value
@@ -75,11 +76,12 @@ def update_candidates(
     chip: its peaks.
   """
   found = []
-  for mesh in _meshes(devices, parts.model.config.num_kv_heads):
+  batches = [lengths.draw(parts.shape, number) for number in range(_DRAWS)]
+  pack = functools.cache(lambda layout: [count_packing(batch, layout) for batch in batches])
+  for mesh in _meshes(parts, devices):
     for rows, layout in _layouts(parts, mesh).items():
-      micro_batches = _mean_micro_batches(parts, layout, lengths)
       for remat in REMATS:
-        candidate = _estimate_update(parts, mesh, layout, micro_batches, remat, lengths, chip)
+        candidate = _estimate_update(parts, mesh, layout, pack(layout), remat, batches, chip)
         overrides: dict[str, Any] = {f"mesh.{axis}": size for axis, size in mesh.shape.items()}
         overrides |= {
           "batch.tokens_per_row": rows[0],
@@ -104,14 +106,16 @@ def best_of_each_mesh(candidates: Sequence[Candidate]) -> list[Candidate]:
   return list(best.values())
 
 
-def _meshes(devices: Sequence[jax.Device], num_kv_heads: int) -> Iterator[Mesh]:
-  """All meshes that do not split a key/value head and lie along the axes of the slice."""
+def _meshes(parts: Parts, devices: Sequence[jax.Device]) -> Iterator[Mesh]:
+  """All meshes that split batches evenly, no key/value head, and lie along the slice's axes."""
   count = len(devices)
-  for tensor in _divisors(math.gcd(count, num_kv_heads)):
+  for tensor in _divisors(math.gcd(count, parts.model.config.num_kv_heads)):
     for data in _divisors(count // tensor):
       fsdp = count // tensor // data
       with contextlib.suppress(ValueError):
-        yield sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
+        mesh = sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
+        check_shapes(parts.config, mesh)
+        yield mesh
 
 
 def _divisors(number: int) -> list[int]:
@@ -143,33 +147,29 @@ def _layouts(parts: Parts, mesh: Mesh) -> dict[tuple[int, int], RowLayout]:
   return layouts
 
 
-def _mean_micro_batches(parts: Parts, layout: RowLayout, lengths: Lengths) -> float:
-  batches = (lengths.draw(parts.shape, number) for number in range(_DRAWS))
-  packed = (pack_workload(batch, parts.shape, layout) for batch in batches)
-  return float(np.mean([int(batch.num_micro_batches) for batch in packed]))
-
-
 def _estimate_update(
   parts: Parts,
   mesh: Mesh,
   layout: RowLayout,
-  micro_batches: float,
+  packed: Sequence[Packing],
   remat: str,
-  lengths: Lengths,
+  batches: Sequence[Workload],
   chip: Chip,
 ) -> Candidate:
   """Seconds and memory of an update by arithmetic; overrides are left empty."""
   network = dataclasses.replace(parts.model.config, remat=remat)
   data, fsdp, tensor = mesh.shape.values()
-  batch = lengths.draw(parts.shape, 0)
   adapters = parts.placement.state.params if parts.lora is not None else None
-  useful = update_flops(network, batch.prompts, batch.responses, adapters=adapters)
-  if remat == "full":
-    useful += forward_flops(network, batch.prompts, batch.responses)
+
+  def computed_flops(batch: Workload, packing: Packing) -> float:
+    useful = update_flops(network, batch.prompts, batch.responses, adapters=adapters)
+    if remat == "full":
+      useful += forward_flops(network, batch.prompts, batch.responses)
+    return useful * max(packing.places / (batch.prompts.sum() + batch.responses.sum()), 1.0)
+
+  flops = float(np.mean(list(map(computed_flops, batches, packed)))) / mesh.size
+  micro_batches = float(np.mean([packing.micro_batches for packing in packed]))
   tokens = layout.rows_per_device * layout.length  # of a micro-batch on a device
-  places = micro_batches * tokens * layout.devices
-  real = batch.prompts.sum() + batch.responses.sum()
-  flops = useful * max(places / real, 1.0) / mesh.size
 
   count = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.placement.base))
   trained = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.placement.state.params))
@@ -219,11 +219,16 @@ def generation_candidates(parts: Parts, lengths: Lengths, chip: Chip) -> list[Ca
     if not sampling_splits(network, tensor):
       continue
     groups = parts.placement.mesh.size // tensor
-    overrides: dict[str, Any] = {}
-    mesh = parts.placement.mesh
-    if tensor != sizes["tensor"]:
-      overrides = {"generation_mesh.data": groups, "generation_mesh.fsdp": 1}
-      overrides |= {"generation_mesh.tensor": tensor, "generation_mesh.same_devices": True}
+    if any(source.prompts % groups for source in parts.sources):
+      continue
+    mesh, other = parts.placement.mesh, tensor != sizes["tensor"]
+    overrides = {
+      "generation_mesh.data": groups * other,
+      "generation_mesh.fsdp": 1 * other,
+      "generation_mesh.tensor": tensor * other,
+      "generation_mesh.same_devices": other,
+    }
+    if other:
       mesh = sharding.rearrange(mesh, data=groups, fsdp=1, tensor=tensor, field="generation_mesh")
     base = sharding.add_shardings(
       jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts.placement.base), mesh

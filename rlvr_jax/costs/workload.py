@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlvr_jax.ops.checks import check_between, check_integer
-from rlvr_jax.rollouts.packing import RowLayout, pack
+from rlvr_jax.rollouts.packing import RowLayout, assign_micro_batches, pack
 from rlvr_jax.types import BatchShape, Packed
 
 __all__ = ["longest", "lognormal"]
@@ -82,10 +82,24 @@ def pack_workload(workload: Workload, shape: BatchShape, layout: RowLayout) -> P
   )
 
 
+class Packing(NamedTuple):
+  """What an update computes of a batch."""
+
+  micro_batches: int
+  places: int  # of rows, over all devices
+
+
+def count_packing(batch: Workload, layout: RowLayout) -> Packing:
+  """Counts the micro-batches and the places of a packed batch."""
+  found = assign_micro_batches(batch.prompts, batch.responses, layout)
+  count = len(found.dealt)
+  return Packing(count, layout.count_places(count, found.num_short))
+
+
 def typical_batch(lengths: Lengths, shape: BatchShape, layout: RowLayout) -> Workload:
-  """Of several batches the one with the median number of micro-batches."""
+  """Of several batches the one with the median number of places."""
   batches = [lengths.draw(shape, number) for number in range(_DRAWS)]
   if all(np.array_equal(batches[0].responses, batch.responses) for batch in batches):
     return batches[0]
-  counts = [int(pack_workload(batch, shape, layout).num_micro_batches) for batch in batches]
-  return batches[int(np.argsort(counts, kind="stable")[_DRAWS // 2])]
+  places = [count_packing(batch, layout).places for batch in batches]
+  return batches[int(np.argsort(places, kind="stable")[_DRAWS // 2])]

@@ -77,3 +77,13 @@ def test_what_is_refused_before_anything_is_compiled(flags, message, tmp_path):
 def test_lengths_are_of_costs_and_tune():
   with pytest.raises(ValueError, match="--lengths goes with --mode=costs or --mode=tune"):
     choose.prepare_command("train", tiny.config(), "runs/x", None, None, lengths="longest")
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [dict(schedule="asynchronous"), dict(generation_mesh__data=1, mesh__data=1)],
+  ids=["real_time", "separate"],
+)
+def test_generation_beside_updates_is_not_tuned(fields, tmp_path):
+  with pytest.raises(ValueError, match=r"in turn on all chips; set --config\.schedule='on_policy"):
+    choose.prepare_command("tune", tiny.config(**fields), str(tmp_path), None, "v5e:1x1")

@@ -24,8 +24,12 @@ def parts():
   return programs.build_shapes_only(config, sharding.make_mesh(fsdp=8))
 
 
+def updates_on(parts, devices):
+  return tuning.update_candidates(parts, devices, workload.longest(), CHIP)
+
+
 def updates(parts):
-  return tuning.update_candidates(parts, jax.devices(), workload.longest(), CHIP)
+  return updates_on(parts, jax.devices())
 
 
 def test_updates_have_every_mesh_that_keeps_a_head_whole(parts):
@@ -63,15 +67,28 @@ def test_generation_is_in_layouts_of_the_heads_with_slots_of_a_refresh(parts):
   found = tuning.generation_candidates(parts, workload.longest(), CHIP)
   layouts = {}
   for candidate in found:
-    overrides = dict(candidate.overrides)
-    slots = overrides.pop("sampling.slots")
-    layouts.setdefault(overrides.get("generation_mesh.tensor", 1), []).append(slots)
-    assert (
-      not overrides or overrides["generation_mesh.data"] == 8 // overrides["generation_mesh.tensor"]
-    )
-  responses = 2 * 8 * 4  # batches of a refresh, prompts, responses
-  assert layouts.keys() == {1, 2, 4}  # of four heads, each with a copy of its key/value head
-  assert sorted(layouts[2]) == [4, 8, 16, 32, 64] and max(layouts[1]) == responses
+    sizes = tuple(candidate.overrides[f"generation_mesh.{axis}"] for axis in sharding.AXES)
+    layouts.setdefault(sizes, []).append(candidate.overrides["sampling.slots"])
+    assert candidate.overrides["generation_mesh.same_devices"] == any(sizes)
+  # Of four heads, each with a copy of its key/value head; the mesh of updates has no other name.
+  assert layouts.keys() == {(0, 0, 0), (4, 1, 2), (2, 1, 4)}
+  assert sorted(layouts[4, 1, 2]) == [4, 8, 16, 32, 64]
+  assert max(layouts[0, 0, 0]) == 2 * 8 * 4  # batches of a refresh, prompts, responses
+
+
+def test_every_candidate_can_be_built():
+  """Six prompts split over neither eight nor four devices."""
+  config = tiny.config(mesh__fsdp=2, mesh__tensor=1, batch__prompts=6, evaluation__batch_prompts=6,
+                       **FIELDS)  # fmt: skip
+  parts = programs.build_shapes_only(config, sharding.make_mesh(fsdp=2, devices=jax.devices()[:2]))
+  found = updates_on(parts, jax.devices())
+  meshes = {(c.overrides["mesh.data"] * c.overrides["mesh.fsdp"]) for c in found}
+  assert meshes == set()
+  found = updates_on(parts, jax.devices()[:2])
+  for candidate in tuning.best_of_each_mesh(found):
+    changed = tuning.apply_overrides(config, candidate.overrides)
+    mesh = sharding.make_mesh(**changed.mesh, devices=jax.devices()[:2])
+    programs.build_shapes_only(changed, mesh)
 
 
 def test_refreshes_are_counted_over_a_schedule():

@@ -18,8 +18,8 @@ class RecordingPlacement(Placement):
 
   counts: ClassVar[list[int]] = []
 
-  def batch_to_devices(self, batch):
-    placed = super().batch_to_devices(batch)
+  def pack_to_devices(self, batch):
+    placed = super().pack_to_devices(batch)
     self.counts.append(int(placed.packed.num_short))
     return placed
 

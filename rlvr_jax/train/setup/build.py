@@ -272,9 +272,11 @@ def make_engine_factory(
   """
   separate = generates_separately(config.generation_mesh)
   trainer = TrainerLayout(mesh, separate, frozen=config.lora.rank > 0)
-  batches = schedule.batches_per_refresh(config.num_updates)
+  of_a_refresh = schedule.batches_per_refresh(config.num_updates)
 
-  def engine_of(model: Model, sampling: Sampling, prompts: int | None = None) -> Engine:
+  def engine_of(
+    model: Model, sampling: Sampling, prompts: int | None = None, batches: int | None = None
+  ) -> Engine:
     return make_engine(
       config.sampling,
       shape if prompts is None else shape._replace(prompts=prompts),
@@ -283,7 +285,7 @@ def make_engine_factory(
       tokenizer,
       deadline_s=config.generation_deadline_s,
       trainer=trainer,
-      batches=batches,
+      batches=batches or of_a_refresh,
       compiler_options=compiler_options,
     )
 

@@ -33,9 +33,19 @@ class TrainerLayout(NamedTuple):
 
 
 class EngineOf(Protocol):
-  """Makes an engine of a run; `prompts`: in its batches, by default those of a training batch."""
+  """Makes an engine of a run.
 
-  def __call__(self, model: Model, sampling: Sampling, prompts: int | None = None) -> Engine: ...
+  `prompts`: in its batches, by default those of a training batch; `batches`: that it samples as one
+  stream, by default those of a refresh.
+  """
+
+  def __call__(
+    self,
+    model: Model,
+    sampling: Sampling,
+    prompts: int | None = None,
+    batches: int | None = None,
+  ) -> Engine: ...
 
 
 def make_engine(
@@ -167,9 +177,12 @@ def _resident_bytes(model: Model, base: Params, trainer: TrainerLayout) -> float
     base: all parameters on the mesh that generates.
   """
   sizes = dict(trainer.mesh.shape)
+  dtype = jax.numpy.dtype(model.config.param_dtype)
   if trainer.separate and model.mesh is not None and dict(model.mesh.shape) != sizes:
-    return memory.shard_bytes(base)  # the weights that were synced, without an optimizer
-  size = jax.numpy.dtype(model.config.param_dtype).itemsize if trainer.frozen else _TRAINED_BYTES
+    # The weights that were synced, without an optimizer; quantized ones are made from them.
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    return memory.shard_bytes(jax.tree.map(place, base))
+  size = dtype.itemsize if trainer.frozen else _TRAINED_BYTES
   parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(base))
   return parameters * size / (sizes["fsdp"] * sizes["tensor"])
 

@@ -123,7 +123,7 @@ def make_programs(
       donate_argnums=0,
     ),
     engine=engine,
-    held_out_engine=engine if one_sampling else engine_of(evaluated, held_out_sampling),
+    held_out_engine=engine if one_sampling else engine_of(evaluated, held_out_sampling, batches=1),
     sync_weights=make_sync_weights(mesh, sampler.mesh, placement.state.params),
     checksums=jax.jit(parameter_checksums),
     behavior_gap=make_behavior_gap(sampler, compiler_options.generation),
