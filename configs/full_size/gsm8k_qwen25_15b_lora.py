@@ -12,7 +12,8 @@ The two folders hold the checkpoint, and train.jsonl and test.jsonl.
 
 from ml_collections import ConfigDict
 
-from rlvr_jax.configs.full_size import base, gsm8k_qwen25_05b
+from rlvr_jax.configs.full_size import gsm8k_qwen25_05b
+from rlvr_jax.configs.full_size.base import set_for_slice
 
 
 def get_config(topology: str = "") -> ConfigDict:
@@ -24,4 +25,4 @@ def get_config(topology: str = "") -> ConfigDict:
   c.lora.alpha = 64.0
   c.optimizer = "adamw"
   c.learning_rate = "constant(peak=2e-5)"
-  return base.set_for_slice(c, {}, topology)
+  return set_for_slice(c, {}, topology)
