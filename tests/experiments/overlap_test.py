@@ -13,7 +13,7 @@ from rlvr_jax.rewards import Outcome
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "overlap.py"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # its flags can be defined once in a process
 def module():
   spec = importlib.util.spec_from_file_location("overlap", _FILE)
   module = importlib.util.module_from_spec(spec)

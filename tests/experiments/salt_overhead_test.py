@@ -15,7 +15,7 @@ from rlvr_jax.geometry import streaming
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "salt_overhead.py"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # its flags can be defined once in a process
 def module():
   spec = importlib.util.spec_from_file_location("salt_overhead", _FILE)
   module = importlib.util.module_from_spec(spec)
