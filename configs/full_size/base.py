@@ -38,6 +38,29 @@ WHOLE_COLLECTIVES = (
   " xla_tpu_enable_windowed_einsum_for_reduce_scatter=false"
 )
 
+# Of Qwen2.5 7B with rows of 9216 tokens, one response of 8192 or several of 2048.
+SLICES_OF_7B = {  # found by --mode=tune; see docs/models.md
+  "v5p:2x2x4": {
+    "mesh.fsdp": 16,
+    "batch.tokens_per_row": 9216,
+    "batch.tokens_per_micro_batch": 9216,
+    "model.overrides.remat": "dots",
+    "compiler_options.training": WHOLE_COLLECTIVES,
+    "generation_mesh.data": 4,
+    "generation_mesh.fsdp": 1,
+    "generation_mesh.tensor": 4,
+    "generation_mesh.same_devices": True,
+  },
+  "v5e:8x8": {
+    "mesh.fsdp": 16,
+    "mesh.tensor": 4,
+    "batch.tokens_per_row": 9216,
+    "batch.tokens_per_micro_batch": 9216,
+    "model.overrides.remat": "dots",
+    "compiler_options.training": WHOLE_COLLECTIVES,
+  },
+}
+
 
 def get_config() -> ConfigDict:
   c = base.get_config()

@@ -20,27 +20,7 @@ from ml_collections import ConfigDict
 
 from rlvr_jax.configs.full_size import base
 
-SLICES = {  # found by --mode=tune; see docs/models.md
-  "v5p:2x2x4": {
-    "mesh.fsdp": 16,
-    "batch.tokens_per_row": 9216,
-    "batch.tokens_per_micro_batch": 9216,
-    "model.overrides.remat": "dots",
-    "compiler_options.training": base.WHOLE_COLLECTIVES,
-    "generation_mesh.data": 4,
-    "generation_mesh.fsdp": 1,
-    "generation_mesh.tensor": 4,
-    "generation_mesh.same_devices": True,
-  },
-  "v5e:8x8": {
-    "mesh.fsdp": 16,
-    "mesh.tensor": 4,
-    "batch.tokens_per_row": 9216,
-    "batch.tokens_per_micro_batch": 9216,
-    "model.overrides.remat": "dots",
-    "compiler_options.training": base.WHOLE_COLLECTIVES,
-  },
-}
+SLICES = base.SLICES_OF_7B
 
 
 def get_config(topology: str = "") -> ConfigDict:

@@ -222,12 +222,10 @@ def generation_candidates(parts: Parts, lengths: Lengths, chip: Chip) -> list[Ca
     if any(source.prompts % groups for source in parts.sources):
       continue
     mesh, other = parts.placement.mesh, tensor != sizes["tensor"]
+    layout = (groups, 1, tensor) if other else (0, 0, 0)
     overrides = {
-      "generation_mesh.data": groups * other,
-      "generation_mesh.fsdp": 1 * other,
-      "generation_mesh.tensor": tensor * other,
-      "generation_mesh.same_devices": other,
-    }
+      f"generation_mesh.{axis}": size for axis, size in zip(sharding.AXES, layout, strict=True)
+    } | {"generation_mesh.same_devices": other}
     if other:
       mesh = sharding.rearrange(mesh, data=groups, fsdp=1, tensor=tensor, field="generation_mesh")
     base = sharding.add_shardings(
@@ -248,9 +246,7 @@ def generation_candidates(parts: Parts, lengths: Lengths, chip: Chip) -> list[Ca
 
 
 def refreshes_per_update(schedule: Schedule, num_updates: int) -> float:
-  """Share of the updates before which a policy samples; in real time, a batch for each."""
-  if schedule.real_time:
-    return 1.0
+  """Share of the updates before which a policy may sample."""
   return float(np.mean([schedule.refreshes(update) for update in range(num_updates)]))
 
 

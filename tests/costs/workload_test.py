@@ -5,7 +5,7 @@ import pytest
 
 from rlvr_jax import specs
 from rlvr_jax.costs import workload
-from rlvr_jax.rollouts.packing import row_layout
+from rlvr_jax.rollouts.packing import computed_rows, row_layout
 from rlvr_jax.types import BatchShape
 
 SHAPE = BatchShape(64, 16, 100, 2000)
@@ -43,6 +43,19 @@ def test_the_typical_batch_has_the_median_of_micro_batches():
   assert count(typical) == np.median(counts) and len(set(counts)) > 1
   longest = workload.typical_batch(make("longest"), SHAPE, LAYOUT)
   assert (longest.responses == 2000).all() and count(longest) == 512  # one in a row
+
+
+def test_places_are_those_of_the_rows_that_are_computed():
+  """A third of the places of short rows."""
+  sizes = dict(length=4096, alignment=8, devices=8, tokens_per_micro_batch=4096)
+  shape = BatchShape(32, 8, 256, 512)
+  layout = row_layout(**shape._asdict(), **sizes, has_short_rows=True)
+  batches = [make("lognormal(mean=150)").draw(shape, number) for number in range(5)]
+  packed = [workload.pack_workload(batch, shape, layout) for batch in batches]
+  assert any(batch.num_short > 0 for batch in packed)
+  for batch, rows in zip(batches, packed, strict=True):
+    places = sum(part.prompts.size for part in computed_rows(rows))
+    assert workload.count_packing(batch, layout) == (rows.num_micro_batches, places)
 
 
 @pytest.mark.parametrize(
