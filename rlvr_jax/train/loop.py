@@ -1,4 +1,4 @@
-"""The training loop on the host: collect → update → offer weights → evaluate → save.
+"""The training loop on the host: offer weights; then collect → update → offer → evaluate → save.
 
 The policy samples the batches of its schedule, and graders score them while the devices continue.
 Each batch goes through the store to one or more updates, whose metrics are logged. At intervals the
