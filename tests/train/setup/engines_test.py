@@ -3,9 +3,11 @@
 import pytest
 from train import tiny
 
+from rlvr_jax.models import quantized
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.presets import preset
 from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup import engines
 from rlvr_jax.train.setup.build import batch_shape, build, generates_separately
 from rlvr_jax.train.setup.engines import TrainerLayout, choose_slots
 
@@ -25,6 +27,14 @@ def test_training_and_evaluation_share_an_engine_if_they_sample_alike():
   assert alike.held_out_engine is alike.engine
   other = build(tiny.config(evaluation__sampling__temperature=0.5)).programs
   assert other.held_out_engine is not other.engine
+
+
+def test_an_evaluation_has_slots_for_its_own_batch(monkeypatch):
+  """A refresh has two batches; an evaluation samples one at a time."""
+  monkeypatch.setattr(engines, "_memory", lambda mesh: 10**12)  # as a GPU states it, a CPU does not
+  programs = build(tiny.config(evaluation__sampling__temperature=0.5)).programs
+  assert programs.engine.settings.slots == 2 * 8 * 4
+  assert programs.held_out_engine.settings.slots == 8 * 4
 
 
 def choose_for(config, model, responses, limit, batches=1):
@@ -74,6 +84,19 @@ def test_memory_holds_what_training_keeps_on_the_devices(fields, kept):
   model = transformer(network, sharding.make_layout(sharding.make_mesh(data=2, tensor=4)))
   slots = choose_for(config, model, 4096, 95 * 10**9)
   assert slots == pytest.approx(2 * (0.85 * 95e9 - 7.6e9 * (kept + 2 / 4)) / 134e6, rel=0.02)
+
+
+def test_a_rounded_copy_leaves_room_for_the_weights_that_it_is_made_from():
+  """On devices of their own, which hold the synced weights in bfloat16 beside those in 8 bits."""
+  pytest.importorskip("qwix", reason="the extra quantized")
+  separate = dict(data=2, fsdp=1, tensor=4, same_devices=False)
+  lengths = dict(max_prompt_length=1024, max_response_length=8192)
+  config = tiny.config(**lengths, mesh=dict(data=1, fsdp=8, tensor=1), generation_mesh=separate)
+  network = preset("qwen2.5_7b", param_dtype="bfloat16")
+  model = transformer(network, sharding.make_layout(sharding.make_mesh(data=2, tensor=4)))
+  rounded = quantized.adapt_to_quantized(model, "int8", decode_rounded=True)
+  slots = choose_for(config, rounded, 4096, 95 * 10**9)
+  assert slots == pytest.approx(2 * (0.85 * 95e9 - 7.6e9 * (2 + 1) / 4) / 134e6, rel=0.01)
 
 
 def test_slots_that_do_not_fit_are_refused():
