@@ -51,7 +51,9 @@ class Comments:
     sentences = [" ".join(part) for part in (above, behind) if part]
     # A list of values, such as "adamw, lion", is spelled as it is set.
     values = re.compile(r"[a-z_]+, [a-z_]+[,;]")
-    return " ".join(s if values.match(s) else s[:1].upper() + s[1:] for s in sentences)
+    # A symbol, such as "κ", stays in its case too.
+    as_it_is = lambda text: values.match(text) or not text[:1].isascii()
+    return " ".join(s if as_it_is(s) else s[:1].upper() + s[1:] for s in sentences)
 
 
 class Field(NamedTuple):

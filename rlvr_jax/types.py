@@ -79,7 +79,7 @@ class TrainBatch:
   valid: Array
   reference_logprobs: Array | None = None  # f32[P, G, T], None without a reference policy
   proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss is decoupled
-  # f32[P], all equal: see `rollouts.batch.solve_rate`, before any filter of groups
+  # f32[P], all equal: see `rollouts.batch.mean_solve_rate`, before any filter of groups
   solve_rate: Array | None = None
   lags: Array | None = None  # i32[P, G], updates since the behavior policy; −1: not of this run
   sources: Array | None = None  # i32[P], index of the source that sampled the group

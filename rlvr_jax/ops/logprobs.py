@@ -67,10 +67,10 @@ def product_gradient(gradient: Array, logits: Array, head: Head, temperature: fl
 def distribution(logits: Array, sampling: Sampling) -> Array:
   """Log-probabilities of the distribution that `sampling` describes.
 
-  Temperature, top-k, top-p and min-p act here only, for the sampler and the trainer alike:
-  temperature first, then the k most probable tokens, then the smallest set of those whose
-  renormalized mass reaches top_p, then of these the tokens with at least min_p times the largest
-  probability. Tokens tied with the last one kept are kept too.
+  Temperature, top-k, top-p and min-p act here only, for the sampler and for the check that compares
+  the trainer with it. Temperature comes first, then the k most probable tokens, then the smallest
+  set of those whose renormalized mass reaches top_p, then of these the tokens with at least min_p
+  times the largest probability. Tokens tied with the last one kept are kept too.
 
   Args:
     logits: f32[..., V].

@@ -282,7 +282,7 @@ def solve_rates(batch: TrainBatch) -> np.ndarray:
   return np.where(num_valid > 0, num_correct / np.maximum(num_valid, 1), np.nan)
 
 
-def solve_rate(batch: TrainBatch, versions: np.ndarray) -> np.ndarray:
+def mean_solve_rate(batch: TrainBatch, versions: np.ndarray) -> np.ndarray:
   """f32[P], all equal: the policy's solve rate, the mean of `solve_rates` over groups.
 
   The mean is over the groups that this run sampled, or over all groups if it sampled none. Groups

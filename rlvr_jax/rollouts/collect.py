@@ -13,7 +13,7 @@ from rlvr_jax.data import Problem, Tokenizer, encode_prompts
 from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
 from rlvr_jax.rewards.graders import thought_prefix
 from rlvr_jax.rewards.outcome import Grade, Outcome, OutcomePolicy, rewards_from_grades
-from rlvr_jax.rollouts.batch import Flight, Graded, Submission, join_batches, solve_rate
+from rlvr_jax.rollouts.batch import Flight, Graded, Submission, join_batches, mean_solve_rate
 from rlvr_jax.rollouts.engine import Engine, Group, Request, Usage
 from rlvr_jax.types import Params, Rollouts, TrainBatch
 
@@ -82,7 +82,7 @@ class Collector:
       correct=np.where(valid, correct, np.float32(0)),
       valid=valid,
     )
-    batch = dataclasses.replace(batch, solve_rate=solve_rate(batch, np.asarray(versions)))
+    batch = dataclasses.replace(batch, solve_rate=mean_solve_rate(batch, np.asarray(versions)))
     statistics = {f"outcome/{name}": count / (P * G) for name, count in counts.items()}
     statistics |= length_statistics(rollouts)
     samples = _samples(flight, grades, rewards, shaped, valid, versions)

@@ -54,6 +54,7 @@ def update_gradient(
     )
     return (loss, {**constants.metrics, **metrics}), gradient
 
+  # The first phase of a single micro-batch: it needs no forward pass of its own.
   def constants_of(logprobs, forward):
     reweighted, metrics = reweight(
       trained, frozen, batch, forward, coefficients, key, method=method

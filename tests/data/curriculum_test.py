@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from rlvr_jax.data import Problem, tasks
-from rlvr_jax.data.curriculum import Curriculum, ShuffledDraws, problem_draws
+from rlvr_jax.data.curriculum import Curriculum
+from rlvr_jax.data.draws import ShuffledDraws, problem_draws
 from rlvr_jax.data.sources import Chosen
 
 SETTINGS = dict(dataset="chain_sum", train_size=50, warm_start_size=0, held_out_size=4,

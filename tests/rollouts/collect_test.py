@@ -21,7 +21,7 @@ from rlvr_jax.rollouts.batch import (
   batch_from_arrays,
   batch_to_arrays,
   from_shard,
-  solve_rate,
+  mean_solve_rate,
   solve_rates,
   to_shard,
 )
@@ -208,7 +208,7 @@ def test_the_solve_rate_is_a_mean_of_groups_that_this_run_sampled():
   valid = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]], bool)
   batch = make_host_batch(np.ones((4, 4, 1)), correct=correct, valid=valid)
   np.testing.assert_array_equal(solve_rates(batch), [0.5, 0.5, np.nan, 1.0])
-  rate = lambda *versions: solve_rate(batch, np.array(versions)).tolist()
+  rate = lambda *versions: mean_solve_rate(batch, np.array(versions)).tolist()
   assert rate(3, 3, 3, FOREIGN) == [0.5] * 4
   assert rate(3, 3, 3, 3) == [np.float32(2 / 3)] * 4
   assert rate(*[FOREIGN] * 4) == [np.float32(2 / 3)] * 4  # no other is known

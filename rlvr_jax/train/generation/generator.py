@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rlvr_jax.data.curriculum import problem_draws
+from rlvr_jax.data.draws import problem_draws
 from rlvr_jax.models.flops import forward_flops
 from rlvr_jax.rollouts.batch import (
   FOREIGN,
@@ -25,7 +25,7 @@ from rlvr_jax.rollouts.batch import (
   from_shard,
   grades_future,
   may_finish,
-  solve_rate,
+  mean_solve_rate,
   solve_rates,
   to_shard,
 )
@@ -46,13 +46,51 @@ class NextPolicy(Protocol):
   """Chooses the policy of the next batch."""
 
   def __call__(self, *, wait: bool, until: Future[None] | None) -> PolicySnapshot | None:
-    """Returns the policy; None: no batch may begin now, or, with none in flight, ever again.
+    """Returns the policy; None: no batch may begin before those in flight are finished.
+
+    If none is in flight, None ends generation.
 
     Args:
       wait: whether it may wait for a policy.
       until: a future of grades that ends the wait; None for no such future.
     """
     ...
+
+
+class _Policies:
+  """The policies of a generator's batches, with a look at the next one."""
+
+  def __init__(self, next_policy: NextPolicy):
+    self._next_policy = next_policy
+    self._ahead: PolicySnapshot | None = None  # of the next batch, if `look_ahead` found one
+
+  def take(self, *, wait: bool, until: Future[None] | None) -> PolicySnapshot | None:
+    """The policy of the next batch; see `NextPolicy`."""
+    policy = self._ahead or self._next_policy(wait=wait, until=until)
+    self._ahead = None
+    return policy
+
+  def look_ahead(self) -> PolicySnapshot | None:
+    """The policy of the next batch, without waiting for one; `take` returns it as well."""
+    self._ahead = self._next_policy(wait=False, until=None)
+    return self._ahead
+
+
+@dataclasses.dataclass
+class _Draws:
+  """How far dynamic sampling is with the batches of one policy."""
+
+  unfilled: int  # batches
+  begun: int = 0  # draws of prompts that are sampled or graded and that no batch has taken
+
+  def begin(self) -> None:
+    self.begun += 1
+
+  def take(self) -> None:
+    self.begun -= 1
+
+  def fill(self) -> None:
+    self.unfilled -= 1
 
 
 class _Stored(NamedTuple):
@@ -134,58 +172,48 @@ class Generator:
       end: one past the number of the last batch, for an estimate of the time left; None if it is
         not known.
     """
+    policies = _Policies(next_policy)
     in_flight: collections.deque[BatchInFlight] = collections.deque()  # sampled, being graded
-
-    def finish_oldest() -> RolloutBatch:
-      return self._write(self._assemble(in_flight.popleft()))
-
-    ahead: PolicySnapshot | None = None  # of a batch that could not join the last stream
     while True:
       # If a policy is available, the next batch is sampled first: the graders must not run out of
       # work.
       until = grades_future(in_flight[0]) if in_flight else None
-      may_wait = not in_flight or until is not None
-      policy = ahead or next_policy(wait=may_wait, until=until)
-      ahead = None
+      policy = policies.take(wait=not in_flight or until is not None, until=until)
       if policy is None:
         if not in_flight:
           return
-        yield finish_oldest()
+        yield self._finish(in_flight.popleft())
         continue
       stored = self._look_up()
       if stored is not None:
         while in_flight:  # first, so that batches are yielded in order
-          yield finish_oldest()
+          yield self._finish(in_flight.popleft())
         if (recalled := self._recall(stored, policy)) is not None:
           yield recalled
           continue
       if self._parts.config.dynamic_sampling.enabled:
         count = 1 if end is None else end - self.number
-
-        def goes_on(policy=policy) -> bool:
-          """Whether the next batch is of this policy too, and not in the store."""
-          nonlocal ahead
-          ahead = next_policy(wait=False, until=None)
-          return ahead is policy and self._look_up() is None
-
-        yield from self._fill_batches(policy, count, goes_on)
+        yield from self._fill_batches(policy, count, policies)
         continue
-
-      def batches_of_policy(policy=policy) -> Iterator[BatchInFlight]:
-        """The batches that this policy samples from now on."""
-        nonlocal ahead
-        while True:
-          yield self._begin_batch(policy)
-          following = next_policy(wait=False, until=None)
-          if following is not policy or self._look_up() is not None:
-            ahead = following
-            return
-
-      groups = (end - self.number) * self._parts.sources.num_live if end is not None else None
-      for sampled in self._sample_batches(batches_of_policy(), policy, groups):
+      groups = None if end is None else (end - self.number) * self._parts.sources.num_live
+      for sampled in self._sample_batches(self._begin_batches(policy, policies), policy, groups):
         in_flight.extend(sampled)
         while in_flight and may_finish(in_flight):
-          yield finish_oldest()
+          yield self._finish(in_flight.popleft())
+
+  def _begin_batches(self, policy: PolicySnapshot, policies: _Policies) -> Iterator[BatchInFlight]:
+    """Begins the batches of a stream: the next one, and those after it of the same policy."""
+    yield self._begin_batch(policy)
+    while self._goes_on(policy, policies):
+      yield self._begin_batch(policy)
+
+  def _goes_on(self, policy: PolicySnapshot, policies: _Policies) -> bool:
+    """Whether the next batch is to be sampled from the same policy, now."""
+    return policies.look_ahead() is policy and self._look_up() is None
+
+  def _finish(self, batch: BatchInFlight) -> RolloutBatch:
+    """Waits for the batch's grades and writes it to the store."""
+    return self._write(self._assemble(batch))
 
   def recall_stored(self) -> Iterator[RolloutBatch]:
     """The next batches that the store already has, whichever policy sampled them.
@@ -355,7 +383,7 @@ class Generator:
         graded = append_recorded(graded, recorded)
         mask = np.concatenate([mask, recorded.train.mask])
     source_of_group: Any = np.repeat(np.arange(len(sources), dtype=np.int32), sources.quotas)
-    rate: Any = solve_rate(graded.train, batch.versions)
+    rate: Any = mean_solve_rate(graded.train, batch.versions)
     train = dataclasses.replace(graded.train, sources=source_of_group, solve_rate=rate)
     graded = self._check_agreement(graded._replace(train=train), mask, policy)
     graded = raw_logprobs.replace_with_raw(
@@ -395,57 +423,58 @@ class Generator:
     return graded._replace(statistics=graded.statistics | gaps)
 
   def _fill_batches(
-    self, policy: PolicySnapshot, count: int, goes_on: Callable[[], bool]
+    self, policy: PolicySnapshot, count: int, policies: _Policies
   ) -> Iterator[RolloutBatch]:
     """Batches of groups that are neither all right nor all wrong, written to the store.
-
-    Each takes one draw of prompts at least. So as many draws as batches are not yet filled are
-    sampled in one stream; a draw that no batch needs never begins.
 
     Args:
       policy: that samples them.
       count: batches at most, at least 1.
-      goes_on: called after each, whether there is another.
+      policies: of the batches that follow.
     """
     quotas, settings = self._parts.sources.quotas, self._parts.config.dynamic_sampling
-    unfilled, begun = count, 0  # batches; draws that no batch has taken yet
-    in_flight: collections.deque[BatchInFlight] = collections.deque()  # sampled, being graded
-
-    def needed() -> Iterator[BatchInFlight | None]:
-      nonlocal begun
-      while True:
-        if begun == unfilled:
-          yield None
-        else:
-          begun += 1
-          yield self._begin_batch(policy)
-
-    def take_oldest() -> RolloutBatch:
-      nonlocal begun
-      begun -= 1
-      return self._assemble(in_flight.popleft())
-
-    def draws() -> Iterator[RolloutBatch]:
-      while True:
-        if begun < unfilled:
-          for sampled in self._sample_batches(needed(), policy):
-            in_flight.extend(sampled)
-            while in_flight and may_finish(in_flight):
-              yield take_oldest()
-        if in_flight:
-          yield take_oldest()
-
-    graded = draws()
+    draws = _Draws(unfilled=count)
+    graded = self._graded_draws(policy, draws)
     for number in range(self.number, self.number + count):
       batch = dynamic_sampling.fill_with_mixed_groups(
         graded, quotas, max_batches=settings.max_batches, number=number
       )
       after = batch.position
       assert after is not None  # every new batch has one
-      unfilled -= 1
+      draws.fill()
       self._counts = self._counts._replace(number=number + 1)
       yield self._write(batch)
-      if not goes_on():
+      if not self._goes_on(policy, policies):
         break
-    if begun:  # since the store has the next batch: its draws have not happened
+    if draws.begun:  # since the store has the next batch: its draws have not happened
       self.move_to(after)
+
+  def _graded_draws(self, policy: PolicySnapshot, draws: _Draws) -> Iterator[RolloutBatch]:
+    """Draws of prompts, sampled in streams and graded, for as long as one is asked for.
+
+    A batch takes one draw at least. So as many draws as batches are unfilled are begun, and a draw
+    that no batch needs never begins.
+    """
+    in_flight: collections.deque[BatchInFlight] = collections.deque()  # sampled, being graded
+
+    def take_oldest() -> RolloutBatch:
+      draws.take()
+      return self._assemble(in_flight.popleft())
+
+    while True:
+      if draws.begun < draws.unfilled:
+        for sampled in self._sample_batches(self._begin_draws(policy, draws), policy):
+          in_flight.extend(sampled)
+          while in_flight and may_finish(in_flight):
+            yield take_oldest()
+      if in_flight:
+        yield take_oldest()
+
+  def _begin_draws(self, policy: PolicySnapshot, draws: _Draws) -> Iterator[BatchInFlight | None]:
+    """Begins draws while batches need them; None while none does."""
+    while True:
+      if draws.begun == draws.unfilled:
+        yield None
+      else:
+        draws.begin()
+        yield self._begin_batch(policy)

@@ -95,6 +95,7 @@ class Streams:
         yield batch
 
     def requests(index: int) -> Iterator[Request[Flight] | None]:
+      # The first source begins batches; those after it sample their shares of the same ones.
       for batch in started if index else taken():
         yield from [None] if batch is None else batch.requests[index]
 
@@ -115,7 +116,7 @@ class Streams:
         progress.after(finished, source.engine.settings.slots)
         restart_deadline()
         yield complete()
-    if not self._sources:  # nothing is to be sampled
+    if not self._sources:  # nothing is to be sampled: batches begin until one waits or none is left
       any(batch is None for batch in taken())
     yield complete()
 
