@@ -58,9 +58,14 @@ class Rollouts:
   """Output of the sampler; text is decoded from the token ids for grading only."""
 
   tokens: Array  # i32[P, G, T], right-padded; the stop token is included
-  lengths: Array  # i32[P, G], 1 ≤ length ≤ T
+  lengths: Array  # i32[P, G], 1 ≤ length ≤ T, of all turns
   stopped: Array  # bool[P, G], True: ended by a stop token, False: ended by the length limit
-  behavior_logprobs: Array  # f32[P, G, T], under the distribution sampled from; 0 where padded
+  # f32[P, G, T], under the distribution sampled from; 0 where padded, or not sampled
+  behavior_logprobs: Array
+  # i32[P, G, T], of dialogues, the number of the turn that a token belongs to: 0 is the policy's
+  # first, 1 the environment's reply to it, 2 the policy's second, and so on; 0 where padded. None:
+  # one turn of the policy.
+  turns: Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +75,9 @@ class TrainBatch:
 
   prompts: Prompts
   tokens: Array  # i32[P, G, T]
-  mask: Array  # f32[P, G, T], 1 on response tokens that count in the loss (stop token included)
+  # f32[P, G, T], 1 on response tokens that count in the loss (stop token included); 0 on those of
+  # an environment
+  mask: Array
   behavior_logprobs: Array  # f32[P, G, T]
   rewards: Array  # f32[P, G], 0 where not valid
   correct: Array  # f32[P, G] in {0, 1}, 0 where not valid
@@ -82,6 +89,7 @@ class TrainBatch:
   # f32[P], all equal: see `rollouts.batch.mean_solve_rate`, before any filter of groups
   solve_rate: Array | None = None
   lags: Array | None = None  # i32[P, G], updates since the behavior policy; −1: not of this run
+  turns: Array | None = None  # i32[P, G, T], see `Rollouts`; no update reads them
   sources: Array | None = None  # i32[P], index of the source that sampled the group
   packed: Packed | None = None  # the rollouts in rows; None: padded, [P, G, S + T]
   # f32[P, G, T], under the distribution sampled from, where `behavior_logprobs` deliberately are

@@ -54,6 +54,7 @@ ARRAYS: Mapping[str, Kind] = {
   "lengths": Kind("rollout", "int32"),
   "stopped": Kind("rollout", "bool"),
   "mask": Kind("response", "float32"),
+  "turns": Kind("response", "int32"),
   "behavior_logprobs": Kind("response", "float32"),
   "sampled_logprobs": Kind("response", "float32"),
   "reference_logprobs": Kind("response", "float32"),
