@@ -7,6 +7,10 @@ The bits of a rollout depend only on its prompt, its key and the parameters: not
 neighbors or the order of requests. So every product has a fixed number of rows, a burst always
 begins at a multiple of its length, and blocks of the cache are accumulated in order
 (`ops.decoding`).
+
+In a dialogue the environment's replies stand between the policy's turns. After each reply the
+response's cache is computed anew, up to a multiple of a burst's length. The next burst repeats the
+tokens behind that, and then samples. So the bits do not depend on when a reply came.
 """
 
 from __future__ import annotations
@@ -40,6 +44,14 @@ class Settings(NamedTuple):
   stop_tokens: tuple[int, ...]  # each ends a response and is part of it
   cache: str = "blocks"  # or "pages", as `caches.choose_cache` returned it
   cores: int = 1  # of a device, over which the kernel for pages splits its slots
+  has_replies: bool = False  # whether responses are dialogues
+
+
+class Known(NamedTuple):
+  """Tokens that a dialogue already has when its burst begins."""
+
+  tokens: Array  # i32[slots, steps], of the response, from the burst's first step on
+  number: Array  # i32[slots], of them; the burst samples after these
 
 
 class State(NamedTuple):
@@ -52,6 +64,14 @@ class State(NamedTuple):
   generated: Array  # i32[slots], number of tokens of the response
   running: Array  # bool[slots]
   keys: Array  # u32[slots, 2], data of the responses' PRNG keys
+  known: Known | None = None  # of dialogues, for the next burst
+
+
+class Prefilled(NamedTuple):
+  """KV caches of a batch of prompts, one per layer."""
+
+  prompts: tuple[Part, ...]
+  responses: tuple[Part, ...] = ()  # of dialogues that go on, what their responses have so far
 
 
 class Fresh(NamedTuple):
@@ -61,6 +81,9 @@ class Fresh(NamedTuple):
   token: Array  # i32[slots], as in `State`
   prompt: Array  # i32[slots], as in `State`
   keys: Array  # u32[slots, 2], as in `State`
+  # Of dialogues:
+  generated: Array | None = None  # i32[slots], cached tokens of the response
+  known: Known | None = None
 
 
 class Emitted(NamedTuple):
@@ -123,27 +146,57 @@ def empty_slots(settings: Settings) -> State:
     generated=integers,
     running=jnp.zeros(slots, bool),
     keys=jnp.zeros((slots, 2), jnp.uint32),
+    known=_nothing_known(settings) if settings.has_replies else None,
   )
 
 
-def prefill(params: Params, tokens: Array, *, settings: Settings) -> tuple[Part, ...]:
+def _nothing_known(settings: Settings) -> Known:
+  slots, steps = settings.slots, settings.shape.steps
+  return Known(jnp.zeros((slots, steps), jnp.int32), jnp.zeros(slots, jnp.int32))
+
+
+def prefill(
+  params: Params, tokens: Array, prompt: Array | None = None, *, settings: Settings
+) -> Prefilled:
   """Computes the KV cache of prompts, per layer [K, blocks, R, block, H].
 
   Args:
     params: from `Model.decoding_params`.
-    tokens: i32[R, S], right-padded; S is a multiple of the block.
+    tokens: i32[R, S], right-padded; S is a multiple of the block. Of dialogues that go on, each
+      row has the prompt and what the response has so far.
+    prompt: i32[R], of these dialogues, the tokens before those that the response's cache gets.
   """
-  c, block = settings.model.config, settings.shape.prompt.size
+  layers = settings.model.prefill(params, tokens)
+  shape = settings.shape
+  if prompt is None:
+    return Prefilled(_to_caches(layers, shape.prompt, settings))
+  # The response follows the prompt at once: its places differ by row.
+  room = min(tokens.shape[1], shape.response.tokens)
+  places = prompt[:, None] + jnp.arange(-(-room // shape.response.size) * shape.response.size)
+  # What lies behind the end is never read.
+  places = jnp.minimum(places, tokens.shape[1] - 1)[..., None, None]
+  take_response = lambda x: jnp.take_along_axis(x, places, axis=1)
+  prompts = [(k[:, : shape.prompt.tokens], v[:, : shape.prompt.tokens]) for k, v in layers]
+  responses = [(take_response(k), take_response(v)) for k, v in layers]
+  return Prefilled(
+    _to_caches(prompts, shape.prompt, settings), _to_caches(responses, shape.response, settings)
+  )
+
+
+def _to_caches(
+  layers: Sequence[tuple[Array, Array]], part: Blocks, settings: Settings
+) -> tuple[Part, ...]:
+  """The keys and values [R, S, K, H] of layers as parts of a cache with these blocks."""
+  c = settings.model.config
   copies = cached_heads(c, _tensor_size(settings)) // c.num_kv_heads
   repeat = lambda x: jnp.repeat(x, copies, axis=2)
   kind = _CACHES[settings.cache]
-  to_cache = lambda k, v: kind.of_prompts(repeat(k), repeat(v), block, c.compute_dtype)
-  layers = settings.model.prefill(params, tokens)
+  to_cache = lambda k, v: kind.of_prompts(repeat(k), repeat(v), part.size, c.compute_dtype)
   return tuple(_split_over_devices(settings, to_cache(*layer), slots=None) for layer in layers)
 
 
-def insert(state: State, prefilled: tuple[Part, ...], fresh: Fresh, *, settings: Settings) -> State:
-  """Puts prompts into slots, which start to run; donate `state`."""
+def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settings) -> State:
+  """Puts prompts, and what dialogues have so far, into slots, which run on; donate `state`."""
   new = fresh.row >= 0
 
   def put(cached, prompts):
@@ -153,15 +206,25 @@ def insert(state: State, prefilled: tuple[Part, ...], fresh: Fresh, *, settings:
     return cached.at[:, :blocks].set(updated)
 
   where_new = lambda x, y: jnp.where(new.reshape(-1, *[1] * (y.ndim - 1)), x, y)
+  responses = state.responses
+  if prefilled.responses:
+    responses = jax.tree.map(put, responses, prefilled.responses)
+  generated = 0 if fresh.generated is None else fresh.generated
   return State(
-    prompts=jax.tree.map(put, state.prompts, prefilled),
-    responses=state.responses,
+    prompts=jax.tree.map(put, state.prompts, prefilled.prompts),
+    responses=responses,
     token=where_new(fresh.token, state.token),
     prompt=where_new(fresh.prompt, state.prompt),
-    generated=where_new(0, state.generated),
+    generated=where_new(generated, state.generated),
     running=new | state.running,
     keys=where_new(fresh.keys, state.keys),
+    known=jax.tree.map(where_new, fresh.known, state.known),
   )
+
+
+def halt(state: State, ended: Array) -> State:
+  """Ends the responses of some slots, bool[slots]: the host has found their end."""
+  return state._replace(running=state.running & ~ended)
 
 
 def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, Emitted]:
@@ -193,7 +256,12 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
     now = emitted.steps
     hidden, staged = decode(params, caches, staged, reach, tables, token, now, settings=settings)
     token, logprob = _sample(settings, hidden, head, state.keys, state.generated + now)
-    return token, staged, _record_token(settings, emitted, token, logprob)
+    sampled = jnp.ones(slots, bool)
+    if state.known is not None:
+      sampled = now >= state.known.number
+      known = jax.lax.dynamic_index_in_dim(state.known.tokens, now, axis=1, keepdims=False)
+      token, logprob = jnp.where(sampled, token, known), jnp.where(sampled, logprob, 0)
+    return token, staged, _record_token(settings, emitted, token, logprob, sampled)
 
   is_unfinished = lambda carry: (carry[2].steps < shape.steps) & jnp.any(carry[2].running)
   token, staged, emitted = jax.lax.while_loop(is_unfinished, step, (state.token, staged, emitted))
@@ -202,6 +270,8 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
     responses = _flush_staged(settings, responses, staged, state.generated)
   generated, running = emitted.generated, emitted.running
   state = state._replace(responses=responses, token=token, generated=generated, running=running)
+  if state.known is not None:
+    state = state._replace(known=_nothing_known(settings))
   return state, emitted
 
 
@@ -298,8 +368,10 @@ def _first_largest(x: Array) -> Array:
   return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(last + 1), last), -1)
 
 
-def _record_token(settings: Settings, emitted: Emitted, token: Array, logprob: Array) -> Emitted:
-  """Adds one token of every running slot to `emitted`."""
+def _record_token(
+  settings: Settings, emitted: Emitted, token: Array, logprob: Array, sampled: Array
+) -> Emitted:
+  """Adds one token of every running slot to `emitted`; one that was not sampled ends nothing."""
   now, running = emitted.steps, emitted.running
   put = lambda into, x: jax.lax.dynamic_update_slice_in_dim(into, x[:, None], now, axis=1)
   stop = jnp.any(token[:, None] == jnp.asarray(settings.stop_tokens, jnp.int32), axis=-1)
@@ -310,7 +382,7 @@ def _record_token(settings: Settings, emitted: Emitted, token: Array, logprob: A
       emitted.behavior_logprobs, logprob.astype(emitted.behavior_logprobs.dtype)
     ),
     generated=generated,
-    running=running & ~stop & (generated < settings.max_new_tokens),
+    running=running & ~(stop & sampled) & (generated < settings.max_new_tokens),
     stopped=jnp.where(running, stop, emitted.stopped),
     steps=now + 1,
   )
@@ -391,7 +463,10 @@ def shardings(settings: Settings) -> tuple[State | None, NamedSharding | None]:
   rows = sharding(_SLOTS)
   cache = sharding(_heads_axis(settings), None, _SLOTS)
   caches = (_CACHES[settings.cache](cache, cache),) * settings.model.config.num_layers
-  return State(caches, caches, *[rows] * (len(State._fields) - 2)), sharding()
+  numbers = [rows] * (len(State._fields) - 3)
+  state = State(caches, caches, *numbers)
+  known: Any = Known(rows, rows)
+  return state._replace(known=known) if settings.has_replies else state, sharding()
 
 
 def cores_per_device(mesh: Mesh | AbstractMesh | None) -> int:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
 
-from rlvr_jax.ops.caches import CacheShape, Part
+from rlvr_jax.ops.caches import CacheShape
 from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.rollouts import decoder
-from rlvr_jax.rollouts.decoder import Emitted, Fresh, Settings
+from rlvr_jax.rollouts.decoder import Emitted, Fresh, Known, Prefilled, Settings
 from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
 
 _PREFILL_TOKENS = 8192  # the most tokens of a batch of prompts, padding included
@@ -40,7 +41,48 @@ class Group(NamedTuple, Generic[Owner]):
   tokens: np.ndarray  # i32[G, T], right-padded
   lengths: np.ndarray  # i32[G], 1 ≤ length ≤ T; 0 before the first token
   stopped: np.ndarray  # bool[G], ended by a stop token
-  behavior_logprobs: np.ndarray  # f32[G, T], under the distribution sampled from; 0 where padded
+  # f32[G, T], under the distribution sampled from; 0 where padded, or not sampled
+  behavior_logprobs: np.ndarray
+  # Of dialogues, otherwise None:
+  turns: np.ndarray | None = None  # i32[G, T], see `types.Rollouts`
+  ends: np.ndarray | None = None  # i32[G], how each ended, an `End` of `rollouts.dialogues`
+  scores: np.ndarray | None = None  # f32[G], from the environment; NaN where there is none
+
+
+class Answer(NamedTuple, Generic[Owner]):
+  """What follows a turn of the policy in a dialogue."""
+
+  group: Group[Owner]
+  rollout: int  # index in the group
+  tokens: np.ndarray  # i32[n] of the environment; a dialogue that goes on has n ≥ 1
+  is_last: bool  # whether the dialogue has ended
+
+
+class Dialogues(Protocol):
+  """Answers the policy's turns: `rollouts.dialogues.EnvironmentDialogues`."""
+
+  def find_stop(self, group: Group, rollout: int, start: int) -> int | None:
+    """Finds the end of a turn by a stop string.
+
+    Args:
+      group, rollout: the response, up to its newest token.
+      start: of the tokens that are new.
+    Returns:
+      The length of the response with which the turn ends; None if it does not end so.
+    """
+    ...
+
+  def ask(self, group: Group, rollout: int) -> None:
+    """Takes a turn that has ended; the answer comes from `take`."""
+    ...
+
+  def take(self, *, wait: bool) -> list[Answer]:
+    """Returns the answers that have come, in all processes the same.
+
+    Args:
+      wait: whether to wait until there is one.
+    """
+    ...
 
 
 def make_requests(
@@ -83,6 +125,7 @@ def stack_groups(groups: Sequence[Group]) -> Rollouts:
     lengths=stack("lengths"),
     stopped=stack("stopped"),
     behavior_logprobs=stack("behavior_logprobs"),
+    turns=None if groups[0].turns is None else stack("turns"),
   )
 
 
@@ -92,7 +135,7 @@ class Usage:
 
   Attributes:
     slot_steps: decoding steps times slots, idle slots included.
-    slot_tokens: sampled tokens.
+    slot_tokens: tokens of the policy; not those that a burst of a dialogue repeats.
     drain_slot_steps, drain_tokens: the same, in bursts with idle slots, when requests had run out.
   """
 
@@ -113,26 +156,81 @@ class Usage:
     return Usage(**{name: value - getattr(earlier, name) for name, value in vars(self).items()})
 
 
-class _Pending(NamedTuple):
-  """One rollout of a group that is being sampled, and its prompt in a prefilled batch."""
+class _Rollout(NamedTuple):
+  """A rollout that is about to run in a slot."""
 
   group: Group  # whose arrays are filled in place
-  rollout: int  # index in the group
+  number: int  # in the group
   prompt: np.ndarray
   key: np.ndarray
-  prefilled: tuple[Part, ...]  # caches of a batch of prompts
-  prompt_row: int  # of that batch
+  cached: int = 0  # tokens of the response in the cache, a multiple of a burst's steps
+
+  @property
+  def length(self) -> int:
+    """Tokens that the response has so far."""
+    return int(self.group.lengths[self.number])
+
+  def next_token(self) -> int:
+    """The first token to decode."""
+    return self.group.tokens[self.number, self.cached - 1] if self.cached else self.prompt[-1]
+
+  def known_tokens(self) -> np.ndarray:
+    """i32[n], those of the response behind the cache."""
+    return self.group.tokens[self.number, self.cached : self.length]
 
   def append(self, emitted: Emitted, slot: int) -> int:
-    """Appends the tokens that the rollout's slot has emitted; returns their number."""
-    g, lengths = self.rollout, self.group.lengths
-    new = slice(int(lengths[g]), int(emitted.generated[slot]))
-    count = new.stop - new.start
-    self.group.tokens[g, new] = emitted.tokens[slot, :count]
-    self.group.behavior_logprobs[g, new] = emitted.behavior_logprobs[slot, :count]
+    """Appends the tokens that the rollout's slot has sampled; returns their number."""
+    g, start = self.number, self.length
+    new = slice(start, int(emitted.generated[slot]))
+    steps = slice(start - self.cached, new.stop - self.cached)
+    self.group.tokens[g, new] = emitted.tokens[slot, steps]
+    self.group.behavior_logprobs[g, new] = emitted.behavior_logprobs[slot, steps]
+    if self.group.turns is not None:
+      # A turn of the policy goes on, or follows the environment's, which have odd numbers.
+      last = int(self.group.turns[g, start - 1]) if start else 0
+      self.group.turns[g, new] = last + last % 2
     self.group.stopped[g] = emitted.stopped[slot]
-    lengths[g] = new.stop
-    return count
+    self.group.lengths[g] = new.stop
+    return new.stop - start
+
+  def cut(self, length: int, pad_token: int) -> None:
+    """Ends the policy's turn after `length` tokens of the response; drops those after them."""
+    g, dropped = self.number, slice(length, self.length)
+    self.group.tokens[g, dropped] = pad_token
+    self.group.behavior_logprobs[g, dropped] = 0
+    assert self.group.turns is not None  # only turns of dialogues are cut
+    self.group.turns[g, dropped] = 0
+    self.group.stopped[g] = True
+    self.group.lengths[g] = length
+
+  def add_reply(self, tokens: np.ndarray) -> None:
+    """Appends tokens of the environment, as many as there is room for."""
+    g, start = self.number, self.length
+    assert self.group.turns is not None  # only dialogues have replies
+    new = slice(start, min(start + len(tokens), len(self.group.tokens[g])))
+    self.group.tokens[g, new] = tokens[: new.stop - start]
+    self.group.turns[g, new] = self.group.turns[g, start - 1] + 1
+    self.group.lengths[g] = new.stop
+
+
+class _Context(NamedTuple):
+  """Tokens to be prefilled, and the rollouts that begin with them."""
+
+  tokens: np.ndarray  # i32[n], without the last, which is decoded
+  prompt: int  # of these, tokens of the prompt
+  rollouts: list[_Rollout]
+
+  @property
+  def has_response(self) -> bool:
+    return self.prompt < len(self.tokens)
+
+
+class _Pending(NamedTuple):
+  """A rollout that waits for a slot, and its row in a prefilled batch."""
+
+  rollout: _Rollout
+  prefilled: Prefilled
+  row: int
 
 
 class Programs(NamedTuple):
@@ -144,6 +242,7 @@ class Programs(NamedTuple):
   empty_slots: jax.stages.Wrapped
   prefill: jax.stages.Wrapped
   insert: jax.stages.Wrapped
+  halt: jax.stages.Wrapped
   burst: jax.stages.Wrapped
 
 
@@ -167,6 +266,7 @@ class Engine:
     stop_tokens: tuple[int, ...],
     pad_token: int,
     cache: str = "blocks",
+    has_replies: bool = False,
     to_host: Callable[[Emitted], Emitted] = jax.device_get,
     compiler_options: dict[str, bool | int | float | str] | None = None,
   ):
@@ -182,6 +282,7 @@ class Engine:
       stop_tokens: each ends a response.
       pad_token: fills responses after their end.
       cache: "blocks" or "pages", as `caches.choose_cache` returned it.
+      has_replies: whether `serve` may get dialogues.
       to_host: device arrays → NumPy; called once per burst.
       compiler_options: of all programs, as `jax.jit` takes them.
     """
@@ -199,6 +300,7 @@ class Engine:
       stop_tokens=stop_tokens,
       cache=cache,
       cores=cores,
+      has_replies=has_replies,
     )
     self._pad_token = pad_token
     self._to_host = to_host
@@ -216,6 +318,7 @@ class Engine:
       empty_slots=self._jit(bind(decoder.empty_slots), out_shardings=state),
       prefill=self._jit(bind(decoder.prefill)),
       insert=self._jit(bind(decoder.insert), donate_argnums=0, out_shardings=state),
+      halt=self._jit(decoder.halt, donate_argnums=0, out_shardings=state),
       burst=self._jit(bind(decoder.burst), donate_argnums=1, out_shardings=(state, host)),
     )
 
@@ -258,7 +361,11 @@ class Engine:
     return {**shapes, "blocks": (shapes["blocks"],) * self.settings.model.config.num_layers}
 
   def serve(
-    self, params: Params, requests: Iterable[Request[Owner] | None], usage: Usage | None = None
+    self,
+    params: Params,
+    requests: Iterable[Request[Owner] | None],
+    usage: Usage | None = None,
+    dialogues: Dialogues | None = None,
   ) -> Iterator[list[Group[Owner]]]:
     """Yields, after every burst, the groups that it has finished, in any order.
 
@@ -266,35 +373,140 @@ class Engine:
       params: from `load`.
       requests: consumed as slots become free; None: there is none now, ask again after a burst.
       usage: counts the steps and tokens of the slots.
+      dialogues: answers turns; while it does, other rollouts have the slots. None: a response is
+        one turn.
     """
     state = self.programs.empty_slots()
     usage = usage or Usage()
-    slots: list[_Pending | None] = [None] * self.settings.slots
+    slots: list[_Rollout | None] = [None] * self.settings.slots
     coming = iter(requests)
-    pending = self._prefill(params, coming)
+    waiting: dict[tuple[int, int], _Rollout] = {}  # for an answer
+    resumed: collections.deque[_Rollout] = collections.deque()  # have one, and no slot yet
+    pending = self._prefill(params, self._contexts(coming, resumed))
+    unfinished: dict[int, int] = {}  # id of a group → number of its rollouts that have not ended
     while True:
+      finished = self._take_answers(dialogues, waiting, resumed, unfinished, wait=False)
       free = [slot for slot, rollout in enumerate(slots) if rollout is None]
       # `zip` stops at `free`, its first argument, so that no rollout is consumed without a slot.
       new = dict(zip(free, pending, strict=False))
       if len(new) < len(free):
-        pending = self._prefill(params, coming)  # of requests that come later
-      for batch, fresh in self._by_prefilled_batch(new):
-        state = self.programs.insert(state, batch, fresh)
-      for slot, rollout in new.items():
+        # Of requests and answers that come later.
+        pending = self._prefill(params, self._contexts(coming, resumed))
+      for prefilled, fresh in self._by_prefilled_batch(new):
+        state = self.programs.insert(state, prefilled, fresh)
+      for slot, (rollout, *_) in new.items():
         slots[slot] = rollout
+        unfinished.setdefault(id(rollout.group), len(rollout.group.lengths))
       busy = {slot: rollout for slot, rollout in enumerate(slots) if rollout is not None}
-      if not busy:
+      if not busy and not waiting:
+        if finished:
+          yield finished
         return
+      if not busy:
+        finished += self._take_answers(dialogues, waiting, resumed, unfinished, wait=True)
+        yield finished
+        continue
       state, emitted = self.programs.burst(params, state)
       emitted = self._to_host(emitted)
+      before = {slot: rollout.length for slot, rollout in busy.items()}
       tokens = sum(rollout.append(emitted, slot) for slot, rollout in busy.items())
       usage.add(int(emitted.steps) * len(slots), tokens, drain=len(busy) < len(slots))
       ended = {slot: rollout for slot, rollout in busy.items() if not emitted.running[slot]}
-      for slot in ended:
-        slots[slot] = None
-      running = {id(rollout.group) for slot, rollout in busy.items() if slot not in ended}
-      groups = {id(rollout.group): rollout.group for rollout in ended.values()}
-      yield [group for key, group in groups.items() if key not in running and group.lengths.all()]
+      if dialogues is not None:
+        halted = self._cut_at_stop_strings(dialogues, busy, before)
+        if any(emitted.running[slot] for slot in halted):
+          state = self.programs.halt(state, np.isin(np.arange(len(slots)), halted))
+        ended |= {slot: busy[slot] for slot in halted}
+      for slot, rollout in busy.items():
+        slots[slot] = None if slot in ended else rollout._replace(cached=rollout.length)
+      for _, rollout in sorted(ended.items()):
+        if dialogues is None:
+          finished += _end(rollout, unfinished)
+        else:
+          waiting[id(rollout.group), rollout.number] = rollout
+          dialogues.ask(rollout.group, rollout.number)
+      yield finished
+
+  def _take_answers(
+    self,
+    dialogues: Dialogues | None,
+    waiting: dict[tuple[int, int], _Rollout],
+    resumed: collections.deque[_Rollout],
+    unfinished: dict[int, int],
+    *,
+    wait: bool,
+  ) -> list[Group]:
+    """Moves rollouts that have an answer from `waiting` to `resumed`.
+
+    Returns:
+      Groups whose last rollout has ended by its answer.
+    """
+    if dialogues is None or not waiting:
+      return []
+    finished: list[Group] = []
+    for answer in dialogues.take(wait=wait):
+      rollout = waiting.pop((id(answer.group), answer.rollout))
+      rollout.add_reply(answer.tokens)
+      if answer.is_last:
+        finished += _end(rollout, unfinished)
+      else:
+        steps = self.settings.shape.steps
+        resumed.append(rollout._replace(cached=(rollout.length // steps) * steps))
+    return finished
+
+  def _cut_at_stop_strings(
+    self, dialogues: Dialogues, busy: Mapping[int, _Rollout], before: Mapping[int, int]
+  ) -> list[int]:
+    """Ends turns at their stop strings; returns the slots of these turns."""
+    halted = []
+    for slot, rollout in busy.items():
+      length = dialogues.find_stop(rollout.group, rollout.number, before[slot])
+      if length is not None:
+        rollout.cut(length, self._pad_token)
+        halted.append(slot)
+    return halted
+
+  def _contexts(
+    self, requests: Iterator[Request | None], resumed: collections.deque[_Rollout]
+  ) -> Iterator[_Context | None]:
+    """What is to be prefilled: dialogues that go on, then requests; None: nothing for now."""
+    while True:
+      if resumed:
+        rollout = resumed.popleft()
+        response = rollout.group.tokens[rollout.number, : max(rollout.cached - 1, 0)]
+        # With the response's first token, the prompt's last is in the cache of the response.
+        prompt = rollout.prompt if rollout.cached else rollout.prompt[:-1]
+        yield _Context(np.append(prompt, response), len(rollout.prompt) - 1, [rollout])
+        continue
+      try:
+        request = next(requests)
+      except StopIteration:
+        return
+      if request is None:
+        yield None
+        continue
+      group = self._empty_group(request)
+      rollouts = [_Rollout(group, g, request.prompt, key) for g, key in enumerate(request.keys)]
+      yield _Context(request.prompt[:-1], len(request.prompt) - 1, rollouts)
+
+  def _empty_group(self, request: Request) -> Group:
+    """The arrays of a request's rollouts, none of them sampled yet."""
+    G, T = len(request.keys), self.settings.max_new_tokens
+    group = Group(
+      owner=request.owner,
+      prompt_index=request.prompt_index,
+      tokens=np.full((G, T), self._pad_token, np.int32),
+      lengths=np.zeros(G, np.int32),
+      stopped=np.zeros(G, bool),
+      behavior_logprobs=np.zeros((G, T), decoder.logprobs_dtype(self.settings)),
+    )
+    if not self.settings.has_replies:
+      return group
+    return group._replace(
+      turns=np.zeros((G, T), np.int32),
+      ends=np.zeros(G, np.int32),
+      scores=np.full(G, np.nan, np.float32),
+    )
 
   def _round_up(self, rows: int) -> int:
     """The next multiple of the devices that rows are split over."""
@@ -304,60 +516,79 @@ class Engine:
     """Prompts of a padded length that are prefilled at a time."""
     return self._round_up(min(self._max_prefill_rows, max(_PREFILL_TOKENS // length, 1)))
 
-  def _prefill(self, params: Params, requests: Iterator[Request | None]) -> Iterator[_Pending]:
-    """Yields the rollouts of requests up to a None; prefills prompts in batches of like length.
+  def _prefill(self, params: Params, contexts: Iterator[_Context | None]) -> Iterator[_Pending]:
+    """Yields the rollouts of contexts up to a None; prefills those of like length in batches.
 
-    A prompt's padded length, and the number of rows of its batch, depend only on its own length.
+    A context's padded length, and the number of rows of its batch, depend only on its own length.
     """
-    waiting: list[Request] = []
-    T = self.settings.max_new_tokens
+    waiting: list[_Context] = []
     while True:
-      for request in itertools.islice(requests, self._prefill_rows(1) - len(waiting)):
-        if request is None:
+      for context in itertools.islice(contexts, self._prefill_rows(1) - len(waiting)):
+        if context is None:
           break
-        waiting.append(request)
+        waiting.append(context)
       if not waiting:
         return
-      length = self._padded_length(waiting[0].prompt)
+      kind = self._kind(waiting[0])
+      length, has_response = kind
       size = self._prefill_rows(length)
-      same_length = [i for i, r in enumerate(waiting) if self._padded_length(r.prompt) == length]
-      indices = same_length[:size]
+      indices = [i for i, context in enumerate(waiting) if self._kind(context) == kind][:size]
       members = [waiting[i] for i in indices]
-      waiting = [request for i, request in enumerate(waiting) if i not in indices]
+      waiting = [context for i, context in enumerate(waiting) if i not in indices]
       tokens = np.full((size, length), self._pad_token, np.int32)
-      for index, request in enumerate(members):
-        tokens[index, : len(request.prompt) - 1] = request.prompt[:-1]
-      batch = self.programs.prefill(params, tokens)
-      for row, request in enumerate(members):
-        G = len(request.keys)
-        group = Group(
-          owner=request.owner,
-          prompt_index=request.prompt_index,
-          tokens=np.full((G, T), self._pad_token, np.int32),
-          lengths=np.zeros(G, np.int32),
-          stopped=np.zeros(G, bool),
-          behavior_logprobs=np.zeros((G, T), decoder.logprobs_dtype(self.settings)),
-        )
-        for g, key in enumerate(request.keys):
-          yield _Pending(group, g, request.prompt, key, batch, row)
+      prompts = np.zeros(size, np.int32)
+      for row, context in enumerate(members):
+        tokens[row, : len(context.tokens)] = context.tokens
+        prompts[row] = context.prompt
+      of_responses = (prompts,) if has_response else ()
+      prefilled = self.programs.prefill(params, tokens, *of_responses)
+      for row, context in enumerate(members):
+        for rollout in context.rollouts:
+          yield _Pending(rollout, prefilled, row)
 
-  def _padded_length(self, prompt: np.ndarray) -> int:
-    """A block's size times the least power of two that holds all but the last token, capped."""
-    blocks = self.settings.shape.prompt
+  def _kind(self, context: _Context) -> tuple[int, bool]:
+    """Contexts of one kind are prefilled together: (padded length, whether it has a response)."""
+    return self._padded_length(context), context.has_response
+
+  def _padded_length(self, context: _Context) -> int:
+    """A block's size times the least power of two that holds the context, capped."""
+    blocks, responses = self.settings.shape.prompt, self.settings.shape.response
     length = blocks.size
-    while length < len(prompt) - 1:
+    while length < len(context.tokens):
       length *= 2
-    return min(length, blocks.tokens)
+    most = blocks.tokens
+    if context.has_response:
+      most = -(-(blocks.tokens + responses.tokens) // blocks.size) * blocks.size
+    return min(length, most)
 
-  def _by_prefilled_batch(
-    self, new: dict[int, _Pending]
-  ) -> Iterator[tuple[tuple[Part, ...], Fresh]]:
+  def _by_prefilled_batch(self, new: Mapping[int, _Pending]) -> Iterator[tuple[Prefilled, Fresh]]:
     """Yields arguments of `decoder.insert` for new rollouts by slot, once per prefilled batch."""
-    slots = self.settings.slots
+    slots, steps = self.settings.slots, self.settings.shape.steps
     for _, members in itertools.groupby(new.items(), key=lambda item: id(item[1].prefilled)):
-      rows: Any = np.full((3, slots), -1, np.int32)
+      numbers: Any = np.full((3, slots), -1, np.int32)
       keys: Any = np.zeros((slots, 2), np.uint32)
-      for slot, rollout in members:
-        rows[:, slot] = (rollout.prompt_row, rollout.prompt[-1], len(rollout.prompt) - 1)
+      cached: Any = np.zeros(slots, np.int32)
+      known_tokens: Any = np.zeros((slots, steps), np.int32)
+      known_number: Any = np.zeros(slots, np.int32)
+      for slot, waiting in members:
+        rollout = waiting.rollout
+        numbers[:, slot] = (waiting.row, rollout.next_token(), len(rollout.prompt) - 1)
         keys[slot] = rollout.key
-      yield rollout.prefilled, Fresh(row=rows[0], token=rows[1], prompt=rows[2], keys=keys)
+        cached[slot] = rollout.cached
+        tokens = rollout.known_tokens()
+        known_tokens[slot, : len(tokens)] = tokens
+        known_number[slot] = len(tokens)
+      fresh = Fresh(row=numbers[0], token=numbers[1], prompt=numbers[2], keys=keys)
+      if self.settings.has_replies:
+        fresh = fresh._replace(generated=cached, known=Known(known_tokens, known_number))
+      yield waiting.prefilled, fresh
+
+
+def _end(rollout: _Rollout, unfinished: dict[int, int]) -> list[Group]:
+  """Counts a rollout that has ended; returns its group if it was the last one."""
+  key = id(rollout.group)
+  unfinished[key] -= 1
+  if unfinished[key]:
+    return []
+  del unfinished[key]
+  return [rollout.group]

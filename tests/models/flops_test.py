@@ -99,7 +99,7 @@ def test_generation_with_a_cache_costs_the_same(config):
 
   def generate(params):
     params = model.decoding_params(params)
-    prompt = decoder.prefill(params, prompts.tokens[:, 1:], settings=settings)
+    prompt = decoder.prefill(params, prompts.tokens[:, 1:], settings=settings).prompts
     prompt = jax.tree.map(lambda x: jnp.repeat(x, G, axis=2), prompt)
     zeros = lambda: Cache.zeros((config.num_kv_heads, P * G), T, config.head_dim, jnp.float32)
     empty = Cache.zeros((config.num_kv_heads, 0, P * G), S - 1, config.head_dim, jnp.float32)

@@ -1,0 +1,184 @@
+"""The engine with dialogues: the bits of a response depend on its prompt, key and replies only."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.logprobs import token_logprobs
+from rlvr_jax.rollouts.engine import Answer, Engine, make_requests, stack_groups
+from rlvr_jax.types import Prompts, Sampling
+
+V, P, G, S = 24, 3, 4, 40
+PAD, STOPS = 0, (3, 11)
+CONFIG = TransformerConfig(
+  vocab_size=V,
+  width=32,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  mlp_width=48,
+  qk_norm=True,
+  sliding_window=4,
+  sliding_layers=(True, False),
+)
+MODEL = transformer(CONFIG)
+
+
+class Replies:
+  """Replies of 1 to 7 tokens that depend on the policy's turns; they come after some bursts."""
+
+  def __init__(self, T, *, max_turns=4, delays=0, stop_tokens=()):
+    self._T, self._max_turns, self._stop = T, max_turns, list(stop_tokens)
+    self._rng = np.random.default_rng(delays) if delays else None
+    self._asked = []  # (bursts to wait, group, rollout)
+
+  def find_stop(self, group, rollout, start):
+    tokens = group.tokens[rollout]
+    for length in range(start + 1, group.lengths[rollout] + 1):
+      is_policys = (group.turns[rollout, length - len(self._stop) : length] % 2 == 0).all()
+      if self._stop and is_policys and tokens[:length][-len(self._stop) :].tolist() == self._stop:
+        return length
+    return None
+
+  def ask(self, group, rollout):
+    delay = int(self._rng.integers(0, 5)) if self._rng else 0
+    self._asked.append((delay, group, rollout))
+
+  def take(self, *, wait):
+    ready = [entry for entry in self._asked if entry[0] == 0 or wait]
+    self._asked = [(n - 1, *rest) for n, *rest in self._asked if not (n == 0 or wait)]
+    return [self._answer(group, rollout) for _, group, rollout in ready]
+
+  def _answer(self, group, rollout):
+    length = int(group.lengths[rollout])
+    turn = int(group.turns[rollout, length - 1]) // 2
+    said = int(group.tokens[rollout, :length].sum())
+    reply = (np.arange(1 + said % 7) * 5 + said) % V
+    is_last = turn + 1 >= self._max_turns or length + len(reply) >= self._T
+    return Answer(group, rollout, reply.astype(np.int32)[: 0 if is_last else None], is_last)
+
+
+@functools.cache
+def _params():
+  params = MODEL.init(jax.random.key(0))
+  return {**params, "embedding": params["embedding"] * 2.5}
+
+
+@functools.cache
+def _prompts():
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(0, V, (P, S)).astype(np.int32)
+  return Prompts(tokens=tokens, lengths=np.asarray([40, 2, 17], np.int32))
+
+
+@functools.cache
+def _engine(T, slots, has_replies=True, temperature=1.0):
+  return Engine(
+    MODEL,
+    Sampling(temperature=temperature),
+    slots=slots,
+    prefill_rows=P,
+    max_prompt_length=S,
+    max_new_tokens=T,
+    stop_tokens=STOPS,
+    pad_token=PAD,
+    has_replies=has_replies,
+  )
+
+
+def _serve(T, slots, dialogues, temperature=1.0):
+  engine = _engine(T, slots, dialogues is not None, temperature)
+  params = engine.load(_params(), {})
+  requests = make_requests(_prompts(), jax.random.key(5), G, None)
+  groups = [g for some in engine.serve(params, requests, dialogues=dialogues) for g in some]
+  return sorted(groups, key=lambda group: group.prompt_index)
+
+
+@functools.cache
+def _dialogues(T=96, slots=12):
+  return _serve(T, slots, Replies(T))
+
+
+def _assert_equal(groups, expected):
+  assert len(groups) == len(expected) == P
+  for group, other in zip(groups, expected, strict=True):
+    for name in ("tokens", "lengths", "stopped", "turns", "behavior_logprobs"):
+      np.testing.assert_array_equal(getattr(group, name), getattr(other, name), err_msg=name)
+
+
+def test_dialogues_have_turns_in_order():
+  groups = _dialogues()
+  longest = 0
+  for group in groups:
+    for g in range(G):
+      length = group.lengths[g]
+      turns, tokens = group.turns[g], group.tokens[g]
+      steps = np.diff(turns[:length])
+      assert turns[0] == 0 and set(steps) <= {0, 1} and not turns[length:].any()
+      assert (group.behavior_logprobs[g][turns % 2 == 1] == 0).all()
+      assert (group.behavior_logprobs[g, :length][turns[:length] % 2 == 0] < 0).all()
+      # A reply follows a stop token, or the dialogue ended.
+      last_of_turns = np.flatnonzero((steps == 1) & (turns[: length - 1] % 2 == 0))
+      assert np.isin(tokens[last_of_turns], STOPS).all()
+      longest = max(longest, turns.max())
+  assert longest >= 4  # three turns of the policy at least
+
+
+def test_the_first_turn_is_that_of_a_run_without_dialogues():
+  plain = _serve(96, 12, None)
+  for group, other in zip(_dialogues(), plain, strict=True):
+    for g in range(G):
+      first = int((group.turns[g, : group.lengths[g]] == 0).sum())
+      np.testing.assert_array_equal(group.tokens[g, :first], other.tokens[g, :first])
+      np.testing.assert_array_equal(
+        group.behavior_logprobs[g, :first], other.behavior_logprobs[g, :first]
+      )
+      assert first == other.lengths[g]
+
+
+@pytest.mark.parametrize("delays", [1, 2])
+def test_a_reply_may_come_at_any_time(delays):
+  _assert_equal(_serve(96, 12, Replies(96, delays=delays)), _dialogues())
+
+
+@pytest.mark.parametrize("slots", [1, 4, 64])
+def test_the_record_does_not_depend_on_delays_at_other_numbers_of_slots(slots):
+  expected = _serve(96, slots, Replies(96))
+  _assert_equal(_serve(96, slots, Replies(96, delays=3)), expected)
+  for group, other in zip(expected, _dialogues(), strict=True):  # but for rounding
+    np.testing.assert_array_equal(group.tokens, other.tokens)
+    np.testing.assert_allclose(group.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
+
+
+def test_logprobs_of_all_turns_equal_the_trainers():
+  rollouts = stack_groups(_dialogues())
+  hidden = jax.jit(MODEL.response_hidden)(_params(), _prompts(), rollouts.tokens)
+  trainer, _ = token_logprobs(hidden, MODEL.head(_params()), rollouts.tokens, Sampling())
+  places = np.arange(rollouts.tokens.shape[-1]) < rollouts.lengths[..., None]
+  sampled = places & (rollouts.turns % 2 == 0)
+  difference = np.abs(np.asarray(trainer) - rollouts.behavior_logprobs)[sampled]
+  assert sampled.sum() > 100 and difference.max() < 1e-5
+
+
+def test_a_turn_ends_at_a_stop_string_and_what_follows_is_dropped():
+  """The tokens up to the stop string are those of a run without it."""
+  plain = _serve(96, 12, None)
+  tokens = plain[1].tokens[2]
+  end = next(n for n in range(4, 96) if tokens[n - 1] != tokens[n - 2])
+  stop = tokens[end - 2 : end].tolist()  # first occurs, or has occurred, by `end`
+  end = next(n for n in range(2, 96) if tokens[n - 2 : n].tolist() == stop)
+  groups = _serve(96, 12, Replies(96, stop_tokens=stop, max_turns=2))
+  np.testing.assert_array_equal(groups[1].tokens[2, :end], tokens[:end])
+  assert (groups[1].turns[2, : end + 1] == [0] * end + [1]).all() and plain[1].lengths[2] > end
+  _assert_equal(_serve(96, 12, Replies(96, stop_tokens=stop, max_turns=2, delays=4)), groups)
+
+
+def test_short_responses_are_a_single_burst():
+  groups = _serve(16, 5, Replies(16), temperature=5.0)
+  assert max(group.turns.max() for group in groups) >= 2
+  _assert_equal(_serve(16, 5, Replies(16, delays=1), temperature=5.0), groups)
