@@ -175,7 +175,32 @@ def get_config() -> ConfigDict:
     extra=(),
     unsandboxed_code="",  # the text that permits it; the error about a missing sandbox states it
     # outcome → reward, as text: a number, "score" (the grader's), "mask" (out of the loss), "stop"
-    outcomes=dict(correct="score", wrong="0", unparseable="0", timeout="0", crashed="mask"),
+    outcomes=dict(
+      correct="score",
+      wrong="0",
+      unparseable="0",
+      timeout="0",
+      crashed="mask",
+      # Of dialogues that nobody has judged:
+      turn_limit="0",
+      length_limit="0",
+      environment_limit="0",  # of time or memory
+      environment_refused="0",
+      environment_failed="mask",
+    ),
+  )
+  # Answers the policy's turns, so that a rollout is a dialogue; max_response_length is that of all
+  # turns. name: a component such as "python(limit_s=5.0)"; "": a rollout is one turn.
+  c.environment = dict(
+    name="",
+    max_turns=8,  # of the policy
+    deadline_s=30.0,  # per turn, wall-clock
+    processes=0,  # 0: one for each core, at most 32
+    memory_mib=2048,  # address space of a process
+    max_reply_length=0,  # tokens of a reply's text; a longer one is cut; 0: no limit
+    cut="tail",  # what is cut off: tail, head, middle
+    stop_strings=(),  # each ends a turn, such as ("</tool_call>",), besides the stop tokens
+    grade_all_turns=False,  # the grader reads the whole dialogue, not just the last turn
   )
   c.diagnostics = dict(  # of the gradient geometry; costs: docs/methods/README.md
     every=0,  # updates, the first included; 0: never

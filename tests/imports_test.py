@@ -14,7 +14,15 @@ PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
 STAGES = {"advantages", "reweighting", "geometry", "losses"}
 # Checks of arguments need the standard library only, so that any room may use them.
 PURE = {"types", "ops", "ops.checks"}
-BELOW_THE_LOOP = {"specs", "sampling", "storage", "models", "data", "rewards"} | PURE
+BELOW_THE_LOOP = {
+  "specs",
+  "sampling",
+  "storage",
+  "models",
+  "data",
+  "rewards",
+  "environments",
+} | PURE
 BELOW_THE_LOOP |= {"rollouts", "update"} | STAGES
 
 # The rooms of train, the lowest first: each may import those before it, and the loop all of them.
@@ -35,7 +43,8 @@ ALLOWED = {
   "models": {"storage"} | PURE,
   "data": {"types", "specs", "storage", "ops.checks"},
   "rewards": {"specs", "codejudge", "ops.checks"},
-  "rollouts": {"storage", "data", "rewards"} | PURE,
+  "environments": {"specs", "codejudge", "ops.checks"},
+  "rollouts": {"storage", "data", "rewards", "environments"} | PURE,
   "evaluate": BELOW_THE_LOOP - {"update"},
   **{
     f"train.{name}": BELOW_TRAIN | {f"train.{lower}" for lower in TRAIN[:index]}
@@ -51,7 +60,7 @@ ALLOWED = {
 }
 JAX = {"jax", "jaxlib", "chex", "flax", "optax", "orbax"}
 NNX = {"Module", "Param", "Rngs", "split", "merge", "to_pure_dict"}
-STANDARD_LIBRARY_ONLY = {"codejudge", "launch"}
+STANDARD_LIBRARY_ONLY = {"codejudge", "launch", "environments"}
 NEVER = {"configs", "experiments", "colabs", "tests", "tensorflow", "torch"}
 
 

@@ -109,7 +109,9 @@ def test_it_holds_every_module_and_recipe(installed):
 
 
 def pip(*arguments, python=sys.executable):
-  subprocess.run([python, "-m", "pip", "--quiet", *map(str, arguments)], check=True)
+  # With a checkout on PYTHONPATH, pip would find the package installed already.
+  variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+  subprocess.run([python, "-m", "pip", "--quiet", *map(str, arguments)], check=True, env=variables)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import grain
 import numpy as np
@@ -43,7 +43,10 @@ class PromptError(ValueError):
 
 
 def encode_prompts(
-  problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_length: int
+  problems: Sequence[Problem],
+  tokenizer: Tokenizer,
+  max_prompt_length: int,
+  first_messages: Sequence[Sequence[Mapping[str, str]] | None] | None = None,
 ) -> Prompts:
   """Encodes the questions as left-padded prompts.
 
@@ -51,12 +54,18 @@ def encode_prompts(
     problems: P problems.
     tokenizer: `encode_prompt` and `pad_id` are used.
     max_prompt_length: S, in tokens.
+    first_messages: of each problem that an environment asks in its own words, in place of the
+      question.
   Returns:
     Prompts of NumPy arrays: tokens i32[P, S], lengths i32[P].
   Raises:
     PromptError: a question is empty, or a prompt has no tokens or more than S.
   """
-  rows = [tokenizer.encode_prompt(problem.question) for problem in problems]
+  messages = first_messages or [None] * len(problems)
+  rows = [
+    tokenizer.encode_messages(given) if given else _encode_question(problem, tokenizer)
+    for problem, given in zip(problems, messages, strict=True)
+  ]
   for problem, row in zip(problems, rows, strict=True):
     check_prompt(problem, len(row), max_prompt_length)
   tokens = np.full((len(rows), max_prompt_length), tokenizer.pad_id, np.int32)
@@ -64,6 +73,15 @@ def encode_prompts(
     target[max_prompt_length - len(row) :] = row
   # NumPy arrays stand for jax arrays until they are placed on devices.
   return Prompts(tokens=tokens, lengths=_row_lengths(rows))  # type: ignore[call-arg,arg-type,unused-ignore]
+
+
+def _encode_question(problem: Problem, tokenizer: Tokenizer) -> list[int]:
+  """The question, and the turns of a demonstration before its solution."""
+  ids = tokenizer.encode_prompt(problem.question)
+  for said, reply in zip(problem.history[::2], problem.history[1::2], strict=True):
+    end = tokenizer.stop_ids[0]
+    ids += [*tokenizer.encode(said), end, *tokenizer.encode_reply(reply, "user", end)]
+  return ids
 
 
 def check_prompt(problem: Problem, length: int, max_prompt_length: int, where: str = "") -> None:

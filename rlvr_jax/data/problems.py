@@ -14,6 +14,9 @@ class Problem:
   answer: str  # the reference answer; "" if many answers are right and none is given
   solution: str  # demonstration for the warm start, in the form of a completion
   reference: Mapping[str, Any]  # what the grader needs; JSON-serializable
+  # Of a demonstration of a dialogue, the turns before the solution: a text of the policy, a reply
+  # of the environment, and so on.
+  history: tuple[str, ...] = ()
   where: str = dataclasses.field(default="", compare=False)  # file and line, for messages
 
 

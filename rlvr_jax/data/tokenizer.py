@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -28,6 +28,24 @@ class Tokenizer(Protocol):
 
   def decode(self, ids: Iterable[int]) -> str: ...
 
+  def check_turns(self) -> None:
+    """Raises ValueError if this tokenizer has no form for dialogues."""
+    ...
+
+  def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Encodes a prompt of several messages, {"role": …, "content": …}."""
+    ...
+
+  def encode_reply(self, text: str, role: str, last: int) -> list[int]:
+    """Encodes what stands between two turns of the policy: the environment's reply.
+
+    Args:
+      text: of the reply; what it spells stays text.
+      role: of the environment, "user" or "tool".
+      last: the last token of the policy's turn; if it is not the end of a turn, that comes first.
+    """
+    ...
+
 
 class ByteTokenizer:
   """UTF-8 bytes as ids 0..255, then padding (256) and end of text (257).
@@ -51,6 +69,18 @@ class ByteTokenizer:
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of the byte ids; other ids are dropped, invalid UTF-8 becomes U+FFFD."""
     return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+  def check_turns(self) -> None:
+    """Does nothing: every dialogue has a form."""
+
+  def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Returns the bytes of the contents, one after the other."""
+    return self.encode("".join(message["content"] for message in messages))
+
+  def encode_reply(self, text: str, role: str, last: int) -> list[int]:
+    """Returns the bytes of the reply: nothing stands around it."""
+    del role, last
+    return self.encode(text)
 
   def huggingface_files(self) -> dict[str, bytes]:
     """Files from which Hugging Face's libraries load this tokenizer, name → content.

@@ -11,7 +11,8 @@ from absl import logging
 
 from rlvr_jax.data import ProblemSource
 from rlvr_jax.evaluate.pass_at_k import summarize
-from rlvr_jax.ops.keys import key_for
+from rlvr_jax.ops.keys import key_for, seeds_for
+from rlvr_jax.rewards.outcome import DIALOGUE_OUTCOMES, Outcome
 from rlvr_jax.rollouts.batch import Flight
 from rlvr_jax.rollouts.collect import Collector, serve_graded
 from rlvr_jax.rollouts.engine import Engine, Request, make_requests
@@ -61,9 +62,11 @@ def evaluate_problems(
   def stream() -> Iterator[Request[Flight]]:
     for start in range(0, len(problems), batch_size)[first_batch:]:
       indices = range(start, min(start + batch_size, len(problems)))
-      flight = collector.begin([problems[index] for index in indices])
+      number = start // batch_size
+      seeds = seeds_for(seed, "evaluation", number, len(indices))
+      flight = collector.begin([problems[index] for index in indices], seeds)
       flights.append(flight)
-      key = key_for(seed, "evaluation", start // batch_size)
+      key = key_for(seed, "evaluation", number)
       yield from make_requests(flight.prompts, key, num_samples, owner=flight)
 
   def finish(flight: Flight) -> EvaluatedBatch:
@@ -98,7 +101,9 @@ def accuracy(
   flat = [sample for row in samples for sample in row]
   correct = [[sample["outcome"] == "correct" for sample in row] for row in samples]
   summary = summarize(correct, ks=ks, seed=seed, answers=_votes(samples))
-  for outcome in ("correct", "wrong", "unparseable", "timeout", "crashed"):
+  for outcome in Outcome:
+    if outcome in DIALOGUE_OUTCOMES and "turns" not in flat[0]:
+      continue
     summary[f"outcome/{outcome}"] = np.mean([s["outcome"] == outcome for s in flat]).item()
   summary["response/truncated"] = np.mean([not s["stopped"] for s in flat]).item()
   return {f"eval/{name}": value for name, value in summary.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 
 from rlvr_jax.types import Array
 
@@ -24,6 +25,21 @@ def key_for(seed: int, purpose: str, counter: int | Array = 0) -> Array:
   Raises:
     ValueError: unknown purpose.
   """
+  return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _number(purpose)), counter)
+
+
+def seeds_for(seed: int, purpose: str, counter: int, count: int) -> list[int]:
+  """Seeds below 2³² for the host's use, such as those of environments.
+
+  Args:
+    seed, purpose, counter: as for `key_for`.
+    count: of the seeds.
+  """
+  words = np.random.SeedSequence((seed, _number(purpose), counter)).generate_state(count)
+  return words.tolist()
+
+
+def _number(purpose: str) -> int:
   if purpose not in _PURPOSES:
     raise ValueError(f"purpose = {purpose!r} is unknown; choose one of {sorted(_PURPOSES)}")
-  return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _PURPOSES[purpose]), counter)
+  return _PURPOSES[purpose]

@@ -22,6 +22,18 @@ class Outcome(enum.StrEnum):
   UNPARSEABLE = "unparseable"  # the completion has no answer
   TIMEOUT = "timeout"  # grading took longer than the limit
   CRASHED = "crashed"  # the grader or the host failed, and no completion can cause that
+  # Of dialogues that ended before the environment or a grader judged them:
+  TURN_LIMIT = "turn_limit"  # the policy has had its last turn
+  LENGTH_LIMIT = "length_limit"  # no place is left in the response
+  ENVIRONMENT_LIMIT = "environment_limit"  # the policy's text exhausted its time or memory
+  ENVIRONMENT_REFUSED = "environment_refused"  # the environment does not accept the policy's text
+  ENVIRONMENT_FAILED = "environment_failed"  # the environment's own fault
+
+
+DIALOGUE_OUTCOMES = (
+  Outcome.TURN_LIMIT, Outcome.LENGTH_LIMIT, Outcome.ENVIRONMENT_LIMIT,
+  Outcome.ENVIRONMENT_REFUSED, Outcome.ENVIRONMENT_FAILED,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +72,11 @@ _DEFAULTS: dict[Outcome, float | str] = {
   Outcome.TIMEOUT: 0.0,
   # A crash is the grader's fault, not the policy's: never train on it.
   Outcome.CRASHED: MASK,
+  Outcome.TURN_LIMIT: 0.0,
+  Outcome.LENGTH_LIMIT: 0.0,
+  Outcome.ENVIRONMENT_LIMIT: 0.0,
+  Outcome.ENVIRONMENT_REFUSED: 0.0,
+  Outcome.ENVIRONMENT_FAILED: MASK,
 }
 
 
@@ -69,7 +86,7 @@ def outcome_policy(overrides: Mapping[str, float | str] | None = None) -> Outcom
   Args:
     overrides: outcome name → a finite number (the reward), "score" (the grade's score), "mask"
       (exclude the rollout from the loss) or "stop" (end the run). Other outcomes keep their
-      default: correct "score", wrong 0, unparseable 0, timeout 0, crashed "mask".
+      default: correct "score", crashed and environment_failed "mask", all others 0.
   Returns:
     The complete table, read-only.
   Raises:

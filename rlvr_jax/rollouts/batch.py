@@ -38,9 +38,11 @@ class Flight:
 
   problems: Sequence[Problem]  # P
   prompts: Prompts  # NumPy
+  seeds: Sequence[int] = ()  # P, of environments; () without dialogues
   # By index of the problem:
   groups: dict[int, Group] = dataclasses.field(default_factory=dict)
   texts: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # responses
+  # Of the rollouts that a grader judges: all but those of dialogues that have an outcome.
   grades: dict[int, Submission] = dataclasses.field(default_factory=dict)
 
   def add(self, group: Group, texts: list[str], grades: Submission) -> None:
@@ -260,6 +262,12 @@ def write_batch(path: pathlib.Path, batch: TrainBatch) -> None:
 def read_batch(path: pathlib.Path) -> TrainBatch:
   """The inverse of `write_batch`."""
   return batch_from_arrays(read_shard(path, 0).arrays)
+
+
+def sampled_places(rollouts: Rollouts) -> np.ndarray:
+  """bool[P, G, T], the tokens of the policy, without those of an environment; NumPy."""
+  places = np.arange(rollouts.tokens.shape[-1]) < np.asarray(rollouts.lengths)[..., None]
+  return places if rollouts.turns is None else places & (np.asarray(rollouts.turns) % 2 == 0)
 
 
 # --- arrays of batches ----------------------------------------------------------------------------

@@ -12,8 +12,22 @@ import numpy as np
 from rlvr_jax.data import Problem, Tokenizer, encode_prompts
 from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
 from rlvr_jax.rewards.graders import thought_prefix
-from rlvr_jax.rewards.outcome import Grade, Outcome, OutcomePolicy, rewards_from_grades
-from rlvr_jax.rollouts.batch import Flight, Graded, Submission, join_batches, mean_solve_rate
+from rlvr_jax.rewards.outcome import (
+  DIALOGUE_OUTCOMES,
+  Grade,
+  Outcome,
+  OutcomePolicy,
+  rewards_from_grades,
+)
+from rlvr_jax.rollouts.batch import (
+  Flight,
+  Graded,
+  Submission,
+  join_batches,
+  mean_solve_rate,
+  sampled_places,
+)
+from rlvr_jax.rollouts.dialogues import DialogueUsage, End, EnvironmentDialogues, Environments
 from rlvr_jax.rollouts.engine import Engine, Group, Request, Usage
 from rlvr_jax.types import Params, Rollouts, TrainBatch
 
@@ -30,6 +44,7 @@ class Collector:
     outcome_policy: the reward of each outcome of grading.
     overlong_buffer: tokens before the limit over which the reward decreases; 0 turns this off.
     overlong_filter: whether the loss excludes responses without a stop token.
+    environments: answer the policy's turns; None: a rollout is one turn.
   """
 
   tokenizer: Tokenizer
@@ -39,10 +54,24 @@ class Collector:
   outcome_policy: OutcomePolicy
   overlong_buffer: int = 0
   overlong_filter: bool = False
+  environments: Environments | None = None
 
-  def begin(self, problems: Sequence[Problem]) -> Flight:
-    """Makes a flight for problems, none of them sampled yet."""
-    return Flight(problems, encode_prompts(problems, self.tokenizer, self.max_prompt_length))
+  def begin(self, problems: Sequence[Problem], seeds: Sequence[int]) -> Flight:
+    """Makes a flight for problems, none of them sampled yet.
+
+    Args:
+      problems: P problems.
+      seeds: P seeds, of their environments; all rollouts of a problem have the same.
+    """
+    first = None
+    if self.environments is not None:
+      first = self.environments.first_messages(problems, seeds)
+    prompts = encode_prompts(problems, self.tokenizer, self.max_prompt_length, first)
+    return Flight(problems, prompts, seeds)
+
+  def usage(self) -> Usage:
+    """Counts of the streams that this collector grades, all 0."""
+    return Usage() if self.environments is None else DialogueUsage()
 
   def add(self, group: Group[Flight]) -> None:
     """Adds a sampled group to its flight and submits it to the graders; does not wait for them."""
@@ -52,9 +81,18 @@ class Collector:
     prompt = self.tokenizer.decode(flight.prompts.tokens[index][-prompt_length:].tolist())
     rows = zip(group.tokens, group.lengths, strict=True)
     texts = [self.tokenizer.decode(row[:length].tolist()) for row, length in rows]
-    completions = [thought_prefix(prompt) + text for text in texts]
-    references = [flight.problems[index].reference] * len(texts)
+    completions = [thought_prefix(prompt) + text for text in self._graded_texts(group, texts)]
+    references = [flight.problems[index].reference] * len(completions)
     flight.add(group, texts, self.submit(completions, references))
+
+  def _graded_texts(self, group: Group[Flight], texts: list[str]) -> list[str]:
+    """The texts that a grader judges: of dialogues without an outcome the policy's last turn."""
+    if self.environments is None or group.ends is None:
+      return texts
+    judged = np.flatnonzero(group.ends == End.TO_BE_GRADED)
+    if self.environments.settings.grade_all_turns:
+      return [texts[g] for g in judged]
+    return [self.environments.last_turn(group, g) for g in judged]
 
   def finish(self, flight: Flight, versions: Sequence[int]) -> Graded:
     """Waits for the grades and makes the batch.
@@ -64,10 +102,11 @@ class Collector:
       versions: P versions, see `RolloutBatch`; recorded in the samples.
     """
     rollouts = flight.rollouts
-    grades = self.results([flight.grades[index] for index in range(len(flight.problems))])
+    judged = self.results([flight.grades[index] for index in range(len(flight.problems))])
+    grades = _with_outcomes_of_dialogues(judged, flight)
     rewards, keep, correct, counts = rewards_from_grades(grades, self.outcome_policy)
-    P, G, T = rollouts.tokens.shape
-    mask = np.arange(T) < rollouts.lengths[..., None]
+    P, G, _ = rollouts.tokens.shape
+    mask = sampled_places(rollouts)
     rewards, correct, valid = (np.reshape(x, (P, G)) for x in (rewards, correct, keep))
     mask = (mask & valid[..., None]).astype(np.float32)
     if self.overlong_filter:  # excluded responses have a grade: they stay valid
@@ -81,19 +120,38 @@ class Collector:
       rewards=np.where(valid, shaped, np.float32(0)),
       correct=np.where(valid, correct, np.float32(0)),
       valid=valid,
+      turns=rollouts.turns,
     )
     batch = dataclasses.replace(batch, solve_rate=mean_solve_rate(batch, np.asarray(versions)))
-    statistics = {f"outcome/{name}": count / (P * G) for name, count in counts.items()}
+    statistics = {
+      f"outcome/{name}": count / (P * G)
+      for name, count in counts.items()
+      if rollouts.turns is not None or name not in DIALOGUE_OUTCOMES
+    }
     statistics |= length_statistics(rollouts)
     samples = _samples(flight, grades, rewards, shaped, valid, versions)
-    return Graded(batch, int(rollouts.lengths.sum()), P, statistics, samples)
+    if rollouts.turns is not None:
+      statistics |= turn_statistics(rollouts)
+      samples = self._with_turns(samples, rollouts)
+    return Graded(batch, int(sampled_places(rollouts).sum()), P, statistics, samples)
+
+  def _with_turns(self, samples: list[dict[str, Any]], rollouts: Rollouts) -> list[dict[str, Any]]:
+    """Adds the texts of turns, the policy's and the environment's in turn."""
+    T = rollouts.tokens.shape[-1]
+    rows = zip(*(np.reshape(x, (-1, T)) for x in (rollouts.tokens, rollouts.turns)), strict=True)
+    texts = []
+    for (tokens, turns), length in zip(rows, rollouts.lengths.flat, strict=True):
+      starts = np.flatnonzero(np.diff(turns[:length], prepend=-1))
+      parts = np.split(tokens[:length], starts[1:])
+      texts.append([self.tokenizer.decode(part.tolist()) for part in parts])
+    return [{**sample, "turns": text} for sample, text in zip(samples, texts, strict=True)]
 
   def _shape_rewards(self, rewards: np.ndarray, rollouts: Rollouts) -> np.ndarray:
     if not self.overlong_buffer:
       return rewards
     return rewards - np.asarray(
       overlong_penalty(
-        rollouts.lengths,
+        sampled_places(rollouts).sum(-1),
         max_response_length=rollouts.tokens.shape[-1],
         overlong_buffer=self.overlong_buffer,
       )
@@ -115,16 +173,37 @@ def serve_graded(
     params: from `engine.load`.
     requests: consumed as slots become free; see `Engine.serve`.
     collector: decodes and grades.
-    usage: counts the steps and tokens of the slots.
+    usage: counts the steps and tokens of the slots, from `Collector.usage`.
     record: called after every burst, with the groups that it has finished; they are graded then.
   Yields:
     After every burst, the number of groups that it has finished.
   """
-  for groups in engine.serve(params, requests, usage):
+  dialogues = None
+  if collector.environments is not None:
+    usage = usage or collector.usage()
+    assert isinstance(usage, DialogueUsage)  # the collector's
+    dialogues = EnvironmentDialogues(collector.environments, usage)
+  for groups in engine.serve(params, requests, usage, dialogues):
     record(groups)
     for group in groups:
       collector.add(group)
     yield len(groups)
+
+
+def _with_outcomes_of_dialogues(judged: Sequence[Grade], flight: Flight) -> list[Grade]:
+  """The grades of all rollouts: of dialogues that have an outcome, that outcome."""
+  grades = iter(judged)
+  found: list[Grade] = []
+  for index in range(len(flight.problems)):
+    group = flight.groups[index]
+    ends = [End.TO_BE_GRADED] * len(group.lengths) if group.ends is None else group.ends
+    for g, end in enumerate(map(End, ends)):
+      if end.outcome is None:
+        found.append(next(grades))
+      else:
+        score = 0.0 if group.scores is None else float(np.nan_to_num(group.scores[g]))
+        found.append(Grade(end.outcome, score))
+  return found
 
 
 def _samples(
@@ -164,11 +243,23 @@ def _samples(
 def length_statistics(rollouts: Rollouts) -> dict[str, float]:
   """Percentiles of the response lengths, in tokens, and the share cut off by the length limit."""
   points = {"p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
-  lengths = np.percentile(rollouts.lengths, list(points.values()))
+  lengths = np.percentile(sampled_places(rollouts).sum(-1), list(points.values()))
   statistics = {
     f"response/length_{name}": x for name, x in zip(points, lengths.tolist(), strict=True)
   }
   return statistics | {"response/truncated": float(1 - rollouts.stopped.mean())}
+
+
+def turn_statistics(rollouts: Rollouts) -> dict[str, float]:
+  """Of dialogues, the policy's turns and the environment's tokens per rollout."""
+  sampled = sampled_places(rollouts)
+  turns = np.max(np.asarray(rollouts.turns), axis=-1) // 2 + 1
+  replies = np.asarray(rollouts.lengths) - sampled.sum(-1)
+  return {
+    "dialogue/turns": float(turns.mean()),
+    "dialogue/turns_max": float(turns.max()),
+    "dialogue/environment_tokens": float(replies.mean()),
+  }
 
 
 def mean_statistics(parts: Sequence[Graded]) -> dict[str, float]:

@@ -153,7 +153,7 @@ class Usage:
 
   def since(self, earlier: Usage) -> Usage:
     """The counts since `earlier`, a copy of this record."""
-    return Usage(**{name: value - getattr(earlier, name) for name, value in vars(self).items()})
+    return type(self)(**{k: value - getattr(earlier, k) for k, value in vars(self).items()})
 
 
 class _Rollout(NamedTuple):
@@ -377,7 +377,7 @@ class Engine:
         one turn.
     """
     state = self.programs.empty_slots()
-    usage = usage or Usage()
+    usage = Usage() if usage is None else usage
     slots: list[_Rollout | None] = [None] * self.settings.slots
     coming = iter(requests)
     waiting: dict[tuple[int, int], _Rollout] = {}  # for an answer

@@ -71,8 +71,8 @@ class GroupJournal:
 
 def _to_json(group: Group) -> dict[str, Any]:
   """Converts a group to its index and its record in base64; see `encode_group`."""
-  arrays = group._asdict()
-  del arrays["owner"], arrays["prompt_index"]
+  about = ("owner", "prompt_index")
+  arrays = {k: v for k, v in group._asdict().items() if k not in about and v is not None}
   return {"index": group.prompt_index, "group": base64.b64encode(encode_group(arrays)).decode()}
 
 

@@ -62,6 +62,8 @@ ARRAYS: Mapping[str, Kind] = {
   "rewards": Kind("rollout", "float32"),
   "correct": Kind("rollout", "float32"),
   "valid": Kind("rollout", "bool"),
+  "ends": Kind("rollout", "int32"),
+  "scores": Kind("rollout", "float32"),
   "lags": Kind("rollout", "int32"),
   "solve_rate": Kind("group", "float32"),
   "sources": Kind("group", "int32"),

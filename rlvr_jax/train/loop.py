@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 
 from rlvr_jax.evaluate.held_out import accuracy, evaluate_problems
-from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.batch import Position
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.queue import RolloutQueue
@@ -289,7 +288,7 @@ def make_trainer(
   frozen: parameters.Frozen,
   log: RunLog,
   checkpointer: Checkpointer,
-  pool: GraderPool,
+  collector: Collector,
   store: RolloutStore,
   *,
   initial: Params,
@@ -297,11 +296,10 @@ def make_trainer(
   """The trainer of a run.
 
   Args:
-    parts, log, checkpointer, pool, store: of the run.
+    parts, log, checkpointer, collector, store: of the run.
     frozen: from `parameters.load_frozen`.
     initial: trained parameters before the first update.
   """
-  collector = parts.make_collector(pool)
   clock = modes.clock_of_generation(parts.schedule, log.clock)
   return Trainer(
     parts=parts,

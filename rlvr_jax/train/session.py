@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.files import replace_file
 from rlvr_jax.storage.places import Workdir
@@ -24,7 +24,12 @@ from rlvr_jax.train.reporting.run_log import LoggedRun, RunLog
 from rlvr_jax.train.reporting.writer import MetricWriter, NoWriter
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.grading import announce_partial_credit, check_first_grade, grader_pool
+from rlvr_jax.train.setup.grading import (
+  announce_partial_credit,
+  check_first_grade,
+  environment_pool,
+  grader_pool,
+)
 from rlvr_jax.train.start import parameters, warm_start_cache
 from rlvr_jax.train.start.first_params import make_first_params, warm_start
 from rlvr_jax.train.start.restore import (
@@ -101,7 +106,7 @@ def open_session(
     writer = multihost.run_on_first(
       lambda: enter(_open_writer(folder, parts, records, tracked_by)), no_writer
     )
-    pool = multihost.run_together(lambda: _start_graders(parts, enter))
+    collector = multihost.run_together(lambda: _start_graders(parts, enter))
     # A resumed run whose warm-start folder is gone still has its records.
     records_to = no_writer if resumed else writer
     params, needs_warm_start = make_first_params(parts, warm, records_to, warm_starts)
@@ -116,7 +121,7 @@ def open_session(
       elapsed=elapsed_seconds(folder.local),
       profile=enter(machines.Profile(profile, folder.local, folder.path)),
     )
-    trainer = make_trainer(parts, frozen, log, checkpointer, pool, store, initial=params)
+    trainer = make_trainer(parts, frozen, log, checkpointer, collector, store, initial=params)
     now = trainer.resume(resumed) if resumed else trainer.begin(params)
     del params, warm, resumed  # the trainer keeps what it needs
     yield Session(trainer, now, folder)
@@ -192,8 +197,9 @@ def _open_writer(
   )
 
 
-def _start_graders(parts: Parts, enter: Enter) -> GraderPool:
-  """Starts the grading processes and checks that they grade the first problem."""
+def _start_graders(parts: Parts, enter: Enter) -> Collector:
+  """Starts graders, which grade the first problem as a check, and environments."""
   pool = enter(grader_pool(parts.config.grading, parts.task))
   check_first_grade(parts.outcome_policy, pool, parts.task)
-  return pool
+  environments = environment_pool(parts.config.environment, pool)
+  return parts.make_collector(pool, environments and enter(environments))

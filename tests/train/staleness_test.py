@@ -349,7 +349,8 @@ def trainer(parts, on_policy, tmp_path):
     these = dataclasses.replace(these, schedule=schedule)
     frozen = parameters.load_frozen(these)
     log = RunLog(logged_run(these), writer)
-    made = loop.make_trainer(these, frozen, log, saved, pool, store, initial=warm.state)
+    collector = these.make_collector(pool)
+    made = loop.make_trainer(these, frozen, log, saved, collector, store, initial=warm.state)
     steps = Steps(made, made.begin(warm.state))
     if submit:
       steps.with_submit(submit)

@@ -13,6 +13,7 @@ import numpy as np
 
 from rlvr_jax.data.draws import problem_draws
 from rlvr_jax.models.flops import forward_flops
+from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rollouts.batch import (
   FOREIGN,
   BatchInFlight,
@@ -26,6 +27,7 @@ from rlvr_jax.rollouts.batch import (
   grades_future,
   may_finish,
   mean_solve_rate,
+  sampled_places,
   solve_rates,
   to_shard,
 )
@@ -309,7 +311,9 @@ class Generator:
     flight: Flight | None = None
     requests: list[Any] = []
     if sources.live:
-      flight = self._collector.begin(self._problems.draw(counts.draws, policy.version))
+      problems = self._problems.draw(counts.draws, policy.version)
+      seeds = seeds_for(self._parts.config.seed, "rollout", counts.draws, len(problems))
+      flight = self._collector.begin(problems, seeds)
       requests = self._streams.requests(
         flight,
         policy,
@@ -378,7 +382,7 @@ class Generator:
       lengths: Any = batch.flight.rollouts.lengths
       flops = forward_flops(parts.model.config, batch.flight.prompts.lengths, lengths)
       # Every sampled token, whether or not it is in the loss.
-      mask = (np.arange(graded.train.mask.shape[-1]) < lengths[..., None]).astype(np.float32)
+      mask = sampled_places(batch.flight.rollouts).astype(np.float32)
       if recorded is not None:
         graded = append_recorded(graded, recorded)
         mask = np.concatenate([mask, recorded.train.mask])

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from rlvr_jax.data import problem_batches
-from rlvr_jax.ops.keys import key_for
+from rlvr_jax.ops.keys import key_for, seeds_for
 from rlvr_jax.rollouts.batch import RolloutBatch, drop_scores, permute_rewards
 from rlvr_jax.rollouts.collect import Collector, serve_graded
 from rlvr_jax.rollouts.engine import make_requests
@@ -50,7 +50,8 @@ class Scorer:
     c, parts = self._parts.config, self._parts
     problems = next(problem_batches(parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
     key = key_for(c.seed, "initial_entropy")
-    flight, engine = collector.begin(problems), parts.programs.engine
+    seeds = seeds_for(c.seed, "initial_entropy", 0, len(problems))
+    flight, engine = collector.begin(problems, seeds), parts.programs.engine
     pending = make_requests(flight.prompts, key, c.batch.group_size, owner=flight)
     for _ in serve_graded(engine, engine.load(params, self._frozen), pending, collector):
       pass

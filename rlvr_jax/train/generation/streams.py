@@ -28,7 +28,7 @@ class Streams:
   def __init__(self, sources: Sequence[Source], collector: Collector, journal: GroupJournal):
     """Args are those of the run; `sources`: without recorded ones."""
     self._sources, self._collector, self._journal = sources, collector, journal
-    self.usage = Usage()  # of all streams so far
+    self.usage = collector.usage()  # of all streams so far
 
   def requests(
     self, flight: Flight, policy: PolicySnapshot, *, seed: int, draw: int, group_size: int

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from rlvr_jax import advantages, geometry, losses, reweighting, specs
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.data import Problem, Task, Tokenizer, encode_prompts, tasks
+from rlvr_jax.environments.pool import EnvironmentPool
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import model_settings
@@ -42,7 +43,13 @@ from rlvr_jax.train.setup.compiler_options import (
   parse_compiler_options,
 )
 from rlvr_jax.train.setup.engines import EngineOf, TrainerLayout, make_engine
-from rlvr_jax.train.setup.grading import make_collector, make_outcome_policy, with_graders
+from rlvr_jax.train.setup.grading import (
+  check_environment,
+  make_collector,
+  make_environments,
+  make_outcome_policy,
+  with_graders,
+)
 from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.problem_filters import limit_lengths, warn_of_long_texts
 from rlvr_jax.train.setup.programs import (
@@ -84,14 +91,22 @@ class Parts:
   def encode(self, problems: Sequence[Problem]) -> Prompts:
     return encode_prompts(problems, self.tokenizer, self.shape.max_prompt_length)
 
-  def make_collector(self, pool: GraderPool) -> Collector:
-    """Makes the collector, which encodes problems and has responses graded by `pool`."""
+  def make_collector(
+    self, pool: GraderPool, environments: EnvironmentPool | None = None
+  ) -> Collector:
+    """Makes the collector, which encodes problems and has responses graded by `pool`.
+
+    Args:
+      pool: from `grader_pool`.
+      environments: from `environment_pool`; on the first process only.
+    """
     return make_collector(
       self.tokenizer,
       pool,
       self.outcome_policy,
       self.config.overlong,
       max_prompt_length=self.shape.max_prompt_length,
+      environments=make_environments(self.config.environment, self.tokenizer, environments),
     )
 
 
@@ -119,6 +134,7 @@ def build(
   shape = batch_shape(config)
   outcome_policy = make_outcome_policy(config.grading.outcomes)
   tokenizer = tokenizer or make_tokenizer(config.tokenizer, config.prompts, config.model.checkpoint)
+  check_environment(config.environment, tokenizer)
   adapters = make_lora(config.lora)
   network = make_network(config.model, config.tokenizer, tokenizer.vocab_size)
   make_model_on = functools.partial(
@@ -287,6 +303,7 @@ def make_engine_factory(
       trainer=trainer,
       batches=batches or of_a_refresh,
       compiler_options=compiler_options,
+      has_replies=bool(config.environment.name),
     )
 
   return engine_of

@@ -59,6 +59,7 @@ def make_engine(
   trainer: TrainerLayout,
   batches: int = 1,
   compiler_options: Options | None = None,
+  has_replies: bool = False,
 ) -> Engine:
   """An engine for batches of a shape.
 
@@ -72,6 +73,7 @@ def make_engine(
     trainer: of the run.
     batches: that a stream of requests usually has.
     compiler_options: of generation.
+    has_replies: whether rollouts are dialogues.
   Raises:
     ValueError: the devices have no memory for a slot.
   """
@@ -98,6 +100,7 @@ def make_engine(
     cache=_cache(settings.cache, model),
     to_host=to_host,
     compiler_options=compiler_options,
+    has_replies=has_replies,
   )
 
 

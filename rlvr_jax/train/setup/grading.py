@@ -1,4 +1,4 @@
-"""Grading of a run: its graders, the pool of grading processes, and the rewards of outcomes."""
+"""Grading of a run: graders, environments, their processes, and the rewards of outcomes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from rlvr_jax.codejudge.sandbox import ACCEPTED, UNSANDBOXED
 from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer
 from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.data.task_utils import BY_REFERENCE
-from rlvr_jax.ops.checks import check_between
+from rlvr_jax.environments.by_name import parse_environment
+from rlvr_jax.environments.pool import EnvironmentPool
+from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 from rlvr_jax.rewards.by_name import parse_grader, weighted_reference
 from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy, outcome_policy
 from rlvr_jax.rewards.pool import GraderPool, default_workers
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.rollouts.dialogues import CUTS, DialogueSettings, Environments
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.reporting.progress import warn
@@ -226,6 +229,76 @@ def _graders_in(reference: Mapping[str, Any]) -> list[str]:
   return named + [text for part in parts for text in _graders_in(part)]
 
 
+def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer) -> None:
+  """Raises ValueError if dialogues are not possible as configured; see `EnvironmentPool` too.
+
+  Args:
+    settings: `config.environment`.
+    tokenizer: of the run.
+  """
+  if not settings.name:
+    return
+  parse_environment("config.environment.name", settings.name)
+  check_integer("config.environment", "max_turns", settings.max_turns, low=1)
+  check_integer("config.environment", "max_reply_length", settings.max_reply_length, low=0)
+  check_choice("config.environment", "cut", settings.cut, CUTS)
+  if not all(isinstance(text, str) and text for text in settings.stop_strings):
+    raise ValueError(
+      f"config.environment.stop_strings = {settings.stop_strings!r}: expected texts that are not"
+      " empty, such as ('</tool_call>',)"
+    )
+  tokenizer.check_turns()
+
+
+def environment_pool(
+  settings: ml_collections.ConfigDict, pool: GraderPool
+) -> EnvironmentPool | None:
+  """The processes of environments on the first process of a run; None if there are none.
+
+  Args:
+    settings: `config.environment`.
+    pool: grades for environments that ask for a verdict.
+  Raises:
+    EnvironmentStartError: the environment cannot work here.
+  """
+  if not settings.name or not multihost.is_first():
+    return None
+  return EnvironmentPool(
+    settings.name,
+    processes=settings.processes or default_workers(),
+    deadline_s=settings.deadline_s,
+    memory_mib=settings.memory_mib,
+    grade=pool.submit,
+  )
+
+
+def make_environments(
+  settings: ml_collections.ConfigDict, tokenizer: Tokenizer, pool: EnvironmentPool | None
+) -> Environments | None:
+  """What dialogues need; None if a rollout is one turn.
+
+  Args:
+    settings: `config.environment`.
+    tokenizer: of the run.
+    pool: from `environment_pool`.
+  """
+  if not settings.name:
+    return None
+
+  def share(value: Any) -> Any:
+    multihost.raise_if_shutdown_requested()  # all dialogues may wait, so that no burst notices
+    return multihost.exchange(value)[0]
+
+  limits = DialogueSettings(
+    max_turns=settings.max_turns,
+    max_reply_length=settings.max_reply_length,
+    cut=settings.cut,
+    stop_strings=tuple(settings.stop_strings),
+    grade_all_turns=settings.grade_all_turns,
+  )
+  return Environments(pool, tokenizer, limits, share)
+
+
 def make_outcome_policy(outcomes: Mapping[str, str]) -> OutcomePolicy:
   """The rewards of `config.grading.outcomes`."""
   return outcome_policy({name: _as_number(reward) for name, reward in outcomes.items()})
@@ -246,6 +319,7 @@ def make_collector(
   overlong: ml_collections.ConfigDict,
   *,
   max_prompt_length: int,
+  environments: Environments | None = None,
 ) -> Collector:
   """The collector of a run, whose processes share one pool.
 
@@ -254,6 +328,7 @@ def make_collector(
     pool: from `grader_pool`.
     overlong: `config.overlong`.
     max_prompt_length: tokens.
+    environments: from `make_environments`; None: a rollout is one turn.
   """
   shared = multihost.SharedGrader(pool) if jax.process_count() > 1 else None
   submit: Any = shared.submit if shared else pool.submit
@@ -266,4 +341,5 @@ def make_collector(
     outcome_policy=policy,
     overlong_buffer=overlong.buffer,
     overlong_filter=overlong.filter,
+    environments=environments,
   )

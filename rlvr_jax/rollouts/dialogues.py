@@ -1,0 +1,320 @@
+"""Dialogues with an environment: who answers the policy's turns, and how dialogues end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import enum
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import logging
+
+from rlvr_jax.data import Problem, Tokenizer
+from rlvr_jax.data.stop_strings import find_stop
+from rlvr_jax.environments.base import Message, Turn
+from rlvr_jax.environments.pool import Dialogue, EnvironmentPool, Failure
+from rlvr_jax.rewards.outcome import Outcome
+from rlvr_jax.rollouts.batch import Flight
+from rlvr_jax.rollouts.engine import Answer, Group, Usage
+
+CUTS = ("tail", "head", "middle")
+_WAIT_S = 2.0  # of a process for its environments, before it exchanges with the others
+_CUT = " [cut] "  # stands in a reply for what was cut
+
+
+class End(enum.IntEnum):
+  """How a dialogue ended; the numbers are in stores."""
+
+  TO_BE_GRADED = 0  # by the task's grader: the environment gave no score
+  CORRECT = 1  # by the environment, as `WRONG`
+  WRONG = 2
+  TURN_LIMIT = 3
+  LENGTH_LIMIT = 4
+  ENVIRONMENT_LIMIT = 5
+  ENVIRONMENT_REFUSED = 6
+  ENVIRONMENT_FAILED = 7
+
+  @property
+  def outcome(self) -> Outcome | None:
+    """The outcome of the rollout; None if the grader decides."""
+    return None if self is End.TO_BE_GRADED else Outcome[self.name]
+
+
+_END_OF_FAILURE = {
+  "failed": End.ENVIRONMENT_FAILED,
+  "timeout": End.ENVIRONMENT_LIMIT,
+  "memory": End.ENVIRONMENT_LIMIT,
+  "refused": End.ENVIRONMENT_REFUSED,
+}
+
+
+@dataclasses.dataclass
+class DialogueUsage(Usage):
+  """Counts of streams of dialogues.
+
+  Attributes:
+    replies: turns that an environment has answered.
+    reply_seconds: from the end of a turn until its answer was taken, summed over replies.
+    all_waiting_seconds: in which no slot was busy, since all dialogues waited.
+    dropped_tokens: sampled behind a stop string.
+  """
+
+  replies: int = 0
+  reply_seconds: float = 0.0
+  all_waiting_seconds: float = 0.0
+  dropped_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DialogueSettings:
+  """Limits of a run's dialogues.
+
+  Attributes:
+    max_turns: of the policy, ≥ 1.
+    max_reply_length: tokens of a reply's text, without what the template puts around it; a longer
+      one is cut. 0: no limit.
+    cut: which part of a reply is cut off: "tail", "head" or "middle".
+    stop_strings: each ends a turn of the policy, as a stop token does, and is part of it.
+    grade_all_turns: whether the grader reads the whole dialogue, not just the policy's last turn.
+  """
+
+  max_turns: int
+  max_reply_length: int = 0
+  cut: str = "tail"
+  stop_strings: tuple[str, ...] = ()
+  grade_all_turns: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Environments:
+  """What a run's dialogues need.
+
+  Attributes:
+    pool: the processes of environments; None except on the first process.
+    tokenizer: of the run.
+    settings: of the run.
+    share: the first process's JSON value → the value, on all processes; all call it together.
+  """
+
+  pool: EnvironmentPool | None
+  tokenizer: Tokenizer
+  settings: DialogueSettings
+  share: Callable[[Any], Any]
+
+  def first_messages(
+    self, problems: Sequence[Problem], seeds: Sequence[int]
+  ) -> list[Sequence[Message] | None]:
+    """The messages with which the dialogues of problems begin; None: the problem's own prompt.
+
+    Raises:
+      EnvironmentStoppedError: an environment failed before the policy said anything.
+    """
+    found: list[Any] = []
+    if self.pool is not None:
+      opened = [
+        self.pool.open(_as_mapping(problem), seed)
+        for problem, seed in zip(problems, seeds, strict=True)
+      ]
+      for dialogue in opened:
+        first = dialogue.first.result()
+        if isinstance(first, Failure):
+          found.append({"failure": first.detail})
+        else:
+          found.append(first and [dict(message) for message in first])
+        self.pool.close_dialogue(dialogue)
+    found = self.share(found)
+    for problem, messages in zip(problems, found, strict=True):
+      if isinstance(messages, dict):
+        raise EnvironmentStoppedError(
+          f"the environment failed at its reset for the problem {problem.question[:80]!r}:"
+          f" {messages['failure']}"
+        )
+    return found
+
+  def last_turn(self, group: Group, rollout: int) -> str:
+    """The text of the policy's last turn, which ends the response so far."""
+    length = int(group.lengths[rollout])
+    first = _turn_start(group, rollout, length)
+    return self.tokenizer.decode(group.tokens[rollout, first:length].tolist())
+
+
+class EnvironmentStoppedError(RuntimeError):
+  """An environment failed where no policy's text can be the cause."""
+
+
+class _Asked(NamedTuple):
+  """A turn of the policy without an answer so far."""
+
+  group: Group[Flight]
+  rollout: int
+  at: float  # seconds on the host's clock
+  future: Future[Turn | Failure] | None  # on the first process
+
+
+class EnvironmentDialogues:
+  """Answers the turns of one stream of dialogues; see `engine.Dialogues`.
+
+  The first process has the environments. All processes get its replies after the same burst.
+  """
+
+  def __init__(self, environments: Environments, usage: DialogueUsage):
+    """`usage` counts what happens."""
+    self._environments, self._usage = environments, usage
+    self._num_asked = 0
+    self._asked: dict[int, _Asked] = {}  # by number, on all processes the same
+    self._ended: dict[int, End] = {}  # by number, of turns that no environment gets
+    self._opened: dict[tuple[int, int], Dialogue] = {}  # by id of the group, and rollout
+
+  def find_stop(self, group: Group[Flight], rollout: int, start: int) -> int | None:
+    """See `engine.Dialogues`."""
+    settings = self._environments.settings
+    if not settings.stop_strings:
+      return None
+    length = int(group.lengths[rollout])
+    first = _turn_start(group, rollout, length)
+    ids = group.tokens[rollout, first:length].tolist()
+    kept = find_stop(
+      self._environments.tokenizer, ids, settings.stop_strings, searched=start - first
+    )
+    if kept is None:
+      return None
+    self._usage.dropped_tokens += len(ids) - kept
+    return first + kept
+
+  def ask(self, group: Group[Flight], rollout: int) -> None:
+    """See `engine.Dialogues`."""
+    number, self._num_asked = self._num_asked, self._num_asked + 1
+    future = None
+    if not group.stopped[rollout]:
+      self._ended[number] = End.LENGTH_LIMIT
+    elif (pool := self._environments.pool) is not None:
+      text = self._environments.last_turn(group, rollout)
+      future = pool.step(self._dialogue(pool, group, rollout), text)
+    self._asked[number] = _Asked(group, rollout, time.monotonic(), future)
+
+  def take(self, *, wait: bool) -> list[Answer]:
+    """See `engine.Dialogues`; waits some seconds at most, so that signals are noticed."""
+    ended, self._ended = self._ended, {}
+    began = time.monotonic()
+    replies = self._environments.share(self._replies(wait=wait and not ended))
+    now = time.monotonic()
+    if wait:
+      self._usage.all_waiting_seconds += now - began
+    self._usage.replies += len(replies)
+    self._usage.reply_seconds += sum(now - self._asked[number].at for number, *_ in replies)
+    answers = [self._end(number, end) for number, end in ended.items()]
+    return answers + [self._answer(*reply) for reply in replies]
+
+  def _replies(self, *, wait: bool) -> list[Any]:
+    """On the first process, the replies that have come, as JSON: [number, kind, reply]."""
+    futures = {asked.future: number for number, asked in self._asked.items() if asked.future}
+    if wait and futures:
+      first = concurrent.futures.FIRST_COMPLETED
+      concurrent.futures.wait(futures, timeout=_WAIT_S, return_when=first)
+    done = [(number, future.result()) for future, number in futures.items() if future.done()]
+    return [
+      [number, "failure" if isinstance(result, Failure) else "turn", list(result)]
+      for number, result in sorted(done)
+    ]
+
+  def _answer(self, number: int, kind: str, fields: list[Any]) -> Answer:
+    """What follows a turn that the environment has answered."""
+    if kind == "failure":
+      failure = Failure(*fields)
+      if failure.kind == "failed":
+        logging.log_first_n(logging.WARNING, "an environment failed: %s", 5, failure.detail)
+      return self._end(number, _END_OF_FAILURE[failure.kind])
+    turn = Turn(*fields)
+    group, rollout, *_ = self._asked[number]
+    if turn.done:
+      if turn.score is None:
+        return self._end(number, End.TO_BE_GRADED)
+      _array(group.scores)[rollout] = turn.score
+      return self._end(number, End.CORRECT if turn.is_correct else End.WRONG)
+    length = int(group.lengths[rollout])
+    turns = int(_array(group.turns)[rollout, length - 1]) // 2 + 1
+    if turns >= self._environments.settings.max_turns:
+      return self._end(number, End.TURN_LIMIT)
+    tokens = self._encode(turn, last=int(group.tokens[rollout, length - 1]))
+    # One place at least is left for the policy.
+    if length + len(tokens) >= group.tokens.shape[1]:
+      return self._end(number, End.LENGTH_LIMIT)
+    del self._asked[number]
+    return Answer(group, rollout, tokens, is_last=False)
+
+  def _end(self, number: int, end: End) -> Answer:
+    """Ends the dialogue of a turn."""
+    group, rollout, *_ = self._asked.pop(number)
+    _array(group.ends)[rollout] = end
+    group.stopped[rollout] = end is not End.LENGTH_LIMIT  # of the dialogue, not of its last turn
+    opened = self._opened.pop((id(group), rollout), None)
+    if opened is not None and self._environments.pool is not None:
+      self._environments.pool.close_dialogue(opened)
+    return Answer(group, rollout, np.zeros(0, np.int32), is_last=True)
+
+  def _dialogue(self, pool: EnvironmentPool, group: Group[Flight], rollout: int) -> Dialogue:
+    """The rollout's dialogue, which begins with its first turn."""
+    key = id(group), rollout
+    if key not in self._opened:
+      flight, index = group.owner, group.prompt_index
+      self._opened[key] = pool.open(_as_mapping(flight.problems[index]), flight.seeds[index])
+    return self._opened[key]
+
+  def _encode(self, turn: Turn, *, last: int) -> np.ndarray:
+    """The tokens of a reply, cut if it is too long; `last` is the token before them."""
+    settings, tokenizer = self._environments.settings, self._environments.tokenizer
+    text, most = turn.reply, settings.max_reply_length
+    if most and len(tokenizer.encode(text)) > most:
+      text = shorten(text, settings.cut, lambda part: len(tokenizer.encode(part)) <= most)
+    return np.asarray(tokenizer.encode_reply(text, turn.role, last), np.int32)
+
+
+def shorten(text: str, cut: str, fits: Callable[[str], bool]) -> str:
+  """The text without its tail, its head or its middle, and a note where that was.
+
+  Args:
+    text: too long.
+    cut: one of `CUTS`.
+    fits: whether a text is short enough. About the longest that fits is found by bisection.
+  """
+  kept, too_many = 0, len(text)  # characters
+  while too_many - kept > 1:
+    middle = (kept + too_many) // 2
+    if fits(_without(text, cut, middle)):
+      kept = middle
+    else:
+      too_many = middle
+  return _without(text, cut, kept)
+
+
+def _without(text: str, cut: str, kept: int) -> str:
+  """`kept` characters of the text, and the note."""
+  if cut == "tail":
+    return text[:kept] + _CUT
+  if cut == "head":
+    return _CUT + text[len(text) - kept :]
+  first = (kept + 1) // 2
+  return text[:first] + _CUT + text[len(text) - (kept - first) :]
+
+
+def _turn_start(group: Group, rollout: int, length: int) -> int:
+  """The place where the last turn of a response of this length begins."""
+  turns = _array(group.turns)[rollout, :length]
+  return int(np.argmax(turns == turns[-1]))
+
+
+def _array(of_dialogues: np.ndarray | None) -> np.ndarray:
+  """An array that the groups of dialogues have."""
+  assert of_dialogues is not None
+  return of_dialogues
+
+
+def _as_mapping(problem: Problem) -> dict[str, Any]:
+  """A problem, as environments get it."""
+  return {
+    "question": problem.question, "answer": problem.answer, "reference": dict(problem.reference),
+  }  # fmt: skip
