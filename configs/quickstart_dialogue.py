@@ -24,6 +24,7 @@ def get_config() -> ConfigDict:
   c.max_response_length = 24  # bytes of all turns: five guesses, their ends, four replies
   c.warm_start.num_steps = 100
   c.batch.prompts, c.batch.group_size = 32, 16
+  c.sampling.slots = 128
   c.learning_rate = "linear(peak=3e-4)"
   c.evaluation.batch_prompts = 256
   c.checkpoint.every = 100

@@ -71,11 +71,10 @@ class EnvironmentProcess:
     """
     line = json.dumps(message).encode() + b"\n"
     while line:
-      self._wait(self._stdin, selectors.EVENT_WRITE, deadline)
       try:
         line = line[os.write(self._stdin.fileno(), line[:65536]) :]
       except BlockingIOError:
-        continue
+        self._wait(self._stdin, selectors.EVENT_WRITE, deadline)
       except OSError as error:  # the pipe is closed
         raise ProcessDiedError("the environment's process ended") from error
 

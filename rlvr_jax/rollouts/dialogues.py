@@ -58,14 +58,14 @@ class DialogueUsage(Usage):
 
   Attributes:
     replies: turns that an environment has answered.
-    reply_seconds: from the end of a turn until its answer was taken, summed over replies.
-    all_waiting_seconds: in which no slot was busy, since all dialogues waited.
+    reply_waits_s: seconds from the end of a turn until its answer was taken, over all replies.
+    environment_wait_seconds: in which the engine waited for replies.
     dropped_tokens: sampled behind a stop string.
   """
 
   replies: int = 0
-  reply_seconds: float = 0.0
-  all_waiting_seconds: float = 0.0
+  reply_waits_s: float = 0.0
+  environment_wait_seconds: float = 0.0
   dropped_tokens: int = 0
 
 
@@ -196,25 +196,25 @@ class EnvironmentDialogues:
       future = pool.step(self._dialogue(pool, group, rollout), text)
     self._asked[number] = _Asked(group, rollout, time.monotonic(), future)
 
-  def take(self, *, wait: bool) -> list[Answer]:
+  def take(self, *, patience_s: float, until_one: bool) -> list[Answer]:
     """See `engine.Dialogues`; waits some seconds at most, so that signals are noticed."""
     ended, self._ended = self._ended, {}
     began = time.monotonic()
-    replies = self._environments.share(self._replies(wait=wait and not ended))
+    replies = self._environments.share(self._replies(patience_s, until_one and not ended))
     now = time.monotonic()
-    if wait:
-      self._usage.all_waiting_seconds += now - began
+    self._usage.environment_wait_seconds += now - began
     self._usage.replies += len(replies)
-    self._usage.reply_seconds += sum(now - self._asked[number].at for number, *_ in replies)
+    self._usage.reply_waits_s += sum(now - self._asked[number].at for number, *_ in replies)
     answers = [self._end(number, end) for number, end in ended.items()]
     return answers + [self._answer(*reply) for reply in replies]
 
-  def _replies(self, *, wait: bool) -> list[Any]:
+  def _replies(self, patience_s: float, until_one: bool) -> list[Any]:
     """On the first process, the replies that have come, as JSON: [number, kind, reply]."""
     futures = {asked.future: number for number, asked in self._asked.items() if asked.future}
-    if wait and futures:
+    if until_one:
       first = concurrent.futures.FIRST_COMPLETED
       concurrent.futures.wait(futures, timeout=_WAIT_S, return_when=first)
+    concurrent.futures.wait(futures, timeout=patience_s)  # for all of them
     done = [(number, future.result()) for future, number in futures.items() if future.done()]
     return [
       [number, "failure" if isinstance(result, Failure) else "turn", list(result)]

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from rlvr_jax.rollouts.decoder import Emitted, Fresh, Known, Prefilled, Settings
 from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
 
 _PREFILL_TOKENS = 8192  # the most tokens of a batch of prompts, padding included
+_PATIENCE_S = 1.0  # with which idle slots wait for replies, at most; the first burst compiles
 
 
 Owner = TypeVar("Owner")  # of a request; returned with its rollouts
@@ -76,11 +78,12 @@ class Dialogues(Protocol):
     """Takes a turn that has ended; the answer comes from `take`."""
     ...
 
-  def take(self, *, wait: bool) -> list[Answer]:
+  def take(self, *, patience_s: float, until_one: bool) -> list[Answer]:
     """Returns the answers that have come, in all processes the same.
 
     Args:
-      wait: whether to wait until there is one.
+      patience_s: seconds to wait for all of those that are outstanding.
+      until_one: whether to wait before that until there is one.
     """
     ...
 
@@ -384,8 +387,12 @@ class Engine:
     resumed: collections.deque[_Rollout] = collections.deque()  # have one, and no slot yet
     pending = self._prefill(params, self._contexts(coming, resumed))
     unfinished: dict[int, int] = {}  # id of a group → number of its rollouts that have not ended
+    burst_s = 0.0
     while True:
-      finished = self._take_answers(dialogues, waiting, resumed, unfinished, wait=False)
+      idle = slots.count(None) / len(slots)
+      take = functools.partial(self._take_answers, dialogues, waiting, resumed, unfinished)
+      # A burst computes all slots: the more of them are idle, the longer replies may take.
+      finished = take(patience_s=idle * burst_s, until_one=False)
       free = [slot for slot, rollout in enumerate(slots) if rollout is None]
       # `zip` stops at `free`, its first argument, so that no rollout is consumed without a slot.
       new = dict(zip(free, pending, strict=False))
@@ -403,11 +410,13 @@ class Engine:
           yield finished
         return
       if not busy:
-        finished += self._take_answers(dialogues, waiting, resumed, unfinished, wait=True)
+        finished += take(patience_s=burst_s, until_one=True)
         yield finished
         continue
+      began = time.monotonic()
       state, emitted = self.programs.burst(params, state)
       emitted = self._to_host(emitted)
+      burst_s = min(time.monotonic() - began, _PATIENCE_S)
       before = {slot: rollout.length for slot, rollout in busy.items()}
       tokens = sum(rollout.append(emitted, slot) for slot, rollout in busy.items())
       usage.add(int(emitted.steps) * len(slots), tokens, drain=len(busy) < len(slots))
@@ -434,7 +443,8 @@ class Engine:
     resumed: collections.deque[_Rollout],
     unfinished: dict[int, int],
     *,
-    wait: bool,
+    patience_s: float,
+    until_one: bool,
   ) -> list[Group]:
     """Moves rollouts that have an answer from `waiting` to `resumed`.
 
@@ -444,7 +454,7 @@ class Engine:
     if dialogues is None or not waiting:
       return []
     finished: list[Group] = []
-    for answer in dialogues.take(wait=wait):
+    for answer in dialogues.take(patience_s=patience_s, until_one=until_one):
       rollout = waiting.pop((id(answer.group), answer.rollout))
       rollout.add_reply(answer.tokens)
       if answer.is_last:

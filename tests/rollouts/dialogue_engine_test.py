@@ -49,9 +49,10 @@ class Replies:
     delay = int(self._rng.integers(0, 5)) if self._rng else 0
     self._asked.append((delay, group, rollout))
 
-  def take(self, *, wait):
-    ready = [entry for entry in self._asked if entry[0] == 0 or wait]
-    self._asked = [(n - 1, *rest) for n, *rest in self._asked if not (n == 0 or wait)]
+  def take(self, *, patience_s, until_one):
+    del patience_s
+    ready = [entry for entry in self._asked if entry[0] == 0 or until_one]
+    self._asked = [(n - 1, *rest) for n, *rest in self._asked if not (n == 0 or until_one)]
     return [self._answer(group, rollout) for _, group, rollout in ready]
 
   def _answer(self, group, rollout):
