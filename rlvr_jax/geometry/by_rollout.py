@@ -26,8 +26,8 @@ class Places(NamedTuple):
 class Spans(NamedTuple):
   """The rollouts in the order of their places; those without a place come last."""
 
-  firsts: Array  # i32[B], place of the first token, of M·R·L
-  ends: Array  # i32[B], place after the last token
+  firsts: Array  # i32[B], place of the first token in the loss, of M·R·L
+  ends: Array  # i32[B], place after the last one; an environment's tokens may lie between
   slots: Array  # i32[B], index of the rollout in the batch, of P·G
   bounds: Array  # i32[M + 1], indices in these lists between the rollouts of two micro-batches
 
@@ -44,13 +44,13 @@ def find_places(batch: TrainBatch) -> Places:
   size, rows = packed.tokens.size, packed.tokens[0].size
   places = jnp.where(packed.places >= 0, packed.places, size)
   in_loss = jnp.zeros(size, bool).at[places].set(mask, mode="drop").reshape(packed.tokens.shape)
-  firsts = places[..., 0].reshape(B)  # a rollout that has a place has one for its first token
-  lengths = jnp.sum(packed.places >= 0, axis=-1, dtype=jnp.int32).reshape(B)
+  firsts = jnp.min(places, axis=-1).reshape(B)
+  ends = jnp.max(packed.places, axis=-1).reshape(B) + 1  # 0 without a place
   order = jnp.argsort(firsts)
   firsts = firsts[order]
   starts = jnp.arange(packed.tokens.shape[0] + 1, dtype=firsts.dtype) * rows
   bounds = jnp.searchsorted(firsts, starts)
-  spans = Spans(firsts, firsts + lengths[order], order, bounds)
+  spans = Spans(firsts, jnp.maximum(firsts, ends[order]), order, bounds)
   return Places(packed.targets, in_loss, spans, packed.num_micro_batches)
 
 

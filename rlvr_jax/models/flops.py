@@ -35,7 +35,8 @@ def forward_flops(
 
   With a prompt of s tokens and a response of t, the layers process s + t − 1 tokens, since the last
   one predicts nothing, and the head is applied at t positions. Generation with a KV cache costs the
-  same.
+  same. A dialogue counts as one response with the tokens of all turns, though the head need not be
+  applied at an environment's.
 
   Args:
     config: the network's settings.

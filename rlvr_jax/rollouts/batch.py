@@ -307,7 +307,7 @@ def mean_solve_rate(batch: TrainBatch, versions: np.ndarray) -> np.ndarray:
 
 
 def response_lengths(batch: TrainBatch) -> np.ndarray:
-  """i32[P, G], the number of tokens up to the last one in the loss."""
+  """i32[P, G], the number of tokens up to the last one in the loss, an environment's included."""
   positions = np.arange(1, batch.mask.shape[-1] + 1)
   return np.max((batch.mask > 0) * positions, axis=-1)
 

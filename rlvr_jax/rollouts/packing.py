@@ -3,7 +3,8 @@
 A row has each prompt of its rollouts once, followed by those rollouts. The last token of a prompt
 predicts the first token of each of its rollouts, so each rollout begins with a copy of it: a prompt
 of s tokens takes s − 1 places, a rollout of t tokens takes t, and each place of a rollout predicts
-one of its tokens.
+one of its tokens. Tokens that are not in the loss, such as an environment's, take places like
+others, but no place predicts them; those after a rollout's last loss token take none.
 
 Rows come in micro-batches of as many rows as there are devices, or a multiple. The last one may be
 nearly empty, so up to two micro-batches of short rows may take its place, of which an update
@@ -300,6 +301,7 @@ def pack_batch(batch: TrainBatch, layout: RowLayout) -> TrainBatch:
     np.asarray(batch.tokens),
     lengths,
     layout,
+    mask=counts,
   )
   return dataclasses.replace(batch, packed=packed)
 
@@ -310,6 +312,8 @@ def pack(
   tokens: np.ndarray,
   response_lengths: np.ndarray,
   layout: RowLayout,
+  *,
+  mask: np.ndarray | None = None,
 ) -> Packed:
   """Packs a batch into rows, in micro-batches of equal shape.
 
@@ -318,6 +322,7 @@ def pack(
     prompt_lengths: i32[P].
     tokens: i32[P, G, T], right-padded.
     response_lengths: i32[P, G].
+    mask: bool[P, G, T], the tokens that are predicted; None: all of them.
   """
   P, G, T = tokens.shape
   length, alignment = layout.length, layout.alignment
@@ -327,6 +332,7 @@ def pack(
   inputs, targets, prompts, positions = empty(0), empty(0), empty(-1), empty(0)
   starts, prompt_ends = empty(0), empty(0)
   places = np.full((P, G, T), -1, np.int32)
+  is_predicted = np.ones((P, G, T), bool) if mask is None else mask
   for number, row in enumerate(dealt.reshape(-1)):
     at = 0
     for p, rollouts in rows[row].blocks.items() if row >= 0 else ():
@@ -342,10 +348,11 @@ def pack(
         t = int(response_lengths[p, g])
         here = slice(at, at + t)
         inputs[number, here] = np.concatenate([prompt[-1:], tokens[p, g, : t - 1]])
-        targets[number, here] = tokens[p, g, :t]
+        targets[number, here] = np.where(is_predicted[p, g, :t], tokens[p, g, :t], 0)
         positions[number, here] = s + np.arange(t)
         prompts[number, here], starts[number, here], prompt_ends[number, here] = p, at, end
-        places[p, g, :t] = number * length + np.arange(at, at + t)
+        own_places = number * length + np.arange(at, at + t)
+        places[p, g, :t] = np.where(is_predicted[p, g, :t], own_places, -1)
         at += int(_round_up(t, alignment))
   fold = lambda x: x.reshape(shape)
   return Packed(

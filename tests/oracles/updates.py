@@ -59,12 +59,15 @@ def make_batch(dtype=np.float32, seed=0):
   )
 
 
-def in_rows(batch, *, rows=10**6, mesh=None, length=12, several=True, has_short_rows=False):
+def in_rows(
+  batch, *, rows=10**6, mesh=None, length=12, alignment=1, several=True, has_short_rows=False
+):
   """The batch packed into rows, in micro-batches of `rows` rows on each device, or in one.
 
   Args:
     batch: as `make_batch` makes it.
     mesh: where the batch is placed; None leaves it on the host.
+    alignment: see `RowLayout`.
     several: whether micro-batches of that size must be several, or one; None: any number.
     has_short_rows: see `RowLayout`.
   """
@@ -76,7 +79,7 @@ def in_rows(batch, *, rows=10**6, mesh=None, length=12, several=True, has_short_
     max_prompt_length=batch.prompts.tokens.shape[1],
     max_response_length=T,
     length=length,
-    alignment=1,
+    alignment=alignment,
     devices=devices,
     tokens_per_micro_batch=rows * length,
     has_short_rows=has_short_rows,

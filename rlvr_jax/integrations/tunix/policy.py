@@ -13,6 +13,7 @@ from tunix.rl import algo_core, common
 
 from rlvr_jax.losses import Loss
 from rlvr_jax.ops import reductions
+from rlvr_jax.ops.masked import masked_fill
 from rlvr_jax.ops.veto import Veto
 from rlvr_jax.types import Array, Prompts, TrainBatch
 
@@ -91,9 +92,10 @@ def _loss_and_metrics(
   }
   kl = jnp.float32(0)
   if algo_config.beta and train_example.ref_per_token_logps is not None:
+    # Before the exponential: Tunix multiplies by the mask afterwards, and zero times inf is NaN.
     divergence = common.compute_kl_divergence(
-      logprobs,
-      train_example.ref_per_token_logps,
+      masked_fill(logprobs, response_mask),
+      masked_fill(train_example.ref_per_token_logps, response_mask),
       algo_config.kl_loss_mode,
       clamp_value=algo_config.kl_clamp_value,
     )
