@@ -89,7 +89,9 @@ class TrainBatch:
   # f32[P], all equal: see `rollouts.batch.mean_solve_rate`, before any filter of groups
   solve_rate: Array | None = None
   lags: Array | None = None  # i32[P, G], updates since the behavior policy; −1: not of this run
-  turns: Array | None = None  # i32[P, G, T], see `Rollouts`; no update reads them
+  # i32[P, G, T], see `Rollouts`; an update asks only whether there are any: if so, the head leaves
+  # out places that predict nothing.
+  turns: Array | None = None
   sources: Array | None = None  # i32[P], index of the source that sampled the group
   packed: Packed | None = None  # the rollouts in rows; None: padded, [P, G, S + T]
   # f32[P, G, T], under the distribution sampled from, where `behavior_logprobs` deliberately are

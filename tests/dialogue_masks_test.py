@@ -38,6 +38,7 @@ VETOES = (
   {"": None}
   | {scope: negative_advantage_veto(scope=scope, threshold=0.8) for scope in SCOPES}
   | {"above": negative_advantage_veto(trigger="above", threshold=1.2)}
+  | {"often": negative_advantage_veto(threshold=1.1)}
   | {"renormalized": negative_advantage_veto(threshold=0.8, renormalize=True)}
 )
 FILLS = {"arbitrary": None, "nan": np.nan, "inf": np.inf, "-inf": -np.inf}
@@ -65,9 +66,10 @@ def case():
   return values, places, present
 
 
-def side_by_side():
-  """(log π, entropy, batch) without environments."""
-  return _lay(np.broadcast_to(np.arange(LONGEST), (P, G, LONGEST)), 0.0)
+def side_by_side(width=LONGEST):
+  """(log π, entropy, batch) without environments, in responses of so many places."""
+  places = np.broadcast_to(np.arange(LONGEST), (P, G, LONGEST))
+  return jax.tree.map(lambda x: x[..., :width] if x.ndim == 3 else x, _lay(places, 0.0))
 
 
 def spread(fill=None):
@@ -147,7 +149,8 @@ def test_losses_are_those_of_the_policy_tokens(x64, name, vetoes):
     return found, reductions.values(metrics), gradients
 
   coefficients_of = lambda x, batch: x.apply(x.init(jnp.asarray(0.7)), batch)
-  plain = side_by_side()
+  # Of the same width, one program is compiled for both.
+  plain = side_by_side(LONGEST if len(vetoes) == len(VETOES) else T)
   for number, estimator in enumerate(ESTIMATORS.values()):
     expected = run(plain[0], plain[-1], coefficients_of(estimator, plain[-1]))
     fills = FILLS if number == 0 else {"nan": np.nan}
@@ -184,6 +187,9 @@ def test_reference_and_entropy_are_those_of_the_policy_tokens(x64, estimator):
 
   expected, plain_gradients = run(*side_by_side())
   plain_gradients = [of_policy_tokens(x, side_by_side()[-1]) for x in plain_gradients]
+  lags, lengths = side_by_side()[-1].lags, case()[-1].sum(-1)
+  mean = np.average(lags, weights=lengths)
+  assert_near(expected[-1]["staleness/mean"], mean, tolerance=1e-6)  # in float32
   for fill in FILLS.values():
     dialogues = spread(fill)
     found, gradients = run(*dialogues)
@@ -420,3 +426,27 @@ def test_flops_count_all_tokens():
     of = lambda lengths, flops=flops: flops(method.model.config, batch.prompts.lengths, lengths)
     assert of(response_lengths(batch)) == of(response_lengths(one_turn))
     assert of(response_lengths(batch)) > 1.1 * of((batch.mask > 0).sum(-1))
+
+
+@pytest.mark.slow
+def test_the_head_leaves_out_places_that_predict_nothing(x64):
+  """Where dialogues have turns, and rows more places than a chunk: loss and gradient stay."""
+  method, params, _ = network()
+  rng = np.random.default_rng(5)
+  shape = (4, 2, 800)
+  turns = np.cumsum(rng.random(shape) < 0.01, axis=-1).astype(np.int32)
+  batch = batches.make_host_batch(
+    (turns % 2 == 0).astype(float),
+    prompts=batches.random_prompts(rng, 4, updates.S, 23),
+    tokens=rng.integers(0, 23, shape).astype(np.int32),
+  )
+  batch = updates.in_rows(batch, length=810, several=False)
+  assert batch.packed.tokens.size > 2 * 2048 and batch.mask.mean() < 0.6
+  coefficients = rng.normal(size=(4, 2))
+  run = lambda batch: updates.gradient_of(method, batch, params, coefficients)
+  (expected, metrics), gradient = run(batch)
+  (loss, found_metrics), found = run(dataclasses.replace(batch, turns=turns))
+  np.testing.assert_allclose(loss, expected, rtol=1e-11)
+  assert updates.relative_distance(found, gradient) < 1e-11
+  pair = map(reductions.values, (found_metrics, metrics))
+  chex.assert_trees_all_close(*pair, rtol=1e-9, atol=1e-12)

@@ -178,6 +178,7 @@ def token_statistics(
   sampling: Sampling = _PLAIN,
   *,
   projection: Array | None = None,
+  wanted: Array | None = None,
   mesh: Mesh | None = None,
   chunk_rows: int | None = None,
 ) -> TokenStatistics:
@@ -185,13 +186,20 @@ def token_statistics(
 
   Args:
     projection: [V, R], rows R_v; None omits `projected`. Only for sampling that excludes no token.
+    wanted: bool[P, ...], the tokens to compute; the values of others are 0. They are spared the
+      head where they fill chunks: each device moves its wanted tokens to its first chunks, and the
+      sum over tokens in the kernel's gradient takes their order. None: all.
   """
   chex.assert_shape(hidden, (*tokens.shape, None))
   if sampling.temperature == 0:
     raise ValueError("token_logprobs of greedy decoding (temperature=0): it has no density")
   rows = chunk_rows or default_chunk_rows(head.kernel.shape[1])
   setting = _Setting(sampling, float(head.scale), head.soft_cap, rows, mesh)
-  return _statistics(setting, hidden, head.kernel, tokens, projection)
+  statistics = _statistics(setting, hidden, head.kernel, tokens, projection, wanted)
+  if wanted is None:
+    return statistics
+  ahead = lambda x: wanted.reshape(*wanted.shape, *[1] * (x.ndim - wanted.ndim))
+  return jax.tree.map(lambda x: jnp.where(ahead(x), x, 0.0), statistics)
 
 
 def default_chunk_rows(vocab_size: int) -> int:
@@ -213,55 +221,55 @@ class _Setting(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _statistics(setting, hidden, kernel, tokens, projection):
-  """([P, ..., D], [D, V], [P, ...], [V, R]) → statistics [P, ...]."""
-  return _statistics_and_terms(setting, hidden, kernel, tokens, projection)[0]
+def _statistics(setting, hidden, kernel, tokens, projection, wanted):
+  """([P, ..., D], [D, V], [P, ...], [V, R], [P, ...]) → statistics [P, ...]."""
+  return _statistics_and_terms(setting, hidden, kernel, tokens, projection, wanted)[0]
 
 
 @jax.named_scope("head")
-def _statistics_and_terms(setting, hidden, kernel, tokens, projection):
+def _statistics_and_terms(setting, hidden, kernel, tokens, projection, wanted):
   """As `_statistics`, with `_SoftmaxTerms` [P, ...], which spare the backward pass a softmax."""
 
-  def on_device(hidden, tokens, kernel, projection):
-    chunk = lambda args: _chunk_forward(setting, args[0], kernel, args[1], projection)
+  def on_device(hidden, tokens, wanted, kernel, projection):
+    def chunk(carry, args):
+      return carry, _chunk_forward(setting, args[0], kernel, args[1], projection)
+
     rows = (hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1))
-    results = _map(chunk, _split(setting, rows))
-    join = lambda x: x.reshape(-1, *x.shape[2:])[: tokens.size].reshape(*tokens.shape, *x.shape[2:])
-    return jax.tree.map(join, results)
+    _, results = _fold_rows(setting, chunk, None, rows, wanted)
+    return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), results)
 
   kernel = _constrain_kernel(setting, kernel.astype(hidden.dtype), None)
-  run = _on_devices(setting, on_device, (_ROWS, _ROWS, _REPLICATED, _REPLICATED))
-  return run(hidden, tokens, kernel, projection)
+  run = _on_devices(setting, on_device, (_ROWS, _ROWS, _ROWS, _REPLICATED, _REPLICATED))
+  return run(hidden, tokens, wanted, kernel, projection)
 
 
-def _statistics_forward(setting, hidden, kernel, tokens, projection):
-  statistics, terms = _statistics_and_terms(setting, hidden, kernel, tokens, projection)
-  return statistics, (hidden, kernel, tokens, terms, statistics.entropy)
+def _statistics_forward(setting, hidden, kernel, tokens, projection, wanted):
+  statistics, terms = _statistics_and_terms(setting, hidden, kernel, tokens, projection, wanted)
+  return statistics, (hidden, kernel, tokens, terms, statistics.entropy, wanted)
 
 
 @jax.named_scope("head")
 def _statistics_backward(setting, saved, cotangents):
-  hidden, kernel, tokens, terms, entropy = saved
+  hidden, kernel, tokens, terms, entropy, wanted = saved
   dtype = jnp.promote_types(hidden.dtype, jnp.float32)
 
-  def on_device(hidden, per_token, kernel):
+  def on_device(hidden, per_token, wanted, kernel):
     def chunk(total, args):
       rows, per_row = args
       into_hidden, into_kernel = _chunk_backward(setting, kernel, rows, *per_row)
       return total + into_kernel, into_hidden
 
     rows = (hidden.reshape(-1, hidden.shape[-1]), jax.tree.map(jnp.ravel, per_token))
-    total, into_hidden = _scan(chunk, jnp.zeros(kernel.shape, dtype), _split(setting, rows))
-    num_rows = hidden.size // hidden.shape[-1]
-    into_hidden = into_hidden.reshape(-1, hidden.shape[-1])[:num_rows]
+    start = jnp.zeros(kernel.shape, dtype)
+    total, into_hidden = _fold_rows(setting, chunk, start, rows, wanted)
     return into_hidden.reshape(hidden.shape), total[None]
 
   gathered = _constrain_kernel(setting, kernel.astype(hidden.dtype), None)
-  run = _on_devices(setting, on_device, (_ROWS, _ROWS, _REPLICATED))
+  run = _on_devices(setting, on_device, (_ROWS, _ROWS, _ROWS, _REPLICATED))
   per_token = (tokens, terms, entropy, cotangents.logprobs, cotangents.entropy)
-  into_hidden, totals = run(hidden, per_token, gathered)
+  into_hidden, totals = run(hidden, per_token, wanted, gathered)
   into_kernel = _constrain_kernel(setting, totals.sum(0), "fsdp").astype(kernel.dtype)
-  return into_hidden, into_kernel, None, None
+  return into_hidden, into_kernel, None, None, None
 
 
 _statistics.defvjp(_statistics_forward, _statistics_backward)
@@ -330,6 +338,39 @@ def _entropy(logprobs):
 # --- chunks of a device's rows --------------------------------------------------------------------
 
 
+def _fold_rows(setting, function, start, rows, wanted):
+  """Carries a value through the chunks of rows [N, ...]; returns it and the outputs [N, ...].
+
+  With `wanted`, [..., N in all], wanted rows come first, and chunks without one are left out; what
+  is left out has the output 0. One chunk is computed as a whole.
+  """
+  N = jax.tree.leaves(rows)[0].shape[0]
+  join = lambda x: x.reshape(-1, *x.shape[2:])[:N]
+  if wanted is None or N <= setting.chunk_rows:
+    carry, outputs = _scan(function, start, _split(setting, rows))
+    return carry, jax.tree.map(join, outputs)
+  order = jnp.argsort(~wanted.reshape(-1), stable=True)
+  chunks = _split(setting, jax.tree.map(lambda x: x[order], rows))
+  select = lambda index: jax.tree.map(lambda x: x[index], chunks)
+  num_chunks, length = jax.tree.leaves(chunks)[0].shape[:2]
+  count = -(-jnp.sum(wanted) // length)
+  if setting.mesh is not None and setting.mesh.size > 1:
+    # The vocabulary may be split over devices, which then exchange sums in every step.
+    count = jax.lax.pmax(count, ("data", "fsdp"))
+
+  def step(index, state):
+    carry, outputs = state
+    carry, output = function(carry, select(index))
+    put = lambda x, part: jax.lax.dynamic_update_index_in_dim(x, part, index, 0)
+    return carry, jax.tree.map(put, outputs, output)
+
+  _, shapes = jax.eval_shape(function, start, select(0))
+  outputs = jax.tree.map(lambda x: jnp.zeros((num_chunks, *x.shape), x.dtype), shapes)
+  carry, outputs = jax.lax.fori_loop(0, count, step, (start, outputs))
+  put_back = lambda x: jnp.zeros_like(x).at[order].set(x, unique_indices=True)
+  return carry, jax.tree.map(lambda x: put_back(join(x)), outputs)
+
+
 def _split(setting, rows):
   """Splits arrays [N, ...] into [C, n, ...] with n ≤ chunk_rows and the least padding."""
   N = rows[0].shape[0]
@@ -345,10 +386,6 @@ def _scan(function, start, chunks):
     return jax.lax.scan(function, start, chunks)
   carry, output = function(start, jax.tree.map(lambda x: x[0], chunks))
   return carry, jax.tree.map(lambda x: x[None], output)
-
-
-def _map(function, chunks):
-  return _scan(lambda carry, chunk: (carry, function(chunk)), None, chunks)[1]
 
 
 # --- devices --------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ def policy_forward(
     micro-batches; and the results that the Gram matrix needs (M = 1), or None.
   """
   params = method.model.combine(trained, frozen)
+  wanted = None
   if batch.packed is None:
     P, G, T = batch.tokens.shape
     hidden = method.model.response_hidden(params, batch.prompts, batch.tokens)
@@ -116,11 +117,19 @@ def policy_forward(
   else:
     tokens, targets, rows, by_rollout = select_rows(batch.packed, micro_batch, length)
     hidden = method.model.row_hidden(params, tokens, rows)
+    if batch.turns is not None:
+      wanted = predicting_places(batch.packed, micro_batch)[:, :length]
   head, sampling = method.model.head(params), Sampling(temperature=method.temperature)
   project = method.gram.projection if method.gram else None
   projection = None if project is None else project(head.kernel.shape[1])
   statistics = token_statistics(
-    hidden, head, targets, sampling, projection=projection, mesh=method.model.mesh
+    hidden,
+    head,
+    targets,
+    sampling,
+    projection=projection,
+    wanted=wanted,
+    mesh=method.model.mesh,
   )
   forward = None
   if method.gram is not None and method.gram.needs_forward:
@@ -134,6 +143,14 @@ def in_micro_batch(packed: Packed, micro_batch: Array | int) -> Array:
   """Whether a micro-batch predicts each response token, bool[P, G, T]."""
   _, R, L = packed.tokens.shape
   return (packed.places >= 0) & (packed.places // (R * L) == micro_batch)
+
+
+def predicting_places(packed: Packed, micro_batch: Array | int) -> Array:
+  """Whether a place of a micro-batch's rows predicts a token, bool[R, L]."""
+  _, R, L = packed.tokens.shape
+  is_inside = in_micro_batch(packed, micro_batch)
+  places = jnp.where(is_inside, packed.places - micro_batch * R * L, R * L)
+  return jnp.zeros(R * L, bool).at[places].set(True, mode="drop").reshape(R, L)
 
 
 def select_rows(

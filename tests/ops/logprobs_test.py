@@ -168,6 +168,51 @@ def test_what_the_gram_matrix_needs_of_the_same_pass(x64, soft_cap, chunk_rows):
   near(found.entropy, entropy)
 
 
+@pytest.mark.parametrize(
+  ("sizes", "counts", "spoilt"),
+  [(None, (0, 2, 4, 10), np.nan), ((2, 2, 2), 4, np.nan), ((2, 2, 2), (0, 2, 4, 10), 7.0)],
+)
+def test_tokens_that_are_not_wanted_are_left_out(x64, sizes, counts, spoilt):
+  """In chunks of two no NaN is touched: none of those tokens meets the head.
+
+  On a mesh each device computes as many chunks as the one with the most wanted tokens.
+  """
+  mesh = sizes and sharding.make_mesh(**dict(zip(sharding.AXES, sizes, strict=True)))
+  rng = np.random.default_rng(3)
+  hidden, kernel = rng.normal(size=(4, 10, 8)), jnp.asarray(rng.normal(size=(8, 24)))
+  tokens = jnp.asarray(rng.integers(0, 24, size=(4, 10)))
+  weights, projection = rng.normal(size=(2, 4, 10)), rng.normal(size=(24, 3))
+  counts = np.broadcast_to(counts, 4)
+  wanted = rng.permuted(np.arange(10) < counts[:, None], axis=1)
+  others = np.where(wanted[..., None], hidden, spoilt)
+
+  @functools.partial(jax.jit, static_argnames="chooses")
+  def run(hidden, kernel, chooses):
+    def loss(hidden, kernel):
+      found = token_statistics(
+        hidden,
+        Head(kernel, 0.7, 5.0),
+        tokens,
+        projection=jnp.asarray(projection),
+        wanted=jnp.asarray(wanted) if chooses else None,
+        mesh=mesh,
+        chunk_rows=2,
+      )
+      keep = lambda x: jnp.where(wanted if x.ndim == 2 else wanted[..., None], x, 0)
+      kept = jax.tree.map(keep, found)
+      return jnp.sum(weights[0] * kept.logprobs + weights[1] * kept.entropy), (found, kept)
+
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, kernel)
+
+  place = lambda x: (
+    jnp.asarray(x) if mesh is None else jax.device_put(x, sharding.batch_sharding(mesh))
+  )
+  (_, (_, expected)), gradients = run(place(hidden), kernel, False)
+  (_, (found, _)), found_gradients = run(place(others), kernel, True)
+  near = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12)
+  jax.tree.map(near, (found, found_gradients), (expected, gradients))
+
+
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_no_array_of_tokens_times_vocabulary_at_a_large_vocabulary():
   """Forward and backward at V = 151,936 allocate far less than one [B, T, V] float32."""
