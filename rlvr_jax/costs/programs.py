@@ -98,7 +98,9 @@ def program_lowerings(parts: Parts, packed: Packed) -> dict[str, Callable[[], An
   """
   placement, method = parts.placement, parts.method
   state, frozen = placement.state, placement.frozen
-  batch = abstract_update_batch(method, placement, parts.shape)
+  batch = abstract_update_batch(
+    method, placement, parts.shape, has_turns=bool(parts.config.environment.name)
+  )
   jitted: Any = parts.programs
   train_step = jitted.train_step.__wrapped__  # since options belong to the outermost program
   shardings = jax.tree.map(lambda x: x.sharding, state)

@@ -16,7 +16,7 @@ from absl import logging
 from rlvr_jax.data import Problem, Tokenizer
 from rlvr_jax.data.stop_strings import find_stop
 from rlvr_jax.environments.base import Message, Turn
-from rlvr_jax.environments.pool import Dialogue, EnvironmentPool, Failure
+from rlvr_jax.environments.pool import EnvironmentPool, Failure, Started
 from rlvr_jax.rewards.outcome import Outcome
 from rlvr_jax.rollouts.batch import Flight
 from rlvr_jax.rollouts.engine import Answer, Group, Usage
@@ -115,17 +115,16 @@ class Environments:
     """
     found: list[Any] = []
     if self.pool is not None:
-      opened = [
-        self.pool.open(_as_mapping(problem), seed)
+      resets = [
+        self.pool.reset(_as_mapping(problem), seed)
         for problem, seed in zip(problems, seeds, strict=True)
       ]
-      for dialogue in opened:
-        first = dialogue.first.result()
-        if isinstance(first, Failure):
-          found.append({"failure": first.detail})
+      for started in [reset.result() for reset in resets]:
+        if isinstance(started, Failure):
+          found.append({"failure": started.detail})
         else:
-          found.append(first and [dict(message) for message in first])
-        self.pool.close_dialogue(dialogue)
+          found.append(started.messages and [dict(message) for message in started.messages])
+          self.pool.close_dialogue(started.dialogue)
     found = self.share(found)
     for problem, messages in zip(problems, found, strict=True):
       if isinstance(messages, dict):
@@ -167,7 +166,8 @@ class EnvironmentDialogues:
     self._num_asked = 0
     self._asked: dict[int, _Asked] = {}  # by number, on all processes the same
     self._ended: dict[int, End] = {}  # by number, of turns that no environment gets
-    self._opened: dict[tuple[int, int], Dialogue] = {}  # by id of the group, and rollout
+    # Of the first process, by id of the group and rollout: the dialogue in the pool.
+    self._started: dict[tuple[int, int], Future[Started | Failure]] = {}
 
   def find_stop(self, group: Group[Flight], rollout: int, start: int) -> int | None:
     """See `engine.Dialogues`."""
@@ -193,7 +193,7 @@ class EnvironmentDialogues:
       self._ended[number] = End.LENGTH_LIMIT
     elif (pool := self._environments.pool) is not None:
       text = self._environments.last_turn(group, rollout)
-      future = pool.step(self._dialogue(pool, group, rollout), text)
+      future = self._step(pool, group, rollout, text)
     self._asked[number] = _Asked(group, rollout, time.monotonic(), future)
 
   def take(self, *, patience_s: float, until_one: bool) -> list[Answer]:
@@ -251,18 +251,41 @@ class EnvironmentDialogues:
     group, rollout, *_ = self._asked.pop(number)
     _array(group.ends)[rollout] = end
     group.stopped[rollout] = end is not End.LENGTH_LIMIT  # of the dialogue, not of its last turn
-    opened = self._opened.pop((id(group), rollout), None)
-    if opened is not None and self._environments.pool is not None:
-      self._environments.pool.close_dialogue(opened)
+    started = self._started.pop((id(group), rollout), None)
+    if started is not None and self._environments.pool is not None:
+      began = started.result()  # an answer has come
+      if isinstance(began, Started):
+        self._environments.pool.close_dialogue(began.dialogue)
     return Answer(group, rollout, np.zeros(0, np.int32), is_last=True)
 
-  def _dialogue(self, pool: EnvironmentPool, group: Group[Flight], rollout: int) -> Dialogue:
-    """The rollout's dialogue, which begins with its first turn."""
-    key = id(group), rollout
-    if key not in self._opened:
-      flight, index = group.owner, group.prompt_index
-      self._opened[key] = pool.open(_as_mapping(flight.problems[index]), flight.seeds[index])
-    return self._opened[key]
+  def _step(
+    self, pool: EnvironmentPool, group: Group[Flight], rollout: int, text: str
+  ) -> Future[Turn | Failure]:
+    """The environment's answer to a turn; the first turn begins the dialogue."""
+    key, flight, index = (id(group), rollout), group.owner, group.prompt_index
+    if key in self._started:
+      started = self._started[key].result()
+      assert isinstance(started, Started)  # otherwise the dialogue has ended
+      return pool.step(started.dialogue, text)
+    self._started[key] = pool.reset(_as_mapping(flight.problems[index]), flight.seeds[index])
+    answer: Future[Turn | Failure] = Future()
+
+    def step(reset: Future[Started | Failure]) -> None:
+      if (error := reset.exception()) is not None:
+        answer.set_exception(error)
+      elif isinstance(started := reset.result(), Failure):
+        answer.set_result(started)
+      else:
+        pool.step(started.dialogue, text).add_done_callback(copy)
+
+    def copy(done: Future[Turn | Failure]) -> None:
+      if (error := done.exception()) is not None:
+        answer.set_exception(error)
+      else:
+        answer.set_result(done.result())
+
+    self._started[key].add_done_callback(step)
+    return answer
 
   def _encode(self, turn: Turn, *, last: int) -> np.ndarray:
     """The tokens of a reply, cut if it is too long; `last` is the token before them."""

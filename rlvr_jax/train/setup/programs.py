@@ -262,12 +262,14 @@ def abstract_batch(
   *,
   needs_reference: bool = False,
   needs_proximal: bool = False,
+  has_turns: bool = False,
 ) -> TrainBatch:
   """Shapes, dtypes and shardings of a training batch.
 
   Args:
     shape, layout, mesh: of the run.
     needs_reference, needs_proximal: whether it has the log-probabilities of those policies.
+    has_turns: whether rollouts are dialogues.
   """
   P, G, S, T = shape
   of = jax.ShapeDtypeStruct
@@ -283,6 +285,7 @@ def abstract_batch(
     correct=of((P, G), jnp.float32),
     valid=of((P, G), jnp.bool_),
     lags=of((P, G), jnp.int32),
+    turns=of((P, G, T), jnp.int32) if has_turns else None,
     sources=of((P,), jnp.int32),
     reference_logprobs=of((P, G, T), jnp.float32) if needs_reference else None,
     proximal_logprobs=of((P, G, T), jnp.float32) if needs_proximal else None,
@@ -300,14 +303,23 @@ def abstract_batch(
   return jax.tree.map(place, shapes, sharding.batch_shardings(shapes, mesh))
 
 
-def abstract_update_batch(method: Method, placement: Placement, shape: BatchShape) -> TrainBatch:
-  """`abstract_batch` of what an update of a method takes; `shape`: of a training batch."""
+def abstract_update_batch(
+  method: Method, placement: Placement, shape: BatchShape, *, has_turns: bool = False
+) -> TrainBatch:
+  """`abstract_batch` of what an update of a method takes.
+
+  Args:
+    method, placement: of the run.
+    shape: of a training batch.
+    has_turns: whether rollouts are dialogues.
+  """
   return abstract_batch(
     shape,
     placement.row_layout,
     placement.mesh,
     needs_reference=method.reference_kl > 0,
     needs_proximal=method.loss.needs_proximal,
+    has_turns=has_turns,
   )
 
 
