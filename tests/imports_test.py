@@ -14,15 +14,8 @@ PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
 STAGES = {"advantages", "reweighting", "geometry", "losses"}
 # Checks of arguments need the standard library only, so that any room may use them.
 PURE = {"types", "ops", "ops.checks"}
-BELOW_THE_LOOP = {
-  "specs",
-  "sampling",
-  "storage",
-  "models",
-  "data",
-  "rewards",
-  "environments",
-} | PURE
+LEAVES = ("specs", "sampling", "storage", "codejudge", "launch", "console", "processes")
+BELOW_THE_LOOP = {"specs", "sampling", "storage", "models", "data", "rewards"} | PURE
 BELOW_THE_LOOP |= {"rollouts", "update"} | STAGES
 
 # The rooms of train, the lowest first: each may import those before it, and the loop all of them.
@@ -32,7 +25,7 @@ BELOW_TRAIN = BELOW_THE_LOOP | {"evaluate", "codejudge", "update.diagnostics"}
 # Room → rooms it may import, itself apart.
 ALLOWED = {
   "": set(),  # rlvr_jax/__init__.py
-  **{leaf: set() for leaf in ("specs", "sampling", "storage", "codejudge", "launch", "console")},
+  **{leaf: set() for leaf in LEAVES},
   "types": {"sampling"},
   "ops.checks": set(),
   "ops": {"types", "sampling", "ops.checks"},
@@ -42,9 +35,8 @@ ALLOWED = {
   "parts": PURE | STAGES,
   "models": {"storage"} | PURE,
   "data": {"types", "specs", "storage", "ops.checks"},
-  "rewards": {"specs", "codejudge", "ops.checks"},
-  "environments": {"specs", "codejudge", "ops.checks"},
-  "rollouts": {"storage", "data", "rewards", "environments"} | PURE,
+  "rewards": {"specs", "processes", "codejudge", "ops.checks"},
+  "rollouts": {"storage", "data", "rewards"} | PURE,
   "evaluate": BELOW_THE_LOOP - {"update"},
   **{
     f"train.{name}": BELOW_TRAIN | {f"train.{lower}" for lower in TRAIN[:index]}
@@ -60,7 +52,7 @@ ALLOWED = {
 }
 JAX = {"jax", "jaxlib", "chex", "flax", "optax", "orbax"}
 NNX = {"Module", "Param", "Rngs", "split", "merge", "to_pure_dict"}
-STANDARD_LIBRARY_ONLY = {"codejudge", "launch", "environments"}
+STANDARD_LIBRARY_ONLY = {"codejudge", "launch", "processes"}
 NEVER = {"configs", "experiments", "colabs", "tests", "tensorflow", "torch"}
 
 

@@ -5,6 +5,7 @@ Imports within this folder are relative, so the folder can be copied anywhere.
 
 __all__ = [
   "cgroups",
+  "fences",
   "sandbox",
   "tasks",
 ]

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from rlvr_jax.codejudge import fences, tasks
 from rlvr_jax.codejudge import sandbox as sandboxes
-from rlvr_jax.codejudge import tasks
 from rlvr_jax.rewards import deadlines
 from rlvr_jax.rewards.graders import THINK_CLOSE, THINK_OPEN
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
 REWARDS = ("all", "fraction")
-
-_PYTHON = ("python", "python3", "py")
-# Groups: indentation, with a list marker if the fence's line has one; fence; info string.
-_OPENING = re.compile(r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?!.*`)|~{3,})[ \t]*(\S*)")
 
 
 def extract_program(completion: str) -> str:
@@ -33,40 +27,14 @@ def extract_program(completion: str) -> str:
   if not closing and answer.lstrip().startswith(THINK_OPEN):
     return ""
   answer = answer.replace("\r\n", "\n").replace("\ufeff", "")
-  blocks = _find_blocks(answer)
-  python_blocks = [text for info, text in blocks if info in _PYTHON]
+  blocks = fences.find_blocks(answer)
+  python_blocks = [text for info, text in blocks if info in fences.PYTHON]
   unnamed_blocks = [text for info, text in blocks if not info]
   if not python_blocks + unnamed_blocks or tasks.is_python(answer):
     return answer
   if python_blocks or len(unnamed_blocks) == 1:
     return (python_blocks or unnamed_blocks)[-1]
   return next(filter(tasks.is_python, reversed(unnamed_blocks)), unnamed_blocks[-1])
-
-
-def _find_blocks(text: str) -> list[tuple[str, str]]:
-  """Finds (info string, text) of each fenced block; an unclosed block extends to the end."""
-  blocks: list[tuple[str, list[str]]] = []
-  fence: re.Match[str] | None = None
-  for line in io.StringIO(text):
-    if fence is None:
-      if fence := _OPENING.match(line):
-        blocks.append((fence[3].lower(), []))
-    elif _is_closing_fence(line, fence):
-      fence = None
-    else:
-      blocks[-1][1].append(line[min(len(fence[1]), tasks.indentation(line)) :])
-  return [(info, "".join(lines)) for info, lines in blocks]
-
-
-def _is_closing_fence(line: str, fence: re.Match[str]) -> bool:
-  """Whether a line closes a fence, as in CommonMark.
-
-  It must be at least as long as the opening fence, and neither have an info string nor be indented
-  like code.
-  """
-  mark = line.strip()
-  is_bare_fence = len(mark) >= len(fence[2]) and set(mark) == {fence[2][0]}
-  return is_bare_fence and tasks.indentation(line) <= len(fence[1]) + 3
 
 
 def code(completion: str, reference: Mapping[str, Any], *, reward: str = "all") -> Grade:

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rlvr_jax.ops.checks import check_between, check_integer
+from rlvr_jax.processes import KILL_WAIT_S, check_variables
 from rlvr_jax.rewards.by_name import parse_grader
 from rlvr_jax.rewards.outcome import Grade
 from rlvr_jax.rewards.worker_process import (
-  KILL_WAIT_S,
   MAX_LONGER_S,
   WorkerProcess,
   encode_request,
@@ -134,7 +134,7 @@ class GraderPool:
     on_grade: Callable[[], None] = lambda: None,
   ):
     _check_arguments(num_workers, timeout_s, startup_timeout_s, memory_mib)
-    _check_environment(environment)
+    check_variables(environment, "environment")
     for text in (grader, *preload):
       parse_grader("grader", text)
     settings = {
@@ -330,16 +330,6 @@ class GraderPool:
     if item.future.done():
       with self._changed:
         self._in_progress.discard(item.future)
-
-
-def _check_environment(environment: Mapping[str, str]) -> None:
-  for name, value in environment.items():
-    are_texts = isinstance(name, str) and isinstance(value, str)
-    if not are_texts or not name or "=" in name or "\0" in name + value:
-      raise ValueError(
-        f"environment has {name!r}: {value!r}, expected a name without '=' and a text, such as "
-        "{'NAME': '1'}"
-      )
 
 
 def _check_arguments(

@@ -17,10 +17,10 @@ import faulthandler
 import hashlib
 import json
 import os
-import resource
 import sys
 from typing import Any, BinaryIO
 
+from rlvr_jax import processes
 from rlvr_jax.rewards import deadlines
 from rlvr_jax.rewards.by_name import Grader, load_grader
 from rlvr_jax.rewards.outcome import Grade, Outcome
@@ -70,31 +70,9 @@ def _send(stream: BinaryIO, message: dict[str, Any]) -> None:
   stream.flush()
 
 
-def _protect_streams() -> tuple[BinaryIO, BinaryIO]:
-  """Duplicates stdin and stdout for the protocol, and redirects the grader's to /dev/null."""
-  requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-  null = os.open(os.devnull, os.O_RDWR)
-  os.dup2(null, 0)
-  os.dup2(null, 1)
-  return requests, replies
-
-
-def _address_space_bytes() -> int:
-  """Bytes of this process's address space; 0 if the system does not report them."""
-  try:
-    with open("/proc/self/statm", encoding="ascii") as file:
-      return int(file.read().split()[0]) * resource.getpagesize()
-  except OSError:
-    return 0
-
-
 def _load_graders(settings: dict[str, Any]) -> Grader:
   """Limits this process's memory, loads and tests all graders, and returns the main one."""
-  if settings["memory_mib"] is not None:
-    limit = settings["memory_mib"] * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    if _address_space_bytes() >= limit:  # otherwise the first item would end the process
-      raise MemoryError(f"without an item it takes {_address_space_bytes() / 2**20:.0f} MiB")
+  processes.limit_memory(settings["memory_mib"])
   grader = load_grader(settings["grader"])
   for text in settings["preload"]:
     load_grader(text)
@@ -103,7 +81,7 @@ def _load_graders(settings: dict[str, Any]) -> Grader:
 
 def main() -> int:
   settings = json.loads(sys.argv[1])
-  requests, replies = _protect_streams()
+  requests, replies = processes.protect_streams()
   try:
     grader = _load_graders(settings)
   except BaseException as error:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
+from rlvr_jax.processes import describe_exit, kill_group, start_worker
 from rlvr_jax.rewards.deadlines import GO_ON
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
 _DIED = "the grader's process ended"
 _MAX_REPLY = 2**20  # bytes; longer than any valid reply
 MAX_LONGER_S = 600.0  # seconds by which a grader may extend the limit of an item
-KILL_WAIT_S = 5.0  # for the kernel to end a process after SIGKILL
-_SINGLE_THREADED = dict.fromkeys(
-  ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS",
-   "VECLIB_MAXIMUM_THREADS"), "1",
-)  # fmt: skip
 
 
 class GraderStartError(RuntimeError):
@@ -66,22 +59,11 @@ class WorkerProcess:
     self._grader = settings["grader"]
     self._memory_mib = settings["memory_mib"]
     stderr = tempfile.TemporaryFile()
-    # With our sys.path, the worker imports a user's grader exactly as this process would. The fixed
-    # hash seed makes graders that iterate over sets give the same grade every time.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    fixed_variables = {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
-    environment = os.environ | _SINGLE_THREADED | dict(environment) | fixed_variables
-    command = [sys.executable, "-P", "-m", "rlvr_jax.rewards.worker", json.dumps(settings)]
-    self._process = subprocess.Popen(
-      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
-      env=environment, start_new_session=True, bufsize=0,
-    )  # fmt: skip
+    self._process = start_worker("rlvr_jax.rewards.worker", settings, environment, stderr)
     assert self._process.stdin and self._process.stdout
     self._pipes = _Pipes(
       self._process.stdin, self._process.stdout, stderr, selectors.DefaultSelector()
     )
-    os.set_blocking(self._pipes.stdin.fileno(), False)
-    os.set_blocking(self._pipes.stdout.fileno(), False)
     self._pipes.selector.register(self._pipes.stdout, selectors.EVENT_READ)
     self._outgoing = b""
     self._incoming = bytearray()
@@ -209,7 +191,7 @@ class WorkerProcess:
         elif not self._receive_some():
           if time.monotonic() > deadline:
             raise TimeoutError
-          raise _WorkerDiedError(f"{_DIED}: {_describe_exit(self._process)}")
+          raise _WorkerDiedError(f"{_DIED}: {describe_exit(self._process)}")
     line = bytes(self._incoming[:end])
     del self._incoming[: end + 1]
     return line
@@ -243,11 +225,7 @@ class WorkerProcess:
 
   def kill(self) -> None:
     """Kills the worker's process group; safe at any time, from any thread."""
-    if self._process.returncode is None:  # not yet reaped, so its id has not been reused
-      with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(self._process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-      self._process.wait(KILL_WAIT_S)
+    kill_group(self._process)
 
   def close(self) -> None:
     """Kills the worker and closes its pipes."""
@@ -255,15 +233,6 @@ class WorkerProcess:
     self._pipes.selector.close()
     for stream in (self._pipes.stdin, self._pipes.stdout, self._pipes.stderr):
       stream.close()
-
-
-def _describe_exit(process: subprocess.Popen) -> str:
-  code = process.returncode
-  if code is None:
-    return "still running"
-  if code < 0:
-    return f"signal {signal.Signals(-code).name}"
-  return f"exit status {code}"
 
 
 def _parse_reply(line: bytes) -> Grade:
