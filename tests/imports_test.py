@@ -15,7 +15,15 @@ STAGES = {"advantages", "reweighting", "geometry", "losses"}
 # Checks of arguments need the standard library only, so that any room may use them.
 PURE = {"types", "ops", "ops.checks"}
 LEAVES = ("specs", "sampling", "storage", "codejudge", "launch", "console", "processes")
-BELOW_THE_LOOP = {"specs", "sampling", "storage", "models", "data", "rewards"} | PURE
+BELOW_THE_LOOP = {
+  "specs",
+  "sampling",
+  "storage",
+  "models",
+  "data",
+  "rewards",
+  "environments",
+} | PURE
 BELOW_THE_LOOP |= {"rollouts", "update"} | STAGES
 
 # The rooms of train, the lowest first: each may import those before it, and the loop all of them.
@@ -35,6 +43,7 @@ ALLOWED = {
   "parts": PURE | STAGES,
   "models": {"storage"} | PURE,
   "data": {"types", "specs", "storage", "ops.checks"},
+  "environments": {"specs", "processes", "codejudge", "ops.checks"},
   "rewards": {"specs", "processes", "codejudge", "ops.checks"},
   "rollouts": {"storage", "data", "rewards"} | PURE,
   "evaluate": BELOW_THE_LOOP - {"update"},
@@ -136,8 +145,8 @@ def violations(root):
         found.append(f"{module} imports {name}")
       elif here in STANDARD_LIBRARY_ONLY and top not in {"rlvr_jax", *sys.stdlib_module_names}:
         found.append(f"{module} imports {name}: {here} has the standard library only")
-      elif here == "rewards" and top in JAX:
-        found.append(f"{module} imports {name}: grading workers never load jax")
+      elif here in ("rewards", "environments") and top in JAX:
+        found.append(f"{module} imports {name}: workers never load jax")
       elif top == "flax" and here not in ("models", "integrations"):
         found.append(f"{module} imports {name}: flax stays in models")
     for node in ast.walk(tree):
@@ -189,6 +198,8 @@ def test_a_circle_is_seen(tmp_path):
     ("ops/__init__.py", "from .. import losses", "imports rlvr_jax.losses"),
     ("losses/a.py", "def f():\n  import rlvr_jax.advantages.grpo", "imports rlvr_jax.advantages"),
     ("rewards/a.py", "import jax.numpy as jnp", "never load jax"),
+    ("environments/a.py", "import jax.numpy as jnp", "never load jax"),
+    ("environments/a.py", "from rlvr_jax.rewards import outcome", "imports rlvr_jax.rewards"),
     ("rewards/a.py", "from rlvr_jax.types import Array", "imports rlvr_jax.types"),
     ("rewards/a.py", "from rlvr_jax.ops import keys", "imports rlvr_jax.ops"),
     ("ops/checks.py", "from rlvr_jax.types import Array", "imports rlvr_jax.types"),
@@ -253,15 +264,16 @@ def test_the_checker_allows_what_is_allowed(tmp_path, path, code):
   assert violations(tmp_path) == []
 
 
-def test_rewards_do_not_load_jax_through_others():
+@pytest.mark.parametrize("room", ["rewards", "environments"])
+def test_workers_do_not_load_jax_through_others(room):
   names = [
     ".".join(("rlvr_jax", *path.relative_to(PACKAGE).with_suffix("").parts))
-    for path in sorted((PACKAGE / "rewards").glob("*.py"))
+    for path in sorted((PACKAGE / room).glob("*.py"))
     if path.stem not in ("__init__", "__main__")
   ]
   code = (
     "import importlib, sys\n"
-    f"for name in {['rlvr_jax.rewards', *names]!r}: importlib.import_module(name)\n"
+    f"for name in {[f'rlvr_jax.{room}', *names]!r}: importlib.import_module(name)\n"
     f"print(sorted({JAX!r} & sys.modules.keys()))"
   )
   result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -119,7 +119,7 @@ class Sandbox:
     """Judges one program.
 
     Args:
-      program: "mode" ("calls" or "cases") and "sources", see `harness`.
+      program: "mode" ("calls", "cases" or "last") and "sources", see `harness`.
       task: the tests, see `harness.judge.judge`; the program's process never has them.
       time_limit_s: total processor time of all processes, seconds; also the limit on the time in
         which none of them runs, or waits for a core or the disk. Without isolation neither is

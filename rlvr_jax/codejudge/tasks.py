@@ -162,6 +162,40 @@ def judge(
   )
 
 
+def run(
+  sandbox: Sandbox,
+  source: str,
+  *,
+  earlier: Sequence[str] = (),
+  time_limit_s: float = TIME_LIMIT_S,
+  memory_mib: int = MEMORY_MIB,
+  **options: Any,
+) -> dict[str, Any]:
+  """Runs a program for its output, without tests and with an empty standard input.
+
+  Args:
+    sandbox: from `open_sandbox`.
+    source: the program.
+    earlier: programs that run before it in the same namespace, each up to its exit, with their
+      output dropped; if one raises an exception, that is the result.
+    time_limit_s: total processor time of all of them, seconds; as of tests.
+    memory_mib: total memory, MiB; as of tests.
+    options: further arguments of `Sandbox.run`, such as `on_asleep`.
+  Returns:
+    "output", at most 2 MiB; "status", 0 if the program succeeded; "stderr", the end of its standard
+    error; or {"timeout": true}, {"memory": true} or {"died": status}, as `judge`.
+  Raises:
+    SandboxError: the sandbox does not work, which says nothing about the program.
+  """
+  return sandbox.run(
+    {"mode": "last", "sources": [*earlier, source]},
+    {"style": "output", "input": ""},
+    time_limit_s=time_limit_s,
+    memory_mib=memory_mib,
+    **options,
+  )
+
+
 def time_limit_s(tests: Mapping[str, Any]) -> float:
   """The tests' limit of processor time, seconds."""
   return tests.get("time_limit_s", TIME_LIMIT_S)

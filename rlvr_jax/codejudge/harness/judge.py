@@ -45,8 +45,16 @@ def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
     program: has just been started.
     task: "style" and its fields, see `_make_checks`.
   Returns:
-    "passed" and "total" tests, and "failure", a text about the first failed test.
+    "passed" and "total" tests, and "failure", a text about the first failed test. For the style
+    "output", which has no tests: "output", "stderr" and "status", see `scripts.run_case`.
   """
+  if task["style"] == "output":
+    program.wait_started()
+    result = program.run_case(task["input"])
+    return {
+      "output": str(result["output"]), "stderr": str(result["stderr"]),
+      "status": int(result["status"]),
+    }  # fmt: skip
   try:
     program.wait_started()
     checks = _make_checks(program, task)

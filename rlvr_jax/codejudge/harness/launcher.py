@@ -33,7 +33,7 @@ from .isolation import (
 from .judge import judge
 from .messages import describe, receive, receive_exactly, send
 from .processes import never_returning
-from .scripts import serve_cases
+from .scripts import serve_cases, serve_last
 from .serving import serve_calls
 from .system_calls import compile_filter, filter_system_calls
 
@@ -46,6 +46,8 @@ ASLEEP_S = 0.2  # of sleep, after which an item is reported to be asleep
 # that runs or waits for a core (R) does not sleep. State D is a wait for the disk, or a wait that a
 # program arranges (vfork), which must be limited, too.
 _SLEEP = {"R": 0.0, "D": 0.25}
+# What the program's process does, by the program's mode.
+_SERVE = {"calls": serve_calls, "cases": serve_cases, "last": serve_last}
 _MAX_RACES = 100  # retries if threads end while they are counted
 # KiB of memory, of swap, and of page tables.
 _MEMORY_FIELDS = re.compile(r"^(?:RssAnon|RssShmem|VmSwap|VmPTE):\s+(\d+)", re.MULTILINE)
@@ -156,7 +158,7 @@ def _run_judge(item: socket.socket, settings: Mapping[str, Any]) -> None:
     if not os.fork():
       with never_returning():
         receive_exactly(far_end, 1)
-        {"calls": serve_calls, "cases": serve_cases}[program["mode"]](far_end, program["sources"])
+        _SERVE[program["mode"]](far_end, program["sources"])
     far_end.close()
     task = receive(item)
     is_started = True

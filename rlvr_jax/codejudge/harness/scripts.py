@@ -1,4 +1,4 @@
-"""Runs the program as a script: once per case, each time in a separate process."""
+"""Runs the program as a script: once per case, or after others, each time in a new process."""
 
 from __future__ import annotations
 
@@ -28,15 +28,28 @@ MAX_OUTPUT = MAX_MESSAGE // 8  # bytes per case; in JSON a byte may take six
 
 def serve_cases(channel: socket.socket, sources: Sequence[str]) -> None:
   """Runs the program once per request, each time in a separate process."""
+  _serve(channel, (), sources)
+
+
+def serve_last(channel: socket.socket, sources: Sequence[str]) -> None:
+  """As `serve_cases`, for the last source; those before it run first, with no output."""
+  _serve(channel, sources[:-1], sources[-1:])
+
+
+def _serve(channel: socket.socket, silent: Sequence[str], sources: Sequence[str]) -> None:
   replace_streams(channel)
   send(channel, {"started": True})
   while True:
-    send(channel, run_case(receive(channel)["input"], sources))
+    send(channel, run_case(receive(channel)["input"], sources, silent))
 
 
-def run_case(text: str, sources: Sequence[str]) -> dict[str, Any]:
+def run_case(text: str, sources: Sequence[str], silent: Sequence[str] = ()) -> dict[str, Any]:
   """Runs the program as a script.
 
+  Args:
+    text: its standard input.
+    sources: its parts, which run in one namespace.
+    silent: programs that run before it in the same namespace, with their output dropped.
   Returns:
     "output", its standard output; "status", 0 if it succeeded; "stderr", the end of its standard
     error.
@@ -51,7 +64,7 @@ def run_case(text: str, sources: Sequence[str]) -> dict[str, Any]:
   if not process:
     with never_returning():
       replace_streams(None, stdin, output, error)
-      _run_script(sources)
+      _run_script(sources, silent)
   for descriptor in (stdin, output, error):
     os.close(descriptor)
   try:
@@ -105,13 +118,15 @@ def _read_until_exit(process: int, output: int, error: int) -> tuple[bytes, byte
   return bytes(stdout), bytes(stderr)
 
 
-def _run_script(sources: Sequence[str]) -> None:
+def _run_script(sources: Sequence[str], silent: Sequence[str]) -> None:
   """Runs sources as `__main__`, and ends the process as an interpreter would."""
   module = types.ModuleType("__main__")
   sys.modules["__main__"] = module
   module.__dict__["__builtins__"] = builtins  # as in a script; exec would set the dictionary
   status = 0
   try:
+    if silent:
+      _run_silently(silent, module.__dict__)
     for source in sources:
       execute(source, SOLUTION, module.__dict__)
   except SystemExit as stop:
@@ -128,6 +143,24 @@ def _run_script(sources: Sequence[str]) -> None:
   gc.collect()
   _flush()
   os._exit(status & 0xFF)
+
+
+def _run_silently(sources: Sequence[str], namespace: dict[str, Any]) -> None:
+  """Runs programs, each up to its exit, and drops their output; their errors are raised."""
+  kept = [os.dup(1), os.dup(2)]
+  null = os.open(os.devnull, os.O_WRONLY)
+  os.dup2(null, 1)
+  os.dup2(null, 2)
+  try:
+    for source in sources:
+      with contextlib.suppress(SystemExit):
+        execute(source, SOLUTION, namespace)
+  finally:
+    _flush()
+    for number, descriptor in enumerate(kept, 1):
+      os.dup2(descriptor, number)
+    for descriptor in (null, *kept):
+      os.close(descriptor)
 
 
 def _print_error(error: BaseException) -> None:

@@ -1,0 +1,174 @@
+"""The interface of an environment, and the check of what it returns.
+
+An environment answers one policy in one rollout. Its factory is called with its hyper-parameters,
+keywords, once per rollout:
+
+    class Echo:
+      def reset(self, problem, seed):
+        return None  # the problem's own prompt
+
+      def step(self, text):
+        return Turn("You said: " + text)
+
+    def echo() -> Environment:
+      return Echo()
+
+A factory with a keyword `grade` is handed the task's grader for the rollout's problem. Replies may
+depend on problem, seed and the policy's texts only: if the process of an environment dies, the
+dialogue is repeated in another one, and must give the same replies. Draw from
+`random.Random(seed)`, and keep no state outside of the environment's object. All rollouts of a
+problem have the same seed. The code runs in a thread, so it cannot set handlers of signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from rlvr_jax.ops.checks import check_between
+
+MAX_REPLY = 2**20  # bytes of a reply, in UTF-8
+ROLES = ("user", "tool")  # of a reply
+
+# "question", "answer" and "reference" of the problem; JSON-serializable.
+Problem: TypeAlias = Mapping[str, Any]
+# {"role": "system" or "user", "content": text}
+Message: TypeAlias = Mapping[str, str]
+# From the policy's text to (the outcome's value, such as "correct" or "wrong"; score; detail).
+Grade: TypeAlias = Callable[[str], tuple[str, float, str]]
+
+
+class Turn(NamedTuple):
+  """An environment's turn: its reply, or the end of the dialogue."""
+
+  reply: str = ""  # not read when done; bytes are decoded as UTF-8
+  done: bool = False
+  score: float | None = None  # of the dialogue, when done; None: the task's grader judges it
+  role: str = "user"  # of the reply, for chat templates: "user" or "tool"
+
+
+class Refused(Exception):
+  """Raised by `step`: the policy's text is refused, an outcome with a reward and not a fault."""
+
+
+class Environment(Protocol):
+  """What answers the policy in one rollout."""
+
+  def reset(self, problem: Problem, seed: int) -> Sequence[Message] | None:
+    """Starts the dialogue; returns the prompt's messages, or None for the problem's own prompt."""
+
+  def step(self, text: str) -> Turn:
+    """Answers the policy's text."""
+
+
+# --- waiting --------------------------------------------------------------------------------------
+
+Waiter: TypeAlias = Callable[[float], AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def _wait_alone(limit_s: float) -> Iterator[None]:
+  del limit_s
+  yield
+
+
+_waiter: contextvars.ContextVar[Waiter] = contextvars.ContextVar("waiter", default=_wait_alone)
+
+
+def waiting(limit_s: float) -> AbstractContextManager[None]:
+  """While in this context, a step waits for another program, and other dialogues go on.
+
+  A worker runs one environment's code at a time, under the pool's limit of wall-clock time. What is
+  done in this context, such as reading from a socket, runs beside others' code, and has its own
+  limit instead.
+
+  Args:
+    limit_s: wall-clock seconds after which the step counts as timed out.
+  Raises:
+    ValueError: `limit_s` is not positive and finite.
+  """
+  check_between("waiting", "limit_s", limit_s, low=0.0, open_low=True)
+  return _waiter.get()(limit_s)
+
+
+def set_waiter(waiter: Waiter) -> None:
+  """Sets what `waiting` does in this thread; for the pool's workers."""
+  _waiter.set(waiter)
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def check_turn(turn: Any) -> Turn:
+  """Checks what `step` returned; its reply becomes valid text of at most `MAX_REPLY` bytes.
+
+  Raises:
+    TypeError: it is not a Turn, or a field has a wrong type.
+    ValueError: the score is not finite, or the role is unknown.
+  """
+  if not isinstance(turn, Turn):
+    raise TypeError(f"step returned {turn!r:.100}, expected a Turn")
+  if not isinstance(turn.done, bool):
+    raise TypeError(f"step returned done = {turn.done!r:.100}, expected True or False")
+  if turn.role not in ROLES:
+    raise ValueError(f"step returned role = {turn.role!r:.100}, expected one of {list(ROLES)}")
+  if turn.score is not None and not (
+    isinstance(turn.score, numbers.Real) and math.isfinite(float(turn.score))
+  ):
+    raise ValueError(f"step returned score = {turn.score!r:.100}, expected a finite number or None")
+  score = None if turn.score is None else float(turn.score)
+  reply = "" if turn.done else cut(clean("step returned a reply", turn.reply))
+  return Turn(reply, turn.done, score, turn.role)
+
+
+def check_messages(messages: Any) -> list[dict[str, str]] | None:
+  """Checks what `reset` returned.
+
+  Raises:
+    TypeError: it is neither None nor a sequence of messages.
+  """
+  if messages is None:
+    return None
+  example = '[{"role": "user", "content": "…"}]'
+  if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
+    raise TypeError(f"reset returned {messages!r:.100}, expected None or messages, as {example}")
+  for message in messages:
+    is_message = isinstance(message, Mapping) and message.keys() == {"role", "content"}
+    if not is_message or message["role"] not in ("system", "user"):
+      raise TypeError(
+        f"reset returned the message {message!r:.100}, expected role 'system' or 'user' and"
+        f" content, as {example}"
+      )
+  return [
+    {"role": message["role"], "content": cut(clean("reset returned content", message["content"]))}
+    for message in messages
+  ]
+
+
+def clean(owner: str, text: Any) -> str:
+  """Makes text of str or bytes; what is not valid becomes U+FFFD.
+
+  Raises:
+    TypeError: it is neither; the message begins with `owner`.
+  """
+  if isinstance(text, bytes | bytearray):
+    return text.decode(errors="replace")
+  if not isinstance(text, str):
+    raise TypeError(f"{owner} of type {type(text).__name__}, expected text")
+  if text.isascii():
+    return str(text)
+  return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def cut(text: str, max_bytes: int = MAX_REPLY) -> str:
+  """Cuts text of more than `max_bytes` bytes in UTF-8, and says so at its end."""
+  data = text.encode()
+  if len(data) <= max_bytes:
+    return text
+  note = f"\n[Cut: this text had {len(data)} bytes, at most {max_bytes} are kept.]"
+  return data[: max_bytes - len(note)].decode(errors="ignore") + note

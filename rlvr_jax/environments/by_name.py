@@ -1,0 +1,55 @@
+"""Environments by name: "guess(high=32)" or "my_module:factory(keyword=1)" in a configuration."""
+
+from __future__ import annotations
+
+import inspect
+
+from rlvr_jax import environments, specs
+from rlvr_jax.environments.base import Environment, Grade
+
+
+def parse_environment(field: str, text: str) -> specs.Spec:
+  """Parses and checks the string of an environment; only the workers import a user's module.
+
+  Args:
+    field: start of the error messages, such as "config.environment.name".
+    text: the string.
+  Raises:
+    ValueError: it is not a component's string, or has an unknown name, or hyper-parameters that the
+      factory does not take.
+  """
+  spec = specs.parse(field, text)
+  if ":" not in spec.name:
+    owner = f"{field} = {text!r}"
+    factory = specs.find_factory(owner, environments, spec.name)
+    specs.check_keywords(owner, spec.name, factory, spec.arguments, ("grade",))
+  return spec
+
+
+def make_environment(field: str, text: str, grade: Grade | None = None) -> Environment:
+  """Makes the environment of one rollout.
+
+  Args:
+    field: as in `parse_environment`.
+    text: the string.
+    grade: the task's grader for the rollout's problem, for a factory with a keyword `grade`.
+  Raises:
+    ValueError: as `parse_environment`; or the module or factory does not exist, raises it, or does
+      not return an environment; or it needs `grade`, which is None.
+  """
+  owner = f"{field} = {text!r}"
+  spec = specs.parse(field, text)
+  parameter = inspect.signature(specs.find_factory(owner, environments, spec.name)).parameters.get(
+    "grade"
+  )
+  if grade is None and parameter is not None and parameter.default is parameter.empty:
+    raise ValueError(f"{owner}: {spec.name} needs grade, but here is no grader to hand to it")
+  of_run = {} if grade is None else {"grade": grade}
+  environment = specs.make_from_spec(owner, environments, spec, object, **of_run)
+  for method, parameters in (("reset", "problem, seed"), ("step", "text")):
+    if not callable(getattr(environment, method, None)):
+      raise ValueError(
+        f"{owner}: {spec.name} returned {type(environment).__name__}, which has no"
+        f" {method}({parameters}); an environment has reset(problem, seed) and step(text)"
+      )
+  return environment

@@ -1,0 +1,108 @@
+"""Guess a number by "higher" and "lower": the smallest real dialogue, whose best play is known."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from rlvr_jax.environments.base import Environment, Problem, Turn
+from rlvr_jax.ops.checks import check_integer, check_order
+
+# Longer ones are in no range, and the conversion of long texts to integers is slow.
+_INTEGER = re.compile(r"-?[0-9]{1,20}")
+
+
+class _Guess:
+  """One number to guess."""
+
+  def __init__(self, low: int, high: int, words: tuple[str, str, str]):
+    self._low = low
+    self._high = high
+    self._words = words
+    self._number = low
+
+  def reset(self, problem: Problem, seed: int) -> None:
+    """Draws the number, of the seed alone, so that all rollouts of a group have the same."""
+    del problem
+    digest = hashlib.sha256(f"guess {seed}".encode()).digest()
+    self._number = self._low + int.from_bytes(digest) % (self._high - self._low + 1)
+
+  def step(self, text: str) -> Turn:
+    """Compares the number with the policy's text."""
+    higher, lower, invalid = self._words
+    answer = text.strip()
+    guessed = int(answer) if _INTEGER.fullmatch(answer) else None
+    if guessed is None or not self._low <= guessed <= self._high:
+      return Turn(invalid)
+    if guessed == self._number:
+      return Turn(done=True, score=1.0)
+    return Turn(higher if self._number > guessed else lower)
+
+
+def guess(
+  *, low: int = 1, high: int = 32, higher: str = ">", lower: str = "<", invalid: str = "?"
+) -> Environment:
+  """A number in [low, high], uniform and drawn from the seed; the right guess ends it with score 1.
+
+  The policy's text is a decimal integer; space around it is ignored. The question of the problem is
+  the prompt. For tiny policies of bytes the default replies have one.
+
+  Args:
+    low: smallest number.
+    high: largest number, ≥ low.
+    higher: reply if the number is higher than the guess.
+    lower: reply if it is lower.
+    invalid: reply if the text is not an integer in the range; the turn counts.
+  Raises:
+    ValueError: a hyper-parameter is out of range, or two replies are equal.
+  """
+  _check_range("guess", low, high)
+  words = (higher, lower, invalid)
+  if not all(isinstance(word, str) for word in words) or len(set(words)) < 3:
+    raise ValueError(
+      f"guess: higher, lower and invalid = {words!r} are not three texts; make them texts that"
+      " differ"
+    )
+  return _Guess(low, high, words)
+
+
+def optimal_success(low: int, high: int, turns: int) -> float:
+  """The probability that the best strategy finds the number within `turns` guesses.
+
+  Of n = high − low + 1 numbers, t guesses tell min(n, 2^t − 1) apart: each answer but "right" leads
+  to one of two next guesses.
+
+  Args:
+    low: smallest number.
+    high: largest number.
+    turns: guesses allowed, ≥ 0.
+  Raises:
+    ValueError: an argument is out of range.
+  """
+  _check_range("optimal_success", low, high)
+  check_integer("optimal_success", "turns", turns, low=0)
+  size = high - low + 1
+  return min(size, 2**turns - 1) / size
+
+
+def optimal_turns(low: int, high: int, turns: int) -> float:
+  """The expected number of guesses of the best strategy, at most `turns` in each dialogue.
+
+  It is Σ over t < turns of the probability that t guesses have not found the number. Halving finds
+  as many as possible for every t.
+
+  Args:
+    low: smallest number.
+    high: largest number.
+    turns: guesses allowed, ≥ 0; a dialogue that does not find the number takes all of them.
+  Raises:
+    ValueError: an argument is out of range.
+  """
+  check_integer("optimal_turns", "turns", turns, low=0)
+  return sum(1.0 - optimal_success(low, high, done) for done in range(turns))
+
+
+def _check_range(owner: str, low: int, high: int) -> None:
+  check_integer(owner, "low", low, low=-(10**18), high=10**18)
+  check_integer(owner, "high", high, low=-(10**18), high=10**18)
+  check_order(owner, ("low", low), ("high", high))

@@ -1,0 +1,173 @@
+"""Python as a tool: the policy's program runs in a sandbox, and its output comes back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rlvr_jax.codejudge import fences, sandbox, tasks
+from rlvr_jax.environments.base import Environment, Problem, Refused, Turn, waiting
+from rlvr_jax.ops.checks import check_between, check_integer
+
+_MAX_SANDBOXES = 4  # of a process: programs that sleep, and one that uses the core
+_MAX_WAIT_S = 3600.0  # for the programs of other dialogues, each of which has its own limit
+_NO_OUTPUT = "[no output]"
+
+
+def extract_program(text: str) -> str | None:
+  """Extracts the last fenced block of Python, after any "</think>"; None if there is none.
+
+  An unclosed block extends to the end, for a stop string that ends it. There is no program in a
+  "<think>" that is never closed.
+  """
+  _, closing, answer = text.rpartition("</think>")
+  if not closing and answer.lstrip().startswith("<think>"):
+    return None
+  blocks = fences.find_blocks(answer.replace("\r\n", "\n"))
+  return next((block for info, block in reversed(blocks) if info in fences.PYTHON), None)
+
+
+class _Options(NamedTuple):
+  """Hyper-parameters of `python`."""
+
+  limit_s: float
+  memory_mib: int
+  max_output: int
+  state: bool
+
+
+class _Sandboxes:
+  """Sandboxes of this process; one program at a time uses a core, and sleeping ones wait beside."""
+
+  def __init__(self) -> None:
+    self._is_tested = False
+    self._lock = threading.Lock()
+    self._free: list[sandbox.Sandbox] = []
+    self._places = threading.Semaphore(_MAX_SANDBOXES)
+    self._core = threading.Semaphore(1)
+
+  def open(self) -> None:
+    """Opens the first sandbox at the first call; raises SandboxError if it does not work here."""
+    with self._lock:
+      if not self._is_tested:
+        self._free.append(sandbox.open_sandbox())
+        self._is_tested = True
+
+  def run(self, source: str, earlier: Sequence[str], options: _Options) -> dict[str, Any]:
+    """Runs a program after earlier ones, see `tasks.run`."""
+    is_on_core = True
+
+    def leave_core() -> None:
+      nonlocal is_on_core
+      is_on_core = False
+      self._core.release()
+
+    with self._places:
+      self._core.acquire()
+      try:
+        opened = self._take()
+        try:
+          result = tasks.run(
+            opened, source, earlier=earlier, time_limit_s=options.limit_s,
+            memory_mib=options.memory_mib, on_asleep=leave_core,
+          )  # fmt: skip
+        except BaseException:
+          opened.close()  # the next program gets a new one
+          raise
+        with self._lock:
+          self._free.append(opened)
+        return result
+      finally:
+        if is_on_core:
+          self._core.release()
+
+  def _take(self) -> sandbox.Sandbox:
+    with self._lock:
+      if self._free:
+        return self._free.pop()
+    return sandbox.open_sandbox()
+
+
+_sandboxes = _Sandboxes()
+
+
+class _Python:
+  """The programs of one dialogue."""
+
+  def __init__(self, options: _Options):
+    self._options = options
+    self._earlier: list[str] = []
+
+  def reset(self, problem: Problem, seed: int) -> None:
+    del problem, seed
+
+  def step(self, text: str) -> Turn:
+    """Runs the program of the policy's text."""
+    source = extract_program(text)
+    if source is None:
+      return Turn(done=True)
+    with waiting(_MAX_WAIT_S):
+      result = _sandboxes.run(source, self._earlier, self._options)
+    if "died" in result:
+      raise Refused(f"the program broke its sandbox (status {result['died']})")
+    if self._options.state and result.get("status") == 0:
+      self._earlier.append(source)
+    return Turn(_describe(result, self._options), role="tool")
+
+
+def _describe(result: dict[str, Any], options: _Options) -> str:
+  """The reply for what a program did."""
+  if "timeout" in result:
+    return f"[stopped: it took longer than {options.limit_s:g} s]"
+  if "memory" in result:
+    return f"[stopped: it used more than {options.memory_mib} MiB]"
+  output = result["output"]
+  if len(output) > options.max_output:
+    num_left_out = len(output) - options.max_output
+    output = f"{output[: options.max_output]}\n[{num_left_out} characters are left out]\n"
+  error = result["stderr"].strip()
+  if result["status"] and not error:
+    error = f"[exit status {result['status']}]"
+  if output and error and not output.endswith("\n"):
+    output += "\n"
+  return (output + error).rstrip() or _NO_OUTPUT
+
+
+def python(
+  *,
+  limit_s: float = 5.0,
+  memory_mib: int = tasks.MEMORY_MIB,
+  max_output: int = 4000,
+  state: bool = False,
+) -> Environment:
+  """Runs the policy's last fenced program (```python), and replies with its output, as a tool.
+
+  The program runs in the sandbox of `rlvr_jax.codejudge`, with the limits of generated programs and
+  the standard library only; its standard input is empty. The reply is its standard output, then the
+  end of its standard error, which has the traceback. A limit that it exceeds is a reply, too. A
+  program that breaks its sandbox is refused. Text without a fenced program ends the dialogue, and
+  the task's grader judges it.
+
+  With `state`, the dialogue's earlier programs that ended without an error run again before each
+  program, in the same namespace and with their output dropped. So what they do besides output is
+  repeated, a random number that they drew may differ, and their time counts towards the limit.
+
+  Programs of one worker that use a core take turns; up to 3 that sleep wait beside them.
+
+  Args:
+    limit_s: processor time of a program, seconds, in (0, 120]; also the limit of its sleep.
+    memory_mib: memory of a program, MiB, ≥ 64. A smaller `memory_mib` of the pool takes precedence.
+    max_output: characters of standard output that the reply has, ≥ 1.
+    state: whether programs see the variables of the dialogue's earlier ones.
+  Raises:
+    ValueError: a hyper-parameter is out of range.
+    SandboxError: the sandbox does not work here.
+  """
+  check_between("python", "limit_s", limit_s, low=0.0, high=tasks.MAX_TIME_LIMIT_S, open_low=True)
+  check_integer("python", "memory_mib", memory_mib, low=tasks.LEAST_MEMORY_MIB)
+  check_integer("python", "max_output", max_output, low=1)
+  if not isinstance(state, bool):
+    raise ValueError(f"python: state = {state!r} is not a bool; set it to True or False")
+  _sandboxes.open()
+  return _Python(_Options(limit_s, memory_mib, max_output, state))

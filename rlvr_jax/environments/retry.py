@@ -1,0 +1,65 @@
+"""Try again: the verdict of the task's grader comes back, until it is right or tries run out."""
+
+from __future__ import annotations
+
+import re
+
+from rlvr_jax.environments.base import Environment, Grade, Problem, Turn
+from rlvr_jax.ops.checks import check_between, check_integer
+
+_VERDICTS = {
+  "wrong": "That is wrong.",
+  "unparseable": "No answer was found in it.",
+  "timeout": "It took too long.",
+}
+_ALLOWED = re.compile(r"(?:test \d+ of \d+, |program: |memory limit exceeded\Z)")
+
+
+class _Retry:
+  """The tries at one problem."""
+
+  def __init__(self, grade: Grade, tries: int, discount: float):
+    self._grade = grade
+    self._tries = tries
+    self._discount = discount
+    self._num_done = 0
+
+  def reset(self, problem: Problem, seed: int) -> None:
+    del problem, seed
+
+  def step(self, text: str) -> Turn:
+    """Grades the policy's text as a try."""
+    outcome, score, detail = self._grade(text)
+    if outcome != "correct" and outcome not in _VERDICTS:
+      raise RuntimeError(f"the grader gave no verdict: {outcome} ({detail})")
+    score *= self._discount**self._num_done
+    self._num_done += 1
+    if outcome == "correct" or self._num_done == self._tries:
+      return Turn(done=True, score=score)
+    left = self._tries - self._num_done
+    parts = [_VERDICTS[outcome]]
+    # Details of other graders may have the reference's answer, or only repeat the policy's.
+    if _ALLOWED.match(detail):
+      parts.append(f"{detail}.")
+    parts.append(f"Try again; {left} {'try is' if left == 1 else 'tries are'} left.")
+    return Turn("\n".join(parts))
+
+
+def retry(*, grade: Grade, tries: int = 3, discount: float = 1.0) -> Environment:
+  """Tells the policy whether its answer is right, and lets it try again.
+
+  A right answer ends the dialogue with the grade's score · discount^(earlier tries). So does the
+  last try if it is wrong, with the score that its grader gives to wrong answers, normally 0. A
+  reply has the outcome. For programs it also has the first failing test, with its expected output:
+  k tries show at most k − 1 tests. It never has another grader's detail.
+
+  Args:
+    grade: the task's grader for the problem, from the run.
+    tries: answers allowed, ≥ 1.
+    discount: factor of the score for each earlier try, in [0, 1].
+  Raises:
+    ValueError: a hyper-parameter is out of range.
+  """
+  check_integer("retry", "tries", tries, low=1)
+  check_between("retry", "discount", discount, low=0.0, high=1.0)
+  return _Retry(grade, tries, discount)

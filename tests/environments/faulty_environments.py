@@ -1,0 +1,113 @@
+"""Environments that misbehave on request: the policy's text says how."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+
+from rlvr_jax.environments import Refused, Turn, waiting
+
+
+class Faulty:
+  """Counts its turns, and answers with them, the seed and the text."""
+
+  def __init__(self, options):
+    self.options = options
+    self.past = []
+
+  def reset(self, problem, seed):
+    self.seed = seed
+    self.past.append(problem["question"])
+    if problem["question"] == "messages":
+      return [{"role": "system", "content": "be kind"}, {"role": "user", "content": f"seed {seed}"}]
+    if problem["question"] == "bad messages":
+      return [{"role": "assistant", "content": ""}]
+    if problem["question"] == "hang":
+      time.sleep(60)
+    return None
+
+  def step(self, text):
+    kind, _, argument = text.partition(" ")
+    self.past.append(text)
+    if kind == "hang":
+      time.sleep(60)
+    if kind == "spin":  # inside one C call that keeps the interpreter lock
+      re.match(r"(a|a)*b", "a" * 64)
+    if kind == "child":
+      subprocess.run(["sleep", argument], check=True)
+    if kind == "sleep":
+      time.sleep(float(argument))
+    if kind == "wait":
+      limit_s, seconds = map(float, argument.split())
+      with waiting(limit_s):
+        time.sleep(seconds)
+    if kind == "exit":
+      os._exit(int(argument))
+    if kind == "signal":
+      os.kill(os.getpid(), int(argument))
+    if kind == "sys.exit":
+      sys.exit(argument)
+    if kind == "raise":
+      raise ValueError(argument)
+    if kind == "refuse":
+      raise Refused(argument)
+    if kind == "eat":
+      return Turn(str(len(bytearray(4 * 2**30))))
+    if kind == "long":
+      return Turn("é" * int(argument))
+    if kind == "return":
+      return {
+        "none": None, "text": "a text", "nan": Turn(score=float("nan")), "int": Turn(7),
+        "role": Turn("a", role="assistant"), "bytes": Turn(b"a\xff\xfeb"),
+        "surrogates": Turn("a\ud800b\ud83d\ude00"), "tool": Turn("a", role="tool"),
+        "done": Turn("not read", True, 0.5), "judge": Turn(done=True), "flag": Turn(done=1),
+      }[argument]  # fmt: skip
+    if kind == "print":
+      print('{"event": "result", "dialogue": 0, "result": {}}', flush=True)
+      os.write(1, b"noise\n" * 100_000)
+      os.write(2, b"noise\n" * 100_000)
+      return Turn(f"read {sys.stdin.read()!r}")
+    if kind == "chance":
+      return Turn(str(random.SystemRandom().random()))
+    if kind == "modules":
+      return Turn(str([name for name in ("jax", "numpy", "tensorflow") if name in sys.modules]))
+    if kind == "variable":
+      return Turn(os.environ[argument])
+    if kind == "grade":
+      with open(self.options["log"], "a") as file:
+        file.write("asked\n")
+      return Turn(json.dumps(self.options["grade"](argument)))
+    return Turn(f"{self.seed} {'|'.join(self.past)}")
+
+
+def faulty(*, tag=""):
+  return Faulty({})
+
+
+def graded(*, grade, log=os.devnull):
+  return Faulty({"grade": grade, "log": log})
+
+
+class _NoReset:
+  def step(self, text):
+    return Turn(text)
+
+
+def without_reset():
+  return _NoReset()
+
+
+def raising(*, kind="a fault"):
+  raise OSError(kind)
+
+
+def dying():
+  os.write(2, b"last words\n")
+  os._exit(7)
+
+
+def stuck():
+  time.sleep(60)
