@@ -45,7 +45,7 @@ ALLOWED = {
   "data": {"types", "specs", "storage", "ops.checks"},
   "environments": {"specs", "processes", "codejudge", "ops.checks"},
   "rewards": {"specs", "processes", "codejudge", "ops.checks"},
-  "rollouts": {"storage", "data", "rewards"} | PURE,
+  "rollouts": {"storage", "data", "rewards", "environments"} | PURE,
   "evaluate": BELOW_THE_LOOP - {"update"},
   **{
     f"train.{name}": BELOW_TRAIN | {f"train.{lower}" for lower in TRAIN[:index]}

@@ -50,6 +50,14 @@ class Turn(NamedTuple):
   done: bool = False
   score: float | None = None  # of the dialogue, when done; None: the task's grader judges it
   role: str = "user"  # of the reply, for chat templates: "user" or "tool"
+  correct: bool | None = None  # if there is a score; None: a score of 1 or more is correct
+
+  @property
+  def is_correct(self) -> bool:
+    """Whether the dialogue counts as correct."""
+    if self.correct is not None:
+      return self.correct
+    return self.score is not None and self.score >= 1
 
 
 class Refused(Exception):
@@ -121,9 +129,11 @@ def check_turn(turn: Any) -> Turn:
     isinstance(turn.score, numbers.Real) and math.isfinite(float(turn.score))
   ):
     raise ValueError(f"step returned score = {turn.score!r:.100}, expected a finite number or None")
+  if not isinstance(turn.correct, bool | None):
+    raise TypeError(f"step returned correct = {turn.correct!r:.100}, expected True, False or None")
   score = None if turn.score is None else float(turn.score)
   reply = "" if turn.done else cut(clean("step returned a reply", turn.reply))
-  return Turn(reply, turn.done, score, turn.role)
+  return Turn(reply, turn.done, score, turn.role, turn.correct)
 
 
 def check_messages(messages: Any) -> list[dict[str, str]] | None:

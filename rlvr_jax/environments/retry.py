@@ -35,7 +35,7 @@ class _Retry:
     score *= self._discount**self._num_done
     self._num_done += 1
     if outcome == "correct" or self._num_done == self._tries:
-      return Turn(done=True, score=score)
+      return Turn(done=True, score=score, correct=outcome == "correct")
     left = self._tries - self._num_done
     parts = [_VERDICTS[outcome]]
     # Details of other graders may have the reference's answer, or only repeat the policy's.
