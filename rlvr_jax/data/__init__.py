@@ -7,6 +7,7 @@ from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer as HuggingF
 from rlvr_jax.data.problems import Problem as Problem
 from rlvr_jax.data.problems import ProblemSource as ProblemSource
 from rlvr_jax.data.problems import Task as Task
+from rlvr_jax.data.stop_strings import find_stop as find_stop
 from rlvr_jax.data.tokenizer import ByteTokenizer as ByteTokenizer
 from rlvr_jax.data.tokenizer import Tokenizer as Tokenizer
 
@@ -19,5 +20,6 @@ __all__ = [
   "Tokenizer",
   "encode_demonstrations",
   "encode_prompts",
+  "find_stop",
   "problem_batches",
 ]

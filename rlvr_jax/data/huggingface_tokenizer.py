@@ -7,12 +7,20 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 from absl import logging
 
+from rlvr_jax.data.chat_turns import ANSWER, ChatTurns
+from rlvr_jax.data.tokenizer import (
+  Message,
+  check_messages,
+  check_reply_role,
+  check_stop_strings,
+  join_messages,
+)
 from rlvr_jax.storage.files import list_files, locate
 
 PROMPT_FORMATS = ("plain", "chat")
@@ -22,7 +30,8 @@ _FILES = (
   "generation_config.json",
 )  # fmt: skip
 _THOUGHTS = ("<think>", "</think>")  # decoded even if special, because graders look for them
-_ANSWER = "The answer is 42."  # an assistant's turn, to find the end-of-turn token
+# Templates for dialogues, by name: README.md there says where they are from.
+_TEMPLATES = pathlib.Path(__file__).parent / "chat_templates"
 
 
 class HuggingFaceTokenizer:
@@ -39,6 +48,10 @@ class HuggingFaceTokenizer:
   `stop_ids` are the tokenizer's end of text and the ids in generation_config.json. In the chat
   format the template's end-of-turn token comes first, because demonstrations end with it; for a
   base model it often differs from the end of text.
+
+  Dialogues need an append-only template: a longer dialogue's tokens begin with the shorter one's.
+  `check_turns`, or else the first reply, checks that. Where the template trims messages, replies
+  are trimmed; the policy's tokens stay as they were sampled.
   """
 
   def __init__(
@@ -58,7 +71,8 @@ class HuggingFaceTokenizer:
       prompt_format: "plain" or "chat".
       system_prompt: message before the user's, in the chat format; none if empty.
       chat_template: file, local or a URL, with a Jinja template that replaces the folder's. It can
-        set variables, such as {% set enable_thinking = false %} in its first line.
+        set variables, such as {% set enable_thinking = false %} in its first line. Or the name of
+        a template for dialogues, "qwen3_training" or "deepseek_r1_distill_training".
     Raises:
       OSError: the folder does not exist, or cannot be reached.
       ValueError: tokenizer.json, a stop token or the chat template is missing, a file is invalid,
@@ -92,6 +106,7 @@ class HuggingFaceTokenizer:
     added = self._tokenizer.added_tokens_decoder.items()
     self._silent = {i for i, t in added if t.special and t.content not in _THOUGHTS}
     self._warned = False
+    self._turns: ChatTurns | None = None
     if self.encode_prompt("1")[-1:] == [self._tokenizer.eos_token_id]:
       raise ValueError(
         f"the tokenizer of {self._directory} ends every prompt with its end of text,"
@@ -108,7 +123,71 @@ class HuggingFaceTokenizer:
     Raises:
       ValueError: the chat template rejects it.
     """
-    messages = self._messages(text)
+    return self._encode_prompt(text, self._messages(text))
+
+  def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+    """Encodes a dialogue's first messages as a prompt, as `encode_prompt` does a user's.
+
+    `system_prompt` comes first. A "plain" prompt is the contents, each on a line of its own.
+
+    Raises:
+      ValueError: the messages are invalid, begin with a second system prompt, or the chat template
+        rejects them.
+    """
+    check_messages(messages)
+    if self._system and messages[0]["role"] == "system":
+      raise ValueError(
+        f"system_prompt = {self._system[0]['content']!r} and the dialogue begins with its own"
+        f" system message, {messages[0]['content']!r}; leave system_prompt empty"
+      )
+    texts = [{"role": m["role"], "content": m["content"]} for m in messages]
+    return self._encode_prompt(join_messages(messages), [*self._system, *texts])
+
+  def encode_reply(self, reply: str, role: str, last_id: int) -> list[int]:
+    """Encodes what follows a policy's turn, up to the start of its next.
+
+    In the chat format: the token that ends a turn, unless `last_id` is it, then the separator, the
+    role's header, the reply, its end, and the next turn's start. A reply that spells a control
+    token stays text. In the plain format: the reply as it is, without special tokens.
+
+    Args:
+      reply: the environment's text.
+      role: "user" or "tool".
+      last_id: the last token id of the policy's turn.
+    Raises:
+      ValueError: the role is unknown, or the template is not append-only with it.
+    """
+    check_reply_role(role)
+    if not self._chat:
+      return self.encode(reply)
+    return self._learned_turns(role).encode(reply, role, last_id)
+
+  def check_turns(self, roles: Iterable[str], stop_strings: Sequence[str] = ()) -> None:
+    """Checks dialogues of three policy turns, token by token, against the chat template.
+
+    Args:
+      roles: of replies, "user" or "tool"; all of one run, since they may follow one another.
+      stop_strings: that end a policy's turn.
+    Raises:
+      ValueError: a role is unknown, the template is not append-only, or a stop string spells a
+        special token, which is not in decoded texts.
+    """
+    for role in roles:
+      check_reply_role(role)
+      if self._chat:
+        self._learned_turns(role)
+    check_stop_strings(stop_strings)
+    for stop in stop_strings:
+      for match in self._control.finditer(stop):
+        if match.group() not in _THOUGHTS:
+          raise ValueError(
+            f"the stop string {stop!r} spells the special token {match.group()!r}, which is not in"
+            f" decoded texts: add {self._tokenizer.convert_tokens_to_ids(match.group())} to"
+            f" eos_token_id in generation_config.json of {self._directory} instead"
+          )
+
+  def _encode_prompt(self, text: str, messages: list[dict[str, str]]) -> list[int]:
+    """Encodes the text if the format is plain, else the messages."""
     matches = [self._control.search(message["content"]) for message in messages]
     if any(matches) and not self._warned:
       self._warned = True
@@ -132,6 +211,29 @@ class HuggingFaceTokenizer:
     # A model's vocabulary may be larger than the tokenizer's.
     visible_ids = [int(i) for i in ids if i < self.vocab_size and i not in self._silent]
     return self._tokenizer.decode(visible_ids, clean_up_tokenization_spaces=False)
+
+  def _learned_turns(self, role: str) -> ChatTurns:
+    if self._turns is None:
+      self._turns = ChatTurns(
+        self._tokenizer,
+        self._apply_template,
+        self._control_tokens,
+        self._end_of_turn_id(),
+        self._directory,
+      )
+    self._turns.learn(role, self._messages("6 times 7?"))
+    return self._turns
+
+  def _control_tokens(self, text: str) -> re.Pattern[str]:
+    """Pattern of all control tokens and of the added tokens in a text that the template wrote."""
+    names = sorted({*self._added_in(text)} - {*_THOUGHTS}, key=len, reverse=True)
+    return re.compile("|".join([*map(re.escape, names), self._control.pattern]))
+
+  def _added_in(self, text: str) -> list[str]:
+    """Added tokens in a text that the template wrote."""
+    added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
+    # Added tokens of some tokenizers include words and line breaks.
+    return [name for name in added if name in text and name[0] == "<" and name[-1] == ">"]
 
   def _choose_template(self, chat_template: str | os.PathLike[str]) -> None:
     if chat_template:
@@ -174,8 +276,8 @@ class HuggingFaceTokenizer:
 
   def _end_of_turn_id(self) -> int | None:
     """Id of the token that the template writes after an assistant's message; None if none."""
-    messages = [*self._messages("6 times 7?"), {"role": "assistant", "content": _ANSWER}]
-    _, answer, suffix = self._apply_template(messages, tokenize=False).rpartition(_ANSWER)
+    messages = [*self._messages("6 times 7?"), {"role": "assistant", "content": ANSWER}]
+    _, answer, suffix = self._apply_template(messages, tokenize=False).rpartition(ANSWER)
     ids = self._tokenizer.encode(suffix.lstrip(), add_special_tokens=False) if answer else []
     return ids[0] if ids and ids[0] in self._tokenizer.added_tokens_decoder else None
 
@@ -196,14 +298,12 @@ class HuggingFaceTokenizer:
     """Added tokens that the chat template writes around messages, such as <|user|>."""
     if not self._tokenizer.chat_template:
       return []
-    turns = [{"role": "assistant", "content": _ANSWER}, *self._messages("6 times 8?")[-1:]]
+    turns = [{"role": "assistant", "content": ANSWER}, *self._messages("6 times 8?")[-1:]]
     try:
       text = self._apply_template([*self._messages("6 times 7?"), *turns], tokenize=False)
     except ValueError:  # the template supports only one turn
       return []
-    added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
-    # Added tokens of some tokenizers include words and line breaks.
-    return [name for name in added if name in text and name[0] == "<" and name[-1] == ">"]
+    return self._added_in(text)
 
   def _reserve_control_tokens(self) -> re.Pattern[str]:
     """Makes all control tokens special; returns the pattern of all special tokens."""
@@ -271,6 +371,9 @@ def _read_eos_ids(path: pathlib.Path) -> list[int]:
 
 
 def _read_text(path: str | os.PathLike[str]) -> str:
+  named = _TEMPLATES / f"{os.fspath(path)}.jinja"
+  if named.parent == _TEMPLATES and named.exists():
+    return named.read_text(encoding="utf-8")
   filesystem, name = locate(path)
   try:
     return filesystem.read_text(name, encoding="utf-8")

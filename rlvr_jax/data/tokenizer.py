@@ -6,12 +6,15 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+Message = Mapping[str, str]  # {"role": "system" or "user", "content": text}
+REPLY_ROLES = ("user", "tool")
+
 
 class Tokenizer(Protocol):
   """Protocol of a tokenizer.
 
   A prompt is encoded once. The ids of a completion are decoded for graders and readers, and that
-  text is never encoded again.
+  text is never encoded again. In a dialogue the tokens of a reply are appended to the policy's.
   """
 
   vocab_size: int  # ids are below it; the model's V is at least this
@@ -24,6 +27,36 @@ class Tokenizer(Protocol):
 
   def encode_prompt(self, text: str) -> list[int]:
     """Encodes a text as a prompt, in the form that the policy expects."""
+    ...
+
+  def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+    """Encodes a dialogue's first messages as a prompt; one of a user is `encode_prompt`'s.
+
+    Raises:
+      ValueError: there is none, or a role is neither "system" nor "user".
+    """
+    ...
+
+  def encode_reply(self, reply: str, role: str, last_id: int) -> list[int]:
+    """Encodes what follows a policy's turn, up to the start of its next.
+
+    Args:
+      reply: the environment's text.
+      role: "user" or "tool", for chat templates.
+      last_id: the last token id of the policy's turn; what the format needs to end that turn comes
+        first, unless this is it.
+    Raises:
+      ValueError: the role is unknown, or `check_turns` refuses it.
+    """
+    ...
+
+  def check_turns(self, roles: Iterable[str], stop_strings: Sequence[str] = ()) -> None:
+    """Checks that dialogues with such replies, and turns that end at such strings, are possible.
+
+    Raises:
+      ValueError: a role is unknown, the format's tokens cannot be appended to, or a stop string
+        can never be found.
+    """
     ...
 
   def decode(self, ids: Iterable[int]) -> str: ...
@@ -47,6 +80,43 @@ class Tokenizer(Protocol):
     ...
 
 
+def join_messages(messages: Sequence[Message]) -> str:
+  """The contents of messages, each on a line of its own: a prompt without roles."""
+  check_messages(messages)
+  return "\n".join(message["content"] for message in messages)
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+  """Raises ValueError unless the messages have known roles and texts, and there are some."""
+  for message in messages:
+    role, content = (message.get(key) for key in ("role", "content"))
+    if role not in ("system", "user") or not isinstance(content, str):
+      raise ValueError(
+        f"a prompt's message is {str(dict(message))[:120]}; a message is"
+        ' {"role": "system" or "user", "content": a text}'
+      )
+  if not messages:
+    raise ValueError("a prompt has no messages: give at least one, or None for the problem's own")
+
+
+def check_reply_role(role: str) -> None:
+  """Raises ValueError unless replies can have the role."""
+  if role not in REPLY_ROLES:
+    raise ValueError(f"role = {role!r} of a reply is unknown; choose one of {list(REPLY_ROLES)}")
+
+
+def check_stop_strings(stop_strings: Sequence[str]) -> None:
+  """Raises ValueError if a stop string can never be found, or always is."""
+  if isinstance(stop_strings, str):
+    raise ValueError(f"stop strings are {stop_strings!r}; give a sequence: ({stop_strings!r},)")
+  for stop in stop_strings:
+    if not isinstance(stop, str) or not stop or "\ufffd" in stop:
+      raise ValueError(
+        f"the stop string {stop!r} is empty, no text, or has U+FFFD, which stands for broken"
+        " characters; name a text such as '</tool_call>'"
+      )
+
+
 class ByteTokenizer:
   """UTF-8 bytes as ids 0..255, then padding (256) and end of text (257).
 
@@ -65,6 +135,21 @@ class ByteTokenizer:
   def encode_prompt(self, text: str) -> list[int]:
     """Returns the bytes of the text, as `encode` does."""
     return self.encode(text)
+
+  def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+    """Returns the bytes of the contents, each on a line of its own, without their roles."""
+    return self.encode_prompt(join_messages(messages))
+
+  def encode_reply(self, reply: str, role: str, last_id: int) -> list[int]:
+    """Returns the bytes of the reply as it is; its text brings its own separators."""
+    check_reply_role(role)
+    return self.encode(reply)
+
+  def check_turns(self, roles: Iterable[str], stop_strings: Sequence[str] = ()) -> None:
+    """Checks the roles' names and the stop strings; there is no template."""
+    for role in roles:
+      check_reply_role(role)
+    check_stop_strings(stop_strings)
 
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of the byte ids; other ids are dropped, invalid UTF-8 becomes U+FFFD."""
