@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 ANSWER = "The answer is 42."
 # Its edges show whether the template trims replies; its quotes, whether it writes them as JSON.
 _REPLY = ' \n 6 times "8"?\né \n'
+_PLAIN_REPLY = "No."  # shows whether what stands around it belongs to the other's edges
 # What a thought is written between: templates that name an ending may drop earlier thoughts.
 _THOUGHTS = (
   ("<think>\n", "\n</think>\n\n"),
@@ -156,7 +157,7 @@ class ChatTurns:
   def _check(
     self,
     frames: Mapping[str, _Frame],
-    roles: Sequence[str],
+    roles: tuple[str, str],
     prompt: Sequence[Mapping[str, str]],
     turn: Mapping[str, str],
   ) -> None:
@@ -169,9 +170,9 @@ class ChatTurns:
       turn_ids = turn_ids[: turn_ids.index(self._end_id) + 1]
     appended = [*started, *turn_ids]
     messages = [*prompt, turn]
-    for role in roles:
-      appended += [*self._encode(frames[role], _REPLY, turn_ids[-1]), *turn_ids]
-      messages += [{"role": role, "content": _REPLY}, turn]
+    for role, reply in zip(roles, (_REPLY, _PLAIN_REPLY), strict=True):
+      appended += [*self._encode(frames[role], reply, turn_ids[-1]), *turn_ids]
+      messages += [{"role": role, "content": reply}, turn]
     self._compare(appended, self._apply_template(messages), roles)
 
   def _compare(self, appended: list[int], whole: list[int], roles: Sequence[str]) -> None:

@@ -43,7 +43,8 @@ class HuggingFaceTokenizer:
   Control tokens are tokens marked special, the stop tokens, and tokens that the template writes
   around messages. Only the tokenizer and its template insert them. A text that spells one, such as
   "<|im_end|>", is encoded as letters: a problem cannot end its turn or begin another. Other added
-  tokens, such as the "<think>" of many models, are recognized in texts.
+  tokens, such as the "<think>" of many models, are recognized in texts, also where the template
+  writes one itself.
 
   `stop_ids` are the tokenizer's end of text and the ids in generation_config.json. In the chat
   format the template's end-of-turn token comes first, because demonstrations end with it; for a
@@ -303,7 +304,7 @@ class HuggingFaceTokenizer:
       text = self._apply_template([*self._messages("6 times 7?"), *turns], tokenize=False)
     except ValueError:  # the template supports only one turn
       return []
-    return self._added_in(text)
+    return [name for name in self._added_in(text) if name not in _THOUGHTS]
 
   def _reserve_control_tokens(self) -> re.Pattern[str]:
     """Makes all control tokens special; returns the pattern of all special tokens."""
