@@ -61,24 +61,6 @@ class Tokenizer(Protocol):
 
   def decode(self, ids: Iterable[int]) -> str: ...
 
-  def check_turns(self) -> None:
-    """Raises ValueError if this tokenizer has no form for dialogues."""
-    ...
-
-  def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Encodes a prompt of several messages, {"role": …, "content": …}."""
-    ...
-
-  def encode_reply(self, text: str, role: str, last: int) -> list[int]:
-    """Encodes what stands between two turns of the policy: the environment's reply.
-
-    Args:
-      text: of the reply; what it spells stays text.
-      role: of the environment, "user" or "tool".
-      last: the last token of the policy's turn; if it is not the end of a turn, that comes first.
-    """
-    ...
-
 
 def join_messages(messages: Sequence[Message]) -> str:
   """The contents of messages, each on a line of its own: a prompt without roles."""
@@ -154,18 +136,6 @@ class ByteTokenizer:
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of the byte ids; other ids are dropped, invalid UTF-8 becomes U+FFFD."""
     return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
-
-  def check_turns(self) -> None:
-    """Does nothing: every dialogue has a form."""
-
-  def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Returns the bytes of the contents, one after the other."""
-    return self.encode("".join(message["content"] for message in messages))
-
-  def encode_reply(self, text: str, role: str, last: int) -> list[int]:
-    """Returns the bytes of the reply: nothing stands around it."""
-    del role, last
-    return self.encode(text)
 
   def huggingface_files(self) -> dict[str, bytes]:
     """Files from which Hugging Face's libraries load this tokenizer, name → content.

@@ -238,16 +238,16 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
   """
   if not settings.name:
     return
-  parse_environment("config.environment.name", settings.name)
+  spec = parse_environment("config.environment.name", settings.name)
   check_integer("config.environment", "max_turns", settings.max_turns, low=1)
   check_integer("config.environment", "max_reply_length", settings.max_reply_length, low=0)
   check_choice("config.environment", "cut", settings.cut, CUTS)
-  if not all(isinstance(text, str) and text for text in settings.stop_strings):
-    raise ValueError(
-      f"config.environment.stop_strings = {settings.stop_strings!r}: expected texts that are not"
-      " empty, such as ('</tool_call>',)"
-    )
-  tokenizer.check_turns()
+  # Others may reply as a tool too; their template is then checked at the first such reply.
+  roles = ("tool",) if spec.name == "python" else ("user",)
+  try:
+    tokenizer.check_turns(roles, settings.stop_strings)
+  except ValueError as error:
+    raise ValueError(f"config.environment.name = {settings.name!r}: {error}") from error
 
 
 def environment_pool(
