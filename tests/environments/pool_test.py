@@ -66,6 +66,11 @@ def test_state_is_of_a_dialogue(pool):
   assert ask(pool, first, "c") == Turn("1 q|a|c")
 
 
+def test_output_of_an_environment_is_kept_nowhere(pool):
+  assert os.readlink(f"/proc/{pool.worker_pids()[0]}/fd/1") == os.devnull
+  assert os.readlink(f"/proc/{pool.worker_pids()[0]}/fd/2") == os.devnull
+
+
 def test_messages_of_reset(pool):
   messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "seed 3"}]
   assert pool.reset(problem("messages"), 3).result(WAIT_S).messages == messages
@@ -268,13 +273,13 @@ class _Grader:
     self.asked.append((texts, references, future))
     return future
 
-  def answer(self, index):
+  def answer(self, index, note=""):
     wait_until(lambda: len(self.asked) > index)
     ((text,), (reference,), future) = self.asked[index]
     if text == "crash":
       future.set_exception(OSError("no grader"))
     else:
-      future.set_result([_Grade(f"{text} {reference['gold']}")])
+      future.set_result([_Grade(f"{text} {reference['gold']}{note}")])
 
 
 def test_grades_come_from_the_parent_and_are_asked_once(tmp_path):
@@ -299,9 +304,10 @@ def test_grades_come_from_the_parent_and_are_asked_once(tmp_path):
     os.kill(pool.worker_pids()[0], signal.SIGKILL)
     # Both dialogues are repeated: the recorded grade is not asked for again.
     assert ask(pool, first, "b") == Turn("0 q|grade t|b")
+    wait_until(lambda: len(grader.asked) == 4)
+    grader.answer(2, ", too late, for a worker that has ended")
     grader.answer(3)
     assert under_way.result(WAIT_S) == Turn('["wrong", 0.25, "u z"]')
-    grader.answer(2)  # too late, for a worker that has ended
     assert ask(pool, third, "c") == Turn("0 q|grade u|c")
   assert len(grader.asked) == 4 and len(log.read_text().split()) == 5
 
