@@ -22,8 +22,8 @@ def test_a_right_answer_ends_it_with_the_discounted_score():
   environment = opened([wrong, wrong, ("correct", 2.0, "")], tries=4, discount=0.5)
   assert environment.step("a") == Turn("That is wrong.\nTry again; 3 tries are left.")
   assert environment.step("b") == Turn("That is wrong.\nTry again; 2 tries are left.")
-  assert environment.step("c") == Turn(done=True, score=0.5)
-  assert opened([("correct", 1.0, "")]).step("a") == Turn(done=True, score=1.0)
+  assert environment.step("c") == Turn(done=True, score=0.5, correct=True)
+  assert opened([("correct", 1.0, "")]).step("a") == Turn(done=True, score=1.0, correct=True)
 
 
 def test_the_last_wrong_try_ends_it_with_its_score():
@@ -31,8 +31,10 @@ def test_the_last_wrong_try_ends_it_with_its_score():
     [("unparseable", 0.0, "no number"), ("wrong", 0.25, "")], tries=2, discount=0.5
   )
   assert environment.step("a") == Turn("No answer was found in it.\nTry again; 1 try is left.")
-  assert environment.step("b") == Turn(done=True, score=0.125)
-  assert opened([("timeout", 0.0, "")], tries=1).step("a") == Turn(done=True, score=0.0)
+  assert environment.step("b") == Turn(done=True, score=0.125, correct=False)
+  assert opened([("timeout", 0.0, "")], tries=1).step("a") == Turn(
+    done=True, score=0.0, correct=False
+  )
 
 
 @pytest.mark.parametrize(
@@ -90,4 +92,4 @@ def test_with_the_graders_of_tasks(grader, reference, wrong, shown, right):
     dialogue = pool.reset(problem, 0).result(60).dialogue
     reply = pool.step(dialogue, wrong).result(60).reply
     assert shown in reply and ("42" in reply) == (grader == "code" and "42" in shown)
-    assert pool.step(dialogue, right).result(60) == Turn(done=True, score=0.5)
+    assert pool.step(dialogue, right).result(60) == Turn(done=True, score=0.5, correct=True)
