@@ -39,12 +39,14 @@ def find_stop(
 def _window(tokenizer: Tokenizer, ids: Sequence[int], characters: int, searched: int) -> int:
   """Largest of some starts from which ids up to `searched` decode to enough characters."""
   size = characters
+  more = 1  # doubled, so that ids without any character cost no more than decoding them twice
   while size < searched:
     text = tokenizer.decode(ids[searched - size : searched])
     # Neither within a character, nor within a run of bytes that decodes as a whole.
     if len(text) >= characters and text[0] != _BROKEN:
       return searched - size
-    size = size + 1 if len(text) >= characters else 2 * size
+    size += more if len(text) >= characters else size
+    more *= 2
   return 0
 
 

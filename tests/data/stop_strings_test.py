@@ -131,6 +131,19 @@ def test_the_token_that_completes_it_is_kept(tokenizers):
   assert find_stop(tokenizer, [], ["a"]) is find_stop(tokenizer, ids, []) is None
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_runs_of_bytes_that_decode_as_a_whole(tokenizers, broken):
+  """One byte that is no character breaks all characters of its run, also those after it."""
+  tokenizer = tokenizers["runs of bytes"]
+  run = tokenizer.encode("漢" * 40 + "字" + "漢" * 3)[1:]  # without the space of a beginning
+  assert len(run) == 3 * 44
+  ids = [tokenizer._tokenizer.convert_tokens_to_ids("<0xFF>")] * broken + run
+  expected = None if broken else 3 * 41
+  assert first_stop(tokenizer, ids, ["字"]) == expected
+  for searched in range(60, 120):
+    assert find_stop(tokenizer, ids, ["字"], searched=searched) == expected
+
+
 class Counting(ByteTokenizer):
   """Counts what is decoded."""
 
