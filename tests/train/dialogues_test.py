@@ -134,7 +134,7 @@ def test_dialogues_go_with_everything(fields, tmp_path):
 @pytest.mark.slow
 def test_an_evaluation_by_itself(whole, tmp_path):
   changed = config()
-  values = evaluate_checkpoint(build(changed), tmp_path / "eval", whole)
+  values = evaluate_checkpoint(build(changed), tmp_path / "eval", whole / "checkpoints" / "4")
   (last,) = [r for r in tiny.records(whole, "eval") if r["step"] == 4]
   assert values["eval/pass@1"] == last["eval/pass@1"]
 

@@ -1,0 +1,186 @@
+"""How dialogues end, and what becomes of replies; environments run in processes of their own."""
+
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from rlvr_jax.data import ByteTokenizer, Problem
+from rlvr_jax.data.batches import encode_prompts
+from rlvr_jax.environments.pool import EnvironmentPool
+from rlvr_jax.rewards.outcome import Outcome
+from rlvr_jax.rollouts.batch import Flight
+from rlvr_jax.rollouts.dialogues import (
+  CUTS,
+  DialogueSettings,
+  DialogueUsage,
+  End,
+  EnvironmentDialogues,
+  Environments,
+  shorten,
+)
+from rlvr_jax.rollouts.engine import Group
+
+T, TOKENIZER, STOP = 24, ByteTokenizer(), 257
+ENVIRONMENT = '''
+import time
+from rlvr_jax.environments import Refused, Turn
+
+class Says:
+  """Does what the text says."""
+
+  def reset(self, problem, seed):
+    self.seed = seed
+    if problem["question"] == "own words":
+      return [{"role": "user", "content": f"seed {seed}"}]
+
+  def step(self, text):
+    kind, _, argument = text.partition(" ")
+    if kind == "score":
+      return Turn(done=True, score=float(argument))
+    if kind == "late":
+      return Turn(done=True, score=0.5, correct=True)
+    if kind == "judge":
+      return Turn(done=True)
+    if kind == "refuse":
+      raise Refused("no")
+    if kind == "fail":
+      raise KeyError(argument)
+    if kind == "hang":
+      time.sleep(60)
+    return Turn(argument)
+
+def says():
+  return Says()
+'''
+
+
+@pytest.fixture(scope="module", name="pool")
+def _pool(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("own")
+  (folder / "says_environment.py").write_text(ENVIRONMENT)
+  sys.path.append(str(folder))
+  with EnvironmentPool("says_environment:says", processes=2, deadline_s=3.0) as pool:
+    yield pool
+  sys.path.remove(str(folder))
+
+
+def environments(pool, **settings):
+  return Environments(pool, TOKENIZER, DialogueSettings(max_turns=2, **settings), lambda x: x)
+
+
+def group_of(texts, question="q", seed=5):
+  """A group whose rollouts have said these texts, each in a first turn."""
+  problems = [Problem(question=question, answer="", solution="", reference={})]
+  flight = Flight(problems, encode_prompts(problems, TOKENIZER, 16), [seed])
+  group = Group(
+    owner=flight,
+    prompt_index=0,
+    tokens=np.full((len(texts), T), TOKENIZER.pad_id, np.int32),
+    lengths=np.zeros(len(texts), np.int32),
+    stopped=np.ones(len(texts), bool),
+    behavior_logprobs=np.zeros((len(texts), T), np.float32),
+    turns=np.zeros((len(texts), T), np.int32),
+    ends=np.zeros(len(texts), np.int32),
+    scores=np.full(len(texts), np.nan, np.float32),
+  )
+  for g, text in enumerate(texts):
+    say(group, g, text, turn=0)
+  return group
+
+
+def say(group, g, text, turn, end=STOP):
+  ids = [*TOKENIZER.encode(text), *([end] if end else [])]
+  new = slice(group.lengths[g], group.lengths[g] + len(ids))
+  group.tokens[g, new], group.turns[g, new] = ids, turn
+  group.lengths[g] = new.stop
+
+
+def answers_to(group, pool, **settings):
+  """(answers by rollout, usage) to the last turns of all rollouts."""
+  usage = DialogueUsage()
+  dialogues = EnvironmentDialogues(environments(pool, **settings), usage)
+  for g in range(len(group.lengths)):
+    dialogues.ask(group, g)
+  found, deadline = {}, time.monotonic() + 60
+  while len(found) < len(group.lengths):
+    assert time.monotonic() < deadline
+    found |= {a.rollout: a for a in dialogues.take(patience_s=0.0, until_one=True)}
+  return found, usage
+
+
+def test_every_end_has_its_outcome(pool):
+  texts = {
+    "score 1": (End.CORRECT, 1.0),
+    "score 0.5": (End.WRONG, 0.5),
+    "late": (End.CORRECT, 0.5),
+    "judge": (End.TO_BE_GRADED, None),
+    "refuse": (End.ENVIRONMENT_REFUSED, None),
+    "fail x": (End.ENVIRONMENT_FAILED, None),
+    "hang": (End.ENVIRONMENT_LIMIT, None),
+    "say 12345678901234": (End.LENGTH_LIMIT, None),  # with the turn there is no place for it
+  }
+  group = group_of(texts)
+  found, usage = answers_to(group, pool)
+  for g, (text, (end, score)) in enumerate(texts.items()):
+    assert found[g].is_last and not len(found[g].tokens), text
+    assert End(group.ends[g]) is end, text
+    np.testing.assert_equal(group.scores[g], np.float32(np.nan if score is None else score))
+    assert group.stopped[g] == (end is not End.LENGTH_LIMIT)
+  assert usage.replies == len(texts) and usage.reply_waits_s > 0
+  named = {end.outcome for end in End if end.outcome is not None}
+  assert len(named) == len(End) - 1 and Outcome.ENVIRONMENT_FAILED in named
+
+
+def test_a_reply_is_appended_and_the_last_turn_has_none(pool):
+  group = group_of(["say higher", "say lower"])
+  say(group, 1, "x", turn=1, end=None)
+  say(group, 1, "say ab", turn=2)
+  found, _ = answers_to(group, pool)
+  assert not found[0].is_last and bytes(found[0].tokens.tolist()) == b"higher"
+  assert found[1].is_last and End(group.ends[1]) is End.TURN_LIMIT
+
+
+def test_a_turn_that_was_cut_is_not_asked():
+  group = group_of(["x" * (T - 1)])
+  group.lengths[0], group.stopped[0] = T, False
+  found, _ = answers_to(group, None)  # nobody is there to answer
+  assert found[0].is_last and End(group.ends[0]) is End.LENGTH_LIMIT
+
+
+@pytest.mark.parametrize(
+  ("cut", "expected"), [("tail", "01 [cut] "), ("head", " [cut] 89"), ("middle", "0 [cut] 9")]
+)
+def test_a_long_reply_is_cut_and_says_so(pool, cut, expected):
+  found, _ = answers_to(group_of(["s 0123456789"]), pool, max_reply_length=9, cut=cut)
+  assert bytes(found[0].tokens.tolist()).decode() == expected
+  found, _ = answers_to(group_of(["s 012345678"]), pool, max_reply_length=9, cut=cut)
+  assert bytes(found[0].tokens.tolist()) == b"012345678"
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_cutting_keeps_as_much_as_fits(cut):
+  text = "".join(chr(0x4E00 + n) for n in range(500))
+  fits = lambda part: len(part.encode()) <= 301
+  short = shorten(text, cut, fits)
+  assert fits(short) and len(short.encode()) > 301 - 3 and " [cut] " in short
+
+
+def test_a_stop_string_ends_a_turn_within_new_tokens(pool):
+  usage = DialogueUsage()
+  dialogues = EnvironmentDialogues(environments(pool, stop_strings=("</a>",)), usage)
+  group = group_of(["x"])
+  say(group, 0, "</a>", turn=1, end=None)  # of the environment: ends nothing
+  say(group, 0, "ab</", turn=2, end=None)
+  assert dialogues.find_stop(group, 0, 6) is None
+  start = int(group.lengths[0])
+  say(group, 0, "a>xyz", turn=2, end=None)
+  assert dialogues.find_stop(group, 0, start) == start + 2 and usage.dropped_tokens == 3
+
+
+def test_first_messages_are_shared_by_a_problems_rollouts(pool):
+  problems = [Problem(question=q, answer="", solution="", reference={}) for q in ("a", "own words")]
+  assert environments(pool).first_messages(problems, [1, 2]) == [
+    None, [{"role": "user", "content": "seed 2"}],
+  ]  # fmt: skip
