@@ -37,6 +37,13 @@ WHOLE_COLLECTIVES = (
   "xla_tpu_enable_windowed_einsum_for_all_gather=false"
   " xla_tpu_enable_windowed_einsum_for_reduce_scatter=false"
 )
+# Gathers of weights go on beside products, several at a time.
+FUSED_GATHERS = (
+  "xla_tpu_enable_windowed_einsum_for_all_gather=false xla_enable_async_all_gather=true"
+  " xla_tpu_enable_async_collective_fusion=true"
+  " xla_tpu_enable_async_collective_fusion_fuse_all_gather=true"
+  " xla_tpu_enable_async_collective_fusion_multiple_steps=true"
+)
 
 # Of Qwen2.5 7B with rows of 9216 tokens, one response of 8192 or several of 2048.
 SLICES_OF_7B = {  # found by --mode=tune; see docs/models.md

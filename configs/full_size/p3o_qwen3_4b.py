@@ -15,15 +15,30 @@ the difference.
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-On v5e:8x8, add --config.mesh.tensor=4 --config.sampling.slots=512, since its chips hold half of the
-rollouts at a time. From an 8-bit copy: --config.sources.quantized.fraction=1.0. One update old:
---config.schedule="fixed_lag(lag=1)".
+With what was tuned for a slice: p3o_qwen3_4b.py:v5p:2x2x4. On v5e:8x8, add --config.mesh.tensor=4
+--config.sampling.slots=512, since its chips hold half of the rollouts at a time. From an 8-bit
+copy: --config.sources.quantized.fraction=1.0. One update old: --config.schedule="fixed_lag(lag=1)".
 Card: docs/methods/p3o.md.
 """
 
 from ml_collections import ConfigDict
 
 from rlvr_jax.configs.full_size import base
+
+SLICES = {  # for lognormal(mean=800, prompt=150)
+  "v5p:2x2x4": {
+    "mesh.data": 2,
+    "mesh.fsdp": 4,
+    "mesh.tensor": 2,
+    "generation_mesh.data": 2,
+    "generation_mesh.fsdp": 1,
+    "generation_mesh.tensor": 8,
+    "generation_mesh.same_devices": True,
+    "sampling.slots": 1024,
+    "model.overrides.remat": "dots",
+    "compiler_options.training": base.FUSED_GATHERS,
+  },
+}
 
 
 def get_config(topology: str = "") -> ConfigDict:
@@ -50,4 +65,4 @@ def get_config(topology: str = "") -> ConfigDict:
   c.optimizer = "adamw(b2=0.95, weight_decay=0.01)"
   c.learning_rate = "cosine(peak=1e-5, warmup=50)"
   c.max_gradient_norm = 0.5
-  return base.set_for_slice(c, {}, topology)
+  return base.set_for_slice(c, SLICES, topology)

@@ -15,13 +15,31 @@ Qwen2.5-Math-7B was made for (its config.json), of which the run warns.
     --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
 
-Without SALT: --config.reweighting=none is DAPO's update. On v5e:8x8, add --config.mesh.tensor=4.
+Without SALT: --config.reweighting=none is DAPO's update. With what was tuned for a slice:
+salt_qwen25_math_7b.py:v5p:2x2x4. On v5e:8x8, add --config.mesh.tensor=4.
 Card: docs/methods/salt.md; memory per chip: docs/models.md.
 """
 
 from ml_collections import ConfigDict
 
 from rlvr_jax.configs.full_size import base
+
+SLICES = {
+  "v5p:2x2x4": {
+    "mesh.data": 1,
+    "mesh.fsdp": 8,
+    "mesh.tensor": 2,
+    "generation_mesh.data": 4,
+    "generation_mesh.fsdp": 1,
+    "generation_mesh.tensor": 4,
+    "generation_mesh.same_devices": True,
+    "sampling.slots": 2048,
+    "batch.tokens_per_row": 30_720,
+    "batch.tokens_per_micro_batch": 30_720,
+    "model.overrides.remat": "dots",
+    "compiler_options.training": base.WHOLE_COLLECTIVES,
+  },
+}
 
 
 def get_config(topology: str = "") -> ConfigDict:
@@ -47,4 +65,4 @@ def get_config(topology: str = "") -> ConfigDict:
   c.overlong.buffer = 4096
   c.loss = "ppo_clip(epsilon_high=0.28)"
   c.reweighting = "salt"
-  return base.set_for_slice(c, {}, topology)
+  return base.set_for_slice(c, SLICES, topology)

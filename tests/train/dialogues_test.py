@@ -35,6 +35,9 @@ def config(**fields):
   return changed
 
 
+get_config = config  # this file is a configuration, too
+
+
 @pytest.fixture(scope="module", name="whole")
 def _whole(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("whole") / "run"

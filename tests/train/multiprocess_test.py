@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import pytest
-from train import tiny
+from train import dialogues_test, tiny
 
 from rlvr_jax.train.checkpointing.workdir import WorkdirLock
 from rlvr_jax.train.cluster import multihost
@@ -60,12 +60,12 @@ class Processes:
 
 
 @contextlib.contextmanager
-def training(workdir, count=2):
+def training(workdir, count=2, config_file=tiny.__file__):
   """The program as so many processes, which have eight devices together."""
 
   def command_of(coordinator, process):
     place = [f"--coordinator={coordinator}", f"--num_processes={count}", f"--process_id={process}"]
-    return tiny.command(workdir, *FLAGS, *place)
+    return tiny.command(workdir, *FLAGS, *place, config_file=config_file)
 
   processes = Processes(command_of, devices=8 // count, count=count)
   try:
@@ -74,8 +74,8 @@ def training(workdir, count=2):
     processes.signal_all(signal.SIGKILL)
 
 
-def train_to_the_end(workdir, count=2):
-  with training(workdir, count) as processes:
+def train_to_the_end(workdir, count=2, config_file=tiny.__file__):
+  with training(workdir, count, config_file) as processes:
     statuses, outputs = processes.ended()
   assert statuses == [0] * count, "\n".join(outputs)[-5000:]
   return outputs
@@ -131,6 +131,14 @@ def alone(tmp_path_factory):
 @pytest.mark.slow
 def test_two_processes_equal_one(undisturbed, alone):
   assert_equal_to_one_process(undisturbed[0], alone)
+
+
+@pytest.mark.slow
+def test_two_processes_of_dialogues_equal_one(tmp_path):
+  """The first process has the environments; both put their replies in after the same bursts."""
+  train_to_the_end(tmp_path / "pair", config_file=dialogues_test.__file__)
+  tiny.run(tmp_path / "one", *FLAGS, config_file=dialogues_test.__file__)
+  assert_equal_to_one_process(tmp_path / "pair", tmp_path / "one")
 
 
 @pytest.mark.soak
