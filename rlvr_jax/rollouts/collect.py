@@ -56,12 +56,13 @@ class Collector:
   overlong_filter: bool = False
   environments: Environments | None = None
 
-  def begin(self, problems: Sequence[Problem], seeds: Sequence[int]) -> Flight:
+  def begin(self, problems: Sequence[Problem], seeds: Sequence[int] = ()) -> Flight:
     """Makes a flight for problems, none of them sampled yet.
 
     Args:
       problems: P problems.
-      seeds: P seeds, of their environments; all rollouts of a problem have the same.
+      seeds: P seeds, of their environments; all rollouts of a problem have the same. () without
+        dialogues.
     """
     first = None
     if self.environments is not None:

@@ -68,6 +68,16 @@ class DialogueUsage(Usage):
   environment_wait_seconds: float = 0.0
   dropped_tokens: int = 0
 
+  def add_replies(self, replies: int, waits_s: float, engine_s: float) -> None:
+    """Counts replies, their waits, and the engine's wait for them."""
+    self.replies += replies
+    self.reply_waits_s += waits_s
+    self.environment_wait_seconds += engine_s
+
+  def drop(self, tokens: int) -> None:
+    """Counts tokens behind a stop string."""
+    self.dropped_tokens += tokens
+
 
 @dataclasses.dataclass(frozen=True)
 class DialogueSettings:
@@ -182,7 +192,7 @@ class EnvironmentDialogues:
     )
     if kept is None:
       return None
-    self._usage.dropped_tokens += len(ids) - kept
+    self._usage.drop(len(ids) - kept)
     return first + kept
 
   def ask(self, group: Group[Flight], rollout: int) -> None:
@@ -202,9 +212,8 @@ class EnvironmentDialogues:
     began = time.monotonic()
     replies = self._environments.share(self._replies(patience_s, until_one and not ended))
     now = time.monotonic()
-    self._usage.environment_wait_seconds += now - began
-    self._usage.replies += len(replies)
-    self._usage.reply_waits_s += sum(now - self._asked[number].at for number, *_ in replies)
+    waits_s = sum(now - self._asked[number].at for number, *_ in replies)
+    self._usage.add_replies(len(replies), waits_s, now - began)
     answers = [self._end(number, end) for number, end in ended.items()]
     return answers + [self._answer(*reply) for reply in replies]
 

@@ -10,6 +10,7 @@ from rlvr_jax.rewards import (
   outcome_policy,
   rewards_from_grades,
 )
+from rlvr_jax.rewards.outcome import DIALOGUE_OUTCOMES
 
 GRADES = [
   Grade(Outcome.CORRECT, 1.25),
@@ -30,6 +31,7 @@ def test_defaults():
   assert result.keep.dtype == bool
   assert result.counts == {
     "correct": 1, "wrong": 2, "unparseable": 1, "timeout": 1, "crashed": 1,
+    **dict.fromkeys(DIALOGUE_OUTCOMES, 0),
   }  # fmt: skip
 
 

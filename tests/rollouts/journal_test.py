@@ -40,6 +40,23 @@ def test_groups_come_back_to_the_bit(tmp_path):
       assert np.asarray(getattr(group, name)).dtype == np.asarray(value).dtype
 
 
+def test_a_group_of_dialogues_comes_back(tmp_path):
+  plain = _group(0)
+  G = len(plain.lengths)
+  group = plain._replace(
+    turns=np.arange(plain.tokens.size, dtype=np.int32).reshape(plain.tokens.shape) % 5,
+    ends=np.arange(G, dtype=np.int32),
+    scores=np.where(np.arange(G) % 2, np.nan, 0.5).astype(np.float32),
+  )
+  group.turns[np.arange(group.tokens.shape[1]) >= group.lengths[:, None]] = 0
+  journal = GroupJournal(tmp_path / "groups")
+  journal.append(0, "ours", [group])
+  found = _read(journal)[0]
+  for name in ("turns", "ends", "scores", "tokens"):
+    np.testing.assert_array_equal(getattr(found, name), getattr(group, name))
+    assert getattr(found, name).dtype == getattr(group, name).dtype
+
+
 def test_padding_costs_nothing_and_a_full_group_has_none(tmp_path):
   sizes = []
   for number, group in enumerate([_group(0), _group(0, T=4096), _group(0, T=5)]):

@@ -329,7 +329,7 @@ def test_finished_groups_survive_their_machine(url, names, monkeypatch):
       journal = store.journal()
       found = [from_json(content, None) for content in journal.read(1, "ours")]
       for expected, one in zip([group(0), group(1)], found, strict=True):
-        for array, other in zip(expected[2:], one[2:], strict=True):
+        for array, other in zip(expected[2:6], one[2:6], strict=True):
           assert np.array_equal(array, other) and array.dtype == other.dtype
       journal.append(1, "ours", [group(2)])
       wait_until(lambda: names() == [*objects, "rollouts/groups/00000001.jsonl/00000001"])

@@ -319,7 +319,7 @@ class RunLog:
       host["time/slots_busy"] = host["time/slot_tokens"] / host["time/slot_steps"]
       host["time/drain_share"] = host["time/drain_slot_steps"] / host["time/slot_steps"]
     if host.get("time/replies"):
-      host["time/seconds_per_reply"] = host.pop("time/reply_waits_s") / host["time/replies"]
+      host["time/seconds_per_reply"] = host["time/reply_waits_s"] / host["time/replies"]
     if length := self._run.schedule.stage_length:
       host["stage/number"], host["stage/age"] = divmod(step, length)
     self._stopwatch.restart()
