@@ -6,6 +6,9 @@ A 0.8 M-parameter transformer over bytes sees "1-31:" and guesses, "17"; the env
 and nothing of the game. The best play, bisection, finds any of 31 numbers in five turns.
 
   python -m rlvr_jax.main --config=configs/quickstart_dialogue.py --workdir=runs/dialogue
+
+Hardware: 2 CPU cores. Time: 14 minutes on cores that others kept busy.
+Expected held-out pass@1, start to end: 0.14 to 0.28 (seed 0), still rising; best play has 1.
 """
 
 from ml_collections import ConfigDict
