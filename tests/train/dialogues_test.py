@@ -94,6 +94,14 @@ def test_the_metrics_of_dialogues(whole):
 
 
 @pytest.mark.slow
+def test_most_dialogues_at_a_limit_are_warned_of(tmp_path, capfd):
+  train(build(config(environment__max_turns=1, num_updates=1)), tmp_path / "run")
+  out = capfd.readouterr().out
+  assert "of the dialogues sampled for update 1 ended by turn_limit" in out
+  assert "raise config.environment.max_turns" in out
+
+
+@pytest.mark.slow
 def test_two_processes_of_environments_give_the_same_run(whole, tmp_path):
   train(build(config(environment__processes=2)), tmp_path / "run")
   assert tiny.records(tmp_path / "run") == tiny.records(whole)

@@ -243,6 +243,7 @@ class RunLog:
     self._stopwatch.count_tokens(graded.tokens if batch.timings else 0)
     self._warn_of_truncation(graded.statistics.get("response/truncated", 0.0), step)
     self._warn_of_crashes(graded, step)
+    self._warn_of_limits(graded.statistics, step)
     logging = self._run.logging
     # Once, however many batches are sampled before this update.
     if step % logging.rollouts_every == 0 and self._notices.changes("rollouts", step):
@@ -258,6 +259,22 @@ class RunLog:
         f" config.max_response_length = {limit} tokens, most likely before their answer. Raise it,"
         " or reward shorter responses with config.overlong.buffer"
       )
+
+  def _warn_of_limits(self, statistics: Mapping[str, float], step: int) -> None:
+    """Warns when most dialogues end by a limit, once until they do not."""
+    remedies = {
+      "turn_limit": "raise config.environment.max_turns",
+      "environment_limit": "raise config.environment.deadline_s or memory_mib",
+      "environment_refused": "look at the turns in rollouts.jsonl",
+      "environment_failed": "mend the environment: such rollouts are left out of the loss",
+    }
+    for outcome, remedy in remedies.items():
+      share = statistics.get(f"outcome/{outcome}", 0.0)
+      if self._notices.begins(outcome, share > 0.5):
+        warn(
+          f"{share:.0%} of the dialogues sampled for update {step + 1} ended by {outcome}. That may"
+          f" be right; otherwise {remedy}"
+        )
 
   def _warn_of_crashes(self, graded: Graded, step: int) -> None:
     """Warns that the grader has failed, and how, once until it does not."""
