@@ -333,4 +333,14 @@ def append_recorded(graded: Graded, recorded: Graded) -> Graded:
   batches = [
     dataclasses.replace(x.train, sources=None, solve_rate=None) for x in (graded, recorded)
   ]
+  if any(batch.turns is not None for batch in batches):
+    batches = [_with_turns(batch) for batch in batches]
   return graded._replace(train=join_batches(batches), samples=graded.samples + recorded.samples)
+
+
+def _with_turns(batch: TrainBatch) -> TrainBatch:
+  """The batch; rollouts of one turn have that turn's number."""
+  if batch.turns is not None:
+    return batch
+  turns: Any = np.zeros(np.shape(batch.tokens), np.int32)
+  return dataclasses.replace(batch, turns=turns)

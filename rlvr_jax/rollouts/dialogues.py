@@ -249,6 +249,11 @@ class EnvironmentDialogues:
     if turns >= self._environments.settings.max_turns:
       return self._end(number, End.TURN_LIMIT)
     tokens = self._encode(turn, last=int(group.tokens[rollout, length - 1]))
+    if not len(tokens):
+      logging.log_first_n(
+        logging.WARNING, "an environment's reply has no tokens: %r", 5, turn.reply
+      )
+      return self._end(number, End.ENVIRONMENT_FAILED)
     # One place at least is left for the policy.
     if length + len(tokens) >= group.tokens.shape[1]:
       return self._end(number, End.LENGTH_LIMIT)

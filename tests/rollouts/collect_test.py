@@ -18,6 +18,7 @@ from rlvr_jax.rollouts.batch import (
   Graded,
   Position,
   RolloutBatch,
+  append_recorded,
   batch_from_arrays,
   batch_to_arrays,
   from_shard,
@@ -28,7 +29,7 @@ from rlvr_jax.rollouts.batch import (
 from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
 from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.types import Prompts
+from rlvr_jax.types import Prompts, TrainBatch
 
 P, G, T = 2, 2, 5
 ARRAYS = batch_to_arrays(make_host_batch(np.ones((1, 1, 1))))
@@ -253,3 +254,25 @@ def test_texts_end_where_the_lengths_say():
 def test_a_stop_policy_ends_the_run():
   with pytest.raises(RuntimeError, match="stop"):
     rewards_from_grades(GRADES, outcome_policy({"crashed": "stop"}))
+
+
+def test_recorded_groups_of_one_turn_go_with_dialogues():
+  prompts = Prompts(tokens=np.ones((2, 3), np.int32), lengths=np.full(2, 3, np.int32))
+  places = np.ones((2, 2, 4), np.float32)
+  one_turn = TrainBatch(
+    prompts=prompts,
+    tokens=np.ones((2, 2, 4), np.int32),
+    mask=places,
+    behavior_logprobs=-places,
+    rewards=places[..., 0],
+    correct=places[..., 0],
+    valid=places[..., 0] > 0,
+  )
+  turns = np.full((2, 2, 4), 2, np.int32)
+  graded = lambda train: Graded(train, 0, 0, {}, [])
+  joined = append_recorded(
+    graded(dataclasses.replace(one_turn, turns=turns)), graded(one_turn)
+  ).train
+  np.testing.assert_array_equal(joined.turns[:2], turns)
+  np.testing.assert_array_equal(joined.turns[2:], 0)
+  assert append_recorded(graded(one_turn), graded(one_turn)).train.turns is None
