@@ -34,6 +34,7 @@ from rlvr_jax.ops.checks import check_between
 
 MAX_REPLY = 2**20  # bytes of a reply, in UTF-8
 ROLES = ("user", "tool")  # of a reply
+_MAX_SCORE = 1e30  # rewards are float32
 
 # "question", "answer" and "reference" of the problem; JSON-serializable.
 Problem: TypeAlias = Mapping[str, Any]
@@ -132,6 +133,8 @@ def check_turn(turn: Any) -> Turn:
   if not isinstance(turn.correct, bool | None):
     raise TypeError(f"step returned correct = {turn.correct!r:.100}, expected True, False or None")
   score = None if turn.score is None else float(turn.score)
+  if score is not None and abs(score) > _MAX_SCORE:
+    raise ValueError(f"step returned score = {score:g}, expected at most {_MAX_SCORE:g}")
   reply = "" if turn.done else cut(clean("step returned a reply", turn.reply))
   return Turn(reply, turn.done, score, turn.role, turn.correct)
 

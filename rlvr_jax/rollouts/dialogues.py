@@ -23,7 +23,7 @@ from rlvr_jax.rollouts.engine import Answer, Group, Usage
 
 CUTS = ("tail", "head", "middle")
 _WAIT_S = 2.0  # of a process for its environments, before it exchanges with the others
-_CUT = " [cut] "  # stands in a reply for what was cut
+CUT_NOTE = " [cut] "  # stands in a reply for what was cut
 
 
 class End(enum.IntEnum):
@@ -288,9 +288,13 @@ class EnvironmentDialogues:
       if (error := reset.exception()) is not None:
         answer.set_exception(error)
       elif isinstance(started := reset.result(), Failure):
-        answer.set_result(started)
+        # The policy's text has not been read: the fault is the environment's, whatever it was.
+        answer.set_result(started._replace(kind="failed"))
       else:
-        pool.step(started.dialogue, text).add_done_callback(copy)
+        try:
+          pool.step(started.dialogue, text).add_done_callback(copy)
+        except Exception as closed:  # of a pool that was closed meanwhile
+          answer.set_exception(closed)
 
     def copy(done: Future[Turn | Failure]) -> None:
       if (error := done.exception()) is not None:
@@ -331,11 +335,11 @@ def shorten(text: str, cut: str, fits: Callable[[str], bool]) -> str:
 def _without(text: str, cut: str, kept: int) -> str:
   """`kept` characters of the text, and the note."""
   if cut == "tail":
-    return text[:kept] + _CUT
+    return text[:kept] + CUT_NOTE
   if cut == "head":
-    return _CUT + text[len(text) - kept :]
+    return CUT_NOTE + text[len(text) - kept :]
   first = (kept + 1) // 2
-  return text[:first] + _CUT + text[len(text) - (kept - first) :]
+  return text[:first] + CUT_NOTE + text[len(text) - (kept - first) :]
 
 
 def _turn_start(group: Group, rollout: int, length: int) -> int:

@@ -419,7 +419,8 @@ class Engine:
       burst_s = min(time.monotonic() - began, _PATIENCE_S)
       before = {slot: rollout.length for slot, rollout in busy.items()}
       tokens = sum(rollout.append(emitted, slot) for slot, rollout in busy.items())
-      usage.add(int(emitted.steps) * len(slots), tokens, drain=len(busy) < len(slots))
+      drain = len(busy) < len(slots) and not waiting
+      usage.add(int(emitted.steps) * len(slots), tokens, drain=drain)
       ended = {slot: rollout for slot, rollout in busy.items() if not emitted.running[slot]}
       if dialogues is not None:
         halted = self._cut_at_stop_strings(dialogues, busy, before)

@@ -121,6 +121,7 @@ class RecordedGroups:
       mask=np.pad(group.mask, right),
       behavior_logprobs=np.pad(behavior_logprobs, right),
       sampled_logprobs=None,
+      turns=None if group.turns is None else np.pad(group.turns, right),
     )
     samples = graded.samples[row * size : (row + 1) * size]
     return Graded(padded, tokens=0, prompts=0, statistics={}, samples=samples)

@@ -157,6 +157,17 @@ def test_bad_settings_are_refused_before_anything_runs():
     ("environment__max_turns", 0, "max_turns"),
     ("environment__cut", "tails", "tail"),
     ("environment__stop_strings", ("",), "stop string"),
+    ("environment__max_reply_length", 3, "has 7 tokens"),
   ):
     with pytest.raises(ValueError, match=message):
       build(config(**{field: value}))
+
+
+def test_scores_that_are_not_binary_are_refused_where_they_must_be():
+  discounted = dict(environment__name="retry(discount=0.5)", advantage="fade")
+  with pytest.raises(
+    ValueError, match=r"may give other scores; set config\.grading\.outcomes\.correct"
+  ):
+    build(config(**discounted))
+  build(config(**discounted, grading__outcomes__correct="1"))
+  build(config(**discounted | dict(environment__name="retry(tries=2)")))

@@ -40,7 +40,7 @@ from rlvr_jax.train.reporting import machines
 from rlvr_jax.train.reporting.progress import warn
 from rlvr_jax.train.reporting.run_log import DeviceClock
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.checks import shaped_outcomes
+from rlvr_jax.train.setup.checks import scores_partly, shaped_outcomes
 from rlvr_jax.types import Params
 
 
@@ -280,7 +280,10 @@ class Generator:
   def _write(self, batch: RolloutBatch) -> RolloutBatch:
     """Writes the batch to the store and returns it."""
     parts, sources = self._parts, self._parts.sources
-    shaped_by_outcome = bool(shaped_outcomes(parts.outcome_policy))
+    policy = parts.outcome_policy
+    shaped_by_outcome = bool(shaped_outcomes(policy)) or scores_partly(
+      parts.config.environment.name, policy
+    )
     arrays, info, samples = to_shard(
       batch,
       tokenizer=parts.config.tokenizer,

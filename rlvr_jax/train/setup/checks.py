@@ -21,7 +21,7 @@ from rlvr_jax import specs
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_integer, describe
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated
-from rlvr_jax.rewards.outcome import OutcomePolicy
+from rlvr_jax.rewards.outcome import Outcome, OutcomePolicy
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.behavior_sources import Source
@@ -191,6 +191,9 @@ def check_rewards(
     f"config.grading.extra = {tuple(config.grading.extra)} adds to them; set it to (), or choose"
     " another advantage": config.grading.extra,
     f"config.grading.outcomes has {shaped}": shaped,
+    f"config.environment.name = {config.environment.name!r} may give other scores; set"
+    " config.grading.outcomes.correct = 1, or choose another"
+    " advantage": scores_partly(config.environment.name, policy),
   }
   for why, applies in not_binary.items():
     if method.advantage.needs_binary and applies:
@@ -212,6 +215,20 @@ def shaped_outcomes(policy: OutcomePolicy) -> dict[str, Any]:
   plain = ("mask", "stop", 0.0, 1.0)
   binary = lambda outcome, reward: reward in plain or (outcome, reward) == ("correct", "score")
   return {o.value: reward for o, reward in policy.items() if not binary(o.value, reward)}
+
+
+def scores_partly(environment: str, policy: OutcomePolicy) -> bool:
+  """Whether the reward of a correct dialogue may be other than 1.
+
+  Args:
+    environment: `config.environment.name`.
+    policy: the rewards of outcomes.
+  """
+  if not environment or policy[Outcome.CORRECT] != "score":
+    return False
+  spec = specs.parse("config.environment.name", environment)
+  discounts = spec.arguments.get("discount", 1.0) != 1.0
+  return spec.name not in ("guess", "python", "retry") or discounts
 
 
 def check_optimizer(

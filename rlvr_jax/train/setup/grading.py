@@ -23,7 +23,7 @@ from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy, outcome_polic
 from rlvr_jax.rewards.pool import GraderPool, default_workers
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.collect import Collector
-from rlvr_jax.rollouts.dialogues import CUTS, DialogueSettings, Environments
+from rlvr_jax.rollouts.dialogues import CUT_NOTE, CUTS, DialogueSettings, Environments
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.reporting.progress import warn
@@ -242,6 +242,12 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
   check_integer("config.environment", "max_turns", settings.max_turns, low=1)
   check_integer("config.environment", "max_reply_length", settings.max_reply_length, low=0)
   check_choice("config.environment", "cut", settings.cut, CUTS)
+  least = len(tokenizer.encode(CUT_NOTE))
+  if 0 < settings.max_reply_length < least:
+    raise ValueError(
+      f"config.environment.max_reply_length = {settings.max_reply_length}: what says that a reply"
+      f" was cut has {least} tokens; set at least as many, or 0 for no limit"
+    )
   # Others may reply as a tool too; their template is then checked at the first such reply.
   roles = ("tool",) if spec.name == "python" else ("user",)
   try:
