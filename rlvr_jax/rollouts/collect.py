@@ -82,12 +82,12 @@ class Collector:
     prompt = self.tokenizer.decode(flight.prompts.tokens[index][-prompt_length:].tolist())
     rows = zip(group.tokens, group.lengths, strict=True)
     texts = [self.tokenizer.decode(row[:length].tolist()) for row, length in rows]
-    completions = [thought_prefix(prompt) + text for text in self._graded_texts(group, texts)]
+    completions = self._graded_texts(group, [thought_prefix(prompt) + text for text in texts])
     references = [flight.problems[index].reference] * len(completions)
     flight.add(group, texts, self.submit(completions, references))
 
   def _graded_texts(self, group: Group[Flight], texts: list[str]) -> list[str]:
-    """The texts that a grader judges: of dialogues without an outcome the policy's last turn."""
+    """Of the texts those that a grader judges; of dialogues without an outcome the last turn."""
     if self.environments is None or group.ends is None:
       return texts
     judged = np.flatnonzero(group.ends == End.TO_BE_GRADED)

@@ -17,6 +17,7 @@ from rlvr_jax.data import Problem, Tokenizer
 from rlvr_jax.data.stop_strings import find_stop
 from rlvr_jax.environments.base import Message, Turn
 from rlvr_jax.environments.pool import EnvironmentPool, Failure, Started
+from rlvr_jax.rewards.graders import thought_prefix
 from rlvr_jax.rewards.outcome import Outcome
 from rlvr_jax.rollouts.batch import Flight
 from rlvr_jax.rollouts.engine import Answer, Group, Usage
@@ -145,10 +146,18 @@ class Environments:
     return found
 
   def last_turn(self, group: Group, rollout: int) -> str:
-    """The text of the policy's last turn, which ends the response so far."""
+    """The text of the policy's last turn, which ends the response so far.
+
+    It begins with "<think>" where what stands before it ends so, as in some chat templates.
+    """
     length = int(group.lengths[rollout])
     first = _turn_start(group, rollout, length)
-    return self.tokenizer.decode(group.tokens[rollout, first:length].tolist())
+    prompts, index = group.owner.prompts, group.prompt_index
+    before = prompts.tokens[index][-prompts.lengths[index] :]
+    if first:
+      before = group.tokens[rollout, _turn_start(group, rollout, first) : first]
+    text = self.tokenizer.decode(group.tokens[rollout, first:length].tolist())
+    return thought_prefix(self.tokenizer.decode(before.tolist())) + text
 
 
 class EnvironmentStoppedError(RuntimeError):

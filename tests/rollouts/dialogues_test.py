@@ -180,6 +180,15 @@ def test_a_stop_string_ends_a_turn_within_new_tokens(pool):
   assert dialogues.find_stop(group, 0, start) == start + 2 and usage.dropped_tokens == 3
 
 
+def test_a_thought_that_was_opened_before_a_turn_belongs_to_it(pool):
+  group = group_of(["a", "b"], question="2+2? <think>\n")
+  say(group, 1, "no", turn=1, end=None)
+  say(group, 1, "c", turn=2)
+  given = environments(pool)
+  assert given.last_turn(group, 0).startswith("<think>") and given.last_turn(group, 0)[-1] == "a"
+  assert given.last_turn(group, 1) == "c"  # the reply opens none
+
+
 def test_first_messages_are_shared_by_a_problems_rollouts(pool):
   problems = [Problem(question=q, answer="", solution="", reference={}) for q in ("a", "own words")]
   assert environments(pool).first_messages(problems, [1, 2]) == [
