@@ -24,7 +24,7 @@ from rlvr_jax.train.checkpointing.workdir import StartFiles, open_workdir
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.progress import progress, say, warn
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.grading import environment_pool, grader_pool
+from rlvr_jax.train.setup.grading import start_pools
 from rlvr_jax.train.start.parameters import load_frozen, load_policy
 
 PROBLEMS_FILE = "problems.jsonl"
@@ -57,9 +57,7 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     count = lambda: _count_complete_problems(local, num_problems, c.batch_prompts, eval_folder.path)
     done = multihost.exchange(multihost.run_on_first(count, 0))[0]
     if done < num_problems:
-      pool = multihost.run_together(lambda: enter(grader_pool(parts.config.grading, parts.task)))
-      environments = environment_pool(parts.config.environment, pool)
-      collector = parts.make_collector(pool, environments and enter(environments))
+      pools = multihost.run_together(lambda: start_pools(parts.config, parts.task, enter))
       lines = multihost.run_on_first(lambda: enter(_reopen_problems(local, done)), None)
       frozen = load_frozen(parts).trainer
       params, step = load_policy(parts, folder)
@@ -69,7 +67,7 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
         engine,
         engine.load(params, frozen),
         parts.task.held_out,
-        collector=collector,
+        collector=parts.make_collector(*pools),
         batch_size=c.batch_prompts,
         num_samples=c.num_samples,
         seed=c.seed,

@@ -27,8 +27,7 @@ from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import (
   announce_partial_credit,
   check_first_grade,
-  environment_pool,
-  grader_pool,
+  start_pools,
 )
 from rlvr_jax.train.start import parameters, warm_start_cache
 from rlvr_jax.train.start.first_params import make_first_params, warm_start
@@ -199,7 +198,6 @@ def _open_writer(
 
 def _start_graders(parts: Parts, enter: Enter) -> Collector:
   """Starts graders, which grade the first problem as a check, and environments."""
-  pool = enter(grader_pool(parts.config.grading, parts.task))
-  check_first_grade(parts.outcome_policy, pool, parts.task)
-  environments = environment_pool(parts.config.environment, pool)
-  return parts.make_collector(pool, environments and enter(environments))
+  graders, environments = start_pools(parts.config, parts.task, enter)
+  check_first_grade(parts.outcome_policy, graders, parts.task)
+  return parts.make_collector(graders, environments)

@@ -97,8 +97,7 @@ class Parts:
     """Makes the collector, which encodes problems and has responses graded by `pool`.
 
     Args:
-      pool: from `grader_pool`.
-      environments: from `environment_pool`; on the first process only.
+      pool, environments: from `start_pools`.
     """
     return make_collector(
       self.tokenizer,

@@ -256,7 +256,23 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
     raise ValueError(f"config.environment.name = {settings.name!r}: {error}") from error
 
 
-def environment_pool(
+def start_pools(
+  config: ml_collections.ConfigDict, task: Task, enter: Callable[[Any], Any]
+) -> tuple[GraderPool, EnvironmentPool | None]:
+  """Starts the processes of graders and of environments, the arguments of `Parts.make_collector`.
+
+  Args:
+    config, task: of the run.
+    enter: registers a pool to be closed, and returns it.
+  Raises:
+    GraderStartError, EnvironmentStartError: a grader or the environment cannot work here.
+  """
+  graders = enter(grader_pool(config.grading, task))
+  environments = _environment_pool(config.environment, graders)
+  return graders, environments and enter(environments)
+
+
+def _environment_pool(
   settings: ml_collections.ConfigDict, pool: GraderPool
 ) -> EnvironmentPool | None:
   """The processes of environments on the first process of a run; None if there are none.
@@ -286,7 +302,7 @@ def make_environments(
   Args:
     settings: `config.environment`.
     tokenizer: of the run.
-    pool: from `environment_pool`.
+    pool: from `start_pools`.
   """
   if not settings.name:
     return None
