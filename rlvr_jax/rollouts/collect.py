@@ -252,13 +252,14 @@ def length_statistics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def turn_statistics(rollouts: Rollouts) -> dict[str, float]:
-  """Of dialogues, the policy's turns and the environment's tokens per rollout."""
+  """Of dialogues, the policy's turns, and the tokens of policy and environment, per rollout."""
   sampled = sampled_places(rollouts)
   turns = np.max(np.asarray(rollouts.turns), axis=-1) // 2 + 1
   replies = np.asarray(rollouts.lengths) - sampled.sum(-1)
   return {
     "dialogue/turns": float(turns.mean()),
     "dialogue/turns_max": float(turns.max()),
+    "dialogue/policy_tokens": float(sampled.sum(-1).mean()),
     "dialogue/environment_tokens": float(replies.mean()),
   }
 

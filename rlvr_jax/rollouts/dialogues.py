@@ -62,12 +62,16 @@ class DialogueUsage(Usage):
     reply_waits_s: seconds from the end of a turn until its answer was taken, over all replies.
     environment_wait_seconds: in which the engine waited for replies.
     dropped_tokens: sampled behind a stop string.
+    idle_slot_steps: decoding steps of slots without a rollout, while dialogues waited for replies.
+    rebuilt_tokens: of prompts and responses, whose cache was computed anew after a reply.
   """
 
   replies: int = 0
   reply_waits_s: float = 0.0
   environment_wait_seconds: float = 0.0
   dropped_tokens: int = 0
+  idle_slot_steps: int = 0
+  rebuilt_tokens: int = 0
 
   def add_replies(self, replies: int, waits_s: float, engine_s: float) -> None:
     """Counts replies, their waits, and the engine's wait for them."""
@@ -78,6 +82,11 @@ class DialogueUsage(Usage):
   def drop(self, tokens: int) -> None:
     """Counts tokens behind a stop string."""
     self.dropped_tokens += tokens
+
+  def add_costs(self, *, idle_slot_steps: int = 0, rebuilt_tokens: int = 0) -> None:
+    """See `engine.Dialogues`."""
+    self.idle_slot_steps += idle_slot_steps
+    self.rebuilt_tokens += rebuilt_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +234,10 @@ class EnvironmentDialogues:
     self._usage.add_replies(len(replies), waits_s, now - began)
     answers = [self._end(number, end) for number, end in ended.items()]
     return answers + [self._answer(*reply) for reply in replies]
+
+  def add_costs(self, *, idle_slot_steps: int = 0, rebuilt_tokens: int = 0) -> None:
+    """See `engine.Dialogues`."""
+    self._usage.add_costs(idle_slot_steps=idle_slot_steps, rebuilt_tokens=rebuilt_tokens)
 
   def _replies(self, patience_s: float, until_one: bool) -> list[Any]:
     """On the first process, the replies that have come, as JSON: [number, kind, reply]."""

@@ -87,6 +87,15 @@ class Dialogues(Protocol):
     """
     ...
 
+  def add_costs(self, *, idle_slot_steps: int = 0, rebuilt_tokens: int = 0) -> None:
+    """Counts what dialogues cost.
+
+    Args:
+      idle_slot_steps: of slots that had nothing to decode while dialogues waited for answers.
+      rebuilt_tokens: of prompt and response whose cache is computed anew after a reply.
+    """
+    ...
+
 
 def make_requests(
   prompts: Prompts, key: Array, group_size: int, owner: Owner, first: int = 0
@@ -177,6 +186,12 @@ class _Rollout(NamedTuple):
     """The first token to decode."""
     return self.group.tokens[self.number, self.cached - 1] if self.cached else self.prompt[-1]
 
+  def cached_tokens(self) -> np.ndarray:
+    """i32[n], those of prompt and response in the cache when the rollout gets a slot."""
+    # With the response's first token, the prompt's last is in the cache of the response.
+    prompt = self.prompt if self.cached else self.prompt[:-1]
+    return np.append(prompt, self.group.tokens[self.number, : max(self.cached - 1, 0)])
+
   def known_tokens(self) -> np.ndarray:
     """i32[n], those of the response behind the cache."""
     return self.group.tokens[self.number, self.cached : self.length]
@@ -214,6 +229,62 @@ class _Rollout(NamedTuple):
     self.group.tokens[g, new] = tokens[: new.stop - start]
     self.group.turns[g, new] = self.group.turns[g, start - 1] + 1
     self.group.lengths[g] = new.stop
+
+
+class _Stream(NamedTuple):
+  """The requests of a stream, and its rollouts that have begun and are in no slot."""
+
+  requests: Iterator[Request | None]  # that no rollout has begun of
+  dialogues: Dialogues | None  # None: a response is one turn
+  waiting: dict[tuple[int, int], _Rollout]  # for an answer, by (id of the group, number)
+  resumed: collections.deque[_Rollout]  # have an answer, and no slot yet
+  unfinished: dict[int, int]  # id of a group → number of its rollouts that have not ended
+
+  def begin(self, rollout: _Rollout) -> None:
+    """Notes that a rollout is in a slot, for the first time or again."""
+    self.unfinished.setdefault(id(rollout.group), len(rollout.group.lengths))
+
+  def end_turn(self, rollout: _Rollout) -> list[Group]:
+    """Asks for the answer to a rollout's turn; the rollout ends if there are no dialogues.
+
+    Returns:
+      Its group if this was the last rollout of it to end.
+    """
+    if self.dialogues is None:
+      return self._end(rollout)
+    self.waiting[id(rollout.group), rollout.number] = rollout
+    self.dialogues.ask(rollout.group, rollout.number)
+    return []
+
+  def take_answers(self, steps: int, *, patience_s: float, until_one: bool) -> list[Group]:
+    """Moves rollouts that have an answer from `waiting` to `resumed`; see `Dialogues.take`.
+
+    Args:
+      steps: of a burst.
+    Returns:
+      Groups whose last rollout has ended by its answer.
+    """
+    finished: list[Group] = []
+    if self.dialogues is None or not self.waiting:
+      return finished
+    for answer in self.dialogues.take(patience_s=patience_s, until_one=until_one):
+      rollout = self.waiting.pop((id(answer.group), answer.rollout))
+      rollout.add_reply(answer.tokens)
+      if answer.is_last:
+        finished += self._end(rollout)
+        continue
+      rollout = rollout._replace(cached=(rollout.length // steps) * steps)
+      self.dialogues.add_costs(rebuilt_tokens=len(rollout.cached_tokens()))
+      self.resumed.append(rollout)
+    return finished
+
+  def _end(self, rollout: _Rollout) -> list[Group]:
+    key = id(rollout.group)
+    self.unfinished[key] -= 1
+    if self.unfinished[key]:
+      return []
+    del self.unfinished[key]
+    return [rollout.group]
 
 
 class _Context(NamedTuple):
@@ -382,45 +453,41 @@ class Engine:
     state = self.programs.empty_slots()
     usage = Usage() if usage is None else usage
     slots: list[_Rollout | None] = [None] * self.settings.slots
-    coming = iter(requests)
-    waiting: dict[tuple[int, int], _Rollout] = {}  # for an answer
-    resumed: collections.deque[_Rollout] = collections.deque()  # have one, and no slot yet
-    pending = self._prefill(params, self._contexts(coming, resumed))
-    unfinished: dict[int, int] = {}  # id of a group → number of its rollouts that have not ended
+    stream = _Stream(iter(requests), dialogues, {}, collections.deque(), {})
+    take_answers = functools.partial(stream.take_answers, self.settings.shape.steps)
+    pending = self._prefill(params, self._contexts(stream))
     burst_s = 0.0
     while True:
       idle = slots.count(None) / len(slots)
-      take = functools.partial(self._take_answers, dialogues, waiting, resumed, unfinished)
       # A burst computes all slots: the more of them are idle, the longer replies may take.
-      finished = take(patience_s=idle * burst_s, until_one=False)
+      finished = take_answers(patience_s=idle * burst_s, until_one=False)
       free = [slot for slot, rollout in enumerate(slots) if rollout is None]
       # `zip` stops at `free`, its first argument, so that no rollout is consumed without a slot.
       new = dict(zip(free, pending, strict=False))
       if len(new) < len(free):
         # Of requests and answers that come later.
-        pending = self._prefill(params, self._contexts(coming, resumed))
+        pending = self._prefill(params, self._contexts(stream))
       for prefilled, fresh in self._by_prefilled_batch(new):
         state = self.programs.insert(state, prefilled, fresh)
       for slot, (rollout, *_) in new.items():
         slots[slot] = rollout
-        unfinished.setdefault(id(rollout.group), len(rollout.group.lengths))
+        stream.begin(rollout)
       busy = {slot: rollout for slot, rollout in enumerate(slots) if rollout is not None}
-      if not busy and not waiting:
+      if not busy:
+        if stream.waiting:
+          finished += take_answers(patience_s=burst_s, until_one=True)
+          yield finished
+          continue
         if finished:
           yield finished
         return
-      if not busy:
-        finished += take(patience_s=burst_s, until_one=True)
-        yield finished
-        continue
       began = time.monotonic()
       state, emitted = self.programs.burst(params, state)
       emitted = self._to_host(emitted)
       burst_s = min(time.monotonic() - began, _PATIENCE_S)
       before = {slot: rollout.length for slot, rollout in busy.items()}
       tokens = sum(rollout.append(emitted, slot) for slot, rollout in busy.items())
-      drain = len(busy) < len(slots) and not waiting
-      usage.add(int(emitted.steps) * len(slots), tokens, drain=drain)
+      self._count_burst(usage, stream, int(emitted.steps), len(busy), tokens)
       ended = {slot: rollout for slot, rollout in busy.items() if not emitted.running[slot]}
       if dialogues is not None:
         halted = self._cut_at_stop_strings(dialogues, busy, before)
@@ -430,40 +497,15 @@ class Engine:
       for slot, rollout in busy.items():
         slots[slot] = None if slot in ended else rollout._replace(cached=rollout.length)
       for _, rollout in sorted(ended.items()):
-        if dialogues is None:
-          finished += _end(rollout, unfinished)
-        else:
-          waiting[id(rollout.group), rollout.number] = rollout
-          dialogues.ask(rollout.group, rollout.number)
+        finished += stream.end_turn(rollout)
       yield finished
 
-  def _take_answers(
-    self,
-    dialogues: Dialogues | None,
-    waiting: dict[tuple[int, int], _Rollout],
-    resumed: collections.deque[_Rollout],
-    unfinished: dict[int, int],
-    *,
-    patience_s: float,
-    until_one: bool,
-  ) -> list[Group]:
-    """Moves rollouts that have an answer from `waiting` to `resumed`.
-
-    Returns:
-      Groups whose last rollout has ended by its answer.
-    """
-    if dialogues is None or not waiting:
-      return []
-    finished: list[Group] = []
-    for answer in dialogues.take(patience_s=patience_s, until_one=until_one):
-      rollout = waiting.pop((id(answer.group), answer.rollout))
-      rollout.add_reply(answer.tokens)
-      if answer.is_last:
-        finished += _end(rollout, unfinished)
-      else:
-        steps = self.settings.shape.steps
-        resumed.append(rollout._replace(cached=(rollout.length // steps) * steps))
-    return finished
+  def _count_burst(self, usage: Usage, stream: _Stream, steps: int, busy: int, tokens: int) -> None:
+    """Counts a burst of so many steps, with so many busy slots and new tokens."""
+    slots = self.settings.slots
+    usage.add(steps * slots, tokens, drain=busy < slots and not stream.waiting)
+    if stream.dialogues is not None and stream.waiting:
+      stream.dialogues.add_costs(idle_slot_steps=steps * (slots - busy))
 
   def _cut_at_stop_strings(
     self, dialogues: Dialogues, busy: Mapping[int, _Rollout], before: Mapping[int, int]
@@ -477,20 +519,15 @@ class Engine:
         halted.append(slot)
     return halted
 
-  def _contexts(
-    self, requests: Iterator[Request | None], resumed: collections.deque[_Rollout]
-  ) -> Iterator[_Context | None]:
+  def _contexts(self, stream: _Stream) -> Iterator[_Context | None]:
     """What is to be prefilled: dialogues that go on, then requests; None: nothing for now."""
     while True:
-      if resumed:
-        rollout = resumed.popleft()
-        response = rollout.group.tokens[rollout.number, : max(rollout.cached - 1, 0)]
-        # With the response's first token, the prompt's last is in the cache of the response.
-        prompt = rollout.prompt if rollout.cached else rollout.prompt[:-1]
-        yield _Context(np.append(prompt, response), len(rollout.prompt) - 1, [rollout])
+      if stream.resumed:
+        rollout = stream.resumed.popleft()
+        yield _Context(rollout.cached_tokens(), len(rollout.prompt) - 1, [rollout])
         continue
       try:
-        request = next(requests)
+        request = next(stream.requests)
       except StopIteration:
         return
       if request is None:
@@ -593,13 +630,3 @@ class Engine:
       if self.settings.has_replies:
         fresh = fresh._replace(generated=cached, known=Known(known_tokens, known_number))
       yield waiting.prefilled, fresh
-
-
-def _end(rollout: _Rollout, unfinished: dict[int, int]) -> list[Group]:
-  """Counts a rollout that has ended; returns its group if it was the last one."""
-  key = id(rollout.group)
-  unfinished[key] -= 1
-  if unfinished[key]:
-    return []
-  del unfinished[key]
-  return [rollout.group]

@@ -36,6 +36,7 @@ class Replies:
     self._T, self._max_turns, self._stop = T, max_turns, list(stop_tokens)
     self._rng = np.random.default_rng(delays) if delays else None
     self._asked = []  # (bursts to wait, group, rollout)
+    self.idle_slot_steps = self.rebuilt_tokens = 0
 
   def find_stop(self, group, rollout, start):
     tokens = group.tokens[rollout]
@@ -54,6 +55,10 @@ class Replies:
     ready = [entry for entry in self._asked if entry[0] == 0 or until_one]
     self._asked = [(n - 1, *rest) for n, *rest in self._asked if not (n == 0 or until_one)]
     return [self._answer(group, rollout) for _, group, rollout in ready]
+
+  def add_costs(self, *, idle_slot_steps=0, rebuilt_tokens=0):
+    self.idle_slot_steps += idle_slot_steps
+    self.rebuilt_tokens += rebuilt_tokens
 
   def _answer(self, group, rollout):
     length = int(group.lengths[rollout])
@@ -183,3 +188,19 @@ def test_short_responses_are_a_single_burst():
   groups = _serve(16, 5, Replies(16), temperature=5.0)
   assert max(group.turns.max() for group in groups) >= 2
   _assert_equal(_serve(16, 5, Replies(16, delays=1), temperature=5.0), groups)
+
+
+def test_idle_slots_and_caches_that_are_computed_anew_are_counted():
+  """With a slot per rollout and replies at once no slot is idle because of them."""
+  at_once, delayed = Replies(96), Replies(96, delays=3)
+  groups, _ = _serve(96, 12, at_once), _serve(96, 12, delayed)
+  steps, expected = 16, 0
+  for prompt, group in zip(_prompts().lengths, groups, strict=True):
+    for turns, length in zip(group.turns, group.lengths, strict=True):
+      # A reply has an odd number, and another turn behind it.
+      ends = np.flatnonzero(np.diff(turns[:length]) * (turns[: length - 1] % 2)) + 1
+      cached = ends // steps * steps
+      # The first token that is decoded anew is the one before those behind the cache.
+      expected += int(np.sum(prompt - 1 + cached))
+  assert at_once.rebuilt_tokens == delayed.rebuilt_tokens == expected > 0
+  assert at_once.idle_slot_steps == 0 < delayed.idle_slot_steps

@@ -1,6 +1,7 @@
 """Runs whose rollouts are dialogues: what they write, repeat, resume and evaluate."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -86,9 +87,16 @@ def test_the_metrics_of_dialogues(whole):
   for record in tiny.records(whole, "train"):
     assert 1 < record["dialogue/turns"] <= record["dialogue/turns_max"] <= MAX_TURNS
     assert record["dialogue/environment_tokens"] >= record["dialogue/turns"] - 1
+    assert record["dialogue/policy_tokens"] >= record["dialogue/turns"]
     outcomes = [value for name, value in record.items() if name.startswith("outcome/")]
     assert sum(outcomes) == pytest.approx(1) and record["outcome/turn_limit"] > 0
     assert record["agreement/policy_mean"] < 1e-5 if "agreement/policy_mean" in record else True
+  times = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+  times = [record for record in times if record.get("time/replies")]
+  assert times
+  for record in times:
+    assert 0 < record["time/waiting_share"] <= 1 - record["time/slots_busy"]
+    assert record["time/rebuilt_per_token"] > 0
   evaluated = tiny.records(whole, "eval")
   assert all("eval/outcome/turn_limit" in record for record in evaluated)
 
@@ -97,7 +105,9 @@ def test_the_metrics_of_dialogues(whole):
 def test_most_dialogues_at_a_limit_are_warned_of(tmp_path, capfd):
   train(build(config(environment__max_turns=1, num_updates=1)), tmp_path / "run")
   out = capfd.readouterr().out
-  assert "of the dialogues sampled for update 1 ended by turn_limit" in out
+  assert re.search(
+    r"% of the dialogues sampled for update 1 ended so: turn_limit \d+%, length_limit \d+%", out
+  )
   assert "raise config.environment.max_turns" in out
 
 

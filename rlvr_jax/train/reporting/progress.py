@@ -22,14 +22,21 @@ _LINE = (  # label, key, format
   ("p99", "response/length_p99", "{:.0f}"),
   ("truncated", "response/truncated", "{:.1%}"),
   ("turns", "dialogue/turns", "{:.1f}"),
+  ("policy tok", "dialogue/policy_tokens", "{:.0f}"),
+  ("environment tok", "dialogue/environment_tokens", "{:.0f}"),
   ("out of turns", "outcome/turn_limit", "{:.0%}"),
+  ("environment's limit", "outcome/environment_limit", "{:.0%}"),
+  ("refused", "outcome/environment_refused", "{:.0%}"),
+  ("failed", "outcome/environment_failed", "{:.0%}"),
   ("s/reply", "time/seconds_per_reply", "{:.2g}"),
   ("slots busy", "time/slots_busy", "{:.0%}"),
+  ("waiting", "time/waiting_share", "{:.0%}"),
   ("drain", "time/drain_share", "{:.0%}"),
   ("rollout tok/s", "time/rollout_tokens_per_second", "{:,.0f}"),
   ("update tok/s", "time/update_tokens_per_second", "{:,.0f}"),
   ("stale", "staleness/mean", "{:.1f}"),
 )
+_RARE = ("outcome/environment_",)  # prefixes of keys that are printed where they are not 0
 
 
 def compact_line(
@@ -40,7 +47,7 @@ def compact_line(
   held_out: str = "",
   seconds_left: float | None = None,
 ) -> str:
-  """The printed line of one step; missing values are left out.
+  """The printed line of one step; missing values are left out, and rare outcomes that are 0.
 
   Args:
     step: number of updates so far, of `total`.
@@ -50,7 +57,9 @@ def compact_line(
   """
   parts = [f"step {step:>{len(str(total))}}/{total}"]
   parts += [
-    f"{label} {form.format(float(values[key]))}" for label, key, form in _LINE if key in values
+    f"{label} {form.format(float(values[key]))}"
+    for label, key, form in _LINE
+    if key in values and (values[key] or not key.startswith(_RARE))
   ]
   if held_out:
     parts.append(f"held-out {held_out}")

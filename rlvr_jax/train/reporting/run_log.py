@@ -241,9 +241,11 @@ class RunLog:
     for phase, seconds in batch.timings.items():
       self.add_measurement(phase, seconds)
     self._stopwatch.count_tokens(graded.tokens if batch.timings else 0)
-    self._warn_of_truncation(graded.statistics.get("response/truncated", 0.0), step)
+    if "dialogue/turns" in graded.statistics:
+      self._warn_of_limits(graded.statistics, step)
+    else:
+      self._warn_of_truncation(graded.statistics.get("response/truncated", 0.0), step)
     self._warn_of_crashes(graded, step)
-    self._warn_of_limits(graded.statistics, step)
     logging = self._run.logging
     # Once, however many batches are sampled before this update.
     if step % logging.rollouts_every == 0 and self._notices.changes("rollouts", step):
@@ -261,19 +263,24 @@ class RunLog:
       )
 
   def _warn_of_limits(self, statistics: Mapping[str, float], step: int) -> None:
-    """Warns when most dialogues end by a limit, once until they do not."""
+    """Warns when most dialogues end by limits, or without a reply, once until they do not."""
     remedies = {
       "turn_limit": "raise config.environment.max_turns",
+      "length_limit": "raise config.max_response_length",
       "environment_limit": "raise config.environment.deadline_s or memory_mib",
       "environment_refused": "look at the turns in rollouts.jsonl",
       "environment_failed": "mend the environment: such rollouts are left out of the loss",
     }
-    for outcome, remedy in remedies.items():
-      share = statistics.get(f"outcome/{outcome}", 0.0)
-      if self._notices.begins(outcome, share > 0.5):
+    shares = {outcome: statistics.get(f"outcome/{outcome}", 0.0) for outcome in remedies}
+    limits = [outcome for outcome in remedies if outcome.endswith("_limit")]
+    for name, outcomes in (("limits", limits), *((x, [x]) for x in remedies if x not in limits)):
+      share = sum(shares[outcome] for outcome in outcomes)
+      if self._notices.begins(name, share > 0.5):
+        most = max(outcomes, key=lambda outcome: shares[outcome])
+        parts = ", ".join(f"{outcome} {shares[outcome]:.0%}" for outcome in outcomes)
         warn(
-          f"{share:.0%} of the dialogues sampled for update {step + 1} ended by {outcome}. That may"
-          f" be right; otherwise {remedy}"
+          f"{share:.0%} of the dialogues sampled for update {step + 1} ended so: {parts}. That may"
+          f" be right; otherwise {remedies[most]}"
         )
 
   def _warn_of_crashes(self, graded: Graded, step: int) -> None:
@@ -337,6 +344,9 @@ class RunLog:
       host["time/drain_share"] = host["time/drain_slot_steps"] / host["time/slot_steps"]
     if host.get("time/replies"):
       host["time/seconds_per_reply"] = host["time/reply_waits_s"] / host["time/replies"]
+    if "time/idle_slot_steps" in host and host["time/slot_steps"]:
+      host["time/waiting_share"] = host["time/idle_slot_steps"] / host["time/slot_steps"]
+      host["time/rebuilt_per_token"] = host["time/rebuilt_tokens"] / host["time/slot_tokens"]
     if length := self._run.schedule.stage_length:
       host["stage/number"], host["stage/age"] = divmod(step, length)
     self._stopwatch.restart()

@@ -37,6 +37,24 @@ def test_compact_line():
   assert "reward nan" in progress.compact_line(1, 1, {"reward/mean": math.nan})
 
 
+def test_the_line_of_dialogues_has_rare_outcomes_where_there_are_any():
+  values = {
+    "dialogue/turns": 2.75,
+    "dialogue/policy_tokens": 311.4,
+    "dialogue/environment_tokens": 1200.0,
+    "outcome/turn_limit": 0.0,
+    "outcome/environment_limit": 0.0,
+    "outcome/environment_failed": 0.02,
+    "time/seconds_per_reply": 1.23,
+    "time/slots_busy": 0.9,
+    "time/waiting_share": 0.06,
+  }
+  assert progress.compact_line(1, 2, values) == (
+    "step 1/2  turns 2.8  policy tok 311  environment tok 1200  out of turns 0%  failed 2%"
+    "  s/reply 1.2  slots busy 90%  waiting 6%"
+  )
+
+
 def test_progress_without_a_terminal_is_plain_lines(capsys):
   bar = progress.progress(20, "rollouts", unit="tokens", initial=4)
   bar.update(8)

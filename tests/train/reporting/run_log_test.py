@@ -78,6 +78,26 @@ def test_responses_that_are_mostly_truncated_are_told_once_until_it_is_less(log,
   assert told == [False, True, False, False, True]
 
 
+def test_dialogues_that_mostly_end_by_limits_are_told_once_until_it_is_less(log, capsys):
+  """The limits count together; the remedy is that of the most frequent one."""
+  told = []
+  for step, (turns, length) in enumerate([(0.2, 0.3), (0.3, 0.4), (0.0, 1.0), (0.1, 0), (0.6, 0)]):
+    shares = {"outcome/turn_limit": turns, "outcome/length_limit": length}
+    statistics = {"dialogue/turns": 2.0, "response/truncated": length, **shares}
+    graded = Graded(make_host_batch(np.ones((1, 1, 1))), 1, 1, statistics, [])
+    log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
+    told.append(capsys.readouterr().out)
+  assert told == [
+    "",
+    "warning: 70% of the dialogues sampled for update 2 ended so: turn_limit 30%, length_limit 40%,"
+    " environment_limit 0%. That may be right; otherwise raise config.max_response_length\n",
+    "",
+    "",
+    "warning: 60% of the dialogues sampled for update 5 ended so: turn_limit 60%, length_limit 0%,"
+    " environment_limit 0%. That may be right; otherwise raise config.environment.max_turns\n",
+  ]
+
+
 def test_what_the_warm_start_left_is_told_at_the_first_update_alone(log, capsys):
   values = {"rows/filled": 1.0, "groups/effective": 0.0, "policy/entropy": 0.0}
   metrics = {name: jnp.float32(value) for name, value in values.items()}
