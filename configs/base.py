@@ -103,7 +103,8 @@ def get_config() -> ConfigDict:
   # Of the behavior policy: rlvr_jax/sampling.py. slots: responses sampled at a time, over all
   # devices; 0: those of a refresh, or as many as there is memory for (on a CPU those of a batch).
   # cache: auto, blocks or pages (a kernel for TPUs); see `choose_cache` in rlvr_jax/ops/caches.py.
-  c.sampling = dict(**dataclasses.asdict(Sampling()), slots=0, cache="auto")
+  # cache_format: of keys and values in blocks; int8, or "" for model.overrides.compute_dtype.
+  c.sampling = dict(**dataclasses.asdict(Sampling()), slots=0, cache="auto", cache_format="")
   c.allow_truncated_behavior = False  # train although top-k, top-p or min-p bias the ratio
   c.policy_temperature = 1.0  # of the target policy
 

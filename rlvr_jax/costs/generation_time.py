@@ -38,6 +38,7 @@ def refresh_seconds(
   *,
   slots: int,
   pages: bool,
+  cache_format: str = "",
 ) -> Seconds:
   """Seconds of sampling all responses of a refresh, its weights and its prompts included.
 
@@ -53,13 +54,14 @@ def refresh_seconds(
     chip: its peaks.
     slots: over all devices of the mesh.
     pages: whether a slot reads the blocks of its own cache, or all read as far as the longest.
+    cache_format: `config.sampling.cache_format`.
   """
   network, tensor = model.config, mesh.shape["tensor"]
   devices = mesh.shape["data"] * mesh.shape["fsdp"]
   of_embedding = () if network.tied_head else ("embedding",)  # otherwise the head reads it
   read = {name: leaf for name, leaf in base.items() if name not in of_embedding}
   weight_bytes = memory.decoding_copy_bytes(read, network.compute_dtype)
-  token_bytes = slot_bytes(network, cache, tensor) / cache.tokens
+  token_bytes = slot_bytes(network, cache, tensor, cache_format) / cache.tokens
   width_bytes = network.width * np.dtype(network.compute_dtype).itemsize
   sums = 2 * _LAYER_SUMS * network.num_layers * width_bytes * (tensor - 1) / tensor
   per_device = -(-slots // devices)

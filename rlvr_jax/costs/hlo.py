@@ -52,6 +52,7 @@ _SCALAR: dict[str, Callable[..., int]] = {
   **{"minimum": min, "maximum": max},
 }
 _IN_PLACE = {"bitcast", "copy", "convert", "reshape"}  # ignored in the search for slices
+_SAME_MEMORY = "output_to_operand_aliasing={{}: (0, {})}"  # a fusion that names other tiles
 
 _UNKNOWN_CYCLES = 2.0**62  # newer compilers write the largest integer if there is no estimate
 
@@ -278,10 +279,10 @@ class _Program:
           used = 0
         elif user.name in continued or (continued and user.root):  # passed on unread
           used = 0
+        elif (user.opcode in _IN_PLACE or _SAME_MEMORY in user.text) and not user.root:
+          used = bytes_used(user)
         elif user.opcode == "fusion":
           used = self._fused_bytes(user.calls)[0].get(position)
-        elif user.opcode in _IN_PLACE and not user.root:
-          used = bytes_used(user)
         if used is None:
           return None
         total += used

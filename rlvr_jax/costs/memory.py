@@ -79,6 +79,7 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
   mesh = engine.model.mesh  # of config.generation_mesh, if set
   slots = engine.slots // (mesh.shape["data"] * mesh.shape["fsdp"])
   generating = sharding.add_shardings(parts.placement.base, mesh)
+  slot = slot_bytes(network, engine.shape, mesh.shape["tensor"], engine.cache_format)
   return {
     "update, estimated": in_memory
     | {
@@ -89,7 +90,7 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
     "generation, estimated": in_memory
     | {
       "parameters to decode with": memory.decoding_copy_bytes(generating, network.compute_dtype),
-      "keys and values": float(slots * slot_bytes(network, engine.shape, mesh.shape["tensor"])),
+      "keys and values": float(slots * slot),
       "logits of a token": memory.sampling_bytes(network, slots),
     },
   }

@@ -213,7 +213,8 @@ def generation_candidates(parts: Parts, lengths: Lengths, chip: Chip) -> list[Ca
   responses = batches_per_refresh * shape.responses
   cache = CacheShape.of(shape.max_prompt_length, shape.max_response_length)
   resident = memory.shard_bytes((parts.placement.state, parts.placement.frozen))
-  pages = parts.programs.engine.settings.cache == "pages"
+  engine = parts.programs.engine.settings
+  pages, cache_format = engine.cache == "pages", engine.cache_format
   found = []
   for tensor in _divisors(parts.placement.mesh.size):
     if not sampling_splits(network, tensor):
@@ -236,9 +237,17 @@ def generation_candidates(parts: Parts, lengths: Lengths, chip: Chip) -> list[Ca
     while slots >= groups:
       on_device = slots // groups
       total = resident + weights + memory.sampling_bytes(network, on_device)
-      total += on_device * slot_bytes(network, cache, tensor)
+      total += on_device * slot_bytes(network, cache, tensor, cache_format)
       seconds = refresh_seconds(
-        batches, parts.model, base, mesh, cache, chip, slots=slots, pages=pages
+        batches,
+        parts.model,
+        base,
+        mesh,
+        cache,
+        chip,
+        slots=slots,
+        pages=pages,
+        cache_format=cache_format,
       )
       found.append(Candidate({**overrides, "sampling.slots": slots}, seconds, total / 2**30))
       slots = slots // 2 // groups * groups

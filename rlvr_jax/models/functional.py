@@ -34,7 +34,7 @@ class Model(NamedTuple):
   # → decoding params, for `prefill`, `decode` and `head`: cast, gathered, one dict per layer in
   # "blocks"
   decoding_params: Callable[[Params], Params]
-  prefill: Callable  # (decoding params, tokens), see `Transformer`
+  prefill: Callable  # (decoding params, tokens[, attended]), see `Transformer`
   rotary: Callable[[Array], RotaryTables]  # of positions i32[..., L]
   decode: Callable  # (decoding params, tokens, tables, attend), see `Transformer`
   # (trained, frozen) → the parameters that the functions above take; see `lora.adapt`.

@@ -287,12 +287,15 @@ class Transformer(nnx.Module):
 
     return self.final_norm(self._scan_blocks(self._embed(tokens), rows.positions, attend))
 
-  def prefill(self, blocks: Sequence[Block], tokens: Array) -> list[tuple[Array, Array]]:
+  def prefill(
+    self, blocks: Sequence[Block], tokens: Array, attended: Callable[[Array], Array] = lambda x: x
+  ) -> list[tuple[Array, Array]]:
     """Computes the keys and values of prompts.
 
     Args:
       blocks: the layers.
       tokens: i32[R, S], right-padded; results at padding have no meaning.
+      attended: of keys or values [R, S, K, H], those that attention reads, if rounded.
     Returns:
       Per layer, keys and values [R, S, K, H].
     """
@@ -304,7 +307,7 @@ class Transformer(nnx.Module):
 
       def mix(query, key, value, window=window):
         one = lambda y: y[:, None]
-        keys = Keys.of(one(key), one(value), one(positions))
+        keys = Keys.of(one(attended(key)), one(attended(value)), one(positions))
         settings = self._attention_settings(window)
         out = attention(one(query), one(positions), (keys,), **settings)[:, 0]
         return out, (key, value)

@@ -3,10 +3,14 @@
 A slot is one row of a batch that decodes. Its cache has three parts: the prompt, the response, and
 the tokens staged since the burst of decoding steps began, which are written to the cache after it.
 `Cache` is for XLA, `Pages` for a kernel on TPUs that reads only each slot's own blocks.
+
+A `Cache` may keep 8-bit integers, with one scale per token and head. What enters it is rounded at
+once, staged tokens too. So what later tokens read does not depend on where bursts end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +20,9 @@ from absl import logging
 from rlvr_jax.types import Array
 
 KINDS = ("auto", "blocks", "pages")
+FORMATS = ("", "int8")  # of cached keys and values; "": the dtype that the network computes in
 
+_LARGEST = 127  # of int8, so that a sign changes no magnitude
 _LANES = 128  # of a TPU's registers
 _STEPS = 16  # the most decoding steps of a burst; divides _TILE
 _TILE = 32  # keys; XLA on CPU multiplies with 48 as slowly as with 96
@@ -71,50 +77,86 @@ class CacheShape(NamedTuple):
     return self.prompt.tokens + self.response.tokens + self.steps
 
 
+def round_to_int8(x: Array) -> tuple[Array, Array]:
+  """Rounds vectors, x ≈ s·q: s = max |x| / 127 and q = round(x / s), each over the last axis.
+
+  Args:
+    x: [..., H].
+  Returns:
+    q, int8 [..., H], and s, f32 [...]; both are 0 where the vector is.
+  Source: absmax rounding, "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale"
+    (arXiv:2208.07339), §2.
+  """
+  x = x.astype(jnp.float32)
+  largest = jnp.max(jnp.abs(x), axis=-1)
+  # As one quotient per vector and products, which XLA does not rewrite: alike in all programs.
+  factors = jnp.where(largest == 0, 0, _LARGEST / largest)
+  return jnp.rint(x * factors[..., None]).astype(jnp.int8), largest * (1 / _LARGEST)
+
+
+def read_back(x: Array) -> Array:
+  """s·q of vectors x[..., H], which attention reads from a cache in int8; in x's dtype."""
+  rounded, scales = round_to_int8(x)
+  return (rounded * scales[..., None]).astype(x.dtype)
+
+
 class Cache(NamedTuple):
   """Keys and values of one layer, as the matrix products need them.
 
   A block of all slots is contiguous for each head, so that no read copies more than the block.
+  With dtype int8, keys and values are rounded by `round_to_int8`.
   """
 
   keys: Array  # [K, blocks, slots, H, block]; staged ones [K, slots, H, steps]
   values: Array  # [K, blocks, slots, block, H]; staged ones [K, slots, steps, H]
+  key_scales: Array | None = None  # f32 [K, blocks, slots, block], [K, slots, steps]; of int8
+  value_scales: Array | None = None  # the same
+
+  @classmethod
+  def of(cls, keys: Array, values: Array, dtype: Any) -> Cache:
+    """Makes a cache of keys and values [..., tokens, H]."""
+    if jnp.dtype(dtype) != jnp.int8:
+      return cls(jnp.swapaxes(keys, -1, -2).astype(dtype), values.astype(dtype))
+    (keys, key_scales), (values, value_scales) = round_to_int8(keys), round_to_int8(values)
+    return cls(jnp.swapaxes(keys, -1, -2), values, key_scales, value_scales)
 
   @classmethod
   def zeros(cls, axes: tuple[int, ...], tokens: int, head_dim: int, dtype: Any) -> Cache:
     """A cache [*axes, H, tokens], [*axes, tokens, H] of zeros."""
-    return cls(
-      jnp.zeros((*axes, head_dim, tokens), dtype), jnp.zeros((*axes, tokens, head_dim), dtype)
-    )
+    empty = jnp.zeros((*axes, tokens, head_dim), jnp.float32)
+    return cls.of(empty, empty, dtype)
 
   @classmethod
   def of_prompts(cls, keys: Array, values: Array, block: int, dtype: Any) -> Cache:
     """Makes a cache [K, blocks, R, ...] of the keys and values [R, S, K, H] of R prompts."""
     R, S, K, H = keys.shape
-    keys, values = (x.reshape(R, S // block, block, K, H).astype(dtype) for x in (keys, values))
-    return cls(jnp.transpose(keys, (3, 1, 0, 4, 2)), jnp.transpose(values, (3, 1, 0, 2, 4)))
+    by_block = lambda x: jnp.transpose(x.reshape(R, S // block, block, K, H), (3, 1, 0, 2, 4))
+    return cls.of(by_block(keys), by_block(values), dtype)
 
   def stage(self, key: Array, value: Array, step: Array) -> Cache:
     """Copies staged keys and values, adding those of one more token, both [slots, K, H]."""
-    put = jax.lax.dynamic_update_slice_in_dim
-    to_cache = lambda x, like: jnp.swapaxes(x, 0, 1).astype(like.dtype)
-    return Cache(
-      put(self.keys, to_cache(key, self.keys)[..., None], step, axis=3),
-      put(self.values, to_cache(value, self.values)[:, :, None], step, axis=2),
-    )
+    by_head = lambda x: jnp.swapaxes(x, 0, 1)[:, :, None]
+    token = Cache.of(by_head(key), by_head(value), self.keys.dtype)
+    put = lambda x, new, axis: jax.lax.dynamic_update_slice_in_dim(x, new, step, axis)
+    return self._put(put, token, (3, 2, 2, 2))
 
   def flush(self, staged: Cache, slot: Array, start: Array) -> Cache:
     """Copies the cache, writing a slot's staged tokens after `start` tokens of its response."""
     # One integer dtype, also under x64.
     at = lambda *index: [jnp.asarray(i, jnp.int32) for i in index]
-    put = jax.lax.dynamic_update_slice
     size = self.values.shape[3]
     block, offset = start // size, start % size
     of_slot = lambda x: jax.lax.dynamic_index_in_dim(x, slot, 1)[:, None]
-    return Cache(
-      put(self.keys, of_slot(staged.keys), at(0, block, slot, 0, offset)),
-      put(self.values, of_slot(staged.values), at(0, block, slot, offset, 0)),
-    )
+    put = lambda x, new, index: jax.lax.dynamic_update_slice(x, of_slot(new), index)
+    scales = at(0, block, slot, offset)
+    places = at(0, block, slot, 0, offset), at(0, block, slot, offset, 0), scales, scales
+    return self._put(put, staged, places)
+
+  def _put(self, put: Callable[..., Array], new: Cache, places: Sequence[Any]) -> Cache:
+    """Applies `put` to every array, the one that is new, and its place."""
+    arrays: Any = zip(self, new, places, strict=True)
+    updated: Any = (x if x is None else put(x, *rest) for x, *rest in arrays)
+    return Cache(*updated)
 
 
 class Pages(NamedTuple):
@@ -164,7 +206,9 @@ class Reach(NamedTuple):
     return cls(prompt, response, blocks(prompt, shape.prompt), blocks(response, shape.response))
 
 
-def choose_cache(wanted: str, *, platform: str, head_dim: int, dtype: str, plain: bool) -> str:
+def choose_cache(
+  wanted: str, *, platform: str, head_dim: int, dtype: str, plain: bool, cache_format: str = ""
+) -> str:
   """Chooses how keys are cached and read; `auto` chooses a TPU's kernel if possible, or warns.
 
   Args:
@@ -172,6 +216,7 @@ def choose_cache(wanted: str, *, platform: str, head_dim: int, dtype: str, plain
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
     head_dim, dtype: of the network; dtype is the one it computes in.
     plain: whether no layer has a sliding window or a soft cap.
+    cache_format: one of `FORMATS`.
   Returns:
     "blocks", all read up to the longest slot, or "pages", each slot's read up to its length.
   Raises:
@@ -179,7 +224,9 @@ def choose_cache(wanted: str, *, platform: str, head_dim: int, dtype: str, plain
   """
   if wanted not in KINDS:
     raise ValueError(f"config.sampling.cache={wanted!r}; allowed: {list(KINDS)}")
-  obstacle = _pages_obstacle(platform, head_dim, dtype, plain)
+  if cache_format not in FORMATS:
+    raise ValueError(f"config.sampling.cache_format={cache_format!r}; allowed: {list(FORMATS)}")
+  obstacle = _pages_obstacle(platform, head_dim, dtype, plain, cache_format)
   if wanted == "pages" and obstacle:
     raise ValueError(
       f"config.sampling.cache={wanted!r} needs {obstacle}; change that, or choose one of"
@@ -191,7 +238,9 @@ def choose_cache(wanted: str, *, platform: str, head_dim: int, dtype: str, plain
   return "blocks" if wanted == "blocks" or obstacle else "pages"
 
 
-def _pages_obstacle(platform: str, head_dim: int, dtype: str, plain: bool) -> str | None:
+def _pages_obstacle(
+  platform: str, head_dim: int, dtype: str, plain: bool, cache_format: str
+) -> str | None:
   """A requirement of pages that is not met, with the actual value; None if all are met."""
   if platform != "tpu":
     return f"a TPU (platform={platform!r})"
@@ -199,4 +248,7 @@ def _pages_obstacle(platform: str, head_dim: int, dtype: str, plain: bool) -> st
     return f"compute_dtype bfloat16, to which the kernel rounds (compute_dtype={dtype!r})"
   if head_dim % _LANES:
     return f"a head_dim that is a multiple of {_LANES} (head_dim={head_dim})"
+  if cache_format:
+    scales = "since its kernel reads a float32 scale beside every 8-bit number"
+    return f"config.sampling.cache_format='', {scales} (cache_format={cache_format!r})"
   return None if plain else "layers without sliding window and soft cap"

@@ -8,7 +8,7 @@ row's result does not depend on the number of blocks that other rows need.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -28,12 +28,15 @@ class _Sums(NamedTuple):
   total: Array  # [K, slots, n], Σ exp(score − peak)
   mixed: Array  # [K, slots, n, H], Σ exp(score − peak)·v
 
-  def add(self, scores: Array, values: Array) -> _Sums:
-    """Adds scores [K, slots, n, J] and values [K, slots, J, H]."""
+  def add(self, scores: Array, cache: Cache, dtype: Any) -> _Sums:
+    """Adds scores [K, slots, n, J] and values [K, slots, J, H], with a product in `dtype`."""
     peak = jnp.maximum(self.peak, jnp.max(scores, axis=-1))
     weights, decay = jnp.exp(scores - peak[..., None]), jnp.exp(self.peak - peak)
-    mixed = jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=scores.dtype)
     total = self.total * decay + jnp.sum(weights, axis=-1)
+    if cache.value_scales is not None:
+      weights = weights * cache.value_scales[:, :, None]
+    values = cache.values.astype(dtype)
+    mixed = jnp.matmul(weights.astype(dtype), values, preferred_element_type=scores.dtype)
     return _Sums(peak, total, self.mixed * decay[..., None] + mixed)
 
   def join(self, other: _Sums) -> _Sums:
@@ -59,7 +62,8 @@ def cached_attention(
 ) -> Array:
   """softmax(q·kᵀ·scale) v over a slot's prompt, its response, and its staged keys.
 
-  Scores and sums are at least float32.
+  Scores and sums are at least float32. Of keys and values in int8 the products read the 8-bit
+  numbers, which every dtype has exactly; scales are factors on scores and on the softmax.
 
   Args:
     queries: [slots, N, H].
@@ -81,13 +85,16 @@ def cached_attention(
   dtype = jnp.promote_types(queries.dtype, jnp.float32)
   start = reach.prompt + reach.response  # position of the burst's first token
 
-  def scores(keys: Array, positions: Array, exists: Array) -> Array:
-    """Scores [K, slots, n, J] of keys [K, slots, H, J] at positions i32[slots, J]."""
+  def add(sums: _Sums, cache: Cache, positions: Array, exists: Array) -> _Sums:
+    """Adds keys [K, slots, H, J] and their values, at positions i32[slots, J]."""
+    keys = cache.keys.astype(rows.dtype)
     score = jnp.matmul(rows, keys, preferred_element_type=dtype) * scale
+    if cache.key_scales is not None:
+      score = score * cache.key_scales[:, :, None]
     if soft_cap is not None:
       score = soft_cap * jnp.tanh(score / soft_cap)
     visible = exists & ((start + step)[:, None] - positions < window)
-    return jnp.where(visible[None, :, None], score, _MASKED)
+    return sums.add(jnp.where(visible[None, :, None], score, _MASKED), cache, rows.dtype)
 
   zeros = jnp.zeros((K, slots, N // K), dtype)
   sums = _Sums(jnp.full_like(zeros, _LOWEST_PEAK), zeros, jnp.zeros((K, slots, N // K, H), dtype))
@@ -98,16 +105,16 @@ def cached_attention(
     if isinstance(part, Pages):
       sums = _add_pages(sums, queries * scale, part, length, cores)
     else:
-      sums = _add_blocks(sums, scores, part, blocks, length, first)
+      sums = _add_blocks(sums, add, part, blocks, length, first)
   index = jnp.arange(staged.values.shape[2])
-  sums = sums.add(scores(staged.keys, start[:, None] + index, index <= step), staged.values)
+  sums = add(sums, staged, start[:, None] + index, index <= step)
   out = sums.mixed / sums.total[..., None]
   return jnp.transpose(out, (1, 0, 2, 3)).reshape(slots, N, H).astype(queries.dtype)
 
 
 def _add_blocks(
   sums: _Sums,
-  scores: Callable[[Array, Array, Array], Array],
+  add: Callable[[_Sums, Cache, Array, Array], _Sums],
   part: Cache,
   blocks: Array,
   length: Array,
@@ -117,10 +124,9 @@ def _add_blocks(
   size = part.values.shape[3]
 
   def add_block(j: Array, sums: _Sums) -> _Sums:
-    keys, values = (jax.lax.dynamic_index_in_dim(x, j, 1, keepdims=False) for x in part)
+    block = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, 1, keepdims=False), part)
     index = j * size + jnp.arange(size)
-    positions = first[:, None] + index
-    return sums.add(scores(keys, positions, index < length[:, None]), values)
+    return add(sums, block, first[:, None] + index, index < length[:, None])
 
   return jax.lax.fori_loop(0, blocks, add_block, sums) if part.keys.size else sums
 

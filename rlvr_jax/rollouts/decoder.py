@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Pages, Part, Reach
+from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Pages, Part, Reach, read_back
 from rlvr_jax.ops.decoding import cached_attention
 from rlvr_jax.ops.logprobs import distribution, head_logits
 from rlvr_jax.types import Array, Params, Sampling
@@ -43,6 +43,7 @@ class Settings(NamedTuple):
   max_new_tokens: int  # T
   stop_tokens: tuple[int, ...]  # each ends a response and is part of it
   cache: str = "blocks"  # or "pages", as `caches.choose_cache` returned it
+  cache_format: str = ""  # one of `caches.FORMATS`
   cores: int = 1  # of a device, over which the kernel for pages splits its slots
   has_replies: bool = False  # whether responses are dialogues
 
@@ -134,7 +135,8 @@ def empty_slots(settings: Settings) -> State:
 
   def make_caches(part: Blocks) -> tuple[Part, ...]:
     axes = (heads, part.number, slots)
-    zeros = lambda: _CACHES[settings.cache].zeros(axes, part.size, c.head_dim, c.compute_dtype)
+    kind, dtype = _CACHES[settings.cache], cache_dtype(c, settings.cache_format)
+    zeros = lambda: kind.zeros(axes, part.size, c.head_dim, dtype)
     return tuple(_split_over_devices(settings, zeros(), slots=2) for _ in range(c.num_layers))
 
   integers = jnp.zeros(slots, jnp.int32)
@@ -166,7 +168,9 @@ def prefill(
       row has the prompt and what the response has so far.
     prompt: i32[R], of these dialogues, the tokens before those that the response's cache gets.
   """
-  layers = settings.model.prefill(params, tokens)
+  # Prompts attend to what their caches will hold, as tokens that are decoded do.
+  attended = (read_back,) if settings.cache_format else ()
+  layers = settings.model.prefill(params, tokens, *attended)
   shape = settings.shape
   if prompt is None:
     return Prefilled(_to_caches(layers, shape.prompt, settings))
@@ -190,8 +194,8 @@ def _to_caches(
   c = settings.model.config
   copies = cached_heads(c, _tensor_size(settings)) // c.num_kv_heads
   repeat = lambda x: jnp.repeat(x, copies, axis=2)
-  kind = _CACHES[settings.cache]
-  to_cache = lambda k, v: kind.of_prompts(repeat(k), repeat(v), part.size, c.compute_dtype)
+  kind, dtype = _CACHES[settings.cache], cache_dtype(c, settings.cache_format)
+  to_cache = lambda k, v: kind.of_prompts(repeat(k), repeat(v), part.size, dtype)
   return tuple(_split_over_devices(settings, to_cache(*layer), slots=None) for layer in layers)
 
 
@@ -202,7 +206,8 @@ def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settin
   def put(cached, prompts):
     blocks = prompts.shape[1]
     by_slot = jnp.take(prompts, jnp.maximum(fresh.row, 0), axis=2)
-    updated = jnp.where(new[:, None, None], by_slot, cached[:, :blocks])
+    is_new = new.reshape(-1, *[1] * (cached.ndim - 3))
+    updated = jnp.where(is_new, by_slot, cached[:, :blocks])
     return cached.at[:, :blocks].set(updated)
 
   where_new = lambda x, y: jnp.where(new.reshape(-1, *[1] * (y.ndim - 1)), x, y)
@@ -237,7 +242,8 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
   reach = Reach.of(shape, state.prompt, state.generated, state.running)
   head = settings.model.head(params)
   axes = (cached_heads(c, _tensor_size(settings)), slots)
-  zeros = lambda: Cache.zeros(axes, shape.steps, c.head_dim, c.compute_dtype)
+  dtype = cache_dtype(c, settings.cache_format)
+  zeros = lambda: Cache.zeros(axes, shape.steps, c.head_dim, dtype)
   staged = tuple(_split_over_devices(settings, zeros(), slots=1) for _ in state.prompts)
   emitted = Emitted(
     tokens=jnp.zeros((slots, shape.steps), jnp.int32),
@@ -414,19 +420,26 @@ def _flush_staged(
   return run(caches, staged, response)
 
 
-def slot_bytes(network: Any, shape: CacheShape, tensor: int) -> int:
+def slot_bytes(network: Any, shape: CacheShape, tensor: int, cache_format: str = "") -> int:
   """Bytes of a slot's KV cache, staged keys and values included, on one device.
 
   Args:
     network: `TransformerConfig`.
     shape: sizes of the cache.
     tensor: devices that share a slot.
+    cache_format: one of `caches.FORMATS`.
   """
   heads = cached_heads(network, tensor)
   heads_per_device = heads // tensor if heads % tensor == 0 else heads
-  itemsize = jnp.dtype(network.compute_dtype).itemsize
-  token_bytes = network.num_layers * heads_per_device * network.head_dim * 2 * itemsize
-  return token_bytes * shape.tokens
+  dtype = cache_dtype(network, cache_format)
+  token = jax.eval_shape(lambda: Cache.zeros((heads_per_device,), 1, network.head_dim, dtype))
+  token_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(token))
+  return network.num_layers * token_bytes * shape.tokens
+
+
+def cache_dtype(network: Any, cache_format: str) -> str:
+  """The dtype of cached keys and values: that of the format, or the one of the network."""
+  return cache_format or network.compute_dtype
 
 
 def cached_heads(network: Any, tensor: int) -> int:
@@ -462,9 +475,10 @@ def shardings(settings: Settings) -> tuple[State | None, NamedSharding | None]:
   sharding: Any = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
   rows = sharding(_SLOTS)
   cache = sharding(_heads_axis(settings), None, _SLOTS)
-  caches = (_CACHES[settings.cache](cache, cache),) * settings.model.config.num_layers
+  empty = jax.eval_shape(functools.partial(empty_slots, settings=settings))
+  caches = jax.tree.map(lambda _: cache, (empty.prompts, empty.responses))
   numbers = [rows] * (len(State._fields) - 3)
-  state = State(caches, caches, *numbers)
+  state = State(*caches, *numbers)
   known: Any = Known(rows, rows)
   return state._replace(known=known) if settings.has_replies else state, sharding()
 

@@ -340,6 +340,7 @@ class Engine:
     stop_tokens: tuple[int, ...],
     pad_token: int,
     cache: str = "blocks",
+    cache_format: str = "",
     has_replies: bool = False,
     to_host: Callable[[Emitted], Emitted] = jax.device_get,
     compiler_options: dict[str, bool | int | float | str] | None = None,
@@ -356,6 +357,7 @@ class Engine:
       stop_tokens: each ends a response.
       pad_token: fills responses after their end.
       cache: "blocks" or "pages", as `caches.choose_cache` returned it.
+      cache_format: one of `caches.FORMATS`.
       has_replies: whether `serve` may get dialogues.
       to_host: device arrays → NumPy; called once per burst.
       compiler_options: of all programs, as `jax.jit` takes them.
@@ -373,6 +375,7 @@ class Engine:
       max_new_tokens=max_new_tokens,
       stop_tokens=stop_tokens,
       cache=cache,
+      cache_format=cache_format,
       cores=cores,
       has_replies=has_replies,
     )

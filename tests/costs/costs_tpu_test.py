@@ -182,6 +182,24 @@ def test_a_quantized_sampler_reads_8_bits_per_weight():
   assert moved["head"] <= 1.01 * (WIDTH * VOCABULARY + 2 * logits)
 
 
+@pytest.mark.slow
+def test_a_cache_in_int8_is_read_as_8_bits():
+  """One layer of 7B: keys and values go to the products as they are; by libtpu 0.0.42.1."""
+  config = fade_qwen25_7b.get_config()
+  with config.unlocked():
+    config.model.overrides.num_layers = 1
+  config.sampling.cache, config.sampling.cache_format = "blocks", "int8"
+  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, TOPOLOGY))
+  engine = parts.sources[0].engine
+  burst = engine.lower_burst(parts.placement.state.params, {})
+  cost = step_time.program_cost("burst", lambda: burst, TOPOLOGY, useful_flops=1.0)
+  moved = {row["part"]: row["hbm_bytes"] / 16 for row in cost["parts"]}
+  shape, slots = engine.settings.shape, engine.settings.slots // 16
+  vectors = (shape.prompt.tokens + shape.response.tokens) * slots * 4 * 2
+  rest = 54.5e6  # scores, their sums and what is staged; 0.3e6 less in bfloat16
+  assert moved["attention"] <= vectors * (128 + 4) + rest  # 268.9e6 in bfloat16
+
+
 def test_blocks_scatter_and_gather_tokens_over_tensor():
   """Two narrow layers, forward and back: the residual stream is never summed whole."""
   mesh = sharding.make_mesh(fsdp=8, tensor=2, devices=programs.topology_devices(TOPOLOGY))

@@ -24,11 +24,12 @@ MODEL = transformer(NETWORK)
 SHAPES = jax.eval_shape(MODEL.init, jax.random.key(0))
 
 
-def seconds(lengths, chip, *, slots, pages=True, tensor=1, data=1):
+def seconds(lengths, chip, *, slots, pages=True, tensor=1, data=1, cache_format=""):
   mesh = sharding.make_mesh(data=data, tensor=tensor)
   base = sharding.add_shardings(SHAPES, mesh)
   batch = Workload(np.full(len(lengths), 129), np.asarray(lengths))
-  return refresh_seconds([batch], MODEL, base, mesh, CACHE, chip, slots=slots, pages=pages)
+  kind = dict(slots=slots, pages=pages, cache_format=cache_format)
+  return refresh_seconds([batch], MODEL, base, mesh, CACHE, chip, **kind)
 
 
 def read_bytes():
@@ -51,9 +52,13 @@ def test_a_step_reads_the_weights_and_the_caches_of_its_slots():
   expected = sum(steps * (read_bytes() + tokens * TOKEN) for tokens in bursts)
   assert found.overlapped == pytest.approx(expected, rel=1e-9)
   longest = [2 * cached(129, 0), 2 * cached(129, steps)]
-  expected = sum(steps * (read_bytes() + tokens * TOKEN) for tokens in longest)
-  found = seconds(lengths, FAST._replace(hbm_bytes_per_s=1.0), slots=2, pages=False)
-  assert found.overlapped == pytest.approx(expected, rel=1e-9)
+  rounded = TOKEN // 2 + 2 * 2 * 2 * 4  # 8 bits, and a scale for each head's keys and values
+  for cache_format, token in (("", TOKEN), ("int8", rounded)):
+    expected = sum(steps * (read_bytes() + tokens * token) for tokens in longest)
+    found = seconds(
+      lengths, FAST._replace(hbm_bytes_per_s=1.0), slots=2, pages=False, cache_format=cache_format
+    )
+    assert found.overlapped == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_slowest_device_counts_and_idle_slots_are_computed():

@@ -160,6 +160,31 @@ def test_fused_slices_count_by_slice_and_fast_memory_does_not():
   assert found["far"].hbm_bytes == 0
 
 
+def test_a_slice_of_the_same_memory_with_other_tiles_counts_as_a_slice():
+  """As of caches in int8, whose slices a TPU multiplies in the same fusion."""
+  stack, tiled = "s8[100,8]{1,0:T(32,128)(4,1)}", "s8[100,8]{1,0:T(8,128)(4,1)}"
+  one = "s8[1,8]{1,0:T(8,128)(4,1)}"
+  retiled = (
+    "%retiled (a: s8[100,8]) -> s8[100,8]",
+    [f"%a = {stack} parameter(0)", f"ROOT %c = {tiled} copy(%a)"],
+  )
+  sliced = (
+    "%sliced (a: s8[100,8], i: s32[]) -> s8[1,8]",
+    [
+      f"%a = {stack} parameter(0)",
+      f"%b = {tiled} fusion(%a), kind=kLoop, {hlo._SAME_MEMORY}, calls=%retiled",
+      "%i = s32[]{:S(6)} parameter(1)",
+      f"ROOT %s = {one} dynamic-slice(%b, %i, %i), dynamic_slice_sizes={{1,8}}",
+    ],
+  )
+  entry = [
+    f"%x = {stack} parameter(0)",
+    "%i = s32[]{:S(6)} parameter(1)",
+    f"ROOT %read = {one} fusion(%x, %i), kind=kLoop, calls=%sliced",
+  ]
+  assert items(entry, retiled, sliced)["read"].hbm_bytes == 2 * 8
+
+
 def test_slices_that_are_moved_into_fast_memory():
   found = items([
     "%x = f32[100,8]{1,0:T(8,128)} parameter(0)",

@@ -80,9 +80,10 @@ def test_a_run_has_the_sizes_that_its_devices_leave():
   assert config.mesh.fsdp == -1
 
 
-def test_the_estimate_counts_what_is_there():
+@pytest.mark.parametrize(("cache_format", "itemsize", "scale"), [("", 4, 0), ("int8", 1, 4)])
+def test_the_estimate_counts_what_is_there(cache_format, itemsize, scale):
   """Against arrays that exist: the parts of a tiny run, on one device."""
-  config = tiny.config(batch__tokens_per_micro_batch=64)
+  config = tiny.config(batch__tokens_per_micro_batch=64, sampling__cache_format=cache_format)
   parts = programs.build_shapes_only(config, sharding.make_mesh())
   state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.placement.state)
   size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -96,7 +97,8 @@ def test_the_estimate_counts_what_is_there():
   empty = jax.eval_shape(lambda: decoder.empty_slots(slots))
   caches = size((empty.prompts, empty.responses))
   c, steps = parts.model.config, slots.shape.steps
-  staged = slots.slots * steps * c.num_layers * c.num_kv_heads * c.head_dim * 2 * 4
+  vectors = slots.slots * steps * c.num_layers * c.num_kv_heads * 2
+  staged = vectors * (c.head_dim * itemsize + scale)
   assert generation["keys and values"] == caches + staged
 
 

@@ -103,6 +103,7 @@ ABLE = dict(platform="tpu", head_dim=128, dtype="bfloat16", plain=True)
     (dict(dtype="float32"), "compute_dtype bfloat16"),
     (dict(head_dim=64), "a multiple of 128"),
     (dict(plain=False), "without sliding window"),
+    (dict(cache_format="int8"), r"cache_format='', since its kernel .*\(cache_format='int8'\)"),
   ],
 )
 def test_a_kernel_is_chosen_where_it_can_serve(other, message):
@@ -116,3 +117,5 @@ def test_a_kernel_is_chosen_where_it_can_serve(other, message):
 def test_an_unknown_kind_is_refused():
   with pytest.raises(ValueError, match=r"config\.sampling\.cache='page'; allowed: .*'pages'"):
     choose_cache("page", **ABLE)
+  with pytest.raises(ValueError, match=r"config\.sampling\.cache_format='int4'; allowed: .*'int8'"):
+    choose_cache("auto", **ABLE, cache_format="int4")

@@ -146,7 +146,10 @@ def test_rounded_products_are_bound_as_those_of_bfloat16():
   ):
     config = tiny.config(**{f"model__overrides__{name}": x for name, x in fields.items()})
     network = model_settings(config.model)
-    assert behavior_sources.max_gap(config.max_behavior_gap, network, Sampling()) == expected
+    bound = functools.partial(behavior_sources.max_gap, network=network, sampling=Sampling())
+    assert bound(config.max_behavior_gap) == expected
+    assert bound(config.max_behavior_gap, rounded=True) == 5e-2  # a cache in int8
+    assert bound(0.3, rounded=True) == 0.3
 
 
 @pytest.mark.parametrize(

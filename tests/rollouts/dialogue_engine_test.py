@@ -83,7 +83,7 @@ def _prompts():
 
 
 @functools.cache
-def _engine(T, slots, has_replies=True, temperature=1.0):
+def _engine(T, slots, has_replies=True, temperature=1.0, cache_format=""):
   return Engine(
     MODEL,
     Sampling(temperature=temperature),
@@ -94,11 +94,12 @@ def _engine(T, slots, has_replies=True, temperature=1.0):
     stop_tokens=STOPS,
     pad_token=PAD,
     has_replies=has_replies,
+    cache_format=cache_format,
   )
 
 
-def _serve(T, slots, dialogues, temperature=1.0):
-  engine = _engine(T, slots, dialogues is not None, temperature)
+def _serve(T, slots, dialogues, temperature=1.0, cache_format=""):
+  engine = _engine(T, slots, dialogues is not None, temperature, cache_format)
   params = engine.load(_params(), {})
   requests = make_requests(_prompts(), jax.random.key(5), G, None)
   groups = [g for some in engine.serve(params, requests, dialogues=dialogues) for g in some]
@@ -106,8 +107,8 @@ def _serve(T, slots, dialogues, temperature=1.0):
 
 
 @functools.cache
-def _dialogues(T=96, slots=12):
-  return _serve(T, slots, Replies(T))
+def _dialogues(T=96, slots=12, cache_format=""):
+  return _serve(T, slots, Replies(T), cache_format=cache_format)
 
 
 def _assert_equal(groups, expected):
@@ -147,9 +148,10 @@ def test_the_first_turn_is_that_of_a_run_without_dialogues():
       assert first == other.lengths[g]
 
 
-@pytest.mark.parametrize("delays", [1, 2])
-def test_a_reply_may_come_at_any_time(delays):
-  _assert_equal(_serve(96, 12, Replies(96, delays=delays)), _dialogues())
+@pytest.mark.parametrize(("delays", "cache_format"), [(1, ""), (2, ""), (1, "int8")])
+def test_a_reply_may_come_at_any_time(delays, cache_format):
+  found = _serve(96, 12, Replies(96, delays=delays), cache_format=cache_format)
+  _assert_equal(found, _dialogues(cache_format=cache_format))
 
 
 @pytest.mark.parametrize("slots", [1, 4, 64])

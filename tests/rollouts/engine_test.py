@@ -65,7 +65,7 @@ def _prompts():
 
 
 @functools.cache
-def _engine(sampling=SAMPLINGS[0], stop_tokens=(3, 11), slots=P * G, length=T):
+def _engine(sampling=SAMPLINGS[0], stop_tokens=(3, 11), slots=P * G, length=T, cache_format=""):
   """Compiled once for all tests."""
   return Engine(
     MODEL,
@@ -76,6 +76,7 @@ def _engine(sampling=SAMPLINGS[0], stop_tokens=(3, 11), slots=P * G, length=T):
     max_new_tokens=length,
     stop_tokens=stop_tokens,
     pad_token=PAD,
+    cache_format=cache_format,
   )
 
 
@@ -219,25 +220,27 @@ def _assert_equal(groups, expected):
       np.testing.assert_array_equal(value, getattr(expected[index], name))
 
 
-def _few_slots(stop_tokens=(3,)):
-  return _engine(stop_tokens=stop_tokens, slots=3, length=LONG)
+def _few_slots(stop_tokens=(3,), cache_format=""):
+  return _engine(stop_tokens=stop_tokens, slots=3, length=LONG, cache_format=cache_format)
 
 
-def test_the_order_of_requests_changes_no_bit():
-  expected = _serve(_few_slots(), _requests())
+@pytest.mark.parametrize("cache_format", ["", "int8"])
+def test_the_order_of_requests_changes_no_bit(cache_format):
+  engine = _few_slots(cache_format=cache_format)
+  expected = _serve(engine, _requests())
   lengths = np.concatenate([group.lengths for group in expected.values()])
   assert lengths.min() < 16 < lengths.max()  # so slots were refilled at different times
   for seed in range(3):
     order = np.random.default_rng(seed).permutation(len(_requests()))
-    _assert_equal(_serve(_few_slots(), [_requests()[i] for i in order]), expected)
+    _assert_equal(_serve(engine, [_requests()[i] for i in order]), expected)
 
 
-def test_neighbors_change_no_bit():
-  expected = _serve(_few_slots(), _requests())
+@pytest.mark.parametrize("cache_format", ["", "int8"])
+def test_neighbors_change_no_bit(cache_format):
+  engine = _few_slots(cache_format=cache_format)
+  expected = _serve(engine, _requests())
   for request in _requests()[::3]:
-    _assert_equal(
-      _serve(_few_slots(), [request]), {request.prompt_index: expected[request.prompt_index]}
-    )
+    _assert_equal(_serve(engine, [request]), {request.prompt_index: expected[request.prompt_index]})
 
 
 def test_the_number_of_slots_changes_rounding_only():
@@ -368,16 +371,18 @@ def test_a_burst_of_longer_responses_is_no_longer_program():
 
 
 @pytest.mark.usefixtures("no_compilation_cache")
-def test_the_caches_are_written_in_place():
-  """No instruction of the compiled burst copies a layer's keys or values."""
-  engine = _few_slots()
+@pytest.mark.parametrize(("cache_format", "dtype"), [("", "f32"), ("int8", "s8")])
+def test_the_caches_are_written_in_place(cache_format, dtype):
+  """No instruction of the compiled burst copies a layer's keys or values, or widens them all."""
+  engine = _few_slots(cache_format=cache_format)
   params = engine.load(_params(), {})
   state = jax.eval_shape(engine.programs.empty_slots)
   program = engine.programs.burst.lower(params, state).compile().as_text()
   size = [x.shape for x in jax.tree.leaves(state.responses[0])]
   of_cache = "|".join(",".join(map(str, shape)) for shape in size)
-  assert re.search(rf"= f32\[({of_cache})\]\S* dynamic-update-slice", program)
-  copies = re.findall(rf"= f32\[(?:{of_cache})\]\S* (?:copy|transpose|concatenate)\(", program)
+  assert re.search(rf"= {dtype}\[({of_cache})\]\S* dynamic-update-slice", program)
+  copied = "copy|transpose|concatenate|convert"
+  copies = re.findall(rf"= \w+\[(?:{of_cache})\]\S* (?:{copied})\(", program)
   assert not copies
 
 

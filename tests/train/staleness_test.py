@@ -447,6 +447,21 @@ def test_a_sampler_that_computes_something_else_trips_the_gate(trainer, parts):
   assert plain.trainer.queue.load(0).graded.statistics["agreement/policy_mean"] < 1e-5
 
 
+@pytest.mark.slow
+def test_a_sampler_with_a_rounded_cache_may_differ_by_rounding(trainer):
+  """Its log-probabilities are those sampled; the bound of exact products does not hold for it."""
+  rounded = build(sampling__cache_format="int8")
+  made = trainer(staleness.on_policy(), rounded)
+  made.collect()
+  statistics = made.trainer.queue.load(0).graded.statistics
+  assert 1e-5 < statistics["agreement/policy_mean"] < 5e-3
+  source = rounded.sources[0]
+  assert source.max_gap == 5e-2
+  strict = dataclasses.replace(rounded, sources=Sources([source._replace(max_gap=1e-5)]))
+  with pytest.raises(AgreementError, match=r"allowed are 1e-05.*raise config\.max_behavior_gap"):
+    trainer(staleness.on_policy(), strict).collect()
+
+
 def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
   made = trainer(staleness.updates_per_refresh(batches=2))
   made.collect()

@@ -36,7 +36,8 @@ AT_TEMPERATURE_1 = Sampling()  # the distribution of "raw"
 
 # Largest mean |Δ log p|, in nats per token at temperature 1, between the two computations of a
 # log-probability (cached decoding, one forward pass), by the precision of products. For networks of
-# up to four layers of width 128, `agreement/policy_mean` is 3e-7 in float32, 2e-3 in bfloat16.
+# up to four layers of width 128, `agreement/policy_mean` is 3e-7 in float32, 2e-3 in bfloat16, and
+# 5e-4 in float32 with a KV cache in int8, which has the bound of bfloat16.
 MAX_GAP = {"highest": 1e-4, "default": 5e-2}
 
 
@@ -168,7 +169,9 @@ def make_sources(
 
   def exact(name: str, prompts: int, sampling: Sampling, *, raw: bool = False) -> Source:
     engine = engine_of(model, sampling, prompts=prompts)
-    gap = max_gap(config.max_behavior_gap, model.config, sampling)
+    gap = max_gap(
+      config.max_behavior_gap, model.config, sampling, rounded=bool(config.sampling.cache_format)
+    )
     return Source(name, prompts, sampling, engine, max_gap=gap, raw=raw)
 
   def rounded(name: str, prompts: int) -> Source:
@@ -329,7 +332,13 @@ def other_policy(
   return other, step, functools.cache(read)
 
 
-def max_gap(configured: float | None, network: TransformerConfig, sampling: Sampling) -> float:
+def max_gap(
+  configured: float | None,
+  network: TransformerConfig,
+  sampling: Sampling,
+  *,
+  rounded: bool = False,
+) -> float:
   """`Source.max_gap` of a source that samples with the policy's own parameters.
 
   Dividing logits by a temperature below 1 also divides their differences by it.
@@ -338,6 +347,7 @@ def max_gap(configured: float | None, network: TransformerConfig, sampling: Samp
     configured: `config.max_behavior_gap`, at temperature 1; None or 0 for the default.
     network: settings of the policy's network.
     sampling: the source's distribution.
+    rounded: whether the sampler's cache has 8 bits, so that it differs from the trainer's network.
   """
-  bound = configured or MAX_GAP[network.precision]
+  bound = configured or MAX_GAP["default" if rounded else network.precision]
   return bound / min(1.0, sampling.temperature)

@@ -91,29 +91,33 @@ def make_engine(
   return Engine(
     model,
     sampling,
-    slots=choose_slots(settings.slots, shape, model, trainer, batches=batches),
+    slots=choose_slots(
+      settings.slots, shape, model, trainer, batches=batches, cache_format=settings.cache_format
+    ),
     prefill_rows=shape.prompts,
     max_prompt_length=shape.max_prompt_length,
     max_new_tokens=shape.max_response_length,
     stop_tokens=tokenizer.stop_ids,
     pad_token=tokenizer.pad_id,
-    cache=_cache(settings.cache, model),
+    cache=_cache(settings, model),
+    cache_format=settings.cache_format,
     to_host=to_host,
     compiler_options=compiler_options,
     has_replies=has_replies,
   )
 
 
-def _cache(wanted: str, model: Model) -> str:
+def _cache(settings: ml_collections.ConfigDict, model: Model) -> str:
   """The kind of cache, for the devices that generate."""
   network = model.config
   slides = network.sliding_window is not None and any(network.sliding_layers or ())
   return choose_cache(
-    wanted,
+    settings.cache,
     platform=sampling_platform(model),
     head_dim=network.head_dim,
     dtype=network.compute_dtype,
     plain=not slides and network.attention_soft_cap is None,
+    cache_format=settings.cache_format,
   )
 
 
@@ -131,6 +135,7 @@ def choose_slots(
   limit: int | None = None,
   *,
   batches: int = 1,
+  cache_format: str = "",
 ) -> int:
   """The configured slots; if there are none, one per response, or fewer if the memory is too small.
 
@@ -144,6 +149,7 @@ def choose_slots(
     trainer: of the run.
     limit: bytes of a device; None: as the device says.
     batches: that are sampled as one stream.
+    cache_format: `config.sampling.cache_format`.
   Raises:
     ValueError: the devices have no memory for a slot, or for as many as are configured.
   """
@@ -157,7 +163,7 @@ def choose_slots(
   # A number that the user has chosen need not leave room for temporary buffers.
   usable = limit if configured else _USABLE * limit
   free = max(0, usable - decoded - _resident_bytes(model, base, trainer))
-  per_slot = slot_bytes(model.config, cache, mesh.shape["tensor"])
+  per_slot = slot_bytes(model.config, cache, mesh.shape["tensor"], cache_format)
   per_slot += memory.sampling_bytes(model.config, 1)
   slots = int(free // per_slot) * mesh.shape["data"] * mesh.shape["fsdp"]
   if slots < (configured or 1):

@@ -22,6 +22,16 @@ def test_slots_are_those_of_a_batch_or_as_many_as_are_set():
   assert settings(sampling__slots=6, mesh__data=4).slots == 8  # split evenly over devices
 
 
+def test_all_engines_have_the_format_of_the_cache():
+  programs = build(
+    tiny.config(sampling__cache_format="int8", evaluation__sampling__temperature=0.5)
+  ).programs
+  assert programs.engine.settings.cache_format == "int8"
+  assert programs.held_out_engine.settings.cache_format == "int8"
+  with pytest.raises(ValueError, match=r"cache_format='int4'; allowed: \['', 'int8'\]"):
+    settings(sampling__cache_format="int4")
+
+
 def test_training_and_evaluation_share_an_engine_if_they_sample_alike():
   alike = build(tiny.config()).programs
   assert alike.held_out_engine is alike.engine
@@ -37,7 +47,7 @@ def test_an_evaluation_has_slots_for_its_own_batch(monkeypatch):
   assert programs.held_out_engine.settings.slots == 8 * 4
 
 
-def choose_for(config, model, responses, limit, batches=1):
+def choose_for(config, model, responses, limit, batches=1, cache_format=""):
   """Slots of a run that is trained on another mesh of as many devices."""
   trainer = TrainerLayout(
     sharding.make_mesh(**config.mesh),
@@ -45,7 +55,9 @@ def choose_for(config, model, responses, limit, batches=1):
     frozen=config.lora.rank > 0,
   )
   shape = batch_shape(config)._replace(prompts=responses, group_size=1)
-  return choose_slots(config.sampling.slots, shape, model, trainer, limit, batches=batches)
+  return choose_slots(
+    config.sampling.slots, shape, model, trainer, limit, batches=batches, cache_format=cache_format
+  )
 
 
 def test_slots_are_limited_by_the_devices_memory():
@@ -58,6 +70,9 @@ def test_slots_are_limited_by_the_devices_memory():
   slots = choose_for(config, model, 4096, 95 * 10**9)
   assert slots == pytest.approx(2 * (0.85 * 95e9 - 7.6e9 * (12 + 2) / 4) / 134e6, rel=0.05)
   assert choose_for(config, model, 100, 95 * 10**9) == 100
+  # 8 bits and a scale per head of 128; the logits of a token stay.
+  rounded = choose_for(config, model, 4096, 95 * 10**9, cache_format="int8")
+  assert rounded == pytest.approx(slots * 134 / (134 - 132 * (1 - 66 / 128)), rel=0.01)
   assert choose_for(config, model, 100, None) == 100  # a CPU has no limit
   # A stream of several batches: as many as it has responses, as long as there is memory.
   assert choose_for(config, model, 100, 95 * 10**9, batches=4) == 400
