@@ -112,6 +112,16 @@ class Rows(NamedTuple):
   prompt_ends: Array  # index in the row after the last token of the token's prompt
 
 
+class Routes(NamedTuple):
+  """The experts that a mixture's routers chose, k in each of its layers, by falling probability.
+
+  Of integers that hold their number; at padding they have no meaning.
+  """
+
+  prompts: Array  # [P, S, layers, k], left-padded
+  responses: Array  # [P, G, T, layers, k], right-padded; the last token of a response has none
+
+
 class Packed(NamedTuple):
   """A batch's rollouts in M micro-batches of R rows each, see `rollouts.packing`."""
 

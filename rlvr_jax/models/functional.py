@@ -14,7 +14,7 @@ from rlvr_jax.models.layout import ONE_DEVICE, Layout
 from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.rotary import RotaryTables
 from rlvr_jax.models.transformer import Transformer, TransformerConfig, make_rotary_tables
-from rlvr_jax.types import Array, Head, Params, Prompts, Rows
+from rlvr_jax.types import Array, Head, Params, Routes
 
 
 def take_trained(trained: Params, frozen: Params) -> Params:
@@ -29,12 +29,15 @@ class Model(NamedTuple):
   config: TransformerConfig
   init: Callable[[Array], Params]  # key → parameters, layers stacked on their first axis
   head: Callable[[Params], Head]
-  response_hidden: Callable[[Params, Prompts, Array], Array]
-  row_hidden: Callable[[Params, Array, Rows], Array]
+  # See `Transformer` for these: with optional routes, and of mixtures, returning them.
+  response_hidden: Callable[..., Array]  # (params, prompts, tokens)
+  row_hidden: Callable[..., Array]  # (params, tokens, rows)
+  response_routed: Callable[..., tuple[Array, Routes, Array]]
+  row_routed: Callable[..., tuple[Array, Array, Array]]
   # → decoding params, for `prefill`, `decode` and `head`: cast, gathered, one dict per layer in
   # "blocks"
   decoding_params: Callable[[Params], Params]
-  prefill: Callable  # (decoding params, tokens[, attended]), see `Transformer`
+  prefill: Callable  # (decoding params, tokens[, lengths, attended]), see `Transformer`
   rotary: Callable[[Array], RotaryTables]  # of positions i32[..., L]
   decode: Callable  # (decoding params, tokens, tables, attend), see `Transformer`
   # (trained, frozen) → the parameters that the functions above take; see `lora.adapt`.
@@ -84,6 +87,8 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
     head=head,
     response_hidden=lambda params, *args: bind(params).response_hidden(*args),
     row_hidden=lambda params, *args: bind(params).row_hidden(*args),
+    response_routed=lambda params, *args: bind(params).response_routed(*args),
+    row_routed=lambda params, *args: bind(params).row_routed(*args),
     decoding_params=decoding_params,
     prefill=on_layers(Transformer.prefill),
     rotary=functools.partial(make_rotary_tables, config),

@@ -7,6 +7,7 @@ The weights are in safetensors files. `huggingface_config` reads the network's s
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from rlvr_jax.models.huggingface_tensors import (
   Leaf,
   find_leaves,
   leaf_value,
+  published_name,
   rename_tensors,
   tensor_shapes,
 )
@@ -203,17 +205,17 @@ def _pieces(
   # Devices that need the same rows of a published tensor share one read.
   by_rows: dict[Any, list[jax.Device]] = {}
   for device, bounds in shards.items():
-    layers, (rows, *_) = leaf.published(bounds)
-    by_rows.setdefault((layers or (0, 1), rows), []).append(device)
-  for (layers, rows), devices in by_rows.items():
-    for layer in range(*layers):
-      for first, block in _blocks(tensors[leaf.names[layer]], rows, block_bytes):
+    stacked, (rows, *_) = leaf.published(bounds)
+    by_rows.setdefault((stacked, rows), []).append(device)
+  for (stacked, rows), devices in by_rows.items():
+    for index in itertools.product(*(range(*bounds) for bounds in stacked)):
+      for first, block in _blocks(tensors[str(leaf.names[index])], rows, block_bytes):
         pieces = {}
         for device in devices:
           _, (_, *columns) = leaf.published(shards[device])
           at = (first - rows[0], *(0 for _ in columns))
           at = at[::-1] if leaf.transposed else at
-          at = (layer - layers[0], *at) if leaf.stacked else at
+          at = (*(i - start for i, (start, _) in zip(index, stacked, strict=True)), *at)
           pieces[device] = at, block[:, slice(*columns[0])] if columns else block
         yield pieces
 
@@ -295,19 +297,20 @@ def save_checkpoint(
   safetensors.check_vacant(directory)
   leaves = find_leaves(params)
   published = published_config(config, dtype, source)
+  shapes, family = tensor_shapes(leaves, params), published["model_type"]
   file_dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
   blocks = (
     block
     for leaf in leaves
-    for layer in range(len(leaf.names))
-    for block in _fetch_blocks(leaf_value(params, leaf), leaf, layer, file_dtype, block_bytes)
+    for index in np.ndindex(leaf.names.shape)
+    for block in _fetch_blocks(leaf_value(params, leaf), leaf, index, file_dtype, block_bytes)
   )
   if jax.process_index() == 0:
     with safetensors.new_directory(directory) as (system, folder):
       safetensors.write_checkpoint(
         system,
         folder,
-        tensor_shapes(leaves, params),
+        {published_name(name, family): shape for name, shape in shapes.items()},
         file_dtype,
         blocks,
         max_shard_bytes=max_shard_bytes,
@@ -324,7 +327,7 @@ def save_checkpoint(
 
 
 def _fetch_blocks(
-  value: Array, leaf: Leaf, layer: int, dtype: np.dtype, block_bytes: int
+  value: Array, leaf: Leaf, index: tuple[int, ...], dtype: np.dtype, block_bytes: int
 ) -> Iterator[np.ndarray]:
   """Copies the rows of a published tensor to the host, in blocks."""
   shape = leaf.published(value.shape)[1]
@@ -332,21 +335,21 @@ def _fetch_blocks(
   replicated = None
   if isinstance(value, jax.Array) and isinstance(value.sharding, jax.sharding.NamedSharding):
     replicated = jax.sharding.NamedSharding(value.sharding.mesh, PartitionSpec())
-  take = _make_take(leaf.stacked, leaf.transposed, dtype, replicated)
+  take = _make_take(leaf.transposed, dtype, replicated)
   for start in range(0, shape[0], size):
     first = min(start, shape[0] - size)
-    block = take(value, layer, first, size)
+    block = take(value, index, first, size)
     yield np.asarray(block.addressable_data(0))[start - first :]
 
 
 @functools.cache
-def _make_take(stacked: bool, transposed: bool, dtype: np.dtype, replicated: Any):
-  """Makes a program: (parameter, layer, first row, number of rows) → these rows of the tensor."""
+def _make_take(transposed: bool, dtype: np.dtype, replicated: Any):
+  """Makes a program: (parameter, index of a tensor, first row, number of rows) → these rows."""
 
   @functools.partial(jax.jit, static_argnums=3, out_shardings=replicated)
-  def take(value, layer, first, size):
-    if stacked:
-      value = jax.lax.dynamic_index_in_dim(value, layer, keepdims=False)
+  def take(value, index, first, size):
+    for i in index:  # on the axes on which tensors are stacked
+      value = jax.lax.dynamic_index_in_dim(value, i, keepdims=False)
     axis = value.ndim - 1 if transposed else 0
     block = jax.lax.dynamic_slice_in_dim(value, first, size, axis)
     return (block.T if transposed else block).astype(dtype)

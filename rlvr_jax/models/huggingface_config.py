@@ -71,6 +71,48 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     final_logit_softcapping=30.0,
   ),
   "gemma3_text": _GEMMA | dict(vocab_size=262_208, max_position_embeddings=131_072),
+  "qwen3_moe": _QWEN
+  | dict(
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=24,
+    num_key_value_heads=4,
+    decoder_sparse_step=1,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=False,
+  ),
+  "olmoe": dict(
+    vocab_size=50_304,
+    hidden_size=2048,
+    intermediate_size=2048,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    hidden_act="silu",
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    num_experts=64,
+    num_experts_per_tok=8,
+    norm_topk_prob=False,
+  ),
+  "mixtral": dict(
+    vocab_size=32_000,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    hidden_act="silu",
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-5,
+    rope_theta=1_000_000.0,
+    tie_word_embeddings=False,
+    sliding_window=None,
+    num_experts=8,
+    num_experts_per_tok=2,
+  ),
 }
 ARCHITECTURES = {
   "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
@@ -79,7 +121,11 @@ ARCHITECTURES = {
   "gemma2": ("Gemma2ForCausalLM", "Gemma2Model"),
   "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextModel"),
   "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3Model"),  # around a gemma3_text
+  "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+  "olmoe": ("OlmoeForCausalLM", "OlmoeModel"),
+  "mixtral": ("MixtralForCausalLM", "MixtralModel"),
 }
+MIXTURES = ("qwen3_moe", "olmoe", "mixtral")
 ACTIVATIONS = {
   "silu": "silu",
   "swish": "silu",
@@ -90,6 +136,14 @@ ACTIVATIONS = {
 }
 # Fields that a multimodal model's config.json has outside of its text_config.
 _OF_OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+# What a mixture may have that is not computed here, if the field is set: shared experts, routing
+# within groups of experts, other scores than a softmax, noise, and clipping.
+_NOT_OF_MIXTURES = (
+  *("shared_expert_intermediate_size", "num_shared_experts", "n_shared_experts"),
+  *("n_group", "topk_group", "topk_method", "num_expert_group", "moe_layer_freq"),
+  *("first_k_dense_replace", "routed_scaling_factor", "scoring_func", "router_bias"),
+  *("moe_router_enable_expert_bias", "attention_sinks", "router_jitter_noise", "clip_qkv"),
+)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -154,8 +208,8 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   theta, scaling = _rope(ropes[0], c, owner)
   has_sliding_theta = family == "gemma3_text" and layers
   sliding_theta = _sliding_theta(ropes[1], c, owner) if has_sliding_theta else None
-  biased = family == "qwen2" or bool(c.get("attention_bias"))
-  return dict(
+  biased = family == "qwen2" or (family != "mixtral" and bool(c.get("attention_bias")))
+  return _expert_fields(family, c, owner) | dict(
     vocab_size=size("vocab_size"),
     width=size("hidden_size"),
     num_layers=size("num_hidden_layers"),
@@ -168,7 +222,8 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
     rope_theta=theta,
     rope_scaling=scaling,
     tied_head=bool(c["tie_word_embeddings"]),
-    qk_norm=family in ("qwen3", "gemma3_text"),
+    qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+    joint_qk_norm=family == "olmoe",
     qkv_bias=biased,
     output_bias=biased and family != "qwen2",
     mlp_bias=family == "llama" and bool(c.get("mlp_bias")),
@@ -189,6 +244,30 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   )
 
 
+def _expert_fields(family: str, c: Mapping[str, Any], owner: str) -> dict[str, Any]:
+  """The fields of a mixture of experts."""
+  if family not in MIXTURES:
+    return dict(num_experts=0, experts_per_token=0, expert_width=0, normalized_expert_weights=False)
+  if unread := [name for name in _NOT_OF_MIXTURES if c.get(name)]:
+    raise ValueError(
+      f"{owner}: {unread[0]} = {c[unread[0]]!r} is not implemented; mixtures are those of"
+      f" {', '.join(MIXTURES)}, whose layers have routed experts alone, chosen by a plain softmax"
+    )
+  if c.get("decoder_sparse_step", 1) != 1 or c.get("mlp_only_layers"):
+    raise ValueError(
+      f"{owner}: decoder_sparse_step = {c['decoder_sparse_step']}, mlp_only_layers ="
+      f" {c.get('mlp_only_layers')}: only mixtures with experts in every layer are supported, that"
+      " is, 1 and []"
+    )
+  width = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+  return dict(
+    num_experts=_check_size(owner, "num_experts", c["num_experts"]),
+    experts_per_token=_check_size(owner, "num_experts_per_tok", c["num_experts_per_tok"]),
+    expert_width=_check_size(owner, width, c[width]),
+    normalized_expert_weights=family == "mixtral" or bool(c["norm_topk_prob"]),
+  )
+
+
 def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict[str, Any]]:
   """The family's name and the text model's settings; messages begin with `owner`."""
   kind: Any = published.get("model_type")
@@ -201,6 +280,8 @@ def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict
       f"{owner}: {quantized[0]} is set; quantized weights are not supported. Load the original"
       " checkpoint, or convert this one to bfloat16"
     )
+  if kind in MIXTURES:
+    return kind, _with_usual_number(published, owner)
   if kind != "gemma3":
     return kind, dict(published)
   text = published.get("text_config") or {}
@@ -208,6 +289,18 @@ def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict
     raise ValueError(f"{owner}: text_config = {text!r} is not that of a gemma3_text")
   outer = {name: published[name] for name in _OF_OUTER if published.get(name) is not None}
   return "gemma3_text", dict(text) | {"tie_word_embeddings": True} | outer
+
+
+def _with_usual_number(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
+  """A mixture's settings with the usual name of the number of experts, which has two."""
+  settings = dict(published)
+  other = settings.pop("num_local_experts", None)
+  number = settings.setdefault("num_experts", other)
+  if number is None:
+    del settings["num_experts"]
+  elif other not in (None, number):
+    raise ValueError(f"{owner}: num_experts = {number}, but num_local_experts = {other}")
+  return settings
 
 
 def _check_size(owner: str, name: str, value: Any) -> int:
@@ -229,11 +322,13 @@ def _soft_cap(c: Mapping[str, Any], name: str, owner: str) -> float | None:
 def _sliding_layers(family: str, c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
   """Whether each layer uses sliding-window attention; None if none does."""
   count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
-  if family == "llama":
+  if family in ("llama", "olmoe"):
     return None
   window = c["sliding_window"]
   if family.startswith("qwen") and not c["use_sliding_window"]:
     window = None
+  if family in MIXTURES:  # their models know one kind of layer
+    return None if window is None else (True,) * count
   kinds = c.get("layer_types")
   if kinds is None:
     slides: Callable[[int], bool]

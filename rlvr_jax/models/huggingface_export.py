@@ -11,6 +11,7 @@ from rlvr_jax.models.huggingface_config import (
   ACTIVATIONS,
   ARCHITECTURES,
   DEFAULTS,
+  MIXTURES,
   config_fields,
   family_settings,
   read_config,
@@ -52,17 +53,20 @@ def published_config(
       "tie_word_embeddings": config.tied_head,
     }
   )
-  if family != "qwen2":
+  if family not in ("qwen2", "mixtral"):
     published["attention_bias"] = config.qkv_bias
   if family == "llama":
     published["mlp_bias"] = config.mlp_bias
+  elif family in MIXTURES:
+    published |= _published_experts(family, config)
   else:
     published["layer_types"] = [
       "sliding_attention" if slides else "full_attention" for slides in sliding
     ]
     published["sliding_window"] = config.sliding_window
-  if family.startswith("qwen"):
+  if family in ("qwen2", "qwen3", "qwen3_moe"):
     published["use_sliding_window"] = any(sliding)
+  if family in ("qwen2", "qwen3"):
     published["max_window_layers"] = sliding.index(True) if any(sliding) else config.num_layers
   if gemma:
     scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
@@ -96,6 +100,8 @@ _NOT_COPIED = (  # fields of the source's config.json
   "rope_theta",
   "rope_scaling",
   "rope_local_base_freq",
+  "num_experts",
+  "num_local_experts",
   "sliding_window_pattern",
   "_sliding_window_pattern",
   "transformers_version",
@@ -103,7 +109,28 @@ _NOT_COPIED = (  # fields of the source's config.json
 )
 
 
+def _published_experts(family: str, config: TransformerConfig) -> dict[str, Any]:
+  """Fields of a mixture, and the window of all its layers."""
+  number = "num_local_experts" if family == "mixtral" else "num_experts"
+  fields: dict[str, Any] = {
+    number: config.num_experts,
+    "num_experts_per_tok": config.experts_per_token,
+    "intermediate_size": config.expert_width,
+  }
+  if family != "olmoe":
+    fields["sliding_window"] = config.sliding_window
+  if family != "mixtral":
+    fields["norm_topk_prob"] = config.normalized_expert_weights
+  if family == "qwen3_moe":
+    fields["moe_intermediate_size"] = config.expert_width
+    fields |= {"intermediate_size": config.mlp_width, "decoder_sparse_step": 1}
+    fields["mlp_only_layers"] = []
+  return fields
+
+
 def _choose_family(config: TransformerConfig) -> str:
+  if config.experts is not None:
+    return "qwen3_moe" if config.qk_norm else "olmoe" if config.joint_qk_norm else "mixtral"
   if config.post_norm:
     return "gemma3_text" if config.qk_norm else "gemma2"
   if config.qk_norm:
@@ -163,6 +190,8 @@ def _check_reads_back(published: Mapping[str, Any], config: TransformerConfig) -
     sliding_rope_theta=config.sliding_rope_theta if sliding else None,
   )
   theirs = config_fields(published, "the exported config.json")
+  if config.experts is not None:
+    ours["mlp_width"] = theirs["mlp_width"]  # a mixture has no such MLP
   for fields in (ours, theirs):
     fields["query_scale"] = fields["query_scale"] or config.head_dim**-0.5
   differing = {name: (ours[name], value) for name, value in theirs.items() if value != ours[name]}

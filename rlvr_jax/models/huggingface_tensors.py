@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+import numpy.typing as npt
 
 from rlvr_jax.models.safetensors import Tensor
 from rlvr_jax.types import Params
@@ -17,14 +21,20 @@ class Leaf(NamedTuple):
   """A parameter and the names of its published tensors."""
 
   path: tuple[str, ...]
-  names: list[str]  # one per layer if layers are stacked on the first axis
-  stacked: bool
+  names: npt.NDArray[
+    np.str_
+  ]  # by the axes on which tensors are stacked: [], [layers] or [layers, E]
   transposed: bool  # kernels are [in, out] here, [out, in] in published tensors
 
-  def published(self, index: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Splits a parameter's shape or index into its layers and that of each published tensor."""
-    layers, rest = (index[0], index[1:]) if self.stacked else (None, index)
-    return layers, rest[::-1] if self.transposed else rest
+  @property
+  def stacked(self) -> int:
+    """Number of leading axes on which published tensors are stacked: of layers, and of experts."""
+    return self.names.ndim
+
+  def published(self, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Splits a parameter's shape or index into the stacked axes and those of each tensor."""
+    stacked, rest = index[: self.stacked], index[self.stacked :]
+    return stacked, rest[::-1] if self.transposed else rest
 
 
 KERNELS = {  # our name → the published module's, the same in every family
@@ -35,6 +45,19 @@ KERNELS = {  # our name → the published module's, the same in every family
   "gate": "mlp.gate_proj",
   "up": "mlp.up_proj",
   "down": "mlp.down_proj",
+}
+_ROUTER = "mlp.gate"
+_EXPERTS = {  # of an expert by its number
+  "gate": "mlp.experts.{}.gate_proj",
+  "up": "mlp.experts.{}.up_proj",
+  "down": "mlp.experts.{}.down_proj",
+}
+# Mixtral's names of the same modules.
+_MIXTRAL = {
+  "mlp.": "block_sparse_moe.",
+  ".gate_proj.": ".w1.",
+  ".down_proj.": ".w2.",
+  ".up_proj.": ".w3.",
 }
 _NORMS = {
   "attention_norm": "input_layernorm",
@@ -59,10 +82,15 @@ def find_leaves(params: Params) -> list[Leaf]:
   """
   blocks = params["blocks"]
   norms = _NORMS | (_FOUR_NORMS if "post_mlp_norm" in blocks else _TWO_NORMS)
+  of_experts: dict[tuple[str, ...], str] = {
+    ("experts", name): f"{theirs}.weight" for name, theirs in _EXPERTS.items()
+  }
   layer_tensors: dict[tuple[str, ...], str] = {
     **{(name,): f"{theirs}.weight" for name, theirs in KERNELS.items()},
     **{(f"{name}_bias",): f"{theirs}.bias" for name, theirs in KERNELS.items()},
     **{(name, "scale"): f"{theirs}.weight" for name, theirs in norms.items()},
+    ("experts", "router"): f"{_ROUTER}.weight",
+    **of_experts,
   }
   tensors: dict[tuple[str, ...], str] = {
     ("embedding",): EMBEDDING,
@@ -73,14 +101,16 @@ def find_leaves(params: Params) -> list[Leaf]:
   for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
     path = tuple(key.key for key in keys)
     if path in tensors:
-      leaves.append(Leaf(path, [tensors[path]], False, path == ("head_kernel",)))
+      leaves.append(Leaf(path, np.array(tensors[path]), path == ("head_kernel",)))
       continue
     theirs = layer_tensors.get(path[1:]) if path[0] == "blocks" else None
     if theirs is None:
       raise ValueError(f"parameter {'/'.join(path)} is in no published checkpoint")
-    names = [f"model.layers.{i}.{theirs}" for i in range(leaf.shape[0])]
-    leaves.append(Leaf(path, names, True, path[1] in KERNELS))
-  return sorted(leaves, key=lambda leaf: (leaf.stacked, leaf.path))
+    names = np.array([f"model.layers.{i}.{theirs}" for i in range(leaf.shape[0])])
+    if path[1:] in of_experts:
+      names = np.array([[name.format(e) for e in range(leaf.shape[1])] for name in names])
+    leaves.append(Leaf(path, names, path[-1] in (*KERNELS, "router")))
+  return sorted(leaves, key=lambda leaf: (leaf.stacked > 0, leaf.path))
 
 
 def published_shapes(params: Params) -> dict[str, tuple[int, ...]]:
@@ -97,7 +127,7 @@ def tensor_shapes(leaves: Iterable[Leaf], params: Params) -> dict[str, tuple[int
   return {
     name: leaf.published(leaf_value(params, leaf).shape)[1]
     for leaf in leaves
-    for name in leaf.names
+    for name in leaf.names.ravel().tolist()
   }
 
 
@@ -115,14 +145,23 @@ _PREFIXES = (  # of a text model within another model, and of one saved without 
 )
 
 
+def published_name(name: str, family: str) -> str:
+  """The name that a family's checkpoints give to the tensor with a usual name."""
+  for ours, theirs in _MIXTRAL.items() if family == "mixtral" else ():
+    name = name.replace(ours, theirs)
+  return name
+
+
 def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, Tensor]:
   """Gives tensors the names that they have in most checkpoints, and drops unused ones.
+
+  Experts of a layer that are saved as one tensor become one tensor each.
 
   Raises:
     ValueError: two names are those of the same tensor.
   """
   renamed: dict[str, Tensor] = {}
-  for name, tensor in tensors.items():
+  for name, tensor in _split_experts(tensors):
     if _UNUSED.search(name):
       continue
     usual_name = name
@@ -133,3 +172,33 @@ def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, T
       raise ValueError(f"{directory}: {name!r} and {other!r} name the same tensor")
     renamed[usual_name] = tensor
   return renamed
+
+
+# The names within transformers 5, which its save_pretrained keeps with save_original_format=False.
+_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+def _split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+  """Yields usual names and tensors: of a mixture, those of single experts."""
+  for name, tensor in tensors.items():
+    match = _FUSED.fullmatch(name)
+    if match is None or len(tensor.shape) != 3:
+      yield _usual_expert(name), tensor
+      continue
+    experts, kernels = match[1], match[2].removesuffix("_proj").split("_")
+    count, rows, columns = tensor.shape
+    rows //= len(kernels)  # the gate's rows, then those of up
+    for index, (expert, kernel) in enumerate(itertools.product(range(count), kernels)):
+      part = dataclasses.replace(
+        tensor,
+        shape=(rows, columns),
+        start=tensor.start + index * rows * columns * tensor.dtype.itemsize,
+      )
+      yield f"{experts}.{expert}.{kernel}_proj.weight", part
+
+
+def _usual_expert(name: str) -> str:
+  """The usual name of a tensor that may have Mixtral's."""
+  for ours, theirs in _MIXTRAL.items() if _MIXTRAL["mlp."] in name else ():
+    name = name.replace(theirs, ours)
+  return name

@@ -33,6 +33,15 @@ class Rounded(NamedTuple):
   scale: Array  # s, at least float32, of length 1 along the axis that a product sums over
 
 
+def init_kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str, gain: float = 1.0) -> nnx.Param:
+  """Initializes kernels [..., D, E] so that a product with one scales variances by `gain`."""
+  batch_axes = tuple(range(len(shape) - 2))
+  initializer = jax.nn.initializers.variance_scaling(
+    gain, "fan_in", "normal", batch_axis=batch_axes
+  )
+  return nnx.Param(initializer(rngs.params(), shape, jnp.dtype(dtype)))
+
+
 def merge_low_rank(params: Params) -> Params:
   """Merges every `LowRank` kernel into one array, W + A·B.
 

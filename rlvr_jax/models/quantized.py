@@ -1,7 +1,8 @@
 """Lower-precision copies of a policy's parameters, to sample rollouts from.
 
-Matrices become integers or 8-bit floats with one scale per output channel, w ≈ s·q; norms and
-biases stay. A copy is a separate policy: its samples have log-probabilities under s·q.
+Matrices become integers or 8-bit floats with one scale per output channel, w ≈ s·q; norms, biases
+and the routers of experts stay. A copy is a separate policy: its samples have log-probabilities
+under s·q.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ def adapt_to_quantized(model: Model, format: str, *, decode_rounded: bool) -> Mo
     head=wrap(model.head),
     response_hidden=wrap(model.response_hidden),
     row_hidden=wrap(model.row_hidden),
+    response_routed=wrap(model.response_routed),
+    row_routed=wrap(model.row_routed),
     decoding_params=lambda params: model.decoding_params(prepare(params)),
   )
 
@@ -114,8 +117,11 @@ def _import_qwix() -> ModuleType:
 
 
 def _contracted_axis(path: Any, weights: Array) -> int | None:
-  """The axis that a product with the matrix sums over; None for norms and biases."""
+  """The axis that a product with the matrix sums over; None for what stays as it is.
+
+  These are norms, biases, and routers, whose rounding would choose other experts.
+  """
   stacked = path[0].key == "blocks"
-  if weights.ndim - stacked < 2:
+  if weights.ndim - stacked < 2 or path[-1].key == "router":
     return None
   return weights.ndim - (1 if path[-1].key == "embedding" else 2)

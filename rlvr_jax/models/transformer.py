@@ -1,5 +1,7 @@
 """The policy: one decoder-only transformer with settings for Qwen 2/2.5/3, Llama 3 and Gemma 2/3.
 
+A layer's MLP may be a mixture of experts, as in Qwen3-MoE, OLMoE and Mixtral (`models.experts`).
+
 All operations but attention are per token, so prompts and responses are packed into rows: a prompt
 is computed once for all its responses in a row. The engine computes it once for its slots.
 """
@@ -8,13 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from rlvr_jax.models.experts import NO_EXPERT, ROUTES, Experts, ExpertSettings, Routing
 from rlvr_jax.models.layout import ONE_DEVICE, Layout
-from rlvr_jax.models.linear import PRODUCT, LowRank, Rounded, dense, value_of
+from rlvr_jax.models.linear import PRODUCT, LowRank, Rounded, dense, init_kernel, value_of
 from rlvr_jax.models.rotary import (
   RopeScaling,
   RotaryTables,
@@ -24,9 +28,10 @@ from rlvr_jax.models.rotary import (
   rotate,
 )
 from rlvr_jax.ops.attention import Keys, attention
+from rlvr_jax.ops.grouped import KINDS as GROUPED_KINDS
 from rlvr_jax.ops.precision import PRECISIONS
 from rlvr_jax.ops.row_attention import KINDS, RESIDUALS, row_attention
-from rlvr_jax.types import Array, Head, Prompts, Rows
+from rlvr_jax.types import Array, Head, Prompts, Routes, Rows
 
 _ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -37,8 +42,8 @@ _ACTIVATIONS = {
 # input but expensive to recompute. `none` saves everything.
 _REMAT: dict[str, tuple[str, ...]] = {
   "none": (),
-  "dots": (PRODUCT, RESIDUALS),
-  "full": (RESIDUALS,),
+  "dots": (PRODUCT, RESIDUALS, ROUTES),
+  "full": (RESIDUALS, ROUTES),
 }
 _NO_WINDOW = 2**30
 
@@ -51,7 +56,7 @@ class TransformerConfig:
   num_heads: int
   num_kv_heads: int
   head_dim: int
-  mlp_width: int
+  mlp_width: int  # of the MLP; not read in a mixture
   activation: str = "silu"  # of the gate: silu (SwiGLU), gelu_tanh (GeGLU) or gelu
   norm_epsilon: float = 1e-6
   rope_theta: float = 10_000.0
@@ -60,7 +65,12 @@ class TransformerConfig:
   qk_norm: bool = False  # RMSNorm on each head's queries and keys (Qwen 3, Gemma 3)
   qkv_bias: bool = False  # Qwen 2
   output_bias: bool = False  # of the projection after attention
+  joint_qk_norm: bool = False  # RMSNorm on all heads' queries together, and on keys (OLMoE)
   mlp_bias: bool = False
+  num_experts: int = 0  # of a mixture in every layer, see `models.experts`; 0: an MLP
+  experts_per_token: int = 0
+  expert_width: int = 0  # of a mixture, which has no MLP of `mlp_width`
+  normalized_expert_weights: bool = False  # weights of the chosen experts are divided by their sum
   query_scale: float | None = None  # factor on the scores; None is 1/√head_dim
   attention_soft_cap: float | None = None
   final_soft_cap: float | None = None
@@ -76,6 +86,7 @@ class TransformerConfig:
   remat: str = "none"  # recomputed in the backward pass: none; dots: all but products; full: layers
   unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it fully
   attention: str = "auto"  # in training, one of `ops.row_attention.KINDS`
+  expert_products: str = "auto"  # one of `ops.grouped.KINDS`
 
   def __post_init__(self):
     if mistake := next(self._find_mistakes(), None):
@@ -114,8 +125,40 @@ class TransformerConfig:
         yield f"{name}=float64 needs jax_enable_x64; set the variable JAX_ENABLE_X64=1"
     if self.sliding_layers is not None and len(self.sliding_layers) != self.num_layers:
       yield f"sliding_layers names {len(self.sliding_layers)} layers, num_layers={self.num_layers}"
+    yield from self._find_mistakes_of_experts()
     if self.sliding_window is None and any(self.sliding_layers or ()):
       yield "sliding_layers are set but sliding_window is None"
+
+  def _find_mistakes_of_experts(self) -> Iterator[str]:
+    if self.qk_norm and self.joint_qk_norm:
+      yield "qk_norm and joint_qk_norm are both set; a network has one of them, or none"
+    if self.expert_products not in GROUPED_KINDS:
+      yield f"expert_products={self.expert_products!r}; allowed: {list(GROUPED_KINDS)}"
+    for name in ("num_experts", "experts_per_token", "expert_width"):
+      size = getattr(self, name)
+      if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 2**31:
+        yield f"{name}={size!r} must be at least 0, a whole number below 2**31"
+      elif size and not self.num_experts:
+        yield f"{name}={size!r} is set but num_experts=0, so that there are no experts"
+    if self.experts is not None:
+      yield from self.experts.find_mistakes()
+      if self.mlp_bias:
+        yield "mlp_bias is set, but experts have no biases"
+
+  @property
+  def experts(self) -> ExpertSettings | None:
+    """The settings of the mixture; None: layers have an MLP."""
+    if not self.num_experts:
+      return None
+    # A run replaces "auto" before, by the platform of its devices.
+    products = "blocks" if self.expert_products == "auto" else self.expert_products
+    return ExpertSettings(
+      number=self.num_experts,
+      per_token=self.experts_per_token,
+      width=self.expert_width,
+      normalized_weights=self.normalized_expert_weights,
+      products=products,
+    )
 
   @property
   def precision(self) -> str:
@@ -138,29 +181,30 @@ class RMSNorm(nnx.Module):
     return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
 
 
-def _init_kernel(
-  rngs: nnx.Rngs, config: TransformerConfig, shape: tuple[int, int], gain: float = 1.0
-):
-  initializer = jax.nn.initializers.variance_scaling(gain, "fan_in", "normal")
-  return nnx.Param(initializer(rngs.params(), shape, jnp.dtype(config.param_dtype)))
-
-
 class Block(nnx.Module):
-  """One layer: attention and a gated MLP, each after a norm and added to the residual stream."""
+  """One layer: attention, and a gated MLP or a mixture of them, each after a norm.
+
+  Both are added to the residual stream.
+  """
 
   def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
     c = self.config = config
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     residual_gain = 1.0 / (2 * c.num_layers)  # the residual stream's variance stays near 1
     self.attention_norm = RMSNorm(c, c.width)
-    self.query = _init_kernel(rngs, c, (c.width, queries))
-    self.key = _init_kernel(rngs, c, (c.width, keys))
-    self.value = _init_kernel(rngs, c, (c.width, keys))
-    self.output = _init_kernel(rngs, c, (queries, c.width), residual_gain)
+    self.query = init_kernel(rngs, (c.width, queries), c.param_dtype)
+    self.key = init_kernel(rngs, (c.width, keys), c.param_dtype)
+    self.value = init_kernel(rngs, (c.width, keys), c.param_dtype)
+    self.output = init_kernel(rngs, (queries, c.width), c.param_dtype, residual_gain)
     self.mlp_norm = RMSNorm(c, c.width)
-    self.gate = _init_kernel(rngs, c, (c.width, c.mlp_width))
-    self.up = _init_kernel(rngs, c, (c.width, c.mlp_width))
-    self.down = _init_kernel(rngs, c, (c.mlp_width, c.width), residual_gain)
+    if c.experts is None:
+      self.gate = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
+      self.up = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
+      self.down = init_kernel(rngs, (c.mlp_width, c.width), c.param_dtype, residual_gain)
+    else:
+      self.experts = Experts(
+        c.experts, rngs, width=c.width, dtype=c.param_dtype, residual_gain=residual_gain
+      )
     if c.qkv_bias:
       self.query_bias = nnx.Param(jnp.zeros((queries,), c.param_dtype))
       self.key_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
@@ -174,19 +218,44 @@ class Block(nnx.Module):
     if c.qk_norm:
       self.query_norm = RMSNorm(c, c.head_dim)
       self.key_norm = RMSNorm(c, c.head_dim)
+    if c.joint_qk_norm:
+      self.query_norm = RMSNorm(c, queries)
+      self.key_norm = RMSNorm(c, keys)
     if c.post_norm:
       self.post_attention_norm = RMSNorm(c, c.width)
       self.post_mlp_norm = RMSNorm(c, c.width)
 
   @jax.named_scope("layers")
-  def __call__(self, x: Array, tables, attend, residual=ONE_DEVICE.residual) -> tuple[Array, tuple]:
-    """Applies the layer to x[..., L, D]; `attend(q, k, v)` mixes tokens: (out, carry)."""
+  def __call__(
+    self,
+    x: Array,
+    tables: tuple[Array, Array],
+    attend: Callable[[Array, Array, Array], tuple[Array, Any]],
+    layout: Layout = ONE_DEVICE,
+    *,
+    routes: Array | None = None,
+    real: Array | None = None,
+  ) -> tuple[Array, Any, Routing | None]:
+    """Applies the layer to x[R, L, D].
+
+    Args:
+      tables: of the rotary embedding.
+      attend: mixes tokens: (queries, keys, values) → (out, carry).
+      layout: of the residual stream, and the mesh of experts.
+      routes, real: see `Experts`; ignored by an MLP.
+    Returns:
+      The next x, attention's carry, and the choice of experts; None of an MLP.
+    """
     c = self.config
+    residual = layout.residual
     bias = lambda name: getattr(self, name, None)
     normed = residual.gather(self.attention_norm(x))
     heads = lambda y: y.reshape(*y.shape[:-1], -1, c.head_dim)
-    query = heads(dense(normed, self.query, bias("query_bias")))
-    key = heads(dense(normed, self.key, bias("key_bias")))
+    query = dense(normed, self.query, bias("query_bias"))
+    key = dense(normed, self.key, bias("key_bias"))
+    if c.joint_qk_norm:
+      query, key = self.query_norm(query), self.key_norm(key)
+    query, key = heads(query), heads(key)
     value = heads(dense(normed, self.value, bias("value_bias")))
     if c.qk_norm:
       query, key = self.query_norm(query), self.key_norm(key)
@@ -197,16 +266,29 @@ class Block(nnx.Module):
     x = x + (self.post_attention_norm(mixed) if c.post_norm else mixed)
 
     normed = residual.gather(self.mlp_norm(x))
-    gated = _ACTIVATIONS[c.activation](dense(normed, self.gate, bias("gate_bias")))
-    gated = gated * dense(normed, self.up, bias("up_bias"))
-    gated = residual.scatter(dense(gated, self.down, bias("down_bias")))
-    return x + (self.post_mlp_norm(gated) if c.post_norm else gated), carry
+    routing = None
+    if c.experts is None:
+      gated = self._mlp(normed)
+    else:
+      gated, routing = self.experts(
+        normed, _ACTIVATIONS[c.activation], routes=routes, real=real, mesh=layout.mesh
+      )
+    gated = residual.scatter(gated)
+    return x + (self.post_mlp_norm(gated) if c.post_norm else gated), carry, routing
+
+  def _mlp(self, x: Array) -> Array:
+    bias = lambda name: getattr(self, name, None)
+    gated = _ACTIVATIONS[self.config.activation](dense(x, self.gate, bias("gate_bias")))
+    gated = gated * dense(x, self.up, bias("up_bias"))
+    return dense(gated, self.down, bias("down_bias"))
 
 
 class Transformer(nnx.Module):
   def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout = ONE_DEVICE):
     c = self.config = config
     self.layout = layout
+    if c.experts is not None:
+      c.experts.check_mesh(layout.mesh)
     embedding = jax.random.normal(rngs.params(), (c.vocab_size, c.width), jnp.float32)
     # Rows of a tied embedding are also the head's, so they start with the head's fan-in variance.
     scale = c.width**-0.5 if c.tied_head else 1.0
@@ -215,7 +297,7 @@ class Transformer(nnx.Module):
     self.blocks = jax.vmap(lambda key: Block(c, nnx.Rngs(key)))(keys)
     self.final_norm = RMSNorm(c, c.width)
     if not c.tied_head:
-      self.head_kernel = _init_kernel(rngs, c, (c.width, c.vocab_size))
+      self.head_kernel = init_kernel(rngs, (c.width, c.vocab_size), c.param_dtype)
 
   # The rest of the package calls these methods through functional.py.
 
@@ -228,22 +310,58 @@ class Transformer(nnx.Module):
     scale = weights.scale.reshape(-1) if isinstance(weights, Rounded) else 1.0
     return Head(kernel.T if c.tied_head else kernel, scale, c.final_soft_cap)
 
-  def response_hidden(self, prompts: Prompts, tokens: Array) -> Array:
+  def response_hidden(
+    self,
+    prompts: Prompts,
+    tokens: Array,
+    routes: Routes | None = None,
+    lengths: Array | None = None,
+  ) -> Array:
     """Final hidden states that predict each response token.
 
     Args:
       prompts: the P prompts, left-padded to S.
       tokens: i32[P, G, T], right-padded responses.
+      routes: of a mixture, the experts to take in place of the routers' choice.
+      lengths: i32[P, G], tokens of each response: in a mixture, those behind have no expert. None:
+        T.
     Returns:
       [P, G, T, D] in the compute dtype; [..., t, :] predicts tokens[..., t].
     """
+    return self._respond(prompts, tokens, routes, lengths)[0]
+
+  def response_routed(
+    self,
+    prompts: Prompts,
+    tokens: Array,
+    routes: Routes | None = None,
+    lengths: Array | None = None,
+  ) -> tuple[Array, Routes, Array]:
+    """As `response_hidden`, of a mixture: also its routes and probabilities.
+
+    Returns:
+      Hidden states; the routes, i32; and the sum over the tokens of the probabilities of all
+      experts, [layers, E].
+    """
+    hidden, routing = self._respond(prompts, tokens, routes, lengths, routed=True)
+    P, G, T = tokens.shape
+    experts, sums = routing
+    S = prompts.tokens.shape[1]
+    responses = experts[:, S:].reshape(P, G, T - 1, *experts.shape[2:])
+    # The last token is not computed, since it predicts nothing.
+    last = ((0, 0), (0, 0), (0, 1), (0, 0), (0, 0))
+    responses = jnp.pad(responses, last, constant_values=NO_EXPERT)
+    return hidden, Routes(experts[:, :S], responses), sums
+
+  def _respond(self, prompts, tokens, routes, lengths, routed=False):
+    """(`response_hidden`, what `_scan_blocks` returns of routes)."""
     P, G, T = tokens.shape
     S = prompts.tokens.shape[1]
     inputs = tokens[:, :, :-1].reshape(P, -1)  # the last token predicts nothing
     positions = _prompt_positions(prompts)
     response_positions = prompts.lengths[:, None, None] + jnp.arange(T - 1)
     response_positions = jnp.broadcast_to(response_positions, (P, G, T - 1))
-    packed_positions = jnp.concatenate([positions, response_positions.reshape(P, -1)], axis=1)
+    pack = lambda x, y: jnp.concatenate([x, y.reshape(P, G * (T - 1), *y.shape[3:])], axis=1)
     x = self._embed(jnp.concatenate([prompts.tokens, inputs], axis=1))
 
     def attend(slides):
@@ -263,20 +381,47 @@ class Transformer(nnx.Module):
 
       return mix
 
-    x = self._scan_blocks(x, packed_positions, attend)
+    exists = jnp.arange(T - 1) < (T if lengths is None else lengths[..., None])
+    x, routing = self._scan_blocks(
+      x,
+      pack(positions, response_positions),
+      attend,
+      routes=None if routes is None else pack(routes.prompts, routes.responses[:, :, :-1]),
+      real=pack(positions >= 0, jnp.broadcast_to(exists, response_positions.shape)),
+      routed=routed,
+    )
     hidden = self.final_norm(jnp.concatenate([x[:, S - 1 : S], x[:, S:]], axis=1))
     first = jnp.broadcast_to(hidden[:, None, :1], (P, G, 1, hidden.shape[-1]))
-    return jnp.concatenate([first, hidden[:, 1:].reshape(P, G, T - 1, -1)], axis=2)
+    hidden = jnp.concatenate([first, hidden[:, 1:].reshape(P, G, T - 1, -1)], axis=2)
+    return hidden, routing
 
-  def row_hidden(self, tokens: Array, rows: Rows) -> Array:
+  def row_hidden(self, tokens: Array, rows: Rows, routes: Array | None = None) -> Array:
     """Final hidden states of sequences that are packed into rows.
 
     Args:
       tokens: i32[R, L].
       rows: the sequences of the tokens; positions below L.
+      routes: int[R, L, layers, k], of a mixture, the experts to take in place of the routers'
+        choice.
     Returns:
       [R, L, D] in the compute dtype.
     """
+    return self._run_rows(tokens, rows, routes)[0]
+
+  def row_routed(
+    self, tokens: Array, rows: Rows, routes: Array | None = None
+  ) -> tuple[Array, Array, Array]:
+    """As `row_hidden`, of a mixture: also its routes and probabilities.
+
+    Returns:
+      Hidden states; the routes i32[R, L, layers, k], `NO_EXPERT` at padding; and the sum over the
+      tokens of the probabilities of all experts, [layers, E].
+    """
+    hidden, (routes, sums) = self._run_rows(tokens, rows, routes, routed=True)
+    return hidden, routes, sums
+
+  def _run_rows(self, tokens, rows, routes, routed=False):
+    """(`row_hidden`, what `_scan_blocks` returns of routes)."""
     c = self.config
     window = c.sliding_window if any(c.sliding_layers or ()) else None
     kind = "reference" if c.attention == "auto" else c.attention  # a run replaces "auto" before
@@ -285,24 +430,38 @@ class Transformer(nnx.Module):
     def attend(slides):
       return lambda q, k, v: (row_attention(q, k, v, rows, slides=slides, **settings), None)
 
-    return self.final_norm(self._scan_blocks(self._embed(tokens), rows.positions, attend))
+    x, routing = self._scan_blocks(
+      self._embed(tokens),
+      rows.positions,
+      attend,
+      routes=routes,
+      real=rows.prompts >= 0,
+      routed=routed,
+    )
+    return self.final_norm(x), routing
 
   def prefill(
-    self, blocks: Sequence[Block], tokens: Array, attended: Callable[[Array], Array] = lambda x: x
-  ) -> list[tuple[Array, Array]]:
+    self,
+    blocks: Sequence[Block],
+    tokens: Array,
+    lengths: Array | None = None,
+    attended: Callable[[Array], Array] = lambda x: x,
+  ) -> tuple[list[tuple[Array, Array]], Array | None]:
     """Computes the keys and values of prompts.
 
     Args:
       blocks: the layers.
       tokens: i32[R, S], right-padded; results at padding have no meaning.
+      lengths: i32[R], tokens of each prompt: in a mixture, padding has no expert. None: S.
       attended: of keys or values [R, S, K, H], those that attention reads, if rounded.
     Returns:
-      Per layer, keys and values [R, S, K, H].
+      Per layer, keys and values [R, S, K, H]; and the routes of a mixture, i32[R, S, layers, k].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     tables = self._look_up_tables(positions)
+    real = None if lengths is None else positions < lengths[:, None]
     x = self._embed(tokens)
-    cached = []
+    cached, routes = [], []
     for block, window, slides in zip(blocks, *self._layer_kinds(), strict=True):
 
       def mix(query, key, value, window=window):
@@ -312,13 +471,21 @@ class Transformer(nnx.Module):
         out = attention(one(query), one(positions), (keys,), **settings)[:, 0]
         return out, (key, value)
 
-      x, keys_and_values = block(x, tables.of_layer(slides), mix)
+      x, keys_and_values, routing = block(
+        x, tables.of_layer(slides), mix, self._whole_residual(), real=real
+      )
       cached.append(keys_and_values)
-    return cached
+      routes.append(routing)
+    return cached, _stack_routes(routes)
 
   def decode(
-    self, blocks: Sequence[Block], tokens: Array, tables: RotaryTables, attend: Callable
-  ) -> tuple[Array, list]:
+    self,
+    blocks: Sequence[Block],
+    tokens: Array,
+    tables: RotaryTables,
+    attend: Callable,
+    running: Array | None = None,
+  ) -> tuple[Array, list, Array | None]:
     """Runs the network on one token of every slot.
 
     Args:
@@ -327,11 +494,14 @@ class Transformer(nnx.Module):
       tables: of these tokens' positions [slots, 1].
       attend: (layer, queries [slots, N, H], keys and values [slots, K, H], settings of attention)
         → (out [slots, N, H], carry).
+      running: bool[slots]: in a mixture, the tokens of other slots have no expert. None: all.
     Returns:
-      Final hidden states [slots, D], which predict the next tokens, and the carries of the layers.
+      Final hidden states [slots, D], which predict the next tokens; the carries of the layers; and
+      the routes of a mixture, i32[slots, layers, k].
     """
     x = self._embed(tokens[:, None])  # [slots, 1, D]
-    carries = []
+    real = None if running is None else running[:, None]
+    carries, routes = [], []
     for layer, (block, window, slides) in enumerate(zip(blocks, *self._layer_kinds(), strict=True)):
 
       def mix(query, key, value, layer=layer, window=window):
@@ -339,9 +509,15 @@ class Transformer(nnx.Module):
         out, carry = attend(layer, query[:, 0], key[:, 0], value[:, 0], settings)
         return out[:, None], carry
 
-      x, carry = block(x, tables.of_layer(slides), mix)
+      x, carry, routing = block(x, tables.of_layer(slides), mix, self._whole_residual(), real=real)
       carries.append(carry)
-    return self.final_norm(x[:, 0]), carries
+      routes.append(routing)
+    chosen = _stack_routes(routes)
+    return self.final_norm(x[:, 0]), carries, None if chosen is None else chosen[:, 0]
+
+  def _whole_residual(self) -> Layout:
+    """The layout with the complete residual stream on each device, for inference."""
+    return self.layout._replace(residual=ONE_DEVICE.residual)
 
   def _embed(self, tokens: Array) -> Array:
     with jax.named_scope("embedding"):
@@ -376,24 +552,60 @@ class Transformer(nnx.Module):
     window = c.sliding_window or _NO_WINDOW
     return [window if slides else _NO_WINDOW for slides in sliding], sliding
 
-  def _scan_blocks(self, x: Array, positions: Array, attend) -> Array:
+  def _scan_blocks(
+    self,
+    x: Array,
+    positions: Array,
+    attend: Callable,
+    *,
+    routes: Array | None,
+    real: Array,
+    routed: bool,
+  ) -> tuple[Array, tuple[Array, Array] | None]:
+    """Applies all layers to x[R, L, D].
+
+    Args:
+      positions: i32[R, L].
+      attend: whether a layer slides → the function that mixes tokens, see `Block`.
+      routes: int[R, L, layers, k]; None: the routers choose.
+      real: bool[R, L], where there are tokens.
+      routed: whether to return the routes i32[R, L, layers, k], and the sum over the tokens of all
+        experts' probabilities [layers, E].
+    """
     c = self.config
     tables = self._look_up_tables(positions)
     _, sliding = self._layer_kinds()
 
     def body(x, layer):
-      block, slides = layer
-      x, _ = block(x, tables.of_layer(slides), attend(slides), self.layout.residual)
-      return self.layout.residual.keep(x), None
+      block, slides, routes = layer
+      x, _, routing = block(
+        x, tables.of_layer(slides), attend(slides), self.layout, routes=routes, real=real
+      )
+      x = self.layout.residual.keep(x)
+      if not routed:
+        return x, None
+      probabilities = jnp.where(real[..., None], routing.probabilities, 0)
+      return x, (routing.experts, jnp.sum(probabilities, axis=(0, 1)))
 
     if c.remat != "none":
       policy = jax.checkpoint_policies.save_only_these_names(*_REMAT[c.remat])
       body = jax.checkpoint(body, policy=policy)
-    layers = (self.blocks, jnp.asarray(sliding))
+    by_layer = None if routes is None else jnp.moveaxis(routes, 2, 0)
+    layers = (self.blocks, jnp.asarray(sliding), by_layer)
     with jax.named_scope("layers"):  # including the operations of the loop itself
       x = self.layout.residual.scatter(x)
-      x, _ = jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))
-      return self.layout.constrain(self.layout.residual.gather(x))
+      x, routing = jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))
+      x = self.layout.constrain(self.layout.residual.gather(x))
+    if not routed:
+      return x, None
+    chosen, sums = routing
+    return x, (jnp.moveaxis(chosen, 0, 2), sums)
+
+
+def _stack_routes(routing: Sequence[Routing | None]) -> Array | None:
+  """The chosen experts of all layers, i32[R, L, layers, k]; None of MLPs."""
+  experts = [layer.experts for layer in routing if layer is not None]
+  return jnp.stack(experts, axis=2) if experts else None
 
 
 def make_rotary_tables(config: TransformerConfig, positions: Array) -> RotaryTables:

@@ -158,7 +158,12 @@ def _nothing_known(settings: Settings) -> Known:
 
 
 def prefill(
-  params: Params, tokens: Array, prompt: Array | None = None, *, settings: Settings
+  params: Params,
+  tokens: Array,
+  lengths: Array | None = None,
+  prompt: Array | None = None,
+  *,
+  settings: Settings,
 ) -> Prefilled:
   """Computes the KV cache of prompts, per layer [K, blocks, R, block, H].
 
@@ -166,11 +171,12 @@ def prefill(
     params: from `Model.decoding_params`.
     tokens: i32[R, S], right-padded; S is a multiple of the block. Of dialogues that go on, each
       row has the prompt and what the response has so far.
+    lengths: i32[R], tokens of each row; None: S.
     prompt: i32[R], of these dialogues, the tokens before those that the response's cache gets.
   """
   # Prompts attend to what their caches will hold, as tokens that are decoded do.
   attended = (read_back,) if settings.cache_format else ()
-  layers = settings.model.prefill(params, tokens, *attended)
+  layers, _ = settings.model.prefill(params, tokens, lengths, *attended)
   shape = settings.shape
   if prompt is None:
     return Prefilled(_to_caches(layers, shape.prompt, settings))
@@ -260,7 +266,9 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
   def step(carry):
     token, staged, emitted = carry
     now = emitted.steps
-    hidden, staged = decode(params, caches, staged, reach, tables, token, now, settings=settings)
+    hidden, staged, _ = decode(
+      params, caches, staged, reach, tables, token, now, emitted.running, settings=settings
+    )
     token, logprob = _sample(settings, hidden, head, state.keys, state.generated + now)
     sampled = jnp.ones(slots, bool)
     if state.known is not None:
@@ -295,9 +303,10 @@ def decode(
   tables: Any,
   token: Array,
   step: Array,
+  running: Array | None = None,
   *,
   settings: Settings,
-) -> tuple[Array, tuple[Cache, ...]]:
+) -> tuple[Array, tuple[Cache, ...], Array | None]:
   """Runs one token of every slot through the network.
 
   Args:
@@ -308,9 +317,10 @@ def decode(
     tables: from `rotary_tables`.
     token: i32[slots].
     step: i32[], index of the token in its burst.
+    running: bool[slots], the slots whose result is used; None: all.
   Returns:
-    Hidden states [slots, D], which predict the next tokens, and `staged` with the keys and values
-    of `token`.
+    Hidden states [slots, D], which predict the next tokens; `staged` with the keys and values of
+    `token`; and the experts that a mixture chose, i32[slots, layers, k].
   """
   network = settings.model.config
   copies = cached_heads(network, _tensor_size(settings)) // network.num_kv_heads
@@ -321,9 +331,9 @@ def decode(
     attention = _make_attention(settings, attention_settings)
     return attention(query, *caches[layer], staged_in_layer, reach, step), staged_in_layer
 
-  # Slots that have ended are computed too and ignored: one step serves all slots.
-  hidden, staged = settings.model.decode(params, token, tables.at(step), attend)
-  return hidden, tuple(staged)
+  # Slots that have ended are computed too and ignored, but by no expert: one step serves all slots.
+  hidden, staged, routes = settings.model.decode(params, token, tables.at(step), attend, running)
+  return hidden, tuple(staged), routes
 
 
 def _make_attention(settings: Settings, attention_settings: dict[str, Any]) -> Callable[..., Array]:

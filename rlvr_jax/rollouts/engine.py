@@ -587,12 +587,13 @@ class Engine:
       members = [waiting[i] for i in indices]
       waiting = [context for i, context in enumerate(waiting) if i not in indices]
       tokens = np.full((size, length), self._pad_token, np.int32)
-      prompts = np.zeros(size, np.int32)
+      lengths, prompts = np.zeros((2, size), np.int32)
       for row, context in enumerate(members):
         tokens[row, : len(context.tokens)] = context.tokens
+        lengths[row] = len(context.tokens)
         prompts[row] = context.prompt
       of_responses = (prompts,) if has_response else ()
-      prefilled = self.programs.prefill(params, tokens, *of_responses)
+      prefilled = self.programs.prefill(params, tokens, lengths, *of_responses)
       for row, context in enumerate(members):
         for rollout in context.rollouts:
           yield _Pending(rollout, prefilled, row)

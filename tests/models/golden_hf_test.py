@@ -1,4 +1,4 @@
-"""The network against `transformers`: every folder under golden/hf, through the loader."""
+"""The network against `transformers`: every folder under golden/hf and hf_moe, by the loader."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from oracles.sampling import sample
 
+from rlvr_jax.models.experts import NO_EXPERT
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.huggingface_config import checkpoint_config
@@ -22,7 +23,12 @@ from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
 from rlvr_jax.types import Prompts, Sampling
 
 _SHARED = os.environ.get("RLVR_SHARED")
-_FOLDERS = sorted(pathlib.Path(_SHARED, "golden", "hf").iterdir()) if _SHARED else []
+_FOLDERS = [
+  folder
+  for kind in ("hf", "hf_moe")
+  for folder in (sorted(pathlib.Path(_SHARED, "golden", kind).iterdir()) if _SHARED else [])
+]
+_MIXTURES = [folder for folder in _FOLDERS if folder.parent.name == "hf_moe"]
 
 pytestmark = pytest.mark.skipif(not _SHARED, reason="RLVR_SHARED is not set")
 
@@ -49,6 +55,31 @@ def test_logits_of_a_prompt_and_its_response_equal_the_published_models(case):
     hidden = model.response_hidden(params, prompts, responses)[:, 0]
     logits = head_logits(hidden, model.head(params))
     np.testing.assert_allclose(logits, expected["logits"][:, split - 1 :], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", _MIXTURES, ids=lambda folder: folder.name, indirect=True)
+def test_every_place_has_the_published_models_experts(case):
+  """In a forward pass, in prefill and in decoding; at padding there are none."""
+  model, params, expected = case
+  ids, mask = expected["input_ids"], expected["attention_mask"]
+  split = int((mask == 0).sum(axis=1).max()) + 1
+  prompts = Prompts(
+    tokens=jnp.asarray(ids[:, :split], jnp.int32),
+    lengths=jnp.asarray(mask[:, :split].sum(axis=1), jnp.int32),
+  )
+  responses = jnp.asarray(np.pad(ids[:, split:], [(0, 0), (0, 1)]), jnp.int32)[:, None]
+  _, routes, _ = jax.jit(model.response_routed)(params, prompts, responses)
+  found = np.concatenate([routes.prompts, routes.responses[:, 0, :-1]], axis=1)
+  np.testing.assert_array_equal(found[mask == 1], expected["experts"][mask == 1])
+  assert np.all(found[mask == 0] == NO_EXPERT)
+
+  unpadded = np.stack([np.roll(row, -n) for row, n in zip(ids, (mask == 0).sum(1), strict=True)])
+  lengths = jnp.asarray(mask.sum(axis=1), jnp.int32)
+  prefill = jax.jit(lambda params: model.prefill(model.decoding_params(params), unpadded, lengths))
+  _, found = prefill(params)
+  for row, real, theirs in zip(found, mask, expected["experts"], strict=True):
+    np.testing.assert_array_equal(row[: real.sum()], theirs[real == 1])
+    assert np.all(row[real.sum() :] == NO_EXPERT)
 
 
 def test_logits_of_cached_decoding_equal_the_published_models(case):
@@ -80,16 +111,19 @@ def test_logits_of_cached_decoding_equal_the_published_models(case):
 
     def one(staged, inputs):
       t, token = inputs
-      hidden, staged = decoder.decode(
+      hidden, staged, routes = decoder.decode(
         params, caches, staged, reach, tables, token, t, settings=settings
       )
-      return staged, hidden
+      return staged, (hidden, routes)
 
     staged = tuple(zeros() for _ in caches)
-    _, hidden = jax.lax.scan(one, staged, (jnp.arange(shape.steps), forced.T))
-    return head_logits(jnp.swapaxes(hidden, 0, 1), model.head(params))
+    _, (hidden, routes) = jax.lax.scan(one, staged, (jnp.arange(shape.steps), forced.T))
+    return head_logits(jnp.swapaxes(hidden, 0, 1), model.head(params)), routes
 
-  logits = decoded(params)
+  logits, routes = decoded(params)
+  if model.config.experts is not None:
+    found = jnp.swapaxes(routes, 0, 1)
+    np.testing.assert_array_equal(found, expected["experts"][:, split - 1 :])
   np.testing.assert_allclose(logits, expected["logits"][:, split - 1 :], atol=1e-4, rtol=1e-4)
 
 

@@ -36,6 +36,13 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     PartitionSpec(None, "fsdp", "tensor"),
   ),
   (r"blocks/(output|down)(/values|/scale)?$", PartitionSpec(None, "tensor", "fsdp")),
+  # Of experts, [layers, E, D, F] and [layers, E, F, D]: gathered over fsdp, as other kernels.
+  (r"blocks/experts/router$", PartitionSpec(None, "fsdp")),
+  (
+    r"blocks/experts/(gate|up)(/values|/scale)?$",
+    PartitionSpec(None, None, "fsdp", "tensor"),
+  ),
+  (r"blocks/experts/down(/values|/scale)?$", PartitionSpec(None, None, "tensor", "fsdp")),
   (r"blocks/(query|key|value|gate|up)/a$", PartitionSpec(None, "fsdp")),  # LoRA; ranks are small
   (r"blocks/(query|key|value|gate|up)/b$", PartitionSpec(None, None, "tensor")),
   (r"blocks/(output|down)/a$", PartitionSpec(None, "tensor")),

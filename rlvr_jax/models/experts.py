@@ -1,0 +1,222 @@
+"""Mixtures of experts: a layer's MLP is the weighted sum of the few MLPs that a router chooses.
+
+    p = softmax(x·W_router),  E(x) = the k largest of p,  y = Σ_{e ∈ E(x)} w_e · MLP_e(x)
+
+The weights w are p at the chosen experts, in some models divided by their sum. Every chosen expert
+computes its token: none has a capacity. Router, softmax and choice are at least float32.
+
+Parameters of the stacked layers, under "blocks/experts": router [layers, D, E], gate and up
+[layers, E, D, F], down [layers, E, F, D], for E experts of width F. They take the place of the
+MLP's.
+
+Source: "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer"
+(arXiv:1701.06538); the router as in "Mixtral of Experts" (arXiv:2401.04088), §2.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+
+from rlvr_jax.models.linear import PRODUCT, LowRank, Rounded, dense, init_kernel, value_of
+from rlvr_jax.ops.grouped import Order, from_rows, grouped_product, order_by_group, to_rows
+from rlvr_jax.types import Array
+
+# Names the chosen experts for remat. They are always saved: recomputed in the backward pass,
+# another rounding could choose others than the forward pass.
+ROUTES = "routes"
+NO_EXPERT = -1  # the choices of a place without a token
+
+_TOKENS = ("data", "fsdp")  # axes of the mesh over which tokens are split
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertSettings:
+  """Settings of a mixture, from those of its network."""
+
+  number: int  # E
+  per_token: int  # k
+  width: int  # F, of one expert
+  normalized_weights: bool
+  products: str  # one of `ops.grouped.KINDS`
+
+  def find_mistakes(self) -> Iterator[str]:
+    """Yields what is wrong with the settings, and how to fix it."""
+    for name, size in (
+      ("experts_per_token", self.per_token),
+      ("expert_width", self.width),
+    ):
+      if size < 1:
+        yield f"{name}={size!r} must be at least 1 in a mixture (num_experts={self.number})"
+    if self.per_token > self.number:
+      yield (
+        f"experts_per_token={self.per_token} exceeds num_experts={self.number}; a token cannot"
+        " choose more experts than there are"
+      )
+
+  def check_mesh(self, mesh: Mesh | None) -> None:
+    """Raises ValueError unless the experts divide over the mesh."""
+    tensor = 1 if mesh is None else mesh.shape["tensor"]
+    if self.width % tensor:
+      raise ValueError(
+        f"config.mesh.tensor = {tensor} does not divide expert_width = {self.width}; choose a"
+        f" divisor of {self.width}"
+      )
+
+
+class Routing(NamedTuple):
+  """A router's choice for some tokens."""
+
+  experts: Array  # i32[..., k], by falling probability; `NO_EXPERT` where there is no token
+  weights: Array  # [..., k], at least float32
+  probabilities: Array  # [..., E], at least float32, of all experts
+
+
+class Experts(nnx.Module):
+  """A router and its experts, all with a gated MLP."""
+
+  def __init__(
+    self,
+    settings: ExpertSettings,
+    rngs: nnx.Rngs,
+    *,
+    width: int,
+    dtype: str,
+    residual_gain: float,
+  ):
+    self.settings = settings
+    E, F = settings.number, settings.width
+    self.router = init_kernel(rngs, (width, E), dtype)
+    self.gate = init_kernel(rngs, (E, width, F), dtype)
+    self.up = init_kernel(rngs, (E, width, F), dtype)
+    self.down = init_kernel(rngs, (E, F, width), dtype, residual_gain)
+
+  def __call__(
+    self,
+    x: Array,
+    activation: Callable[[Array], Array],
+    *,
+    routes: Array | None = None,
+    real: Array | None = None,
+    mesh: Mesh | None = None,
+  ) -> tuple[Array, Routing]:
+    """Applies the mixture to every token.
+
+    On a mesh every device sorts its own tokens, split over (data, fsdp) if these divide the first
+    axis; each expert's width is split over tensor.
+
+    Args:
+      x: [R, L, D].
+      activation: of the gate.
+      routes: int[R, L, k], experts to take in place of the router's choice; their weights are the
+        router's.
+      real: bool[R, L], where there are tokens; elsewhere no expert is chosen and the result is 0.
+        None: everywhere.
+      mesh: None, or axes (data, fsdp, tensor).
+    """
+    with jax.named_scope("router"):
+      routing = self.route(x, routes=routes, real=real)
+    mix = functools.partial(_mix, activation=activation, kind=self.settings.products)
+    kernels = [_kernels_of(parameter) for parameter in (self.gate, self.up, self.down)]
+    with jax.named_scope("experts"):
+      if mesh is None or mesh.size == 1:
+        return mix(x, routing.experts, routing.weights, *kernels), routing
+      devices = math.prod(mesh.shape[axis] for axis in _TOKENS)
+      tokens = PartitionSpec(_TOKENS if x.shape[0] % devices == 0 else None)
+      into, out_of = PartitionSpec(None, None, "tensor"), PartitionSpec(None, "tensor")
+      specs = map(_kernel_specs, kernels, (into, into, out_of))
+      mixed = jax.shard_map(
+        functools.partial(mix, summed_over="tensor"),
+        mesh=mesh,
+        in_specs=(tokens, tokens, tokens, *specs),
+        out_specs=tokens,
+        check_vma=False,  # a loop that starts from zeros on every device counts as replicated
+      )(x, routing.experts, routing.weights, *kernels)
+    return mixed, routing
+
+  def route(self, x: Array, *, routes: Array | None, real: Array | None) -> Routing:
+    """The experts of tokens x[..., D]; see `__call__`."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    with jax.default_matmul_precision("highest"):  # rounded inputs could choose other experts
+      logits = dense(wide, self.router)
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    if routes is None:
+      # Of equal probabilities, the first expert's counts as larger.
+      _, experts = jax.lax.top_k(jax.lax.stop_gradient(probabilities), self.settings.per_token)
+    else:
+      experts = routes.astype(jnp.int32)
+    if real is not None:
+      experts = jnp.where(real[..., None], experts, NO_EXPERT)
+    experts = checkpoint_name(experts, ROUTES)
+    weights = jnp.take_along_axis(probabilities, jnp.maximum(experts, 0), axis=-1)
+    if self.settings.normalized_weights:
+      weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return Routing(experts, weights, probabilities)
+
+
+def _mix(
+  x: Array,
+  experts: Array,
+  weights: Array,
+  gate: Array | Rounded,
+  up: Array | Rounded,
+  down: Array | Rounded,
+  *,
+  activation: Callable[[Array], Array],
+  kind: str,
+  summed_over: str | None = None,
+) -> Array:
+  """Σ_j w_j · MLP_{e_j}(x), [R, L, D], by one grouped product per projection.
+
+  Args:
+    x: [R, L, D].
+    experts, weights: [R, L, k].
+    gate, up, down: kernels of all experts.
+    summed_over: axis of the mesh over which the experts' width is split; None: it is not.
+  """
+  k = experts.shape[-1]
+  number = jax.tree.leaves(gate)[0].shape[0]
+  choices = jnp.where(experts < 0, number, experts).reshape(-1, k)
+  order = order_by_group(choices, number, kind=kind)
+  product = functools.partial(_product, choices=choices, order=order, kind=kind)
+  rows = to_rows(x.reshape(-1, x.shape[-1]), order)
+  hidden = activation(product(rows, gate)) * product(rows, up)
+  results = from_rows(product(hidden, down), order)
+  weighted = results * weights.reshape(-1, k, 1)  # in the weights' dtype
+  mixed = jnp.sum(weighted, axis=1).astype(x.dtype).reshape(x.shape)
+  return mixed if summed_over is None else jax.lax.psum(mixed, summed_over)
+
+
+def _product(
+  rows: Array, kernels: Array | Rounded, *, choices: Array, order: Order, kind: str
+) -> Array:
+  """The grouped product in the rows' dtype, also with kernels in 8 bits."""
+  values = kernels.values if isinstance(kernels, Rounded) else kernels
+  out = checkpoint_name(grouped_product(rows, values, order.groups, kind), PRODUCT)
+  if isinstance(kernels, Rounded):
+    expert = choices.reshape(-1).at[order.choices].get(mode="fill", fill_value=0)
+    out = (out * kernels.scale[expert, 0]).astype(rows.dtype)
+  return out
+
+
+def _kernels_of(parameter: nnx.Param) -> Array | Rounded:
+  weights = value_of(parameter)
+  assert not isinstance(weights, LowRank)  # `models.lora` refuses to adapt experts
+  return weights
+
+
+def _kernel_specs(kernel: Array | Rounded, spec: PartitionSpec) -> Any:
+  """The partition of kernels; their scale has length 1 along the axis that products sum over."""
+  if not isinstance(kernel, Rounded):
+    return spec
+  specs: Any = spec, PartitionSpec(None, None, *spec[2:])
+  return Rounded(*specs)

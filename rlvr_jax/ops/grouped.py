@@ -1,0 +1,276 @@
+"""Products of rows with the matrix of their group: one function, three implementations.
+
+Rows are sorted by group, so that a matrix is read for its own rows only. `reference` is
+`jax.lax.ragged_dot`. `blocks` is for CPUs: each group begins at a multiple of a block, and a loop
+multiplies block after block by the matrix of its group. It computes at most one partly filled
+block per group in vain; there `ragged_dot` would multiply every row by every matrix, and copy the
+rows once for each. `megablox` is a kernel for TPUs.
+
+Every implementation computes a row from the row and its matrix alone. In `blocks` the number of
+rows in a product is fixed, so that neighbors and the sizes of groups do not change its rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jax.custom_batching import sequential_vmap
+
+from rlvr_jax.ops.row_blocks import TILE
+from rlvr_jax.types import Array
+
+KINDS = ("auto", "reference", "blocks", "megablox")
+
+BLOCK = 32  # rows of a product on CPUs
+
+
+class Groups(NamedTuple):
+  """The rows of each group, of M rows altogether; rows between groups and behind them are unused.
+
+  E is the number of groups.
+  """
+
+  sizes: Array  # i32[E], rows
+  starts: Array  # i32[E], index of the first row
+
+
+class Order(NamedTuple):
+  """Where N tokens with k choices each lie among M rows that are sorted by group."""
+
+  groups: Groups
+  rows: Array  # i32[N, k], row of a choice; M: the token chose no group
+  choices: Array  # i32[M], token·k + choice of a row; N·k: the row is unused
+
+
+def choose_products(wanted: str, *, platform: str, dtype: str) -> str:
+  """Chooses the implementation; `auto` chooses that of the platform.
+
+  Args:
+    wanted: one of `KINDS`, from config.model.overrides.expert_products.
+    platform: "tpu", "gpu" or "cpu", of the devices that will run it.
+    dtype: that the network computes in.
+  Returns:
+    "reference", "blocks" or "megablox".
+  Raises:
+    ValueError: the requested implementation does not support this network or platform.
+  """
+  if wanted not in KINDS:
+    raise ValueError(f"config.model.overrides.expert_products={wanted!r}; allowed: {list(KINDS)}")
+  obstacle = None
+  if platform != "tpu":
+    obstacle = f"a TPU (platform={platform!r})"
+  elif dtype not in ("bfloat16", "float32"):
+    obstacle = f"compute_dtype bfloat16 or float32 (compute_dtype={dtype!r})"
+  if wanted == "megablox" and obstacle:
+    raise ValueError(
+      f"config.model.overrides.expert_products='megablox' needs {obstacle}; change that, or choose"
+      " one of ['auto', 'reference', 'blocks']"
+    )
+  if wanted != "auto":
+    return wanted
+  if not obstacle:
+    return "megablox"
+  if platform == "tpu":
+    logging.warning("expert_products=auto takes the slower reference: megablox needs %s", obstacle)
+  return "blocks" if platform == "cpu" else "reference"
+
+
+def order_by_group(choices: Array, num_groups: int, *, kind: str) -> Order:
+  """Sorts the choices of tokens by group, and within a group by token.
+
+  Args:
+    choices: i32[N, k], the groups that a token has chosen, all different; `num_groups`: none.
+    num_groups: E.
+    kind: as `choose_products` returned it.
+  """
+  chex.assert_rank(choices, 2)
+  N, k = choices.shape
+  M, alignment = _num_rows(N, k, num_groups, kind)
+  flat = choices.reshape(-1).astype(jnp.int32)
+  by_group = jnp.argsort(flat, stable=True).astype(jnp.int32)
+  sorted_groups = flat[by_group]
+  firsts = jnp.searchsorted(sorted_groups, jnp.arange(num_groups + 1)).astype(jnp.int32)
+  sizes = jnp.diff(firsts)
+  aligned = -(-sizes // alignment) * alignment
+  starts = jnp.cumsum(aligned, dtype=jnp.int32) - aligned
+  group = jnp.minimum(sorted_groups, num_groups - 1)
+  row = starts[group] + jnp.arange(N * k, dtype=jnp.int32) - firsts[group]
+  row = jnp.where(sorted_groups < num_groups, row, M)
+  rows = jnp.zeros(N * k, jnp.int32).at[by_group].set(row, unique_indices=True)
+  inverse = jnp.full(M, N * k, jnp.int32).at[row].set(by_group, mode="drop")
+  return Order(Groups(sizes, starts), rows.reshape(N, k), inverse)
+
+
+def _num_rows(tokens: int, k: int, num_groups: int, kind: str) -> tuple[int, int]:
+  """M, static, and the multiple at which each group begins."""
+  pairs = tokens * k
+  if kind == "megablox":
+    return -(-pairs // TILE) * TILE, 1
+  if kind == "reference":
+    return pairs, 1
+  # A group has at most all tokens, and its last block may be partly filled.
+  blocks = min((pairs + num_groups * (BLOCK - 1)) // BLOCK, num_groups * -(-tokens // BLOCK))
+  return blocks * BLOCK, BLOCK
+
+
+@jax.custom_vjp
+def to_rows(x: Array, order: Order) -> Array:
+  """Copies tokens x[N, D] to the rows of their choices, [M, D]; unused rows are 0."""
+  return x.at[order.choices // order.rows.shape[1]].get(mode="fill", fill_value=0)
+
+
+def _to_rows_backward(order: Order, gradient: Array) -> tuple[Array, None]:
+  parts = from_rows(gradient, order)  # gathered: scattering would be slower
+  wide = jnp.promote_types(gradient.dtype, jnp.float32)
+  return jnp.sum(parts, axis=1, dtype=wide).astype(gradient.dtype), None
+
+
+to_rows.defvjp(lambda x, order: (to_rows(x, order), order), _to_rows_backward)
+
+
+@jax.custom_vjp
+def from_rows(rows: Array, order: Order) -> Array:
+  """The rows [M, F] of each token's choices, [N, k, F]; 0 where it chose none."""
+  return rows.at[order.rows].get(mode="fill", fill_value=0)
+
+
+def _from_rows_backward(order: Order, gradient: Array) -> tuple[Array, None]:
+  flat = gradient.reshape(-1, gradient.shape[-1])
+  return flat.at[order.choices].get(mode="fill", fill_value=0), None  # a row has one choice
+
+
+from_rows.defvjp(lambda rows, order: (from_rows(rows, order), order), _from_rows_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_product(rows: Array, kernels: Array, groups: Groups, kind: str) -> Array:
+  """Multiplies each row by the matrix of its group, in the rows' dtype.
+
+  The gradient of the kernels has their dtype, so that devices add up float32 terms. Under `vmap`,
+  products are computed one after the other.
+
+  Args:
+    rows: [M, D], 0 where unused.
+    kernels: [E, D, F], of any dtype; cast to the rows'.
+    groups: of the rows.
+    kind: as `choose_products` returned it.
+  Returns:
+    [M, F], 0 where unused.
+  """
+  multiply = sequential_vmap(functools.partial(_PRODUCTS[kind].multiply, transposed=False))
+  return multiply(rows, kernels, groups)
+
+
+def _differentiate(
+  kind: str, saved: tuple[Array, Array, Groups], gradient: Array
+) -> tuple[Array, Array, None]:
+  rows, kernels, groups = saved
+  multiply, multiply_outer = _PRODUCTS[kind]
+  multiply = sequential_vmap(functools.partial(multiply, transposed=True))
+  multiply_outer = sequential_vmap(functools.partial(multiply_outer, dtype=kernels.dtype))
+  return multiply(gradient, kernels, groups), multiply_outer(rows, gradient, groups), None
+
+
+grouped_product.defvjp(
+  lambda rows, kernels, groups, kind: (
+    grouped_product(rows, kernels, groups, kind),
+    (rows, kernels, groups),
+  ),
+  _differentiate,
+)
+
+
+class _Products(NamedTuple):
+  """The two products of an implementation."""
+
+  # (rows [M, D], kernels [E, D, F], groups, transposed) → [M, F]; with the kernels transposed, rows
+  # [M, F] → [M, D]. Unused rows are 0.
+  multiply: Callable[..., Array]
+  multiply_outer: Callable[..., Array]  # (rows [M, D], [M, F], groups, dtype) → [E, D, F]
+
+
+# --- jax.lax.ragged_dot ---------------------------------------------------------------------------
+
+
+def _ragged(rows: Array, kernels: Array, groups: Groups, transposed: bool) -> Array:
+  kernels = kernels.astype(rows.dtype)
+  kernels = kernels.mT if transposed else kernels
+  return jax.lax.ragged_dot(rows, kernels, groups.sizes)
+
+
+def _ragged_outer(rows: Array, columns: Array, groups: Groups, dtype: jnp.dtype) -> Array:
+  numbers = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=(0,),
+    rhs_group_dimensions=(),
+  )
+  return jax.lax.ragged_dot_general(
+    rows, columns, groups.sizes, numbers, preferred_element_type=dtype
+  )
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+def _plan_blocks(groups: Groups, num_rows: int) -> tuple[Array, Array]:
+  """The group of each block, and the number of blocks that have rows."""
+  ends = groups.starts + -(-groups.sizes // BLOCK) * BLOCK
+  first_rows = jnp.arange(0, num_rows, BLOCK)
+  return jnp.searchsorted(ends, first_rows, side="right"), ends[-1] // BLOCK
+
+
+def _block(x: Array, index: Array) -> Array:
+  return jax.lax.dynamic_slice_in_dim(x, index * BLOCK, BLOCK)
+
+
+def _blocks(rows: Array, kernels: Array, groups: Groups, transposed: bool) -> Array:
+  group_of, number = _plan_blocks(groups, len(rows))
+
+  def multiply(index: Array, out: Array) -> Array:
+    kernel = kernels[group_of[index]].astype(rows.dtype)
+    product = _block(rows, index) @ (kernel.T if transposed else kernel)
+    return jax.lax.dynamic_update_slice_in_dim(out, product, index * BLOCK, axis=0)
+
+  width = kernels.shape[1 if transposed else 2]
+  return jax.lax.fori_loop(0, number, multiply, jnp.zeros((len(rows), width), rows.dtype))
+
+
+def _blocks_outer(rows: Array, columns: Array, groups: Groups, dtype: jnp.dtype) -> Array:
+  group_of, number = _plan_blocks(groups, len(rows))
+
+  def add(index: Array, out: Array) -> Array:
+    product = jnp.matmul(
+      _block(rows, index).T, _block(columns, index), preferred_element_type=dtype
+    )
+    return out.at[group_of[index]].add(product)
+
+  shape = (len(groups.sizes), rows.shape[1], columns.shape[1])
+  return jax.lax.fori_loop(0, number, add, jnp.zeros(shape, dtype))
+
+
+# --- the kernel for TPUs --------------------------------------------------------------------------
+
+
+def _megablox(rows: Array, kernels: Array, groups: Groups, transposed: bool) -> Array:
+  from rlvr_jax.ops.megablox import multiply  # experimental in jax, so imported only on use
+
+  return multiply(rows, kernels.astype(rows.dtype), groups.sizes, transposed=transposed)
+
+
+def _megablox_outer(rows: Array, columns: Array, groups: Groups, dtype: jnp.dtype) -> Array:
+  from rlvr_jax.ops.megablox import multiply_outer
+
+  return multiply_outer(rows, columns, groups.sizes, dtype=dtype)
+
+
+_PRODUCTS = {
+  "reference": _Products(_ragged, _ragged_outer),
+  "blocks": _Products(_blocks, _blocks_outer),
+  "megablox": _Products(_megablox, _megablox_outer),
+}
