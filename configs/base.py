@@ -98,7 +98,7 @@ def get_config() -> ConfigDict:
   )
   c.overlong = dict(  # responses at the length limit (DAPO)
     buffer=0,  # tokens before the limit over which the reward falls by up to 1; 0: off
-    filter=False,  # leave responses without a stop token out of the loss
+    filter=False,  # responses without a stop token: out of the loss, still in the baseline
   )
   # Of the behavior policy: rlvr_jax/sampling.py. slots: responses sampled at a time, over all
   # devices; 0: those of a refresh, or as many as there is memory for (on a CPU those of a batch).
@@ -175,7 +175,8 @@ def get_config() -> ConfigDict:
     # rewards. For wrong answers too, set outcomes.wrong and .unparseable to "score".
     extra=(),
     unsandboxed_code="",  # the text that permits it; the error about a missing sandbox states it
-    # outcome → reward, as text: a number, "score" (the grader's), "mask" (out of the loss), "stop"
+    # outcome → reward, as text: a number, "score" (the grader's), "mask" (as if not sampled: in
+    # neither loss nor baseline), "stop"
     outcomes=dict(
       correct="score",
       wrong="0",

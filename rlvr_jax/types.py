@@ -1,4 +1,6 @@
-"""One frozen record per stage of the pipeline, a shape on every field. No logic.
+"""The records that cross rooms, with a shape on every field.
+
+Those of batches in progress are in `rollouts.engine` and `rollouts.batch`.
 
 Axis legend, used in comments and as suffixes throughout the package:
 
@@ -7,7 +9,8 @@ Axis legend, used in comments and as suffixes throughout the package:
   T  response length after right-padding    V  vocabulary
   D  model width                            N  attention heads
   K  key/value heads                        H  width of a head
-  R  rows of packed sequences               L  places in a row
+  R  rows of a micro-batch                  L  places in a row
+  M  micro-batches of a batch               C  columns of a random projection
 """
 
 from __future__ import annotations

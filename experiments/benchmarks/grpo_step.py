@@ -48,7 +48,7 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
-from rlvr_jax.train.loop import Progress, Trainer, make_trainer
+from rlvr_jax.train.loop import RunState, Trainer, make_trainer
 from rlvr_jax.train.reporting.run_log import RunLog
 from rlvr_jax.train.reporting.writer import MetricWriter
 from rlvr_jax.train.session import logged_run
@@ -130,7 +130,7 @@ def make_task() -> Task:
   )
 
 
-def measure_steps(trainer: Trainer, now: Progress, num_steps: int) -> dict[str, list[float]]:
+def measure_steps(trainer: Trainer, now: RunState, num_steps: int) -> dict[str, list[float]]:
   """Measures seconds, response tokens and slot-steps of every step."""
   measurements: dict[str, list[float]] = {
     name: [] for name in ("steps", "rollouts", "updates", "tokens", "of_lockstep")
@@ -139,7 +139,7 @@ def measure_steps(trainer: Trainer, now: Progress, num_steps: int) -> dict[str, 
   for _ in range(num_steps):
     start = time.perf_counter()
     trainer.offer_weights(now, generation)
-    now = trainer.collect(now, generation)
+    now = trainer.take_batches(now, generation)
     collected = trainer.queue.load(trainer.parts.schedule.batch(now.step))
     lengths = collected.graded.train.mask.sum(axis=-1)
     slot_steps = trainer.log.timings["time/slot_steps"]
@@ -175,7 +175,7 @@ def main(argv: list[str]) -> None:
     collector = parts.make_collector(pool)
     trainer = make_trainer(parts, frozen, log, checkpointer, collector, store, initial=params)
     state = jax.block_until_ready(parameters.first_state(parts, params, 0.0))
-    now = Progress(0, state, trainer.generator.position())
+    now = RunState(0, state, trainer.generator.position())
     measurements = measure_steps(trainer, now, _WARMUP_STEPS + _STEPS.value)
     checkpointer.close()
   shape = _WORKLOADS[_WORKLOAD.value]

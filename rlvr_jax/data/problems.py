@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  question: str  # the prompt, as the policy reads it
+  question: str  # the prompt's text, before the tokenizer's chat template
   answer: str  # the reference answer; "" if many answers are right and none is given
   solution: str  # demonstration for the warm start, in the form of a completion
   reference: Mapping[str, Any]  # what the grader needs; JSON-serializable

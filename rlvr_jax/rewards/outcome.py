@@ -61,7 +61,7 @@ class GradingStoppedError(RuntimeError):
 OutcomePolicy = Mapping[Outcome, float | str]
 
 SCORE = "score"  # the reward is the grade's score
-MASK = "mask"  # the rollout is excluded from the loss
+MASK = "mask"  # as if the rollout had not been sampled
 STOP = "stop"  # the run ends with an error message
 _ACTIONS = (SCORE, MASK, STOP)
 
@@ -85,7 +85,7 @@ def outcome_policy(overrides: Mapping[str, float | str] | None = None) -> Outcom
 
   Args:
     overrides: outcome name → a finite number (the reward), "score" (the grade's score), "mask"
-      (exclude the rollout from the loss) or "stop" (end the run). Other outcomes keep their
+      (as if the rollout had not been sampled) or "stop" (end the run). Other outcomes keep their
       default: correct "score", crashed and environment_failed "mask", all others 0.
   Returns:
     The complete table, read-only.
@@ -116,13 +116,13 @@ def _parse_action(name: str, action: float | str) -> float | str:
   )
 
 
-def reward_of(grade: Grade, policy: OutcomePolicy) -> float | None:
-  """The reward of one grade; None if the rollout is excluded from the loss.
+def reward_of(grade: Grade, outcome_policy: OutcomePolicy) -> float | None:
+  """The reward of one grade; None if the rollout is not valid.
 
   Raises:
     GradingStoppedError: the policy of this outcome is "stop".
   """
-  action = policy[grade.outcome]
+  action = outcome_policy[grade.outcome]
   if action == MASK:
     return None
   if action == STOP:
@@ -137,29 +137,29 @@ def reward_of(grade: Grade, policy: OutcomePolicy) -> float | None:
 class Rewards(NamedTuple):
   """Grades as arrays; B rollouts in the order of the grades."""
 
-  rewards: np.ndarray  # f32[B]; 0 where `keep` is False
-  keep: np.ndarray  # bool[B]; False excludes the rollout from the loss
+  rewards: np.ndarray  # f32[B]; 0 where not valid
+  valid: np.ndarray  # bool[B]; False: nothing depends on the rollout, see `types.TrainBatch`
   correct: np.ndarray  # f32[B] in {0, 1}
   counts: dict[str, int]  # outcome → number of rollouts, for every outcome; sums to B
 
 
-def rewards_from_grades(grades: Sequence[Grade], policy: OutcomePolicy) -> Rewards:
+def rewards_from_grades(grades: Sequence[Grade], outcome_policy: OutcomePolicy) -> Rewards:
   """Rewards of B grades.
 
   Args:
     grades: of B rollouts.
-    policy: from `outcome_policy`.
+    outcome_policy: from the function of that name.
   Raises:
     GradingStoppedError: a grade's policy is "stop".
   """
-  values = [reward_of(grade, policy) for grade in grades]
+  values = [reward_of(grade, outcome_policy) for grade in grades]
   correct = [grade.outcome is Outcome.CORRECT for grade in grades]
   counts = {outcome.value: 0 for outcome in Outcome}
   for grade in grades:
     counts[grade.outcome.value] += 1
   return Rewards(
     rewards=np.array([value or 0.0 for value in values], np.float32),
-    keep=np.array([value is not None for value in values], bool),
+    valid=np.array([value is not None for value in values], bool),
     correct=np.array(correct, np.float32),
     counts=counts,
   )

@@ -15,12 +15,12 @@ from rlvr_jax.types import Array, Metrics
 class Reweighting(NamedTuple):
   """Coefficients and the Gram matrix of the rollouts' gradient features → coefficients.
 
-  It acts on N blocks of b rollouts, each with its own Gram matrix. A block is the full batch
-  (N = 1), a group, or a number of consecutive rollouts of the batch.
+  It acts on n blocks of b rollouts, each with its own Gram matrix. A block is the full batch
+  (n = 1), a group, or a number of consecutive rollouts of the batch.
 
   Attributes:
-    apply: (coefficients f32[N, b], gram f32[N, b, b] or None, valid bool[N, b], key) →
-      (f32[N, b], metrics). Rollouts that are not valid have the coefficient 0, before and after.
+    apply: (coefficients f32[n, b], gram f32[n, b, b] or None, valid bool[n, b], key) →
+      (f32[n, b], metrics). Rollouts that are not valid have the coefficient 0, before and after.
     needs_gram: whether `apply` reads the Gram matrix; otherwise None may be passed.
     scope: the block: "batch", "group", or a number of rollouts.
   """

@@ -19,7 +19,7 @@ CHANNELS = ("both", "shared", "residual")
 
 
 class SaltResult(NamedTuple):
-  """SALT's result for the coefficients A of a block; with a leading axis N for N blocks."""
+  """SALT's result for the coefficients A of a block; with a leading axis n for n blocks."""
 
   coefficients: Array  # f32[b], A'
   shared: Array  # f32[b], P_k A
@@ -95,7 +95,7 @@ def salt_coefficients(
 
 
 def salt_metrics(coefficients: Array, result: SaltResult) -> Metrics:
-  """Metrics of N blocks, from A f32[N, b] and SALT's result.
+  """Metrics of n blocks, from A f32[n, b] and SALT's result.
 
   Metrics of the Gram matrix are means over the blocks with a usable one, metrics of A over the
   blocks in which SALT acts, so that groups without a signal do not dilute them. Blocks with fewer

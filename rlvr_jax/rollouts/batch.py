@@ -92,7 +92,7 @@ class Graded(NamedTuple):
   train: TrainBatch  # NumPy
   tokens: int  # sampled for this batch, including dropped rollouts
   prompts: int  # sampled for this batch, including dropped prompts
-  statistics: dict[str, float]  # fraction of each outcome and of truncated responses
+  statistics: dict[str, float]  # metrics of its sampling and grading, by name
   samples: list[dict[str, Any]]  # one JSON-serializable record per rollout, in order
 
 
@@ -100,7 +100,7 @@ class Position(NamedTuple):
   """State of generation between two batches, which determines the next ones."""
 
   number: int  # of the next batch
-  draws: int  # batches of prompts drawn so far
+  draws: int  # of prompts, so far
   checked_version: int  # policy whose log-probabilities were last compared; −1: none
   problems: dict[str, Any]  # state of the problems' order; JSON
 
@@ -110,8 +110,9 @@ class BatchInFlight:
   """A batch that is being sampled and graded.
 
   Attributes:
-    number: from 0, in the order in which batches are sampled.
-    draw: number of the batch of prompts it is sampled from, from 0.
+    number: from 0, in the order in which batches are sampled. Under dynamic sampling, of the batch
+      that was being filled when this draw began; `fill_with_mixed_groups` numbers the result.
+    draw: number of the draw of prompts it is sampled from, from 0.
     snapshot: the policy that samples it.
     versions: i32[P], version per group; `FOREIGN` for groups that this run does not sample.
     position: of the generator after this batch was started.
@@ -149,7 +150,7 @@ class RolloutBatch:
     fingerprint: of that policy's parameters.
     versions: i32[P], version per group; None while the contents are only in the store.
     position: of the generator after this batch; None for a batch restored from a checkpoint.
-    draws: batches of prompts sampled for it, more than one under dynamic sampling.
+    draws: number of draws of prompts that it took, more than one under dynamic sampling.
     flops: model FLOPs of generating it.
     timings: seconds by phase; empty if the batch was read from a store.
     graded: its contents; None while they are only in the store.

@@ -94,10 +94,10 @@ class RolloutQueue:
     if expected != batch.fingerprint:
       raise FingerprintError(
         f"rollouts {number} of version {batch.version} were sampled by parameters with fingerprint"
-        f" {batch.fingerprint}; the trainer's parameters of that version have {expected}."
-        " Parameters changed without a weight sync, or the rollouts are of another run; they have"
-        f" not been trained on. They are in {self.store.directory}; if the run was resumed on"
-        " another kind of machine, move that batch and later ones elsewhere and rerun, which"
+        f" {batch.fingerprint}; the trainer's parameters of that version have {expected}. These"
+        f" rollouts have not been trained on; they are in {self.store.directory}. Either parameters"
+        " changed without a weight sync, or the rollouts are another run's. If the run was resumed"
+        " on another kind of machine, move this batch and later ones elsewhere and rerun, which"
         " samples them again"
       )
 

@@ -1,8 +1,8 @@
 """A durable store of sampled batches: one ArrayRecord shard each, and an append-only index.
 
 A shard is written under a temporary name, synced to disk, read back and renamed; then a line is
-appended to index.jsonl. So a kill loses at most the batch being written, and a concurrent reader
-sees complete batches only. No stored batch is ever overwritten.
+appended to index.jsonl. So a kill loses at most the shard being written, whose groups are in the
+journal, and a concurrent reader sees complete batches only. No stored batch is ever overwritten.
 
 In a bucket, a shard is read back before the upload, and is in the bucket when `append` returns. The
 index is in the run's staging folder; the bucket has its lines up to the last checkpoint.

@@ -1,4 +1,4 @@
-"""The training loop on the host: offer weights; then collect → update → offer → evaluate → save.
+"""The training loop on the host: offer weights; then take → update → offer → evaluate → save.
 
 The policy samples the batches of its schedule, and graders score them while the devices continue.
 Each batch goes through the store to one or more updates, whose metrics are logged. At intervals the
@@ -41,7 +41,7 @@ from rlvr_jax.train.start.restore import Resumed, describe_layout
 from rlvr_jax.types import Params, TrainState
 
 
-class Progress(NamedTuple):
+class RunState(NamedTuple):
   """Where a run stands: what changes from update to update, besides the queue and the log."""
 
   step: int  # number of updates so far
@@ -75,7 +75,7 @@ class Trainer:
   log: RunLog
   checkpointer: Checkpointer
 
-  def run(self, now: Progress) -> Progress:
+  def run(self, now: RunState) -> RunState:
     """Runs updates until the last one.
 
     Raises:
@@ -93,7 +93,7 @@ class Trainer:
         for step in range(now.step, total):
           self.log.before_update(step + 1)
           with self.undo_if_interrupted():
-            now = self.update(self.collect(now, generation))
+            now = self.update(self.take_batches(now, generation))
           self.offer_weights(now, generation)
           if due := self.evaluation_is_due(now):
             now = self.evaluate(now)
@@ -111,15 +111,15 @@ class Trainer:
 
   # --- start --------------------------------------------------------------------------------------
 
-  def begin(self, params: Params) -> Progress:
+  def begin(self, params: Params) -> RunState:
     """Evaluates and saves step 0."""
     entropy = self.scorer.initial_entropy(params, self.collector)
     state = parameters.first_state(self.parts, params, entropy)
-    now = self.evaluate(Progress(0, state, self.generator.position()))
+    now = self.evaluate(RunState(0, state, self.generator.position()))
     self.save(now)
     return now
 
-  def resume(self, resumed: Resumed) -> Progress:
+  def resume(self, resumed: Resumed) -> RunState:
     """Continues from a checkpoint."""
     host, position = resumed.host, resumed.host.position
     self.log.rewind(host.counters)
@@ -135,7 +135,7 @@ class Trainer:
       f" {self.log.counters['batches']} batches of prompts sampled, {len(self.queue)} batches of"
       " rollouts pending"
     )
-    return Progress(resumed.step, resumed.state, position, host.evaluation, host.evaluated)
+    return RunState(resumed.step, resumed.state, position, host.evaluation, host.evaluated)
 
   def start_generation(self) -> modes.Generation:
     """Generation from the generator's position on."""
@@ -149,7 +149,7 @@ class Trainer:
 
   # --- one update ---------------------------------------------------------------------------------
 
-  def offer_weights(self, now: Progress, generation: modes.Generation) -> None:
+  def offer_weights(self, now: RunState, generation: modes.Generation) -> None:
     """Syncs the weights to the devices that generate, if the schedule samples from this policy."""
     if now.step == self.parts.config.num_updates or not self.parts.schedule.refreshes(now.step):
       return
@@ -161,7 +161,7 @@ class Trainer:
     self.log.add_measurement("time/sync_weights_seconds", time.perf_counter() - began)
     generation.offer(policy)
 
-  def collect(self, now: Progress, generation: modes.Generation) -> Progress:
+  def take_batches(self, now: RunState, generation: modes.Generation) -> RunState:
     """Takes the graded batches that are due before the next update."""
     position = now.position
     with multihost.phase("generation"):
@@ -174,7 +174,7 @@ class Trainer:
         position = batch.position
     return now._replace(position=position)
 
-  def update(self, now: Progress) -> Progress:
+  def update(self, now: RunState) -> RunState:
     """Dispatches one update, then reads the metrics of the previous one."""
     parts, schedule, programs = self.parts, self.parts.schedule, self.parts.programs
     number = schedule.batch(now.step)
@@ -216,13 +216,13 @@ class Trainer:
 
   # --- evaluation and checkpoints -----------------------------------------------------------------
 
-  def evaluation_is_due(self, now: Progress) -> bool:
+  def evaluation_is_due(self, now: RunState) -> bool:
     """Whether the policy is still to be evaluated after this many updates."""
     c = self.parts.config
     last = now.step == c.num_updates
     return now.step != now.evaluated and (last or now.step % c.evaluation.every == 0)
 
-  def at_long_refresh(self, now: Progress) -> bool:
+  def at_long_refresh(self, now: RunState) -> bool:
     """Whether more batches are sampled now than there are updates between checkpoints.
 
     A checkpoint is then saved first, so that damaged batches can be sampled again from it.
@@ -230,7 +230,7 @@ class Trainer:
     c = self.parts.config
     return now.step < c.num_updates and self.parts.schedule.samples(now.step) > c.checkpoint.every
 
-  def evaluate(self, now: Progress) -> Progress:
+  def evaluate(self, now: RunState) -> RunState:
     """Measures held-out accuracy with the current parameters."""
     self.log.read_update()
     settings, began = self.parts.config.evaluation, time.perf_counter()
@@ -255,7 +255,7 @@ class Trainer:
     self.log.write_evaluation(now.step, evaluation, samples, (prompts, responses), began=began)
     return now._replace(evaluation=evaluation, evaluated=now.step)
 
-  def save(self, now: Progress) -> None:
+  def save(self, now: RunState) -> None:
     """Saves everything that determines the rest of the run, except the rollouts in the store."""
     self.log.read_update()
     c, (queue, arrays) = self.parts.config, self.queue.state()

@@ -58,7 +58,7 @@ def train_and_record(
     generation = trainer.start_generation()
     for update in progress(range(before + max(lags) + 1), "training", unit="updates"):
       trainer.offer_weights(now, generation)
-      now = trainer.collect(now, generation)
+      now = trainer.take_batches(now, generation)
       lag = update - before
       if lag == 0:
         recorded = contents_of(trainer.queue.load(update)).train

@@ -17,7 +17,7 @@ from rlvr_jax.train.checkpointing.workdir import LAYOUT_FILE, StartFiles, open_w
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError, deadline
 from rlvr_jax.train.generation import raw_logprobs
-from rlvr_jax.train.loop import Progress, Trainer, make_trainer
+from rlvr_jax.train.loop import RunState, Trainer, make_trainer
 from rlvr_jax.train.reporting import data_use, machines, trackers
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.run_log import LoggedRun, RunLog
@@ -46,7 +46,7 @@ class Session(NamedTuple):
   """A run that is ready for its next update."""
 
   trainer: Trainer
-  now: Progress
+  now: RunState
   workdir: Workdir
 
 

@@ -2,7 +2,8 @@
 
 Phase 1, without gradient: coefficients, and the statistics of the whole batch that the reweighting
 and the loss need. Phase 2, with gradient: micro-batches get both as constants and add up undivided
-sums. If the batch is one micro-batch, one forward pass of the network serves both phases.
+sums. If every batch of the run is one micro-batch, one forward pass serves both phases, see
+`rows_if_accumulating`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rlvr_jax.update.objective import (
   loss_statistics,
   policy_forward,
   reweight,
-  several_micro_batches,
+  rows_if_accumulating,
   surrogate,
 )
 
@@ -46,7 +47,7 @@ def update_gradient(
     coefficients: f32[P, G], before the reweighting.
     key: of the randomness of a reweighting.
   """
-  packed = several_micro_batches(batch)
+  packed = rows_if_accumulating(batch)
   if packed is not None:
     constants = first_phase(trained, frozen, batch, coefficients, key, method=method)
     (loss, metrics), gradient = second_phase(
@@ -99,7 +100,7 @@ def batch_forward(
 ) -> tuple[tuple[Array, Array], Forward | None]:
   """`policy_forward` of a whole batch, micro-batch by micro-batch."""
   part = functools.partial(policy_forward, trained, frozen, batch, method=method)
-  packed = several_micro_batches(batch)
+  packed = rows_if_accumulating(batch)
   if packed is None:
     return part()
 
@@ -131,6 +132,7 @@ def second_phase(
   gradient of one batch.
   """
   method = method._replace(gram=None)  # phase 1 has used it
+  # Those of phase 1 are of the whole batch: `update_gradient` adds them, once.
   without_metrics = constants._replace(metrics={})
 
   def micro(index, length=None):

@@ -35,7 +35,7 @@ class Method(NamedTuple):
   """The components of an update, which the configuration chooses.
 
   Attributes:
-    model: provides `combine`, `response_hidden` and `head`.
+    model: provides `combine`, `row_hidden`, `response_hidden`, `head` and `mesh`.
     optimizer: an optax transformation.
     learning_rate: the optimizer's, as a function of the number of updates; used for metrics only.
     advantage: rewards → coefficients, see `advantages.Advantage`.
@@ -75,8 +75,12 @@ class Method(NamedTuple):
   sources: tuple[str, ...] = ("policy",)
 
 
-def several_micro_batches(batch: TrainBatch) -> Packed | None:
-  """The packed rows if a batch of these shapes may have several micro-batches, otherwise None."""
+def rows_if_accumulating(batch: TrainBatch) -> Packed | None:
+  """The packed rows if batches of these shapes may have several micro-batches, otherwise None.
+
+  The shapes decide, so one program serves all batches of a run: where some need several, one that
+  fits in a single micro-batch accumulates too.
+  """
   packed = batch.packed
   return packed if packed is not None and packed.tokens.shape[0] > 1 else None
 
@@ -228,7 +232,7 @@ def _gram_metrics(
   trained: Params, frozen: Params, batch: TrainBatch, forward: Forward | None, method: Method
 ) -> Metrics:
   """The cost of the Gram matrix as metrics; constant over a run."""
-  extra_passes = jnp.float32(several_micro_batches(batch) is not None)
+  extra_passes = jnp.float32(rows_if_accumulating(batch) is not None)
   metrics: Metrics = {"gram/forward_only_passes": Mean(total=extra_passes, weight=jnp.float32(1))}
   if forward is not None:
     kernel = method.model.head(method.model.combine(trained, frozen)).kernel

@@ -25,10 +25,10 @@ GRADES = [
 def test_defaults():
   result = rewards_from_grades(GRADES, outcome_policy())
   np.testing.assert_array_equal(result.rewards, np.float32([1.25, 0, 0, 0, 0, 0]))
-  np.testing.assert_array_equal(result.keep, [True, True, True, True, False, True])
+  np.testing.assert_array_equal(result.valid, [True, True, True, True, False, True])
   np.testing.assert_array_equal(result.correct, np.float32([1, 0, 0, 0, 0, 0]))
   assert result.rewards.dtype == result.correct.dtype == np.float32
-  assert result.keep.dtype == bool
+  assert result.valid.dtype == bool
   assert result.counts == {
     "correct": 1, "wrong": 2, "unparseable": 1, "timeout": 1, "crashed": 1,
     **dict.fromkeys(DIALOGUE_OUTCOMES, 0),
@@ -39,7 +39,7 @@ def test_overrides():
   table = {"correct": 2, "wrong": "score", "unparseable": -0.5, "timeout": "mask", "crashed": -1}
   result = rewards_from_grades(GRADES, outcome_policy(table))
   np.testing.assert_array_equal(result.rewards, np.float32([2, 0.3, -0.5, 0, -1, 0.1]))
-  np.testing.assert_array_equal(result.keep, [True, True, True, False, True, True])
+  np.testing.assert_array_equal(result.valid, [True, True, True, False, True, True])
 
 
 def test_stop():

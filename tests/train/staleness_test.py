@@ -211,7 +211,7 @@ def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch
   schedule = staleness.stages(count=2, num_updates=UPDATES)
   assert_same_run(train(schedule), staged)
   made = trainer(schedule)
-  made.collect()
+  made.take_batches()
   batches = made.trainer.queue.batches
   assert [n for n, batch in batches.items() if batch.graded] == [0]
   assert list(batches) == [0, 1, 2, 3]
@@ -277,7 +277,7 @@ def test_finished_groups_of_a_killed_refresh_are_not_sampled_again(trainer):
   few = build(sampling__slots=4)
   schedule = staleness.updates_per_refresh(batches=2)
   whole = trainer(schedule, few)
-  whole.collect()
+  whole.take_batches()
   graded = iter(range(11))
 
   def submit(*work):
@@ -287,7 +287,7 @@ def test_finished_groups_of_a_killed_refresh_are_not_sampled_again(trainer):
 
   killed = trainer(schedule, few, submit)
   with pytest.raises(KeyboardInterrupt):
-    killed.collect()
+    killed.take_batches()
   store = killed.trainer.queue.store
   lines = [path.read_text().count("\n") for path in sorted(store.directory.glob("groups/*"))]
   # With the one that was about to be graded; the first batch may be in the store already.
@@ -295,7 +295,7 @@ def test_finished_groups_of_a_killed_refresh_are_not_sampled_again(trainer):
   killed.with_submit(whole.trainer.collector.submit)
   # Of a batch that was in the store before it was killed.
   before = killed.trainer.log.timings.get("time/slot_tokens", 0)
-  killed.collect()
+  killed.take_batches()
   for number in range(2):
     ours, info, _ = store.read(number)
     expected, expected_info, _ = whole.trainer.queue.store.read(number)
@@ -327,9 +327,9 @@ class Steps:
     self.trainer = dataclasses.replace(old, collector=collector, generator=generator)
     self.generation = self.trainer.start_generation()
 
-  def collect(self):
+  def take_batches(self):
     self.trainer.offer_weights(self.now, self.generation)
-    self.now = self.trainer.collect(self.now, self.generation)
+    self.now = self.trainer.take_batches(self.now, self.generation)
 
   def update(self):
     self.now = self.trainer.update(self.now)
@@ -417,7 +417,7 @@ def test_a_batch_in_the_store_ends_a_stream_of_draws(trainer):
 def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(trainer):
   made = trainer(staleness.on_policy())
   for _ in range(2):
-    made.collect()
+    made.take_batches()
     made.update()
   bias = lambda x: x.at[(0,) * x.ndim].add(1e-6)
   made.trainer.offer_weights(made.now, made.generation)
@@ -426,7 +426,7 @@ def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(trainer):
   made.generation.offer(
     policies.sync_weights(made.trainer.parts, made.trainer.frozen.sampler, params, made.now.step)
   )
-  made.now = made.trainer.collect(made.now, made.generation)
+  made.now = made.trainer.take_batches(made.now, made.generation)
   with pytest.raises(queue.FingerprintError, match=r"rollouts 2 of version 2 .* weight sync"):
     made.update()
   assert made.now.step == 2
@@ -440,10 +440,10 @@ def test_a_sampler_that_computes_something_else_trips_the_gate(trainer, parts):
     dataclasses.replace(parts, sources=Sources([source._replace(params_of=slightly_off)])),
   )
   with pytest.raises(AgreementError, match=r"policy source recorded under version 0 .* differ by"):
-    made.collect()
+    made.take_batches()
   assert made.trainer.queue.store.numbers() == []  # nothing of it is kept
   plain = trainer(staleness.on_policy())
-  plain.collect()
+  plain.take_batches()
   assert plain.trainer.queue.load(0).graded.statistics["agreement/policy_mean"] < 1e-5
 
 
@@ -464,7 +464,7 @@ def test_a_sampler_with_a_rounded_cache_may_differ_by_rounding(trainer):
 
 def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
   made = trainer(staleness.updates_per_refresh(batches=2))
-  made.collect()
+  made.take_batches()
   other = dataclasses.replace(made.trainer.queue.batches[1], fingerprint="0123456789abcdef")
   made.trainer.queue.update(other)
   made.update()
@@ -484,7 +484,7 @@ def test_a_stalled_trainer_bounds_what_is_sampled(trainer):
     time.sleep(0.01)
   time.sleep(0.5)  # time for a fourth, if there were no bound
   assert made.trainer.queue.store.numbers() == [0, 1, 2]
-  made.collect()
+  made.take_batches()
   made.update()
   made.trainer.offer_weights(made.now, made.generation)
   while len(made.trainer.queue.store.numbers()) < 4 and time.monotonic() < deadline:
@@ -508,12 +508,12 @@ def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trai
   made.with_submit(lambda *work: (fails_late if next(left, None) is None else submit)(*work))
   made.trainer.offer_weights(made.now, made.generation)
   for _ in range(2):
-    made.collect()
+    made.take_batches()
     made.update()
   with pytest.raises(GeneratorStoppedError, match="no batch within 4 s"):
-    made.collect()
+    made.take_batches()
   with pytest.raises(GeneratorStoppedError, match=r"died.*host is gone"):
-    made.collect()
+    made.take_batches()
 
 
 # --- sources --------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class _Policies:
 
 
 @dataclasses.dataclass
-class _Draws:
+class _DrawCount:
   """How far dynamic sampling is with the batches of one policy."""
 
   unfilled: int  # batches
@@ -103,7 +103,7 @@ class _Stored(NamedTuple):
 
 class _Counts(NamedTuple):
   number: int = 0  # of the next batch
-  draws: int = 0  # batches of prompts
+  draws: int = 0  # of prompts, so far
   checked_version: int = -1  # whose log-probabilities were last compared with the trainer's
   version: int = 0  # of the policy that sampled the last batch
 
@@ -112,6 +112,11 @@ class Generator:
   """Makes batches from the policies that it is given.
 
   `OnDemand` and `AsyncGenerator` decide which policy samples which batch, and when.
+
+  A batch begins when slots are free: `Engine.serve` pulls a request from the stream, which pulls a
+  batch from `_begin_batches`, which asks `next_policy` whether the same policy samples it. What is
+  sampled comes back the other way: `Streams.sample` yields the batches that a burst has completed,
+  and `batches` yields them once they are graded.
   """
 
   def __init__(
@@ -178,7 +183,8 @@ class Generator:
     in_flight: collections.deque[BatchInFlight] = collections.deque()  # sampled, being graded
     while True:
       # If a policy is available, the next batch is sampled first: the graders must not run out of
-      # work.
+      # work. While batches are in flight a wait has to end when the oldest has its grades. Several
+      # processes have no future of grades, and must not wait then.
       until = grades_future(in_flight[0]) if in_flight else None
       policy = policies.take(wait=not in_flight or until is not None, until=until)
       if policy is None:
@@ -280,9 +286,8 @@ class Generator:
   def _write(self, batch: RolloutBatch) -> RolloutBatch:
     """Writes the batch to the store and returns it."""
     parts, sources = self._parts, self._parts.sources
-    policy = parts.outcome_policy
-    shaped_by_outcome = bool(shaped_outcomes(policy)) or scores_partly(
-      parts.config.environment.name, policy
+    shaped_by_outcome = bool(shaped_outcomes(parts.outcome_policy)) or scores_partly(
+      parts.config.environment.name, parts.outcome_policy
     )
     arrays, info, samples = to_shard(
       batch,
@@ -306,11 +311,20 @@ class Generator:
   # --- one batch ----------------------------------------------------------------------------------
 
   def _begin_batch(self, policy: PolicySnapshot) -> BatchInFlight:
-    """Starts the next batch; groups that a killed process had sampled are not requested again."""
+    """Begins the next batch, which takes one draw."""
+    number = self.number
+    self._counts = self._counts._replace(number=number + 1)
+    return self._begin_draw(policy, number)
+
+  def _begin_draw(self, policy: PolicySnapshot, number: int) -> BatchInFlight:
+    """Begins a draw of prompts; groups that a killed process had sampled are not requested again.
+
+    Args:
+      policy: that samples it.
+      number: see `BatchInFlight`.
+    """
     sources, counts = self._parts.sources, self._counts
-    self._counts = _Counts(
-      counts.number + 1, counts.draws + 1, counts.checked_version, policy.version
-    )
+    self._counts = counts._replace(draws=counts.draws + 1, version=policy.version)
     flight: Flight | None = None
     requests: list[Any] = []
     if sources.live:
@@ -330,11 +344,11 @@ class Generator:
       recorded = sources.recorded.take(first, sources.num_recorded)
     versions = [policy.version if source.of_this_run else FOREIGN for source in sources]
     return BatchInFlight(
-      number=counts.number,
+      number=number,
       draw=counts.draws,
       snapshot=policy,
       versions=np.repeat(np.asarray(versions, np.int32), sources.quotas),
-      position=self.position()._replace(checked_version=policy.version),
+      position=self.position()._replace(number=number + 1, checked_version=policy.version),
       dispatched=time.perf_counter(),
       flight=flight,
       requests=requests,
@@ -440,7 +454,7 @@ class Generator:
       policies: of the batches that follow.
     """
     quotas, settings = self._parts.sources.quotas, self._parts.config.dynamic_sampling
-    draws = _Draws(unfilled=count)
+    draws = _DrawCount(unfilled=count)
     graded = self._graded_draws(policy, draws)
     for number in range(self.number, self.number + count):
       batch = dynamic_sampling.fill_with_mixed_groups(
@@ -456,7 +470,7 @@ class Generator:
     if draws.begun:  # since the store has the next batch: its draws have not happened
       self.move_to(after)
 
-  def _graded_draws(self, policy: PolicySnapshot, draws: _Draws) -> Iterator[RolloutBatch]:
+  def _graded_draws(self, policy: PolicySnapshot, draws: _DrawCount) -> Iterator[RolloutBatch]:
     """Draws of prompts, sampled in streams and graded, for as long as one is asked for.
 
     A batch takes one draw at least. So as many draws as batches are unfilled are begun, and a draw
@@ -477,11 +491,13 @@ class Generator:
       if in_flight:
         yield take_oldest()
 
-  def _begin_draws(self, policy: PolicySnapshot, draws: _Draws) -> Iterator[BatchInFlight | None]:
+  def _begin_draws(
+    self, policy: PolicySnapshot, draws: _DrawCount
+  ) -> Iterator[BatchInFlight | None]:
     """Begins draws while batches need them; None while none does."""
     while True:
       if draws.begun == draws.unfilled:
         yield None
       else:
         draws.begin()
-        yield self._begin_batch(policy)
+        yield self._begin_draw(policy, self.number)

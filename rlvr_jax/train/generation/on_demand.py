@@ -39,6 +39,7 @@ class OnDemand:
     count = self._schedule.samples(policy.version)
     policies = iter([policy] * count)
     end = self._generator.number + count
+    # The policy is there already, so nothing waits; after the last batch there is none.
     yield from self._generator.batches(lambda **_: next(policies, None), end)
 
   def close(self) -> None:

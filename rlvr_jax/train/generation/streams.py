@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -75,60 +76,71 @@ class Streams:
   ) -> Iterator[list[BatchInFlight]]:
     """Samples batches from one policy.
 
+    The engine asks for a request when a slot is free, and so begins the batch that has it.
+
     Args:
-      batches: taken when there are slots for their groups; None: there is none now. The stream
-        ends when its slots are idle.
+      batches: an iterator whose `next` begins a batch; None: there is none now. The stream ends
+        when its slots are idle.
       policy: that samples them.
       total: groups that the batches are expected to have in all, for the time left.
     Yields:
       After every burst, the batches that it has completed, in order.
     """
-    coming = iter(batches)
-    started: list[BatchInFlight] = []
-    num_complete = 0
+    stream = _Stream(batches)
+    record = functools.partial(self._record, stream.begun)
     progress = _Progress(total, self.usage)
-
-    def taken() -> Iterator[BatchInFlight | None]:
-      for batch in coming:
-        if batch is not None:
-          started.append(batch)
-        yield batch
-
-    def requests(index: int) -> Iterator[Request[Flight] | None]:
-      # The first source begins batches; those after it sample their shares of the same ones.
-      for batch in started if index else taken():
-        yield from [None] if batch is None else batch.requests[index]
-
-    def complete() -> list[BatchInFlight]:
-      nonlocal num_complete
-      first = num_complete
-      while num_complete < len(started) and started[num_complete].sampled:
-        num_complete += 1
-      return started[first:num_complete]
-
     for index, (source, params) in enumerate(zip(self._sources, policy.source_params, strict=True)):
       assert source.engine is not None  # a source without one is recorded
       loaded = source.engine.load(*params)
-      record = self._recorder(started)
       for finished in serve_graded(
-        source.engine, loaded, requests(index), self._collector, self.usage, record
+        source.engine, loaded, stream.requests(index), self._collector, self.usage, record
       ):
         progress.after(finished, source.engine.settings.slots)
         restart_deadline()
-        yield complete()
+        yield stream.take_completed()
     if not self._sources:  # nothing is to be sampled: batches begin until one waits or none is left
-      any(batch is None for batch in taken())
-    yield complete()
+      for batch in stream.begin():
+        if batch is None:
+          break
+    yield stream.take_completed()
 
-  def _recorder(self, started: Sequence[BatchInFlight]) -> Callable[[list[Group[Flight]]], None]:
-    """A function that writes finished groups of these batches into the journal."""
+  def _record(self, begun: Sequence[BatchInFlight], groups: list[Group[Flight]]) -> None:
+    """Writes finished groups of the batches that have begun into the journal."""
+    for batch in begun if multihost.is_first() else ():
+      if finished := [group for group in groups if group.owner is batch.flight]:
+        self._journal.append(batch.draw, batch.snapshot.fingerprint(), finished)
 
-    def record(groups: list[Group[Flight]]) -> None:
-      for batch in started if multihost.is_first() else ():
-        if finished := [group for group in groups if group.owner is batch.flight]:
-          self._journal.append(batch.draw, batch.snapshot.fingerprint(), finished)
 
-    return record
+class _Stream:
+  """The batches of one stream, from the one that begins to the one that has all its groups."""
+
+  def __init__(self, batches: Iterable[BatchInFlight | None]):
+    """`batches`: as for `Streams.sample`."""
+    self._to_begin = iter(batches)
+    self.begun: list[BatchInFlight] = []  # in order
+    self._num_completed = 0
+
+  def begin(self) -> Iterator[BatchInFlight | None]:
+    """Begins one batch after another; None: there is none now."""
+    for batch in self._to_begin:
+      if batch is not None:
+        self.begun.append(batch)
+      yield batch
+
+  def requests(self, source: int) -> Iterator[Request[Flight] | None]:
+    """The requests of one source, by its index; None: there is none now.
+
+    Those of the first source begin the batches; the sources after it sample their shares of these.
+    """
+    for batch in self.begun if source else self.begin():
+      yield from [None] if batch is None else batch.requests[source]
+
+  def take_completed(self) -> list[BatchInFlight]:
+    """The batches that have all their groups since the last call, in order."""
+    first = self._num_completed
+    while self._num_completed < len(self.begun) and self.begun[self._num_completed].sampled:
+      self._num_completed += 1
+    return self.begun[first : self._num_completed]
 
 
 class _Progress:

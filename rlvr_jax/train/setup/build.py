@@ -42,7 +42,12 @@ from rlvr_jax.train.setup.compiler_options import (
   check_compiler_options,
   parse_compiler_options,
 )
-from rlvr_jax.train.setup.engines import EngineOf, TrainerLayout, make_engine
+from rlvr_jax.train.setup.engines import (
+  EngineOf,
+  TrainerLayout,
+  bytes_per_trained_parameter,
+  make_engine,
+)
 from rlvr_jax.train.setup.grading import (
   check_environment,
   make_collector,
@@ -53,8 +58,8 @@ from rlvr_jax.train.setup.grading import (
 from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.problem_filters import limit_lengths, warn_of_long_texts
 from rlvr_jax.train.setup.programs import (
+  PlacedModel,
   Programs,
-  Sampler,
   abstract_state,
   choose_row_attention,
   make_gram,
@@ -64,7 +69,7 @@ from rlvr_jax.train.setup.programs import (
   trained_params,
 )
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
-from rlvr_jax.types import BatchShape, Params, Prompts, Sampling
+from rlvr_jax.types import BatchShape, Params, Prompts, Sampling, TrainState
 from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import REFERENCE_KL_ESTIMATORS, Method
 
@@ -158,22 +163,23 @@ def build(
   check_compiler_options(
     "config.compiler_options.generation", compiler_options.generation, sampler.mesh
   )
-  engine_of = make_engine_factory(
-    config, shape, tokenizer, mesh, schedule, compiler_options.generation
-  )
-  sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins={})
   method = make_method(config, model, mesh)
-  method = method._replace(sources=tuple(source.name for source in sources))
   base = abstract_params(model, mesh)
   trained = trained_params(adapters, base)
   warm_start = warm_start_optimizer(config.warm_start)
   checks.check_optimizer("config", config.optimizer, method.optimizer, trained)
   checks.check_optimizer("config.warm_start", config.warm_start.optimizer, warm_start, trained)
+  state = abstract_state(method, trained, mesh)
+  engine_of = make_engine_factory(
+    config, shape, tokenizer, mesh, state, schedule, compiler_options.generation
+  )
+  sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins={})
+  method = method._replace(sources=tuple(source.name for source in sources))
   placement = Placement(
     mesh=mesh,
     generation_mesh=sampler.mesh,
     row_layout=make_row_layout(config.batch, shape, model.config.attention, mesh),
-    state=abstract_state(method, trained, mesh),
+    state=state,
     base=base,
     frozen={} if adapters is None else base,
     scored_groups=scored_groups(config.batch.tokens_per_micro_batch, shape, sampler.mesh),
@@ -246,7 +252,7 @@ def make_sampler(
   model: Model,
   mesh: Mesh,
   make_model_on: Callable[..., Model],
-) -> Sampler:
+) -> PlacedModel:
   """The model and mesh that generate rollouts: the arguments, or those of another layout.
 
   Args:
@@ -256,12 +262,12 @@ def make_sampler(
   """
   generation_mesh = make_generation_mesh(settings, mesh)
   if generation_mesh is mesh:
-    return Sampler(model, mesh)
+    return PlacedModel(model, mesh)
   tensor = generation_mesh.shape["tensor"]
   checks.check_sampling_heads("config.generation_mesh", model.config, tensor)
   alike = sharding.has_same_devices(generation_mesh, mesh)  # else the parameters are moved before
   parameters = mesh if alike else generation_mesh
-  return Sampler(make_model_on(generation_mesh, parameters), generation_mesh)
+  return PlacedModel(make_model_on(generation_mesh, parameters), generation_mesh)
 
 
 def generates_separately(settings: ml_collections.ConfigDict) -> bool:
@@ -274,6 +280,7 @@ def make_engine_factory(
   shape: BatchShape,
   tokenizer: Tokenizer,
   mesh: Mesh,
+  state: TrainState,
   schedule: staleness.Schedule,
   compiler_options: Options | None,
 ) -> EngineOf:
@@ -283,10 +290,11 @@ def make_engine_factory(
     config, tokenizer, schedule: of the run.
     shape: of a training batch.
     mesh: on which updates run.
+    state: the train state, as shapes.
     compiler_options: of generation.
   """
   separate = generates_separately(config.generation_mesh)
-  trainer = TrainerLayout(mesh, separate, frozen=config.lora.rank > 0)
+  trainer = TrainerLayout(mesh, separate, config.lora.rank > 0, bytes_per_trained_parameter(state))
   of_a_refresh = schedule.batches_per_refresh(config.num_updates)
 
   def engine_of(
@@ -313,9 +321,15 @@ def pin_sources(parts: Parts, pins: Mapping[str, Any]) -> Parts:
   config, shape, tokenizer = parts.config, parts.shape, parts.tokenizer
   placement = parts.placement
   engine_of = make_engine_factory(
-    config, shape, tokenizer, placement.mesh, parts.schedule, parts.compiler_options.generation
+    config,
+    shape,
+    tokenizer,
+    placement.mesh,
+    placement.state,
+    parts.schedule,
+    parts.compiler_options.generation,
   )
-  sampler = Sampler(parts.sampling_model, placement.generation_mesh)
+  sampler = PlacedModel(parts.sampling_model, placement.generation_mesh)
   sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins)
   return dataclasses.replace(parts, sources=sources)
 

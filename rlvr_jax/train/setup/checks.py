@@ -167,7 +167,7 @@ def check_samplings(
 def check_rewards(
   config: ml_collections.ConfigDict,
   method: Method,
-  policy: OutcomePolicy,
+  outcome_policy: OutcomePolicy,
   sources: Sequence[Source],
 ) -> None:
   """Raises ValueError if advantage, loss, filters and rewards are incompatible."""
@@ -182,7 +182,7 @@ def check_rewards(
       f"config.proximal_every = {config.proximal_every}, but config.loss = {config.loss!r} has no"
       " proximal policy; set it to 0, or choose decoupled_ppo"
     )
-  shaped = shaped_outcomes(policy)
+  shaped = shaped_outcomes(outcome_policy)
   not_binary = {
     f"config.overlong.buffer = {config.overlong.buffer} shapes them; set it to 0, or choose another"
     " advantage": config.overlong.buffer,
@@ -193,7 +193,7 @@ def check_rewards(
     f"config.grading.outcomes has {shaped}": shaped,
     f"config.environment.name = {config.environment.name!r} may give other scores; set"
     " config.grading.outcomes.correct = 1, or choose another"
-    " advantage": scores_partly(config.environment.name, policy),
+    " advantage": scores_partly(config.environment.name, outcome_policy),
   }
   for why, applies in not_binary.items():
     if method.advantage.needs_binary and applies:
@@ -210,21 +210,21 @@ def check_rewards(
       )
 
 
-def shaped_outcomes(policy: OutcomePolicy) -> dict[str, Any]:
+def shaped_outcomes(outcome_policy: OutcomePolicy) -> dict[str, Any]:
   """Outcomes whose reward may be other than 0 or 1; only the score of a correct answer is 1."""
   plain = ("mask", "stop", 0.0, 1.0)
   binary = lambda outcome, reward: reward in plain or (outcome, reward) == ("correct", "score")
-  return {o.value: reward for o, reward in policy.items() if not binary(o.value, reward)}
+  return {o.value: reward for o, reward in outcome_policy.items() if not binary(o.value, reward)}
 
 
-def scores_partly(environment: str, policy: OutcomePolicy) -> bool:
+def scores_partly(environment: str, outcome_policy: OutcomePolicy) -> bool:
   """Whether the reward of a correct dialogue may be other than 1.
 
   Args:
     environment: `config.environment.name`.
-    policy: the rewards of outcomes.
+    outcome_policy: the rewards of outcomes.
   """
-  if not environment or policy[Outcome.CORRECT] != "score":
+  if not environment or outcome_policy[Outcome.CORRECT] != "score":
     return False
   spec = specs.parse("config.environment.name", environment)
   discounts = spec.arguments.get("discount", 1.0) != 1.0

@@ -18,10 +18,9 @@ from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.train.cluster import multihost, sharding
 from rlvr_jax.train.cluster.process import exit_after
 from rlvr_jax.train.setup.compiler_options import Options
-from rlvr_jax.types import BatchShape, Params, Sampling
+from rlvr_jax.types import BatchShape, Params, Sampling, TrainState
 
 _USABLE = 0.85  # of a device's memory; the rest is for temporary buffers
-_TRAINED_BYTES = 12  # per parameter: the float32 master and two moments, as the trainer has them
 
 
 class TrainerLayout(NamedTuple):
@@ -30,6 +29,14 @@ class TrainerLayout(NamedTuple):
   mesh: Mesh | AbstractMesh
   separate: bool  # whether rollouts are generated on other devices
   frozen: bool  # whether only adapters are trained, which are small
+  bytes_per_trained: float  # from `bytes_per_trained_parameter`
+
+
+def bytes_per_trained_parameter(state: TrainState) -> float:
+  """Bytes of a trained parameter with what the optimizer keeps of it, such as its moments."""
+  arrays = [x for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim]
+  parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) / parameters
 
 
 class EngineOf(Protocol):
@@ -191,7 +198,7 @@ def _resident_bytes(model: Model, base: Params, trainer: TrainerLayout) -> float
     # The weights that were synced, without an optimizer; quantized ones are made from them.
     place = lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
     return memory.shard_bytes(jax.tree.map(place, base))
-  size = dtype.itemsize if trainer.frozen else _TRAINED_BYTES
+  size = dtype.itemsize if trainer.frozen else trainer.bytes_per_trained
   parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(base))
   return parameters * size / (sizes["fsdp"] * sizes["tensor"])
 

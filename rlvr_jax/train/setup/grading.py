@@ -171,13 +171,13 @@ def grader_pool(settings: ml_collections.ConfigDict, task: Task) -> GraderPool:
   )
 
 
-def check_first_grade(policy: OutcomePolicy, pool: GraderPool, task: Task) -> None:
+def check_first_grade(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task) -> None:
   """Grades an answer to the first problem: a grader that fails on it may fail on all.
 
   Raises:
     GraderStartError: the grader failed, and config.grading.outcomes gives failures no reward.
   """
-  if policy[Outcome.CRASHED] != MASK:
+  if outcome_policy[Outcome.CRASHED] != MASK:
     return
   (grade,) = pool.grade(["no answer"], [task.train[0].reference])
   if grade.outcome is Outcome.CRASHED:
@@ -187,9 +187,9 @@ def check_first_grade(policy: OutcomePolicy, pool: GraderPool, task: Task) -> No
     )
 
 
-def announce_partial_credit(policy: OutcomePolicy, task: Task) -> None:
+def announce_partial_credit(outcome_policy: OutcomePolicy, task: Task) -> None:
   """Warns at the start of a run if the scores of wrong answers will be lost."""
-  reward = policy[Outcome.WRONG]
+  reward = outcome_policy[Outcome.WRONG]
   if isinstance(reward, str):  # the score, or an action
     return
   named = dict.fromkeys([task.grader, *_graders_of([task.train])])
@@ -337,7 +337,7 @@ def _as_number(text: str) -> float | str:
 def make_collector(
   tokenizer: Tokenizer,
   pool: GraderPool,
-  policy: OutcomePolicy,
+  outcome_policy: OutcomePolicy,
   overlong: ml_collections.ConfigDict,
   *,
   max_prompt_length: int,
@@ -346,7 +346,7 @@ def make_collector(
   """The collector of a run, whose processes share one pool.
 
   Args:
-    tokenizer, policy: of the run.
+    tokenizer, outcome_policy: of the run.
     pool: from `grader_pool`.
     overlong: `config.overlong`.
     max_prompt_length: tokens.
@@ -360,7 +360,7 @@ def make_collector(
     max_prompt_length=max_prompt_length,
     submit=submit,
     results=results,
-    outcome_policy=policy,
+    outcome_policy=outcome_policy,
     overlong_buffer=overlong.buffer,
     overlong_filter=overlong.filter,
     environments=environments,

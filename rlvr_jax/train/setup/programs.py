@@ -69,8 +69,8 @@ class Programs(NamedTuple):
   merge: Callable  # (trained, frozen) → all parameters of the network as arrays
 
 
-class Sampler(NamedTuple):
-  """The mesh that generates rollouts, and the policy's model on it."""
+class PlacedModel(NamedTuple):
+  """The policy's functions on a mesh, and that mesh."""
 
   model: Model
   mesh: Mesh
@@ -81,7 +81,7 @@ def make_programs(
   sources: Sequence[Source],
   placement: Placement,
   *,
-  sampler: Sampler,
+  sampler: PlacedModel,
   engine_of: EngineOf,
   sampling: Sampling,
   held_out_sampling: Sampling,
@@ -94,7 +94,7 @@ def make_programs(
   Args:
     method, placement: of the run.
     sources: the policies that sample.
-    sampler: on the mesh of updates, or on separate devices.
+    sampler: that generates rollouts, on the mesh of updates or another one.
     engine_of: makes the engines.
     sampling, held_out_sampling: the distributions of training and of evaluation.
     diagnose: from `make_measure`.
@@ -142,13 +142,15 @@ def _bound(function: Callable, network: Model, **arguments: Any) -> Callable:
   )
 
 
-def make_behavior_gap(sampler: Sampler, compiler_options: Options | None) -> Callable:
+def make_behavior_gap(sampler: PlacedModel, compiler_options: Options | None) -> Callable:
   """`update.agreement.behavior_gap` of the policy on the sampling devices."""
   gap = _bound(behavior_gap, sampler.model, model=sampler.model)
   return jax.jit(gap, static_argnames="sampling", compiler_options=compiler_options)
 
 
-def make_logprobs_at_temperature_1(sampler: Sampler, compiler_options: Options | None) -> Callable:
+def make_logprobs_at_temperature_1(
+  sampler: PlacedModel, compiler_options: Options | None
+) -> Callable:
   """(trained, frozen, prompts, tokens) → f32[P, G, T] for the host, on the sampling devices."""
   logprobs = _bound(
     response_logprobs, sampler.model, model=sampler.model, sampling=AT_TEMPERATURE_1

@@ -53,6 +53,7 @@ def choose_for(config, model, responses, limit, batches=1, cache_format=""):
     sharding.make_mesh(**config.mesh),
     generates_separately(config.generation_mesh),
     frozen=config.lora.rank > 0,
+    bytes_per_trained=12.0,
   )
   shape = batch_shape(config)._replace(prompts=responses, group_size=1)
   return choose_slots(
@@ -80,6 +81,15 @@ def test_slots_are_limited_by_the_devices_memory():
   assert choose_for(config, model, 100, None, batches=4) == 100
   with pytest.raises(ValueError, match=r"max_response_length = 8192.*config\.mesh\.fsdp"):
     choose_for(config, model, 100, 16 * 10**9)
+
+
+@pytest.mark.parametrize(
+  ("optimizer", "kept"),
+  [("adamw()", 12), ("lion()", 8), ("sgd()", 4), ("sgd(momentum=0.9)", 8)],
+)
+def test_memory_holds_the_moments_that_the_optimizer_keeps(optimizer, kept):
+  state = build(tiny.config(optimizer=optimizer)).placement.state
+  assert engines.bytes_per_trained_parameter(state) == kept
 
 
 @pytest.mark.parametrize(
