@@ -12,7 +12,7 @@ OF_THEN := 'protobuf>=5.29.1,<6' 'tensorflow-metadata>=1.17,<1.18'
 # Tests start programs, which find their modules compiled.
 PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder
 
-.PHONY: quickstart test test-slow test-soak test-lowest test-torch test-tunix test-tpu lint docs
+.PHONY: quickstart test test-slow test-soak test-lowest test-torch test-openenv test-tunix test-tpu lint docs
 
 quickstart: $(READY)  ## learn from verifiable rewards, a few minutes on two cores
 	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
@@ -25,6 +25,7 @@ test-slow: $(READY)  ## the long ones, or those of TESTS
 
 test-soak: $(READY)  ## the longest ones; write what came out into tests/RESULTS.md
 	$(PYTEST) -m soak
+	$(MAKE) test-openenv
 	$(MAKE) test-tunix
 	$(MAKE) test-lowest
 
@@ -35,6 +36,10 @@ test-lowest: $(LOWEST)/ready  ## the ordinary tests, or TESTS, with the lowest v
 test-torch: $(READY)  ## what needs torch: exported checkpoints and adapters in the libraries they are for
 	$(BIN)/python -m pip install --quiet --editable '.[torch]'
 	$(PYTEST) -m "" tests/models/transformers_reload_test.py tests/models/peft_test.py
+
+test-openenv: $(READY)  ## dialogues with a server of openenv
+	$(BIN)/python -m pip install --quiet --editable '.[openenv-server]'
+	$(PYTEST) -m "" tests/environments/openenv_test.py
 
 test-tunix: BIN := $(TUNIX)/bin
 test-tunix: $(TUNIX)/ready  ## the plug-in for google-tunix, which the extra dev cannot be installed with

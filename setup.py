@@ -11,6 +11,7 @@ import setuptools
 HF = ["jinja2>=3.1.6", "tokenizers>=0.23.1", "transformers>=5.20"]
 GCS = ["gcsfs>=2025.3"]
 MATH = ["math-verify>=0.9.0"]
+OPENENV = ["aiohttp>=3.11"]  # the client; openenv itself brings some 60 packages
 PLOT = ["ipywidgets>=7.7.1", "matplotlib>=3.10"]
 
 EXTRAS = {
@@ -20,6 +21,8 @@ EXTRAS = {
   "hf": HF,
   "gcs": GCS,
   "math": MATH,
+  "openenv": OPENENV,
+  "openenv-server": ["openenv>=0.10"],  # tests against the server of openenv
   "trackio": ["trackio>=0.43"],
   "wandb": ["wandb>=0.31"],
   "quantized": ["qwix>=0.1.4"],  # needs flax 0.12; not in dev, for the tests with flax 0.11
@@ -31,6 +34,7 @@ EXTRAS = {
     *GCS,
     *HF,
     *MATH,
+    *OPENENV,
     *PLOT,
     "hypothesis>=6.100",
     "ipykernel>=6.17.1",

@@ -104,26 +104,9 @@ def make_from_spec(
   owner: str, package: types.ModuleType, spec: Spec, kind: Any, **of_run: Any
 ) -> Any:
   """Makes the component of a parsed string, as `make` does; messages begin with `owner`."""
-  factory = find_factory(owner, package, spec.name)
+  factory = find_called(owner, package, spec, of_run, kind)
   parameters = inspect.signature(factory).parameters
-  check_keywords(owner, spec.name, factory, spec.arguments, of_run)
   arguments = {**spec.arguments, **{k: v for k, v in of_run.items() if k in parameters}}
-  variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-  missing = [
-    name
-    for name, parameter in parameters.items()
-    if name not in arguments and parameter.default is parameter.empty
-    and parameter.kind not in variable
-  ]  # fmt: skip
-  if missing:
-    rule = ""
-    if any(parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY for name in missing):
-      # The name may be that of the component, such as a loss function, instead of its factory.
-      rule = (
-        "; the name must be of a factory, whose parameters are hyper-parameters and which returns"
-        f" {kind.__name__}"
-      )
-    raise ValueError(f"{owner}: {spec.name} needs a value of {', '.join(missing)}{rule}")
   try:
     component = factory(**arguments)
   except (ValueError, ImportError, OSError):
@@ -135,6 +118,46 @@ def make_from_spec(
       f"{owner}: {spec.name} returned {type(component).__name__}, expected {kind.__name__}"
     )
   return component
+
+
+def find_called(
+  owner: str,
+  package: types.ModuleType,
+  spec: Spec,
+  of_run: Collection[str] = (),
+  kind: Any = object,
+) -> Callable[..., Any]:
+  """Finds the factory of a parsed string, which can be called with its arguments.
+
+  Args:
+    owner: start of messages.
+    package: as in `make`.
+    spec: from `parse`.
+    of_run: names of the parameters that the run sets.
+    kind: class of what it should return, for messages.
+  Raises:
+    ValueError: no factory has this name, or hyper-parameters are unknown or missing.
+  """
+  factory = find_factory(owner, package, spec.name)
+  check_keywords(owner, spec.name, factory, spec.arguments, of_run)
+  parameters = inspect.signature(factory).parameters
+  variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+  missing = [
+    name
+    for name, parameter in parameters.items()
+    if name not in spec.arguments and name not in of_run
+    and parameter.default is parameter.empty and parameter.kind not in variable
+  ]  # fmt: skip
+  if missing:
+    rule = ""
+    if any(parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY for name in missing):
+      # The name may be that of the component, such as a loss function, instead of its factory.
+      rule = (
+        "; the name must be of a factory, whose parameters are hyper-parameters and which returns"
+        f" {kind.__name__}"
+      )
+    raise ValueError(f"{owner}: {spec.name} needs a value of {', '.join(missing)}{rule}")
+  return factory
 
 
 def find_factory(owner: str, package: types.ModuleType, name: str) -> Callable[..., Any]:

@@ -34,7 +34,13 @@ from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.data_use import plan_warm_start, warm_start_warning
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts, build, make_task
-from rlvr_jax.train.setup.grading import check_first_grade, grader_pool, used_graders
+from rlvr_jax.train.setup.grading import (
+  check_first_dialogue,
+  check_first_grade,
+  grader_pool,
+  start_pools,
+  used_graders,
+)
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
 from rlvr_jax.train.start import parameters
 
@@ -126,6 +132,8 @@ class Preflight:
     yield "checkpoint", self.check_checkpoint
     yield "space", self.check_space
     yield "grader", self.check_grader
+    if self.config.environment.name:
+      yield "environment", self.check_environment
     yield "memory", self.check_memory
 
   # --- machines -----------------------------------------------------------------------------------
@@ -300,6 +308,15 @@ class Preflight:
       check_first_grade(parts.outcome_policy, pool, parts.task)
     names = ", ".join(used_graders(parts.task))
     return Finding(OK, f"the first problem was graded; graders: {names}")
+
+  def check_environment(self) -> Finding:
+    """The environment's processes start on the first host, and answer a turn of a problem."""
+    parts = _require(self.parts, "the configuration has failed")
+    with contextlib.ExitStack() as stack:
+      enter = lambda pool: stack.enter_context(contextlib.closing(pool))
+      _, pool = start_pools(parts.config, parts.task, parts.tokenizer, enter)
+      text = check_first_dialogue(parts.outcome_policy, pool, parts.task)
+    return Finding(OK, text or "its processes are on the first host")
 
   def check_memory(self) -> Finding:
     """The run fits into the memory of these devices, by the numbers of --mode=fits."""

@@ -57,7 +57,8 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     count = lambda: _count_complete_problems(local, num_problems, c.batch_prompts, eval_folder.path)
     done = multihost.exchange(multihost.run_on_first(count, 0))[0]
     if done < num_problems:
-      pools = multihost.run_together(lambda: start_pools(parts.config, parts.task, enter))
+      start = lambda: start_pools(parts.config, parts.task, parts.tokenizer, enter)
+      pools = multihost.run_together(start)
       lines = multihost.run_on_first(lambda: enter(_reopen_problems(local, done)), None)
       frozen = load_frozen(parts).trainer
       params, step = load_policy(parts, folder)

@@ -13,11 +13,15 @@ keywords, once per rollout:
     def echo() -> Environment:
       return Echo()
 
-A factory with a keyword `grade` is handed the task's grader for the rollout's problem. Replies may
-depend on problem, seed and the policy's texts only: if the process of an environment dies, the
-dialogue is repeated in another one, and must give the same replies. Draw from
-`random.Random(seed)`, and keep no state outside of the environment's object. All rollouts of a
-problem have the same seed. The code runs in a thread, so it cannot set handlers of signals.
+A factory with a keyword `grade` is handed the task's grader for the rollout's problem, one with a
+keyword `deadline_s` the limit of a turn in seconds. Replies may depend on problem, seed and the
+policy's texts only: if the process of an environment dies, the dialogue is repeated in another one,
+and must give the same replies. Draw from `random.Random(seed)`, and keep no state outside of the
+environment's object. All rollouts of a problem have the same seed. The code runs in a thread, so it
+cannot set handlers of signals.
+
+Replies have the role "user", unless the class says `roles = ("tool",)`. An environment that holds
+something open may have `close()`, called when its dialogue has ended.
 """
 
 from __future__ import annotations
@@ -63,6 +67,13 @@ class Turn(NamedTuple):
 
 class Refused(Exception):
   """Raised by `step`: the policy's text is refused, an outcome with a reward and not a fault."""
+
+
+class TimedOut(Exception):
+  """Raised by `step`: the policy's text took too long, an outcome with a reward and not a fault.
+
+  An environment with a limit of its own spares its process, which the pool's limit kills.
+  """
 
 
 class Environment(Protocol):
@@ -113,19 +124,39 @@ def set_waiter(waiter: Waiter) -> None:
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def check_turn(turn: Any) -> Turn:
-  """Checks what `step` returned; its reply becomes valid text of at most `MAX_REPLY` bytes.
+def declared_roles(environment: Environment) -> list[str]:
+  """The roles that an environment's replies may have.
 
   Raises:
+    ValueError: what it declares are not roles.
+  """
+  roles = getattr(environment, "roles", ROLES[:1])
+  if isinstance(roles, str) or not roles or not set(roles) <= set(ROLES):
+    raise ValueError(
+      f"{type(environment).__name__} has roles = {roles!r:.100}, expected some of {ROLES}"
+    )
+  return list(roles)
+
+
+def check_turn(turn: Any, roles: Sequence[str]) -> Turn:
+  """Checks what `step` returned; its reply becomes valid text of at most `MAX_REPLY` bytes.
+
+  Args:
+    turn: what it returned.
+    roles: from `declared_roles`.
+  Raises:
     TypeError: it is not a Turn, or a field has a wrong type.
-    ValueError: the score is not finite, or the role is unknown.
+    ValueError: the score is not finite, or the reply's role is not declared.
   """
   if not isinstance(turn, Turn):
     raise TypeError(f"step returned {turn!r:.100}, expected a Turn")
   if not isinstance(turn.done, bool):
     raise TypeError(f"step returned done = {turn.done!r:.100}, expected True or False")
-  if turn.role not in ROLES:
-    raise ValueError(f"step returned role = {turn.role!r:.100}, expected one of {list(ROLES)}")
+  if not turn.done and turn.role not in roles:
+    raise ValueError(
+      f"step returned role = {turn.role!r:.100}, expected one of {roles}; an environment that"
+      " replies as another one declares it, such as roles = ('tool',) in its class"
+    )
   if turn.score is not None and not (
     isinstance(turn.score, numbers.Real) and math.isfinite(float(turn.score))
   ):

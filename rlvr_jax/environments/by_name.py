@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from rlvr_jax import environments, specs
-from rlvr_jax.environments.base import Environment, Grade
+from rlvr_jax.environments.base import Environment, Grade, declared_roles
+
+_OF_RUN = ("grade", "deadline_s")  # parameters of factories that the run sets
 
 
 def parse_environment(field: str, text: str) -> specs.Spec:
@@ -20,19 +23,20 @@ def parse_environment(field: str, text: str) -> specs.Spec:
   """
   spec = specs.parse(field, text)
   if ":" not in spec.name:
-    owner = f"{field} = {text!r}"
-    factory = specs.find_factory(owner, environments, spec.name)
-    specs.check_keywords(owner, spec.name, factory, spec.arguments, ("grade",))
+    specs.find_called(f"{field} = {text!r}", environments, spec, _OF_RUN)
   return spec
 
 
-def make_environment(field: str, text: str, grade: Grade | None = None) -> Environment:
+def make_environment(
+  field: str, text: str, grade: Grade | None = None, *, deadline_s: float = 30.0
+) -> Environment:
   """Makes the environment of one rollout.
 
   Args:
     field: as in `parse_environment`.
     text: the string.
     grade: the task's grader for the rollout's problem, for a factory with a keyword `grade`.
+    deadline_s: limit of a turn, for a factory with a keyword `deadline_s`.
   Raises:
     ValueError: as `parse_environment`; or the module or factory does not exist, raises it, or does
       not return an environment; or it needs `grade`, which is None.
@@ -44,7 +48,9 @@ def make_environment(field: str, text: str, grade: Grade | None = None) -> Envir
   )
   if grade is None and parameter is not None and parameter.default is parameter.empty:
     raise ValueError(f"{owner}: {spec.name} needs grade, but here is no grader to hand to it")
-  of_run = {} if grade is None else {"grade": grade}
+  of_run: dict[str, Any] = {"deadline_s": deadline_s}
+  if grade is not None:
+    of_run["grade"] = grade
   environment = specs.make_from_spec(owner, environments, spec, object, **of_run)
   for method, parameters in (("reset", "problem, seed"), ("step", "text")):
     if not callable(getattr(environment, method, None)):
@@ -52,4 +58,8 @@ def make_environment(field: str, text: str, grade: Grade | None = None) -> Envir
         f"{owner}: {spec.name} returned {type(environment).__name__}, which has no"
         f" {method}({parameters}); an environment has reset(problem, seed) and step(text)"
       )
+  try:
+    declared_roles(environment)
+  except ValueError as error:
+    raise ValueError(f"{owner}: {error}") from error
   return environment

@@ -67,11 +67,12 @@ class EnvironmentPool:
   A dialogue's results depend on its problem, seed and texts only.
 
   A worker has many dialogues and runs one at a time. If a step exceeds the limit, its worker is
-  killed with its process group and replaced, and the step's result is `Failure("timeout")`. The
-  other kinds are "refused" (the environment raised `Refused`), "memory" (a failed allocation) and
-  "failed" (any other exception, an invalid result, or a worker that died). A failure ends its
-  dialogue. If a worker ends, its other dialogues are repeated in the new one, each before its next
-  step: from reset, with the same seed and texts. If a result then differs, the dialogue has failed.
+  killed with its process group and replaced, and the step's result is `Failure("timeout")`, as
+  where the environment raised `TimedOut`. The other kinds are "refused" (it raised `Refused`),
+  "memory" (a failed allocation) and "failed" (any other exception, an invalid result, or a worker
+  that died). A failure ends its dialogue. If a worker ends, its other dialogues are repeated in the
+  new one, each before its next step: from reset, with the same seed and texts. If a result then
+  differs, the dialogue has failed.
 
   Workers are new interpreters (never forks of this process), without jax. They end when this
   process does.
@@ -86,6 +87,8 @@ class EnvironmentPool:
     variables: added to the workers' environment variables.
     grade: `GraderPool.submit`, for an environment with a keyword `grade`. A grade that has not come
       within an hour is a timeout; the grader's own limits are shorter.
+  Attributes:
+    roles: that replies may have, of "user" and "tool".
   Raises:
     ValueError: an argument out of range, an unknown environment, or variables that are not text.
     EnvironmentStartError: the environment cannot be made.
@@ -119,7 +122,7 @@ class EnvironmentPool:
     self._thread = threading.Thread(target=self._dispatcher.run, name="environments", daemon=True)
     self._thread.start()
     try:
-      self._dispatcher.ready.result(startup_timeout_s + KILL_WAIT_S)
+      self.roles = tuple(self._dispatcher.ready.result(startup_timeout_s + KILL_WAIT_S))
     except BaseException:
       self.close()
       raise
@@ -294,7 +297,7 @@ class _Dispatcher:
   """Passes requests and results between threads and workers. One thread runs all but `_Inbox`."""
 
   def __init__(self, options: _Options):
-    self.ready: Future[None] = Future()  # of the first workers
+    self.ready: Future[list[str]] = Future()  # of the first workers; the roles of replies
     self._options = options
     self._inbox = _Inbox()
     self._dialogues: dict[int, Dialogue] = {}
@@ -379,7 +382,7 @@ class _Dispatcher:
     if "error" in message:
       self._fail_start(message["error"])
     elif "ready" in message:
-      self._set_ready(place)
+      self._set_ready(place, message["ready"])
     elif message["event"] == "grade":
       self._ask_grade(place, message["dialogue"], message["text"])
     else:
@@ -387,10 +390,10 @@ class _Dispatcher:
       if message["event"] == "result":
         self._take_result(place, message["dialogue"], message["result"])
 
-  def _set_ready(self, place: _Place) -> None:
+  def _set_ready(self, place: _Place, roles: list[str]) -> None:
     place.set_ready()
     if all(other.is_ready for other in self._places) and not self.ready.done():
-      self.ready.set_result(None)
+      self.ready.set_result(roles)
     for number, dialogue in self._in_place(place):
       self._send_next(number, dialogue)
 

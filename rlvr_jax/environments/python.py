@@ -95,6 +95,8 @@ _sandboxes = _Sandboxes()
 class _Python:
   """The programs of one dialogue."""
 
+  roles = ("tool",)
+
   def __init__(self, options: _Options):
     self._options = options
     self._earlier: list[str] = []

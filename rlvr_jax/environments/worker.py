@@ -1,13 +1,13 @@
 """A worker of environments: reads and writes JSON lines, has many dialogues, runs one at a time.
 
 `EnvironmentPool` starts it as `python -m rlvr_jax.environments.worker SETTINGS`. It first writes
-{"ready": true} or {"error": text}. Requests name a dialogue by its number: {"kind": "reset",
-"problem", "seed"}, {"kind": "step", "text"}, {"kind": "close"}. Of a request it reports
-{"event": "running"} when the environment's code starts, and its "result" at the end: {"messages"},
-{"turn"}, {"failure": [kind, detail]} or {}. Where the code waits (`base.waiting`), it reports
-"waiting" with "limit_s", then "waited", then "running" again, and other dialogues run meanwhile.
-{"event": "grade", "text"} asks for a grade, and {"kind": "grade", "grade": […]} answers, or
-{"kind": "grade", "error": text}. The worker ends when its stdin does.
+{"ready": roles of replies} or {"error": text}. Requests name a dialogue by its number:
+{"kind": "reset", "problem", "seed"}, {"kind": "step", "text"}, {"kind": "close"}. Of a request it
+reports {"event": "running"} when the environment's code starts, and its "result" at the end:
+{"messages"}, {"turn"}, {"failure": [kind, detail]} or {}. Where the code waits (`base.waiting`), it
+reports "waiting" with "limit_s", then "waited", then "running" again, and other dialogues run
+meanwhile. {"event": "grade", "text"} asks for a grade, and {"kind": "grade", "grade": […]} answers,
+or {"kind": "grade", "error": text}. The worker ends when its stdin does.
 """
 
 from __future__ import annotations
@@ -140,14 +140,19 @@ class _Worker:
           messages = environment.reset(request["problem"], request["seed"])
           return {"messages": base.check_messages(messages)}
         case "step":
-          turn = base.check_turn(self._dialogues[dialogue].step(request["text"]))
+          environment = self._dialogues[dialogue]
+          roles = base.declared_roles(environment)
+          turn = base.check_turn(environment.step(request["text"]), roles)
           if turn.done:
-            del self._dialogues[dialogue]
+            self._forget(dialogue)
           return {"turn": turn}
-      self._dialogues.pop(dialogue, None)
+      self._forget(dialogue)
       return {}
     except base.Refused as error:
       kind = "refused"
+      detail = str(error)
+    except base.TimedOut as error:
+      kind = "timeout"
       detail = str(error)
     except MemoryError as error:
       kind = "memory"
@@ -155,12 +160,20 @@ class _Worker:
     except BaseException as error:  # sys.exit() in an environment is its failure as well
       kind = "failed"
       detail = _describe(error)
-    self._dialogues.pop(dialogue, None)
+    self._forget(dialogue)
     return {"failure": [kind, base.clean("detail", detail)[:MAX_DETAIL]]}
+
+  def _forget(self, dialogue: int) -> None:
+    """Closes the environment of a dialogue, if it has one that can be closed."""
+    close = getattr(self._dialogues.pop(dialogue, None), "close", None)
+    if close is not None:
+      with contextlib.suppress(Exception):  # the dialogue has its result
+        close()
 
   def _make(self, dialogue: int) -> Environment:
     grade = functools.partial(self._grade, dialogue) if self._settings["has_grade"] else None
-    return make_environment(FIELD, self._settings["environment"], grade)
+    deadline_s = self._settings["deadline_s"]
+    return make_environment(FIELD, self._settings["environment"], grade, deadline_s=deadline_s)
 
   def _grade(self, dialogue: int, text: str) -> tuple[str, float, str]:
     """The `grade` of an environment: asks the parent."""
@@ -176,13 +189,17 @@ class _Worker:
     return outcome, score, detail
 
 
-def _test(settings: dict[str, Any]) -> None:
-  """Makes the environment once, so that a mistake ends the worker's start."""
+def _test(settings: dict[str, Any]) -> list[str]:
+  """Makes the environment once, so that a mistake ends the worker's start; returns its roles."""
 
   def refuse(text: str) -> tuple[str, float, str]:
     raise RuntimeError("grade was called by the factory; call it in step")
 
-  make_environment(FIELD, settings["environment"], refuse if settings["has_grade"] else None)
+  grade = refuse if settings["has_grade"] else None
+  environment = make_environment(
+    FIELD, settings["environment"], grade, deadline_s=settings["deadline_s"]
+  )
+  return base.declared_roles(environment)
 
 
 def main() -> int:
@@ -191,7 +208,7 @@ def main() -> int:
   channel = _Channel(replies)
   try:
     processes.limit_memory(settings["memory_mib"])
-    _test(settings)
+    roles = _test(settings)
   except ValueError as error:
     channel.send({"error": str(error)})
     return 1
@@ -200,7 +217,7 @@ def main() -> int:
     return 1
   # Until here the parent reads errors from stderr; from here on others' output is discarded.
   os.dup2(1, 2)
-  channel.send({"ready": True})
+  channel.send({"ready": roles})
   threading.stack_size(_STACK_BYTES)
   worker = _Worker(settings, channel)
   try:

@@ -39,6 +39,8 @@ class Flight:
   problems: Sequence[Problem]  # P
   prompts: Prompts  # NumPy
   seeds: Sequence[int] = ()  # P, of environments; () without dialogues
+  # By index of a problem whose environment failed at its reset, why; its rollouts have failed.
+  failed_resets: Mapping[int, str] = dataclasses.field(default_factory=dict)
   # By index of the problem:
   groups: dict[int, Group] = dataclasses.field(default_factory=dict)
   texts: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # responses

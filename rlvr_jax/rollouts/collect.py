@@ -31,6 +31,12 @@ from rlvr_jax.rollouts.dialogues import DialogueUsage, End, EnvironmentDialogues
 from rlvr_jax.rollouts.engine import Engine, Group, Request, Usage
 from rlvr_jax.types import Params, Rollouts, TrainBatch
 
+# Outcomes of which a sample tells why.
+_WITH_DETAIL = {
+  Outcome.CRASHED, Outcome.ENVIRONMENT_FAILED, Outcome.ENVIRONMENT_REFUSED,
+  Outcome.ENVIRONMENT_LIMIT,
+}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Collector:
@@ -65,10 +71,11 @@ class Collector:
         dialogues.
     """
     first = None
+    failed_resets: Mapping[int, str] = {}
     if self.environments is not None:
-      first = self.environments.first_messages(problems, seeds)
+      first, failed_resets = self.environments.begin(problems, seeds)
     prompts = encode_prompts(problems, self.tokenizer, self.max_prompt_length, first)
-    return Flight(problems, prompts, seeds)
+    return Flight(problems, prompts, seeds, failed_resets)
 
   def usage(self) -> Usage:
     """Counts of the streams that this collector grades, all 0."""
@@ -203,7 +210,7 @@ def _with_outcomes_of_dialogues(judged: Sequence[Grade], flight: Flight) -> list
         found.append(next(grades))
       else:
         score = 0.0 if group.scores is None else float(np.nan_to_num(group.scores[g]))
-        found.append(Grade(end.outcome, score))
+        found.append(Grade(end.outcome, score, group.details[g] if group.details else ""))
   return found
 
 
@@ -233,7 +240,7 @@ def _samples(
       "shaped_reward": shaped_reward,  # after the penalty for length, used in training
       "tokens": int(length),
       "stopped": bool(stopped),
-      **({"detail": grade.detail} if grade.outcome is Outcome.CRASHED else {}),
+      **({"detail": grade.detail} if grade.outcome in _WITH_DETAIL else {}),
     }
     for i, (completion, grade, reward, shaped_reward, length, stopped) in enumerate(
       zip(completions, grades, *per_rollout, strict=True)

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
-from absl import logging
 
 from rlvr_jax.data import Problem, Tokenizer
 from rlvr_jax.data.stop_strings import find_stop
@@ -125,34 +124,40 @@ class Environments:
   settings: DialogueSettings
   share: Callable[[Any], Any]
 
-  def first_messages(
+  def begin(
     self, problems: Sequence[Problem], seeds: Sequence[int]
-  ) -> list[Sequence[Message] | None]:
-    """The messages with which the dialogues of problems begin; None: the problem's own prompt.
+  ) -> tuple[list[Sequence[Message] | None], dict[int, str]]:
+    """Resets the environments of problems, to see with which messages their dialogues begin.
 
+    Returns:
+      The messages by problem, None for its own prompt; and by index of a problem whose environment
+      failed, why. The rollouts of such a problem have failed.
     Raises:
-      EnvironmentStoppedError: an environment failed before the policy said anything.
+      EnvironmentStoppedError: all of them failed.
     """
-    found: list[Any] = []
-    if self.pool is not None:
-      resets = [
-        self.pool.reset(_as_mapping(problem), seed)
-        for problem, seed in zip(problems, seeds, strict=True)
-      ]
-      for started in [reset.result() for reset in resets]:
-        if isinstance(started, Failure):
-          found.append({"failure": started.detail})
-        else:
-          found.append(started.messages and [dict(message) for message in started.messages])
-          self.pool.close_dialogue(started.dialogue)
-    found = self.share(found)
-    for problem, messages in zip(problems, found, strict=True):
-      if isinstance(messages, dict):
-        raise EnvironmentStoppedError(
-          f"the environment failed at its reset for the problem {problem.question[:80]!r}:"
-          f" {messages['failure']}"
-        )
-    return found
+    resets: list[Future[Started | Failure]] = []
+    if (pool := self.pool) is not None:
+      resets = [pool.reset(as_mapping(p), seed) for p, seed in zip(problems, seeds, strict=True)]
+    results = None
+    while results is None:  # in pieces, so that a request to end is noticed
+      unfinished = concurrent.futures.wait(resets, timeout=_WAIT_S).not_done
+      results = self.share(None if unfinished else [self._begun(reset) for reset in resets])
+    failures = {index: detail for index, (_, detail) in enumerate(results) if detail is not None}
+    if problems and len(failures) == len(problems):
+      raise EnvironmentStoppedError(
+        f"the environment failed at its reset for all {len(problems)} problems of a batch; the"
+        f" first error is: {failures[0]}"
+      )
+    return [messages for messages, _ in results], failures
+
+  def _begun(self, reset: Future[Started | Failure]) -> tuple[Sequence[Message] | None, str | None]:
+    """The messages of a reset, or why it failed; JSON."""
+    started = reset.result()
+    if isinstance(started, Failure):
+      return None, started.detail
+    assert self.pool is not None  # it has reset the environment
+    self.pool.close_dialogue(started.dialogue)
+    return started.messages and [dict(message) for message in started.messages], None
 
   def last_turn(self, group: Group, rollout: int) -> str:
     """The text of the policy's last turn, which ends the response so far.
@@ -170,7 +175,14 @@ class Environments:
 
 
 class EnvironmentStoppedError(RuntimeError):
-  """An environment failed where no policy's text can be the cause."""
+  """The environments of all problems failed where no policy's text can be the cause."""
+
+
+class _Ending(NamedTuple):
+  """How a dialogue ends."""
+
+  end: End
+  detail: str = ""  # why the environment failed
 
 
 class _Asked(NamedTuple):
@@ -193,7 +205,7 @@ class EnvironmentDialogues:
     self._environments, self._usage = environments, usage
     self._num_asked = 0
     self._asked: dict[int, _Asked] = {}  # by number, on all processes the same
-    self._ended: dict[int, End] = {}  # by number, of turns that no environment gets
+    self._ended: dict[int, _Ending] = {}  # by number, of turns that no environment gets
     # Of the first process, by id of the group and rollout: the dialogue in the pool.
     self._started: dict[tuple[int, int], Future[Started | Failure]] = {}
 
@@ -217,8 +229,11 @@ class EnvironmentDialogues:
     """See `engine.Dialogues`."""
     number, self._num_asked = self._num_asked, self._num_asked + 1
     future = None
-    if not group.stopped[rollout]:
-      self._ended[number] = End.LENGTH_LIMIT
+    failure = group.owner.failed_resets.get(group.prompt_index)
+    if failure is not None:
+      self._ended[number] = _Ending(End.ENVIRONMENT_FAILED, failure)
+    elif not group.stopped[rollout]:
+      self._ended[number] = _Ending(End.LENGTH_LIMIT)
     elif (pool := self._environments.pool) is not None:
       text = self._environments.last_turn(group, rollout)
       future = self._step(pool, group, rollout, text)
@@ -232,7 +247,7 @@ class EnvironmentDialogues:
     now = time.monotonic()
     waits_s = sum(now - self._asked[number].at for number, *_ in replies)
     self._usage.add_replies(len(replies), waits_s, now - began)
-    answers = [self._end(number, end) for number, end in ended.items()]
+    answers = [self._end(number, *ending) for number, ending in ended.items()]
     return answers + [self._answer(*reply) for reply in replies]
 
   def add_costs(self, *, idle_slot_steps: int = 0, rebuilt_tokens: int = 0) -> None:
@@ -256,9 +271,7 @@ class EnvironmentDialogues:
     """What follows a turn that the environment has answered."""
     if kind == "failure":
       failure = Failure(*fields)
-      if failure.kind == "failed":
-        logging.log_first_n(logging.WARNING, "an environment failed: %s", 5, failure.detail)
-      return self._end(number, _END_OF_FAILURE[failure.kind])
+      return self._end(number, _END_OF_FAILURE[failure.kind], failure.detail)
     turn = Turn(*fields)
     group, rollout, *_ = self._asked[number]
     if turn.done:
@@ -272,20 +285,21 @@ class EnvironmentDialogues:
       return self._end(number, End.TURN_LIMIT)
     tokens = self._encode(turn, last=int(group.tokens[rollout, length - 1]))
     if not len(tokens):
-      logging.log_first_n(
-        logging.WARNING, "an environment's reply has no tokens: %r", 5, turn.reply
+      return self._end(
+        number, End.ENVIRONMENT_FAILED, f"the reply {turn.reply!r:.100} has no tokens"
       )
-      return self._end(number, End.ENVIRONMENT_FAILED)
     # One place at least is left for the policy.
     if length + len(tokens) >= group.tokens.shape[1]:
       return self._end(number, End.LENGTH_LIMIT)
     del self._asked[number]
     return Answer(group, rollout, tokens, is_last=False)
 
-  def _end(self, number: int, end: End) -> Answer:
+  def _end(self, number: int, end: End, detail: str = "") -> Answer:
     """Ends the dialogue of a turn."""
     group, rollout, *_ = self._asked.pop(number)
     _array(group.ends)[rollout] = end
+    if group.details is not None:
+      group.details[rollout] = detail
     group.stopped[rollout] = end is not End.LENGTH_LIMIT  # of the dialogue, not of its last turn
     started = self._started.pop((id(group), rollout), None)
     if started is not None and self._environments.pool is not None:
@@ -303,7 +317,7 @@ class EnvironmentDialogues:
       started = self._started[key].result()
       assert isinstance(started, Started)  # otherwise the dialogue has ended
       return pool.step(started.dialogue, text)
-    self._started[key] = pool.reset(_as_mapping(flight.problems[index]), flight.seeds[index])
+    self._started[key] = pool.reset(as_mapping(flight.problems[index]), flight.seeds[index])
     answer: Future[Turn | Failure] = Future()
 
     def step(reset: Future[Started | Failure]) -> None:
@@ -376,7 +390,7 @@ def _array(of_dialogues: np.ndarray | None) -> np.ndarray:
   return of_dialogues
 
 
-def _as_mapping(problem: Problem) -> dict[str, Any]:
+def as_mapping(problem: Problem) -> dict[str, Any]:
   """A problem, as environments get it."""
   return {
     "question": problem.question, "answer": problem.answer, "reference": dict(problem.reference),

@@ -49,6 +49,7 @@ class Group(NamedTuple, Generic[Owner]):
   turns: np.ndarray | None = None  # i32[G, T], see `types.Rollouts`
   ends: np.ndarray | None = None  # i32[G], how each ended, an `End` of `rollouts.dialogues`
   scores: np.ndarray | None = None  # f32[G], from the environment; NaN where there is none
+  details: list[str] | None = None  # G, why the environment failed or refused; "" if it did not
 
 
 class Answer(NamedTuple, Generic[Owner]):
@@ -557,6 +558,7 @@ class Engine:
       turns=np.zeros((G, T), np.int32),
       ends=np.zeros(G, np.int32),
       scores=np.full(G, np.nan, np.float32),
+      details=[""] * G,
     )
 
   def _round_up(self, rows: int) -> int:

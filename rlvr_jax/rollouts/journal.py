@@ -71,12 +71,13 @@ class GroupJournal:
 
 def _to_json(group: Group) -> dict[str, Any]:
   """Converts a group to its index and its record in base64; see `encode_group`."""
-  about = ("owner", "prompt_index")
+  about = ("owner", "prompt_index", "details")
   arrays = {k: v for k, v in group._asdict().items() if k not in about and v is not None}
-  return {"index": group.prompt_index, "group": base64.b64encode(encode_group(arrays)).decode()}
+  record = encode_group(arrays, samples=group.details or ())
+  return {"index": group.prompt_index, "group": base64.b64encode(record).decode()}
 
 
 def from_json(record: dict[str, Any], owner: Owner) -> Group[Owner]:
   """Converts a record from `GroupJournal.read` to a group of the draw's owner."""
-  arrays, _ = decode_group(base64.b64decode(record["group"]))
-  return Group(owner=owner, prompt_index=record["index"], **arrays)
+  arrays, details = decode_group(base64.b64decode(record["group"]))
+  return Group(owner=owner, prompt_index=record["index"], **arrays, details=details or None)

@@ -26,6 +26,7 @@ from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import (
   announce_partial_credit,
+  check_first_dialogue,
   check_first_grade,
   start_pools,
 )
@@ -197,7 +198,8 @@ def _open_writer(
 
 
 def _start_graders(parts: Parts, enter: Enter) -> Collector:
-  """Starts graders, which grade the first problem as a check, and environments."""
-  graders, environments = start_pools(parts.config, parts.task, enter)
+  """Starts graders and environments, which grade and play the first problem as a check."""
+  graders, environments = start_pools(parts.config, parts.task, parts.tokenizer, enter)
   check_first_grade(parts.outcome_policy, graders, parts.task)
+  check_first_dialogue(parts.outcome_policy, environments, parts.task)
   return parts.make_collector(graders, environments)

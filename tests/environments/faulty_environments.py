@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 
-from rlvr_jax.environments import Refused, Turn, waiting
+from rlvr_jax.environments import Refused, TimedOut, Turn, waiting
 
 
 class Faulty:
   """Counts its turns, and answers with them, the seed and the text."""
+
+  roles = ("user", "tool")
 
   def __init__(self, options):
     self.options = options
@@ -54,6 +56,8 @@ class Faulty:
       raise ValueError(argument)
     if kind == "refuse":
       raise Refused(argument)
+    if kind == "late":
+      raise TimedOut(argument)
     if kind == "eat":
       return Turn(str(len(bytearray(4 * 2**30))))
     if kind == "long":
@@ -91,6 +95,30 @@ def graded(*, grade, log=os.devnull):
   return Faulty({"grade": grade, "log": log})
 
 
+class Closing:
+  """Says in a file that it was closed."""
+
+  def __init__(self, log, roles):
+    self.log, self.roles = log, roles
+
+  def reset(self, problem, seed):
+    self.seed = seed
+
+  def step(self, text):
+    if text == "raise":
+      raise KeyError(text)
+    return Turn(text, done=text == "done", role="tool")
+
+  def close(self):
+    with open(self.log, "a") as file:
+      file.write(f"{self.seed}\n")
+    raise OSError("nobody reads this")
+
+
+def closing(*, log=os.devnull, roles=("tool",)):
+  return Closing(log, roles)
+
+
 class _NoReset:
   def step(self, text):
     return Turn(text)
@@ -111,3 +139,14 @@ def dying():
 
 def stuck():
   time.sleep(60)
+
+
+class Says(Faulty):
+  """Does the same whatever the policy says."""
+
+  def step(self, text):
+    return super().step(self.options["text"])
+
+
+def says(*, text):
+  return Says({"text": text})

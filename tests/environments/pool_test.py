@@ -112,6 +112,7 @@ def test_turns(pool, text, expected):
     ("signal 6", "memory", "signal SIGABRT"),
     ("eat", "memory", "MemoryError"),
     ("refuse that is rude", "refused", "^that is rude$"),
+    ("late by a lot", "timeout", "^by a lot$"),
     ("wait 0.2 60", "timeout", "the wait did not end within its limit"),
     ("hang", "timeout", "the step did not end within deadline_s = 0.5 s"),
     ("spin", "timeout", "deadline_s"),
@@ -207,6 +208,33 @@ def test_misuse_is_an_exception_of_the_future_or_the_call(pool):
     pool.step(dialogue, b"a")
   with pytest.raises(ValueError, match="seed = 'a'"):
     pool.reset(problem(), "a")
+
+
+def test_an_environment_is_closed_once_however_its_dialogue_ends(tmp_path):
+  log = tmp_path / "log"
+  log.touch()
+  with EnvironmentPool(f"faulty_environments:closing(log={str(log)!r})", deadline_s=5.0) as pool:
+    dialogues = [start(pool, seed) for seed in range(4)]
+    assert ask(pool, dialogues[0], "done").done
+    assert ask(pool, dialogues[1], "raise").kind == "failed"
+    pool.close_dialogue(dialogues[2])
+    for dialogue in dialogues[:3]:
+      pool.close_dialogue(dialogue)
+    assert ask(pool, dialogues[3], "a") == Turn("a", role="tool")
+    assert log.read_text().split() == ["0", "1", "2"]
+
+
+def test_roles_of_replies_are_declared(pool):
+  assert pool.roles == ("user", "tool")
+  with (
+    EnvironmentPool("python", deadline_s=5.0) as of_tools,
+    EnvironmentPool("guess", deadline_s=5.0) as of_a_user,
+  ):
+    assert (of_tools.roles, of_a_user.roles) == (("tool",), ("user",))
+  name = "faulty_environments:closing(roles=('user',))"
+  with EnvironmentPool(name, deadline_s=5.0) as undeclared:
+    failure = ask(undeclared, start(undeclared), "a")
+    assert failure.kind == "failed" and "declares it, such as roles = ('tool',)" in failure.detail
 
 
 def test_a_closed_dialogue_has_ended(pool):
@@ -335,6 +363,8 @@ def test_grades_come_from_the_parent_and_are_asked_once(tmp_path):
     ("faulty_environments:raising", EnvironmentStartError, "OSError: a fault"),
     ("faulty_environments:dying", EnvironmentStartError, "exit status 7 last words"),
     ("guess(low=3, high=2)", EnvironmentStartError, "low = 3 is above high = 2"),
+    ("faulty_environments:closing(roles='tool')", EnvironmentStartError, "has roles = 'tool'"),
+    ("faulty_environments:closing(roles=('system',))", EnvironmentStartError, "expected some of"),
   ],
 )
 def test_an_environment_that_cannot_start_says_why(environment, error, message):

@@ -1,5 +1,6 @@
 """How dialogues end, and what becomes of replies; environments run in processes of their own."""
 
+import dataclasses
 import sys
 import time
 
@@ -18,6 +19,7 @@ from rlvr_jax.rollouts.dialogues import (
   End,
   EnvironmentDialogues,
   Environments,
+  EnvironmentStoppedError,
   shorten,
 )
 from rlvr_jax.rollouts.engine import Group
@@ -34,6 +36,10 @@ class Says:
     self.seed = seed
     if problem["question"] == "own words":
       return [{"role": "user", "content": f"seed {seed}"}]
+    if problem["question"] == "broken":
+      raise KeyError(seed)
+    if problem["question"] == "slow":
+      time.sleep(2.5)
 
   def step(self, text):
     kind, _, argument = text.partition(" ")
@@ -84,6 +90,7 @@ def group_of(texts, question="q", seed=5):
     turns=np.zeros((len(texts), T), np.int32),
     ends=np.zeros(len(texts), np.int32),
     scores=np.full(len(texts), np.nan, np.float32),
+    details=[""] * len(texts),
   )
   for g, text in enumerate(texts):
     say(group, g, text, turn=0)
@@ -189,8 +196,50 @@ def test_a_thought_that_was_opened_before_a_turn_belongs_to_it(pool):
   assert given.last_turn(group, 1) == "c"  # the reply opens none
 
 
+def problems_of(*questions):
+  return [Problem(question=q, answer="", solution="", reference={}) for q in questions]
+
+
 def test_first_messages_are_shared_by_a_problems_rollouts(pool):
-  problems = [Problem(question=q, answer="", solution="", reference={}) for q in ("a", "own words")]
-  assert environments(pool).first_messages(problems, [1, 2]) == [
-    None, [{"role": "user", "content": "seed 2"}],
-  ]  # fmt: skip
+  messages, failures = environments(pool).begin(problems_of("a", "own words"), [1, 2])
+  assert messages == [None, [{"role": "user", "content": "seed 2"}]] and not failures
+
+
+def test_a_failed_reset_fails_its_own_problem(pool):
+  messages, failures = environments(pool).begin(problems_of("a", "broken", "b"), [1, 2, 3])
+  assert messages == [None] * 3 and failures.keys() == {1} and "KeyError: 2" in failures[1]
+  group = group_of(["say a", "score 1"])
+  group.owner.failed_resets = {0: failures[1]}
+  say(group, 0, "x" * 9, turn=0, end=None)
+  group.stopped[0] = False  # nor does it count that the turn was cut
+  found, _ = answers_to(group, None)  # nobody is asked
+  assert all(found[g].is_last for g in range(2)) and group.details == [failures[1]] * 2
+  assert {End(end) for end in group.ends} == {End.ENVIRONMENT_FAILED}
+  with pytest.raises(EnvironmentStoppedError, match=r"all 2 problems of a batch; .*KeyError: 5"):
+    environments(pool).begin(problems_of("broken", "broken"), [5, 6])
+
+
+def test_first_messages_are_waited_for_in_pieces(pool):
+  shared = []
+
+  def share(value):  # where a request to end is noticed
+    shared.append(value)
+    return value
+
+  slow = dataclasses.replace(environments(pool), share=share)
+  assert slow.begin(problems_of("slow"), [0]) == ([None], {})
+  assert shared == [None, [(None, None)]]
+
+
+def test_why_an_environment_failed_is_told(pool):
+  texts = {
+    "score 1": "",
+    "judge": "",
+    "refuse": "no",
+    "fail x": "KeyError: 'x'",
+    "say ": "no tokens",
+  }
+  group = group_of(texts)
+  answers_to(group, pool)
+  for detail, part in zip(group.details, texts.values(), strict=True):
+    assert part in detail and bool(part) == bool(detail)

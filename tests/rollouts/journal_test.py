@@ -47,6 +47,7 @@ def test_a_group_of_dialogues_comes_back(tmp_path):
     turns=np.arange(plain.tokens.size, dtype=np.int32).reshape(plain.tokens.shape) % 5,
     ends=np.arange(G, dtype=np.int32),
     scores=np.where(np.arange(G) % 2, np.nan, 0.5).astype(np.float32),
+    details=["", "KeyError: 'é'"],
   )
   group.turns[np.arange(group.tokens.shape[1]) >= group.lengths[:, None]] = 0
   journal = GroupJournal(tmp_path / "groups")
@@ -55,6 +56,7 @@ def test_a_group_of_dialogues_comes_back(tmp_path):
   for name in ("turns", "ends", "scores", "tokens"):
     np.testing.assert_array_equal(getattr(found, name), getattr(group, name))
     assert getattr(found, name).dtype == getattr(group, name).dtype
+  assert found.details == group.details
 
 
 def test_padding_costs_nothing_and_a_full_group_has_none(tmp_path):

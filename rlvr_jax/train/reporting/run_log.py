@@ -245,7 +245,7 @@ class RunLog:
       self._warn_of_limits(graded.statistics, step)
     else:
       self._warn_of_truncation(graded.statistics.get("response/truncated", 0.0), step)
-    self._warn_of_crashes(graded, step)
+    self._warn_of_faults(graded, step)
     logging = self._run.logging
     # Once, however many batches are sampled before this update.
     if step % logging.rollouts_every == 0 and self._notices.changes("rollouts", step):
@@ -269,7 +269,6 @@ class RunLog:
       "length_limit": "raise config.max_response_length",
       "environment_limit": "raise config.environment.deadline_s or memory_mib",
       "environment_refused": "look at the turns in rollouts.jsonl",
-      "environment_failed": "mend the environment: such rollouts are left out of the loss",
     }
     shares = {outcome: statistics.get(f"outcome/{outcome}", 0.0) for outcome in remedies}
     limits = [outcome for outcome in remedies if outcome.endswith("_limit")]
@@ -283,16 +282,18 @@ class RunLog:
           f" be right; otherwise {remedies[most]}"
         )
 
-  def _warn_of_crashes(self, graded: Graded, step: int) -> None:
-    """Warns that the grader has failed, and how, once until it does not."""
-    details = [sample["detail"] for sample in graded.samples if "detail" in sample]
-    if self._notices.begins("crashes", bool(details)):
-      share = len(details) / len(graded.samples)
-      warn(
-        f"the grader crashed on {share:.0%} of the responses sampled for update {step + 1}; the"
-        f" first error is: {details[0]}. config.grading.outcomes.crashed decides what happens to"
-        " them; by default they are left out of the loss"
-      )
+  def _warn_of_faults(self, graded: Graded, step: int) -> None:
+    """Warns that the grader or the environment has failed, and how, once until it does not."""
+    faults = {"crashed": "the grader crashed on", "environment_failed": "the environment failed in"}
+    for outcome, what in faults.items():
+      details = [sample["detail"] for sample in graded.samples if sample["outcome"] == outcome]
+      if self._notices.begins(outcome, bool(details)):
+        share = len(details) / len(graded.samples)
+        warn(
+          f"{what} {share:.0%} of the responses sampled for update {step + 1}; the first error is:"
+          f" {details[0]}. config.grading.outcomes.{outcome} decides what happens to them; by"
+          " default they are left out of the loss"
+        )
 
   def _warn_of_padding(self, filled: float, step: int) -> None:
     """Warns when more than half of a batch's positions are padding, once until it is less."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,19 +17,27 @@ from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer
 from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.environments.by_name import parse_environment
-from rlvr_jax.environments.pool import EnvironmentPool
+from rlvr_jax.environments.pool import EnvironmentPool, EnvironmentStartError, Failure
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 from rlvr_jax.rewards.by_name import parse_grader, weighted_reference
 from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy, outcome_policy
 from rlvr_jax.rewards.pool import GraderPool, default_workers
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.collect import Collector
-from rlvr_jax.rollouts.dialogues import CUT_NOTE, CUTS, DialogueSettings, Environments
+from rlvr_jax.rollouts.dialogues import (
+  CUT_NOTE,
+  CUTS,
+  DialogueSettings,
+  Environments,
+  as_mapping,
+)
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.reporting.progress import warn
 
 WEIGHTED, _CODE = "weighted", "code"  # by name
+_NO_ANSWER = "no answer"  # a text that no grader or environment takes for one
+_FIRST_TURN_S = 3600.0  # above all limits of a turn
 _NUM_INSPECTED = 100  # problems per source whose references are searched for names of graders
 
 
@@ -179,7 +188,7 @@ def check_first_grade(outcome_policy: OutcomePolicy, pool: GraderPool, task: Tas
   """
   if outcome_policy[Outcome.CRASHED] != MASK:
     return
-  (grade,) = pool.grade(["no answer"], [task.train[0].reference])
+  (grade,) = pool.grade([_NO_ANSWER], [task.train[0].reference])
   if grade.outcome is Outcome.CRASHED:
     raise GraderStartError(
       f"the grader {task.grader} crashed on the answer 'no answer' to the first training problem:"
@@ -238,7 +247,7 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
   """
   if not settings.name:
     return
-  spec = parse_environment("config.environment.name", settings.name)
+  parse_environment("config.environment.name", settings.name)
   check_integer("config.environment", "max_turns", settings.max_turns, low=1)
   check_integer("config.environment", "max_reply_length", settings.max_reply_length, low=0)
   check_choice("config.environment", "cut", settings.cut, CUTS)
@@ -248,28 +257,33 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
       f"config.environment.max_reply_length = {settings.max_reply_length}: what says that a reply"
       f" was cut has {least} tokens; set at least as many, or 0 for no limit"
     )
-  # Others may reply as a tool too; their template is then checked at the first such reply.
-  roles = ("tool",) if spec.name == "python" else ("user",)
   try:
-    tokenizer.check_turns(roles, settings.stop_strings)
+    tokenizer.check_turns((), settings.stop_strings)
   except ValueError as error:
     raise ValueError(f"config.environment.name = {settings.name!r}: {error}") from error
 
 
 def start_pools(
-  config: ml_collections.ConfigDict, task: Task, enter: Callable[[Any], Any]
+  config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer, enter: Callable[[Any], Any]
 ) -> tuple[GraderPool, EnvironmentPool | None]:
   """Starts the processes of graders and of environments, the arguments of `Parts.make_collector`.
 
   Args:
-    config, task: of the run.
+    config, task, tokenizer: of the run.
     enter: registers a pool to be closed, and returns it.
   Raises:
     GraderStartError, EnvironmentStartError: a grader or the environment cannot work here.
+    ValueError: the chat template has no place for the environment's replies.
   """
   graders = enter(grader_pool(config.grading, task))
   environments = _environment_pool(config.environment, graders)
-  return graders, environments and enter(environments)
+  if environments is not None:
+    enter(environments)
+    try:
+      tokenizer.check_turns(environments.roles)
+    except ValueError as error:
+      raise ValueError(f"config.environment.name = {config.environment.name!r}: {error}") from error
+  return graders, environments
 
 
 def _environment_pool(
@@ -292,6 +306,38 @@ def _environment_pool(
     memory_mib=settings.memory_mib,
     grade=pool.submit,
   )
+
+
+def check_first_dialogue(policy: OutcomePolicy, pool: EnvironmentPool | None, task: Task) -> str:
+  """Plays a turn of the first problem: an environment that fails in it may fail in all.
+
+  Args:
+    policy: the rewards of outcomes.
+    pool: from `start_pools`; None except on the first process.
+    task: of the run.
+  Returns:
+    What the environment did, for people; "" without a pool.
+  Raises:
+    EnvironmentStartError: it failed, and config.grading.outcomes gives failures no reward.
+  """
+  if pool is None:
+    return ""
+  began = time.monotonic()
+  started = pool.reset(as_mapping(task.train[0]), 0).result(_FIRST_TURN_S)
+  if isinstance(started, Failure):  # whatever it was: there is no text that could be the cause
+    where, failure = "at its reset", started._replace(kind="failed")
+  else:
+    turn = pool.step(started.dialogue, _NO_ANSWER).result(_FIRST_TURN_S)
+    pool.close_dialogue(started.dialogue)
+    if not isinstance(turn, Failure):
+      did = f"ended with the score {turn.score}" if turn.done else f"replied {turn.reply[:80]!r}"
+      seconds = time.monotonic() - began
+      return f"the first problem's environment {did} to {_NO_ANSWER!r} within {seconds:.2f} s"
+    where, failure = f"on the text {_NO_ANSWER!r}", turn
+  text = f"the first training problem's environment: {failure.kind} {where}: {failure.detail}"
+  if failure.kind == "failed" and policy[Outcome.ENVIRONMENT_FAILED] == MASK:
+    raise EnvironmentStartError(text)
+  return text
 
 
 def make_environments(

@@ -38,14 +38,20 @@ def log(tmp_path):
     yield RunLog(run, writer)
 
 
-def test_a_grader_that_crashes_is_told_with_its_error_once_until_it_does_not(log, capsys):
+@pytest.mark.parametrize(
+  ("outcome", "what"),
+  [("crashed", "the grader crashed on "), ("environment_failed", "the environment failed in ")],
+)
+def test_a_fault_is_told_with_its_error_once_until_there_is_none(log, capsys, outcome, what):
   told = []
   for step, crashed in enumerate([[], [0, 1], [0], [], [1]]):
-    samples = [{"detail": f"KeyError: {i}"} if i in crashed else {} for i in range(4)]
+    fault = lambda i: {"outcome": outcome, "detail": f"KeyError: {i}"}
+    fine = {"outcome": "environment_refused", "detail": "no"}
+    samples = [fault(i) if i in crashed else fine for i in range(4)]
     graded = Graded(make_host_batch(np.ones((1, 1, 1))), 1, 1, {}, samples)
     log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
     out = capsys.readouterr().out
-    told.append(out.partition("crashed on ")[2].partition(" of the")[0])
+    told.append(out.partition(what)[2].partition(" of the")[0])
     assert not crashed or not told[-1] or f"the first error is: KeyError: {crashed[0]}" in out
   assert told == ["", "50%", "", "", "25%"]
 
