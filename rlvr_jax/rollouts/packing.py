@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlvr_jax.ops.row_blocks import short_row
-from rlvr_jax.types import Packed, Rows, TrainBatch
+from rlvr_jax.types import BatchShape, Packed, Rows, TrainBatch
 
 _MOST_SHORT = 2  # micro-batches of short rows; three would compute nearly as much as a whole one
 
@@ -85,11 +85,9 @@ def row_layout(
   """
   prompt = _round_up(max_prompt_length - 1, alignment)
   rollout = _round_up(max_response_length, alignment)
-  # A row that cannot take another rollout of a group has so many of them that the group fills at
-  # most this many rows; and no two rows have room for each other's contents.
-  rows_per_group = -(-group_size // ((length - prompt) // rollout))
+  # No two rows have room for each other's contents.
   total = prompts * group_size * (prompt + rollout)
-  max_rows = prompts * min(rows_per_group, group_size)
+  max_rows = prompts * _rows_per_group(group_size, length - prompt, rollout)
   max_rows = min(max_rows, 2 * -(-total // length) + 1)
   if max_rows < devices:
     raise ValueError(
@@ -109,6 +107,37 @@ def row_layout(
     max_micro_batches=max_micro_batches + (_MOST_SHORT - 1) * has_short_rows,
     has_short_rows=has_short_rows,
   )
+
+
+def layout_of_few(layout: RowLayout, shape: BatchShape, devices: int) -> RowLayout:
+  """The layout of one group per device, in rows as long as those of a batch; none are short.
+
+  Args:
+    layout: of a batch.
+    shape: of the batch, P aside.
+    devices: devices that rows are split over.
+  """
+  prompt = _round_up(shape.max_prompt_length - 1, layout.alignment)
+  rollout = _round_up(shape.max_response_length, layout.alignment)
+  rows = _rows_per_group(shape.group_size, layout.length - prompt, rollout)
+  rows_per_device = min(layout.rows_per_device, rows)
+  return RowLayout(
+    length=layout.length,
+    alignment=layout.alignment,
+    devices=devices,
+    rows_per_device=rows_per_device,
+    max_micro_batches=-(-rows // rows_per_device),
+  )
+
+
+def _rows_per_group(group_size: int, free: int, rollout: int) -> int:
+  """Rows that a group fills at most: one that cannot take another rollout has as many as fit.
+
+  Args:
+    free: places of a row beside the prompt.
+    rollout: places of the longest rollout.
+  """
+  return min(-(-group_size // (free // rollout)), group_size)
 
 
 def min_row_length(max_prompt_length: int, max_response_length: int, *, alignment: int) -> int:

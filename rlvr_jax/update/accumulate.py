@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops import reductions
-from rlvr_jax.types import Array, Forward, Metrics, Packed, Params, TrainBatch
+from rlvr_jax.types import Array, Forward, Metrics, Packed, Params, Sampling, TrainBatch
 from rlvr_jax.update.objective import (
   Constants,
   Method,
@@ -89,17 +89,32 @@ def first_phase(
 
 
 def policy_logprobs(
-  trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
+  trained: Params,
+  frozen: Params,
+  batch: TrainBatch,
+  *,
+  method: Method,
+  sampling: Sampling | None = None,
 ) -> tuple[Array, Array]:
-  """log π and entropy (nats) of every response token that counts, each f32[P, G, T]."""
-  return batch_forward(trained, frozen, batch, method=method._replace(gram=None))[0]
+  """log π and entropy (nats) of every response token that counts, each f32[P, G, T].
+
+  Args:
+    sampling: of another distribution; None: of π.
+  """
+  method = method._replace(gram=None)
+  return batch_forward(trained, frozen, batch, method=method, sampling=sampling)[0]
 
 
 def batch_forward(
-  trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
+  trained: Params,
+  frozen: Params,
+  batch: TrainBatch,
+  *,
+  method: Method,
+  sampling: Sampling | None = None,
 ) -> tuple[tuple[Array, Array], Forward | None]:
   """`policy_forward` of a whole batch, micro-batch by micro-batch."""
-  part = functools.partial(policy_forward, trained, frozen, batch, method=method)
+  part = functools.partial(policy_forward, trained, frozen, batch, method=method, sampling=sampling)
   packed = rows_if_accumulating(batch)
   if packed is None:
     return part()

@@ -1,4 +1,4 @@
-"""Log-probabilities of responses by one forward pass, and their distance from a sampler's."""
+"""The distance of a sampler's log-probabilities from an update's, and those of a padded batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from rlvr_jax.ops.logprobs import is_truncated, token_logprobs
-from rlvr_jax.types import Array, Params, Prompts, Sampling
+from rlvr_jax.types import Array, Params, Prompts, Sampling, TrainBatch
+from rlvr_jax.update.accumulate import policy_logprobs
+from rlvr_jax.update.objective import Method
 
 
 def response_logprobs(
@@ -34,26 +36,21 @@ def response_logprobs(
 
 
 def behavior_gap(
-  trained: Params,
-  frozen: Params,
-  prompts: Prompts,
-  tokens: Array,
-  mask: Array,
-  behavior_logprobs: Array,
-  *,
-  model: Any,
-  sampling: Sampling,
+  trained: Params, frozen: Params, batch: TrainBatch, *, method: Method, sampling: Sampling
 ) -> tuple[Array, Array]:
   """(mean, maximum) of |log p − behavior_logprobs| over the tokens of rollouts, f32[] nats; pure.
 
-  p is the probability that the trainer computes, see `response_logprobs`. Under truncated sampling,
-  a token at the edge of the kept set may have p = 0 because of rounding; such tokens are excluded.
+  p is the probability that an update computes, by the same forward pass over packed rows. Under
+  truncated sampling, a token at the edge of the kept set may have p = 0 because of rounding; such
+  tokens are excluded.
 
   Args:
-    tokens, mask, behavior_logprobs: [P, G, T].
+    trained, frozen: parameters of the policy that sampled the rollouts.
+    batch: packed rollouts; its mask is 1 for every sampled token.
+    method: of the updates.
     sampling: the distribution that the tokens were sampled from.
   """
-  logprobs = response_logprobs(trained, frozen, prompts, tokens, model=model, sampling=sampling)
-  counted = (mask > 0) & (jnp.isfinite(logprobs) if is_truncated(sampling) else True)
-  gaps = jnp.where(counted, jnp.abs(logprobs - behavior_logprobs), 0.0)
+  logprobs, _ = policy_logprobs(trained, frozen, batch, method=method, sampling=sampling)
+  counted = (batch.mask > 0) & (jnp.isfinite(logprobs) if is_truncated(sampling) else True)
+  gaps = jnp.where(counted, jnp.abs(logprobs - batch.behavior_logprobs), 0.0)
   return gaps.sum() / jnp.maximum(counted.sum(), 1), gaps.max()

@@ -100,12 +100,14 @@ def policy_forward(
   micro_batch: Array | int = 0,
   *,
   method: Method,
+  sampling: Sampling | None = None,
   length: int | None = None,
 ) -> tuple[tuple[Array, Array], Forward | None]:
   """Runs one forward pass over one micro-batch.
 
   Args:
     micro_batch: its index; a batch that is not packed is one micro-batch.
+    sampling: the distribution; None: π, the policy's at `method.temperature`.
     length: places of its rows that are computed, static; None: all. The others hold nothing.
   Returns:
     (log π, entropy (nats)) of every response token, each f32[P, G, T], 0 for tokens of other
@@ -123,14 +125,14 @@ def policy_forward(
     hidden = method.model.row_hidden(params, tokens, rows)
     if batch.turns is not None:
       wanted = predicting_places(batch.packed, micro_batch)[:, :length]
-  head, sampling = method.model.head(params), Sampling(temperature=method.temperature)
+  head = method.model.head(params)
   project = method.gram.projection if method.gram else None
   projection = None if project is None else project(head.kernel.shape[1])
   statistics = token_statistics(
     hidden,
     head,
     targets,
-    sampling,
+    sampling or Sampling(temperature=method.temperature),
     projection=projection,
     wanted=wanted,
     mesh=method.model.mesh,

@@ -66,9 +66,7 @@ def traced(parts):
     "score": trace(programs.score, params, frozen, batch),
     "entropy": trace(programs.mean_entropy, params, frozen, batch),
     "geometry": trace(programs.measure, state, frozen, params, batch),
-    "gap": trace(
-      programs.behavior_gap, *rollouts, batch.mask, batch.behavior_logprobs, sampling=Sampling()
-    ),
+    "gap": trace(programs.behavior_gap, params, frozen, batch, sampling=Sampling()),
     "temperature 1": trace(programs.logprobs_at_temperature_1, *rollouts),
     "warm start": trace(
       programs.supervised_step, jax.eval_shape(lambda: supervised_state(parts)), frozen,

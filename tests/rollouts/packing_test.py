@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rlvr_jax.rollouts import packing
+from rlvr_jax.types import BatchShape
 
 
 def _layout(**changes):
@@ -169,6 +170,29 @@ def test_the_bound_on_rows_holds_for_random_lengths(seed):
   prompts, lengths = rng.integers(1, S + 1, 6), rng.integers(0, T + 1, (6, G))
   rows = packing.assign_rows(prompts, lengths, length=length, alignment=4)
   assert len(rows) <= layout.max_micro_batches
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_group_per_device_fits_the_layout_of_few(seed):
+  """Whatever the lengths and the devices: shapes never change, so nothing compiles again."""
+  rng = np.random.default_rng(seed)
+  S, T, G, devices = (int(rng.integers(1, most)) for most in (20, 40, 9, 5))
+  shape = BatchShape(6, G, S, T)
+  length = packing.min_row_length(S, T, alignment=4) + int(rng.integers(0, 60))
+  tokens = length * int(rng.integers(1, 4))
+  whole = _layout(
+    **shape._asdict(),
+    length=length,
+    alignment=4,
+    devices=1,
+    tokens_per_micro_batch=tokens,
+  )
+  few = packing.layout_of_few(whole, shape, devices)
+  assert few.length * few.rows_per_device <= tokens
+  for P in range(1, devices + 1):
+    prompts, lengths = rng.integers(1, S + 1, P), rng.integers(0, T + 1, (P, G))
+    dealt = packing.assign_micro_batches(prompts, lengths, few).dealt
+    assert len(dealt) <= few.max_micro_batches
 
 
 def test_fewer_rows_than_devices_are_an_error_with_its_remedy():

@@ -31,6 +31,7 @@ from rlvr_jax.train.reporting.writer import MetricWriter, stage_summary
 from rlvr_jax.train.session import logged_run
 from rlvr_jax.train.setup import build as building
 from rlvr_jax.train.setup.behavior_sources import Source, Sources
+from rlvr_jax.train.setup.programs import PlacedModel, make_behavior_gap
 from rlvr_jax.train.start import parameters, restore
 from rlvr_jax.types import Sampling
 
@@ -452,14 +453,39 @@ def test_a_sampler_with_a_rounded_cache_may_differ_by_rounding(trainer):
   """Its log-probabilities are those sampled; the bound of exact products does not hold for it."""
   rounded = build(sampling__cache_format="int8")
   made = trainer(staleness.on_policy(), rounded)
-  made.collect()
+  made.take_batches()
   statistics = made.trainer.queue.load(0).graded.statistics
   assert 1e-5 < statistics["agreement/policy_mean"] < 5e-3
   source = rounded.sources[0]
   assert source.max_gap == 5e-2
   strict = dataclasses.replace(rounded, sources=Sources([source._replace(max_gap=1e-5)]))
   with pytest.raises(AgreementError, match=r"allowed are 1e-05.*raise config\.max_behavior_gap"):
-    trainer(staleness.on_policy(), strict).collect()
+    trainer(staleness.on_policy(), strict).take_batches()
+
+
+def test_an_update_that_computes_something_else_trips_the_gate(trainer, parts):
+  """The check takes the rows of updates, whose attention here sees every token at place 0."""
+  model = parts.model
+  misplaced = model._replace(
+    row_hidden=lambda params, tokens, rows: model.row_hidden(
+      params, tokens, rows._replace(positions=0 * rows.positions)
+    )
+  )
+  gap = make_behavior_gap(parts.method, PlacedModel(misplaced, parts.placement.mesh), None)
+  programs = parts.programs._replace(behavior_gap=gap)
+  made = trainer(staleness.on_policy(), dataclasses.replace(parts, programs=programs))
+  with pytest.raises(AgreementError, match="disagree"):
+    made.take_batches()
+
+
+def test_the_check_compiles_once(trainer, parts):
+  gap = make_behavior_gap(parts.method, PlacedModel(parts.model, parts.placement.mesh), None)
+  programs = parts.programs._replace(behavior_gap=gap)
+  made = trainer(staleness.on_policy(), dataclasses.replace(parts, programs=programs))
+  for _ in range(2):
+    made.take_batches()
+    made.update()
+  assert gap._cache_size() == 1
 
 
 def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):

@@ -318,8 +318,8 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
   return jax.tree.map(lambda x: put(np.asarray(x)), tree)
 
 
-def batch_shardings(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
-  """A sharding for every leaf: the batch on prompts, each of its micro-batches on rows."""
+def batch_shardings(batch: TrainBatch, mesh: Mesh, groups: PartitionSpec = BATCH) -> TrainBatch:
+  """A sharding for every leaf: arrays [P, ...] as `groups`, each micro-batch on its rows."""
 
   def shard(tree: Any, spec: PartitionSpec) -> Any:
     return jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
@@ -329,14 +329,18 @@ def batch_shardings(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
     rows = PartitionSpec(None, *BATCH)
     numbers = shard((packed.num_micro_batches, packed.num_short), PartitionSpec())
     packed = shard(packed, rows)._replace(
-      places=shard(packed.places, BATCH), num_micro_batches=numbers[0], num_short=numbers[1]
+      places=shard(packed.places, groups), num_micro_batches=numbers[0], num_short=numbers[1]
     )
-  return dataclasses.replace(shard(dataclasses.replace(batch, packed=None), BATCH), packed=packed)
+  return dataclasses.replace(shard(dataclasses.replace(batch, packed=None), groups), packed=packed)
 
 
-def batch_to_devices(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
-  """Puts a batch of the host, equal on every process, on devices as global arrays."""
-  return jax.tree.map(to_devices, batch, batch_shardings(batch, mesh))
+def batch_to_devices(batch: TrainBatch, mesh: Mesh, groups: PartitionSpec = BATCH) -> TrainBatch:
+  """Puts a batch of the host, equal on every process, on devices as global arrays.
+
+  Args:
+    groups: how arrays [P, ...] are split, over prompts or not at all.
+  """
+  return jax.tree.map(to_devices, batch, batch_shardings(batch, mesh, groups))
 
 
 def to_host(tree: Any) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlvr_jax.rollouts.batch import PolicySnapshot
+from rlvr_jax.rollouts.batch import PolicySnapshot, drop_scores
 from rlvr_jax.train.setup.behavior_sources import Source, Sources
 from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.types import Array, Params, TrainBatch
@@ -30,6 +32,8 @@ def behavior_gaps(
 ) -> dict[str, float]:
   """Gaps of log-probabilities between sampler and trainer, nats per token, by source.
 
+  The trainer's are those of the forward pass of updates, over packed rows, see `behavior_gap`.
+
   Args:
     batch: a few groups of every source are compared.
     mask: f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
@@ -43,14 +47,15 @@ def behavior_gaps(
     AgreementError: the gap of a source that samples with the policy's own parameters is too large.
   """
   gaps: dict[str, float] = {}
+  sampled_mask: Any = mask
+  sampled = dataclasses.replace(drop_scores(batch), mask=sampled_mask)
   start = 0
   for source in sources:
-    few = slice(start, start + min(source.prompts, placement.gap_prompts))
+    few = slice(start, start + min(source.prompts, placement.compared_groups))
     start += source.prompts
-    rollouts: Any = (batch.prompts, batch.tokens, mask, batch.behavior_logprobs)
-    on_devices = placement.to_generation(jax.tree.map(lambda x, few=few: x[few], rollouts))
+    rollouts = placement.pack_to_compare(jax.tree.map(operator.itemgetter(few), sampled))
     mean, largest = jax.device_get(
-      behavior_gap(policy.params, frozen, *on_devices, sampling=source.sampling)
+      behavior_gap(policy.params, frozen, rollouts, sampling=source.sampling)
     )
     gaps[f"agreement/{source.name}_mean"] = float(mean)
     gaps[f"agreement/{source.name}_max"] = float(largest)

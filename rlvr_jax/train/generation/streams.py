@@ -79,8 +79,8 @@ class Streams:
     The engine asks for a request when a slot is free, and so begins the batch that has it.
 
     Args:
-      batches: an iterator whose `next` begins a batch; None: there is none now. The stream ends
-        when its slots are idle.
+      batches: each begins when it is taken; None: there is none now. The stream ends when its
+        slots are idle.
       policy: that samples them.
       total: groups that the batches are expected to have in all, for the time left.
     Yields:

@@ -30,6 +30,7 @@ from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.rollouts.packing import layout_of_few
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.sampling import sampling_of
 from rlvr_jax.train.cluster import sharding
@@ -158,6 +159,7 @@ def build(
   schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
   check_real_time(config.schedule, schedule, config.mesh, config.generation_mesh)
   sampler = make_sampler(config.generation_mesh, model, mesh, make_model_on)
+  compared = make_compared(sampler, model, mesh, make_model_on)
   compiler_options = parse_compiler_options(config.compiler_options)
   check_compiler_options("config.compiler_options.training", compiler_options.training, mesh)
   check_compiler_options(
@@ -175,10 +177,15 @@ def build(
   )
   sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins={})
   method = method._replace(sources=tuple(source.name for source in sources))
+  row_layout = make_row_layout(config.batch, shape, model.config.attention, mesh)
   placement = Placement(
     mesh=mesh,
     generation_mesh=sampler.mesh,
-    row_layout=make_row_layout(config.batch, shape, model.config.attention, mesh),
+    compared_mesh=compared.mesh,
+    row_layout=row_layout,
+    compared_layout=layout_of_few(
+      row_layout, shape, compared.mesh.shape["data"] * compared.mesh.shape["fsdp"]
+    ),
     state=state,
     base=base,
     frozen={} if adapters is None else base,
@@ -221,6 +228,7 @@ def build(
       sources,
       placement,
       sampler=sampler,
+      compared=compared,
       engine_of=engine_of,
       sampling=sampling,
       held_out_sampling=held_out_sampling,
@@ -268,6 +276,29 @@ def make_sampler(
   alike = sharding.has_same_devices(generation_mesh, mesh)  # else the parameters are moved before
   parameters = mesh if alike else generation_mesh
   return PlacedModel(make_model_on(generation_mesh, parameters), generation_mesh)
+
+
+def make_compared(
+  sampler: PlacedModel, model: Model, mesh: Mesh, make_model_on: Callable[..., Model]
+) -> PlacedModel:
+  """The model whose log-probabilities the sampler's must equal: that of updates, if possible.
+
+  Devices of their own have only the sampler's copy of the parameters. The same forward pass then
+  runs there, in a layout that splits no key/value head.
+
+  Args:
+    sampler, make_model_on: see `make_sampler`.
+    model, mesh: those of updates.
+  """
+  if sharding.has_same_devices(sampler.mesh, mesh):
+    return PlacedModel(model, mesh)
+  sizes = dict(sampler.mesh.shape)
+  tensor = math.gcd(sizes["tensor"], model.config.num_kv_heads)
+  if tensor == sizes["tensor"]:
+    return sampler
+  sizes |= {"fsdp": sizes["fsdp"] * sizes["tensor"] // tensor, "tensor": tensor}
+  other = sharding.rearrange(sampler.mesh, **sizes, field="generation_mesh")
+  return PlacedModel(make_model_on(other, sampler.mesh), other)
 
 
 def generates_separately(settings: ml_collections.ConfigDict) -> bool:

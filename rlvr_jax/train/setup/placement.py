@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from rlvr_jax.rollouts.packing import RowLayout, pack_batch
 from rlvr_jax.train.cluster import sharding
@@ -19,7 +19,10 @@ class Placement:
   Attributes:
     mesh: that makes updates and evaluates.
     generation_mesh: that generates rollouts; `mesh` itself, or that of `config.generation_mesh`.
+    compared_mesh: where sampler and trainer are compared: `mesh`, if the policy that samples is on
+      its devices; otherwise those of `generation_mesh`.
     row_layout: of the rollouts of a training batch.
+    compared_layout: of the rollouts that are compared.
     state: the train state, as shapes, dtypes and shardings.
     base: all parameters of the network, likewise.
     frozen: the parameters that are not trained, likewise; {} if all are trained.
@@ -28,7 +31,9 @@ class Placement:
 
   mesh: Mesh
   generation_mesh: Mesh
+  compared_mesh: Mesh
   row_layout: RowLayout
+  compared_layout: RowLayout
   state: TrainState
   base: Params
   frozen: Params
@@ -46,7 +51,12 @@ class Placement:
     """Packs a batch of NumPy arrays into rows, and places it for an update."""
     return sharding.batch_to_devices(pack_batch(batch, self.row_layout), self.mesh)
 
+  def pack_to_compare(self, batch: TrainBatch) -> TrainBatch:
+    """Packs at most `compared_groups` groups of NumPy arrays, and places them for a comparison."""
+    packed = pack_batch(batch, self.compared_layout)
+    return sharding.batch_to_devices(packed, self.compared_mesh, groups=PartitionSpec())
+
   @property
-  def gap_prompts(self) -> int:
+  def compared_groups(self) -> int:
     """Number of groups per source whose log-probabilities are compared."""
-    return self.generation_mesh.shape["data"] * self.generation_mesh.shape["fsdp"]
+    return self.compared_layout.devices

@@ -82,6 +82,7 @@ def make_programs(
   placement: Placement,
   *,
   sampler: PlacedModel,
+  compared: PlacedModel,
   engine_of: EngineOf,
   sampling: Sampling,
   held_out_sampling: Sampling,
@@ -95,6 +96,7 @@ def make_programs(
     method, placement: of the run.
     sources: the policies that sample.
     sampler: that generates rollouts, on the mesh of updates or another one.
+    compared: that the sampler's log-probabilities are compared with, on `Placement.compared_mesh`.
     engine_of: makes the engines.
     sampling, held_out_sampling: the distributions of training and of evaluation.
     diagnose: from `make_measure`.
@@ -126,7 +128,11 @@ def make_programs(
     held_out_engine=engine if one_sampling else engine_of(evaluated, held_out_sampling, batches=1),
     sync_weights=make_sync_weights(mesh, sampler.mesh, placement.state.params),
     checksums=jax.jit(parameter_checksums),
-    behavior_gap=make_behavior_gap(sampler, compiler_options.generation),
+    behavior_gap=make_behavior_gap(
+      method,
+      compared,
+      compiler_options.training if alike else compiler_options.generation,
+    ),
     logprobs_at_temperature_1=make_logprobs_at_temperature_1(sampler, compiler_options.generation),
     measure=jit(with_matmul_precision(diagnose, model.config.precision), out_shardings=replicated),
     mean_entropy=jit(_bound(mean_entropy, model, method=method), out_shardings=replicated),
@@ -142,9 +148,12 @@ def _bound(function: Callable, network: Model, **arguments: Any) -> Callable:
   )
 
 
-def make_behavior_gap(sampler: PlacedModel, compiler_options: Options | None) -> Callable:
-  """`update.agreement.behavior_gap` of the policy on the sampling devices."""
-  gap = _bound(behavior_gap, sampler.model, model=sampler.model)
+def make_behavior_gap(
+  method: Method, compared: PlacedModel, compiler_options: Options | None
+) -> Callable:
+  """`update.agreement.behavior_gap` with everything bound but parameters, batch and sampling."""
+  method = method._replace(model=compared.model)
+  gap = _bound(behavior_gap, compared.model, method=method)
   return jax.jit(gap, static_argnames="sampling", compiler_options=compiler_options)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from oracles.batches import make_host_batch, random_prompts
 from oracles.sampling import sample
 from oracles.updates import relative_distance
 from train import tiny
@@ -357,6 +358,43 @@ def test_sampling_has_a_layout_of_its_own():
   )
   np.testing.assert_array_equal(ours.tokens, expected.tokens)
   np.testing.assert_allclose(ours.behavior_logprobs, expected.behavior_logprobs, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same_devices", [True, False])
+def test_the_sampler_is_compared_where_no_key_value_head_is_split(same_devices):
+  """Two key/value heads, sampled with tensor=4, whose devices have copies of them."""
+  sizes = dict(data=1, fsdp=1, tensor=4, same_devices=same_devices)
+  parts = build(tiny.config(mesh=dict(data=1, fsdp=4, tensor=1), generation_mesh=sizes))
+  placement = parts.placement
+  expected = dict(data=1, fsdp=4, tensor=1) if same_devices else dict(data=1, fsdp=2, tensor=2)
+  assert dict(placement.compared_mesh.shape) == expected
+  params = jax.jit(
+    parts.model.init, out_shardings=jax.tree.map(lambda x: x.sharding, placement.base)
+  )(jax.random.key(0))
+  shape = parts.shape
+  rng = np.random.default_rng(0)
+  mask = np.arange(shape.max_response_length) < rng.integers(
+    1, shape.max_response_length + 1, (shape.prompts, shape.group_size, 1)
+  )
+  batch = make_host_batch(
+    mask.astype(np.float32),
+    prompts=random_prompts(rng, shape.prompts, shape.max_prompt_length, 90),
+    tokens=rng.integers(3, 90, mask.shape).astype(np.int32),
+  )
+  logprobs, _ = parts.programs.score(params, {}, placement.pack_to_devices(batch))
+  batch = dataclasses.replace(batch, behavior_logprobs=np.asarray(logprobs))
+  sampled = parts.programs.sync_weights(params, False)
+  few = jax.tree.map(lambda x: x[: placement.compared_groups - 1], batch)
+  mean, most = parts.programs.behavior_gap(
+    sampled, {}, placement.pack_to_compare(few), sampling=Sampling()
+  )
+  assert 0 <= mean <= most < 1e-5
+  off = dataclasses.replace(few, behavior_logprobs=few.behavior_logprobs - 1)
+  mean, most = parts.programs.behavior_gap(
+    sampled, {}, placement.pack_to_compare(off), sampling=Sampling()
+  )
+  np.testing.assert_allclose([mean, most], 1, atol=1e-4)
 
 
 @pytest.mark.parametrize(
