@@ -1,4 +1,4 @@
-"""An environment that the package openenv serves: python openenv_server.py PORT SESSIONS."""
+"""Environments that the package openenv serves: python openenv_server.py NAME PORT SESSIONS."""
 
 import os
 import sys
@@ -7,6 +7,8 @@ import time
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 from pydantic import Field
+
+from rlvr_jax.environments import guess
 
 
 class Said(Action):
@@ -18,7 +20,7 @@ class Heard(Observation):
   about: dict = Field(default_factory=dict)
 
 
-class Server(Environment):
+class Does(Environment):
   """Does what the message says."""
 
   SUPPORTS_CONCURRENT_SESSIONS = True
@@ -45,6 +47,21 @@ class Server(Environment):
     return State()
 
 
+class Guess(Does):
+  """The environment `guess(low=1, high=7)`."""
+
+  def reset(self, seed=None, episode_id=None):
+    self._guess = guess(low=1, high=7)
+    self._guess.reset({}, seed)
+    return Heard()
+
+  def step(self, action, timeout_s=None):
+    turn = self._guess.step(action.message)
+    return Heard(said=turn.reply, done=turn.done, reward=turn.score)
+
+
 if __name__ == "__main__":
-  app = create_fastapi_app(Server, Said, Heard, max_concurrent_envs=int(sys.argv[2]))
-  uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+  name, port, sessions = sys.argv[1:]
+  served = {"does": Does, "guess": Guess}[name]
+  app = create_fastapi_app(served, Said, Heard, max_concurrent_envs=int(sessions))
+  uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")

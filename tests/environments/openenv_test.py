@@ -17,11 +17,15 @@ import urllib.request
 
 import pytest
 from codejudge.processes import wait_until
+from train import tiny
+from train.dialogues_test import config
 
+from rlvr_jax.commands.train import train
 from rlvr_jax.environments import Turn
 from rlvr_jax.environments.by_name import parse_environment
 from rlvr_jax.environments.openenv import fill_in, make_action
 from rlvr_jax.environments.pool import EnvironmentPool, EnvironmentStartError, Failure, Started
+from rlvr_jax.train.setup.build import build
 
 web = pytest.importorskip("aiohttp.web", reason='needs aiohttp: pip install -e ".[openenv]"')
 HERE = pathlib.Path(__file__).parent
@@ -58,10 +62,12 @@ def free_port():
 
 
 @contextlib.contextmanager
-def serving(port, sessions=64):
+def serving(port, sessions=64, served="does"):
   """A process with the server; waits until it serves."""
-  command = [sys.executable, str(HERE / "openenv_server.py"), str(port), str(sessions)]
-  process = subprocess.Popen(command, env={**os.environ, "ENABLE_WEB_INTERFACE": "false"})
+  command = [sys.executable, str(HERE / "openenv_server.py"), served, str(port), str(sessions)]
+  process = subprocess.Popen(
+    command, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+  )
 
   def serves():
     assert process.poll() is None
@@ -162,6 +168,18 @@ def test_a_dialogue_waits_for_a_session():
     failure = pool.reset({"question": "", "answer": "", "reference": {}}, 2).result(WAIT_S)
     assert failure.kind == "failed" and "no session within 2 s" in failure.detail
     assert "CAPACITY_REACHED" in failure.detail
+
+
+@needs_server
+@pytest.mark.slow
+def test_a_run_with_a_served_environment_is_that_with_the_environment_itself(tmp_path):
+  train(build(config(num_updates=2)), tmp_path / "itself")
+  port = free_port()
+  with serving(port, sessions=256, served="guess"):
+    served = name(f"http://127.0.0.1:{port}")
+    train(build(config(num_updates=2, environment__name=served)), tmp_path / "served")
+  assert tiny.records(tmp_path / "served") == tiny.records(tmp_path / "itself")
+  assert tiny.rollouts(tmp_path / "served") == tiny.rollouts(tmp_path / "itself")
 
 
 @needs_server
