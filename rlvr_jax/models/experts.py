@@ -77,7 +77,7 @@ class Routing(NamedTuple):
   """A router's choice for some tokens."""
 
   experts: Array  # i32[..., k], by falling probability; `NO_EXPERT` where there is no token
-  weights: Array  # [..., k], at least float32
+  weights: Array  # [..., k], at least float32; 0 where there is no token
   probabilities: Array  # [..., E], at least float32, of all experts
 
 
@@ -160,6 +160,7 @@ class Experts(nnx.Module):
     weights = jnp.take_along_axis(probabilities, jnp.maximum(experts, 0), axis=-1)
     if self.settings.normalized_weights:
       weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    weights = jnp.where(experts < 0, 0, weights)
     return Routing(experts, weights, probabilities)
 
 

@@ -113,10 +113,13 @@ def _forward(
 
 
 def _layer_flops_per_token(c: TransformerConfig) -> float:
-  """FLOPs per token of the projections of one layer."""
+  """FLOPs per token of the projections of one layer; of experts, those that a token chooses."""
   queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
   attention = c.width * (2 * queries + 2 * keys)  # query, output; key, value
-  return 2.0 * (attention + 3 * c.width * c.mlp_width)
+  if c.experts is None:
+    return 2.0 * (attention + 3 * c.width * c.mlp_width)
+  chosen = c.experts_per_token * 3 * c.width * c.expert_width
+  return 2.0 * (attention + c.width * c.num_experts + chosen)  # the router; experts
 
 
 def _attended_keys(lengths: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:

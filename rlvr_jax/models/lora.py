@@ -89,6 +89,12 @@ def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
     ValueError: no kernel is targeted, or a targeted kernel is too small for the rank.
   """
   blocks = base["blocks"]
+  experts = [f"blocks/experts/{name}" for name in blocks.get("experts", ())]
+  if targeted := [path for path in experts if re.search(settings.targets, path)]:
+    raise ValueError(
+      f"LoraSettings: targets = {settings.targets!r} matches {targeted[0]}, but adapters of experts"
+      ' and their routers are not supported; target attention alone, as by "blocks/(query|value)$"'
+    )
   kernels = {name: blocks[name] for name in sorted(blocks) if getattr(blocks[name], "ndim", 0) == 3}
   targets = {k: w for k, w in kernels.items() if re.search(settings.targets, f"blocks/{k}")}
   if not targets:

@@ -52,6 +52,9 @@ def activation_bytes(config: TransformerConfig, tokens: int, tensor: int) -> flo
   """
   heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
   products = heads + 2 * config.width + 2 * config.mlp_width  # q, k, v; output, down; gate, up
+  if config.experts is not None:  # the router, and gate, up and down of each chosen expert
+    products = heads + config.width + config.num_experts
+    products += config.experts_per_token * (config.width + 2 * config.expert_width)
   layer = config.width + products
   saved = {"full": config.width, "dots": layer, "none": 2 * layer}[config.remat]
   size = jnp.dtype(config.compute_dtype).itemsize

@@ -53,6 +53,12 @@ def _shape(vocab_size, width, num_layers, num_heads, num_kv_heads, mlp_width, **
   )
 
 
+def _mixture(num_experts, experts_per_token, expert_width):
+  return dict(
+    num_experts=num_experts, experts_per_token=experts_per_token, expert_width=expert_width
+  )
+
+
 _PRESETS: dict[str, dict[str, Any]] = {
   # From scratch over bytes; 264 = 256 bytes and the special tokens, rounded up.
   "tiny": dict(_shape(264, 128, 4, 4, 2, 384, head_dim=32, unroll_layers=4), **_SMALL),
@@ -71,6 +77,24 @@ _PRESETS: dict[str, dict[str, Any]] = {
   ),
   "qwen3_4b": dict(_QWEN3 | _LARGE | _shape(151_936, 2560, 36, 32, 8, 9728), tied_head=True),
   "qwen3_8b": dict(_QWEN3 | _LARGE | _shape(151_936, 4096, 36, 32, 8, 12_288), tied_head=False),
+  "qwen3_30b_a3b": dict(
+    _QWEN3 | _LARGE | _shape(151_936, 2048, 48, 32, 4, 6144) | _mixture(128, 8, 768),
+    normalized_expert_weights=True,
+    tied_head=False,
+  ),
+  "olmoe_1b_7b": dict(
+    _LARGE | _shape(50_304, 2048, 16, 16, 16, 1024, head_dim=128) | _mixture(64, 8, 1024),
+    joint_qk_norm=True,
+    norm_epsilon=1e-5,
+    tied_head=False,
+  ),
+  "mixtral_8x7b": dict(
+    _LARGE | _shape(32_000, 4096, 32, 32, 8, 14_336, head_dim=128) | _mixture(8, 2, 14_336),
+    normalized_expert_weights=True,
+    norm_epsilon=1e-5,
+    rope_theta=1_000_000.0,
+    tied_head=False,
+  ),
   "llama3.2_1b": dict(
     _LLAMA3 | _LARGE | _shape(128_256, 2048, 16, 32, 8, 8192, head_dim=64), tied_head=True
   ),
@@ -104,7 +128,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 # Fields that change how a network is computed and stored, but not its function.
 _OF_COMPUTING = (
   *("compute_dtype", "matmul_precision", "param_dtype"),
-  *("remat", "unroll_layers", "attention"),
+  *("remat", "unroll_layers", "attention", "expert_products"),
 )
 
 

@@ -323,8 +323,8 @@ class Transformer(nnx.Module):
       prompts: the P prompts, left-padded to S.
       tokens: i32[P, G, T], right-padded responses.
       routes: of a mixture, the experts to take in place of the routers' choice.
-      lengths: i32[P, G], tokens of each response: in a mixture, those behind have no expert. None:
-        T.
+      lengths: i32[P, G], tokens of each response: in a mixture, the last one, which predicts
+        nothing, and those behind have no expert. None: T.
     Returns:
       [P, G, T, D] in the compute dtype; [..., t, :] predicts tokens[..., t].
     """
@@ -381,7 +381,7 @@ class Transformer(nnx.Module):
 
       return mix
 
-    exists = jnp.arange(T - 1) < (T if lengths is None else lengths[..., None])
+    exists = jnp.arange(1, T) < (T if lengths is None else lengths[..., None])
     x, routing = self._scan_blocks(
       x,
       pack(positions, response_positions),

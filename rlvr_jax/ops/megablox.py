@@ -17,8 +17,9 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from rlvr_jax.ops.row_blocks import TILE
 from rlvr_jax.types import Array
 
-# The largest tile of a matrix, [inner, outer]: 4 MiB in bfloat16, of which the kernel holds two.
-_INNER, _OUTER = 2048, 1024
+# The largest tiles of a matrix, [inner, outer] in bfloat16, half as wide in float32, and of sums of
+# outer products, so that two of each fit into 16 MiB with what else the kernels hold.
+_MATRIX, _SUMS = (2048, 1024), (1024, 768)
 
 
 def multiply(
@@ -38,12 +39,18 @@ def multiply(
     [M, F], or [M, D] if transposed, in the rows' dtype; 0 in rows of no group.
   """
   inner, outer = kernels.shape[1:][:: -1 if transposed else 1]
+  largest_inner, largest_outer = _MATRIX
+  tiling = (
+    TILE,
+    _tile_size(inner, largest_inner),
+    _tile_size(outer, largest_outer * 2 // kernels.dtype.itemsize),
+  )
   out = gmm(
     rows,
     kernels,
     sizes,
     preferred_element_type=rows.dtype,
-    tiling=_tiling(inner, outer),
+    tiling=tiling,
     transpose_rhs=transposed,
     interpret=interpret,
   )
@@ -62,15 +69,18 @@ def multiply_outer(
     sizes, interpret: as for `multiply`.
     dtype: of the sums.
   """
+  sizes_of_tile = map(_tile_size, (rows.shape[1], columns.shape[1]), _SUMS)
   return tgmm(
     rows.T,
     columns,
     sizes,
     preferred_element_type=dtype,
-    tiling=_tiling(rows.shape[1], columns.shape[1]),
+    tiling=(TILE, *sizes_of_tile),
     interpret=interpret,
   )
 
 
-def _tiling(inner: int, outer: int) -> tuple[int, int, int]:
-  return TILE, min(inner, _INNER), min(outer, _OUTER)
+def _tile_size(size: int, largest: int) -> int:
+  """The largest multiple of 128 up to `largest` that divides `size`; if none does, the smaller."""
+  divisors = [tile for tile in range(128, largest + 1, 128) if size % tile == 0]
+  return max(divisors, default=min(size, largest))

@@ -117,7 +117,9 @@ def policy_forward(
   wanted = None
   if batch.packed is None:
     P, G, T = batch.tokens.shape
-    hidden = method.model.response_hidden(params, batch.prompts, batch.tokens)
+    # Tokens behind the last one that counts change nothing.
+    lengths = jnp.max(jnp.where(batch.mask > 0, jnp.arange(1, T + 1), 0), axis=-1)
+    hidden = method.model.response_hidden(params, batch.prompts, batch.tokens, None, lengths)
     hidden, targets = hidden.reshape(P * G, T, -1), batch.tokens.reshape(P * G, T)
     by_rollout = lambda x: x.reshape(P, G, T)
   else:

@@ -42,7 +42,7 @@ def supervised_step(
 
   def loss(trained):
     params = model.combine(trained, frozen)
-    hidden = model.response_hidden(params, prompts, tokens)
+    hidden = model.response_hidden(params, prompts, tokens, None, lengths[:, None])
     logprobs, _ = token_logprobs(hidden, model.head(params), tokens, mesh=model.mesh)
     pair = aggregate(-logprobs, mask, how="token_mean", max_response_length=mask.shape[-1])
     return pair.total / pair.weight

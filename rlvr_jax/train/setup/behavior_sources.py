@@ -326,6 +326,7 @@ def other_policy(
     raise ValueError(
       f"config.sources.checkpoint: {workdir} has no checkpoint of step {step}; it has {steps}"
     )
+  model_config = dataclasses.replace(model_config, expert_products=model.config.expert_products)
   other = transformer(model_config, sharding.make_layout(mesh))
   abstract = sharding.add_shardings(jax.eval_shape(other.init, jax.random.key(0)), mesh)
   read = lambda: read_params(workdir / "checkpoints" / str(step), abstract)

@@ -62,6 +62,7 @@ from rlvr_jax.train.setup.programs import (
   PlacedModel,
   Programs,
   abstract_state,
+  choose_expert_products,
   choose_row_attention,
   make_gram,
   make_measure,
@@ -417,7 +418,8 @@ def make_model(
     tokens_per_row: `config.batch.tokens_per_row`.
   """
   attention = choose_row_attention(network, mesh, shape, tokens_per_row=tokens_per_row)
-  network = dataclasses.replace(network, attention=attention)
+  products = choose_expert_products(network, mesh)
+  network = dataclasses.replace(network, attention=attention, expert_products=products)
   return lora.adapt(transformer(network, sharding.make_layout(mesh, parameters)), adapters)
 
 

@@ -18,6 +18,7 @@ from rlvr_jax.models.functional import Model
 from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.grouped import choose_products
 from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.ops.row_attention import (
   choose_attention,
@@ -219,15 +220,31 @@ def choose_row_attention(
   sizes = shape.max_prompt_length, shape.max_response_length
   coarsest = row_alignment("splash", LONGEST_ROW)
   least = max(min_row_length(*sizes, alignment=coarsest), tokens_per_row)
-  has_devices = isinstance(mesh, Mesh)  # else it is for estimates
   return choose_attention(
     network.attention,
-    platform=mesh.devices.flat[0].platform if has_devices else jax.default_backend(),
+    platform=_platform(mesh),
     row_length=row_length("splash", least),
     head_dim=network.head_dim,
     dtype=network.compute_dtype,
     soft_cap=network.attention_soft_cap,
   )
+
+
+def choose_expert_products(network: TransformerConfig, mesh: Mesh) -> str:
+  """The implementation of the products of experts, for the devices of a mesh.
+
+  Args:
+    network: with the implementation that is configured, or "auto".
+    mesh: that makes updates, or generates.
+  """
+  return choose_products(
+    network.expert_products, platform=_platform(mesh), dtype=network.compute_dtype
+  )
+
+
+def _platform(mesh: Mesh) -> str:
+  has_devices = isinstance(mesh, Mesh)  # else it is for estimates
+  return mesh.devices.flat[0].platform if has_devices else jax.default_backend()
 
 
 def make_row_layout(

@@ -1,0 +1,293 @@
+"""Mixtures of experts: the router, the sum of experts, their routes, and who does not matter."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import updates
+from oracles.sampling import sample
+from oracles.updates import relative_distance
+
+from rlvr_jax.geometry import GramContext, per_rollout_features
+from rlvr_jax.models.experts import NO_EXPERT
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.logprobs import token_logprobs
+from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.types import Prompts, Sampling
+
+E, K, F, V = 5, 2, 12, 32
+CONFIG = TransformerConfig(
+  vocab_size=V,
+  width=16,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  mlp_width=1,
+  qk_norm=True,
+  num_experts=E,
+  experts_per_token=K,
+  expert_width=F,
+  normalized_expert_weights=True,
+)
+DTYPES = dict(compute_dtype="float64", param_dtype="float64")  # under x64
+P, G, S, T = 2, 3, 6, 5
+
+
+@functools.cache
+def make_model(config=CONFIG):
+  model = transformer(config)
+  return model._replace(response_routed=jax.jit(model.response_routed))
+
+
+def draw_batch(seed=0):
+  """(prompts, tokens, lengths) of random rollouts; the second prompt is padded by 3."""
+  rng = np.random.default_rng(seed)
+  prompts = Prompts(
+    tokens=jnp.asarray(rng.integers(0, V, (P, S))), lengths=jnp.asarray([S, 3], jnp.int32)
+  )
+  lengths = jnp.asarray(rng.integers(1, T + 1, (P, G)), jnp.int32)
+  return prompts, jnp.asarray(rng.integers(0, V, (P, G, T))), lengths
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
+
+def run_layer(config, x, *, routes=None, real=None, experts=None):
+  """One layer's mixture of x[R, L, D], and its kernels as NumPy arrays."""
+  params = transformer(config).init(jax.random.key(0))["blocks"]["experts"]
+  kernels = {name: np.asarray(kernel[0]) for name, kernel in params.items()} | (experts or {})
+  module = transformer_layer(config, kernels)
+  mixed, routing = module(jnp.asarray(x), jax.nn.silu, routes=routes, real=real)
+  return np.asarray(mixed), jax.tree.map(np.asarray, routing), kernels
+
+
+def transformer_layer(config, kernels):
+  from flax import nnx
+
+  from rlvr_jax.models.experts import Experts
+
+  build = lambda: Experts(
+    config.experts, nnx.Rngs(0), width=config.width, dtype=config.param_dtype, residual_gain=1.0
+  )
+  graph, _ = nnx.split(jax.eval_shape(build), nnx.Param)
+  return nnx.merge(graph, jax.tree.map(jnp.asarray, kernels))
+
+
+def oracle(x, kernels, *, normalized, routes=None):
+  """(mixture, experts) token by token; ties go to the expert with the lower index."""
+  silu = lambda z: z / (1 + np.exp(-z))
+  out, chosen = np.zeros_like(x), np.zeros((*x.shape[:2], K), int)
+  for at in np.ndindex(x.shape[:2]):
+    logits = x[at] @ kernels["router"]
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    chosen[at] = np.lexsort((np.arange(E), -p))[:K] if routes is None else routes[at]
+    weights = p[chosen[at]] / (p[chosen[at]].sum() if normalized else 1)
+    for e, w in zip(chosen[at], weights, strict=True):
+      hidden = silu(x[at] @ kernels["gate"][e]) * (x[at] @ kernels["up"][e])
+      out[at] += w * (hidden @ kernels["down"][e])
+  return out, chosen
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_layer_is_the_weighted_sum_of_the_chosen_experts(x64, normalized):
+  config = dataclasses.replace(CONFIG, normalized_expert_weights=normalized, **DTYPES)
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(2, 7, 16))
+  for routes in (None, np.argsort(rng.random((2, 7, E)), axis=-1)[..., :K].astype(np.uint8)):
+    mixed, routing, kernels = run_layer(config, x, routes=routes)
+    expected, chosen = oracle(x, kernels, normalized=normalized, routes=routes)
+    np.testing.assert_array_equal(routing.experts, chosen)
+    np.testing.assert_allclose(mixed, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_ties_go_to_the_first_experts():
+  x = np.random.default_rng(0).normal(size=(1, 9, 16)).astype(np.float32)
+  router = np.zeros((16, E), np.float32)  # all experts alike
+  _, routing, _ = run_layer(CONFIG, x, experts={"router": router})
+  np.testing.assert_array_equal(routing.experts, np.broadcast_to([0, 1], (1, 9, K)))
+
+
+def test_the_router_is_at_least_float32():
+  """Logits that differ by less than bfloat16 can tell decide."""
+  config = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
+  x = jnp.ones((1, 3, 16), jnp.bfloat16)
+  router = np.full((16, E), 0.5, np.float32) + np.asarray([0, 1, 3, 2, 0]) * np.float32(1e-5)
+  mixed, routing, _ = run_layer(config, x, experts={"router": router})
+  np.testing.assert_array_equal(routing.experts, np.broadcast_to([2, 3], (1, 3, K)))
+  assert mixed.dtype == jnp.bfloat16 and routing.weights.dtype == jnp.float32
+
+
+def test_places_without_a_token_have_no_expert():
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(2, 7, 16)).astype(np.float32)
+  real = rng.random((2, 7)) < 0.6
+  expected, _, _ = run_layer(CONFIG, x)
+  mixed, routing, _ = run_layer(CONFIG, np.where(real[..., None], x, np.nan), real=real)
+  np.testing.assert_array_equal(mixed[real], expected[real])
+  assert not np.any(mixed[~real]) and np.all(routing.experts[~real] == NO_EXPERT)
+  assert np.all(routing.experts[real] >= 0)
+
+
+# --- the network ----------------------------------------------------------------------------------
+
+
+def test_given_routes_replace_the_choice_but_not_the_router():
+  """A network's own routes give the same bits; the router keeps its gradient."""
+  model = make_model()
+  params, (prompts, tokens, lengths) = model.init(jax.random.key(0)), draw_batch()
+  hidden, routes, sums = model.response_routed(params, prompts, tokens, None, lengths)
+  narrow = jax.tree.map(lambda x: jnp.maximum(x, 0).astype(jnp.uint8), routes)
+  again, same, _ = model.response_routed(params, prompts, tokens, narrow, lengths)
+  jax.tree.map(np.testing.assert_array_equal, (again, same), (hidden, routes))
+  real = np.asarray(lengths)[..., None] > np.arange(1, T + 1)  # the last token is not computed
+  assert np.all((np.asarray(routes.responses) >= 0) == real[..., None, None])
+  assert np.all((np.asarray(routes.prompts[1]) >= 0).all(axis=(1, 2)) == [0, 0, 0, 1, 1, 1])
+  np.testing.assert_allclose(np.sum(sums, axis=1), S + 3 + real.sum(), rtol=1e-5)
+
+  others = jax.tree.map(lambda x: (x + 1) % E, narrow)
+  loss = lambda params: jnp.sum(
+    jnp.sin(model.response_routed(params, prompts, tokens, others, lengths)[0])
+  )
+  assert not np.array_equal(loss(params), jnp.sum(jnp.sin(hidden)))
+  gradient = jax.grad(loss)(params)["blocks"]["experts"]
+  assert all(np.abs(gradient[name]).max(axis=(1, 2)).min() > 0 for name in gradient)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_experts_are_never_chosen_again_in_the_backward_pass(remat):
+  prompts, tokens, lengths = draw_batch()
+
+  def choices(config):
+    model = transformer(config)
+    loss = lambda params: jnp.sum(model.response_hidden(params, prompts, tokens, None, lengths))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return str(jax.make_jaxpr(jax.grad(loss))(shapes)).count(" top_k[")
+
+  assert choices(dataclasses.replace(CONFIG, remat=remat)) == choices(CONFIG) == 1
+
+
+def test_rows_choose_as_padded_rollouts_do():
+  """The same hidden states, packed or not; and the same again by the routes of the rows."""
+  model = make_model()
+  params, batch = model.init(jax.random.key(0)), updates.make_batch()
+  lengths = jnp.asarray(batch.mask.sum(-1), jnp.int32)
+  hidden, _, _ = model.response_routed(params, batch.prompts, batch.tokens, None, lengths)
+  packed = updates.in_rows(batch, several=False).packed
+  tokens, rows = jax.tree.map(lambda x: x[0], (packed.tokens, packed.rows))
+  in_rows, routes, _ = jax.jit(model.row_routed)(params, tokens, rows)
+  places = packed.places[packed.places >= 0]
+  found = np.asarray(in_rows).reshape(-1, 16)[places]
+  np.testing.assert_allclose(found, hidden[packed.places >= 0], atol=2e-5)
+  assert np.all((np.asarray(routes) >= 0) == (np.asarray(rows.prompts) >= 0)[..., None, None])
+  np.testing.assert_array_equal(jax.jit(model.row_hidden)(params, tokens, rows, routes), in_rows)
+
+
+# --- sampling -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def make_engine(slots):
+  model = transformer(CONFIG)
+  settings = dict(max_prompt_length=S, max_new_tokens=T, stop_tokens=(3,), pad_token=0)
+  return Engine(model, Sampling(), slots=slots, prefill_rows=4, **settings)
+
+
+def test_bits_of_a_rollout_depend_on_its_own_prompt_and_key_alone():
+  """Not on the order of requests, nor on what the other slots decode, nor on idle slots."""
+  params = transformer(CONFIG).init(jax.random.key(0))
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(4, V, (6, S)).astype(np.int32)
+  lengths = np.full(6, S, np.int32)
+  key = jax.random.key(1)
+  expected = sample(make_engine(8), params, {}, Prompts(tokens, lengths), key, 2)
+  kept = np.asarray([0, 3, 4])
+  others = rng.integers(4, V, (6, S)).astype(np.int32)
+  others[kept] = tokens[kept]
+  found = sample(make_engine(8), params, {}, Prompts(others, lengths), key, 2)
+  for field in ("tokens", "behavior_logprobs", "lengths"):
+    before, after = getattr(expected, field), getattr(found, field)
+    np.testing.assert_array_equal(after[kept], before[kept])
+  assert not np.array_equal(expected.tokens, found.tokens)
+  # With a third as many prompts, slots are idle, and a prompt has other neighbors.
+  few = sample(make_engine(8), params, {}, Prompts(tokens[:2], lengths[:2]), key, 2)
+  np.testing.assert_array_equal(few.behavior_logprobs, expected.behavior_logprobs[:2])
+
+
+def test_the_sampler_agrees_with_the_trainer():
+  model = make_model()
+  params, (prompts, _, _) = model.init(jax.random.key(0)), draw_batch()
+  rollouts = sample(make_engine(8), params, {}, jax.device_get(prompts), jax.random.key(1), G)
+  tokens = jnp.asarray(rollouts.tokens)
+  hidden, _, _ = model.response_routed(params, prompts, tokens, None, rollouts.lengths)
+  logprobs, _ = token_logprobs(hidden, model.head(params), tokens, Sampling())
+  sampled = np.arange(T) < rollouts.lengths[..., None]
+  np.testing.assert_allclose(
+    np.asarray(logprobs)[sampled], rollouts.behavior_logprobs[sampled], atol=1e-5
+  )
+
+
+# --- on a mesh, and in updates --------------------------------------------------------------------
+
+
+@functools.cache
+def make_method(mesh=None, **changes):
+  config = dataclasses.replace(CONFIG, **DTYPES)
+  method = updates.make_method("float64", mesh, **changes)
+  return method._replace(model=transformer(config, sharding.make_layout(mesh)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2, tensor=2), dict(fsdp=4, tensor=2)], ids=str)
+def test_a_mesh_changes_no_value_and_no_gradient(x64, sizes, packed):
+  """In one micro-batch, in several, and padded."""
+  batch = updates.make_batch(np.float64)
+  params = make_method().model.init(jax.random.key(0))
+  expected = updates.gradient_of(make_method(), batch, params)
+  mesh = sharding.make_mesh(**sizes)
+  params = jax.device_put(params, sharding.state_shardings(params, mesh))
+  if packed:
+    on_mesh = updates.in_rows(batch, rows=2, mesh=mesh)
+    one = updates.gradient_of(make_method(), updates.in_rows(batch, rows=2), jax.device_get(params))
+    assert relative_distance(one[1], expected[1]) < 1e-12
+  else:
+    on_mesh = sharding.batch_to_devices(batch, mesh)
+  found = sharding.to_host(updates.gradient_of(make_method(mesh), on_mesh, params))
+  np.testing.assert_allclose(found[0][0], expected[0][0], rtol=1e-12)
+  assert relative_distance(found[1], expected[1]) < 1e-12
+
+
+def test_a_mesh_that_does_not_divide_the_experts_is_refused():
+  mesh = sharding.make_mesh(tensor=8)
+  with pytest.raises(ValueError, match=r"config.mesh.tensor = 8 does not divide expert_width = 12"):
+    transformer(CONFIG, sharding.make_layout(mesh))
+  with pytest.raises(ValueError, match="experts_per_token=6 exceeds num_experts=5"):
+    dataclasses.replace(CONFIG, experts_per_token=6)
+
+
+def test_features_of_each_rollout_are_those_of_a_loop(x64):
+  """`vmap` over the grouped products."""
+  model, params = make_method().model, make_method().model.init(jax.random.key(0))
+  batch = jax.tree.map(lambda x: x[:2, :2] if x.ndim > 1 else x[:2], updates.make_batch(np.float64))
+  batch = dataclasses.replace(
+    batch, prompts=jax.tree.map(lambda x: x[:2], updates.make_batch(np.float64).prompts)
+  )
+  context = GramContext(model, 1.0)
+  pattern = "experts/(down|router)"
+  found = per_rollout_features(params, {}, batch, context, parameters=pattern)
+  for p, g in np.ndindex(2, 2):
+    one = dataclasses.replace(
+      jax.tree.map(
+        lambda x, p=p, g=g: x[p : p + 1, g : g + 1] if x.ndim > 1 else x[p : p + 1], batch
+      ),
+      prompts=jax.tree.map(lambda x, p=p: x[p : p + 1], batch.prompts),
+    )
+    expected = per_rollout_features(params, {}, one, context, parameters=pattern)
+    np.testing.assert_allclose(found[2 * p + g], expected[0], rtol=1e-10, atol=1e-13)
