@@ -1,25 +1,30 @@
-"""Grades innocent programs, alone and mixed with 5 % hostile programs.
+"""Runs innocent programs, alone and mixed with 5 % hostile programs.
 
   python experiments/benchmarks/hostile_mix.py
   python experiments/benchmarks/hostile_mix.py --items=300 --rounds=1 --time_limit_s=6
+  python experiments/benchmarks/hostile_mix.py --by=python
 
-One pool grades `--items` programs in each section, in turn: `innocent` has expected and wrong
+One pool takes `--items` programs in each section, in turn: `innocent` has expected and wrong
 solutions of small tasks in all styles of tests; in `mixed` every 20th program is hostile, cycling
-through `HOSTILE`. A round is both sections; before the first, 100 programs of each warm up the
-workers. The benchmark ends with an error unless every program gets its expected grade. Rates are
-from submission to the last grade; the ratio is that of a round's two rates. The table is printed
-and written to results/hostile_mix.md, its numbers to the .json file next to it.
+through `HOSTILE`. The pool is of graders, or with --by=python of the environment of that name: a
+program with its tests is then a policy's turn. A round is both sections; before the first, 100
+programs of each warm up the workers. The benchmark ends with an error unless every program gets its
+expected grade or reply. Rates are from submission to the last result; the ratio is that of a
+round's two rates. The table is printed and written to results/hostile_mix.md, or
+hostile_mix_python.md, its numbers to the .json file next to it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's root
 
@@ -27,11 +32,14 @@ from absl import app, flags
 
 from experiments.benchmarks.tables import Row, hardware, write_results
 from rlvr_jax.codejudge import tasks
+from rlvr_jax.environments import Turn
+from rlvr_jax.environments.pool import EnvironmentPool, Failure, Started
 from rlvr_jax.rewards import GraderPool, Outcome, pool
 
 _ITEMS = flags.DEFINE_integer("items", 400, "Programs of a section.", lower_bound=20)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of both sections.", lower_bound=1)
 _WORKERS = flags.DEFINE_integer("workers", None, "Processes; default a run's.", lower_bound=1)
+_BY = flags.DEFINE_enum("by", "grader", ["grader", "python"], "What runs the programs.")
 _LIMIT_S = flags.DEFINE_float("time_limit_s", tasks.TIME_LIMIT_S, "Limit of a program, seconds.")
 _FOLDER = flags.DEFINE_string(
   "results_folder", str(pathlib.Path(__file__).parent / "results"), "Folder for the table."
@@ -130,33 +138,102 @@ HOSTILE: Mapping[str, tuple[str, Mapping[str, Any], tuple[Outcome, ...]]] = {
 }  # fmt: skip
 
 
-def items(section: str, size: int) -> list[tuple[str, Mapping[str, Any], tuple[Outcome, ...]]]:
-  """Programs, tests and expected outcomes of a section."""
+class Item(NamedTuple):
+  """A program of a section."""
+
+  program: str
+  tests: Mapping[str, Any]
+  expected: tuple[Outcome, ...]
+  is_hostile: bool
+
+
+def items(section: str, size: int) -> list[Item]:
+  """The programs of a section."""
   hostile = list(HOSTILE.values())
   section_items = []
   for i in range(size):
-    is_hostile = section == "mixed" and i % _EVERY == _EVERY - 1
+    # At changing places, since each process of environments has every n-th dialogue.
+    place = -(i // _EVERY) % _EVERY
+    is_hostile = section == "mixed" and i % _EVERY == place
     program, tests, expected = (
       hostile[i // _EVERY % len(hostile)] if is_hostile else INNOCENT[i % len(INNOCENT)]
     )
-    section_items.append((f"{program}\n# {i}", {**tests, "time_limit_s": _LIMIT_S.value}, expected))
+    tests = {**tests, "time_limit_s": _LIMIT_S.value}
+    section_items.append(Item(f"{program}\n# {i}", tests, expected, is_hostile))
   return section_items
 
 
-def measure(graders: GraderPool, section: str, size: int) -> tuple[Row, list[str]]:
-  """Grades a section; returns its rate, and the items with unexpected grades."""
-  programs, references, expected = zip(*items(section, size), strict=True)
-  start = time.perf_counter()
-  grades = graders.grade(programs, references)
-  seconds = time.perf_counter() - start
-  row: Row = {"section": section, "items": len(grades), "seconds": seconds}
-  row |= {"items/s": len(grades) / seconds}
-  unexpected = [
-    f"{program}: {grade.outcome} ({grade.detail})"
-    for program, grade, allowed in zip(programs, grades, expected, strict=True)
-    if grade.outcome not in allowed
+Run = Callable[[Sequence[Item]], list[str]]  # from programs to those with unexpected results
+
+
+def grade(graders: GraderPool, programs: Sequence[Item]) -> list[str]:
+  """Grades programs; returns those with unexpected grades."""
+  grades = graders.grade([item.program for item in programs], [item.tests for item in programs])
+  return [
+    f"{item.program}: {grade.outcome} ({grade.detail})"
+    for item, grade in zip(programs, grades, strict=True)
+    if grade.outcome not in item.expected
   ]
-  return row, unexpected
+
+
+def play(environments: EnvironmentPool, programs: Sequence[Item]) -> list[str]:
+  """Has each program, with its tests, run as the turn of a dialogue; returns unexpected replies."""
+  problem = {"question": "", "answer": "", "reference": {}}
+  started = [reset.result() for reset in [environments.reset(problem, 0) for _ in programs]]
+  steps = [
+    environments.step(begun.dialogue, f"```python\n{item.program}\n{_call(item.tests)}\n```")
+    for item, begun in zip(programs, started, strict=True)
+    if isinstance(begun, Started)  # as all have, or `strict` raises below
+  ]
+  replies = [step.result() for step in steps]
+  for begun in started:
+    environments.close_dialogue(begun.dialogue)
+  return [
+    f"{item.program}: {reply}"
+    for item, reply in zip(programs, replies, strict=True)
+    if not _is_expected(item, reply)
+  ]
+
+
+def _call(tests: Mapping[str, Any]) -> str:
+  """Code that tests a program; one that reads its input finds none."""
+  match tests["style"]:
+    case "asserts":
+      return "\n".join(tests["tests"])
+    case "function":
+      name, cases = tests["entry_point"], tests["cases"]
+      return "\n".join(f"assert {name}(*{case['input']}) == {case['output']!r}" for case in cases)
+    case "check":
+      return f"{tests['test']}\ncheck({tests['entry_point']})"
+  return ""
+
+
+def _is_expected(item: Item, reply: Turn | Failure) -> bool:
+  """Whether an innocent program has its reply, and a hostile one is not the environment's fault."""
+  if item.is_hostile:
+    return not isinstance(reply, Failure) or reply.kind != "failed"
+  fails = item.expected == _WRONG or item.tests["style"] == "stdin"
+  return isinstance(reply, Turn) and ("Error" in reply.reply) == fails
+
+
+def measure(run: Run, section: str, size: int) -> tuple[Row, list[str]]:
+  """Runs a section; returns its rate, and the programs with unexpected results."""
+  programs = items(section, size)
+  start = time.perf_counter()
+  unexpected = run(programs)
+  seconds = time.perf_counter() - start
+  row: Row = {"section": section, "items": len(programs), "seconds": seconds}
+  return row | {"items/s": len(programs) / seconds}, unexpected
+
+
+def open_pool(stack: contextlib.ExitStack, workers: int) -> Run:
+  """Starts what runs the programs."""
+  if _BY.value == "grader":
+    return functools.partial(grade, stack.enter_context(GraderPool("code", num_workers=workers)))
+  name = f"python(limit_s={_LIMIT_S.value})"
+  deadline_s = 30.0 + _LIMIT_S.value
+  environments = EnvironmentPool(name, processes=workers, deadline_s=deadline_s, memory_mib=2048)
+  return functools.partial(play, stack.enter_context(environments))
 
 
 def main(argv: list[str]) -> None:
@@ -164,11 +241,12 @@ def main(argv: list[str]) -> None:
   workers = _WORKERS.value or pool.default_workers()
   rows = []
   unexpected = []
-  with GraderPool("code", num_workers=workers) as graders:
+  with contextlib.ExitStack() as stack:
+    run = open_pool(stack, workers)
     for number in range(_ROUNDS.value + 1):
       size = _ITEMS.value if number else 100
       (alone, few), (mixed, more) = (
-        measure(graders, section, size) for section in ("innocent", "mixed")
+        measure(run, section, size) for section in ("innocent", "mixed")
       )
       unexpected += few + more
       if number:
@@ -180,10 +258,11 @@ def main(argv: list[str]) -> None:
   conditions["median ratio"] = f"{statistics.median(ratios):.2f}"
   command = " ".join(["python experiments/benchmarks/hostile_mix.py", *sys.argv[1:]])
   conditions |= {"command": command}
-  path = pathlib.Path(_FOLDER.value) / "hostile_mix"
+  name = "hostile_mix" if _BY.value == "grader" else f"hostile_mix_{_BY.value}"
+  path = pathlib.Path(_FOLDER.value) / name
   print(write_results(path, "Hostile programs among innocent ones", rows, conditions))
   if unexpected:
-    sys.exit("not graded as they should be:\n" + "\n".join(unexpected))
+    sys.exit("without the expected result:\n" + "\n".join(unexpected))
 
 
 if __name__ == "__main__":

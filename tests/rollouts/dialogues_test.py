@@ -55,6 +55,10 @@ class Says:
       raise KeyError(argument)
     if kind == "hang":
       time.sleep(60)
+    if kind == "long":
+      return Turn("é" * int(argument))
+    if kind == "broken":
+      return Turn(bytes([97, 255, 254, 98]))
     return Turn(argument)
 
 def says():
@@ -165,6 +169,16 @@ def test_a_long_reply_is_cut_and_says_so(pool, cut, expected):
   assert bytes(found[0].tokens.tolist()).decode() == expected
   found, _ = answers_to(group_of(["s 012345678"]), pool, max_reply_length=9, cut=cut)
   assert bytes(found[0].tokens.tolist()) == b"012345678"
+
+
+def test_replies_of_a_megabyte_and_of_invalid_utf_8(pool):
+  texts = ["long 600000", "broken"]  # characters of two bytes
+  found, _ = answers_to(group := group_of(texts), pool)
+  assert found[0].is_last and End(group.ends[0]) is End.LENGTH_LIMIT
+  assert bytes(found[1].tokens.tolist()).decode() == "a\ufffd\ufffdb"
+  found, _ = answers_to(group_of(texts), pool, max_reply_length=9, cut="middle")
+  assert bytes(found[0].tokens.tolist()).decode() == "é [cut] "
+  assert not found[0].is_last and not found[1].is_last
 
 
 @pytest.mark.parametrize("cut", CUTS)

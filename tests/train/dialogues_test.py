@@ -10,6 +10,7 @@ from train import tiny
 
 from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.train import train
+from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.setup.build import build
 
@@ -131,6 +132,51 @@ def test_a_resumed_run_repeats_itself(whole, tmp_path, step):
   train(build(config()), cut)
   assert tiny.records(cut, "train") == tiny.records(whole, "train")
   assert tiny.rollouts(cut) == tiny.rollouts(whole)
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_dialogue_a_run_keeps_its_finished_groups(whole, tmp_path):
+  folder, killed = tmp_path / "environment", tmp_path / "killed"
+  folder.mkdir()
+  (folder / "hold").touch()
+  seeds = [seeds_for(0, "rollout", draw, 8) for draw in range(2)]
+  name = "environments.faulty_environments:held_guess"
+  flags = (f"--config.environment.name={name}(folder={str(folder)!r}, seed={seeds[0][3]})",)
+  files = lambda: sorted(killed.glob("rollouts/groups/*"))
+  lines = lambda: [path.read_text().splitlines() for path in files()]
+  # Of the 16 groups of the first two batches, one has a dialogue that is held.
+  with tiny.started(killed, *flags, config_file=__file__) as process:
+    tiny.wait_for(lambda: sum(map(len, lines())) == 15, process)
+  kept = {
+    of_draw[json.loads(line)["index"]]
+    for of_draw, found in zip(seeds, lines(), strict=True)
+    for line in found
+  }
+  sampled = {int(line) for line in (folder / "steps").read_text().split()}
+  assert kept == {*seeds[0], *seeds[1]} - {seeds[0][3]} and kept < sampled
+  (folder / "steps").unlink()
+  (folder / "hold").unlink()
+  tiny.run(killed, *flags, config_file=__file__)
+  assert tiny.records(killed) == tiny.records(whole)
+  assert tiny.rollouts(killed) == tiny.rollouts(whole)
+  repeated = {int(line) for line in (folder / "steps").read_text().split()}
+  assert not kept & repeated and seeds[0][3] in repeated
+
+
+@pytest.mark.slow
+def test_what_environments_break_is_left_out_and_told(tmp_path, capfd):
+  name = "environments.faulty_environments:breaking_guess"
+  train(build(config(environment__name=name, num_updates=2)), tmp_path / "run")
+  assert "the environment failed in " in (out := capfd.readouterr().out)
+  assert "the first error is: OSError: no " in out
+  for record in tiny.records(tmp_path / "run", "train"):
+    assert 0.3 < record["outcome/environment_failed"] < 1 and np.isfinite(record["loss/surrogate"])
+  details = set()
+  for sample in samples(tmp_path / "run"):
+    assert (sample["reward"] is None) == (sample["outcome"] == "environment_failed")
+    assert ("detail" in sample) == (sample["outcome"] == "environment_failed")
+    details.add(sample.get("detail", "").partition(" (")[0])
+  assert details == {"", "OSError: no reset", "OSError: no turn"}
 
 
 @pytest.mark.slow
