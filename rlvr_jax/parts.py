@@ -62,6 +62,8 @@ def batch_of(
   behavior_logprobs: Array | None = None,
   proximal_logprobs: Array | None = None,
   lags: Array | None = None,
+  turns: Array | None = None,
+  turn_scores: Array | None = None,
 ) -> TrainBatch:
   """Makes a batch of the given arrays, for functions that take a batch; other fields are 0.
 
@@ -74,12 +76,18 @@ def batch_of(
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` needs them.
     lags: i32[P, G], updates since the behavior policy.
+    turns: i32[P, G, T], of dialogues, the turn of each token: even numbers are the policy's.
+    turn_scores: f32[P, G, T], the score of a turn of the policy at its last token; NaN elsewhere.
   Raises:
     ValueError: an array has another shape.
   """
   P, G, T = _check_shape("mask", mask, "P", "G", "T")
   per_token = dict(
-    tokens=tokens, behavior_logprobs=behavior_logprobs, proximal_logprobs=proximal_logprobs
+    tokens=tokens,
+    behavior_logprobs=behavior_logprobs,
+    proximal_logprobs=proximal_logprobs,
+    turns=turns,
+    turn_scores=turn_scores,
   )
   for name, array in per_token.items():
     if array is not None:
@@ -99,6 +107,8 @@ def batch_of(
     valid=jnp.ones((P, G), bool) if valid is None else jnp.asarray(valid),
     proximal_logprobs=proximal_logprobs,
     lags=lags,
+    turns=None if turns is None else jnp.asarray(turns),
+    turn_scores=None if turn_scores is None else jnp.asarray(turn_scores),
   )
 
 
@@ -109,9 +119,13 @@ def advantages_of(
   mask: Array | None = None,
   correct: Array | None = None,
   valid: Array | None = None,
+  turns: Array | None = None,
+  turn_scores: Array | None = None,
   state: Any = (),
 ) -> Array:
   """Coefficients f32[P, G] by an estimator of `rlvr_jax.advantages`.
+
+  With the scores of turns, those of `mt_grpo` are f32[P, G, T], which `loss_of` takes, too.
 
   Args:
     estimator: such as `grpo()`.
@@ -120,6 +134,7 @@ def advantages_of(
     correct: f32[P, G] in {0, 1}; the rewards if it is not given.
     valid: bool[P, G], False for rollouts that your grader failed on: they get 0 and do not affect
       the others. Set their loss mask to 0, too. None: all are valid.
+    turns, turn_scores: [P, G, T], for `mt_grpo` only, with the mask; see `batch_of`.
     state: for `fade` only: `estimator.init(entropy)` first, then the result of
       `estimator.update(state, batch_of(…), entropy)`.
   Raises:
@@ -129,7 +144,10 @@ def advantages_of(
   _check_shape("rewards", rewards, "P", "G")
   rewards = jnp.asarray(rewards)
   mask = jnp.ones((*rewards.shape, 1)) if mask is None else mask
-  return estimator.apply(state, batch_of(mask, rewards=rewards, correct=correct, valid=valid))
+  batch = batch_of(
+    mask, rewards=rewards, correct=correct, valid=valid, turns=turns, turn_scores=turn_scores
+  )
+  return estimator.in_loss(state, batch, estimator.apply(state, batch))
 
 
 def loss_of(
@@ -151,7 +169,7 @@ def loss_of(
     policy_logprobs: f32[P, G, T], nats, of the trained policy, by `token_logprobs` or your own
       model.
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
-    coefficients: f32[P, G], the advantages; constant for differentiation.
+    coefficients: f32[P, G], the advantages, or f32[P, G, T]; constant for differentiation.
     mask: [P, G, T], 1 on response tokens that count.
     aggregation: one of `rlvr_jax.ops.aggregate.AGGREGATIONS`.
     max_response_length: tokens; 0 for T. Read by the aggregation "constant" only.
@@ -166,7 +184,8 @@ def loss_of(
     raise ValueError("veto is a function that makes one; call it: negative_advantage_veto()")
   P, G, T = _check_shape("mask", mask, "P", "G", "T")
   _check_shape("policy_logprobs", policy_logprobs, "P", "G", "T", P=P, G=G, T=T)
-  _check_shape("coefficients", coefficients, "P", "G", P=P, G=G)
+  axes = "PGT" if jnp.ndim(coefficients) == 3 and not loss.of_responses else "PG"
+  _check_shape("coefficients", coefficients, *axes, P=P, G=G, T=T)
   if loss.needs_proximal and proximal_logprobs is None:
     raise ValueError("this loss needs proximal_logprobs, those of its proximal policy; give them")
   batch = batch_of(mask, behavior_logprobs=behavior_logprobs, proximal_logprobs=proximal_logprobs)

@@ -69,6 +69,9 @@ class Rollouts:
   # first, 1 the environment's reply to it, 2 the policy's second, and so on; 0 where padded. None:
   # one turn of the policy.
   turns: Array | None = None
+  # f32[P, G, T], of dialogues, the environment's score of a turn of the policy, as far as it is not
+  # that of the dialogue, at the turn's last token; NaN elsewhere. None: one turn of the policy.
+  turn_scores: Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -95,6 +98,8 @@ class TrainBatch:
   # i32[P, G, T], see `Rollouts`; an update asks only whether there are any: if so, the head leaves
   # out places that predict nothing.
   turns: Array | None = None
+  # f32[P, G, T], see `Rollouts`; in an update only where the advantage reads them.
+  turn_scores: Array | None = None
   sources: Array | None = None  # i32[P], index of the source that sampled the group
   packed: Packed | None = None  # the rollouts in rows; None: padded, [P, G, S + T]
   # f32[P, G, T], under the distribution sampled from, where `behavior_logprobs` deliberately are

@@ -21,6 +21,7 @@ from rlvr_jax.geometry.updates import advantage_logprob_covariance
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.aggregate import AGGREGATIONS, aggregate
+from rlvr_jax.ops.masked import for_tokens
 from rlvr_jax.ops.update_metrics import batch_metrics
 from rlvr_jax.ops.veto import SCOPES, negative_advantage_veto
 from rlvr_jax.rollouts.batch import response_lengths
@@ -43,6 +44,8 @@ VETOES = (
 )
 FILLS = {"arbitrary": None, "nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 P, G, T, LONGEST = 4, 4, 13, 6  # tokens: of a response, and of the policy in it
+# Of the policy's tokens: two in a turn, at whose last one is its score.
+TURNS = np.arange(LONGEST) // 2 * 2
 PER_TOKEN = ("behavior_logprobs", "proximal_logprobs", "reference_logprobs")
 
 
@@ -63,6 +66,8 @@ def case():
     behavior_logprobs=behavior, proximal_logprobs=near(0.3), reference_logprobs=near(0.3)
   )
   values |= dict(policy=near(0.5), entropy=rng.random(places.shape))
+  is_scored = (np.arange(LONGEST) % 2 == 1) & (rng.random(places.shape) < 0.8)
+  values["turn_scores"] = np.where(is_scored, rng.normal(size=places.shape), np.nan)
   return values, places, present
 
 
@@ -86,7 +91,8 @@ def _lay(places, fill):
     np.put_along_axis(found, places, x, axis=-1)
     return found[..., :T]
 
-  laid = {name: lay(x, fill) for name, x in values.items()}
+  laid = {name: lay(x, fill) for name, x in values.items() if name != "turn_scores"}
+  scores = np.where(present, values["turn_scores"], np.nan)
   rewards = np.random.default_rng(2).integers(0, 2, (P, G)).astype(float)
   rewards[0] = 1, 0, 0, 0  # the rollouts of several turns differ in sign
   batch = batches.make_batch(
@@ -94,6 +100,8 @@ def _lay(places, fill):
     rewards=rewards,
     lags=np.arange(P * G).reshape(P, G) % 3,
     sources=np.arange(P) % 2,
+    turns=lay(np.broadcast_to(TURNS, places.shape), 1.0).astype(np.int32),
+    turn_scores=lay(scores, np.nan),
     **{name: laid[name] for name in PER_TOKEN},
   )
   return jnp.asarray(laid["policy"]), jnp.asarray(laid["entropy"]), batch
@@ -148,7 +156,11 @@ def test_losses_are_those_of_the_policy_tokens(x64, name, vetoes):
     (gradients,) = jax.vmap(pullback)(jnp.eye(found.size))
     return found, reductions.values(metrics), gradients
 
-  coefficients_of = lambda x, batch: x.apply(x.init(jnp.asarray(0.7)), batch)
+  def coefficients_of(estimator, batch):
+    state = estimator.init(jnp.asarray(0.7))
+    coefficients = estimator.apply(state, batch)
+    return coefficients if loss.of_responses else estimator.in_loss(state, batch, coefficients)
+
   # Of the same width, one program is compiled for both.
   plain = side_by_side(LONGEST if len(vetoes) == len(VETOES) else T)
   for number, estimator in enumerate(ESTIMATORS.values()):
@@ -161,6 +173,25 @@ def test_losses_are_those_of_the_policy_tokens(x64, name, vetoes):
       pairs = (found, dialogues), (expected, plain)
       assert_near(*(of_policy_tokens(result[2], x[-1]) for result, x in pairs))
   assert np.abs(found[2]).max() > 0
+
+
+@pytest.mark.parametrize("name", [n for n in losses.__all__ if not LOSSES[n].of_responses])
+def test_coefficients_of_tokens_are_those_of_their_turns(x64, name):
+  """A token has the loss and the gradient that the coefficient of its turn gives it."""
+  loss, (policy, _, batch) = LOSSES[name], side_by_side()
+  mixed = jnp.where(jnp.arange(LONGEST) < 3, 0.7, -0.4) * jnp.ones(batch.mask.shape)
+  statistics = loss.statistics and loss.statistics(policy, batch, mixed)
+
+  @jax.jit
+  def run(coefficients):
+    total = lambda policy: loss.per_token(policy, batch, coefficients, statistics)[0]
+    losses, pullback = jax.vjp(total, policy)
+    return losses, *pullback(batch.mask)
+
+  first, second = run(jnp.full((P, G), 0.7)), run(jnp.full((P, G), -0.4))
+  expected = [np.where(np.arange(LONGEST) < 3, *pair) for pair in zip(first, second, strict=True)]
+  assert_near([x * batch.mask for x in run(mixed)], [x * batch.mask for x in expected])
+  assert np.any(first[1] != second[1])
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -205,7 +236,10 @@ def test_advantages_are_those_of_the_policy_tokens(x64, name):
     state = estimator.init(jnp.asarray(0.7))
     metrics = batch_metrics(batch) | estimator.metrics(state, batch)
     after = estimator.update(state, batch, jnp.asarray(0.5))
-    return estimator.apply(state, batch), reductions.values(metrics), after
+    coefficients = estimator.apply(state, batch)
+    in_loss = estimator.in_loss(state, batch, coefficients)
+    by_token = np.broadcast_to(for_tokens(in_loss), batch.mask.shape)
+    return coefficients, reductions.values(metrics), after, by_token[np.asarray(batch.mask) > 0]
 
   assert_near(run(spread()[-1]), run(side_by_side()[-1]))
 
@@ -318,11 +352,12 @@ def test_an_update_is_that_of_each_rollout(x64, alignment):
 
 
 @pytest.mark.slow
-def test_an_update_in_rows_is_that_of_the_padded_batch(x64):
-  """With a statistic of the whole batch, an entropy bonus, and all metrics."""
+@pytest.mark.parametrize("axes", [2, 3], ids=["of rollouts", "of tokens"])
+def test_an_update_in_rows_is_that_of_the_padded_batch(x64, axes):
+  """With a statistic of the whole batch, an entropy bonus, coefficients, and all metrics."""
   method, params, batch = network()
   method = method._replace(loss=losses.p3o(), entropy_bonus=0.01)
-  coefficients = np.random.default_rng(6).normal(size=(PROMPTS, GROUP))
+  coefficients = np.random.default_rng(6).normal(size=(PROMPTS, GROUP, LENGTH)[:axes])
   run = lambda batch: updates.gradient_of(method, batch, params, coefficients)
   (expected, metrics), gradient = run(batch)
   for alignment in LAYOUTS:

@@ -47,7 +47,13 @@ def _batch(valid, *, shaped=False, spoilt=None):
   if spoilt is not None:
     rewards, correct = (np.where(valid, x, np.float32(spoilt)) for x in (rewards, correct))
     mask = np.where(valid[..., None], mask, np.float32(abs(spoilt) > 1))
+  turn_scores = np.where(rng.random(mask.shape) < 0.7, rng.integers(0, 3, mask.shape), np.nan)
+  if spoilt is not None:
+    turn_scores = np.where(valid[..., None], turn_scores, spoilt)
+  turns = np.broadcast_to(np.arange(T, dtype=np.int32), mask.shape)  # of one token each
+  turn_scores = np.where(turns % 2 == 0, turn_scores, np.nan)
   fields = dict(rewards=rewards, correct=correct, valid=valid, sources=np.arange(P) % 2)
+  fields |= dict(turns=turns, turn_scores=turn_scores.astype(np.float32))
   return make_batch(mask, -np.ones((P, G, T), np.float32), **fields)
 
 
@@ -55,12 +61,14 @@ def _only(batch, chosen):
   """The batch of the chosen rollouts, indices [P, n], all of them valid."""
   take = lambda x: jnp.take_along_axis(x, chosen.reshape(chosen.shape + (1,) * (x.ndim - 2)), 1)
   fields = ("tokens", "mask", "behavior_logprobs", "rewards", "correct", "valid")
+  fields += ("turns", "turn_scores")
   return dataclasses.replace(batch, **{name: take(getattr(batch, name)) for name in fields})
 
 
 def _apply(name, batch):
   estimator = ESTIMATORS[name]
-  return np.asarray(estimator.apply(estimator.init(jnp.float32(0.7)), batch))
+  state = estimator.init(jnp.float32(0.7))
+  return np.asarray(estimator.in_loss(state, batch, estimator.apply(state, batch)))
 
 
 @each_estimator

@@ -8,6 +8,7 @@ from rlvr_jax.advantages.grpo import grpo_mean as grpo_mean
 from rlvr_jax.advantages.log_mean_exp import log_mean_exp as log_mean_exp
 from rlvr_jax.advantages.masses import gradient_masses as gradient_masses
 from rlvr_jax.advantages.maxrl import maxrl as maxrl
+from rlvr_jax.advantages.mt_grpo import mt_grpo as mt_grpo
 from rlvr_jax.advantages.opo import opo as opo
 from rlvr_jax.advantages.pass_at_k import pass_at_k as pass_at_k
 from rlvr_jax.advantages.power import asym as asym
@@ -28,6 +29,7 @@ __all__ = [
   "grpo_mean",
   "log_mean_exp",
   "maxrl",
+  "mt_grpo",
   "opo",
   "pass_at_k",
   "power",

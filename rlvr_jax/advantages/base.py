@@ -26,6 +26,10 @@ class Advantage(NamedTuple):
       *before* any dynamic-sampling filter, NaN if unknown; None computes it from the batch.
     metrics: (state, batch) → metrics of the state and of the estimator on the batch.
     needs_binary: whether rewards must be 0 or 1; others are a configuration error.
+    per_token: (state, batch, coefficients f32[P, G]) → f32[P, G, T], what the loss gets in place of
+      them; or the coefficients themselves, if the batch has no turns. None: all tokens of a rollout
+      have its coefficient. A reweighting, or a loss of full responses, is a configuration error
+      beside it.
   """
 
   init: Callable[[Array], Any]
@@ -33,9 +37,14 @@ class Advantage(NamedTuple):
   update: Callable[..., Any]
   metrics: Callable[[Any, TrainBatch], Metrics]
   needs_binary: bool = False
+  per_token: Callable[[Any, TrainBatch, Array], Array] | None = None
 
   def __repr__(self) -> str:
     return component_repr(self)
+
+  def in_loss(self, state: Any, batch: TrainBatch, coefficients: Array) -> Array:
+    """What the loss gets, before a reweighting: f32[P, G], or f32[P, G, T] of `per_token`."""
+    return coefficients if self.per_token is None else self.per_token(state, batch, coefficients)
 
 
 def stateless(

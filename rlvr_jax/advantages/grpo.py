@@ -8,19 +8,20 @@ from rlvr_jax.ops.groups import group_deviation, group_mean
 from rlvr_jax.types import Array
 
 
-def grpo_advantages(rewards: Array, valid: Array, *, epsilon: float) -> Array:
+def grpo_advantages(rewards: Array, valid: Array, *, epsilon: float, name: str = "grpo") -> Array:
   """A = (r − r̄)/(std + ε), std unbiased.
 
   Args:
     rewards: f32[P, G].
     valid: bool[P, G].
     epsilon: added to the deviation, in units of reward.
+    name: name of the estimator, for error messages.
   Returns:
     f32[P, G]; gradient masses √(pq) on successes and on failures.
   Source: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
     (arXiv:2402.03300).
   """
-  rewards = as_group("grpo", rewards, valid)
+  rewards = as_group(name, rewards, valid)
   centered = rewards - group_mean(rewards, valid)
   deviation = group_deviation(rewards, valid)
   return zero_if_constant(centered / (deviation + epsilon), rewards, valid)

@@ -53,7 +53,9 @@ class Turn(NamedTuple):
 
   reply: str = ""  # not read when done; bytes are decoded as UTF-8
   done: bool = False
-  score: float | None = None  # of the dialogue, when done; None: the task's grader judges it
+  # Of the dialogue, when done; None: the task's grader judges it. Otherwise of the policy's turn
+  # alone: no reward, but what an advantage of turns such as `mt_grpo` compares.
+  score: float | None = None
   role: str = "user"  # of the reply, for chat templates: "user" or "tool"
   correct: bool | None = None  # if there is a score; None: a score of 1 or more is correct
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops import spectral
-from rlvr_jax.ops.masked import masked_mean, upcast
+from rlvr_jax.ops.masked import for_tokens, masked_mean, upcast
 from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, Params
 
@@ -74,7 +74,7 @@ def advantage_logprob_covariance(coefficients: Array, logprobs: Array, mask: Arr
   of entropy.
 
   Args:
-    coefficients: f32[P, G], A, the same for all tokens of a rollout.
+    coefficients: f32[P, G], A, the same for all tokens of a rollout, or f32[P, G, T].
     logprobs: f32[P, G, T], nats, under the policy.
     mask: [P, G, T], loss tokens.
   Returns:
@@ -83,7 +83,7 @@ def advantage_logprob_covariance(coefficients: Array, logprobs: Array, mask: Arr
     "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
     (arXiv:2505.22617).
   """
-  chex.assert_rank([coefficients, logprobs, mask], [2, 3, 3])
-  per_token = jnp.broadcast_to(upcast(coefficients)[..., None], mask.shape)
+  chex.assert_rank([coefficients, logprobs, mask], [{2, 3}, 3, 3])
+  per_token = jnp.broadcast_to(for_tokens(upcast(coefficients)), mask.shape)
   centered = per_token - masked_mean(per_token, mask)
   return -masked_mean(centered * (logprobs - masked_mean(logprobs, mask)), mask)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.ops.checks import describe
 from rlvr_jax.ops.component_repr import component_repr
-from rlvr_jax.ops.masked import masked_fill, mean_metric, upcast
+from rlvr_jax.ops.masked import for_tokens, masked_fill, mean_metric, upcast
 from rlvr_jax.ops.ratios import log_ratios
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
@@ -22,15 +22,19 @@ class Loss(NamedTuple):
   Attributes:
     per_token: (policy_logprobs f32[P, G, T], batch, coefficients f32[P, G], statistics) →
       (losses f32[P, G, T], metrics). `batch` may be one micro-batch of the global batch. Losses of
-      masked tokens are finite but have no meaning; the aggregation drops them.
+      masked tokens are finite but have no meaning; the aggregation drops them. Coefficients are
+      f32[P, G, T] where the advantage gives each token its own, see `Advantage.per_token`.
     statistics: (policy_logprobs, batch, coefficients) of the *global* batch → the `statistics`
       argument of `per_token`, constant for differentiation; None if the loss needs none.
     needs_proximal: whether the batch must contain `proximal_logprobs`.
+    of_responses: whether the formula is one of a full response, with one coefficient for it; each
+      token's own are a configuration error.
   """
 
   per_token: Callable[[Array, TrainBatch, Array, Any], tuple[Array, Metrics]]
   statistics: Callable[[Array, TrainBatch, Array], Any] | None = None
   needs_proximal: bool = False
+  of_responses: bool = False
 
   def __repr__(self) -> str:
     return component_repr(self)
@@ -41,7 +45,7 @@ class Tokens(NamedTuple):
 
   policy_logprobs: Array  # f32[P, G, T], nats; 0 where masked
   log_ratios: Array  # f32[P, G, T], log ρ = log π − log β, nats; 0 where masked
-  coefficients: Array  # f32[P, G, 1], constant for differentiation
+  coefficients: Array  # f32[P, G, 1] or f32[P, G, T], constant for differentiation
   mask: Array  # [P, G, T]
 
   @property
@@ -51,12 +55,12 @@ class Tokens(NamedTuple):
 
 def prepare(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Tokens:
   """Checks shapes, casts to at least float32, and sets masked entries to 0."""
-  chex.assert_rank([policy_logprobs, coefficients], [3, 2])
+  chex.assert_rank([policy_logprobs, coefficients], [3, {2, 3}])
   chex.assert_equal_shape_prefix([policy_logprobs, coefficients], 2)
   return Tokens(
     policy_logprobs=masked_fill(policy_logprobs, batch.mask),
     log_ratios=log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask),
-    coefficients=jax.lax.stop_gradient(upcast(coefficients))[..., None],
+    coefficients=jax.lax.stop_gradient(for_tokens(upcast(coefficients))),
     mask=batch.mask,
   )
 

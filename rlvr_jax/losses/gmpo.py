@@ -33,4 +33,4 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Loss:
     losses = -tokens.coefficients * follow(geometric_mean, log_ratios)
     return losses, clipped
 
-  return token_loss(per_token)
+  return token_loss(per_token)._replace(of_responses=True)

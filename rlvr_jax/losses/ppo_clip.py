@@ -16,7 +16,7 @@ def clipped_surrogate(
 
   Args:
     ratios: f32[P, G, T], ρ.
-    coefficients: f32[P, G, 1], A.
+    coefficients: f32[P, G, 1] or f32[P, G, T], A.
     low, high: the interval of ρ within which nothing is clipped.
   Returns:
     The losses, and bool[P, G, T], where the second term is the larger: no gradient flows there.

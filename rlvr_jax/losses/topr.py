@@ -23,4 +23,4 @@ def topr() -> Loss:
     capped = negative & (sequence_log_ratio > 0)
     return score_function(weights, tokens), capped
 
-  return token_loss(per_token)
+  return token_loss(per_token)._replace(of_responses=True)

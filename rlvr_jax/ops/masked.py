@@ -50,6 +50,11 @@ def masked_min(x: Array, mask: Array, axis: Axis = None, *, initial: float) -> A
   return jnp.min(masked_fill(x, mask, initial), axis=axis, initial=initial)
 
 
+def for_tokens(coefficients: Array) -> Array:
+  """Coefficients of rollouts, [P, G], as [P, G, 1]; those of tokens, [P, G, T], as they are."""
+  return coefficients[..., None] if coefficients.ndim == 2 else coefficients
+
+
 def mean_metric(x: Array, mask: Array) -> Mean:
   """The undivided mean of the kept entries of `x`, broadcast to the mask's shape."""
   return Mean(total=masked_sum(x, mask), weight=masked_count(mask))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from rlvr_jax.ops import kl
 from rlvr_jax.ops.groups import group_mean
 from rlvr_jax.ops.masked import (
+  for_tokens,
   masked_count,
   masked_fill,
   masked_max,
@@ -110,16 +111,16 @@ def ratios_by_sign(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
 
   Args:
     policy_logprobs: f32[P, G, T], nats, under the parameters being updated.
-    coefficients: f32[P, G], A, as given to the loss.
+    coefficients: f32[P, G] or f32[P, G, T], A, as given to the loss.
   Returns:
     behavior/ratio_mean_positive, _max_positive, _min_positive, and the same of _negative.
   """
-  chex.assert_rank([policy_logprobs, coefficients], [3, 2])
+  chex.assert_rank([policy_logprobs, coefficients], [3, {2, 3}])
   policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
   ratios = jnp.exp(log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask))
   metrics: Metrics = {}
   for sign, by_sign in (("positive", coefficients > 0), ("negative", coefficients < 0)):
-    tokens = (batch.mask > 0) & by_sign[..., None]
+    tokens = (batch.mask > 0) & for_tokens(by_sign)
     metrics |= {
       f"behavior/ratio_mean_{sign}": mean_metric(ratios, tokens),
       f"behavior/ratio_max_{sign}": Max(value=masked_max(ratios, tokens, initial=0.0)),

@@ -63,7 +63,7 @@ def policy_metrics(
 
   Args:
     logprobs, entropy: f32[P, G, T], of the policy.
-    coefficients: f32[P, G], as given to the loss.
+    coefficients: f32[P, G] or f32[P, G, T], as given to the loss.
     sources: names of the policies that sampled the rollouts; several are reported separately.
   """
   metrics = {

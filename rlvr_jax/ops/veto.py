@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops.checks import check_between, check_choice
-from rlvr_jax.ops.masked import mean_metric
+from rlvr_jax.ops.masked import for_tokens, mean_metric
 from rlvr_jax.ops.ratios import log_ratios
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
 SCOPES = ("suffix", "trigger", "trigger_and_suffix", "response")
 TRIGGERS = ("below", "above")
 
-# (losses f32[P, G, T], policy_logprobs f32[P, G, T], batch, coefficients f32[P, G]) →
+# (losses f32[P, G, T], policy_logprobs f32[P, G, T], batch, coefficients as given to the loss) →
 # (losses, mask for the aggregation, metrics)
 Veto = Callable[[Array, Array, TrainBatch, Array], tuple[Array, Array, Metrics]]
 
@@ -34,14 +34,14 @@ def trigger_tokens(
   Args:
     ratios: f32[P, G, T], ρ = π/β at the current parameters.
     mask: [P, G, T].
-    coefficients: f32[P, G], A, as given to the loss, after reweighting.
+    coefficients: f32[P, G] or f32[P, G, T], A, as given to the loss, after reweighting.
     threshold: κ.
     trigger: one of `TRIGGERS`.
   Returns:
     bool[P, G, T].
   """
   crossed = ratios < threshold if trigger == "below" else ratios > threshold
-  return (mask > 0) & (coefficients < 0)[..., None] & crossed
+  return (mask > 0) & for_tokens(coefficients < 0) & crossed
 
 
 def vetoed_tokens(triggers: Array, mask: Array, *, scope: str) -> Array:
@@ -91,14 +91,14 @@ def negative_advantage_veto(
   def veto(
     losses: Array, policy_logprobs: Array, batch: TrainBatch, coefficients: Array
   ) -> tuple[Array, Array, Metrics]:
-    chex.assert_rank([losses, policy_logprobs, coefficients], [3, 3, 2])
+    chex.assert_rank([losses, policy_logprobs, coefficients], [3, 3, {2, 3}])
     policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
     ratios = jnp.exp(log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask))
     triggers = trigger_tokens(
       ratios, batch.mask, coefficients, threshold=threshold, trigger=trigger
     )
     vetoed = vetoed_tokens(triggers, batch.mask, scope=scope)
-    negative = (batch.mask > 0) & (coefficients < 0)[..., None]
+    negative = (batch.mask > 0) & for_tokens(coefficients < 0)
     metrics: Metrics = {
       "veto/token_fraction": mean_metric(vetoed, batch.mask),
       "veto/trigger_rate": mean_metric(triggers, negative),

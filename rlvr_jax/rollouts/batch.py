@@ -252,7 +252,7 @@ def batch_from_arrays(arrays: Mapping[str, np.ndarray]) -> TrainBatch:
       f"the rollouts have the arrays {sorted(unknown)}, which this version of rlvr_jax does not"
       " know; use the version that wrote them"
     )
-  return TrainBatch(prompts=Prompts(**prompts), **fields)
+  return with_turn_scores(TrainBatch(prompts=Prompts(**prompts), **fields))
 
 
 def write_batch(path: pathlib.Path, batch: TrainBatch) -> None:
@@ -284,6 +284,7 @@ def join_batches(batches: Sequence[TrainBatch]) -> TrainBatch:
 def drop_scores(batch: TrainBatch) -> TrainBatch:
   """Drops the fields that only an update reads, so that scoring always has the same shapes."""
   batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
+  batch = dataclasses.replace(batch, turn_scores=None)
   return dataclasses.replace(batch, sampled_logprobs=None, lags=None, sources=None)
 
 
@@ -318,7 +319,8 @@ def response_lengths(batch: TrainBatch) -> np.ndarray:
 def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
   """Permutes rewards, and correctness with them, over valid rollouts; for control experiments.
 
-  The distribution of rewards in the batch stays, but they no longer depend on the rollouts.
+  The distribution of rewards in the batch stays, but they no longer depend on the rollouts. Scores
+  of turns, which belong to their tokens, are dropped.
   """
   order = rng.permutation(np.count_nonzero(batch.valid))
 
@@ -327,7 +329,8 @@ def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
     permuted[batch.valid] = x[batch.valid][order]
     return permuted
 
-  return dataclasses.replace(batch, rewards=permute(batch.rewards), correct=permute(batch.correct))
+  batch = dataclasses.replace(batch, rewards=permute(batch.rewards), correct=permute(batch.correct))
+  return with_turn_scores(dataclasses.replace(batch, turn_scores=None))
 
 
 def append_recorded(graded: Graded, recorded: Graded) -> Graded:
@@ -342,8 +345,16 @@ def append_recorded(graded: Graded, recorded: Graded) -> Graded:
 
 
 def _with_turns(batch: TrainBatch) -> TrainBatch:
-  """The batch; rollouts of one turn have that turn's number."""
-  if batch.turns is not None:
+  """The batch; rollouts of one turn have that turn's number, and no score of it."""
+  if batch.turns is None:
+    turns: Any = np.zeros(np.shape(batch.tokens), np.int32)
+    batch = dataclasses.replace(batch, turns=turns)
+  return with_turn_scores(batch)
+
+
+def with_turn_scores(batch: TrainBatch) -> TrainBatch:
+  """The batch; dialogues whose turns have no scores say so by NaN."""
+  if batch.turns is None or batch.turn_scores is not None:
     return batch
-  turns: Any = np.zeros(np.shape(batch.tokens), np.int32)
-  return dataclasses.replace(batch, turns=turns)
+  scores: Any = np.full(np.shape(batch.tokens), np.nan, np.float32)
+  return dataclasses.replace(batch, turn_scores=scores)

@@ -129,6 +129,7 @@ class Collector:
       correct=np.where(valid, correct, np.float32(0)),
       valid=valid,
       turns=rollouts.turns,
+      turn_scores=rollouts.turn_scores,
     )
     batch = dataclasses.replace(batch, solve_rate=mean_solve_rate(batch, np.asarray(versions)))
     statistics = {
@@ -144,15 +145,21 @@ class Collector:
     return Graded(batch, int(sampled_places(rollouts).sum()), P, statistics, samples)
 
   def _with_turns(self, samples: list[dict[str, Any]], rollouts: Rollouts) -> list[dict[str, Any]]:
-    """Adds the texts of turns, the policy's and the environment's in turn."""
+    """Adds the texts of turns, the policy's and the environment's in turn, and scores if any."""
     T = rollouts.tokens.shape[-1]
-    rows = zip(*(np.reshape(x, (-1, T)) for x in (rollouts.tokens, rollouts.turns)), strict=True)
-    texts = []
-    for (tokens, turns), length in zip(rows, rollouts.lengths.flat, strict=True):
-      starts = np.flatnonzero(np.diff(turns[:length], prepend=-1))
-      parts = np.split(tokens[:length], starts[1:])
-      texts.append([self.tokenizer.decode(part.tolist()) for part in parts])
-    return [{**sample, "turns": text} for sample, text in zip(samples, texts, strict=True)]
+    fields = rollouts.tokens, rollouts.turns, rollouts.turn_scores
+    rows = zip(*(np.reshape(x, (-1, T)) for x in fields), strict=True)
+    found = []
+    for sample, row, length in zip(samples, rows, rollouts.lengths.flat, strict=True):
+      tokens, turns, scores = (x[:length] for x in row)
+      starts = np.flatnonzero(np.diff(turns, prepend=-1))
+      parts = np.split(tokens, starts[1:])
+      of_turns: dict[str, Any] = {"turns": [self.tokenizer.decode(x.tolist()) for x in parts]}
+      if not np.isnan(scores).all():
+        ends = scores[[*(starts[1:] - 1), length - 1]]
+        of_turns["turn_scores"] = np.where(np.isnan(ends), np.array(None), ends).tolist()
+      found.append(sample | of_turns)
+    return found
 
   def _shape_rewards(self, rewards: np.ndarray, rollouts: Rollouts) -> np.ndarray:
     if not self.overlong_buffer:
@@ -259,15 +266,18 @@ def length_statistics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def turn_statistics(rollouts: Rollouts) -> dict[str, float]:
-  """Of dialogues, the policy's turns, and the tokens of policy and environment, per rollout."""
+  """Of dialogues, per rollout: the policy's turns, tokens of both sides, and scores of turns."""
   sampled = sampled_places(rollouts)
   turns = np.max(np.asarray(rollouts.turns), axis=-1) // 2 + 1
   replies = np.asarray(rollouts.lengths) - sampled.sum(-1)
+  scores = np.asarray(rollouts.turn_scores)
+  scores = scores[~np.isnan(scores)]
   return {
     "dialogue/turns": float(turns.mean()),
     "dialogue/turns_max": float(turns.max()),
     "dialogue/policy_tokens": float(sampled.sum(-1).mean()),
     "dialogue/environment_tokens": float(replies.mean()),
+    **({"dialogue/turn_score": float(scores.mean(dtype=np.float64))} if scores.size else {}),
   }
 
 

@@ -280,6 +280,8 @@ class EnvironmentDialogues:
       _array(group.scores)[rollout] = turn.score
       return self._end(number, End.CORRECT if turn.is_correct else End.WRONG)
     length = int(group.lengths[rollout])
+    if turn.score is not None:
+      _array(group.turn_scores)[rollout, length - 1] = turn.score
     turns = int(_array(group.turns)[rollout, length - 1]) // 2 + 1
     if turns >= self._environments.settings.max_turns:
       return self._end(number, End.TURN_LIMIT)

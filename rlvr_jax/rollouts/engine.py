@@ -50,6 +50,7 @@ class Group(NamedTuple, Generic[Owner]):
   ends: np.ndarray | None = None  # i32[G], how each ended, an `End` of `rollouts.dialogues`
   scores: np.ndarray | None = None  # f32[G], from the environment; NaN where there is none
   details: list[str] | None = None  # G, why the environment failed or refused; "" if it did not
+  turn_scores: np.ndarray | None = None  # f32[G, T], see `types.Rollouts`
 
 
 class Answer(NamedTuple, Generic[Owner]):
@@ -133,12 +134,14 @@ def _add_sharding(
 def stack_groups(groups: Sequence[Group]) -> Rollouts:
   """Stacks the groups of P prompts into one record; NumPy."""
   stack: Any = lambda name: np.stack([getattr(group, name) for group in groups])
+  has_turns = groups[0].turns is not None
   return Rollouts(
     tokens=stack("tokens"),
     lengths=stack("lengths"),
     stopped=stack("stopped"),
     behavior_logprobs=stack("behavior_logprobs"),
-    turns=None if groups[0].turns is None else stack("turns"),
+    turns=stack("turns") if has_turns else None,
+    turn_scores=stack("turn_scores") if has_turns else None,
   )
 
 
@@ -559,6 +562,7 @@ class Engine:
       ends=np.zeros(G, np.int32),
       scores=np.full(G, np.nan, np.float32),
       details=[""] * G,
+      turn_scores=np.full((G, T), np.nan, np.float32),
     )
 
   def _round_up(self, rows: int) -> int:

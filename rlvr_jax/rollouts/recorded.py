@@ -122,6 +122,9 @@ class RecordedGroups:
       behavior_logprobs=np.pad(behavior_logprobs, right),
       sampled_logprobs=None,
       turns=None if group.turns is None else np.pad(group.turns, right),
+      turn_scores=None
+      if group.turn_scores is None
+      else np.pad(group.turn_scores, right, constant_values=np.nan),
     )
     samples = graded.samples[row * size : (row + 1) * size]
     return Graded(padded, tokens=0, prompts=0, statistics={}, samples=samples)

@@ -55,6 +55,7 @@ ARRAYS: Mapping[str, Kind] = {
   "stopped": Kind("rollout", "bool"),
   "mask": Kind("response", "float32"),
   "turns": Kind("response", "int32"),
+  "turn_scores": Kind("response", "float32"),
   "behavior_logprobs": Kind("response", "float32"),
   "sampled_logprobs": Kind("response", "float32"),
   "reference_logprobs": Kind("response", "float32"),
@@ -181,7 +182,7 @@ def _stored_lengths(axis: str, arrays: Mapping[str, np.ndarray]) -> list[int]:
   lengths = np.zeros(len(all_rows[0]), np.int64)
   if axis in _LENGTHS and _LENGTHS[axis] in arrays:
     lengths[:] = arrays[_LENGTHS[axis]]
-  # Floats are padded with 0, integers with the value after the shortest row.
+  # Floats are padded with 0 or NaN, integers with the value after the shortest row.
   for rows in sorted(all_rows, key=lambda rows: rows.dtype.kind == "i"):
     places = np.arange(1, rows.shape[1] + 1)
     differs = _bits(rows) != _bits(_padding(rows, lengths))
@@ -191,10 +192,11 @@ def _stored_lengths(axis: str, arrays: Mapping[str, np.ndarray]) -> list[int]:
 
 
 def _padding(rows: np.ndarray, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-  """The last value of the shortest row's padding; 0 for floats."""
-  if rows.dtype.kind != "i" or not rows.size:
+  """The last value of the shortest row's padding; of floats 0, unless it is NaN."""
+  if not rows.size:
     return np.zeros((), rows.dtype)
-  return np.asarray(rows[np.argmin(lengths), -1].flat[0])
+  last = np.asarray(rows[np.argmin(lengths), -1].flat[0])
+  return last if rows.dtype.kind == "i" or np.isnan(last) else np.zeros_like(last)
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

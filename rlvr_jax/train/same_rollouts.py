@@ -119,6 +119,7 @@ def measure_gradients(
   state = method.advantage.init(jnp.float32(entropy))
   coefficients = method.advantage.apply(state, batch)
   masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
+  coefficients = method.advantage.in_loss(state, batch, coefficients)
   key = key_for(parts.config.seed, "reweighting")
   gradient_of = jax.jit(exactly(functools.partial(update_gradient, method=method)))
   results = {}

@@ -44,7 +44,7 @@ def update_gradient(
   Args:
     trained: the gradient is with respect to these.
     frozen: the network's other parameters; {} if all are trained.
-    coefficients: f32[P, G], before the reweighting.
+    coefficients: f32[P, G], before the reweighting; or f32[P, G, T], which none changes.
     key: of the randomness of a reweighting.
   """
   packed = rows_if_accumulating(batch)

@@ -61,8 +61,9 @@ def measure(
   (other,) = set(FEATURES) - {gram.feature}
   other_matrix = streaming(feature=other).gram(params, frozen, batch, forward, context)
   scalars |= {f"{name}_{other}": value for name, value in diagnose(other_matrix).items()}
+  in_loss = method.advantage.in_loss(state.advantage_state, batch, coefficients)
   scalars["geometry/advantage_logprob_covariance"] = updates.advantage_logprob_covariance(
-    coefficients, logprobs, batch.mask
+    in_loss, logprobs, batch.mask
   )
   scalars |= accumulated_update(params, initial, method)
   if gram.error is not None:

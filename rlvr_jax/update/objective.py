@@ -88,7 +88,7 @@ def rows_if_accumulating(batch: TrainBatch) -> Packed | None:
 class Constants(NamedTuple):
   """Inputs of the loss that are constant for differentiation."""
 
-  coefficients: Array  # f32[P, G], reweighted
+  coefficients: Array  # f32[P, G], reweighted; or f32[P, G, T]
   statistics: Any  # of the full batch, see `losses.Loss`; None if the loss needs none
   metrics: Metrics
 
@@ -219,6 +219,8 @@ def reweight(
   method: Method,
 ) -> tuple[Array, Metrics]:
   """Reweights by blocks of the reweighting's scope; returns (coefficients f32[P, G], metrics)."""
+  if coefficients.ndim == 3:  # of tokens: there is no reweighting, see `Advantage.per_token`
+    return coefficients, {}
   gram = None
   metrics: Metrics = {}
   if method.reweighting.needs_gram:

@@ -49,8 +49,9 @@ def train_step(
   """
   coefficients = jax.lax.stop_gradient(method.advantage.apply(state.advantage_state, batch))
   key = key_for(method.seed, "reweighting", state.step)
+  in_loss = method.advantage.in_loss(state.advantage_state, batch, coefficients)
   (surrogate, metrics), gradient = update_gradient(
-    state.params, frozen, batch, coefficients, key, method=method
+    state.params, frozen, batch, jax.lax.stop_gradient(in_loss), key, method=method
   )
   values = reductions.values(
     method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)

@@ -250,6 +250,8 @@ def test_scaling_laws(rewards, shift, scale):
     ("fade", {"decay_updates": 0}),
     ("grpo", {"epsilon": -1e-6}),
     ("log_mean_exp", {"eta": 0.0}),
+    ("mt_grpo", {"turn_weight": -0.5}),
+    ("mt_grpo", {"epsilon": -1e-6}),
     ("pass_at_k", {"k": 0}),
     ("pass_at_k", {"k": 2.5}),
     ("pass_at_k", {"form": "biased"}),

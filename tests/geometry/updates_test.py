@@ -57,6 +57,7 @@ def test_covariance_is_over_loss_tokens(x64):
   found = updates.advantage_logprob_covariance(coefficients, spoilt, mask)
   np.testing.assert_allclose(found, -np.cov(each[kept], logprobs[kept], bias=True)[0, 1])
   assert updates.advantage_logprob_covariance(coefficients, spoilt, 0 * mask) == 0
+  np.testing.assert_array_equal(updates.advantage_logprob_covariance(each, spoilt, mask), found)
   # Pushing up what is likely already: entropy falls.
   likely = updates.advantage_logprob_covariance(coefficients, each, np.ones_like(mask))
   np.testing.assert_allclose(likely, -coefficients.var())

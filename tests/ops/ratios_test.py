@@ -107,6 +107,12 @@ def test_metrics_by_sign_by_lag_and_by_source():
     ratio[0, 0, :2].mean(), rel=1e-5
   )
 
+  # The coefficients of tokens: the first one alone is positive.
+  of_tokens = jnp.where(jnp.arange(ratio.shape[-1]) == 0, 1.0, -1.0) * jnp.ones(ratio.shape)
+  signed = ratios.ratios_by_sign(policy, batch, of_tokens)
+  first = ratio[..., 0][np.asarray(batch.mask)[..., 0] > 0]
+  assert value(signed, "behavior/ratio_mean_positive") == pytest.approx(first.mean(), rel=1e-5)
+
   lags = ratios.lag_metrics(batch)  # rollouts of no policy of this run do not count
   assert value(lags, "staleness/mean") == value(lags, "staleness/max") == 3
   fresh = ratios.lag_metrics(dataclasses.replace(batch, lags=jnp.array([[0, 3], [-1, 1]])))

@@ -45,6 +45,14 @@ def test_scopes(scope, expected):
   assert metric_value(metrics["veto/trigger_rate"]) == pytest.approx(2 / 5)
 
 
+def test_coefficients_of_tokens_trigger_where_they_are_negative():
+  policy, batch, _ = _case()
+  coefficients = jnp.asarray([-1.0, 1, -1, -1, 1, -1])[None, None]  # not at the first small ratio
+  kept, metrics = _kept((policy, batch, coefficients))
+  np.testing.assert_array_equal(kept, [1, 1, 1, 1, 0, 1])
+  assert metric_value(metrics["veto/trigger_rate"]) == pytest.approx(1 / 3)
+
+
 def test_threshold_and_direction():
   assert _kept(_case(), threshold=0.0015)[0].sum() == 3  # position 1 only: 2, 3 and 4 go
   assert _kept(_case(), threshold=1e-4)[0].sum() == 6

@@ -71,6 +71,19 @@ def opo(rewards, lengths):
   return [r - baseline for r in rewards]
 
 
+def mt_grpo_turns(rewards, scores, turn_weight=1.0, epsilon=1e-6):
+  """By rollout, the coefficients of the policy's turns, whose scores are lists; None: no score."""
+  dialogues = grpo(rewards, None, epsilon) if len({*rewards}) > 1 else [0.0] * len(rewards)
+  found = [[a] * len(of_turns) for a, of_turns in zip(dialogues, scores, strict=True)]
+  for n in range(max(map(len, scores))):
+    scored = [i for i, s in enumerate(scores) if n < len(s) and s[n] is not None]
+    values = [scores[i][n] for i in scored]
+    if len({*values}) > 1:
+      for i, a in zip(scored, grpo(values, None, epsilon), strict=True):
+        found[i][n] += turn_weight * a
+  return found
+
+
 ESTIMATORS = {
   "asym": lambda rewards, lengths, delta=0.5: _asym(rewards, delta),
   "asymmetric_reinforce": asymmetric_reinforce,
@@ -78,6 +91,7 @@ ESTIMATORS = {
   "grpo_mean": lambda rewards, lengths: _centered(rewards),
   "log_mean_exp": log_mean_exp,
   "maxrl": maxrl,
+  "mt_grpo": grpo,  # of one turn; `mt_grpo_turns` of several
   "opo": opo,
   "pass_at_k": pass_at_k,
   "power": power,
@@ -116,6 +130,7 @@ MASSES = {
     p * q * (np.exp(eta) - 1) / (eta * (p * np.exp(eta) + q))
   ),
   "maxrl": lambda p, q: _same(q),
+  "mt_grpo": lambda p, q, epsilon=1e-6: _same(p * q / (np.sqrt(p * q) + epsilon)),
   "opo": None,  # on the lengths
   "pass_at_k": lambda p, q, k=4: _same(k * p * q**k),
   "power": lambda p, q, alpha=2.0: _same(p * q**alpha),

@@ -59,6 +59,8 @@ class Says:
       return Turn("é" * int(argument))
     if kind == "broken":
       return Turn(bytes([97, 255, 254, 98]))
+    if kind == "worth":
+      return Turn("a reply", score=float(argument))
     return Turn(argument)
 
 def says():
@@ -95,6 +97,7 @@ def group_of(texts, question="q", seed=5):
     ends=np.zeros(len(texts), np.int32),
     scores=np.full(len(texts), np.nan, np.float32),
     details=[""] * len(texts),
+    turn_scores=np.full((len(texts), T), np.nan, np.float32),
   )
   for g, text in enumerate(texts):
     say(group, g, text, turn=0)
@@ -152,6 +155,20 @@ def test_a_reply_is_appended_and_the_last_turn_has_none(pool):
   found, _ = answers_to(group, pool)
   assert not found[0].is_last and bytes(found[0].tokens.tolist()) == b"higher"
   assert found[1].is_last and End(group.ends[1]) is End.TURN_LIMIT
+
+
+def test_the_score_of_a_turn_is_not_that_of_the_dialogue(pool):
+  """It stands at the turn's last token, also where the turn is the dialogue's last by a limit."""
+  group = group_of(["worth 0.25", "say it", "score 1", "worth -1"])
+  say(group, 3, "x", turn=1, end=None)
+  say(group, 3, "worth 2", turn=2)
+  found, _ = answers_to(group, pool)
+  assert [found[g].is_last for g in range(4)] == [False, False, True, True]
+  assert End(group.ends[3]) is End.TURN_LIMIT
+  expected = np.full((4, T), np.nan, np.float32)
+  expected[0, group.lengths[0] - 1], expected[3, group.lengths[3] - 1] = 0.25, 2.0
+  np.testing.assert_array_equal(group.turn_scores, expected)
+  np.testing.assert_array_equal(group.scores, np.float32([np.nan, np.nan, 1.0, np.nan]))
 
 
 def test_a_turn_that_was_cut_is_not_asked():

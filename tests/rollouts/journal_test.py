@@ -48,12 +48,14 @@ def test_a_group_of_dialogues_comes_back(tmp_path):
     ends=np.arange(G, dtype=np.int32),
     scores=np.where(np.arange(G) % 2, np.nan, 0.5).astype(np.float32),
     details=["", "KeyError: 'é'"],
+    turn_scores=np.full(plain.tokens.shape, np.nan, np.float32),
   )
+  group.turn_scores[1, 0] = 0.25
   group.turns[np.arange(group.tokens.shape[1]) >= group.lengths[:, None]] = 0
   journal = GroupJournal(tmp_path / "groups")
   journal.append(0, "ours", [group])
   found = _read(journal)[0]
-  for name in ("turns", "ends", "scores", "tokens"):
+  for name in ("turns", "ends", "scores", "turn_scores", "tokens"):
     np.testing.assert_array_equal(getattr(found, name), getattr(group, name))
     assert getattr(found, name).dtype == getattr(group, name).dtype
   assert found.details == group.details
@@ -62,6 +64,7 @@ def test_a_group_of_dialogues_comes_back(tmp_path):
 def test_padding_costs_nothing_and_a_full_group_has_none(tmp_path):
   sizes = []
   for number, group in enumerate([_group(0), _group(0, T=4096), _group(0, T=5)]):
+    group = group._replace(turn_scores=np.full(group.tokens.shape, np.nan, np.float32))
     journal = GroupJournal(tmp_path / str(number))
     journal.append(0, "ours", [group])
     np.testing.assert_array_equal(_read(journal)[0].tokens, group.tokens)

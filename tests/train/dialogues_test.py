@@ -25,6 +25,11 @@ DIALOGUES = dict(
   num_updates=4,
   checkpoint__keep=10,
 )
+SCORED = dict(
+  environment__name=f"train.scored_guess:scored_guess(high={HIGH})",
+  advantage="mt_grpo(turn_weight=0.5)",
+  batch__tokens_per_micro_batch=128,
+)
 
 
 def config(**fields):
@@ -188,8 +193,16 @@ def test_what_environments_break_is_left_out_and_told(tmp_path, capfd):
     dict(sources__temperature=dict(fraction=0.5, temperature=1.3, recorded="sampled")),
     dict(loss="p3o", advantage="fade", reweighting="salt", veto__enabled=True),
     dict(loss="gspo", advantage="opo", aggregation="constant", overlong__buffer=4),
+    SCORED | dict(loss="m2po", veto__enabled=True, overlong__filter=True, diagnostics__every=2),
   ],
-  ids=["asynchronous", "dynamic sampling", "sources", "p3o fade salt veto", "gspo opo constant"],
+  ids=[
+    "asynchronous",
+    "dynamic sampling",
+    "sources",
+    "p3o fade salt veto",
+    "gspo opo constant",
+    "m2po scores of turns veto",
+  ],
 )
 def test_dialogues_go_with_everything(fields, tmp_path):
   train(build(config(**fields)), tmp_path / "run")
@@ -204,6 +217,100 @@ def test_an_evaluation_by_itself(whole, tmp_path):
   values = evaluate_checkpoint(build(changed), tmp_path / "eval", whole / "checkpoints" / "4")
   (last,) = [r for r in tiny.records(whole, "eval") if r["step"] == 4]
   assert values["eval/pass@1"] == last["eval/pass@1"]
+
+
+@pytest.fixture(scope="module", name="scored")
+def _scored(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("scored") / "run"
+  train(build(config(**SCORED)), workdir)
+  return workdir
+
+
+def scores_of(turns):
+  """What `scored_guess` gives the policy's turns that it replies to."""
+  low, high, found = 1, HIGH, []
+  for text, reply in zip(turns[::2], turns[1::2], strict=False):
+    if reply == "?":
+      found.append(None)
+      continue
+    guessed = int(text)
+    found.append(float(low <= guessed <= high))
+    low, high = (max(low, guessed + 1), high) if reply == ">" else (low, min(high, guessed - 1))
+  return found
+
+
+def test_the_scores_of_turns_are_recorded_and_compared(scored):
+  for arrays, record in zip(batches(scored), tiny.records(scored, "train")[:2], strict=True):
+    found = arrays["turn_scores"][~np.isnan(arrays["turn_scores"])]
+    assert {*found} <= {0.0, 1.0} and record["dialogue/turn_score"] == pytest.approx(found.mean())
+    at = ~np.isnan(arrays["turn_scores"])
+    assert not (arrays["turns"][at] % 2).any() and arrays["turn_scores"].dtype == np.float32
+  lines = samples(scored)
+  for sample in lines:
+    expected = scores_of(sample["turns"])
+    found = sample.get("turn_scores", [None] * len(sample["turns"]))
+    assert found[::2][: len(expected)] == expected and not any(found[1::2])
+  assert any(0.0 in sample.get("turn_scores", ()) for sample in lines)
+  for record in tiny.records(scored, "train"):
+    assert 0 < record["advantage/turns_compared"] <= 1 and record["rows/micro_batches"] > 1
+    assert np.isfinite(record["loss/surrogate"]) and record["update/skipped"] == 0
+
+
+@pytest.mark.slow
+def test_scores_of_turns_change_the_update_and_nothing_before_it(scored, tmp_path):
+  train(build(config(**SCORED | dict(advantage="grpo"))), tmp_path / "run")
+  for name in ("tokens", "turn_scores", "rewards"):  # the first refresh, by the same policy
+    np.testing.assert_array_equal(batches(tmp_path / "run")[0][name], batches(scored)[0][name])
+  norms = [tiny.records(w, "train")[0]["update/gradient_norm"] for w in (tmp_path / "run", scored)]
+  assert norms[0] != norms[1]
+
+
+@pytest.mark.slow
+def test_a_run_without_their_weight_is_that_of_grpo(tmp_path):
+  for name, advantage in (("grpo", "grpo"), ("weightless", "mt_grpo(turn_weight=0.0)")):
+    train(build(config(**SCORED | dict(advantage=advantage))), tmp_path / name)
+  assert tiny.rollouts(tmp_path / "grpo") == tiny.rollouts(tmp_path / "weightless")
+
+
+@pytest.mark.slow
+def test_a_run_on_a_store_has_the_scores_of_turns(scored, tmp_path):
+  """Also where its responses are shorter than the run's."""
+  recorded = dict(fraction=1.0, store=str(scored / "rollouts"))
+  longer = dict(sources__recorded=recorded, num_updates=2, max_response_length=11)
+  train(build(config(**SCORED, **longer)), tmp_path / "run")
+  found, expected = (
+    tiny.records(workdir, "train")[0]["advantage/turns_compared"]
+    for workdir in (tmp_path / "run", scored)
+  )
+  assert found == expected
+  other, arrays = (batches(workdir)[0] for workdir in (tmp_path / "run", scored))
+  np.testing.assert_array_equal(other["turn_scores"][..., :9], arrays["turn_scores"])
+  assert np.isnan(other["turn_scores"][..., 9:]).all()
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_scores_of_turns(scored, tmp_path):
+  cut = tmp_path / "cut"
+  shutil.copytree(scored, cut)
+  for later in range(2, 5):
+    shutil.rmtree(cut / "checkpoints" / str(later))
+  train(build(config(**SCORED)), cut)
+  assert tiny.records(cut, "train") == tiny.records(scored, "train")
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    (dict(environment__name=""), r"config\.environment\.name = '' has none; name an env"),
+    (dict(reweighting="salt"), r"config\.reweighting = 'salt' needs one number per rollout"),
+    (dict(loss="gmpo"), r"config\.loss = 'gmpo' is of full responses.*such as ppo_clip"),
+    (dict(loss="topr"), r"config\.loss = 'topr' is of full responses"),
+  ],
+  ids=["no environment", "salt", "gmpo", "topr"],
+)
+def test_what_needs_one_coefficient_per_rollout_is_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    build(config(**SCORED | fields))
 
 
 def test_bad_settings_are_refused_before_anything_runs():

@@ -272,6 +272,9 @@ def test_permuted_rewards_keep_their_multiset_and_their_correctness():
   np.testing.assert_array_equal(dealt.correct, np.floor(dealt.rewards))
   repeated = permute_rewards(batch, np.random.default_rng(1))
   np.testing.assert_array_equal(dealt.rewards, repeated.rewards)
+  turns = np.zeros((6, 4, 1), np.int32)
+  dialogues = dataclasses.replace(batch, turns=turns, turn_scores=np.ones((6, 4, 1), np.float32))
+  assert np.isnan(permute_rewards(dialogues, np.random.default_rng(1)).turn_scores).all()
 
 
 def test_rewards_are_permuted_among_valid_rollouts():

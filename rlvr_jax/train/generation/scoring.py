@@ -88,6 +88,8 @@ class Scorer:
         rollouts = dataclasses.replace(
           rollouts, proximal_logprobs=self.score(state.params, batch), scored_at=step
         )
+    if self._parts.method.advantage.per_token is None:
+      batch = dataclasses.replace(batch, turn_scores=None)
     group_lags = np.where(versions >= 0, step - versions, -1)
     lags: Any = np.broadcast_to(group_lags[:, None], batch.rewards.shape).astype(np.int32)
     reference: Any = rollouts.reference_logprobs

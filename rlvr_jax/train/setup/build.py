@@ -200,6 +200,7 @@ def build(
     advantage=config.advantage,
     loss=config.loss,
     diagnose=diagnose if config.diagnostics.every else None,
+    has_turns=bool(config.environment.name),
   )
   checks.check_rewards(config, method, outcome_policy, sources)
   task = with_graders(config.grading, config.evaluation.grader, task or make_task(config.task))

@@ -200,6 +200,8 @@ def check_rewards(
       raise ValueError(
         f"config.advantage = {config.advantage!r} needs rewards that are 0 or 1, but {why}"
       )
+  if method.advantage.per_token is not None:
+    _check_advantage_of_turns(config, method)
   if config.dynamic_sampling.enabled:
     limit = config.dynamic_sampling.max_batches
     check_between("config.dynamic_sampling", "max_batches", limit, low=1)
@@ -207,6 +209,26 @@ def check_rewards(
       raise ValueError(
         "config.dynamic_sampling.enabled with config.batch.group_size = 1: a group of one is always"
         " all right or all wrong, so nothing would ever be kept; set group_size ≥ 2"
+      )
+
+
+def _check_advantage_of_turns(config: ml_collections.ConfigDict, method: Method) -> None:
+  """Raises ValueError unless an advantage of turns has turns, and coefficients may be of tokens."""
+  reasons = {
+    "config.environment.name = '' has none; name an environment": (
+      not config.environment.name and not config.sources.recorded.store
+    ),
+    f"config.reweighting = {config.reweighting!r} needs one number per rollout; set it to 'none'": (
+      specs.parse("config.reweighting", config.reweighting).name != "none"
+    ),
+    f"config.loss = {config.loss!r} is of full responses, and needs one number for each; choose"
+    " another loss, such as ppo_clip or gspo": method.loss.of_responses,
+  }
+  for why, applies in reasons.items():
+    if applies:
+      raise ValueError(
+        f"config.advantage = {config.advantage!r} compares the turns of dialogues, but {why}. Or"
+        " choose another advantage"
       )
 
 
@@ -264,6 +286,7 @@ def check_update(
   advantage: str,
   loss: str,
   diagnose: Callable[..., Any] | None,
+  has_turns: bool = False,
 ) -> None:
   """Traces one update on shapes, so that errors in components are raised before compilation.
 
@@ -272,18 +295,25 @@ def check_update(
     shape: of a training batch.
     advantage, loss: `config.advantage` and `config.loss`, for messages.
     diagnose: `programs.make_measure`, if the run measures its gradient geometry.
+    has_turns: whether rollouts are dialogues.
   """
   state, frozen = placement.state, placement.frozen
-  batch = abstract_update_batch(method, placement, shape)
-  _check_advantage(advantage, method, state, batch)
-  _check_loss(loss, method, batch)
+  batch = abstract_update_batch(method, placement, shape, has_turns=has_turns)
+  coefficients = _check_advantage(advantage, method, state, batch)
+  _check_loss(loss, method, batch, coefficients)
   jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
   if diagnose is not None:
     jax.eval_shape(diagnose, state, frozen, state.params, batch)
 
 
-def _check_advantage(name: str, method: Method, state: TrainState, batch: TrainBatch) -> None:
-  """Raises ValueError if `config.advantage` fails, or its coefficients are not [P, G]."""
+def _check_advantage(
+  name: str, method: Method, state: TrainState, batch: TrainBatch
+) -> jax.ShapeDtypeStruct:
+  """Raises ValueError if `config.advantage` fails, or its coefficients are not [P, G].
+
+  Returns:
+    The coefficients that the loss gets, [P, G] or [P, G, T].
+  """
   owner = f"config.advantage = {name!r}"
   coefficients = _trace(owner, method.advantage.apply, state.advantage_state, batch)
   if getattr(coefficients, "shape", None) != batch.rewards.shape:
@@ -291,9 +321,18 @@ def _check_advantage(name: str, method: Method, state: TrainState, batch: TrainB
       f"{owner}: the advantage returns {describe(coefficients)}; it must return coefficients"
       f" [P, G], here {list(batch.rewards.shape)}"
     )
+  in_loss = _trace(owner, method.advantage.in_loss, state.advantage_state, batch, coefficients)
+  if getattr(in_loss, "shape", None) not in (batch.rewards.shape, batch.tokens.shape):
+    raise ValueError(
+      f"{owner}: per_token of the advantage returns {describe(in_loss)}; it must return"
+      f" coefficients [P, G, T], here {list(batch.tokens.shape)}"
+    )
+  return in_loss
 
 
-def _check_loss(name: str, method: Method, batch: TrainBatch) -> None:
+def _check_loss(
+  name: str, method: Method, batch: TrainBatch, coefficients: jax.ShapeDtypeStruct
+) -> None:
   """Raises ValueError if `config.loss` fails, or does not return (losses [P, G, T], metrics)."""
   owner, loss = f"config.loss = {name!r}", method.loss
 
@@ -302,7 +341,7 @@ def _check_loss(name: str, method: Method, batch: TrainBatch) -> None:
     return loss.per_token(logprobs, batch, coefficients, statistics)
 
   shape = batch.tokens.shape
-  logprobs, coefficients = (jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape[:2]))
+  logprobs = jax.ShapeDtypeStruct(shape, jnp.float32)
   returned = _trace(owner, losses_of, logprobs, batch, coefficients)
   pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
   if getattr(pair[0], "shape", None) != shape or not isinstance(pair[1], dict):

@@ -291,6 +291,7 @@ def abstract_batch(
   needs_reference: bool = False,
   needs_proximal: bool = False,
   has_turns: bool = False,
+  has_turn_scores: bool = False,
 ) -> TrainBatch:
   """Shapes, dtypes and shardings of a training batch.
 
@@ -298,6 +299,7 @@ def abstract_batch(
     shape, layout, mesh: of the run.
     needs_reference, needs_proximal: whether it has the log-probabilities of those policies.
     has_turns: whether rollouts are dialogues.
+    has_turn_scores: whether it has the scores of their turns.
   """
   P, G, S, T = shape
   of = jax.ShapeDtypeStruct
@@ -314,6 +316,7 @@ def abstract_batch(
     valid=of((P, G), jnp.bool_),
     lags=of((P, G), jnp.int32),
     turns=of((P, G, T), jnp.int32) if has_turns else None,
+    turn_scores=of((P, G, T), jnp.float32) if has_turn_scores else None,
     sources=of((P,), jnp.int32),
     reference_logprobs=of((P, G, T), jnp.float32) if needs_reference else None,
     proximal_logprobs=of((P, G, T), jnp.float32) if needs_proximal else None,
@@ -348,6 +351,7 @@ def abstract_update_batch(
     needs_reference=method.reference_kl > 0,
     needs_proximal=method.loss.needs_proximal,
     has_turns=has_turns,
+    has_turn_scores=has_turns and method.advantage.per_token is not None,
   )
 
 

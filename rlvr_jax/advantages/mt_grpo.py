@@ -1,0 +1,79 @@
+"""MT-GRPO: the score of a turn, compared with other dialogues' same turn, counts in it alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.advantages.base import Advantage, stateless
+from rlvr_jax.advantages.grpo import grpo_advantages
+from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.groups import varies
+from rlvr_jax.ops.masked import mean_metric, upcast
+from rlvr_jax.types import Array, Metrics, TrainBatch
+
+
+def scores_by_turn(turn_scores: Array, turns: Array, valid: Array) -> tuple[Array, Array]:
+  """The scores of the policy's turns, and which turns have one.
+
+  Args:
+    turn_scores: f32[P, G, T], at the last token of a turn its score; NaN elsewhere.
+    turns: i32[P, G, T], see `types.Rollouts`; at most N = T//2 + 1 turns of the policy.
+    valid: bool[P, G].
+  Returns:
+    f32[P, G, N], NaN of a turn without a score; bool[P, G, N], False where not valid.
+  """
+  chex.assert_rank([turn_scores, turns, valid], [3, 3, 2])
+  N = turns.shape[-1] // 2 + 1
+  places = jnp.where(jnp.isnan(turn_scores), N, turns // 2)
+  scores = upcast(turn_scores)
+  none = jnp.full(N, jnp.nan, scores.dtype)
+  lay = lambda scores, places: none.at[places].set(scores, mode="drop")
+  scores = jax.vmap(jax.vmap(lay))(scores, places)
+  return scores, ~jnp.isnan(scores) & (valid > 0)[..., None]
+
+
+def mt_grpo(*, turn_weight: float = 1.0, epsilon: float = 1e-6) -> Advantage:
+  """A = A_dialogue + λ·A_turn, both (x − x̄)/(std + ε): of the rewards, and of scores of a turn.
+
+  A_turn compares the score that an environment gives a turn of the policy (`Turn.score`, where the
+  dialogue goes on) with those of the same turn, the first with the first, in the other dialogues of
+  the group. It falls on that turn's tokens. A turn without a score has A_dialogue alone, as has one
+  that ends the dialogue, whose score is the reward. Without scores of turns this is `grpo`.
+
+  The paper has two turns, of which the first has a score; **open**: with more of them, each is
+  compared by itself. In the authors' code, whose λ is `turn_advantage_coef`, a dialogue without a
+  call of the tool has the advantage of the sum of both rewards; here it has A_dialogue.
+
+  Args:
+    turn_weight: λ ≥ 0.
+    epsilon: ≥ 0, added to both deviations.
+  Source: "Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Reward Design"
+    (arXiv:2505.11821) and the authors' code.
+  """
+  check_between("mt_grpo", "turn_weight", turn_weight, low=0.0)
+  check_between("mt_grpo", "epsilon", epsilon, low=0.0)
+  advantages = functools.partial(grpo_advantages, epsilon=epsilon, name="mt_grpo")
+
+  def per_token(state: Any, batch: TrainBatch, coefficients: Array) -> Array:
+    del state
+    if batch.turn_scores is None or batch.turns is None:
+      return coefficients
+    scores, scored = scores_by_turn(batch.turn_scores, batch.turns, batch.valid)
+    by_turn = jax.vmap(advantages, in_axes=-1, out_axes=-1)(scores, scored)
+    # A reply, which is not in the loss, has what the turn before it has.
+    by_token = jnp.take_along_axis(by_turn, batch.turns // 2, axis=-1)
+    return coefficients[..., None] + turn_weight * by_token
+
+  def metrics(batch: TrainBatch) -> Metrics:
+    if batch.turn_scores is None or batch.turns is None:
+      return {}
+    scores, scored = scores_by_turn(batch.turn_scores, batch.turns, batch.valid)
+    return {"advantage/turns_compared": mean_metric(varies(scores, scored), scored)}
+
+  of_dialogues = lambda batch: advantages(batch.rewards, batch.valid)
+  return stateless(of_dialogues, metrics=metrics)._replace(per_token=per_token)
