@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -66,12 +65,21 @@ def refresh_seconds(
   sums = 2 * _LAYER_SUMS * network.num_layers * width_bytes * (tensor - 1) / tensor
   per_device = -(-slots // devices)
   one_token = forward_flops(network, [1], [[1]])  # products with weights, mostly
+  prompts = np.concatenate([batch.prompts for batch in batches])
+  of_responses = np.concatenate(
+    [np.repeat(batch.prompts, batch.responses.shape[1]) for batch in batches]
+  )
+  lengths = np.concatenate([batch.responses.ravel() for batch in batches])
+  blocks = lambda tokens, part: -(-tokens // part.size) * part.size
 
   overlapped = in_turn = 0.0
-  for cached, steps in _bursts(batches, cache, slots=per_device * devices):
+  for burst in bursts(lengths, per_device * devices, cache.steps):
+    read = blocks(of_responses[burst.response], cache.prompt) + cache.steps
+    read = read + blocks(burst.generated, cache.response)
+    cached = np.where(burst.tokens > 0, read, 0)
     if not pages:
       cached = np.full_like(cached, cached.max())
-    tokens = cached.reshape(devices, per_device).sum(1).max()
+    tokens, steps = cached.reshape(devices, per_device).sum(1).max(), burst.tokens.max()
     needed = (
       per_device * one_token / tensor / chip.flops,
       (weight_bytes + tokens * token_bytes) / chip.hbm_bytes_per_s,
@@ -79,33 +87,40 @@ def refresh_seconds(
     )
     overlapped += steps * max(needed)
     in_turn += steps * sum(needed)
-  prompts = np.concatenate([batch.prompts for batch in batches])
   nothing = np.zeros((len(prompts), 1), np.int64)
   prefill = forward_flops(network, prompts, nothing) / (devices * tensor) / chip.flops
   sync = memory.decoding_copy_bytes(base, network.compute_dtype) / chip.interconnect_bytes_per_s
   return Seconds(overlapped + prefill + sync, in_turn + prefill + sync)
 
 
-def _bursts(batches: Sequence[Workload], cache: CacheShape, *, slots: int):
-  """Yields for each burst (i64[slots] cached tokens that a step reads, its number of steps)."""
-  waiting = collections.deque(
-    (int(prompt), int(response))
-    for batch in batches
-    for prompt, row in zip(batch.prompts, batch.responses, strict=True)
-    for response in row
-  )
-  blocks = lambda tokens, part: -(-tokens // part.size) * part.size
-  prompt, left, generated = (np.zeros(slots, np.int64) for _ in range(3))
+class Burst(NamedTuple):
+  """What the slots decode before the next may take responses."""
+
+  response: np.ndarray  # i64[slots], number of the response; −1 in a slot that had none yet
+  generated: np.ndarray  # i64[slots], its tokens before this burst
+  tokens: np.ndarray  # i64[slots], its tokens of this burst; 0 in an idle slot
+
+
+def bursts(lengths: np.ndarray, slots: int, steps: int) -> Iterator[Burst]:
+  """Yields the bursts of responses in slots, as `rollouts.engine` runs them.
+
+  A slot takes the next response at the first burst after its own has ended.
+
+  Args:
+    lengths: i[N], tokens of the responses, at least 1, in the order in which they are sampled.
+    slots: responses that are decoded at a time.
+    steps: tokens of a burst.
+  """
+  response, left, generated = np.full(slots, -1), *np.zeros((2, slots), np.int64)
+  taken = 0
   while True:
-    for slot in np.flatnonzero(left == 0)[: len(waiting)]:
-      prompt[slot], left[slot] = waiting.popleft()
-      generated[slot] = 0
-    running = left > 0
-    if not running.any():
+    free = np.flatnonzero(left == 0)[: len(lengths) - taken]
+    response[free] = np.arange(taken, taken + len(free))
+    left[free], generated[free] = lengths[response[free]], 0
+    taken += len(free)
+    if not left.any():
       return
-    steps = min(cache.steps, int(left.max()))
-    read = blocks(prompt, cache.prompt) + blocks(generated, cache.response) + cache.steps
-    yield np.where(running, read, 0), steps
-    advanced = np.minimum(left, steps)
-    generated += advanced
-    left -= advanced
+    tokens = np.minimum(left, steps)
+    yield Burst(response.copy(), generated.copy(), tokens)
+    generated += tokens
+    left -= tokens

@@ -165,7 +165,7 @@ def _estimate_update(
     useful = update_flops(network, batch.prompts, batch.responses, adapters=adapters)
     if remat == "full":
       useful += forward_flops(network, batch.prompts, batch.responses)
-    return useful * max(packing.places / (batch.prompts.sum() + batch.responses.sum()), 1.0)
+    return useful * max(packing.places_per_token, 1.0)
 
   flops = float(np.mean(list(map(computed_flops, batches, packed)))) / mesh.size
   micro_batches = float(np.mean([packing.micro_batches for packing in packed]))

@@ -86,14 +86,24 @@ class Packing(NamedTuple):
   """What an update computes of a batch."""
 
   micro_batches: int
-  places: int  # of rows, over all devices
+  places: int  # of rows, over all devices, empty rows too
+  tokens: int  # of the responses, and of each prompt once
+
+  @property
+  def places_per_token(self) -> float:
+    """1 if no place were in vain."""
+    return self.places / self.tokens
 
 
 def count_packing(batch: Workload, layout: RowLayout) -> Packing:
-  """Counts the micro-batches and the places of a packed batch."""
+  """Counts the micro-batches, the places and the tokens of a packed batch.
+
+  Raises:
+    ValueError: a rollout and its prompt do not fit in a row.
+  """
   found = assign_micro_batches(batch.prompts, batch.responses, layout)
-  count = len(found.dealt)
-  return Packing(count, layout.count_places(count, found.num_short))
+  count, tokens = len(found.dealt), int(batch.prompts.sum() + batch.responses.sum())
+  return Packing(count, layout.count_places(count, found.num_short), tokens)
 
 
 def typical_batch(lengths: Lengths, shape: BatchShape, layout: RowLayout) -> Workload:

@@ -266,25 +266,6 @@ def _deal_rows(
   return MicroBatches(rows, dealt, len(short))
 
 
-def places_per_token(
-  layout: RowLayout, prompt_lengths: npt.ArrayLike, response_lengths: npt.ArrayLike
-) -> float:
-  """Places that an update computes over tokens that it needs; 1 if none were in vain.
-
-  Places are those of all rows that run, empty ones too. Tokens are those of the responses, and of
-  each prompt once. Nothing is compiled.
-
-  Args:
-    prompt_lengths: i[P], tokens, at least 1.
-    response_lengths: i[P, G], tokens.
-  Raises:
-    ValueError: a rollout and its prompt do not fit in a row.
-  """
-  found = assign_micro_batches(prompt_lengths, response_lengths, layout)
-  tokens = np.sum(prompt_lengths) + np.sum(response_lengths)
-  return layout.count_places(len(found.dealt), found.num_short) / float(tokens)
-
-
 def attention_cost(
   row: Row, prompt_lengths: npt.ArrayLike, response_lengths: npt.ArrayLike
 ) -> float:

@@ -55,7 +55,19 @@ def test_places_are_those_of_the_rows_that_are_computed():
   assert any(batch.num_short > 0 for batch in packed)
   for batch, rows in zip(batches, packed, strict=True):
     places = sum(part.prompts.size for part in computed_rows(rows))
-    assert workload.count_packing(batch, layout) == (rows.num_micro_batches, places)
+    tokens = batch.prompts.sum() + batch.responses.sum()
+    assert workload.count_packing(batch, layout) == (rows.num_micro_batches, places, tokens)
+
+
+def test_places_over_tokens_count_empty_rows_and_each_prompt_once():
+  """A row for each of two devices, though one would do; then three rows, and an empty one."""
+  sizes = dict(max_prompt_length=5, max_response_length=30, length=40, alignment=1, devices=2)
+  layout = row_layout(prompts=2, group_size=2, **sizes, tokens_per_micro_batch=40)
+  count = lambda *lengths: workload.count_packing(
+    workload.Workload(*map(np.asarray, lengths)), layout
+  )
+  assert count([3], [[6, 2]]).places_per_token == 80 / 11
+  assert count([3, 3], [[30, 2], [30, 30]]).places_per_token == 160 / 98
 
 
 @pytest.mark.parametrize(

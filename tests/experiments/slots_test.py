@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from rlvr_jax.costs import workload
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.engine import Engine, Request, Usage
-from rlvr_jax.types import Sampling
+from rlvr_jax.types import BatchShape, Sampling
 
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "slots.py"
 _spec = importlib.util.spec_from_file_location("slots", _FILE)
@@ -46,7 +47,7 @@ def test_the_simulation_counts_what_the_engine_counts():
 
 def test_slots_of_short_responses_are_nearly_full_until_they_drain():
   """64 prompts × 8 in one refresh with 64 slots: at most a tenth of the steps is idle."""
-  usage = slots.simulate(slots.geometric(64 * 8, np.random.default_rng(1)), 64)
+  usage = slots.simulate(slots.geometric(64 * 8, 1), 64)
   outside = usage.slot_steps - usage.drain_slot_steps
   assert outside <= 1.1 * (usage.slot_tokens - usage.drain_tokens)
 
@@ -55,28 +56,19 @@ def test_w3_in_16_slots_takes_two_fifths_of_lockstep():
   assert slots.lockstep_ratios().mean() <= 0.4
 
 
-def test_a_stream_of_all_draws_is_faster_but_fewer_slots_for_its_drain_are_not():
-  lengths = slots.lognormal(4 * 256, np.random.default_rng(1))
-  seconds = lambda lengths, **settings: slots.refresh_seconds(
-    lengths, 256, tensor=2, prompt=300, **settings
-  )
-  whole, drain = seconds(lengths)
-  apart, drains = sum(seconds(part) for part in np.split(lengths, 4))
-  assert whole < 0.5 * apart and drain / whole < 0.7 < 0.95 < drains / apart
-  assert 0.98 * whole < seconds(lengths, drain_slots=64)[0] <= whole
-  # One slot per chip, two of them busy, by hand.
-  step = (2 * slots.PARAMETERS + slots.LOGITS_BYTES) / slots.CHIPS["v5p"].hbm_bytes_per_s
-  read = slots.CACHE_BYTES * (16 * 10 * 2 + 16 * 26) / 16 / slots.CHIPS["v5p"].hbm_bytes_per_s
-  total, drained = slots.refresh_seconds(np.array([32, 16]), 16, tensor=1, prompt=10)
-  assert total == pytest.approx(32 * step + read)
-  assert drained == total  # 14 slots are idle from the start
+def test_a_stream_of_all_draws_is_faster_than_a_stream_for_each():
+  draw = workload.lognormal(mean=1500).draw
+  batches = [draw(BatchShape(16, 16, 300, 8192), number) for number in range(4)]
+  seconds = lambda part: slots.stream_seconds(part, 256, cap=8192)
+  together, apart = seconds(batches), [seconds([batch]) for batch in batches]
+  assert together.overlapped < 0.6 * sum(each.overlapped for each in apart)
 
 
 @pytest.mark.parametrize("draw", [slots.lognormal, slots.bimodal])
 def test_slots_are_busy_until_they_drain(draw):
   """With four responses per slot or more: at most 1.25 slot-steps per token."""
   for count, times in ((64, 4), (256, 4), (64, 16)):
-    lengths = draw(count * times, np.random.default_rng(1))
+    lengths = draw(count * times, 1)
     usage = slots.simulate(lengths, count)
     outside = usage.slot_steps - usage.drain_slot_steps
     assert outside <= 1.25 * (usage.slot_tokens - usage.drain_tokens)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from rlvr_jax.costs.workload import Workload, count_packing
 from rlvr_jax.rollouts import packing
 from rlvr_jax.types import BatchShape
 
@@ -64,7 +65,8 @@ def test_short_rows_hold_what_a_nearly_empty_micro_batch_would(seed):
   )
   assert whole.num_short is None and mixed.num_short <= 2
   assert mixed.num_micro_batches <= mixed.tokens.shape[0]
-  fewer, more = (packing.places_per_token(x, prompt_lengths, lengths) for x in layouts[::-1])
+  batch = Workload(prompt_lengths, lengths)
+  fewer, more = (count_packing(batch, layout).places for layout in layouts[::-1])
   assert fewer < more if mixed.num_short else fewer == more
   present = np.arange(30) < lengths[..., None]
   assert ((mixed.places >= 0) == present).all()
@@ -123,22 +125,6 @@ def test_rows_that_run_together_cost_about_the_same():
   dealt = packing.deal(costs, devices=2, rows_per_device=2)
   # Devices 0 and 1 hold rows (0, 4) and (2, 3) of the first micro-batch, then row 1 and none.
   np.testing.assert_array_equal(dealt, [[0, 4, 2, 3], [1, -1, -1, -1]])
-
-
-def test_places_per_token_counts_empty_rows_and_each_prompt_once():
-  """A row for each of two devices, though one would do; then three rows, and an empty one."""
-  layout = _layout(length=40, devices=2, tokens_per_micro_batch=40)
-  assert packing.places_per_token(layout, [3], [[6, 2]]) == 80 / 11
-  assert packing.places_per_token(layout, [3, 3], [[30, 2], [30, 30]]) == 160 / 98
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_places_per_token_is_of_the_packed_batch(seed):
-  prompts, prompt_lengths, tokens, lengths = _batch(seed)
-  packed = packing.pack(prompts, prompt_lengths, tokens, lengths, _layout())
-  places = int(packed.num_micro_batches) * packed.tokens[0].size
-  found = packing.places_per_token(_layout(), prompt_lengths, lengths)
-  assert found == places / (prompt_lengths.sum() + lengths.sum())
 
 
 def test_rollouts_without_tokens_take_no_place():

@@ -24,11 +24,12 @@ from oracles.updates import (
 
 from rlvr_jax import losses
 from rlvr_jax.configs.full_size import base, p3o_qwen3_4b
+from rlvr_jax.costs.workload import Workload, count_packing
 from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.ops.splash import splash_cost
 from rlvr_jax.ops.update_metrics import batch_metrics
-from rlvr_jax.rollouts.packing import computed_rows, pack, places_per_token, row_layout
+from rlvr_jax.rollouts.packing import computed_rows, pack, row_layout
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import batch_shape
 from rlvr_jax.train.setup.programs import abstract_batch, choose_row_attention, make_row_layout
@@ -156,7 +157,7 @@ def test_linear_work_is_near_what_is_useful():
   useful = prompts.sum() + lengths.sum()
   assert lengths.mean() == pytest.approx(1500, rel=0.1)
   assert 1 <= executed / useful <= 1.09
-  assert executed / useful == places_per_token(layout, prompts, lengths)
+  assert (executed, useful) == count_packing(Workload(prompts, lengths), layout)[1:]
   padded = lengths.size * 8192 + prompts.size * 1024
   assert padded / useful > 5
 
@@ -176,7 +177,7 @@ def test_larger_micro_batches_leave_more_rows_empty(tokens, low, high):
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.lognormal(np.log(1500) - 0.32, 0.8, (32, 16)), 8192).astype(np.int32)
     prompts = rng.integers(100, 300, 32)
-    assert low < places_per_token(layout, prompts, lengths) < high
+    assert low < count_packing(Workload(prompts, lengths), layout).places_per_token < high
 
 
 def test_a_row_of_p3o_holds_a_usual_prompt_and_its_responses():
