@@ -60,6 +60,7 @@ def get_config() -> ConfigDict:
       remat=placeholder(str),  # none, dots, full
       unroll_layers=placeholder(int),
       attention=placeholder(str),  # auto, reference, splash, cudnn; docs/models.md
+      expert_products=placeholder(str),  # auto, reference, blocks, megablox; docs/models.md
     ),
   )
 

@@ -2,23 +2,31 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from oracles import updates
 from oracles.sampling import sample
 from oracles.updates import relative_distance
 
+from rlvr_jax import advantages, geometry, losses, reweighting
 from rlvr_jax.geometry import GramContext, per_rollout_features
-from rlvr_jax.models.experts import NO_EXPERT
+from rlvr_jax.models import lora
+from rlvr_jax.models.experts import NO_EXPERT, Experts
 from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.huggingface import load_params, save_checkpoint
+from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
+from rlvr_jax.models.quantized import dequantize, quantize, rounded
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts, Sampling
+from rlvr_jax.update.step import initial_state, train_step
 
 E, K, F, V = 5, 2, 12, 32
 CONFIG = TransformerConfig(
@@ -62,16 +70,12 @@ def run_layer(config, x, *, routes=None, real=None, experts=None):
   """One layer's mixture of x[R, L, D], and its kernels as NumPy arrays."""
   params = transformer(config).init(jax.random.key(0))["blocks"]["experts"]
   kernels = {name: np.asarray(kernel[0]) for name, kernel in params.items()} | (experts or {})
-  module = transformer_layer(config, kernels)
+  module = make_layer(config, kernels)
   mixed, routing = module(jnp.asarray(x), jax.nn.silu, routes=routes, real=real)
   return np.asarray(mixed), jax.tree.map(np.asarray, routing), kernels
 
 
-def transformer_layer(config, kernels):
-  from flax import nnx
-
-  from rlvr_jax.models.experts import Experts
-
+def make_layer(config, kernels):
   build = lambda: Experts(
     config.experts, nnx.Rngs(0), width=config.width, dtype=config.param_dtype, residual_gain=1.0
   )
@@ -272,6 +276,7 @@ def test_a_mesh_that_does_not_divide_the_experts_is_refused():
     dataclasses.replace(CONFIG, experts_per_token=6)
 
 
+@pytest.mark.slow
 def test_features_of_each_rollout_are_those_of_a_loop(x64):
   """`vmap` over the grouped products."""
   model, params = make_method().model, make_method().model.init(jax.random.key(0))
@@ -291,3 +296,166 @@ def test_features_of_each_rollout_are_those_of_a_loop(x64):
     )
     expected = per_rollout_features(params, {}, one, context, parameters=pattern)
     np.testing.assert_allclose(found[2 * p + g], expected[0], rtol=1e-10, atol=1e-13)
+
+
+METHODS = {
+  "grpo": {},
+  "p3o": dict(loss=losses.p3o()),
+  "salt": dict(reweighting=reweighting.salt(), gram=geometry.streaming()),
+  "fade": dict(advantage=advantages.fade(), loss=losses.reinforce()),
+  "gspo": dict(loss=losses.gspo(), aggregation="sequence_mean"),
+}
+
+
+@pytest.mark.parametrize(
+  "name", [x if x == "gspo" else pytest.param(x, marks=pytest.mark.slow) for x in METHODS]
+)
+def test_a_method_of_each_kind_updates_a_mixture(x64, name):
+  """In rows and several micro-batches as padded; router and experts of every layer move."""
+  method = make_method(**METHODS[name])
+  method = method._replace(gram_context=GramContext(method.model, method.temperature))
+  state = initial_state(method, method.model.init(jax.random.key(0)), jnp.asarray(0.5))
+  step = jax.jit(functools.partial(train_step, method=method))
+  expected, metrics = step(state, {}, updates.make_batch(np.float64))
+  found, _ = step(state, {}, updates.in_rows(updates.make_batch(np.float64), rows=3))
+  assert relative_distance(found.params, expected.params) < 1e-11
+  assert int(expected.skipped) == 0 and all(np.isfinite(x) for x in metrics.values())
+  for before, after in zip(*(jax.tree.leaves(x.params) for x in (state, found)), strict=True):
+    assert np.all(np.any(np.asarray(before != after).reshape(len(before), -1), axis=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2, tensor=2), dict(fsdp=8)], ids=str)
+def test_generation_on_a_mesh_is_that_of_one_device(sizes):
+  params = transformer(CONFIG).init(jax.random.key(0))
+  rng = np.random.default_rng(0)
+  prompts = Prompts(rng.integers(4, V, (6, S)).astype(np.int32), np.full(6, S, np.int32))
+  one = sample(make_engine(8), params, {}, prompts, jax.random.key(1), G)
+  mesh = sharding.make_mesh(**sizes)
+  model = transformer(CONFIG, sharding.make_layout(mesh))
+  settings = dict(max_prompt_length=S, max_new_tokens=T, stop_tokens=(3,), pad_token=0)
+  engine = Engine(model, Sampling(), slots=8, prefill_rows=8, **settings)
+  params = jax.device_put(params, sharding.state_shardings(params, mesh))
+  many = sample(engine, params, {}, prompts, jax.random.key(1), G)
+  np.testing.assert_array_equal(many.tokens, one.tokens)
+  np.testing.assert_allclose(many.behavior_logprobs, one.behavior_logprobs, atol=1e-5)
+
+
+# --- copies in 8 bits, adapters -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["int8", "float8_e4m3fn"])
+def test_copies_in_8_bits_leave_the_router(format):
+  """Products read the 8-bit numbers of the chosen experts, one scale per output channel."""
+  pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")
+  params = transformer(CONFIG).init(jax.random.key(0))
+  copy = quantize(params, format)
+  of_layer = lambda tree: jax.tree.map(lambda x: x[0], tree["blocks"]["experts"])
+  to_decode, exact = of_layer(rounded(copy)), of_layer(dequantize(copy))
+  np.testing.assert_array_equal(to_decode["router"], params["blocks"]["experts"]["router"][0])
+  assert to_decode["gate"].values.dtype == jnp.dtype(format)
+  assert to_decode["gate"].scale.shape == (E, 1, F)
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, 16)), jnp.float32)
+  found, _ = make_layer(CONFIG, to_decode)(x, jax.nn.silu)
+  expected, _ = make_layer(CONFIG, exact)(x, jax.nn.silu)
+  np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_are_of_attention_alone():
+  params = jax.eval_shape(transformer(CONFIG).init, jax.random.key(0))
+  found = lora.target_kernels(params, lora.LoraSettings(rank=2, alpha=1.0))
+  assert list(found) == ["key", "output", "query", "value"]
+  with pytest.raises(ValueError, match=r"'gate' matches blocks/experts/gate, but adapters of exp"):
+    lora.target_kernels(params, lora.LoraSettings(rank=2, alpha=1.0, targets="gate"))
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+FAMILIES = {
+  "qwen3_moe": CONFIG,
+  "olmoe": dataclasses.replace(CONFIG, qk_norm=False, joint_qk_norm=True, num_kv_heads=4),
+  "mixtral": dataclasses.replace(CONFIG, qk_norm=False),
+}
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def load(folder, **sizes):
+  shapes = jax.eval_shape(transformer(checkpoint_config(folder)).init, jax.random.key(0))
+  # Blocks of 200 bytes: an expert's kernel comes in several.
+  return load_params(
+    folder, sharding.add_shardings(shapes, sharding.make_mesh(**sizes)), block_bytes=200
+  )
+
+
+@each_family
+def test_a_checkpoint_reads_back_in_every_form(tmp_path, family):
+  """As published, in shards; with the experts of a layer in one tensor; and on a mesh."""
+  safetensors = pytest.importorskip("safetensors.numpy")
+  config = FAMILIES[family]
+  params = transformer(config).init(jax.random.key(0))
+  settings = dict(dtype="float32", max_shard_bytes=4000)
+  save_checkpoint(tmp_path / "out", params, config, **settings)
+  files = sorted((tmp_path / "out").glob("*.safetensors"))
+  assert len(files) > 2
+  found = load(tmp_path / "out")
+  jax.tree.map(np.testing.assert_array_equal, found, params)
+  same = dict(mlp_width=F if family != "qwen3_moe" else 1, tied_head=True)
+  assert checkpoint_config(tmp_path / "out") == dataclasses.replace(config, **same)
+
+  tensors = {k: v for file in files for k, v in safetensors.load_file(file).items()}
+  layer = "model.layers.1."
+  names = {
+    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts.3.w3"),
+  }.get(family, ("mlp.gate", "mlp.experts.3.up_proj"))
+  of_experts = params["blocks"]["experts"]
+  for name, kernel in zip(names, (of_experts["router"][1], of_experts["up"][1, 3]), strict=True):
+    np.testing.assert_array_equal(tensors.pop(f"{layer}{name}.weight"), kernel.T)
+
+  fused = {name: x for name, x in tensors.items() if "moe" not in name and ".mlp." not in name}
+  for i in range(2):
+    kernels = {name: np.asarray(x[i]).swapaxes(-1, -2) for name, x in of_experts.items()}
+    fused[f"model.layers.{i}.mlp.gate.weight"] = kernels["router"]
+    both = np.concatenate([kernels["gate"], kernels["up"]], axis=1)
+    fused[f"model.layers.{i}.mlp.experts.gate_up_proj"] = both
+    fused[f"model.layers.{i}.mlp.experts.down_proj"] = kernels["down"]
+  (tmp_path / "fused").mkdir()
+  text = (tmp_path / "out" / "config.json").read_text()
+  (tmp_path / "fused" / "config.json").write_text(text)
+  contiguous = {name: np.ascontiguousarray(x) for name, x in fused.items()}
+  safetensors.save_file(contiguous, tmp_path / "fused" / "model.safetensors")
+  for sizes in (dict(), dict(fsdp=4, tensor=2)):
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "fused", **sizes), params)
+
+
+def test_experts_of_another_shape_are_refused_before_they_are_read(tmp_path):
+  params = transformer(CONFIG).init(jax.random.key(0))
+  save_checkpoint(tmp_path / "out", params, CONFIG, dtype="float32")
+  path = tmp_path / "out" / "config.json"
+  published = json.loads(path.read_text())
+  for changes, message in (
+    (dict(moe_intermediate_size=8), r"experts.0.down_proj.weight' in .* has shape \(16, 12\), the"),
+    (dict(num_experts=6), r"6 missing: model.layers.0.mlp.experts.5.down_proj.weight"),
+    (dict(num_experts=4), r"6 unknown: model.layers.0.mlp.experts.4.down_proj.weight"),
+  ):
+    path.write_text(json.dumps(published | changes))
+    with pytest.raises(ValueError, match=message):
+      load(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+  ("family", "changes", "message"),
+  [
+    ("qwen3_moe", dict(shared_expert_intermediate_size=8), "shared_expert_intermediate_size = 8"),
+    ("qwen3_moe", dict(n_group=4), "n_group = 4 is not implemented"),
+    ("qwen3_moe", dict(decoder_sparse_step=2), "decoder_sparse_step = 2"),
+    ("qwen3_moe", dict(mlp_only_layers=[0]), r"mlp_only_layers = \[0\]"),
+    ("qwen3_moe", dict(num_local_experts=7), "num_experts = 4, but num_local_experts = 7"),
+    ("qwen3_moe", dict(num_experts_per_tok=0), "num_experts_per_tok = 0"),
+    ("olmoe", dict(clip_qkv=8.0), "clip_qkv = 8.0 is not implemented"),
+    ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise = 0.1 is not implemented"),
+    ("qwen2_moe", {}, "model_type = 'qwen2_moe' is unknown"),
+  ],
+)
+def test_what_a_mixture_is_not_read_with_is_refused(family, changes, message):
+  with pytest.raises(ValueError, match=message):
+    config_fields(dict(model_type=family, num_experts=4) | changes, "config.json")

@@ -141,13 +141,18 @@ def test_lengths_count_as_they_are(config):
   assert forward_flops(config, *lengths, shared_prompt=False) == G * of_prompts + of_responses
 
 
-@pytest.mark.parametrize("name", ["qwen2.5_7b", "qwen3_4b", "llama3.2_1b", "gemma3_1b"])
+@pytest.mark.parametrize(
+  "name", ["qwen2.5_7b", "qwen3_4b", "llama3.2_1b", "gemma3_1b", "qwen3_30b_a3b", "mixtral_8x7b"]
+)
 def test_a_large_model_at_short_context_follows_six_n(name):
   config = preset(name)
   params = jax.eval_shape(transformer(config).init, jax.random.key(0))
   num_params = sum(x.size for x in jax.tree.leaves(params))
   if not config.tied_head:  # rows of the embedding are looked up, not multiplied
     num_params -= params["embedding"].size
+  if config.experts is not None:  # a token multiplies those of the experts that it chooses
+    of_experts = sum(params["blocks"]["experts"][name].size for name in ("gate", "up", "down"))
+    num_params -= of_experts * (1 - config.experts_per_token / config.num_experts)
   lengths = np.full(2, 8), np.full((2, 16), 128)
   tokens = lengths[0].sum() + lengths[1].sum()
   assert update_flops(config, *lengths) == pytest.approx(6 * num_params * tokens, rel=0.03)

@@ -13,8 +13,9 @@ from oracles.sampling import sample
 
 from rlvr_jax.models.experts import NO_EXPERT
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.huggingface import load_params
+from rlvr_jax.models.huggingface import load_params, save_checkpoint
 from rlvr_jax.models.huggingface_config import checkpoint_config
+from rlvr_jax.models.safetensors import open_checkpoint
 from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Reach
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.rollouts import decoder
@@ -80,6 +81,21 @@ def test_every_place_has_the_published_models_experts(case):
   for row, real, theirs in zip(found, mask, expected["experts"], strict=True):
     np.testing.assert_array_equal(row[: real.sum()], theirs[real == 1])
     assert np.all(row[real.sum() :] == NO_EXPERT)
+
+
+@pytest.mark.parametrize("folder", _MIXTURES, ids=lambda folder: folder.name)
+def test_an_export_of_a_mixture_has_the_published_tensors(folder, tmp_path):
+  """Their names and bits, expert by expert, and the same settings."""
+  config = checkpoint_config(folder)
+  shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
+  params = load_params(folder, add_shardings(shapes, make_mesh(fsdp=2, tensor=4)))
+  save_checkpoint(tmp_path / "out", params, config, dtype="float32", source=folder)
+  expected, found = open_checkpoint(folder), open_checkpoint(tmp_path / "out")
+  assert found.keys() == expected.keys()
+  for name, tensor in expected.items():
+    rows = tensor.shape[0]
+    np.testing.assert_array_equal(found[name].rows(0, rows), tensor.rows(0, rows), err_msg=name)
+  assert checkpoint_config(tmp_path / "out") == config
 
 
 def test_logits_of_cached_decoding_equal_the_published_models(case):

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params, save_checkpoint
-from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
+from rlvr_jax.models.huggingface_config import MIXTURES, checkpoint_config, config_fields
 from rlvr_jax.models.huggingface_export import published_config
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.safetensors import SINGLE, Tensor
@@ -118,6 +118,17 @@ def transformers_view(config):
   full = rope.get("full_attention", rope)
   gemma = config.model_type.startswith("gemma")
   layers = tuple(kind == "sliding_attention" for kind in getattr(config, "layer_types", []))
+  mixture = {}
+  if config.model_type in MIXTURES:
+    if getattr(config, "sliding_window", None) is not None:
+      layers = (True,) * config.num_hidden_layers
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    mixture = dict(
+      num_experts=config.num_experts,
+      experts_per_token=config.num_experts_per_tok,
+      expert_width=width,
+      normalized_expert_weights=getattr(config, "norm_topk_prob", True),
+    )
   head_dim = getattr(config, "head_dim", None)
   return dict(
     vocab_size=config.vocab_size,
@@ -130,8 +141,9 @@ def transformers_view(config):
     norm_epsilon=config.rms_norm_eps,
     tied_head=config.tie_word_embeddings,
     rope_theta=full["rope_theta"],
-    qkv_bias=config.model_type == "qwen2" or config.attention_bias,
-    output_bias=config.model_type != "qwen2" and config.attention_bias,
+    qkv_bias=config.model_type == "qwen2"
+    or (config.model_type != "mixtral" and config.attention_bias),
+    output_bias=config.model_type not in ("qwen2", "mixtral") and config.attention_bias,
     mlp_bias=getattr(config, "mlp_bias", False),
     query_scale=config.query_pre_attn_scalar**-0.5 if gemma else None,
     attention_soft_cap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
@@ -141,6 +153,7 @@ def transformers_view(config):
     sliding_rope_theta=rope["sliding_attention"]["rope_theta"]
     if "sliding_attention" in rope and any(layers)
     else None,
+    **mixture,
   )
 
 
@@ -187,6 +200,27 @@ _OF_FAMILY = {
     "sliding_window": st.sampled_from([3, 5]),
     "sliding_window_pattern": st.integers(1, 6),
     "rope_local_base_freq": st.sampled_from([1e3, 1e4]),
+  },
+  "qwen3_moe": {
+    "head_dim": st.sampled_from([8, 12]),
+    "use_sliding_window": st.booleans(),
+    "sliding_window": st.sampled_from([3, 5]),
+    "moe_intermediate_size": st.integers(8, 99),
+    "num_experts": st.sampled_from([16, 24]),
+    "num_experts_per_tok": st.integers(1, 9),
+    "norm_topk_prob": st.booleans(),
+  },
+  "olmoe": {
+    "num_key_value_heads": st.sampled_from([4, None]),
+    "num_experts": st.sampled_from([16, 24]),
+    "num_experts_per_tok": st.integers(1, 9),
+    "norm_topk_prob": st.booleans(),
+  },
+  "mixtral": {
+    "head_dim": st.sampled_from([8, None]),
+    "sliding_window": st.sampled_from([3, None]),
+    "num_local_experts": st.sampled_from([4, 9]),
+    "num_experts_per_tok": st.integers(1, 4),
   },
 }
 
@@ -554,6 +588,7 @@ _GEMMA = dict(
   activation="gelu_tanh", scaled_embedding=True, zero_centered_norm=True, post_norm=True,
   query_scale=144**-0.5,
 )  # fmt: skip
+_MIXTURE = dict(num_experts=4, experts_per_token=2, expert_width=40)
 _SLIDING = dict(sliding_layers=(False, True), sliding_window=3)
 
 
@@ -570,6 +605,14 @@ _SLIDING = dict(sliding_layers=(False, True), sliding_window=3)
     ("gemma2", dict(**_GEMMA, **_SLIDING, attention_soft_cap=20.0)),
     ("gemma3_text", dict(**_GEMMA, **_SLIDING, qk_norm=True, sliding_rope_theta=1e3)),
     ("gemma3_text", dict(**_GEMMA, qk_norm=True, tied_head=False)),
+    ("qwen3_moe", dict(**_MIXTURE, qk_norm=True, qkv_bias=True, output_bias=True)),
+    ("olmoe", dict(**_MIXTURE, joint_qk_norm=True, tied_head=False)),
+    (
+      "mixtral",
+      dict(
+        **_MIXTURE, normalized_expert_weights=True, sliding_window=3, sliding_layers=(True, True)
+      ),
+    ),
   ],
 )
 def test_exported_settings_read_back(family, changes):
@@ -589,6 +632,8 @@ def test_exported_settings_read_back(family, changes):
     (dict(scaled_embedding=True), "scaled_embedding"),
     (dict(qkv_bias=True, mlp_bias=True), "nearest, qwen2, differs in .*mlp_bias"),
     (_GEMMA | dict(query_scale=0.3), "query_scale"),
+    (_MIXTURE | dict(qk_norm=True, **_SLIDING), "qwen3_moe, differs in .*sliding_layers"),
+    (_MIXTURE, "nearest, mixtral, differs in .*normalized_expert_weights"),
     (_GEMMA | _SLIDING | dict(qk_norm=True), "sliding_rope_theta"),
     (_GEMMA | dict(qk_norm=True, attention_soft_cap=9.0), "attention_soft_cap"),
   ],

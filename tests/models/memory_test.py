@@ -41,6 +41,15 @@ def test_activations_are_those_that_remat_saves():
   assert memory.activation_bytes(dots, tokens=64, tensor=1) == expected + more
 
 
+def test_activations_of_experts_are_those_of_the_chosen_ones():
+  mixture = dict(num_experts=8, experts_per_token=2, expert_width=48)
+  config = preset("tiny", compute_dtype="float32", remat="dots", **mixture)
+  layer = 2 * config.width + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+  layer += 8 + 2 * (48 + 48 + config.width)  # the router; gate, up and down of two experts
+  expected = 64 * (config.num_layers + 4) * layer * 4
+  assert memory.activation_bytes(config, tokens=64, tensor=1) == expected
+
+
 def test_the_head_takes_a_chunk_of_logits_and_its_kernel():
   config = preset("tiny", compute_dtype="bfloat16")
   V, D = config.vocab_size, config.width
