@@ -284,8 +284,9 @@ def join_batches(batches: Sequence[TrainBatch]) -> TrainBatch:
 def drop_scores(batch: TrainBatch) -> TrainBatch:
   """Drops the fields that only an update reads, so that scoring always has the same shapes."""
   batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
-  batch = dataclasses.replace(batch, turn_scores=None)
-  return dataclasses.replace(batch, sampled_logprobs=None, lags=None, sources=None)
+  return dataclasses.replace(
+    batch, sampled_logprobs=None, turn_scores=None, lags=None, sources=None
+  )
 
 
 def solve_rates(batch: TrainBatch) -> np.ndarray:
