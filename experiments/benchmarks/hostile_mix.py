@@ -47,7 +47,8 @@ _FOLDER = flags.DEFINE_string(
 _EVERY = 20  # one of this many programs is hostile
 
 _SECRET = 928374651928374651  # a value that no program can guess
-_ASSERT = {"style": "asserts", "tests": [f"assert f(2) == {_SECRET}"], "memory_mib": 256}
+_MEMORY_MIB = 256
+_ASSERT = {"style": "asserts", "tests": [f"assert f(2) == {_SECRET}"], "memory_mib": _MEMORY_MIB}
 _SCRIPT = {"style": "stdin", "cases": [{"input": "3", "output": "6"}] * 3}
 _WRONG, _TIMEOUT = (Outcome.WRONG,), (Outcome.TIMEOUT,)
 
@@ -230,7 +231,7 @@ def open_pool(stack: contextlib.ExitStack, workers: int) -> Run:
   """Starts what runs the programs."""
   if _BY.value == "grader":
     return functools.partial(grade, stack.enter_context(GraderPool("code", num_workers=workers)))
-  name = f"python(limit_s={_LIMIT_S.value})"
+  name = f"python(limit_s={_LIMIT_S.value}, memory_mib={_MEMORY_MIB})"
   deadline_s = 30.0 + _LIMIT_S.value
   environments = EnvironmentPool(name, processes=workers, deadline_s=deadline_s, memory_mib=2048)
   return functools.partial(play, stack.enter_context(environments))
