@@ -143,14 +143,17 @@ def stuck():
 
 
 class Says(Faulty):
-  """Does the same whatever the policy says."""
+  """Does the same whatever the problem and the policy say."""
+
+  def reset(self, problem, seed):
+    return super().reset({"question": self.options["question"]}, seed)
 
   def step(self, text):
     return super().step(self.options["text"])
 
 
-def says(*, text):
-  return Says({"text": text})
+def says(*, text, question=""):
+  return Says({"text": text, "question": question})
 
 
 class Held:

@@ -30,10 +30,15 @@ from rlvr_jax.train.setup.build import build
 web = pytest.importorskip("aiohttp.web", reason='needs aiohttp: pip install -e ".[openenv]"')
 HERE = pathlib.Path(__file__).parent
 WAIT_S = 60.0
-needs_server = pytest.mark.skipif(
+has_server = pytest.mark.skipif(
   importlib.util.find_spec("openenv") is None,
-  reason="the server of openenv is not installed: pip install openenv",
+  reason="the server of openenv is not installed: make test-openenv",
 )
+
+
+def needs_server(test):
+  """Marks a test that starts the server of openenv, which takes seconds."""
+  return pytest.mark.slow(has_server(test))
 
 
 def name(url, **options):
@@ -134,20 +139,29 @@ def test_a_long_reply_of_the_server_is_cut(pool):
 
 
 @needs_server
-def test_a_server_that_dies_and_one_that_stops():
+def test_a_server_that_stops_is_at_fault_and_not_the_text():
+  port = free_port()
+  with (
+    serving(port) as server,
+    EnvironmentPool(name(f"http://127.0.0.1:{port}"), deadline_s=4.0) as pool,
+  ):
+    dialogue = start(pool).dialogue
+    server.send_signal(signal.SIGSTOP)
+    failure = ask(pool, dialogue, "a")
+    assert failure.kind == "failed" and "PONG" in failure.detail
+
+
+@needs_server
+def test_a_server_that_dies_and_is_started_again():
   port = free_port()
   with contextlib.ExitStack() as servers:
-    server = servers.enter_context(serving(port))
-    with EnvironmentPool(name(f"http://127.0.0.1:{port}"), deadline_s=4.0) as pool:
-      idle, guilty, stopped = (start(pool).dialogue for _ in range(3))
-      server.send_signal(signal.SIGSTOP)
-      failure = ask(pool, stopped, "a")
-      assert failure.kind == "failed" and "PONG" in failure.detail  # not the text's fault
-      server.send_signal(signal.SIGCONT)
+    servers.enter_context(serving(port))
+    with EnvironmentPool(name(f"http://127.0.0.1:{port}"), deadline_s=WAIT_S) as pool:
+      idle, guilty = start(pool).dialogue, start(pool).dialogue
       failure = ask(pool, guilty, "die")
       assert failure.kind == "failed" and "the server ended the connection" in failure.detail
       assert ask(pool, idle, "a").kind == "failed"
-      # A dialogue that begins while the server starts again waits for it.
+      # A dialogue that begins while the server starts waits for it.
       later = pool.reset({"question": "", "answer": "", "reference": {}}, 3)
       servers.enter_context(serving(port))
       assert ask(pool, later.result(WAIT_S).dialogue, "a") == Turn("3|a")
@@ -171,7 +185,6 @@ def test_a_dialogue_waits_for_a_session():
 
 
 @needs_server
-@pytest.mark.slow
 def test_a_run_with_a_served_environment_is_that_with_the_environment_itself(tmp_path):
   train(build(config(num_updates=2)), tmp_path / "itself")
   port = free_port()

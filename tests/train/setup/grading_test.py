@@ -1,6 +1,9 @@
 """Which grader gets which reference."""
 
+import contextlib
+import json
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -8,18 +11,23 @@ from train import tiny
 
 from rlvr_jax.codejudge import cgroups
 from rlvr_jax.data import Problem, Task
+from rlvr_jax.data.byte_pairs import save, train_byte_pairs
 from rlvr_jax.data.task_utils import BY_REFERENCE
+from rlvr_jax.environments.pool import EnvironmentPool, EnvironmentStartError
 from rlvr_jax.rewards import GraderStartError
 from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.grading import (
   WEIGHTED,
   announce_partial_credit,
+  check_first_dialogue,
   check_first_grade,
   grader_pool,
   make_outcome_policy,
+  start_pools,
   with_graders,
 )
+from rlvr_jax.train.setup.tokenizers import make_tokenizer
 
 GSM8K = "gsm8k"
 THINK = "think_answer"
@@ -217,3 +225,40 @@ def test_a_grader_that_crashes_on_the_first_problem_is_refused_unless_crashes_ha
       check_first_grade(policy_of(tiny.config()), pool, broken)
     rewarded = tiny.config(grading__outcomes=dict(crashed=0.0))
     check_first_grade(policy_of(rewarded), pool, broken)
+
+
+FAULTY = "environments.faulty_environments"
+
+
+@pytest.mark.parametrize(
+  ("name", "expected"),
+  [
+    ("guess", "problem's environment replied '?' to 'no answer' within "),
+    ("python", "problem's environment ended with the score None to 'no answer' within "),
+    (f"{FAULTY}:says(text='late by a lot')", "environment: timeout on the text 'no answer': by a"),
+    (f"{FAULTY}:says(text='raise a fault')", "environment: failed on the text 'no answer': Value"),
+    (f"{FAULTY}:says(text='', question='hang')", "environment: failed at its reset: the step did"),
+  ],
+)
+def test_an_environment_plays_a_turn_at_the_start(name, expected):
+  first = task(GSM8K, {"answer": "7"})
+  with EnvironmentPool(name, deadline_s=1.0) as pool:
+    rewarded = tiny.config(grading__outcomes=dict(environment_failed="0"))
+    assert expected in check_first_dialogue(policy_of(rewarded), pool, first)
+    if " failed " in expected:
+      with pytest.raises(EnvironmentStartError, match=re.escape(expected)):
+        check_first_dialogue(policy_of(tiny.config()), pool, first)
+  assert check_first_dialogue(policy_of(tiny.config()), None, first) == ""
+
+
+def test_a_template_without_the_role_of_replies_is_refused_at_the_start(tmp_path):
+  save(train_byte_pairs(["one and two are three"] * 9, vocab_size=264), tmp_path)
+  path = tmp_path / "tokenizer_config.json"
+  template = "{{ messages[0].content }}"
+  path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+  tokenizer = make_tokenizer(str(tmp_path), tiny.config(prompts__format="chat").prompts, "")
+  name = f"{FAULTY}:closing"  # its replies are a tool's
+  config = tiny.config(environment__name=name, environment__processes=1)
+  message = rf"config\.environment\.name = '{name}': .*'tool'"
+  with contextlib.ExitStack() as stack, pytest.raises(ValueError, match=message):
+    start_pools(config, task(GSM8K, {"answer": "7"}), tokenizer, stack.enter_context)
