@@ -129,6 +129,7 @@ def get_config() -> ConfigDict:
     estimator="k3",  # k1, k2, k3
   )
   c.entropy_bonus = 0.0
+  c.expert_balance = 0.0  # coefficient of the loss that evens the load of a mixture's experts
 
   c.optimizer = "adamw"  # adamw, lion, muon, sgd, or one of optax's such as "optax:adafactor"
   c.learning_rate = "constant(peak=3e-4)"  # constant, linear, cosine; warmup is in updates

@@ -206,5 +206,16 @@ class EffectiveSampleSize:
   count: Array
 
 
-Metric = Mean | Max | Min | Sum | EffectiveSampleSize
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertChoices:
+  """A statistic of how many tokens chose each expert, the mean over the layers of a mixture."""
+
+  choices: Array  # f32[layers, E]
+  # entropy: of the shares, ÷ log E; largest: the largest share, times E; unused: share of experts
+  # that no token chose
+  statistic: str = dataclasses.field(metadata=dict(static=True))
+
+
+Metric = Mean | Max | Min | Sum | EffectiveSampleSize | ExpertChoices
 Metrics = dict[str, Metric]

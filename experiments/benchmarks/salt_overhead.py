@@ -462,6 +462,8 @@ def make_trunkless_inputs(
     head=make_head,
     response_hidden=lambda params, prompts, tokens: params["hidden"],
     row_hidden=None,
+    response_routed=None,
+    row_routed=None,
     decoding_params=None,
     prefill=None,
     rotary=None,

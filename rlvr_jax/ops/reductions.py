@@ -6,13 +6,24 @@ function is pure and works under jit.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.types import Array, EffectiveSampleSize, Max, Mean, Metric, Metrics, Min, Sum
+from rlvr_jax.types import (
+  Array,
+  EffectiveSampleSize,
+  ExpertChoices,
+  Max,
+  Mean,
+  Metric,
+  Metrics,
+  Min,
+  Sum,
+)
 
 
 def _field_reduction(kind: type) -> Callable[[Array, Array], Array]:
@@ -21,9 +32,9 @@ def _field_reduction(kind: type) -> Callable[[Array, Array], Array]:
     return jnp.maximum
   if kind is Min:
     return jnp.minimum
-  if kind in (Mean, Sum, EffectiveSampleSize):
+  if kind in (Mean, Sum, EffectiveSampleSize, ExpertChoices):
     return operator.add
-  allowed = "Mean, Max, Min, Sum, EffectiveSampleSize"
+  allowed = "Mean, Max, Min, Sum, EffectiveSampleSize, ExpertChoices"
   raise TypeError(f"{kind.__name__} is not a metric; use one of {allowed} from rlvr_jax.types.")
 
 
@@ -45,6 +56,7 @@ def value(metric: Metric) -> Array:
 
   Mean: total / weight, 0 if the weight is 0.
   EffectiveSampleSize: (Σw)² / (n·Σw²), in [1/n, 1]; 1 if n is 0 or all weights are 0.
+  ExpertChoices: the statistic that it names.
   """
   match metric:
     case Mean(total=total, weight=weight):
@@ -54,6 +66,17 @@ def value(metric: Metric) -> Array:
       # Divide before multiplying: Σw² itself may be near the end of float32's range.
       ratio = (total / jnp.where(empty, 1.0, squares)) * (total / jnp.where(empty, 1.0, count))
       return jnp.where(empty, 1.0, ratio)
+    case ExpertChoices(choices=choices, statistic=statistic):
+      E = choices.shape[-1]
+      total = jnp.sum(choices, axis=-1, keepdims=True)
+      shares = choices / jnp.where(total == 0, 1, total)
+      logs = jnp.log(jnp.where(shares > 0, shares, 1))
+      by_layer = {
+        "entropy": -jnp.sum(shares * logs, axis=-1) / math.log(max(E, 2)),
+        "largest": E * jnp.max(shares, axis=-1),
+        "unused": jnp.mean(choices == 0, axis=-1),
+      }
+      return jnp.mean(by_layer[statistic])
     case Max(value=result) | Min(value=result) | Sum(value=result):
       return result
   raise TypeError(f"{type(metric).__name__} is not a metric of rlvr_jax.types.")

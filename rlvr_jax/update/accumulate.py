@@ -20,9 +20,10 @@ from rlvr_jax.types import Array, Forward, Metrics, Packed, Params, Sampling, Tr
 from rlvr_jax.update.objective import (
   Constants,
   Method,
+  Scores,
   fold_micro_batches,
   in_micro_batch,
-  loss_statistics,
+  make_constants,
   policy_forward,
   reweight,
   rows_if_accumulating,
@@ -56,11 +57,11 @@ def update_gradient(
     return (loss, {**constants.metrics, **metrics}), gradient
 
   # The first phase of a single micro-batch: it needs no forward pass of its own.
-  def constants_of(logprobs, forward):
+  def constants_of(scores, forward):
     reweighted, metrics = reweight(
       trained, frozen, batch, forward, coefficients, key, method=method
     )
-    return Constants(reweighted, loss_statistics(logprobs, batch, reweighted, method), metrics)
+    return make_constants(scores, batch, reweighted, metrics, method)
 
   (total, (weight, metrics)), gradient = micro_gradient(
     trained, frozen, batch, 0, constants_of, method=method
@@ -78,14 +79,14 @@ def first_phase(
   method: Method,
 ) -> Constants:
   """Phase 1 under accumulation, with a separate forward pass if anything needs one."""
-  logprobs, forward = None, None
-  if method.reweighting.needs_gram or method.loss.statistics is not None:
-    (logprobs, _), forward = batch_forward(trained, frozen, batch, method=method)
+  scores, forward = None, None
+  needs_scores = method.loss.statistics is not None or method.expert_balance > 0
+  if method.reweighting.needs_gram or needs_scores:
+    scores, forward = batch_forward(trained, frozen, batch, method=method)
   coefficients, metrics = reweight(
     trained, frozen, batch, forward, coefficients, key, method=method
   )
-  statistics = loss_statistics(logprobs, batch, coefficients, method)
-  return Constants(coefficients, statistics, metrics)
+  return make_constants(scores, batch, coefficients, metrics, method)
 
 
 def policy_logprobs(
@@ -102,7 +103,8 @@ def policy_logprobs(
     sampling: of another distribution; None: of π.
   """
   method = method._replace(gram=None)
-  return batch_forward(trained, frozen, batch, method=method, sampling=sampling)[0]
+  scores, _ = batch_forward(trained, frozen, batch, method=method, sampling=sampling)
+  return scores.logprobs, scores.entropy
 
 
 def batch_forward(
@@ -112,7 +114,7 @@ def batch_forward(
   *,
   method: Method,
   sampling: Sampling | None = None,
-) -> tuple[tuple[Array, Array], Forward | None]:
+) -> tuple[Scores, Forward | None]:
   """`policy_forward` of a whole batch, micro-batch by micro-batch."""
   part = functools.partial(policy_forward, trained, frozen, batch, method=method, sampling=sampling)
   packed = rows_if_accumulating(batch)
@@ -120,15 +122,15 @@ def batch_forward(
     return part()
 
   def add(index, total, length):
-    (tokens, forward), (more_tokens, more_forward) = total, part(index, length=length)
+    (scores, forward), (more_scores, more_forward) = total, part(index, length=length)
     put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, index, 0)
     # A token's values are 0 in every micro-batch but its own.
-    return jax.tree.map(jnp.add, tokens, more_tokens), jax.tree.map(put, forward, more_forward)
+    return jax.tree.map(jnp.add, scores, more_scores), jax.tree.map(put, forward, more_forward)
 
-  tokens, forward = jax.eval_shape(part)
+  scores, forward = jax.eval_shape(part)
   zeros = lambda x: jnp.zeros(x.shape, x.dtype)
   zero_rows = lambda x: jnp.zeros((packed.tokens.shape[0], *x.shape[1:]), x.dtype)
-  start = jax.tree.map(zeros, tokens), jax.tree.map(zero_rows, forward)
+  start = jax.tree.map(zeros, scores), jax.tree.map(zero_rows, forward)
   return fold_micro_batches(packed, add, start)
 
 
@@ -190,7 +192,7 @@ def micro_gradient(
   frozen: Params,
   batch: TrainBatch,
   index: Array | int,
-  constants_of: Callable[[Array, Forward | None], Constants],
+  constants_of: Callable[[Scores, Forward | None], Constants],
   *,
   method: Method,
   length: int | None = None,
@@ -203,17 +205,15 @@ def micro_gradient(
   Args:
     batch: its mask is 0 for the tokens of other micro-batches.
     index: of the micro-batch.
-    constants_of: (log π, the forward pass that the Gram matrix needs or None) → constants.
+    constants_of: (scores, the forward pass that the Gram matrix needs or None) → constants.
     length: as for `policy_forward`.
   """
   score = lambda trained: policy_forward(
     trained, frozen, batch, index, method=method, length=length
   )
-  (logprobs, entropy), pullback, forward = jax.vjp(score, trained, has_aux=True)
-  constants = constants_of(jax.lax.stop_gradient(logprobs), forward)
+  scores, pullback, forward = jax.vjp(score, trained, has_aux=True)
+  constants = constants_of(scores, forward)
   loss = functools.partial(surrogate, batch=batch, constants=constants, method=method)
-  (total, aux), cotangents = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
-    logprobs, entropy
-  )
+  (total, aux), cotangents = jax.value_and_grad(loss, has_aux=True)(scores)
   (gradient,) = pullback(cotangents)
   return (total, aux), gradient

@@ -51,7 +51,7 @@ def measure(
   key = key_for(method.seed, "reweighting", state.step)
   reweighted = first_phase(params, frozen, batch, coefficients, key, method=method).coefficients
   with_forward = method._replace(gram=gram._replace(needs_forward=True))
-  (logprobs, _), forward = batch_forward(params, frozen, batch, method=with_forward)
+  scores, forward = batch_forward(params, frozen, batch, method=with_forward)
   P = batch.rewards.shape[0]
   diagnose = lambda matrix: diagnostics.diagnose(
     matrix, coefficients, reweighted, P, valid=batch.valid
@@ -63,7 +63,7 @@ def measure(
   scalars |= {f"{name}_{other}": value for name, value in diagnose(other_matrix).items()}
   in_loss = method.advantage.in_loss(state.advantage_state, batch, coefficients)
   scalars["geometry/advantage_logprob_covariance"] = updates.advantage_logprob_covariance(
-    in_loss, logprobs, batch.mask
+    in_loss, scores.logprobs, batch.mask
   )
   scalars |= accumulated_update(params, initial, method)
   if gram.error is not None:

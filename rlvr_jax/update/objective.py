@@ -12,6 +12,7 @@ import optax
 
 from rlvr_jax.ops import kl
 from rlvr_jax.ops.aggregate import aggregate
+from rlvr_jax.ops.expert_load import Load, balance_weights, expert_load, load_metrics
 from rlvr_jax.ops.logprobs import token_statistics
 from rlvr_jax.ops.masked import mean_metric
 from rlvr_jax.ops.row_blocks import short_row
@@ -25,6 +26,7 @@ from rlvr_jax.types import (
   Params,
   Rows,
   Sampling,
+  Sum,
   TrainBatch,
 )
 
@@ -49,6 +51,7 @@ class Method(NamedTuple):
     reference_kl_estimator: k1, k2 or k3.
     veto: excludes tokens of negative-advantage rollouts from the loss, see `ops.veto`; or None.
     entropy_bonus: coefficient of the policy's entropy; 0 leaves the term out.
+    expert_balance: coefficient of a mixture's balance loss, see `ops.expert_load`; 0 leaves it out.
     gram: computes the Gram matrix that a reweighting needs, see `geometry.GramFn`; or None.
     gram_context: properties of the run that `gram` needs, see `geometry.GramContext`; or None.
     seed: of the randomness within an update.
@@ -69,6 +72,7 @@ class Method(NamedTuple):
   reference_kl_estimator: str = "k3"
   veto: Callable[[Array, Array, TrainBatch, Array], tuple[Array, Array, Metrics]] | None = None
   entropy_bonus: float = 0.0
+  expert_balance: float = 0.0
   gram: Any = None
   gram_context: Any = None
   seed: int = 0
@@ -85,12 +89,28 @@ def rows_if_accumulating(batch: TrainBatch) -> Packed | None:
   return packed if packed is not None and packed.tokens.shape[0] > 1 else None
 
 
+class Scores(NamedTuple):
+  """What a forward pass gives the loss; those of disjoint micro-batches add up."""
+
+  logprobs: Array  # f32[P, G, T], log π of every response token; 0 for other micro-batches' tokens
+  entropy: Array  # f32[P, G, T], nats
+  load: Load | None = None  # of a mixture's experts
+
+
 class Constants(NamedTuple):
   """Inputs of the loss that are constant for differentiation."""
 
   coefficients: Array  # f32[P, G], reweighted; or f32[P, G, T]
   statistics: Any  # of the full batch, see `losses.Loss`; None if the loss needs none
   metrics: Metrics
+  balance: Balance | None = None  # of experts; None without that term
+
+
+class Balance(NamedTuple):
+  """The balance loss of experts as a linear function of their probabilities."""
+
+  weights: Array  # [layers, E], see `ops.expert_load.balance_weights`
+  scale: Array  # f32[], coefficient, times the full batch's weight, which divides the sum
 
 
 def policy_forward(
@@ -102,7 +122,7 @@ def policy_forward(
   method: Method,
   sampling: Sampling | None = None,
   length: int | None = None,
-) -> tuple[tuple[Array, Array], Forward | None]:
+) -> tuple[Scores, Forward | None]:
   """Runs one forward pass over one micro-batch.
 
   Args:
@@ -110,21 +130,32 @@ def policy_forward(
     sampling: the distribution; None: π, the policy's at `method.temperature`.
     length: places of its rows that are computed, static; None: all. The others hold nothing.
   Returns:
-    (log π, entropy (nats)) of every response token, each f32[P, G, T], 0 for tokens of other
-    micro-batches; and the results that the Gram matrix needs (M = 1), or None.
+    The scores, and the results that the Gram matrix needs (M = 1), or None.
   """
   params = method.model.combine(trained, frozen)
-  wanted = None
+  is_mixture = method.model.config.num_experts > 0
+  wanted, load = None, None
   if batch.packed is None:
     P, G, T = batch.tokens.shape
-    # Tokens behind the last one that counts change nothing.
-    lengths = jnp.max(jnp.where(batch.mask > 0, jnp.arange(1, T + 1), 0), axis=-1)
-    hidden = method.model.response_hidden(params, batch.prompts, batch.tokens, None, lengths)
+    if is_mixture:
+      # Tokens behind the last one that counts change nothing.
+      lengths = jnp.max(jnp.where(batch.mask > 0, jnp.arange(1, T + 1), 0), axis=-1)
+      hidden, routes, probabilities = method.model.response_routed(
+        params, batch.prompts, batch.tokens, None, lengths
+      )
+      loads = [expert_load(part, probabilities) for part in routes]
+      load = loads[0]._replace(choices=loads[0].choices + loads[1].choices)
+    else:
+      hidden = method.model.response_hidden(params, batch.prompts, batch.tokens)
     hidden, targets = hidden.reshape(P * G, T, -1), batch.tokens.reshape(P * G, T)
     by_rollout = lambda x: x.reshape(P, G, T)
   else:
     tokens, targets, rows, by_rollout = select_rows(batch.packed, micro_batch, length)
-    hidden = method.model.row_hidden(params, tokens, rows)
+    if is_mixture:
+      hidden, routes, probabilities = method.model.row_routed(params, tokens, rows)
+      load = expert_load(routes, probabilities)
+    else:
+      hidden = method.model.row_hidden(params, tokens, rows)
     if batch.turns is not None:
       wanted = predicting_places(batch.packed, micro_batch)[:, :length]
   head = method.model.head(params)
@@ -144,7 +175,9 @@ def policy_forward(
     fields = (hidden, statistics.log_normalizers, statistics.projected, statistics.logprobs)
     whole = None if batch.packed is None else batch.packed.tokens.shape[-1]
     forward = Forward(*jax.tree.map(lambda x: _lengthen(x, whole)[None], fields))
-  return (by_rollout(statistics.logprobs), by_rollout(statistics.entropy)), forward
+  if not method.expert_balance:
+    load = jax.lax.stop_gradient(load)
+  return Scores(by_rollout(statistics.logprobs), by_rollout(statistics.entropy), load), forward
 
 
 def in_micro_batch(packed: Packed, micro_batch: Array | int) -> Array:
@@ -255,10 +288,27 @@ def loss_statistics(
   return method.loss.statistics(logprobs, batch, coefficients)
 
 
+def make_constants(
+  scores: Scores | None, batch: TrainBatch, coefficients: Array, metrics: Metrics, method: Method
+) -> Constants:
+  """The loss's constants from the scores of the full batch; None if nothing needs them."""
+  scores = jax.lax.stop_gradient(scores)
+  logprobs = None if scores is None else scores.logprobs
+  statistics = loss_statistics(logprobs, batch, coefficients, method)
+  constants = Constants(coefficients, statistics, metrics)
+  if not method.expert_balance or scores is None or scores.load is None:
+    return constants
+  _, (weight, _) = surrogate(scores, batch, constants, method=method)
+  return constants._replace(
+    balance=Balance(balance_weights(scores.load), method.expert_balance * weight)
+  )
+
+
 def surrogate(
-  logprobs: Array, entropy: Array, batch: TrainBatch, constants: Constants, *, method: Method
+  scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> tuple[Array, tuple[Array, Metrics]]:
-  """(Σ total, (Σ weight, metrics)) of one micro-batch, as a function of log π and entropy."""
+  """(Σ total, (Σ weight, metrics)) of one micro-batch, as a function of its scores."""
+  logprobs, entropy, load = scores
   coefficients = constants.coefficients
   losses, metrics = method.loss.per_token(logprobs, batch, coefficients, constants.statistics)
   mask = batch.mask
@@ -275,6 +325,13 @@ def surrogate(
   pair = aggregate(
     losses, mask, how=method.aggregation, max_response_length=method.max_response_length
   )
+  total = pair.total
+  if load is not None:
+    metrics = {**metrics, **load_metrics(load)}
+  if load is not None and constants.balance is not None:
+    balance = jnp.sum(constants.balance.weights * load.probabilities)
+    total += (constants.balance.scale * balance).astype(total.dtype)
+    metrics = {**metrics, "loss/expert_balance": Sum(balance)}
   shared = policy_metrics(logprobs, entropy, batch, coefficients, method.sources)
   metrics = jax.lax.stop_gradient({**metrics, **constants.metrics, **shared})
-  return pair.total, (jax.lax.stop_gradient(pair.weight), metrics)
+  return total, (jax.lax.stop_gradient(pair.weight), metrics)

@@ -13,7 +13,9 @@ from rlvr_jax.train.setup.build import build
 
 ROOT = pathlib.Path(__file__).parents[2]
 FAMILIES = "advantage|agreement|behavior|counter|curriculum|dynamic_sampling|eval|geometry|gram|"
-FAMILIES += "groups|hosts|loss|memory|outcome|policy|reference|response|reward|reweighting|source|"
+FAMILIES += (
+  "groups|hosts|loss|memory|outcome|policy|reference|response|reward|reweighting|routing|source|"
+)
 FAMILIES += "stage|staleness|time|update|veto|warm_start"
 NAME = re.compile(rf"(?:{FAMILIES})/[\w.@{{}}\[\]'/]+[\w}}]")
 
@@ -67,6 +69,12 @@ VARIANTS = {  # together they have what no tiny run has
     sources__temperature__recorded="raw",
     dynamic_sampling__enabled=True,
     warm_start__num_steps=40,  # so that some groups have both outcomes
+  ),
+  "experts": dict(
+    expert_balance=0.01,
+    model__overrides__num_experts=4,
+    model__overrides__experts_per_token=2,
+    model__overrides__expert_width=16,
   ),
 }
 

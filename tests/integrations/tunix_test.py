@@ -143,7 +143,9 @@ def own_loss(graphdef, example, loss, *, veto=None, coefficients=None, temperatu
     own = A.reshape(batch.mask.shape[:2])
     statistics = jax.lax.stop_gradient(objective.loss_statistics(logprobs, batch, own, method))
     constants = objective.Constants(own, statistics, {})
-    total, (weight, _) = objective.surrogate(logprobs, entropy, batch, constants, method=method)
+    total, (weight, _) = objective.surrogate(
+      objective.Scores(logprobs, entropy), batch, constants, method=method
+    )
     return total / weight
 
   return jax.jit(jax.value_and_grad(value))

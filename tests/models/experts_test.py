@@ -23,6 +23,7 @@ from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
 from rlvr_jax.models.quantized import dequantize, quantize, rounded
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import token_logprobs
+from rlvr_jax.ops.reductions import values
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts, Sampling
@@ -322,6 +323,61 @@ def test_a_method_of_each_kind_updates_a_mixture(x64, name):
   assert int(expected.skipped) == 0 and all(np.isfinite(x) for x in metrics.values())
   for before, after in zip(*(jax.tree.leaves(x.params) for x in (state, found)), strict=True):
     assert np.all(np.any(np.asarray(before != after).reshape(len(before), -1), axis=1))
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+def balance_by_hand(batch, params):
+  """(Switch Transformers' loss as a function of the parameters, metrics), token by token."""
+  model = transformer(dataclasses.replace(CONFIG, **DTYPES))
+  lengths = jnp.asarray(batch.mask.sum(-1), jnp.int32)
+  arguments = batch.prompts, batch.tokens, None, lengths
+  routed = jax.jit(model.response_routed)
+  routes = [np.asarray(part) for part in routed(params, *arguments)[1]]
+  chosen = [np.concatenate([x[..., layer, :].ravel() for x in routes]) for layer in range(2)]
+  counts = np.stack([np.bincount(x[x >= 0], minlength=E) for x in chosen])
+  shares = counts / counts.sum(1, keepdims=True)
+  mean = lambda params: routed(params, *arguments)[2] / (counts.sum(1, keepdims=True) / K)
+  loss = lambda params: jnp.mean(jnp.sum(E * shares * mean(params), axis=1))
+  logs = np.log(np.where(shares > 0, shares, 1))
+  entropy = np.mean(-np.sum(shares * logs, axis=1)) / np.log(E)
+  return loss, (entropy, np.mean(E * shares.max(axis=1)), np.mean(counts == 0))
+
+
+def test_the_balance_loss_and_the_load(x64):
+  """Its value, its gradient at a coefficient of one, and the metrics; of one micro-batch."""
+  params = make_method().model.init(jax.random.key(0))
+  batch = updates.make_batch(np.float64)
+  (_, metrics), plain = updates.gradient_of(make_method(), batch, params)
+  assert "loss/expert_balance" not in metrics
+  (_, metrics), gradient = updates.gradient_of(make_method(expert_balance=1.0), batch, params)
+  loss, load = balance_by_hand(batch, params)
+  found = values(metrics)
+  np.testing.assert_allclose(found["loss/expert_balance"], loss(params), rtol=1e-9)
+  names = ("load_entropy", "largest_load", "unused_experts")
+  np.testing.assert_allclose([found[f"routing/{name}"] for name in names], load, rtol=1e-6)
+  # The routes and shares are constants: only the probabilities are differentiated.
+  difference = jax.tree.map(lambda x, y: x - y, gradient, plain)
+  assert relative_distance(difference, jax.grad(loss)(params)) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aggregation", ["token_mean", "constant"])
+def test_the_balance_of_micro_batches_is_that_of_one(x64, aggregation):
+  """Rows of one rollout's tokens each hold the prompt again, so both are packed alike."""
+  method = make_method(expert_balance=0.5, aggregation=aggregation)
+  params, batch = method.model.init(jax.random.key(0)), updates.make_batch(np.float64)
+  (loss, metrics), gradient = updates.gradient_of(
+    method, updates.in_rows(batch, several=False), params
+  )
+  (found_loss, found_metrics), found = updates.gradient_of(
+    method, updates.in_rows(batch, rows=3), params
+  )
+  assert relative_distance(found, gradient) < 1e-11
+  np.testing.assert_allclose(found_loss, loss, rtol=1e-11)
+  for name in ("loss/expert_balance", "routing/load_entropy", "routing/largest_load"):
+    np.testing.assert_allclose(values(found_metrics)[name], values(metrics)[name], rtol=1e-9)
 
 
 @pytest.mark.slow

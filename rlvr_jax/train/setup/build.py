@@ -507,6 +507,12 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
   check_choice("config.reference", "estimator", config.reference.estimator, REFERENCE_KL_ESTIMATORS)
   check_between("config.reference", "kl_coefficient", config.reference.kl_coefficient, low=0.0)
   check_between("config", "entropy_bonus", config.entropy_bonus, low=0.0)
+  check_between("config", "expert_balance", config.expert_balance, low=0.0)
+  if config.expert_balance and not model.config.num_experts:
+    raise ValueError(
+      f"config.expert_balance = {config.expert_balance} is for mixtures of experts, but the network"
+      " has none; set it to 0, or choose a mixture (docs/models.md)"
+    )
   check_between("config", "policy_temperature", config.policy_temperature, low=0.0, open_low=True)
   make = lambda field, package, kind: specs.make(f"config.{field}", package, config[field], kind)
   reweighter = make("reweighting", reweighting, reweighting.Reweighting)
@@ -527,6 +533,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     reference_kl_estimator=config.reference.estimator,
     veto=make_veto(config.veto),
     entropy_bonus=config.entropy_bonus,
+    expert_balance=config.expert_balance,
     seed=config.seed,
   )
 

@@ -1,0 +1,21 @@
+"""GRPO teaches a mixture of experts, from scratch, the sums of the quickstart.
+
+The quickstart's network with eight experts in place of each MLP, of which a token takes two. Each
+is half as wide as the MLP, so that a token costs what it does there, with three times the
+parameters. Everything else is the quickstart's.
+
+  python -m rlvr_jax.main --config=configs/quickstart_experts.py --workdir=runs/experts
+"""
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  with c.model.overrides.unlocked():
+    c.model.overrides.update(
+      num_experts=8, experts_per_token=2, expert_width=192, normalized_expert_weights=True
+    )
+  return c

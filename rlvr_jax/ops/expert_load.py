@@ -1,0 +1,64 @@
+"""How evenly a mixture's routers spread tokens over experts: metrics, and the published loss."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.types import Array, ExpertChoices, Metrics
+
+
+class Load(NamedTuple):
+  """Sums over tokens, prompts included, by layer and expert; those of disjoint tokens add up.
+
+  A prompt counts once in each row that has rollouts of it.
+  """
+
+  choices: Array  # f32[layers, E], number of tokens that chose an expert
+  probabilities: Array  # [layers, E], of the router; differentiable
+
+
+def expert_load(routes: Array, probabilities: Array) -> Load:
+  """The load of some tokens.
+
+  Args:
+    routes: i32[..., layers, k], negative where there is no token.
+    probabilities: [layers, E], sums over the same tokens.
+  """
+  layers, k = routes.shape[-2:]
+  chosen = routes.reshape(-1, layers, k, 1) == jnp.arange(probabilities.shape[-1])
+  return Load(jnp.sum(chosen, axis=(0, 2), dtype=jnp.float32), probabilities)
+
+
+def balance_weights(load: Load) -> Array:
+  """Weights [layers, E] whose product with the probabilities, summed, is the balance loss.
+
+    loss = mean over layers of E · Σ_e f_e · P_e
+
+  f_e is the share of choices that expert e has, constant for differentiation, and P_e its mean
+  probability over the same tokens. The loss is 1 where both are even. As f is that of the full
+  batch, the losses of micro-batches add up to the batch's.
+
+  Args:
+    load: of the full batch.
+  Source: "Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient
+    Sparsity" (arXiv:2101.03961), §2.2, equations 4 to 6; with k choices per token, each is a k-th.
+  """
+  layers, E = load.choices.shape
+  positive = lambda x: jnp.where(x > 0, x, 1)
+  choices = load.choices.astype(load.probabilities.dtype)
+  shares = choices / positive(jnp.sum(choices, axis=-1, keepdims=True))
+  tokens = jnp.sum(load.probabilities, axis=-1, keepdims=True)
+  return jax.lax.stop_gradient(E * shares / (layers * positive(tokens)))
+
+
+def load_metrics(load: Load) -> Metrics:
+  """How even the load of experts is, see `ExpertChoices`."""
+  choices = jax.lax.stop_gradient(load.choices)
+  return {
+    "routing/load_entropy": ExpertChoices(choices, "entropy"),
+    "routing/largest_load": ExpertChoices(choices, "largest"),
+    "routing/unused_experts": ExpertChoices(choices, "unused"),
+  }
