@@ -5,6 +5,10 @@ is half as wide as the MLP, so that a token costs what it does there, with three
 parameters. Everything else is the quickstart's.
 
   python -m rlvr_jax.main --config=configs/quickstart_experts.py --workdir=runs/experts
+
+Hardware: 2 CPU cores. Time: 8 minutes on cores that others kept busy.
+Expected held-out pass@1, start to end: 0.25 to 0.81 (seed 0). Learning curves with intervals are
+written to WORKDIR/learning_curves.png.
 """
 
 from ml_collections import ConfigDict
