@@ -21,10 +21,10 @@ class Loss(NamedTuple):
 
   Attributes:
     per_token: (policy_logprobs f32[P, G, T], batch, coefficients f32[P, G], statistics) →
-      (losses f32[P, G, T], metrics). `batch` may be one micro-batch of the global batch. Losses of
+      (losses f32[P, G, T], metrics). `batch` may be one micro-batch of the full batch. Losses of
       masked tokens are finite but have no meaning; the aggregation drops them. Coefficients are
       f32[P, G, T] where the advantage gives each token its own, see `Advantage.per_token`.
-    statistics: (policy_logprobs, batch, coefficients) of the *global* batch → the `statistics`
+    statistics: (policy_logprobs, batch, coefficients) of the *full* batch → the `statistics`
       argument of `per_token`, constant for differentiation; None if the loss needs none.
     needs_proximal: whether the batch must contain `proximal_logprobs`.
     of_responses: whether the formula is one of a full response, with one coefficient for it; each
@@ -53,7 +53,7 @@ class Tokens(NamedTuple):
     return jnp.exp(self.log_ratios)
 
 
-def prepare(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Tokens:
+def prepare_tokens(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Tokens:
   """Checks shapes, casts to at least float32, and sets masked entries to 0."""
   chex.assert_rank([policy_logprobs, coefficients], [3, {2, 3}])
   chex.assert_equal_shape_prefix([policy_logprobs, coefficients], 2)
@@ -78,7 +78,7 @@ def token_loss(function: Callable[[Tokens], tuple[Array, Array]]) -> Loss:
     policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
   ) -> tuple[Array, Metrics]:
     del statistics
-    tokens = prepare(policy_logprobs, batch, coefficients)
+    tokens = prepare_tokens(policy_logprobs, batch, coefficients)
     result = function(tokens)
     _check_result(result, tokens)
     losses, clipped = result

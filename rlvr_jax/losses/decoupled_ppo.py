@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.losses.base import Loss, clip_metrics, prepare
+from rlvr_jax.losses.base import Loss, clip_metrics, prepare_tokens
 from rlvr_jax.losses.ppo_clip import clipped_surrogate
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.masked import mean_metric
@@ -45,7 +45,7 @@ def decoupled_ppo(
         " policy's log-probabilities when the batch is first trained on"
       )
     proximal_logprobs = jax.lax.stop_gradient(batch.proximal_logprobs)
-    tokens = prepare(policy_logprobs, batch, coefficients)
+    tokens = prepare_tokens(policy_logprobs, batch, coefficients)
     ratios = jnp.exp(log_ratios(policy_logprobs, proximal_logprobs, batch.mask))
     surrogate, clipped = clipped_surrogate(
       ratios, tokens.coefficients, low=1 - epsilon_low, high=1 + epsilon_high

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.losses.base import Loss, Tokens, clip_metrics, prepare
+from rlvr_jax.losses.base import Loss, Tokens, clip_metrics, prepare_tokens
 from rlvr_jax.losses.ppo_clip import clipped_surrogate
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.masked import masked_mean
@@ -15,7 +15,7 @@ from rlvr_jax.types import Array, Mean, Metrics, TrainBatch
 
 
 class Interval(NamedTuple):
-  """The clip interval of ρ for the global batch."""
+  """The clip interval of ρ for the full batch."""
 
   low: Array  # f32[], 0 if nothing is clipped
   high: Array  # f32[], inf if nothing is clipped
@@ -68,7 +68,7 @@ def m2po(
 
   Harmful tokens have A > 0 and ρ > 1, or A < 0 and ρ < 1, for ρ = π/β; Δ² = (log ρ)². If the mean
   Δ² ≤ τ, nothing is clipped; otherwise the interval is [min(e^−t, 1−0.3), max(e^t, 1+0.5)], with
-  t² from `second_moment_threshold` over the global batch.
+  t² from `second_moment_threshold` over the full batch.
 
   Args:
     budget: τ > 0, nats².
@@ -82,7 +82,7 @@ def m2po(
   check_between("m2po", "min_epsilon_high", min_epsilon_high, low=0.0)
 
   def statistics(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Interval:
-    tokens = prepare(jax.lax.stop_gradient(policy_logprobs), batch, coefficients)
+    tokens = prepare_tokens(jax.lax.stop_gradient(policy_logprobs), batch, coefficients)
     return clip_interval(
       tokens,
       budget=budget,
@@ -93,7 +93,7 @@ def m2po(
   def per_token(
     policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Interval
   ) -> tuple[Array, Metrics]:
-    tokens = prepare(policy_logprobs, batch, coefficients)
+    tokens = prepare_tokens(policy_logprobs, batch, coefficients)
     interval = jax.lax.stop_gradient(statistics)
     losses, clipped = clipped_surrogate(
       tokens.ratios, tokens.coefficients, low=interval.low, high=interval.high

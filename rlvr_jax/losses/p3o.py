@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.losses.base import Loss, clip_metrics, prepare, score_function
+from rlvr_jax.losses.base import Loss, clip_metrics, prepare_tokens, score_function
 from rlvr_jax.ops import kl
 from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.ops.masked import mean_metric
@@ -50,7 +50,7 @@ def p3o(*, ess: str = "batch", cap: str = "ess", kl_term: bool = True) -> Loss:
   def per_token(
     policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
   ) -> tuple[Array, Metrics]:
-    tokens = prepare(policy_logprobs, batch, coefficients)
+    tokens = prepare_tokens(policy_logprobs, batch, coefficients)
     ratios = jax.lax.stop_gradient(tokens.ratios)
     if ess == "batch":
       e = statistics

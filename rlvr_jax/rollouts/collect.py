@@ -94,7 +94,7 @@ class Collector:
     flight.add(group, texts, self.submit(completions, references))
 
   def _graded_texts(self, group: Group[Flight], texts: list[str]) -> list[str]:
-    """Of the texts those that a grader judges; of dialogues without an outcome the last turn."""
+    """Those texts that a grader judges; of dialogues without an outcome the last turn, or all."""
     if self.environments is None or group.ends is None:
       return texts
     judged = np.flatnonzero(group.ends == End.TO_BE_GRADED)

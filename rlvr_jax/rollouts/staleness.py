@@ -40,7 +40,7 @@ class Schedule(NamedTuple):
   max_lag: int | None = None  # with real_time: bound on the lag
   real_time: bool = False  # whether a thread samples batches as early as max_lag allows
   stage_length: int | None = None  # updates per stage, for the stage metrics
-  open_ended: bool = False  # whether the plan of the first updates is the same for any num_updates
+  open_ended: bool = False  # whether a larger num_updates keeps earlier updates' plan
 
   def refreshes(self, update: int) -> bool:
     """Whether the policy before this update may sample batches."""

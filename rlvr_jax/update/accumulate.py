@@ -1,6 +1,6 @@
 """The gradient of an update, in one micro-batch or accumulated over several.
 
-Phase 1, without gradient: coefficients, and the statistics of the whole batch that the reweighting
+Phase 1, without gradient: coefficients, and the statistics of the full batch that the reweighting
 and the loss need. Phase 2, with gradient: micro-batches get both as constants and add up undivided
 sums. If every batch of the run is one micro-batch, one forward pass serves both phases, see
 `rows_if_accumulating`.
@@ -115,7 +115,7 @@ def batch_forward(
   method: Method,
   sampling: Sampling | None = None,
 ) -> tuple[Scores, Forward | None]:
-  """`policy_forward` of a whole batch, micro-batch by micro-batch."""
+  """`policy_forward` of a full batch, micro-batch by micro-batch."""
   part = functools.partial(policy_forward, trained, frozen, batch, method=method, sampling=sampling)
   packed = rows_if_accumulating(batch)
   if packed is None:
@@ -149,7 +149,7 @@ def second_phase(
   gradient of one batch.
   """
   method = method._replace(gram=None)  # phase 1 has used it
-  # Those of phase 1 are of the whole batch: `update_gradient` adds them, once.
+  # Those of phase 1 are of the full batch: `update_gradient` adds them, once.
   without_metrics = constants._replace(metrics={})
 
   def micro(index, length=None):
@@ -173,7 +173,7 @@ def second_phase(
   (total, weight, metrics), gradient = fold_micro_batches(
     packed, accumulate, (start, jax.tree.map(wide_zeros, trained))
   )
-  if method.aggregation == "constant":  # every micro-batch adds the weight of the whole batch
+  if method.aggregation == "constant":  # every micro-batch adds the weight of the full batch
     weight /= packed.num_micro_batches
   return divide_sums(total, weight, metrics, gradient, trained)
 
@@ -181,7 +181,7 @@ def second_phase(
 def divide_sums(
   total: Array, weight: Array, metrics: Metrics, gradient: Params, trained: Params
 ) -> tuple[tuple[Array, Metrics], Params]:
-  """Divides sums over a whole batch: ((total/weight, metrics), gradient/weight)."""
+  """Divides sums over a full batch: ((total/weight, metrics), gradient/weight)."""
   weight = jnp.where(weight == 0, 1, weight)  # without loss tokens the total and the loss are 0
   gradient = jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), gradient, trained)
   return (total / weight, metrics), gradient

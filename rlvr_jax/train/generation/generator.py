@@ -348,6 +348,7 @@ class Generator:
       draw=counts.draws,
       snapshot=policy,
       versions=np.repeat(np.asarray(versions, np.int32), sources.quotas),
+      # The policy is checked before the batch is written.
       position=self.position()._replace(number=number + 1, checked_version=policy.version),
       dispatched=time.perf_counter(),
       flight=flight,
@@ -467,7 +468,7 @@ class Generator:
       yield self._write(batch)
       if not self._goes_on(policy, policies):
         break
-    if draws.begun:  # since the store has the next batch: its draws have not happened
+    if draws.begun:  # the store has the next batch: the draws begun for it are forgotten
       self.move_to(after)
 
   def _graded_draws(self, policy: PolicySnapshot, draws: _DrawCount) -> Iterator[RolloutBatch]:

@@ -93,7 +93,7 @@ class Streams:
       assert source.engine is not None  # a source without one is recorded
       loaded = source.engine.load(*params)
       for finished in serve_graded(
-        source.engine, loaded, stream.requests(index), self._collector, self.usage, record
+        source.engine, loaded, stream.pull(index), self._collector, self.usage, record
       ):
         progress.after(finished, source.engine.settings.slots)
         restart_deadline()
@@ -127,8 +127,8 @@ class _Stream:
         self.begun.append(batch)
       yield batch
 
-  def requests(self, source: int) -> Iterator[Request[Flight] | None]:
-    """The requests of one source, by its index; None: there is none now.
+  def pull(self, source: int) -> Iterator[Request[Flight] | None]:
+    """Yields the requests of one source, by its index; None: there is none now.
 
     Those of the first source begin the batches; the sources after it sample their shares of these.
     """
