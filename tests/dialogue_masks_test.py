@@ -24,7 +24,7 @@ from rlvr_jax.ops.aggregate import AGGREGATIONS, aggregate
 from rlvr_jax.ops.masked import for_tokens
 from rlvr_jax.ops.update_metrics import batch_metrics
 from rlvr_jax.ops.veto import SCOPES, negative_advantage_veto
-from rlvr_jax.rollouts.batch import response_lengths
+from rlvr_jax.rollouts.batch import loss_tokens, response_lengths
 from rlvr_jax.update.accumulate import batch_forward
 from rlvr_jax.update.objective import Constants, Scores, surrogate
 
@@ -452,8 +452,8 @@ def test_trailing_tokens_of_an_environment_take_no_places():
   np.testing.assert_array_equal(between.targets, pack(batch).targets)
 
 
-def test_flops_count_all_tokens():
-  """That an update computes: as many as of responses of one turn of the same length."""
+def test_flops_count_all_tokens_in_the_layers_and_the_policys_in_the_head(x64):
+  """As many as of responses of one turn of the same length, less the head at a reply's places."""
   method, _, batch = network()
   counted = np.arange(LENGTH) < response_lengths(batch)[..., None]
   one_turn = dataclasses.replace(batch, mask=counted.astype(np.float32))
@@ -461,6 +461,12 @@ def test_flops_count_all_tokens():
     of = lambda lengths, flops=flops: flops(method.model.config, batch.prompts.lengths, lengths)
     assert of(response_lengths(batch)) == of(response_lengths(one_turn))
     assert of(response_lengths(batch)) > 1.1 * of((batch.mask > 0).sum(-1))
+    lengths, predicted = response_lengths(batch), loss_tokens(batch)
+    replies = int((lengths - predicted).sum())
+    head = 2 * replies * method.model.config.width * method.model.config.vocab_size
+    passes = 1 if flops is forward_flops else 3
+    found = flops(method.model.config, batch.prompts.lengths, lengths, predicted=predicted)
+    assert found == of(lengths) - passes * head < of(lengths)
 
 
 @pytest.mark.slow

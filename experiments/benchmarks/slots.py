@@ -4,11 +4,11 @@
 
 A decoding step costs about the same however many of its slots still decode a response. The cost is
 therefore slot-steps per sampled token: 1 is ideal, and rows in lockstep take as many steps as the
-longest response. The simulation is `costs.generation_time.bursts`. A test compares it with the
-engine's own counts.
+longest response. The simulation is `costs.generation_time.sample_in_slots`. A test compares it with
+the engine's own counts.
 
 A second table gives the seconds of sampling a refresh of Qwen2.5 7B on 16 chips of v5p, with data 4
-and tensor 4, by `costs.generation_time.refresh_seconds`. It compares one stream of requests with a
+and tensor 4, by `costs.generation_time.refresh`. It compares one stream of requests with a
 stream for each draw of prompts, as dynamic sampling once had them.
 
 Lengths are lognormal, mean 1500, σ 0.8; bimodal, 7 of 8 about 300 tokens, the others about 6000,
@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh
 
 from rlvr_jax.costs import workload
 from rlvr_jax.costs.chips import CHIPS
-from rlvr_jax.costs.generation_time import Seconds, bursts, refresh_seconds
+from rlvr_jax.costs.generation_time import Seconds, refresh, sample_in_slots
 from rlvr_jax.costs.workload import Workload
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.presets import preset
@@ -47,11 +47,9 @@ GROUP = 16  # rollouts per prompt: 32 prompts at a time
 
 def simulate(lengths: np.ndarray, slots: int, steps: int = STEPS) -> Usage:
   """Simulates the usage of slots for responses of these lengths, in this order."""
-  usage = Usage()
-  for burst in bursts(lengths, slots, steps):
-    tokens = burst.tokens
-    usage.add(int(tokens.max()) * slots, int(tokens.sum()), drain=bool((tokens == 0).any()))
-  return usage
+  one_prompt = Workload(np.ones(1, np.int64), np.reshape(lengths, (1, -1, 1)))
+  cache = CacheShape.of(1, CAP)._replace(steps=steps)
+  return sample_in_slots([one_prompt], cache, slots).usage
 
 
 def stream_seconds(batches: Sequence[Workload], slots: int, *, cap: int) -> Seconds:
@@ -59,7 +57,7 @@ def stream_seconds(batches: Sequence[Workload], slots: int, *, cap: int) -> Seco
   model = transformer(dataclasses.replace(preset("qwen2.5_7b"), compute_dtype="bfloat16"))
   mesh = AbstractMesh((4, 1, 4), sharding.AXES)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  return refresh_seconds(
+  return refresh(
     batches,
     model,
     sharding.add_shardings(shapes, mesh),
@@ -68,7 +66,7 @@ def stream_seconds(batches: Sequence[Workload], slots: int, *, cap: int) -> Seco
     CHIPS["v5p"],
     slots=slots,
     pages=True,
-  )
+  ).seconds
 
 
 def lockstep_row_steps(lengths: np.ndarray, rows: int) -> int:

@@ -1,4 +1,4 @@
-"""Reads a run's rollouts: by outcome, length and age."""
+"""Reads a run's rollouts: by outcome, length, age and turn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ KINDS = {
   "wrong": COLORS["failure"],
   "unparseable": COLORS["behavior"],
   "cut off": COLORS["plain"],
-  "not graded": COLORS["reference"],  # the grader crashed or timed out
+  "out of turns": COLORS["entropy"],  # of dialogues, as the next one
+  "refused": COLORS["result"],  # or beyond the environment's limits
+  "not graded": COLORS["reference"],  # the grader crashed or timed out, or the environment failed
+}
+_KIND_OF_OUTCOME = {
+  "turn_limit": "out of turns",
+  "environment_refused": "refused",
+  "environment_limit": "refused",
 }
 ANY = "any"
 
@@ -40,10 +47,18 @@ class Rollout(NamedTuple):
   completion: str
   answer: str  # reference answer
   kind: str  # one of KINDS
+  outcome: str  # as in rollouts.jsonl
   reward: float | None  # before the overlong penalty; None without a grade
   length: int  # tokens, stop token included
   age: int  # updates between the sampling policy and the first update on this rollout
-  surprisals: np.ndarray  # f32[length], −log β of each token, nats
+  surprisals: np.ndarray  # f32[length], −log β of each token, nats; 0 for an environment's
+  turns: tuple[str, ...]  # texts, of the policy and of the environment in turn
+  turn_numbers: np.ndarray  # i32[length], the turn that each token belongs to, from 0
+
+  @property
+  def policy_turns(self) -> int:
+    """Turns of the policy."""
+    return (len(self.turns) + 1) // 2
 
 
 def load(workdir: str | os.PathLike[str]) -> list[Rollout]:
@@ -75,12 +90,15 @@ def _batch_rollouts(batch: Any, first_updates: dict[int, int]) -> list[Rollout]:
   train = batch.graded.train
   group_size = train.rewards.shape[1]
   update = first_updates.get(batch.number, batch.version)
-  logprobs = train.behavior_logprobs.reshape(-1, train.behavior_logprobs.shape[-1])
+  flat = lambda x: x.reshape(-1, x.shape[-1])
+  logprobs = flat(train.behavior_logprobs)
+  numbers = flat(np.zeros_like(train.tokens) if train.turns is None else train.turns)
   return [
     Rollout(
       batch.number, index // group_size, sample["prompt"], sample["completion"], sample["answer"],
-      rollout_kind(sample), sample["reward"], sample["tokens"], update - sample["version"],
-      -logprobs[index, : sample["tokens"]],
+      rollout_kind(sample), sample["outcome"], sample["reward"], sample["tokens"],
+      update - sample["version"], -logprobs[index, : sample["tokens"]],
+      tuple(sample.get("turns", [sample["completion"]])), numbers[index, : sample["tokens"]],
     )
     for index, sample in enumerate(batch.graded.samples)
   ]  # fmt: skip
@@ -90,7 +108,8 @@ def rollout_kind(sample: dict[str, Any]) -> str:
   """Kind of a stored rollout, one of KINDS."""
   if not sample["stopped"]:
     return "cut off"
-  return sample["outcome"] if sample["outcome"] in KINDS else "not graded"
+  kind = _KIND_OF_OUTCOME.get(sample["outcome"], sample["outcome"])
+  return kind if kind in KINDS else "not graded"
 
 
 def select(
@@ -132,6 +151,11 @@ def lengths(rollouts: Iterable[Rollout]) -> list[int]:
   return sorted({r.length for r in rollouts})
 
 
+def by_turns(rollouts: Iterable[Rollout]) -> list[Rollout]:
+  """The rollouts with the most turns first, and of these the correct ones."""
+  return sorted(rollouts, key=lambda r: (-r.policy_turns, r.kind != "correct"))
+
+
 class Shares(NamedTuple):
   """Share of correct rollouts for each of N values of a property."""
 
@@ -143,8 +167,8 @@ class Shares(NamedTuple):
 
 
 def correct_shares(rollouts: Sequence[Rollout], name: str) -> Shares:
-  """Share of correct rollouts by the field "length", "age" or "batch" of `Rollout`."""
-  check_choice("correct_shares", "name", name, ("length", "age", "batch"))
+  """Share of correct rollouts by "length", "age", "batch" or "policy_turns" of `Rollout`."""
+  check_choice("correct_shares", "name", name, ("length", "age", "batch", "policy_turns"))
   outcomes: dict[int, list[bool]] = collections.defaultdict(list)
   for rollout in rollouts:
     outcomes[getattr(rollout, name)].append(rollout.kind == "correct")
@@ -154,6 +178,25 @@ def correct_shares(rollouts: Sequence[Rollout], name: str) -> Shares:
   ]
   values, share, low, high, counts = np.array(rows, float).reshape(-1, 5).T
   return Shares(values.astype(int), share, low, high, counts.astype(int))
+
+
+class TurnMeans(NamedTuple):
+  """Means over the n-th turns of the policy, n = 1, 2, …, N."""
+
+  surprisal: np.ndarray  # f64[N], −log β of a token, nats
+  tokens: np.ndarray  # f64[N]
+  counts: np.ndarray  # i64[N], rollouts that have such a turn
+
+
+def turn_means(rollouts: Sequence[Rollout]) -> TurnMeans:
+  """Means by number of the policy's turn."""
+  rows = []
+  for number in range(max(r.policy_turns for r in rollouts)):
+    tokens = [r.surprisals[r.turn_numbers == 2 * number] for r in rollouts]
+    tokens = [of_turn for of_turn in tokens if len(of_turn)]
+    rows.append((np.concatenate(tokens).mean(), np.mean([*map(len, tokens)]), len(tokens)))
+  surprisal, lengths, counts = np.array(rows, float).T
+  return TurnMeans(surprisal, lengths, counts.astype(int))
 
 
 # --- drawing --------------------------------------------------------------------------------------
@@ -187,7 +230,7 @@ def plot_lengths(axes: Any, rollouts: Sequence[Rollout]) -> None:
 
 
 def plot_correct(axes: Any, rollouts: Sequence[Rollout], name: str, least: int = 20) -> None:
-  """Plots the share of correct rollouts by "length", "age" or "batch", with 95 % intervals.
+  """Plots the share of correct rollouts by a field of `correct_shares`, with 95 % intervals.
 
   Values with fewer than `least` rollouts are omitted.
   """
@@ -197,8 +240,37 @@ def plot_correct(axes: Any, rollouts: Sequence[Rollout], name: str, least: int =
   style = dict(fmt="o", color=COLORS["success"], markersize=4, elinewidth=1)
   axes.errorbar(shares.values, shares.share, error, **style)
   unit = {"length": "response length (tokens)", "age": "age (updates)", "batch": "batch"}
+  unit["policy_turns"] = "turns of the policy"
   axes.set(xlabel=unit[name], ylabel="share of the correct", ylim=(-0.03, 1.03))
   axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def plot_turns(axes: Any, rollouts: Sequence[Rollout]) -> None:
+  """Plots the number of rollouts of each kind and number of the policy's turns."""
+  present = [kind for kind in KINDS if select(rollouts, kind=kind)]
+  data = [[r.policy_turns for r in select(rollouts, kind=kind)] for kind in present]
+  edges = np.arange(max(map(max, data)) + 1) + 0.5
+  colors = [KINDS[kind] for kind in present]
+  axes.hist(data, edges, stacked=True, label=present, color=colors, alpha=0.8, rwidth=0.8)
+  axes.set(xlabel="turns of the policy", ylabel="rollouts")
+  axes.xaxis.get_major_locator().set_params(integer=True)
+  legend_outside(axes, reverse=True)
+
+
+def plot_turn_surprisals(axes: Any, rollouts: Sequence[Rollout]) -> None:
+  """Plots the mean of −log β over the tokens of each turn, of correct and of other rollouts."""
+  groups = {
+    "correct": [r for r in rollouts if r.kind == "correct"],
+    "others": [r for r in rollouts if r.kind != "correct"],
+  }
+  for (label, some), color in zip(groups.items(), ("success", "failure"), strict=True):
+    if some:
+      means = turn_means(some).surprisal
+      axes.plot(np.arange(len(means)) + 1, means, "o-", color=COLORS[color], label=label)
+  axes.set(xlabel="turn of the policy", ylabel=r"mean $-\log\,\beta$ (nats)")
+  axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
+  axes.xaxis.get_major_locator().set_params(integer=True)
+  axes.legend()
 
 
 def plot_groups(axes: Any, rollouts: Sequence[Rollout], batch: int) -> None:
@@ -245,6 +317,20 @@ def draw_surprisals(rollouts: Sequence[Rollout], number: int) -> None:
   plot_surprisals(axes, rollouts[number])
 
 
+def draw_dialogue(rollouts: Sequence[Rollout], number: int) -> None:
+  """Draws `plot_surprisals` of rollouts[number], and prints its turns with their numbers."""
+  rollout = rollouts[number]
+  draw_surprisals(rollouts, number)
+  print(_heading(rollout))
+  for turn, text in enumerate(rollout.turns):
+    of_turn = rollout.surprisals[rollout.turn_numbers == turn]
+    numbers = f"{len(of_turn):3} tokens"
+    if turn % 2 == 0:
+      numbers += f", mean {of_turn.mean():.2f} nats"
+    print(f"    {_speaker(turn):<11}  {text!r:<12}  {numbers}")
+  print(f"    outcome      {rollout.outcome}")
+
+
 def _rgb(color: str) -> tuple[float, float, float]:
   from matplotlib.colors import to_rgb
 
@@ -252,13 +338,23 @@ def _rgb(color: str) -> tuple[float, float, float]:
 
 
 def plot_surprisals(axes: Any, rollout: Rollout) -> None:
-  """Plots −log β of each token of a rollout, labeled with its text if tokens are bytes."""
-  texts = [*rollout.completion.replace("\n", "⏎"), "end"]
+  """Plots −log β of each token of a rollout, labeled with its text if tokens are bytes.
+
+  An environment's tokens, which are not sampled, have a gray ground.
+  """
   count = len(rollout.surprisals)
-  labels = texts[:count] if len(texts) >= count else [str(i + 1) for i in range(count)]
+  labels: list[str] = []
+  for number, text in enumerate(rollout.turns):
+    texts = [*text.replace("\n", "⏎"), "end"]
+    (places,) = np.nonzero(rollout.turn_numbers == number)
+    fits = len(texts) >= len(places)
+    labels += texts[: len(places)] if fits else [str(place + 1) for place in places]
+    if number % 2:
+      axes.axvspan(places[0] - 0.5, places[-1] + 0.5, color=COLORS["reference"], alpha=0.3, lw=0)
   axes.bar(np.arange(count), rollout.surprisals, color=KINDS[rollout.kind])
   axes.set_xticks(np.arange(count), labels)
-  axes.set(title=f"{rollout.prompt!r}, {rollout.kind} (answer {rollout.answer})")
+  answer = f" (answer {rollout.answer})" if rollout.answer else ""
+  axes.set(title=f"{rollout.prompt!r}, {rollout.kind}{answer}")
   axes.set(ylabel=r"$-\log\,\beta$ (nats)", ylim=(0, max(0.1, 1.05 * rollout.surprisals.max())))
   axes.grid(axis="x", visible=False)
 
@@ -293,6 +389,20 @@ def show(rollouts: Sequence[Rollout], count: int = 6) -> None:
   """Prints `count` of the rollouts, evenly spaced in the sequence."""
   for index in np.unique(np.linspace(0, len(rollouts) - 1, count).astype(int)) if rollouts else ():
     r = rollouts[index]
-    reward = "none" if r.reward is None else f"{r.reward:g}"
-    print(f"batch {r.batch:3}  age {r.age}  {r.length:3} tokens  reward {reward}  {r.kind}")
-    print(f"    {r.prompt!r} → {r.completion!r}   (answer {r.answer})")
+    print(_heading(r))
+    if len(r.turns) == 1:
+      print(f"    {r.prompt!r} → {r.completion!r}   (answer {r.answer})")
+      continue
+    print(f"    {r.prompt!r}   (answer {r.answer or 'unknown'}, outcome {r.outcome})")
+    for turn, text in enumerate(r.turns):
+      print(f"    {_speaker(turn):<11}  {text!r}")
+
+
+def _heading(r: Rollout) -> str:
+  reward = "none" if r.reward is None else f"{r.reward:g}"
+  turns = f"{r.policy_turns} turns  " if len(r.turns) > 1 else ""
+  return f"batch {r.batch:3}  age {r.age}  {r.length:3} tokens  {turns}reward {reward}  {r.kind}"
+
+
+def _speaker(turn: int) -> str:
+  return "environment" if turn % 2 else "policy"

@@ -10,7 +10,7 @@ from typing import Any
 
 import ml_collections
 
-from rlvr_jax.configs import quickstart, steps
+from rlvr_jax.configs import quickstart, quickstart_dialogue, steps
 from rlvr_jax.train.reporting.report import write_report
 from rlvr_jax.train.same_rollouts import Comparison, compare_gradients
 from rlvr_jax.train.session import open_session
@@ -61,6 +61,19 @@ def sums_config(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:
   c.warm_start.learning_rate = "constant(peak=4e-3)"
   c.batch.prompts = 16
   c.learning_rate = "constant(peak=1e-3)"
+  return c
+
+
+def guess_config(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:
+  """Configuration of dialogues in which a tiny policy finds a number of 1 to 15 in four turns."""
+  c = quickstart_dialogue.get_config()
+  c.seed, c.num_updates = seed, updates
+  c.task.kwargs.high, c.environment.name = 15, "guess(low=1, high=15)"
+  c.environment.max_turns, c.max_response_length = 4, 18
+  c.model.overrides = dict(num_layers=2, width=64, mlp_width=128, unroll_layers=1)
+  c.batch.prompts = 16
+  c.learning_rate = "constant(peak=1e-3)"
+  c.evaluation.num_samples, c.evaluation.ks = 1, (1,)
   return c
 
 

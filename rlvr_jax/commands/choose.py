@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import ml_collections
 
-from rlvr_jax import specs
 from rlvr_jax.commands import sweep
 from rlvr_jax.commands.check import check
 from rlvr_jax.commands.eval import evaluate_checkpoint
@@ -18,7 +17,7 @@ from rlvr_jax.costs import chips, memory, programs, step_time, workload
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.reporting import machines, trackers
 from rlvr_jax.train.setup import config_file
-from rlvr_jax.train.setup.build import build, generates_separately, make_schedule
+from rlvr_jax.train.setup.build import batch_shape, build, generates_separately, make_schedule
 from rlvr_jax.train.start.parameters import checkpoint_folder
 
 _AHEAD_OF_TIME = ("fits", "costs", "tune")
@@ -73,7 +72,8 @@ def prepare_command(
     raise ValueError(f"--minutes goes with --mode=sweep or --mode=tune, not with --mode={mode}")
   if mode in _AHEAD_OF_TIME:
     lengths = lengths or "longest"
-    specs.make("--lengths", workload, lengths, workload.Lengths)
+    # Drawn once, so that impossible lengths are found before anything is built.
+    workload.parse_lengths(lengths, config.environment).draw(batch_shape(config), 0)
     return _prepare_ahead_of_time(mode, config, workdir, topology, lengths, minutes)
   if mode != "export":  # an export can go to any file system of fsspec
     parse_path("--workdir", str(workdir))

@@ -24,7 +24,7 @@ from rlvr_jax.train.checkpointing.workdir import StartFiles, open_workdir
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.progress import progress, say, warn
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.grading import start_pools
+from rlvr_jax.train.setup.grading import check_first_messages, start_pools
 from rlvr_jax.train.start.parameters import load_frozen, load_policy
 
 PROBLEMS_FILE = "problems.jsonl"
@@ -59,6 +59,8 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     if done < num_problems:
       start = lambda: start_pools(parts.config, parts.task, parts.tokenizer, enter)
       pools = multihost.run_together(start)
+      collector = parts.make_collector(*pools)
+      check_first_messages(collector, parts.task.held_out)
       lines = multihost.run_on_first(lambda: enter(_reopen_problems(local, done)), None)
       frozen = load_frozen(parts).trainer
       params, step = load_policy(parts, folder)
@@ -68,7 +70,7 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
         engine,
         engine.load(params, frozen),
         parts.task.held_out,
-        collector=parts.make_collector(*pools),
+        collector=collector,
         batch_size=c.batch_prompts,
         num_samples=c.num_samples,
         seed=c.seed,
@@ -135,12 +137,14 @@ def _read_intact_records(path: Path) -> Iterator[dict[str, Any]]:
 def _make_record(number: int, samples: list[Sample]) -> dict[str, Any]:
   """The record of a problem in problems.jsonl; `samples` lists the fields that differ by sample."""
   first = samples[0]
-  sample_fields = ("completion", "outcome", "extracted", "reward", "tokens", "stopped")
+  sample_fields = ("completion", "turns", "outcome", "extracted", "reward", "tokens", "stopped")
   record = {
     "problem": number,
     "prompt": first["prompt"],
     "answer": first["answer"],
-    "samples": [{name: sample[name] for name in sample_fields} for sample in samples],
+    "samples": [
+      {name: sample[name] for name in sample_fields if name in sample} for sample in samples
+    ],
   }
   return with_crc32(record)
 

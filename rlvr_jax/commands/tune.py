@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 import ml_collections
 
-from rlvr_jax import specs
 from rlvr_jax.commands.sweep import TimeLimitError
 from rlvr_jax.costs import programs, step_time, tuning, workload
 from rlvr_jax.costs.chips import Chip, find_chip
@@ -106,7 +105,7 @@ def tune(
   deadline = time.monotonic() + 60 * (math.inf if minutes is None else minutes)
   target = Target(config, topology, lengths, workdir / "compiled")
   target.folder.mkdir(parents=True, exist_ok=True)
-  distribution = specs.make("--lengths", workload, lengths, workload.Lengths)
+  distribution = workload.parse_lengths(lengths, config.environment)
 
   parts = target.build({})
   devices = list(parts.placement.mesh.devices.flat)
@@ -145,6 +144,7 @@ def tune(
     "",
     *_format(target, generations, layouts),
     "",
+    *(_dialogue_lines(generation, layouts) if distribution.max_turns > 1 else ()),
     _TRUST,
   ]
   text = "\n".join(lines)
@@ -316,6 +316,19 @@ def _format(
     + "."
   )
   return lines
+
+
+def _dialogue_lines(generation: Measured, layouts: Sequence[Candidate]) -> list[str]:
+  """Lines on what waiting for replies costs with the layout that was chosen."""
+  (taken,) = (x.refresh for x in layouts if x.overrides == generation.overrides)
+  assert taken is not None  # layouts of generation have it
+  return [
+    f"With the first of these {taken.slots_busy:.0%} of the slots' steps sample a token, and"
+    f" {taken.waiting_share:.0%} have no rollout while dialogues wait. The devices wait"
+    f" {taken.waiting_s:.3g} s for replies, and compute the cache of {taken.rebuilt_per_token:.3g}"
+    " tokens anew per token sampled.",
+    "",
+  ]
 
 
 def _describe(overrides: Overrides) -> str:

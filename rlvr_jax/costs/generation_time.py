@@ -1,8 +1,13 @@
-"""Seconds of generation by roofline: responses of given lengths, decoded in slots."""
+"""Seconds of generation by roofline: responses of given lengths, decoded in slots.
+
+A simulation of `rollouts.engine.Engine.serve`: which rollout is in which slot in every burst, and
+which dialogues wait for a reply.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import collections
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +20,8 @@ from rlvr_jax.models.flops import forward_flops
 from rlvr_jax.models.functional import Model
 from rlvr_jax.ops.caches import CacheShape
 from rlvr_jax.rollouts.decoder import slot_bytes
+from rlvr_jax.rollouts.dialogues import DialogueUsage
+from rlvr_jax.rollouts.engine import PATIENCE_S
 from rlvr_jax.types import Params
 
 _LAYER_SUMS = 2  # per layer, of activations over `tensor`: after attention and after the MLP
@@ -27,7 +34,18 @@ class Seconds(NamedTuple):
   in_turn: float  # one after the other
 
 
-def refresh_seconds(
+class Refresh(NamedTuple):
+  """What sampling the responses of a refresh takes, by roofline."""
+
+  seconds: Seconds
+  # With computation, HBM and links at the same time:
+  slots_busy: float  # tokens sampled per slot and decoding step
+  waiting_share: float  # of slot-steps, without a rollout while dialogues wait for replies
+  waiting_s: float  # in which the devices wait for replies
+  rebuilt_per_token: float  # tokens whose cache is computed anew after replies, per token sampled
+
+
+def refresh(
   batches: Sequence[Workload],
   model: Model,
   base: Params,
@@ -38,11 +56,11 @@ def refresh_seconds(
   slots: int,
   pages: bool,
   cache_format: str = "",
-) -> Seconds:
-  """Seconds of sampling all responses of a refresh, its weights and its prompts included.
+) -> Refresh:
+  """Estimates the sampling of all responses of a refresh, its weights and its prompts included.
 
   Every slot of a device is computed, also an idle one. All devices wait for the slowest in every
-  burst. The host takes no time.
+  burst. The host takes no time, and prefilled batches are full.
 
   Args:
     batches: lengths of the refresh, in the order in which it samples.
@@ -65,62 +83,133 @@ def refresh_seconds(
   sums = 2 * _LAYER_SUMS * network.num_layers * width_bytes * (tensor - 1) / tensor
   per_device = -(-slots // devices)
   one_token = forward_flops(network, [1], [[1]])  # products with weights, mostly
-  prompts = np.concatenate([batch.prompts for batch in batches])
-  of_responses = np.concatenate(
-    [np.repeat(batch.prompts, batch.responses.shape[1]) for batch in batches]
-  )
-  lengths = np.concatenate([batch.responses.ravel() for batch in batches])
-  blocks = lambda tokens, part: -(-tokens // part.size) * part.size
 
-  overlapped = in_turn = 0.0
-  for burst in bursts(lengths, per_device * devices, cache.steps):
-    read = blocks(of_responses[burst.response], cache.prompt) + cache.steps
-    read = read + blocks(burst.generated, cache.response)
-    cached = np.where(burst.tokens > 0, read, 0)
+  def needed(cached: np.ndarray) -> tuple[float, float, float]:
+    """Seconds of a decoding step, by resource, that reads so many tokens in every slot."""
     if not pages:
       cached = np.full_like(cached, cached.max())
-    tokens, steps = cached.reshape(devices, per_device).sum(1).max(), burst.tokens.max()
-    needed = (
+    tokens = cached.reshape(devices, per_device).sum(1).max()
+    return (
       per_device * one_token / tensor / chip.flops,
       (weight_bytes + tokens * token_bytes) / chip.hbm_bytes_per_s,
       per_device * sums / chip.interconnect_bytes_per_s,
     )
-    overlapped += steps * max(needed)
-    in_turn += steps * sum(needed)
-  nothing = np.zeros((len(prompts), 1), np.int64)
-  prefill = forward_flops(network, prompts, nothing) / (devices * tensor) / chip.flops
+
+  def prefill_s(lengths: np.ndarray) -> float:
+    nothing = np.zeros((len(lengths), 1), np.int64)
+    return forward_flops(network, lengths, nothing) / (devices * tensor) / chip.flops
+
+  def sampled(of_resources: Callable[[tuple[float, float, float]], float]) -> Sampled:
+    step_s = lambda cached: of_resources(needed(cached))
+    return sample_in_slots(batches, cache, per_device * devices, step_s, prefill_s)
+
+  prompts = prefill_s(np.concatenate([batch.prompts for batch in batches]))
   sync = memory.decoding_copy_bytes(base, network.compute_dtype) / chip.interconnect_bytes_per_s
-  return Seconds(overlapped + prefill + sync, in_turn + prefill + sync)
+  overlapped, in_turn = sampled(max), sampled(sum)
+  usage = overlapped.usage
+  return Refresh(
+    Seconds(overlapped.seconds + prompts + sync, in_turn.seconds + prompts + sync),
+    slots_busy=usage.slot_tokens / usage.slot_steps,
+    waiting_share=usage.idle_slot_steps / usage.slot_steps,
+    waiting_s=usage.environment_wait_seconds,
+    rebuilt_per_token=usage.rebuilt_tokens / usage.slot_tokens,
+  )
 
 
-class Burst(NamedTuple):
-  """What the slots decode before the next may take responses."""
+class _Rollout(NamedTuple):
+  """A rollout that samples a turn next."""
 
-  response: np.ndarray  # i64[slots], number of the response; −1 in a slot that had none yet
-  generated: np.ndarray  # i64[slots], its tokens before this burst
-  tokens: np.ndarray  # i64[slots], its tokens of this burst; 0 in an idle slot
+  prompt: int  # tokens
+  response: int  # tokens so far
+  turns: tuple[int, ...]  # tokens of the turns to come, of the policy and the environment in turn
+  reply_s: float
 
 
-def bursts(lengths: np.ndarray, slots: int, steps: int) -> Iterator[Burst]:
-  """Yields the bursts of responses in slots, as `rollouts.engine` runs them.
+class Sampled(NamedTuple):
+  """Sums over the bursts of a simulation."""
 
-  A slot takes the next response at the first burst after its own has ended.
+  seconds: float
+  usage: DialogueUsage  # of the slots, as the engine counts it
+
+
+def sample_in_slots(
+  batches: Sequence[Workload],
+  cache: CacheShape,
+  slots: int,
+  step_s: Callable[[np.ndarray], float] = lambda cached: 0.0,
+  prefill_s: Callable[[np.ndarray], float] = lambda lengths: 0.0,
+) -> Sampled:
+  """Decodes all rollouts in slots; those that have a reply come before those that have not begun.
 
   Args:
-    lengths: i[N], tokens of the responses, at least 1, in the order in which they are sampled.
-    slots: responses that are decoded at a time.
-    steps: tokens of a burst.
+    batches, cache, slots: as for `refresh`.
+    step_s: seconds of a decoding step, from the cached tokens i64[slots] that it reads.
+    prefill_s: seconds of computing caches of these lengths, after replies.
   """
-  response, left, generated = np.full(slots, -1), *np.zeros((2, slots), np.int64)
-  taken = 0
+  coming = collections.deque(
+    _Rollout(int(prompt), 0, tuple(turns[turns > 0].tolist()), batch.reply_s)
+    for batch in batches
+    for prompt, group in zip(batch.prompts, batch.turns, strict=True)
+    for turns in group
+  )
+  waiting: collections.deque[tuple[float, _Rollout]] = collections.deque()  # (reply's time, …)
+  blocks = lambda tokens, part: -(-tokens // part.size) * part.size
+  running: list[_Rollout | None] = [None] * slots
+  prompt, left, repeated, generated = (np.zeros(slots, np.int64) for _ in range(4))
+  usage = DialogueUsage()
+  now = burst_s = 0.0
+  has_more = True  # rollouts than slots, at the last burst
   while True:
-    free = np.flatnonzero(left == 0)[: len(lengths) - taken]
-    response[free] = np.arange(taken, taken + len(free))
-    left[free], generated[free] = lengths[response[free]], 0
-    taken += len(free)
-    if not left.any():
-      return
-    tokens = np.minimum(left, steps)
-    yield Burst(response.copy(), generated.copy(), tokens)
-    generated += tokens
-    left -= tokens
+    free = np.flatnonzero(left == 0)
+    if waiting and not has_more:
+      first, last = waiting[0][0], waiting[-1][0]  # in the order of their replies
+      # Idle slots wait for replies up to their share of a burst's time; without any work, for one.
+      begins = first if len(free) == slots else now
+      patience = min(burst_s, PATIENCE_S) * len(free) / slots
+      until = max(now, min(begins + patience, last))
+      usage.add_replies(0, 0.0, until - now)
+      now = until
+    rebuilt = []
+    for slot in free:
+      if waiting and waiting[0][0] <= now:
+        rollout = waiting.popleft()[1]
+      elif coming:
+        rollout = coming.popleft()
+      else:
+        break
+      running[slot], prompt[slot] = rollout, rollout.prompt
+      # The burst repeats what stands behind the cache, and then samples.
+      generated[slot] = rollout.response // cache.steps * cache.steps
+      repeated[slot] = rollout.response - generated[slot]
+      left[slot] = repeated[slot] + rollout.turns[0]
+      if rollout.response:
+        rebuilt.append(rollout.prompt + generated[slot])
+    if rebuilt:
+      now += prefill_s(np.asarray(rebuilt))
+      usage.add_costs(rebuilt_tokens=int(sum(rebuilt)))
+    is_busy = left > 0
+    has_more = bool(is_busy.all())
+    if not is_busy.any():
+      if waiting:
+        continue
+      return Sampled(now, usage)
+    steps = min(cache.steps, int(left.max()))
+    read = blocks(prompt, cache.prompt) + blocks(generated, cache.response) + cache.steps
+    burst_s = steps * step_s(np.where(is_busy, read, 0))
+    now += burst_s
+    advanced = np.minimum(left, steps)
+    tokens = int((advanced - repeated).sum())
+    usage.add(steps * slots, tokens, drain=not has_more and not waiting)
+    if waiting:
+      usage.add_costs(idle_slot_steps=steps * int(np.sum(~is_busy)))
+    generated += advanced
+    left -= advanced
+    repeated[:] = 0
+    for slot in np.flatnonzero(is_busy & (left == 0)):
+      rollout = running[slot]
+      assert rollout is not None
+      _, *reply = rollout.turns
+      if reply:
+        response = int(generated[slot]) + reply[0]
+        rollout = rollout._replace(response=response, turns=tuple(reply[1:]))
+        waiting.append((now + rollout.reply_s, rollout))

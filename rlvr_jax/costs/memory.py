@@ -42,11 +42,13 @@ def report(parts: Parts, topology: str | None) -> dict[str, Table]:
 
 
 def compiled_bytes(parts: Parts) -> dict[str, Table]:
-  """Bytes per chip of the update and of generation, as XLA compiles them for the mesh."""
+  """Bytes per chip of the update and of generation, as XLA compiles them for the mesh.
+
+  Of dialogues also those of a prefill after a reply, beside the slots.
+  """
   # The optimizer's state stays in memory while rollouts are sampled.
-  resident = {
-    "generation": {"optimizer, resident": memory.shard_bytes(parts.placement.state.opt_state)}
-  }
+  optimizer = {"optimizer, resident": memory.shard_bytes(parts.placement.state.opt_state)}
+  resident = {"generation": optimizer, "prefill": optimizer}
   tables = {}
   lowerings = programs.program_lowerings(parts, programs.pack_full_length(parts))
   for name, lower in lowerings.items():
@@ -79,7 +81,11 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
   mesh = engine.model.mesh  # of config.generation_mesh, if set
   slots = engine.slots // (mesh.shape["data"] * mesh.shape["fsdp"])
   generating = sharding.add_shardings(parts.placement.base, mesh)
-  slot = slot_bytes(network, engine.shape, mesh.shape["tensor"], engine.cache_format)
+  per_slot = slot_bytes(network, engine.shape, mesh.shape["tensor"], engine.cache_format)
+  prefilled = {}
+  if engine.has_replies:  # any slot may take a row, so every device has all of them
+    rows, _ = parts.programs.engine.longest_prefill()
+    prefilled = {"prefill after a reply": float(rows * per_slot)}
   return {
     "update, estimated": in_memory
     | {
@@ -90,7 +96,8 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
     "generation, estimated": in_memory
     | {
       "parameters to decode with": memory.decoding_copy_bytes(generating, network.compute_dtype),
-      "keys and values": float(slots * slot),
+      "keys and values": float(slots * per_slot),
+      **prefilled,
       "logits of a token": memory.sampling_bytes(network, slots),
     },
   }

@@ -88,7 +88,9 @@ def build_shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
 
 
 def program_lowerings(parts: Parts, packed: Packed) -> dict[str, Callable[[], Any]]:
-  """Functions that lower a run's update and one burst of its generation, by name.
+  """Functions that lower a run's update, one burst of its generation, and more, by name.
+
+  Dialogues also have a prefill, of the longest of them after a reply.
 
   Args:
     parts: of the run.
@@ -115,7 +117,7 @@ def program_lowerings(parts: Parts, packed: Packed) -> dict[str, Callable[[], An
     packed = batch.packed._replace(**{name: jnp.int32(count) for name, count in counts.items()})
     return train_step(state, frozen, dataclasses.replace(batch, packed=packed))
 
-  return {
+  lowerings: dict[str, Callable[[], Any]] = {
     "update": lambda: jax.jit(
       update,
       donate_argnums=0,
@@ -124,6 +126,9 @@ def program_lowerings(parts: Parts, packed: Packed) -> dict[str, Callable[[], An
     ).lower(state, frozen, batch),
     "generation": lambda: jitted.engine.lower_burst(state.params, frozen),
   }
+  if jitted.engine.settings.has_replies:
+    lowerings["prefill"] = lambda: jitted.engine.lower_prefill(state.params, frozen)
+  return lowerings
 
 
 def pack_full_length(parts: Parts) -> Packed:

@@ -7,13 +7,12 @@ import functools
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from rlvr_jax import specs
 from rlvr_jax.costs import workload
 from rlvr_jax.costs.chips import Chip, find_chip
 from rlvr_jax.costs.hlo import COLLECTIVES, OPEN_LOOP, Item, walk
@@ -21,6 +20,8 @@ from rlvr_jax.costs.hlo_text import dimensions
 from rlvr_jax.costs.programs import compile_with_text, memory_bytes, program_lowerings
 from rlvr_jax.geometry import by_rollout
 from rlvr_jax.models.flops import forward_flops, update_flops
+from rlvr_jax.ops.logprobs import default_chunk_rows, wanted_chunks, wanted_loop
+from rlvr_jax.ops.row_blocks import short_row
 from rlvr_jax.ops.splash import SplashCost, splash_cost
 from rlvr_jax.rollouts.packing import computed_rows
 from rlvr_jax.storage.places import parse_path
@@ -62,7 +63,7 @@ def report(
 ) -> dict[str, Cost]:
   """Compiles the update and the generation, prints their costs, and writes them to files.
 
-  Generation is the last burst of the longest responses.
+  Generation is the last burst of the longest responses. Dialogues have a prefill after each reply.
 
   Args:
     parts: result of `programs.build_shapes_only` on the mesh of that topology.
@@ -76,6 +77,7 @@ def report(
   """
   costs = {}
   counts = count(parts, lengths)
+  batch = counts.batch
   for name, lower in program_lowerings(parts, counts.packed).items():
     measured = program_cost(
       name,
@@ -90,6 +92,7 @@ def report(
   conditions = _conditions(parts, topology) | {
     "lengths": lengths,
     "micro_batches": int(counts.packed.num_micro_batches),
+    **(dialogue_conditions(parts, batch, counts.packed) if batch.turns.shape[-1] > 1 else {}),
     "too_large": sorted(counts.useful_flops.keys() - costs.keys()),
   }
   say(format_markdown(conditions, costs))
@@ -101,7 +104,8 @@ def report(
 class Counts(NamedTuple):
   """What is known of a run's programs before they are compiled."""
 
-  packed: Packed  # a batch of an update
+  batch: workload.Workload  # of an update
+  packed: Packed  # the same
   useful_flops: dict[str, float]  # per chip, by program
   kernels: dict[str, KernelCost]  # by pattern of the name
   loops: dict[str, int]  # iterations, by pattern of the name
@@ -114,15 +118,16 @@ def count(parts: Parts, lengths: str) -> Counts:
     parts: result of `programs.build_shapes_only`.
     lengths: component of `costs.workload`.
   """
-  distribution = specs.make("--lengths", workload, lengths, workload.Lengths)
+  distribution = workload.parse_lengths(lengths, parts.config.environment)
   layout = parts.placement.row_layout
   batch = workload.typical_batch(distribution, parts.shape, layout)
   packed = workload.pack_workload(batch, parts.shape, layout)
   return Counts(
+    batch,
     packed,
     useful_flops(parts, batch),
     attention_kernel_costs(parts, packed),
-    loop_lengths(parts, packed),
+    loop_lengths(parts, packed) | head_loops(parts, packed),
   )
 
 
@@ -156,13 +161,24 @@ def write_report(
 
 
 def useful_flops(parts: Parts, batch: workload.Workload) -> dict[str, float]:
-  """Model FLOPs per chip by program: an update on a batch, and the last burst of the longest."""
-  adapters = parts.placement.state.params if parts.lora is not None else None
-  update = update_flops(parts.model.config, batch.prompts, batch.responses, adapters=adapters)
-  return {
-    "update": update / parts.placement.mesh.size,
-    "generation": _burst_flops(parts) / parts.placement.mesh.size,
+  """Model FLOPs per chip by program: an update on a batch, and the last burst of the longest.
+
+  Of dialogues also the prefill of the longest of them, after a reply.
+  """
+  network, adapters = parts.model.config, None
+  if parts.lora is not None:
+    adapters = parts.placement.state.params
+  lengths = batch.prompts, batch.responses
+  found = {
+    "update": update_flops(network, *lengths, predicted=batch.sampled, adapters=adapters),
+    "generation": _burst_flops(parts),
   }
+  engine = parts.programs.engine
+  if engine.settings.has_replies:
+    rows, _ = engine.longest_prefill()
+    tokens = parts.shape.max_prompt_length + parts.shape.max_response_length
+    found["prefill"] = forward_flops(network, [tokens] * rows, [[0]] * rows)
+  return {name: flops / parts.placement.mesh.size for name, flops in found.items()}
 
 
 def _burst_flops(parts: Parts) -> float:
@@ -185,6 +201,50 @@ def loop_lengths(parts: Parts, packed: Packed) -> dict[str, int]:
     rf"{by_rollout.ROLLOUTS}/while$": -(-shape.responses // int(packed.num_micro_batches)),
     rf"{by_rollout.TILES}/while$": by_rollout.split_into_tiles(shape.max_response_length)[1],
   }
+
+
+def head_loops(parts: Parts, packed: Packed) -> dict[str, int]:
+  """Iterations of the head's loops over the policy's tokens of dialogues, by pattern of their name.
+
+  Those of the mean micro-batch, rounded.
+  """
+  if not parts.config.environment.name:
+    return {}
+  found = {}
+  chunk_rows = default_chunk_rows(parts.model.config.vocab_size)
+  for places, predicted in _predicted_tokens(parts, packed):
+    chunks = [wanted_chunks(places, count, chunk_rows) for count in predicted]
+    found[rf"{wanted_loop(places)}/while$"] = round(float(np.mean(chunks)))
+  return found
+
+
+def head_places(parts: Parts, packed: Packed) -> float:
+  """Places that the head computes per token of the policy, over an update on dialogues."""
+  chunk_rows = default_chunk_rows(parts.model.config.vocab_size)
+  computed = 0.0
+  for places, predicted in _predicted_tokens(parts, packed):
+    share = places / -(-places // min(chunk_rows, places))  # tokens of a chunk
+    computed += sum(share * wanted_chunks(places, count, chunk_rows) for count in predicted)
+  return computed * parts.placement.row_layout.devices / float(np.sum(packed.places >= 0))
+
+
+def _predicted_tokens(parts: Parts, packed: Packed) -> Iterator[tuple[int, list[int]]]:
+  """Yields (places of a device, the most tokens that a device predicts in each micro-batch).
+
+  First of the micro-batches with whole rows, then of those with short rows, if there are any.
+  """
+  M, R, L = packed.tokens.shape
+  predicts = np.zeros(M * R * L, bool)
+  predicts[packed.places[packed.places >= 0]] = True
+  by_device = predicts.reshape(M, parts.placement.row_layout.devices, -1, L)
+  short, count = int(packed.num_short or 0), int(packed.num_micro_batches)
+  for some, length in (
+    (by_device[: count - short], L),
+    (by_device[count - short : count], short_row(L)),
+  ):
+    if len(some):
+      places = some.shape[2] * length
+      yield places, some[..., :length].sum((2, 3)).max(1).tolist()
 
 
 def attention_kernel_costs(parts: Parts, packed: Packed) -> dict[str, KernelCost]:
@@ -306,6 +366,16 @@ def _conditions(parts: Parts, topology: str) -> dict[str, Any]:
   }
 
 
+def dialogue_conditions(parts: Parts, batch: workload.Workload, packed: Packed) -> dict[str, float]:
+  """Means over the rollouts of a batch of dialogues, and what the head computes."""
+  return {
+    "turns": float(np.mean(np.sum(batch.turns[..., ::2] > 0, axis=-1))),
+    "policy_tokens": float(batch.sampled.mean()),
+    "environment_tokens": float((batch.responses - batch.sampled).mean()),
+    "head_places_per_policy_token": head_places(parts, packed),
+  }
+
+
 def format_markdown(conditions: Mapping[str, Any], costs: Mapping[str, Cost]) -> str:
   """Returns the tables of a report as Markdown."""
   c = conditions
@@ -318,6 +388,7 @@ def format_markdown(conditions: Mapping[str, Any], costs: Mapping[str, Cost]) ->
     f" {c['micro_batches']} micro-batches; remat {c['remat']}; {c['layers']} layers;"
     f" jax {c['jax']}.",
     "",
+    *(_dialogue_lines(c) if "turns" in c else ()),
     *_format_table([_format_summary(name, cost) for name, cost in costs.items()]),
   ]
   if c["too_large"]:
@@ -336,6 +407,16 @@ def format_markdown(conditions: Mapping[str, Any], costs: Mapping[str, Cost]) ->
       lines += ["", "Loops whose length depends on the data, counted as one iteration:", ""]
       lines += _format_table([_format_row(row) for row in cost["loops_of_unknown_length"]])
   return "\n".join([*lines, "", _TRUST])
+
+
+def _dialogue_lines(c: Mapping[str, Any]) -> list[str]:
+  return [
+    f"Dialogues of {c['turns']:.2f} turns: {c['policy_tokens']:.0f} tokens of the policy and"
+    f" {c['environment_tokens']:.0f} of the environment per response, in the mean. The head"
+    f" computes {c['head_places_per_policy_token']:.2f} places per token of the policy. The prefill"
+    " is that of the longest dialogues, after a reply.",
+    "",
+  ]
 
 
 def _format_summary(name: str, cost: Cost) -> dict[str, str]:

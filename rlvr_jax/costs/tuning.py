@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from rlvr_jax.costs import step_time
 from rlvr_jax.costs.chips import Chip
-from rlvr_jax.costs.generation_time import Seconds, refresh_seconds
+from rlvr_jax.costs.generation_time import Refresh, Seconds, refresh
 from rlvr_jax.costs.workload import Lengths, Packing, Workload, count_packing
 from rlvr_jax.models import memory
 from rlvr_jax.models.flops import forward_flops, update_flops
@@ -59,6 +59,7 @@ class Candidate(NamedTuple):
   overrides: Overrides
   seconds: Seconds
   gib: float  # of a chip's memory, without the compiler's buffers
+  refresh: Refresh | None = None  # of generation
 
 
 # --- updates --------------------------------------------------------------------------------------
@@ -162,9 +163,10 @@ def _estimate_update(
   adapters = parts.placement.state.params if parts.lora is not None else None
 
   def computed_flops(batch: Workload, packing: Packing) -> float:
-    useful = update_flops(network, batch.prompts, batch.responses, adapters=adapters)
+    lengths = batch.prompts, batch.responses
+    useful = update_flops(network, *lengths, predicted=batch.sampled, adapters=adapters)
     if remat == "full":
-      useful += forward_flops(network, batch.prompts, batch.responses)
+      useful += forward_flops(network, *lengths, predicted=batch.sampled)
     return useful * max(packing.places_per_token, 1.0)
 
   flops = float(np.mean(list(map(computed_flops, batches, packed)))) / mesh.size
@@ -201,7 +203,7 @@ def _estimate_update(
 def generation_candidates(parts: Parts, lengths: Lengths, chip: Chip) -> list[Candidate]:
   """Layouts and slots of generation, fastest first; some are too large for the memory.
 
-  Seconds are those of a refresh, see `generation_time.refresh_seconds`.
+  Seconds are those of a refresh, see `generation_time.refresh`.
 
   Args:
     parts: with the mesh of updates that was chosen.
@@ -238,7 +240,7 @@ def generation_candidates(parts: Parts, lengths: Lengths, chip: Chip) -> list[Ca
       on_device = slots // groups
       total = resident + weights + memory.sampling_bytes(network, on_device)
       total += on_device * slot_bytes(network, cache, tensor, cache_format)
-      seconds = refresh_seconds(
+      taken = refresh(
         batches,
         parts.model,
         base,
@@ -249,7 +251,8 @@ def generation_candidates(parts: Parts, lengths: Lengths, chip: Chip) -> list[Ca
         pages=pages,
         cache_format=cache_format,
       )
-      found.append(Candidate({**overrides, "sampling.slots": slots}, seconds, total / 2**30))
+      changed = {**overrides, "sampling.slots": slots}
+      found.append(Candidate(changed, taken.seconds, total / 2**30, taken))
       slots = slots // 2 // groups * groups
   return sorted(found, key=lambda candidate: candidate.seconds)
 

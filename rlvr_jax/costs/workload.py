@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+import ml_collections
 import numpy as np
+import numpy.typing as npt
 
+from rlvr_jax import specs
 from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.rollouts.packing import RowLayout, assign_micro_batches, pack
 from rlvr_jax.types import BatchShape, Packed
 
-__all__ = ["longest", "lognormal"]
+__all__ = ["longest", "lognormal", "dialogue"]
 
 _DRAWS = 9  # batches, of which the typical one is taken
 
@@ -21,13 +24,49 @@ class Workload(NamedTuple):
   """Lengths of the sequences of a batch, in tokens."""
 
   prompts: np.ndarray  # i64[P]
-  responses: np.ndarray  # i64[P, G]
+  # i64[P, G, N] of the policy and of its environment in turn, the policy's first; 0 after the end
+  turns: np.ndarray
+  reply_s: float = 0.0  # seconds from the end of a turn until the environment has answered it
+
+  @property
+  def responses(self) -> np.ndarray:
+    """i64[P, G], tokens of all turns."""
+    return self.turns.sum(-1)
+
+  @property
+  def sampled(self) -> np.ndarray:
+    """i64[P, G], tokens of the policy."""
+    return self.turns[..., ::2].sum(-1)
 
 
 class Lengths(NamedTuple):
   """A distribution of lengths."""
 
   draw: Callable[[BatchShape, int], Workload]  # (shape of a batch, its number) → its lengths
+  max_turns: int = 1  # of the policy, in a rollout
+
+
+def parse_lengths(text: str, environment: ml_collections.ConfigDict) -> Lengths:
+  """The distribution that `--lengths` names.
+
+  Args:
+    text: component of this module.
+    environment: `config.environment`.
+  Raises:
+    ValueError: it is unknown, or a run with this configuration has no such dialogues.
+  """
+  lengths = specs.make("--lengths", sys.modules[__name__], text, Lengths)
+  if lengths.max_turns > 1 and not environment.name:
+    raise ValueError(
+      f"--lengths = {text!r} has {lengths.max_turns} turns, but config.environment.name is empty,"
+      " so that a rollout is one turn; name an environment, or take lengths of one turn"
+    )
+  if environment.name and lengths.max_turns > environment.max_turns:
+    raise ValueError(
+      f"--lengths = {text!r} has {lengths.max_turns} turns, but config.environment.max_turns ="
+      f" {environment.max_turns}; raise it, or lower turns"
+    )
+  return lengths
 
 
 def longest() -> Lengths:
@@ -36,7 +75,7 @@ def longest() -> Lengths:
   def draw(shape: BatchShape, number: int) -> Workload:
     return Workload(
       np.full(shape.prompts, shape.max_prompt_length),
-      np.full((shape.prompts, shape.group_size), shape.max_response_length),
+      np.full((shape.prompts, shape.group_size, 1), shape.max_response_length),
     )
 
   return Lengths(draw)
@@ -51,34 +90,103 @@ def lognormal(*, mean: float, sigma: float = 0.8, prompt: int = 0) -> Lengths:
     prompt: tokens of every prompt; 0: the greatest length.
   """
   check_between("lognormal", "mean", mean, low=1.0)
-  check_between("lognormal", "sigma", sigma, low=0.0)
-  check_integer("lognormal", "prompt", prompt, low=0)
+  _check_spread("lognormal", sigma, prompt)
 
   def draw(shape: BatchShape, number: int) -> Workload:
-    if prompt > shape.max_prompt_length:
-      raise ValueError(
-        f"lognormal: prompt = {prompt} is more than config.max_prompt_length ="
-        f" {shape.max_prompt_length}; lower it"
-      )
-    size = (shape.prompts, shape.group_size)
-    drawn = np.random.default_rng(number).lognormal(math.log(mean) - sigma**2 / 2, sigma, size)
+    drawn = _draw_lognormal([mean], sigma, shape, number)
     return Workload(
-      np.full(shape.prompts, prompt or shape.max_prompt_length),
-      np.minimum(np.ceil(drawn), shape.max_response_length).astype(np.int64),
+      _prompts("lognormal", prompt, shape), np.minimum(drawn, shape.max_response_length)
     )
 
   return Lengths(draw)
 
 
+def dialogue(
+  *,
+  turns: int,
+  policy: float,
+  reply: float,
+  sigma: float = 0.8,
+  prompt: int = 0,
+  reply_s: float = 0.0,
+) -> Lengths:
+  """Dialogues, in which turns of the policy and replies have lognormal lengths; batches differ.
+
+  A dialogue ends before its last turn where the greatest length cuts a turn of the policy, or has
+  no place for a reply and another token, as in `rollouts.dialogues`.
+
+  Args:
+    turns: of the policy in every rollout, at least 1.
+    policy: mean tokens of a turn of the policy, before the cut.
+    reply: mean tokens of a reply, with what the template puts around it.
+    sigma: standard deviation of the logarithm.
+    prompt: tokens of every prompt; 0: the greatest length.
+    reply_s: seconds from the end of a turn until the environment has answered it.
+  """
+  check_integer("dialogue", "turns", turns, low=1)
+  for name, mean in (("policy", policy), ("reply", reply)):
+    check_between("dialogue", name, mean, low=1.0)
+  check_between("dialogue", "reply_s", reply_s, low=0.0)
+  _check_spread("dialogue", sigma, prompt)
+
+  def draw(shape: BatchShape, number: int) -> Workload:
+    limit = shape.max_response_length
+    if turns > 1 and policy + reply >= limit:
+      raise ValueError(
+        f"dialogue: policy + reply = {policy + reply:g} tokens leave no place for another turn in"
+        f" config.max_response_length = {limit}; lower them, or set turns=1"
+      )
+    means = np.resize([policy, reply], 2 * turns - 1)
+    drawn = _draw_lognormal(means, sigma, shape, number)
+    ends = np.cumsum(drawn, axis=-1)
+    of_policy = np.clip(limit - (ends - drawn), 0, drawn)
+    replies = np.where(ends < limit, drawn, 0)
+    is_policys = np.arange(len(means)) % 2 == 0
+    return Workload(
+      _prompts("dialogue", prompt, shape), np.where(is_policys, of_policy, replies), reply_s
+    )
+
+  return Lengths(draw, turns)
+
+
+def _check_spread(owner: str, sigma: float, prompt: int) -> None:
+  check_between(owner, "sigma", sigma, low=0.0)
+  check_integer(owner, "prompt", prompt, low=0)
+
+
+def _draw_lognormal(
+  means: npt.ArrayLike, sigma: float, shape: BatchShape, number: int
+) -> np.ndarray:
+  """Lengths with these means [N], rounded up: i64[P, G, N], tokens."""
+  size = (shape.prompts, shape.group_size, np.size(means))
+  drawn = np.random.default_rng(number).lognormal(np.log(means) - sigma**2 / 2, sigma, size)
+  # Exponentials of logarithms are off by rounding.
+  return np.ceil(drawn - 1e-9 * drawn).astype(np.int64)
+
+
+def _prompts(owner: str, prompt: int, shape: BatchShape) -> np.ndarray:
+  """i64[P], the lengths of the prompts, in tokens."""
+  if prompt > shape.max_prompt_length:
+    raise ValueError(
+      f"{owner}: prompt = {prompt} is more than config.max_prompt_length ="
+      f" {shape.max_prompt_length}; lower it"
+    )
+  return np.full(shape.prompts, prompt or shape.max_prompt_length)
+
+
 def pack_workload(workload: Workload, shape: BatchShape, layout: RowLayout) -> Packed:
   """Packs a batch of these lengths, as NumPy arrays; its tokens are zeros."""
   P, G, S, T = shape
+  ends = np.cumsum(workload.turns, axis=-1)[..., None]  # [P, G, N, 1]
+  # The number of turns that have ended says which one a token belongs to.
+  turn = np.sum(np.arange(T) >= ends, axis=-2)
   return pack(
     np.zeros((P, S), np.int32),
     workload.prompts,
     np.zeros((P, G, T), np.int32),
     workload.responses,
     layout,
+    mask=turn % 2 == 0,
   )
 
 
@@ -109,7 +217,7 @@ def count_packing(batch: Workload, layout: RowLayout) -> Packing:
 def typical_batch(lengths: Lengths, shape: BatchShape, layout: RowLayout) -> Workload:
   """Of several batches the one with the median number of places."""
   batches = [lengths.draw(shape, number) for number in range(_DRAWS)]
-  if all(np.array_equal(batches[0].responses, batch.responses) for batch in batches):
+  if all(np.array_equal(batches[0].turns, batch.turns) for batch in batches):
     return batches[0]
   places = [count_packing(batch, layout).places for batch in batches]
   return batches[int(np.argsort(places, kind="stable")[_DRAWS // 2])]

@@ -66,8 +66,8 @@ def encode_prompts(
     tokenizer.encode_messages(given) if given else _encode_question(problem, tokenizer)
     for problem, given in zip(problems, messages, strict=True)
   ]
-  for problem, row in zip(problems, rows, strict=True):
-    check_prompt(problem, len(row), max_prompt_length)
+  for problem, given, row in zip(problems, messages, rows, strict=True):
+    check_prompt(problem, len(row), max_prompt_length, begins=given[0]["content"] if given else "")
   tokens = np.full((len(rows), max_prompt_length), tokenizer.pad_id, np.int32)
   for target, row in zip(tokens, rows, strict=True):
     target[max_prompt_length - len(row) :] = row
@@ -84,7 +84,9 @@ def _encode_question(problem: Problem, tokenizer: Tokenizer) -> list[int]:
   return ids
 
 
-def check_prompt(problem: Problem, length: int, max_prompt_length: int, where: str = "") -> None:
+def check_prompt(
+  problem: Problem, length: int, max_prompt_length: int, where: str = "", begins: str = ""
+) -> None:
   """Raises PromptError unless 0 < `length` ≤ `max_prompt_length`, in tokens.
 
   Args:
@@ -92,17 +94,23 @@ def check_prompt(problem: Problem, length: int, max_prompt_length: int, where: s
     length: tokens in the prompt.
     max_prompt_length: S, in tokens.
     where: names the problem in the message if it has no file and line of its own.
+    begins: of the environment's first message, which is sampled from in place of the question.
   """
   owner = problem.where or where
   owner = owner and f"{owner}: "
-  if not (problem.question and length):
+  if not ((problem.question or begins) and length):
     raise PromptError(f"{owner}a prompt is empty: give the task a prompt template with some text")
   if length > max_prompt_length:
+    leave_out = (
+      "leave such problems out with config.prompts.too_long = 'drop' (held-out ones too:"
+      " 'drop_everywhere')"
+    )
+    if begins:  # they depend on a seed, too
+      leave_out = "shorten the first messages of the environment's reset"
     raise PromptError(
       f"{owner}a prompt has {length} tokens but config.max_prompt_length is {max_prompt_length}:"
-      " raise config.max_prompt_length, or leave such problems out with config.prompts.too_long ="
-      " 'drop' (held-out ones too: 'drop_everywhere'). The prompt begins"
-      f" {problem.question[:80]!r}"
+      f" raise config.max_prompt_length, or {leave_out}. The prompt begins"
+      f" {(begins or problem.question)[:80]!r}"
     )
 
 

@@ -13,7 +13,7 @@ from rlvr_jax.data import ProblemSource
 from rlvr_jax.evaluate.pass_at_k import summarize
 from rlvr_jax.ops.keys import key_for, seeds_for
 from rlvr_jax.rewards.outcome import DIALOGUE_OUTCOMES, Outcome
-from rlvr_jax.rollouts.batch import Flight
+from rlvr_jax.rollouts.batch import Flight, sampled_places
 from rlvr_jax.rollouts.collect import Collector, serve_graded
 from rlvr_jax.rollouts.engine import Engine, Request, make_requests
 from rlvr_jax.types import Params
@@ -27,6 +27,7 @@ class EvaluatedBatch(NamedTuple):
   samples: list[list[Sample]]  # [problems][samples]
   prompt_lengths: np.ndarray  # i32[problems]
   response_lengths: np.ndarray  # i32[problems, samples]
+  sampled_lengths: np.ndarray  # i32[problems, samples], of these the policy's tokens
 
 
 def evaluate_problems(
@@ -72,7 +73,9 @@ def evaluate_problems(
   def finish(flight: Flight) -> EvaluatedBatch:
     samples = collector.finish(flight, [version] * len(flight.problems)).samples
     rows = [samples[start : start + num_samples] for start in range(0, len(samples), num_samples)]
-    return EvaluatedBatch(rows, flight.prompts.lengths, flight.rollouts.lengths)
+    rollouts = flight.rollouts
+    sampled = sampled_places(rollouts).sum(-1)
+    return EvaluatedBatch(rows, flight.prompts.lengths, rollouts.lengths, sampled)
 
   for _ in serve_graded(engine, params, stream(), collector):
     # By the time that the second batch is sampled, the first one has its grades.

@@ -29,19 +29,21 @@ def forward_flops(
   prompt_lengths: npt.ArrayLike,
   response_lengths: npt.ArrayLike,
   *,
+  predicted: npt.ArrayLike | None = None,
   shared_prompt: bool = True,
 ) -> float:
   """FLOPs of computing the logits of every response token, in generation or in scoring.
 
   With a prompt of s tokens and a response of t, the layers process s + t − 1 tokens, since the last
   one predicts nothing, and the head is applied at t positions. Generation with a KV cache costs the
-  same. A dialogue counts as one response with the tokens of all turns, though the head need not be
-  applied at an environment's.
+  same. A dialogue counts as one response with the tokens of all turns, of which the head is applied
+  to those of the policy only; caches that are computed anew do not count.
 
   Args:
     config: the network's settings.
     prompt_lengths: i32[P], tokens, at least 1.
     response_lengths: i32[P, G], tokens; an empty response costs nothing.
+    predicted: i32[P, G], tokens of the policy among these; None: all.
     shared_prompt: whether a prompt is computed once for its G responses, as in this package;
       otherwise once for each.
   Returns:
@@ -49,7 +51,8 @@ def forward_flops(
   Raises:
     ValueError: the lengths have other shapes, or are too small.
   """
-  forward = _forward(config, prompt_lengths, response_lengths, shared_prompt=shared_prompt)
+  lengths = (prompt_lengths, response_lengths, predicted)
+  forward = _forward(config, *lengths, shared_prompt=shared_prompt)
   return forward.kernels + forward.attention
 
 
@@ -58,6 +61,7 @@ def update_flops(
   prompt_lengths: npt.ArrayLike,
   response_lengths: npt.ArrayLike,
   *,
+  predicted: npt.ArrayLike | None = None,
   adapters: Params | None = None,
 ) -> float:
   """FLOPs of one gradient computation: the forward pass and the backward pass.
@@ -66,10 +70,10 @@ def update_flops(
   gradient with respect to its input is computed.
 
   Args:
-    config, prompt_lengths, response_lengths: as in `forward_flops`.
+    config, prompt_lengths, response_lengths, predicted: as in `forward_flops`.
     adapters: low-rank adapters or their shapes, if the kernels are frozen.
   """
-  forward = _forward(config, prompt_lengths, response_lengths, shared_prompt=True)
+  forward = _forward(config, prompt_lengths, response_lengths, predicted, shared_prompt=True)
   if adapters is None:
     return 3 * (forward.kernels + forward.attention)
   low_rank = 2 * forward.tokens * sum(leaf.size for leaf in jax.tree.leaves(adapters))
@@ -80,6 +84,7 @@ def _forward(
   config: TransformerConfig,
   prompt_lengths: npt.ArrayLike,
   response_lengths: npt.ArrayLike,
+  predicted: npt.ArrayLike | None,
   *,
   shared_prompt: bool,
 ) -> _Forward:
@@ -88,6 +93,12 @@ def _forward(
     raise ValueError(
       f"forward_flops: prompt_lengths{list(s.shape)} and response_lengths{list(t.shape)} must be"
       " [P] and [P, G]"
+    )
+  of_policy = t if predicted is None else np.asarray(predicted, np.int64)
+  if of_policy.shape != t.shape or np.any(of_policy > t):
+    raise ValueError(
+      f"forward_flops: predicted{list(of_policy.shape)} must have the shape of response_lengths"
+      f"{list(t.shape)}, and no value above it"
     )
   shortest = s.min(initial=1), t.min(initial=0)
   if shortest[0] < 1 or shortest[1] < 0:
@@ -107,7 +118,7 @@ def _forward(
   c = config
   per_key = 4 * c.num_heads * c.head_dim  # q·k and the weighted sum of v
   attention = sum(per_key * float(attended_keys(window)) for window in _windows(c))
-  head = 2.0 * c.width * c.vocab_size * float(t.sum())
+  head = 2.0 * c.width * c.vocab_size * float(of_policy.sum())
   kernels = c.num_layers * _layer_flops_per_token(c) * float(tokens) + head
   return _Forward(kernels, attention, float(tokens))
 

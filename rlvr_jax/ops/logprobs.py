@@ -202,6 +202,24 @@ def token_statistics(
   return jax.tree.map(lambda x: jnp.where(ahead(x), x, 0.0), statistics)
 
 
+def wanted_loop(places: int) -> str:
+  """Name of the scope of the loop over a device's wanted tokens, of so many places."""
+  return f"wanted_of_{places}"
+
+
+def wanted_chunks(places: int, wanted: int, chunk_rows: int) -> int:
+  """Chunks that a device computes of its tokens, of which some are wanted.
+
+  Args:
+    places: tokens of the device.
+    wanted: of these.
+    chunk_rows: tokens whose logits a device holds at once.
+  """
+  if places <= chunk_rows:
+    return 1
+  return -(-wanted // _chunk_length(places, chunk_rows))
+
+
 def default_chunk_rows(vocab_size: int) -> int:
   """Tokens per chunk: 64 MiB of float32 logits, at least 2048 rows.
 
@@ -366,7 +384,8 @@ def _fold_rows(setting, function, start, rows, wanted):
 
   _, shapes = jax.eval_shape(function, start, select(0))
   outputs = jax.tree.map(lambda x: jnp.zeros((num_chunks, *x.shape), x.dtype), shapes)
-  carry, outputs = jax.lax.fori_loop(0, count, step, (start, outputs))
+  with jax.named_scope(wanted_loop(N)):
+    carry, outputs = jax.lax.fori_loop(0, count, step, (start, outputs))
   put_back = lambda x: jnp.zeros_like(x).at[order].set(x, unique_indices=True)
   return carry, jax.tree.map(lambda x: put_back(join(x)), outputs)
 
@@ -374,10 +393,14 @@ def _fold_rows(setting, function, start, rows, wanted):
 def _split(setting, rows):
   """Splits arrays [N, ...] into [C, n, ...] with n ≤ chunk_rows and the least padding."""
   N = rows[0].shape[0]
-  chunks = -(-N // setting.chunk_rows)
-  length = -(-N // chunks)
+  chunks, length = -(-N // setting.chunk_rows), _chunk_length(N, setting.chunk_rows)
   pad = lambda x: jnp.pad(x, [(0, chunks * length - N)] + [(0, 0)] * (x.ndim - 1))
   return jax.tree.map(lambda x: pad(x).reshape(chunks, length, *x.shape[1:]), rows)
+
+
+def _chunk_length(N: int, chunk_rows: int) -> int:
+  """Rows of each of the fewest chunks that hold N rows."""
+  return -(-N // -(-N // chunk_rows))
 
 
 def _scan(function, start, chunks):

@@ -317,6 +317,11 @@ def response_lengths(batch: TrainBatch) -> np.ndarray:
   return np.max((batch.mask > 0) * positions, axis=-1)
 
 
+def loss_tokens(batch: TrainBatch) -> np.ndarray:
+  """i64[P, G], the number of tokens in the loss."""
+  return np.asarray(np.asarray(batch.mask) > 0).sum(axis=-1)
+
+
 def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
   """Permutes rewards, and correctness with them, over valid rollouts; for control experiments.
 

@@ -20,7 +20,7 @@ from rlvr_jax.rollouts.decoder import Emitted, Fresh, Known, Prefilled, Settings
 from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
 
 _PREFILL_TOKENS = 8192  # the most tokens of a batch of prompts, padding included
-_PATIENCE_S = 1.0  # with which idle slots wait for replies, at most; the first burst compiles
+PATIENCE_S = 1.0  # with which idle slots wait for replies, at most; the first burst compiles
 
 
 Owner = TypeVar("Owner")  # of a request; returned with its rollouts
@@ -417,8 +417,6 @@ class Engine:
     """
     settings = self.settings
     state, host = decoder.shardings(settings)
-    shapes = jax.eval_shape(self.programs.empty_slots)
-    shapes = shapes if state is None else jax.tree.map(_add_sharding, shapes, state)
 
     def last_burst(trained: Params, frozen: Params, params: Params, state: decoder.State) -> Any:
       return decoder.burst(params, decoder.fill_slots(state, settings=settings), settings=settings)
@@ -429,7 +427,45 @@ class Engine:
       out_shardings=(state, host),
       keep_unused=True,
     )
-    return jitted.lower(trained, frozen, self._loaded_shapes(trained, frozen), shapes)
+    return jitted.lower(trained, frozen, self._loaded_shapes(trained, frozen), self._slot_shapes())
+
+  def lower_prefill(self, trained: Params, frozen: Params) -> jax.stages.Lowered:
+    """Lowers the prefill of the longest dialogues after a reply, for parameters or their shapes.
+
+    The trainer's parameters and the slots are arguments as well, since they stay in memory.
+    """
+    settings, (rows, length) = self.settings, self.longest_prefill()
+    integers = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
+
+    def prefill(
+      trained: Params, frozen: Params, params: Params, state: Any, tokens: Array, prompt: Array
+    ) -> Prefilled:
+      return decoder.prefill(params, tokens, prompt, settings=settings)
+
+    jitted = self._jit(
+      with_matmul_precision(prefill, settings.model.config.precision), keep_unused=True
+    )
+    return jitted.lower(
+      trained,
+      frozen,
+      self._loaded_shapes(trained, frozen),
+      self._slot_shapes(),
+      integers(rows, length),
+      integers(rows),
+    )
+
+  def longest_prefill(self) -> tuple[int, int]:
+    """(rows, tokens of each) of the largest batch that is prefilled after replies."""
+    shape = self.settings.shape
+    blocks = shape.prompt
+    length = -(-(blocks.tokens + shape.response.tokens) // blocks.size) * blocks.size
+    return self._prefill_rows(length), length
+
+  def _slot_shapes(self) -> decoder.State:
+    """The shapes of the slots' state, with its shardings."""
+    shapes = jax.eval_shape(self.programs.empty_slots)
+    state, _ = decoder.shardings(self.settings)
+    return shapes if state is None else jax.tree.map(_add_sharding, shapes, state)
 
   def _loaded_shapes(self, trained: Params, frozen: Params) -> Params:
     """The shapes of the parameters that `load` returns, with their shardings."""
@@ -463,15 +499,16 @@ class Engine:
     stream = _Stream(iter(requests), dialogues, {}, collections.deque(), {})
     take_answers = functools.partial(stream.take_answers, self.settings.shape.steps)
     pending = self._prefill(params, self._contexts(stream))
-    burst_s = 0.0
+    burst_s, has_more = 0.0, True  # of what is to be decoded now
     while True:
-      idle = slots.count(None) / len(slots)
-      # A burst computes all slots: the more of them are idle, the longer replies may take.
+      # A burst computes all slots: the more of them will be idle, the longer replies may take.
+      idle = 0.0 if has_more else slots.count(None) / len(slots)
       finished = take_answers(patience_s=idle * burst_s, until_one=False)
       free = [slot for slot, rollout in enumerate(slots) if rollout is None]
       # `zip` stops at `free`, its first argument, so that no rollout is consumed without a slot.
       new = dict(zip(free, pending, strict=False))
-      if len(new) < len(free):
+      has_more = len(new) == len(free)
+      if not has_more:
         # Of requests and answers that come later.
         pending = self._prefill(params, self._contexts(stream))
       for prefilled, fresh in self._by_prefilled_batch(new):
@@ -491,7 +528,7 @@ class Engine:
       began = time.monotonic()
       state, emitted = self.programs.burst(params, state)
       emitted = self._to_host(emitted)
-      burst_s = min(time.monotonic() - began, _PATIENCE_S)
+      burst_s = min(time.monotonic() - began, PATIENCE_S)
       before = {slot: rollout.length for slot, rollout in busy.items()}
       tokens = sum(rollout.append(emitted, slot) for slot, rollout in busy.items())
       self._count_burst(usage, stream, int(emitted.steps), len(busy), tokens)
@@ -610,14 +647,11 @@ class Engine:
 
   def _padded_length(self, context: _Context) -> int:
     """A block's size times the least power of two that holds the context, capped."""
-    blocks, responses = self.settings.shape.prompt, self.settings.shape.response
+    blocks = self.settings.shape.prompt
     length = blocks.size
     while length < len(context.tokens):
       length *= 2
-    most = blocks.tokens
-    if context.has_response:
-      most = -(-(blocks.tokens + responses.tokens) // blocks.size) * blocks.size
-    return min(length, most)
+    return min(length, self.longest_prefill()[1] if context.has_response else blocks.tokens)
 
   def _by_prefilled_batch(self, new: Mapping[int, _Pending]) -> Iterator[tuple[Prefilled, Fresh]]:
     """Yields arguments of `decoder.insert` for new rollouts by slot, once per prefilled batch."""

@@ -252,7 +252,9 @@ class Trainer:
     evaluation = accuracy(samples, ks=settings.ks, seed=settings.seed)
     prompts = np.concatenate([batch.prompt_lengths for batch in batches])
     responses = np.concatenate([batch.response_lengths for batch in batches])
-    self.log.write_evaluation(now.step, evaluation, samples, (prompts, responses), began=began)
+    sampled = np.concatenate([batch.sampled_lengths for batch in batches])
+    lengths = prompts, responses, sampled
+    self.log.write_evaluation(now.step, evaluation, samples, lengths, began=began)
     return now._replace(evaluation=evaluation, evaluated=now.step)
 
   def save(self, now: RunState) -> None:

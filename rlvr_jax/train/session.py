@@ -28,6 +28,7 @@ from rlvr_jax.train.setup.grading import (
   announce_partial_credit,
   check_first_dialogue,
   check_first_grade,
+  check_first_messages,
   start_pools,
 )
 from rlvr_jax.train.start import parameters, warm_start_cache
@@ -107,6 +108,7 @@ def open_session(
       lambda: enter(_open_writer(folder, parts, records, tracked_by)), no_writer
     )
     collector = multihost.run_together(lambda: _start_graders(parts, enter))
+    check_first_messages(collector, parts.task.held_out, parts.task.train)
     # A resumed run whose warm-start folder is gone still has its records.
     records_to = no_writer if resumed else writer
     params, needs_warm_start = make_first_params(parts, warm, records_to, warm_starts)

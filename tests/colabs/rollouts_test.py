@@ -70,7 +70,8 @@ def test_rollouts_are_read_with_their_age(samples):
   assert [r.batch for r in samples] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
   assert [r.age for r in samples] == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
   first, second, third, fourth = samples[:4]
-  assert first[:9] == (0, 0, "p0", "0", "0", "correct", 1.0, 1, 0)
+  assert first[:10] == (0, 0, "p0", "0", "0", "correct", "correct", 1.0, 1, 0)
+  assert first.turns == ("0",) and first.policy_turns == 1 and not second.turn_numbers.any()
   assert (second.kind, second.group, second.length) == ("cut off", 0, 3)
   assert (third.kind, fourth.kind, fourth.group) == ("unparseable", "not graded", 1)
   np.testing.assert_allclose(first.surprisals, [0.0])
@@ -172,11 +173,93 @@ def test_exploring_counts_what_is_chosen(samples, capsys):
   assert capsys.readouterr().out.startswith("2 of 16 rollouts\n")
 
 
+# --- dialogues ------------------------------------------------------------------------------------
+
+
+def dialogue(outcome, *turns, surprisals):
+  """A rollout of these turns; a policy's has a stop token too, an environment's has none."""
+  numbers = [n for n, text in enumerate(turns) for _ in [*text, "end"][: len(text) + (n + 1) % 2]]
+  sample = dict(outcome=outcome, stopped=outcome != "length_limit")
+  return rollouts.Rollout(
+    0, 0, "p", "".join(turns), "7", rollouts.rollout_kind(sample), outcome, 0.0, len(numbers), 0,
+    np.asarray(surprisals, float), turns, np.asarray(numbers),
+  )  # fmt: skip
+
+
+DIALOGUES = [
+  dialogue("correct", "9", "<", "7", surprisals=[1.0, 0.0, 0.0, 0.4, 0.0]),
+  dialogue("turn_limit", "9", "<", "x", "??", "3", surprisals=[2, 0, 0, 0.2, 0, 0, 0, 0.6, 0.6]),
+  dialogue("correct", "7", surprisals=[3.0, 0.0]),
+]
+
+
+def test_turns_are_told_apart(capsys):
+  assert [r.policy_turns for r in DIALOGUES] == [2, 3, 1]
+  assert [r.kind for r in DIALOGUES] == ["correct", "out of turns", "correct"]
+  for outcome, kind in (
+    ("length_limit", "cut off"), ("environment_refused", "refused"),
+    ("environment_limit", "refused"), ("environment_failed", "not graded"),
+  ):  # fmt: skip
+    assert dialogue(outcome, "1", surprisals=[0, 0]).kind == kind
+  assert rollouts.by_turns(DIALOGUES) == [DIALOGUES[1], DIALOGUES[0], DIALOGUES[2]]
+  rollouts.show(DIALOGUES[:1])
+  assert capsys.readouterr().out == (
+    "batch   0  age 0    5 tokens  2 turns  reward 0  correct\n"
+    "    'p'   (answer 7, outcome correct)\n"
+    "    policy       '9'\n"
+    "    environment  '<'\n"
+    "    policy       '7'\n"
+  )
+
+
+def test_means_of_turns_are_over_the_policys_tokens():
+  found = rollouts.turn_means(DIALOGUES)
+  np.testing.assert_array_equal(found.counts, [3, 2, 1])
+  np.testing.assert_allclose(found.tokens, [2, 2, 2])
+  np.testing.assert_allclose(found.surprisal, [1.0, 0.6 / 4, 0.6])
+  axes = axes_of(rollouts.plot_turn_surprisals, DIALOGUES)
+  assert [line.get_ydata().tolist() for line in axes.lines] == [[1.0, 0.2], [1.0, 0.1, 0.6]]
+
+
+def test_dialogues_are_counted_by_turns():
+  axes = axes_of(rollouts.plot_turns, DIALOGUES)
+  assert [[bar.get_height() for bar in container] for container in axes.containers] == [
+    [1, 1, 0], [0, 0, 1]
+  ]  # fmt: skip
+  assert texts(axes) == ["out of turns", "correct"]
+  np.testing.assert_array_equal(rollouts.correct_shares(DIALOGUES, "policy_turns").share, [1, 1, 0])
+
+
+def test_an_environments_tokens_have_a_ground_and_no_height(capsys):
+  from matplotlib import pyplot
+
+  rollouts.draw_dialogue(DIALOGUES, 1)
+  axes = pyplot.gca()
+  labels = [label.get_text() for label in axes.get_xticklabels()]
+  assert labels == ["9", "end", "<", "x", "end", "?", "?", "3", "end"]
+  ground, other, *bars = axes.patches
+  assert [(x.get_x(), x.get_x() + x.get_width()) for x in (ground, other)] == [
+    (1.5, 2.5), (4.5, 6.5)
+  ]  # fmt: skip
+  assert [bar.get_height() for bar in bars] == [2, 0, 0, 0.2, 0, 0, 0, 0.6, 0.6]
+  pyplot.close("all")
+  assert capsys.readouterr().out.splitlines()[1:] == [
+    "    policy       '9'             2 tokens, mean 1.00 nats",
+    "    environment  '<'             1 tokens",
+    "    policy       'x'             2 tokens, mean 0.10 nats",
+    "    environment  '??'            2 tokens",
+    "    policy       '3'             2 tokens, mean 0.60 nats",
+    "    outcome      turn_limit",
+  ]
+
+
 # --- the first run --------------------------------------------------------------------------------
 
 
 def answered(*completions):
-  blank = rollouts.Rollout(0, 0, "", "", "5", "wrong", 0.0, 1, 0, np.zeros(1))
+  blank = rollouts.Rollout(
+    0, 0, "", "", "5", "wrong", "wrong", 0.0, 1, 0, np.zeros(1), ("",), np.zeros(1, int)
+  )
   return [blank._replace(completion=text, batch=n) for n, text in enumerate(completions)]
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rlvr_jax.costs.chips import Chip
-from rlvr_jax.costs.generation_time import refresh_seconds
+from rlvr_jax.costs.generation_time import refresh
 from rlvr_jax.costs.workload import Workload
 from rlvr_jax.models.flops import forward_flops
 from rlvr_jax.models.functional import transformer
@@ -24,12 +24,17 @@ MODEL = transformer(NETWORK)
 SHAPES = jax.eval_shape(MODEL.init, jax.random.key(0))
 
 
-def seconds(lengths, chip, *, slots, pages=True, tensor=1, data=1, cache_format=""):
+def estimate(turns, chip, *, slots, pages=True, tensor=1, data=1, reply_s=0.0, cache_format=""):
   mesh = sharding.make_mesh(data=data, tensor=tensor)
   base = sharding.add_shardings(SHAPES, mesh)
-  batch = Workload(np.full(len(lengths), 129), np.asarray(lengths))
+  batch = Workload(np.full(len(turns), 129), np.asarray(turns), reply_s)
   kind = dict(slots=slots, pages=pages, cache_format=cache_format)
-  return refresh_seconds([batch], MODEL, base, mesh, CACHE, chip, **kind)
+  return refresh([batch], MODEL, base, mesh, CACHE, chip, **kind)
+
+
+def seconds(lengths, chip, **settings):
+  """Of responses of one turn, [P, G] tokens."""
+  return estimate(np.asarray(lengths)[..., None], chip, **settings).seconds
 
 
 def read_bytes():
@@ -88,3 +93,45 @@ def test_in_turn_is_the_sum():
   compute = seconds([[160] * 4], FAST._replace(flops=1e9), slots=4).overlapped
   hbm = seconds([[160] * 4], FAST._replace(hbm_bytes_per_s=1e6), slots=4).overlapped
   assert found.in_turn == pytest.approx(compute + hbm) and found.overlapped < found.in_turn
+
+
+def test_dialogues_are_decoded_behind_a_cache_that_is_computed_anew():
+  """One slot, 20 + 30 + 20 tokens: the second turn begins 2 tokens behind a cache of 48."""
+  steps, chip = CACHE.steps, FAST._replace(flops=1.0)
+  assert steps == 16
+  found = estimate([[[20, 30, 20]]], chip, slots=1)
+  one, prefill = (forward_flops(NETWORK, [tokens], [[t]]) for tokens, t in ((1, 1), (129, 0)))
+  rebuilt = forward_flops(NETWORK, [129 + 48], [[0]])
+  # 16 + 4 steps of the first turn, 16 + 6 of the second, of which 2 repeat what is known.
+  assert found.seconds.overlapped == pytest.approx((20 + 22) * one + prefill + rebuilt)
+  assert found.slots_busy == 40 / 42 and found.waiting_share == found.waiting_s == 0
+  assert found.rebuilt_per_token == (129 + 48) / 40
+  # Its steps read the cache of the prompt and of 48 tokens, then of 64.
+  read = [(16, 0), (4, 16), (16, 48), (6, 64)]
+  expected = sum(n * (read_bytes() + cached(129, tokens) * TOKEN) for n, tokens in read)
+  chip = FAST._replace(hbm_bytes_per_s=1.0)
+  assert estimate([[[20, 30, 20]]], chip, slots=1).seconds.overlapped == pytest.approx(expected)
+
+
+def test_without_other_rollouts_the_devices_wait_for_replies():
+  chip = FAST._replace(flops=1.0)
+  at_once = estimate([[[16, 8, 16]]], chip, slots=1)
+  late = estimate([[[16, 8, 16]]], chip, slots=1, reply_s=1e9)
+  assert late.waiting_s == pytest.approx(1e9) and late.slots_busy == at_once.slots_busy
+  assert late.seconds.overlapped - at_once.seconds.overlapped == pytest.approx(1e9, rel=1e-6)
+
+
+def test_other_rollouts_have_the_slots_while_dialogues_wait():
+  """A reply that takes a burst costs nothing with two rollouts, and idle steps with two slots."""
+  chip = FAST._replace(flops=1.0)
+  burst = 16 * forward_flops(NETWORK, [1], [[1]])
+  of = lambda slots, reply_s: estimate(
+    [[[16, 8, 16], [32, 0, 0]]], chip, slots=slots, reply_s=reply_s
+  )
+  assert of(1, 0.0).seconds == of(1, burst).seconds and of(1, burst).waiting_s == 0
+  late = of(2, 10 * burst)
+  # The second burst has an idle slot, of the dialogue; the rest of its wait has no burst. Then it
+  # takes two bursts with 24 steps, of which 8 repeat the reply, beside an idle slot.
+  slot_steps = 2 * (16 + 16 + 24)
+  assert late.waiting_share == 16 / slot_steps and late.slots_busy == 64 / slot_steps
+  assert late.waiting_s == pytest.approx(8 * burst)  # a burst of two slots takes two

@@ -102,6 +102,30 @@ def test_the_estimate_counts_what_is_there(cache_format, itemsize, scale):
   assert generation["keys and values"] == caches + staged
 
 
+def test_dialogues_add_the_prefill_after_a_reply():
+  """Against what the program returns, for the longest of them: prompt and response of every row."""
+  config = tiny.config(environment__name="guess(low=1, high=7)", max_response_length=40)
+  parts = programs.build_shapes_only(config, sharding.make_mesh())
+  engine = parts.programs.engine
+  rows, length = engine.longest_prefill()
+  integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  params = jax.eval_shape(parts.model.init, jax.random.key(0))
+  loaded = jax.eval_shape(parts.model.decoding_params, params)
+  prefilled = jax.eval_shape(
+    engine.programs.prefill, loaded, integers(rows, length), integers(rows)
+  )
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(prefilled))
+  table = memory.estimated_bytes(parts)["generation, estimated"]
+  # A slot also has room for a burst's own keys and values.
+  assert size <= table["prefill after a reply"] < 1.4 * size
+  plain = programs.build_shapes_only(tiny.config(max_response_length=40), sharding.make_mesh())
+  assert "prefill after a reply" not in memory.estimated_bytes(plain)["generation, estimated"]
+  lowered = programs.program_lowerings(parts, programs.pack_full_length(parts))
+  assert lowered.keys() == {"update", "generation", "prefill"}
+  arguments = jax.tree.leaves(lowered["prefill"]().in_avals)
+  assert len(arguments) > len(jax.tree.leaves(params))
+
+
 def test_heads_and_activations_are_split_over_tensor():
   whole, halves = (
     memory.estimated_bytes(

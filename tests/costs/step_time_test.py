@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import numpy as np
 import pytest
 from train import tiny
 
@@ -12,6 +13,7 @@ from rlvr_jax.costs import hlo, programs, step_time, workload
 from rlvr_jax.costs.chips import CHIPS, Chip
 from rlvr_jax.costs.hlo import Item
 from rlvr_jax.models.flops import forward_flops, update_flops
+from rlvr_jax.ops.logprobs import wanted_chunks
 from rlvr_jax.ops.splash import splash_cost
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.programs import make_row_layout
@@ -131,6 +133,55 @@ def test_useful_work_is_that_of_full_lengths_on_every_chip():
   assert found["generation"] == (responses[0] - responses[1]) / 2
 
 
+def dialogues(**fields):
+  """Parts of a tiny run on dialogues: 8 prompts of 8 tokens, each with 4 responses of 40."""
+  environment = dict(environment__name="guess(low=1, high=7)", environment__max_turns=3)
+  config = tiny.config(max_response_length=40, mesh__data=2, **environment, **fields)
+  return programs.build_shapes_only(config, sharding.make_mesh(data=2))
+
+
+LENGTHS = "dialogue(turns=3, policy=5, reply=10, sigma=0)"
+
+
+def test_the_head_of_dialogues_computes_chunks_of_the_policys_tokens():
+  """Few places are one chunk, computed as a whole; of more only as many chunks as are wanted."""
+  parts = dialogues()
+  counts = step_time.count(parts, LENGTHS)
+  layout, policy = parts.placement.row_layout, 8 * 4 * 15
+  assert np.sum(counts.packed.places >= 0) == policy and counts.batch.responses[0, 0] == 35
+  places = layout.count_places(int(counts.packed.num_micro_batches), 0)
+  assert step_time.head_places(parts, counts.packed) == places / policy
+  (loop,) = (name for name in counts.loops if "wanted" in name)
+  assert counts.loops[loop] == 1
+  assert loop == rf"wanted_of_{layout.rows_per_device * layout.length}/while$"
+  assert [wanted_chunks(5000, wanted, 2048) for wanted in (1, 1667, 1668, 5000)] == [1, 1, 2, 3]
+  assert wanted_chunks(2048, 1, 2048) == wanted_chunks(2048, 2048, 2048) == 1
+
+
+def test_useful_work_of_dialogues_has_the_head_at_the_policys_tokens_and_a_prefill():
+  parts = dialogues()
+  network, found = parts.model.config, step_time.count(parts, LENGTHS).useful_flops
+  lengths = [8] * 8, np.full((8, 4), 35)
+  expected = update_flops(network, *lengths, predicted=np.full((8, 4), 15))
+  assert found["update"] == expected / 2 < update_flops(network, *lengths) / 2
+  rows, length = parts.programs.engine.longest_prefill()
+  assert length >= 48 and rows == 8
+  assert found["prefill"] == forward_flops(network, [48] * 8, [[0]] * 8) / 2
+
+
+def test_the_report_of_dialogues_names_their_tokens():
+  parts = dialogues()
+  counts = step_time.count(parts, LENGTHS)
+  about = step_time.dialogue_conditions(parts, counts.batch, counts.packed)
+  text = step_time.format_markdown(CONDITIONS | about, {})
+  assert (
+    "Dialogues of 3.00 turns: 15 tokens of the policy and 20 of the environment per response"
+    in text
+  )
+  with pytest.raises(ValueError, match=r"config\.environment\.max_turns = 3; raise it"):
+    step_time.count(parts, LENGTHS.replace("turns=3", "turns=4"))
+
+
 def test_the_report_names_its_lengths_and_leaves_out_what_is_small():
   found = step_time.cost(ITEMS, CHIP, useful_flops=1.0, memory={"temporary": 2**31})
   text = step_time.format_markdown(CONDITIONS, {"update": found})
@@ -160,6 +211,18 @@ def test_numbers_and_tables_are_written(tmp_path):
 def test_what_a_report_needs(topology, message):
   with pytest.raises(ValueError, match=message):
     choose.prepare_command("costs", tiny.get_config(), None, None, topology)
+
+
+@pytest.mark.parametrize(
+  ("lengths", "message"),
+  [
+    ("lognormal(mean=3, prompt=9)", r"prompt = 9 is more than config\.max_prompt_length = 8"),
+    ("dialogue(turns=2, policy=2, reply=2)", r"config\.environment\.name is empty"),
+  ],
+)
+def test_impossible_lengths_are_refused_before_anything_is_built(lengths, message):
+  with pytest.raises(ValueError, match=message):
+    choose.prepare_command("costs", tiny.config(), None, None, "v5e:1x1", lengths=lengths)
 
 
 def test_other_modes_take_no_topology():

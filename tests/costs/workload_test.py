@@ -1,9 +1,9 @@
 """Lengths that costs are estimated for."""
 
+import ml_collections
 import numpy as np
 import pytest
 
-from rlvr_jax import specs
 from rlvr_jax.costs import workload
 from rlvr_jax.rollouts.packing import computed_rows, row_layout
 from rlvr_jax.types import BatchShape
@@ -15,8 +15,12 @@ LAYOUT = row_layout(
 )  # fmt: skip
 
 
-def make(text):
-  return specs.make("--lengths", workload, text, workload.Lengths)
+ENVIRONMENT = ml_collections.ConfigDict(dict(name="guess", max_turns=4))
+
+
+def make(text, **environment):
+  settings = ml_collections.ConfigDict(ENVIRONMENT.to_dict() | environment)
+  return workload.parse_lengths(text, settings)
 
 
 def test_lognormal_lengths_have_the_mean_and_the_spread_that_are_named():
@@ -63,8 +67,8 @@ def test_places_over_tokens_count_empty_rows_and_each_prompt_once():
   """A row for each of two devices, though one would do; then three rows, and an empty one."""
   sizes = dict(max_prompt_length=5, max_response_length=30, length=40, alignment=1, devices=2)
   layout = row_layout(prompts=2, group_size=2, **sizes, tokens_per_micro_batch=40)
-  count = lambda *lengths: workload.count_packing(
-    workload.Workload(*map(np.asarray, lengths)), layout
+  count = lambda prompts, responses: workload.count_packing(
+    workload.Workload(np.asarray(prompts), np.asarray(responses)[..., None]), layout
   )
   assert count([3], [[6, 2]]).places_per_token == 80 / 11
   assert count([3, 3], [[30, 2], [30, 30]]).places_per_token == 160 / 98
@@ -76,6 +80,11 @@ def test_places_over_tokens_count_empty_rows_and_each_prompt_once():
     ("lognormal", "--lengths = 'lognormal': lognormal needs a value of mean"),
     ("lognormal(mean=0)", r"mean = 0 is not a number in \[1"),
     ("normal(mean=5)", "'normal' is unknown; did you mean 'lognormal'"),
+    ("dialogue(turns=0, policy=5, reply=5)", r"turns = 0 is not an integer ≥ 1"),
+    ("dialogue(turns=2, policy=0, reply=5)", r"policy = 0 is not a number in \[1"),
+    ("dialogue(turns=2, policy=5, reply=0.5)", r"reply = 0\.5 is not a number in \[1"),
+    ("dialogue(turns=2, policy=5, reply=5, reply_s=-1)", r"reply_s = -1 is not a number in \[0"),
+    ("dialogue(turns=5, policy=5, reply=5)", r"5 turns, but config\.environment\.max_turns = 4;"),
   ],
 )
 def test_what_is_refused(text, message):
@@ -85,3 +94,56 @@ def test_what_is_refused(text, message):
     ValueError, match=r"prompt = 101 is more than config\.max_prompt_length = 100"
   ):
     make("lognormal(mean=5, prompt=101)").draw(SHAPE, 0)
+
+
+def test_dialogues_need_an_environment_and_places_for_another_turn():
+  with pytest.raises(ValueError, match=r"2 turns, but config\.environment\.name is empty"):
+    make("dialogue(turns=2, policy=5, reply=5)", name="")
+  assert make("dialogue(turns=1, policy=5, reply=5)", name="").max_turns == 1
+  text = "dialogue(turns=2, policy=1500, reply=500)"
+  with pytest.raises(
+    ValueError, match=r"2000 tokens leave no place .*config\.max_response_length = 2000"
+  ):
+    make(text).draw(SHAPE, 0)
+
+
+def test_turns_of_dialogues_follow_one_another_up_to_the_greatest_length():
+  """Without a spread: turns of 30 tokens and replies of 50 end where 200 places are full."""
+  shape = BatchShape(2, 3, 100, 200)
+  of = lambda turns, **sizes: make(
+    f"dialogue(turns={turns}, policy=30, reply=50, sigma=0, prompt=7)"
+  ).draw(shape._replace(**sizes), 0)
+  three = of(3)
+  assert three.prompts.tolist() == [7, 7] and three.turns.shape == (2, 3, 5)
+  assert three.turns[1, 2].tolist() == [30, 50, 30, 50, 30]
+  assert three.responses[0, 0] == 190 and three.sampled[0, 0] == 90
+  cut = of(3, max_response_length=170)  # the last turn has ten places
+  assert cut.turns[0, 0].tolist() == [30, 50, 30, 50, 10]
+  # A reply needs its places and another one.
+  assert of(3, max_response_length=160).turns[0, 0].tolist() == [30, 50, 30, 0, 0]
+  assert of(3, max_response_length=161).turns[0, 0].tolist() == [30, 50, 30, 50, 1]
+
+
+def test_lognormal_turns_have_their_means():
+  long = SHAPE._replace(max_response_length=10**6)
+  batch = make("dialogue(turns=4, policy=100, reply=400, sigma=0.5, reply_s=2)").draw(long, 0)
+  assert batch.reply_s == 2 and (batch.turns > 0).all()
+  assert batch.turns[..., ::2].mean() == pytest.approx(100.5, rel=0.03)
+  assert batch.turns[..., 1::2].mean() == pytest.approx(400.5, rel=0.03)
+  assert (batch.responses == batch.turns.sum(-1)).all() and batch.responses.max() > 2000
+
+
+def test_rows_of_dialogues_have_places_for_all_tokens_and_predict_the_policys():
+  shape = BatchShape(2, 3, 100, 200)
+  batch = make("dialogue(turns=3, policy=30, reply=50, sigma=0, prompt=7)").draw(shape, 0)
+  layout = row_layout(
+    **shape._asdict(), length=400, alignment=1, devices=1, tokens_per_micro_batch=400
+  )
+  packed = workload.pack_workload(batch, shape, layout)
+  assert np.sum(packed.places >= 0) == 2 * 3 * 90
+  first = packed.places[0, 0]
+  assert (first[:30] >= 0).all() and (first[30:80] == -1).all() and first[80] == first[0] + 80
+  assert (first[190:] == -1).all()
+  # Two rollouts of 190 tokens fill a row, behind the six of one prompt or of two.
+  assert int(packed.num_micro_batches) == 3
+  assert np.sum(packed.rows.prompts >= 0) == 4 * 6 + 6 * 190

@@ -10,7 +10,8 @@ import pytest
 from rlvr_jax.costs import workload
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.rollouts.engine import Engine, Request, Usage
+from rlvr_jax.rollouts.dialogues import DialogueUsage
+from rlvr_jax.rollouts.engine import Engine, Request
 from rlvr_jax.types import BatchShape, Sampling
 
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "slots.py"
@@ -36,7 +37,7 @@ def test_the_simulation_counts_what_the_engine_counts():
   params = engine.load(engine.settings.model.init(jax.random.key(0)), {})
   keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), (20, 1))))
   asked = [Request(None, i, np.asarray([1, 2], np.int32), keys[i]) for i in range(20)]
-  usage = Usage()
+  usage = DialogueUsage()
   groups = [group for served in engine.serve(params, asked, usage) for group in served]
   lengths = np.concatenate(
     [g.lengths for g in sorted(groups, key=lambda group: group.prompt_index)]

@@ -36,6 +36,8 @@ class Replies:
     self._T, self._max_turns, self._stop = T, max_turns, list(stop_tokens)
     self._rng = np.random.default_rng(delays) if delays else None
     self._asked = []  # (bursts to wait, group, rollout)
+    self._begun = set()  # rollouts whose first turn has ended
+    self.patient = []  # numbers of these whenever the engine was ready to wait
     self.idle_slot_steps = self.rebuilt_tokens = 0
 
   def find_stop(self, group, rollout, start):
@@ -49,9 +51,11 @@ class Replies:
   def ask(self, group, rollout):
     delay = int(self._rng.integers(0, 5)) if self._rng else 0
     self._asked.append((delay, group, rollout))
+    self._begun.add((group.prompt_index, rollout))
 
   def take(self, *, patience_s, until_one):
-    del patience_s
+    if patience_s > 0:
+      self.patient.append(len(self._begun))
     ready = [entry for entry in self._asked if entry[0] == 0 or until_one]
     self._asked = [(n - 1, *rest) for n, *rest in self._asked if not (n == 0 or until_one)]
     return [self._answer(group, rollout) for _, group, rollout in ready]
@@ -206,3 +210,10 @@ def test_idle_slots_and_caches_that_are_computed_anew_are_counted():
       expected += int(np.sum(prompt - 1 + cached))
   assert at_once.rebuilt_tokens == delayed.rebuilt_tokens == expected > 0
   assert at_once.idle_slot_steps == 0 < delayed.idle_slot_steps
+
+
+def test_the_engine_waits_for_replies_only_where_no_other_rollout_wants_the_slot():
+  dialogues = Replies(96, delays=3)
+  _serve(96, 4, dialogues)
+  # All twelve rollouts have begun: their first turn has ended, or is in one of four slots.
+  assert dialogues.patient and min(dialogues.patient) >= P * G - 4

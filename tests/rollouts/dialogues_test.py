@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from rlvr_jax.data import ByteTokenizer, Problem
-from rlvr_jax.data.batches import encode_prompts
+from rlvr_jax.data.batches import PromptError, encode_prompts
 from rlvr_jax.environments.pool import EnvironmentPool
 from rlvr_jax.rewards.outcome import Outcome
 from rlvr_jax.rollouts.batch import Flight
+from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.dialogues import (
   CUTS,
   DialogueSettings,
@@ -23,6 +24,7 @@ from rlvr_jax.rollouts.dialogues import (
   shorten,
 )
 from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.train.setup.grading import check_first_messages
 
 T, TOKENIZER, STOP = 24, ByteTokenizer(), 257
 ENVIRONMENT = '''
@@ -274,3 +276,23 @@ def test_why_an_environment_failed_is_told(pool):
   answers_to(group, pool)
   for detail, part in zip(group.details, texts.values(), strict=True):
     assert part in detail and bool(part) == bool(detail)
+
+
+def test_first_messages_are_what_is_measured(pool):
+  """Not the question, which nothing is sampled from; before the run samples."""
+  own = Problem(question="own words", answer="", solution="", reference={})
+  plain = Problem(question="a long question", answer="", solution="", reference={})
+  collector = lambda limit: Collector(
+    TOKENIZER, limit, submit=None, results=None, outcome_policy={}, environments=environments(pool)
+  )
+  length = len(TOKENIZER.encode_messages([{"role": "user", "content": "seed 2"}]))
+  flight = collector(length).begin([own], [2])
+  assert flight.prompts.lengths.tolist() == [length]
+  told = rf"^a prompt has {length} tokens .*shorten the first messages .* begins 'seed 2'"
+  with pytest.raises(PromptError, match=told):
+    collector(length - 1).begin([own], [2])
+  with pytest.raises(PromptError, match=r"too_long = 'drop' .* begins 'a long question'"):
+    collector(8).begin([plain], [2])
+  check_first_messages(collector(30), [plain], [own])
+  with pytest.raises(PromptError, match=r"shorten the first messages .* begins 'seed \d+'"):
+    check_first_messages(collector(5), [], [own])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from train import tiny
 
+from rlvr_jax.colab import rollouts
 from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.train import train
 from rlvr_jax.ops.keys import seeds_for
@@ -73,6 +74,15 @@ def test_the_record_of_a_dialogue(whole):
       assert (arrays["behavior_logprobs"][p, g][turns[p, g] % 2 == 1] == 0).all()
       ended.add(turns[p, g].max())
   assert len(ended) == MAX_TURNS  # some end after each number of turns
+
+
+def test_the_notebook_reads_turns(whole):
+  read = rollouts.load(whole)
+  assert len({r.policy_turns for r in read}) == MAX_TURNS
+  for r in read:
+    assert [*np.unique(r.turn_numbers)] == [*range(len(r.turns))]
+    assert (r.surprisals[r.turn_numbers % 2 == 1] == 0).all()
+    assert set(r.turns[1::2]) <= {"<", ">", "?"} and "".join(r.turns) == r.completion
 
 
 def test_a_found_number_is_the_reward(whole):
@@ -217,6 +227,9 @@ def test_an_evaluation_by_itself(whole, tmp_path):
   values = evaluate_checkpoint(build(changed), tmp_path / "eval", whole / "checkpoints" / "4")
   (last,) = [r for r in tiny.records(whole, "eval") if r["step"] == 4]
   assert values["eval/pass@1"] == last["eval/pass@1"]
+  problems = [json.loads(x) for x in (tmp_path / "eval/problems.jsonl").read_text().splitlines()]
+  read = [sample for problem in problems for sample in problem["samples"]]
+  assert read and all("".join(sample["turns"]) == sample["completion"] for sample in read)
 
 
 @pytest.fixture(scope="module", name="scored")

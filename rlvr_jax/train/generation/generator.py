@@ -398,9 +398,12 @@ class Generator:
       timings["time/grade_seconds"] = time.perf_counter() - began
       timings |= machines.memory("grade")
       lengths: Any = batch.flight.rollouts.lengths
-      flops = forward_flops(parts.model.config, batch.flight.prompts.lengths, lengths)
       # Every sampled token, whether or not it is in the loss.
-      mask = sampled_places(batch.flight.rollouts).astype(np.float32)
+      sampled = sampled_places(batch.flight.rollouts)
+      flops = forward_flops(
+        parts.model.config, batch.flight.prompts.lengths, lengths, predicted=sampled.sum(-1)
+      )
+      mask = sampled.astype(np.float32)
       if recorded is not None:
         graded = append_recorded(graded, recorded)
         mask = np.concatenate([mask, recorded.train.mask])

@@ -15,7 +15,13 @@ import numpy as np
 from rlvr_jax.data import Task
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.rollouts.batch import Graded, RolloutBatch, response_lengths, write_batch
+from rlvr_jax.rollouts.batch import (
+  Graded,
+  RolloutBatch,
+  loss_tokens,
+  response_lengths,
+  write_batch,
+)
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import measure_wait
@@ -315,13 +321,16 @@ class RunLog:
   def count_scored(self, batch: TrainBatch) -> None:
     """Counts a forward pass over the batch."""
     lengths = batch.prompts.lengths, response_lengths(batch)
-    self.counters["flops_score"] += forward_flops(self._run.network, *lengths)
+    predicted = loss_tokens(batch)
+    self.counters["flops_score"] += forward_flops(self._run.network, *lengths, predicted=predicted)
 
   def count_trained(self, batch: TrainBatch, adapters: Params | None) -> None:
     """Counts an update on the batch; `adapters`: the trained parameters if others are frozen."""
     lengths = batch.prompts.lengths, response_lengths(batch)
     self.counters["tokens_trained"] += int(batch.mask.sum())
-    self.counters["flops_optimise"] += update_flops(self._run.network, *lengths, adapters=adapters)
+    self.counters["flops_optimise"] += update_flops(
+      self._run.network, *lengths, predicted=loss_tokens(batch), adapters=adapters
+    )
 
   def counter_metrics(self) -> dict[str, float]:
     """The counters as metrics."""
@@ -423,12 +432,15 @@ class RunLog:
       step: number of updates so far.
       values: as `evaluate.held_out.accuracy` returns them.
       samples: [problems][samples].
-      lengths: (of prompts, of responses), in tokens.
+      lengths: (of prompts, of responses, of these the policy's), in tokens.
       began: when the evaluation began, seconds on the host's clock.
     """
     self.clock.mark_free(time.perf_counter())
-    self.counters["tokens_evaluated"] += int(lengths[1].sum())
-    self.counters["flops_evaluate"] += forward_flops(self._run.network, *lengths)
+    prompts, responses, sampled = lengths
+    self.counters["tokens_evaluated"] += int(sampled.sum())
+    self.counters["flops_evaluate"] += forward_flops(
+      self._run.network, prompts, responses, predicted=sampled
+    )
     timings = {"time/evaluate_seconds": self.clock.free_from - began}
     timings |= self._stopwatch.times(timings) | machines.memory("evaluate")
     self.writer.write(step, "eval", {**values, **self.counter_metrics(), **timings})

@@ -19,6 +19,7 @@ from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.environments.by_name import parse_environment
 from rlvr_jax.environments.pool import EnvironmentPool, EnvironmentStartError, Failure
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
+from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rewards.by_name import parse_grader, weighted_reference
 from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy, outcome_policy
 from rlvr_jax.rewards.pool import GraderPool, default_workers
@@ -38,6 +39,7 @@ from rlvr_jax.train.reporting.progress import warn
 WEIGHTED, _CODE = "weighted", "code"  # by name
 _NO_ANSWER = "no answer"  # a text that no grader or environment takes for one
 _FIRST_TURN_S = 3600.0  # above all limits of a turn
+_NUM_BEGUN = 8  # problems per source whose dialogues are begun for a check
 _NUM_INSPECTED = 100  # problems per source whose references are searched for names of graders
 
 
@@ -308,11 +310,13 @@ def _environment_pool(
   )
 
 
-def check_first_dialogue(policy: OutcomePolicy, pool: EnvironmentPool | None, task: Task) -> str:
+def check_first_dialogue(
+  outcome_policy: OutcomePolicy, pool: EnvironmentPool | None, task: Task
+) -> str:
   """Plays a turn of the first problem: an environment that fails in it may fail in all.
 
   Args:
-    policy: the rewards of outcomes.
+    outcome_policy: the rewards of outcomes.
     pool: from `start_pools`; None except on the first process.
     task: of the run.
   Returns:
@@ -335,9 +339,22 @@ def check_first_dialogue(policy: OutcomePolicy, pool: EnvironmentPool | None, ta
       return f"the first problem's environment {did} to {_NO_ANSWER!r} within {seconds:.2f} s"
     where, failure = f"on the text {_NO_ANSWER!r}", turn
   text = f"the first training problem's environment: {failure.kind} {where}: {failure.detail}"
-  if failure.kind == "failed" and policy[Outcome.ENVIRONMENT_FAILED] == MASK:
+  if failure.kind == "failed" and outcome_policy[Outcome.ENVIRONMENT_FAILED] == MASK:
     raise EnvironmentStartError(text)
   return text
+
+
+def check_first_messages(collector: Collector, *sources: ProblemSource) -> None:
+  """Raises PromptError if the messages with which dialogues begin are too long; all call it.
+
+  Those of the first problems: others are measured when they are drawn, since they need a seed.
+  """
+  if collector.environments is None:
+    return
+  for source in sources:
+    problems = [source[index] for index in range(min(len(source), _NUM_BEGUN))]
+    if problems:
+      collector.begin(problems, seeds_for(0, "rollout", 0, len(problems)))
 
 
 def make_environments(
