@@ -298,7 +298,7 @@ class Engine:
       model=model,
       sampling=sampling,
       slots=self._round_up(-(-slots // cores)) * cores,
-      shape=CacheShape.of(max_prompt_length, max_new_tokens),
+      shape=CacheShape.of(max_prompt_length, max_new_tokens, has_replies=has_replies),
       max_new_tokens=max_new_tokens,
       stop_tokens=stop_tokens,
       cache=cache,

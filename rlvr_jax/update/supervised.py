@@ -20,7 +20,7 @@ def supervised_step(
   frozen: Params,
   prompts: Prompts,
   solutions: Array,
-  lengths: Array,
+  mask: Array,
   *,
   model: Any,
   optimizer: optax.GradientTransformation,
@@ -31,14 +31,14 @@ def supervised_step(
     state: (trained parameters, optimizer state).
     frozen: the network's other parameters; {} if all are trained.
     prompts: P prompts.
-    solutions: i32[P, T], right-padded, stop token included.
-    lengths: i32[P], tokens of each solution.
+    solutions: i32[P, T], right-padded, stop tokens included.
+    mask: bool[P, T], tokens to learn: the policy's.
   Returns:
     The next (params, opt_state), and the loss f32[] in nats per token.
   """
   trained, opt_state = state
   tokens = solutions[:, None]  # a group of one
-  mask = (jnp.arange(solutions.shape[1]) < lengths[:, None])[:, None].astype(jnp.float32)
+  mask = mask[:, None].astype(jnp.float32)
 
   def loss(trained):
     params = model.combine(trained, frozen)
@@ -67,7 +67,7 @@ def warm_start(
   Args:
     state: (trained parameters, optimizer state).
     frozen: the network's other parameters; {} if all are trained.
-    batches: (prompts, solutions, lengths), as for `supervised_step`.
+    batches: (prompts, solutions, mask), as for `supervised_step`.
     step: `supervised_step`, jitted and donating its state.
     num_steps: number of updates.
     report: called with the number and the loss of a step, one report later than the step, so that

@@ -101,7 +101,7 @@ def _serve(T, slots, dialogues, temperature=1.0):
 
 
 @functools.cache
-def _dialogues(T=96, slots=12):
+def _dialogues(T=128, slots=12):
   return _serve(T, slots, Replies(T))
 
 
@@ -131,7 +131,7 @@ def test_dialogues_have_turns_in_order():
 
 
 def test_the_first_turn_is_that_of_a_run_without_dialogues():
-  plain = _serve(96, 12, None)
+  plain = _serve(128, 12, None)
   for group, other in zip(_dialogues(), plain, strict=True):
     for g in range(G):
       first = int((group.turns[g, : group.lengths[g]] == 0).sum())
@@ -144,13 +144,13 @@ def test_the_first_turn_is_that_of_a_run_without_dialogues():
 
 @pytest.mark.parametrize("delays", [1, 2])
 def test_a_reply_may_come_at_any_time(delays):
-  _assert_equal(_serve(96, 12, Replies(96, delays=delays)), _dialogues())
+  _assert_equal(_serve(128, 12, Replies(128, delays=delays)), _dialogues())
 
 
 @pytest.mark.parametrize("slots", [1, 4, 64])
 def test_the_record_does_not_depend_on_delays_at_other_numbers_of_slots(slots):
-  expected = _serve(96, slots, Replies(96))
-  _assert_equal(_serve(96, slots, Replies(96, delays=3)), expected)
+  expected = _serve(128, slots, Replies(128))
+  _assert_equal(_serve(128, slots, Replies(128, delays=3)), expected)
   for group, other in zip(expected, _dialogues(), strict=True):  # but for rounding
     np.testing.assert_array_equal(group.tokens, other.tokens)
     np.testing.assert_allclose(group.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
@@ -168,15 +168,15 @@ def test_logprobs_of_all_turns_equal_the_trainers():
 
 def test_a_turn_ends_at_a_stop_string_and_what_follows_is_dropped():
   """The tokens up to the stop string are those of a run without it."""
-  plain = _serve(96, 12, None)
+  plain = _serve(128, 12, None)
   tokens = plain[1].tokens[2]
-  end = next(n for n in range(4, 96) if tokens[n - 1] != tokens[n - 2])
+  end = next(n for n in range(4, 128) if tokens[n - 1] != tokens[n - 2])
   stop = tokens[end - 2 : end].tolist()  # first occurs, or has occurred, by `end`
-  end = next(n for n in range(2, 96) if tokens[n - 2 : n].tolist() == stop)
-  groups = _serve(96, 12, Replies(96, stop_tokens=stop, max_turns=2))
+  end = next(n for n in range(2, 128) if tokens[n - 2 : n].tolist() == stop)
+  groups = _serve(128, 12, Replies(128, stop_tokens=stop, max_turns=2))
   np.testing.assert_array_equal(groups[1].tokens[2, :end], tokens[:end])
   assert (groups[1].turns[2, : end + 1] == [0] * end + [1]).all() and plain[1].lengths[2] > end
-  _assert_equal(_serve(96, 12, Replies(96, stop_tokens=stop, max_turns=2, delays=4)), groups)
+  _assert_equal(_serve(128, 12, Replies(128, stop_tokens=stop, max_turns=2, delays=4)), groups)
 
 
 def test_short_responses_are_a_single_burst():
