@@ -8,6 +8,7 @@ import pytest
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.caches import CacheShape
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.rollouts.engine import Answer, Engine, make_requests, stack_groups
 from rlvr_jax.types import Prompts, Sampling
@@ -179,7 +180,15 @@ def test_a_turn_ends_at_a_stop_string_and_what_follows_is_dropped():
   _assert_equal(_serve(128, 12, Replies(128, stop_tokens=stop, max_turns=2, delays=4)), groups)
 
 
-def test_short_responses_are_a_single_burst():
+@pytest.mark.parametrize(
+  ("T", "steps"), [(1, 1), (9, 1), (16, 2), (24, 2), (96, 8), (128, 16), (4096, 16)]
+)
+def test_bursts_are_an_eighth_of_a_response_of_several_turns_at_most(T, steps):
+  assert CacheShape.of(S, T, has_replies=True).steps == steps
+  assert CacheShape.of(S, T).steps == min(T, 16)
+
+
+def test_short_responses_have_short_bursts():
   groups = _serve(16, 5, Replies(16), temperature=5.0)
   assert max(group.turns.max() for group in groups) >= 2
   _assert_equal(_serve(16, 5, Replies(16, delays=1), temperature=5.0), groups)
