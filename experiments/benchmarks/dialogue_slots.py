@@ -1,138 +1,133 @@
-"""Slots that are busy while an environment takes as long as the policy.
+"""Slots that are busy where an environment takes as long as the policy.
 
-  python experiments/benchmarks/dialogue_slots.py --turn=128
+  python experiments/benchmarks/dialogue_slots.py
 
-Dialogues of 4 to 8 turns run through 32 slots, 4 times as many dialogues as slots, with a real
-environment in a process of its own. A turn of the policy has about `--turn` tokens, of geometric
-distribution; a reply has 16. First the environment replies at once: that gives the seconds of a
-turn in its slot. Then each reply takes these seconds.
+Dialogues of 4 to 8 turns run through the engine, 4 or 16 times as many as slots. A turn of the policy has
+about 32 to 256 tokens, of geometric distribution; a reply has 16. It comes at once, or after as
+many decoding steps as the turn took. So the counts do not depend on the machine.
 
-Busy slots are tokens that were sampled, by slots and decoding steps: not those that a burst
-repeats after a reply, and not the steps behind a turn's end. The drain is left out, where requests
-have run out and some slots are idle. Without the engine's waits, what is lost is the burst: a turn
-begins and ends within one. `of a burst's bound` compares with that.
-
-The last line is one JSON object.
+"busy" are the tokens that were sampled, by slots and decoding steps, outside the drain: where fewer
+dialogues than slots have not ended. Steps that repeat tokens after a reply, or lie behind a turn's
+end in its burst, are not busy, nor are those in which all slots wait. "lost to bursts" is what is
+lost if replies come at once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import pathlib
 import sys
-import time
-from typing import Any
+from collections.abc import Sequence
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's root
 
-from absl import app, flags
-
-from rlvr_jax.train.cluster.process import collect_garbage_less_often, keep_freed_memory
-
-keep_freed_memory()
-collect_garbage_less_often()
-
 import jax
+import numpy as np
 
-from experiments.benchmarks import slow_environment
-from rlvr_jax.configs import base
-from rlvr_jax.data import ByteTokenizer, Problem, Task
-from rlvr_jax.rollouts.collect import Collector, serve_graded
-from rlvr_jax.rollouts.dialogues import DialogueUsage
-from rlvr_jax.rollouts.engine import make_requests
-from rlvr_jax.train.setup.build import Parts, build
-from rlvr_jax.train.setup.grading import start_pools
-from rlvr_jax.train.start import parameters
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.presets import preset
+from rlvr_jax.rollouts.engine import Answer, Engine, Group, Usage, make_requests
+from rlvr_jax.types import Prompts, Sampling
 
-_VOCABULARY = 512
-
-_TURN = flags.DEFINE_integer("turn", 128, "Tokens of a turn of the policy, about.", lower_bound=1)
-_SLOTS = flags.DEFINE_integer("slots", 32, "Dialogues that are decoded at a time.", lower_bound=1)
-_PER_SLOT = flags.DEFINE_integer("per_slot", 4, "Dialogues by slots.", lower_bound=1)
+VOCABULARY, SLOTS, GROUP, REPLY = 512, 16, 4, 16
 
 
-class _StoppingTokenizer(ByteTokenizer):
-  """Has so many stop tokens that turns have about `--turn` tokens with random weights."""
+class Replies:
+  """Answers turns after a share of the time that they took; see `engine.Dialogues`.
 
-  vocab_size = _VOCABULARY
+  Its clock counts decoding steps, those in which all slots wait included.
+  """
 
-  @property
-  def stop_ids(self) -> tuple[int, ...]:
-    return tuple(range(_VOCABULARY - max(_VOCABULARY // _TURN.value, 1), _VOCABULARY))
+  def __init__(self, usage: Usage, share: float):
+    self._usage, self._share = usage, share
+    self.idle_steps = 0
+    self._asked: list[tuple[float, Group, int]] = []  # with the time of the answer
 
+  def _now(self) -> float:
+    return self._usage.slot_steps / SLOTS + self.idle_steps
 
-def make_config(seconds: float) -> Any:
-  c = base.get_config()
-  c.model.overrides = dict(vocab_size=_VOCABULARY)
-  c.environment.name = f"{slow_environment.__name__}:slow(seconds={seconds})"
-  c.environment.processes = 1
-  c.max_prompt_length = 16
-  c.max_response_length = 16 * _TURN.value  # twice as much as eight turns take on average
-  c.batch.prompts = _PER_SLOT.value * _SLOTS.value // 4
-  c.batch.group_size = 4
-  c.sampling.slots = _SLOTS.value
-  c.grading.num_workers = 1
-  c.warm_start.num_steps = 0
-  return c
+  def find_stop(self, group: Group, rollout: int, start: int) -> None:
+    del group, rollout, start
 
+  def ask(self, group: Group, rollout: int) -> None:
+    turns = group.turns[rollout, : group.lengths[rollout]]
+    took = int((turns == turns[-1]).sum())
+    self._asked.append((self._now() + self._share * took, group, rollout))
 
-def make_task() -> Task:
-  problem = Problem(question="Talk.", answer="", solution="", reference={})
-  grader = "pattern(regex='(?!)')"  # the environment gives the score
-  return Task(name="talk", train=(problem,), warm_start=(), held_out=(problem,), grader=grader)
+  def take(self, *, patience_s: float, until_one: bool) -> list[Answer]:
+    del patience_s  # of a wall clock
+    if until_one and self._asked:
+      first = min(at for at, *_ in self._asked)
+      self.idle_steps += max(0, int(np.ceil(first - self._now())))
+    ready = [entry for entry in self._asked if entry[0] <= self._now()]
+    self._asked = [entry for entry in self._asked if entry[0] > self._now()]
+    return [self._answer(group, rollout) for _, group, rollout in ready]
 
-
-def measure(parts: Parts, seed: int) -> tuple[DialogueUsage, float]:
-  """The counts of a stream of dialogues, and its seconds."""
-  engine, c = parts.programs.engine, parts.config
-  with contextlib.ExitStack() as stack:
-    enter = lambda pool: stack.enter_context(contextlib.closing(pool))
-    collector: Collector = parts.make_collector(*start_pools(c, parts.task, enter))
-    params = engine.load(parameters.initial_params(parts), {})
-    problems = [parts.task.train[0]] * c.batch.prompts
-    flight = collector.begin(problems, range(c.batch.prompts))
-    requests = make_requests(flight.prompts, jax.random.key(seed), c.batch.group_size, flight)
-    usage = collector.usage()
-    assert isinstance(usage, DialogueUsage)
-    began = time.perf_counter()
-    for _ in serve_graded(engine, params, requests, collector, usage):
-      pass
-    return usage, time.perf_counter() - began
+  def _answer(self, group: Group, rollout: int) -> Answer:
+    length = int(group.lengths[rollout])
+    turns = int(group.turns[rollout, length - 1]) // 2 + 1
+    is_last = turns == 4 + group.prompt_index % 5 or length + REPLY >= group.tokens.shape[1]
+    return Answer(group, rollout, np.zeros(0 if is_last else REPLY, np.int32), is_last)
 
 
-def main(argv: list[str]) -> None:
-  del argv
-  build_parts = lambda seconds: build(
-    make_config(seconds), task=make_task(), tokenizer=_StoppingTokenizer()
+def make_engine(turn: int) -> Engine:
+  """An engine whose turns have about so many tokens, with random weights."""
+  config = preset(
+    "tiny", vocab_size=VOCABULARY, num_layers=1, width=32, mlp_width=64, unroll_layers=1
   )
-  at_once = build_parts(0.0)
-  measure(at_once, seed=0)  # compiles
-  usage, seconds = measure(at_once, seed=1)
-  turn_s = seconds * _SLOTS.value / usage.replies
-  slow, slow_s = measure(build_parts(round(turn_s, 4)), seed=1)
-  result = {
-    "slots": _SLOTS.value,
-    "dialogues": _SLOTS.value * _PER_SLOT.value,
-    "tokens_per_turn": round(slow.slot_tokens / slow.replies, 1),
-    "turn_s": round(turn_s, 3),
-    "reply_s": round(slow.reply_waits_s / slow.replies, 3),
-    "busy_if_replies_come_at_once": round(busy(usage), 3),
-    "busy": round(busy(slow), 3),
-    "drain": round(slow.drain_slot_steps / slow.slot_steps, 3),
-    "waited_for_replies": round(slow.environment_wait_seconds / slow_s, 3),
-    "seconds_over_those_at_once": round(slow_s / seconds, 3),
-  }
-  print(json.dumps(result))
+  return Engine(
+    transformer(config),
+    Sampling(),
+    slots=SLOTS,
+    prefill_rows=SLOTS,
+    max_prompt_length=16,
+    max_new_tokens=16 * turn,  # about twice what eight turns take
+    stop_tokens=tuple(range(VOCABULARY - VOCABULARY // turn, VOCABULARY)),
+    pad_token=0,
+    has_replies=True,
+  )
 
 
-def busy(usage: DialogueUsage) -> float:
+def measure(engine: Engine, share: float, per_slot: int) -> tuple[Usage, int]:
+  """The counts of a stream of dialogues, and the steps in which all slots waited.
+
+  Args:
+    engine: decodes.
+    share: of the time of a turn that its reply takes.
+    per_slot: dialogues by slots.
+  """
+  number = SLOTS * per_slot // GROUP
+  tokens = np.random.default_rng(0).integers(1, VOCABULARY, (number, 16)).astype(np.int32)
+  prompts = Prompts(tokens=tokens, lengths=np.full(number, 16, np.int32))
+  usage = Usage()
+  replies = Replies(usage, share)
+  params = engine.load(engine.settings.model.init(jax.random.key(0)), {})
+  requests = make_requests(prompts, jax.random.key(1), GROUP, None)
+  for _ in engine.serve(params, requests, usage, replies):
+    pass
+  return usage, replies.idle_steps
+
+
+def busy(usage: Usage, idle_steps: int) -> float:
   """Sampled tokens by slots and steps, outside the drain."""
-  steps = usage.slot_steps - usage.drain_slot_steps
+  steps = usage.slot_steps - usage.drain_slot_steps + idle_steps * SLOTS
   return (usage.slot_tokens - usage.drain_tokens) / steps
 
 
+def main(cases: Sequence[tuple[int, int]] = ((32, 4), (64, 4), (128, 4), (256, 4), (128, 16))):
+  print("| a turn, tokens about | dialogues by slots | busy | lost to bursts | to waits | drain |")
+  print("|---|---|---|---|---|---|")
+  for turn, per_slot in cases:
+    engine = make_engine(turn)
+    at_once, slow = busy(*measure(engine, 0.0, per_slot)), measure(engine, 1.0, per_slot)
+    usage = slow[0]
+    print(
+      f"| {turn} | {per_slot} | {busy(*slow):.1%} | {1 - at_once:.1%}"
+      f" | {at_once - busy(*slow):.1%} | {usage.drain_slot_steps / usage.slot_steps:.0%} |",
+      flush=True,
+    )
+
+
 if __name__ == "__main__":
-  app.run(main)
+  main()

@@ -139,7 +139,8 @@ class Usage:
   Attributes:
     slot_steps: decoding steps times slots, idle slots included.
     slot_tokens: tokens of the policy; not those that a burst of a dialogue repeats.
-    drain_slot_steps, drain_tokens: the same, in bursts with idle slots, when requests had run out.
+    drain_slot_steps, drain_tokens: the same, in bursts when requests had run out, and fewer
+      responses than slots had not ended.
   """
 
   slot_steps: int = 0
@@ -396,9 +397,12 @@ class Engine:
       free = [slot for slot, rollout in enumerate(slots) if rollout is None]
       # `zip` stops at `free`, its first argument, so that no rollout is consumed without a slot.
       new = dict(zip(free, pending, strict=False))
-      if len(new) < len(free):
-        # Of requests and answers that come later.
+      while len(new) < len(free):
+        # Of requests and answers that come later, or came after `pending` had been made.
         pending = self._prefill(params, self._contexts(coming, resumed))
+        if not resumed:
+          break
+        new |= zip(free[len(new) :], pending, strict=False)
       for prefilled, fresh in self._by_prefilled_batch(new):
         state = self.programs.insert(state, prefilled, fresh)
       for slot, (rollout, *_) in new.items():
@@ -419,7 +423,8 @@ class Engine:
       burst_s = min(time.monotonic() - began, _PATIENCE_S)
       before = {slot: rollout.length for slot, rollout in busy.items()}
       tokens = sum(rollout.append(emitted, slot) for slot, rollout in busy.items())
-      drain = len(busy) < len(slots) and not waiting
+      # Then slots are idle even if every reply comes at once.
+      drain = len(busy) + len(waiting) < len(slots)
       usage.add(int(emitted.steps) * len(slots), tokens, drain=drain)
       ended = {slot: rollout for slot, rollout in busy.items() if not emitted.running[slot]}
       if dialogues is not None:
