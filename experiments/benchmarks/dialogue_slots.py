@@ -2,9 +2,9 @@
 
   python experiments/benchmarks/dialogue_slots.py
 
-Dialogues of 4 to 8 turns run through the engine, 4 or 16 times as many as slots. A turn of the policy has
-about 32 to 256 tokens, of geometric distribution; a reply has 16. It comes at once, or after as
-many decoding steps as the turn took. So the counts do not depend on the machine.
+Dialogues of 4 to 8 turns run through the engine, 4 or 16 times as many as slots. A turn of the
+policy has about 32 to 256 tokens, of geometric distribution; a reply has 16. It comes at once, or
+after as many decoding steps as the turn took. So the counts do not depend on the machine.
 
 "busy" are the tokens that were sampled, by slots and decoding steps, outside the drain: where fewer
 dialogues than slots have not ended. Steps that repeat tokens after a reply, or lie behind a turn's
@@ -36,16 +36,17 @@ VOCABULARY, SLOTS, GROUP, REPLY = 512, 16, 4, 16
 class Replies:
   """Answers turns after a share of the time that they took; see `engine.Dialogues`.
 
-  Its clock counts decoding steps, those in which all slots wait included.
+  Its clock counts decoding steps, those in which all slots wait included. `idle_steps` are those
+  outside the drain.
   """
 
   def __init__(self, usage: Usage, share: float):
     self._usage, self._share = usage, share
-    self.idle_steps = 0
+    self.idle_steps = self._waited = 0
     self._asked: list[tuple[float, Group, int]] = []  # with the time of the answer
 
   def _now(self) -> float:
-    return self._usage.slot_steps / SLOTS + self.idle_steps
+    return self._usage.slot_steps / SLOTS + self._waited
 
   def find_stop(self, group: Group, rollout: int, start: int) -> None:
     del group, rollout, start
@@ -59,7 +60,9 @@ class Replies:
     del patience_s  # of a wall clock
     if until_one and self._asked:
       first = min(at for at, *_ in self._asked)
-      self.idle_steps += max(0, int(np.ceil(first - self._now())))
+      steps = max(0, int(np.ceil(first - self._now())))
+      self._waited += steps
+      self.idle_steps += steps * (len(self._asked) >= SLOTS)
     ready = [entry for entry in self._asked if entry[0] <= self._now()]
     self._asked = [entry for entry in self._asked if entry[0] > self._now()]
     return [self._answer(group, rollout) for _, group, rollout in ready]
