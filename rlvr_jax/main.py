@@ -74,6 +74,7 @@ def main(argv: list[str]) -> int:
   if _PARENT.value:
     process.end_with_parent(_PARENT.value)
   process.keep_freed_memory()  # before jax allocates anything
+  process.collect_garbage_less_often()
   # Imported here, so that --help and a misspelled field answer immediately.
   from rlvr_jax.train.cluster import multihost
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlvr_jax.evaluate.held_out import Sample, accuracy, evaluate_problems
+from rlvr_jax.evaluate.held_out import GAP, Sample, accuracy, evaluate_problems
 from rlvr_jax.storage.files import (
   DamagedFileError,
   JsonLines,
@@ -87,7 +87,8 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     if not multihost.is_first():
       return {}
     samples = [record["samples"] for record in _read_intact_records(local / PROBLEMS_FILE)]
-    values = accuracy(samples, ks=c.ks, seed=c.seed)
+    max_turns, best_play = parts.config.environment.max_turns, parts.task.best_play
+    values = accuracy(samples, ks=c.ks, seed=c.seed, max_turns=max_turns, best_play=best_play)
     with replace_file(local / RESULT_FILE) as file:
       file.write((json.dumps(values, indent=2) + "\n").encode())
     say(_format_table(values, num_problems, c.num_samples, eval_folder.path))
@@ -164,6 +165,8 @@ def _format_table(
     if name.startswith("eval/outcome/")
   ]
   rows.append("graded       " + ", ".join(outcomes))
+  if GAP in values:
+    rows.append(f"below best play {values[GAP]:.4f}")
   title = f"{num_problems} problems, {num_samples} samples each; 95 % intervals over problems"
   files = f"{workdir / RESULT_FILE}, {workdir / PROBLEMS_FILE}"
   return "\n".join([title, *rows, files])

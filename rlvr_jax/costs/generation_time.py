@@ -199,7 +199,7 @@ def sample_in_slots(
     now += burst_s
     advanced = np.minimum(left, steps)
     tokens = int((advanced - repeated).sum())
-    usage.add(steps * slots, tokens, drain=not has_more and not waiting)
+    usage.add(steps * slots, tokens, drain=int(is_busy.sum()) + len(waiting) < slots)
     if waiting:
       usage.add_costs(idle_slot_steps=steps * int(np.sum(~is_busy)))
     generated += advanced

@@ -24,7 +24,6 @@ from rlvr_jax.costs.generation_time import Refresh, Seconds, refresh
 from rlvr_jax.costs.workload import Lengths, Packing, Workload, count_packing
 from rlvr_jax.models import memory
 from rlvr_jax.models.flops import forward_flops, update_flops
-from rlvr_jax.ops.caches import CacheShape
 from rlvr_jax.ops.row_attention import longest_row, row_alignment, row_length
 from rlvr_jax.ops.row_blocks import LONGEST_ROW
 from rlvr_jax.rollouts.decoder import slot_bytes
@@ -213,10 +212,9 @@ def generation_candidates(parts: Parts, lengths: Lengths, chip: Chip) -> list[Ca
   batches_per_refresh = parts.schedule.batches_per_refresh(parts.config.num_updates)
   batches = [lengths.draw(shape, number) for number in range(batches_per_refresh)]
   responses = batches_per_refresh * shape.responses
-  cache = CacheShape.of(shape.max_prompt_length, shape.max_response_length)
   resident = memory.shard_bytes((parts.placement.state, parts.placement.frozen))
   engine = parts.programs.engine.settings
-  pages, cache_format = engine.cache == "pages", engine.cache_format
+  cache, pages, cache_format = engine.shape, engine.cache == "pages", engine.cache_format
   found = []
   for tensor in _divisors(parts.placement.mesh.size):
     if not sampling_splits(network, tensor):

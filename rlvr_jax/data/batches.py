@@ -63,7 +63,7 @@ def encode_prompts(
   """
   messages = first_messages or [None] * len(problems)
   rows = [
-    tokenizer.encode_messages(given) if given else _encode_question(problem, tokenizer)
+    tokenizer.encode_messages(given) if given else tokenizer.encode_prompt(problem.question)
     for problem, given in zip(problems, messages, strict=True)
   ]
   for problem, given, row in zip(problems, messages, rows, strict=True):
@@ -73,15 +73,6 @@ def encode_prompts(
     target[max_prompt_length - len(row) :] = row
   # NumPy arrays stand for jax arrays until they are placed on devices.
   return Prompts(tokens=tokens, lengths=_row_lengths(rows))  # type: ignore[call-arg,arg-type,unused-ignore]
-
-
-def _encode_question(problem: Problem, tokenizer: Tokenizer) -> list[int]:
-  """The question, and the turns of a demonstration before its solution."""
-  ids = tokenizer.encode_prompt(problem.question)
-  for said, reply in zip(problem.history[::2], problem.history[1::2], strict=True):
-    end = tokenizer.stop_ids[0]
-    ids += [*tokenizer.encode(said), end, *tokenizer.encode_reply(reply, "user", end)]
-  return ids
 
 
 def check_prompt(
@@ -117,22 +108,25 @@ def check_prompt(
 def encode_demonstrations(
   problems: Sequence[Problem], tokenizer: Tokenizer, max_response_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Encodes the demonstrations, each followed by the stop token, right-padded.
+  """Encodes the demonstrations, right-padded; each turn of the policy ends with the stop token.
 
   Args:
     problems: P problems.
-    tokenizer: `encode`, `pad_id` and `stop_ids` are used; the first stop token is appended.
-    max_response_length: T, in tokens, stop token included.
+    tokenizer: `encode`, `encode_reply`, `pad_id` and `stop_ids` are used; the first stop token ends
+      a turn.
+    max_response_length: T, in tokens of all turns, stop tokens included.
   Returns:
-    tokens i32[P, T], lengths i32[P] (stop token included).
+    tokens i32[P, T], and bool[P, T] where they are the policy's.
   Raises:
     ValueError: a problem has no demonstration, or one of more than T tokens.
   """
   for problem in problems:
     if not problem.solution:
       raise ValueError(f"the problem {problem.question[:80]!r} has no demonstration to train on")
-  rows = [[*tokenizer.encode(problem.solution), tokenizer.stop_ids[0]] for problem in problems]
-  for problem, row in zip(problems, rows, strict=True):
+  tokens = np.full((len(problems), max_response_length), tokenizer.pad_id, np.int32)
+  mask = np.zeros(tokens.shape, bool)
+  for i, problem in enumerate(problems):
+    row, by_policy = _encode_dialogue(problem, tokenizer)
     if len(row) > max_response_length:
       raise ValueError(
         f"a demonstration has {len(row)} tokens, stop token included, but max_response_length is "
@@ -140,10 +134,22 @@ def encode_demonstrations(
         "shorter (the task's kwargs, such as `solution` and `settings`). It begins "
         f"{problem.solution[:80]!r}"
       )
-  tokens = np.full((len(rows), max_response_length), tokenizer.pad_id, np.int32)
-  for target, row in zip(tokens, rows, strict=True):
-    target[: len(row)] = row
-  return tokens, _row_lengths(rows)
+    tokens[i, : len(row)] = row
+    mask[i, : len(row)] = by_policy
+  return tokens, mask
+
+
+def _encode_dialogue(problem: Problem, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+  """The tokens of a demonstration's turns, and which of them are the policy's."""
+  end = tokenizer.stop_ids[0]
+  tokens: list[int] = []
+  by_policy: list[bool] = []
+  for number, text in enumerate((*problem.history, problem.solution)):
+    is_reply = number % 2 == 1
+    ids = tokenizer.encode_reply(text, "user", end) if is_reply else [*tokenizer.encode(text), end]
+    tokens += ids
+    by_policy += [not is_reply] * len(ids)
+  return tokens, by_policy
 
 
 def _row_lengths(rows: list[list[int]]) -> np.ndarray:

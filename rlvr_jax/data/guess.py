@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.sources import Candidates, Chosen, Generated
-from rlvr_jax.ops.checks import check_integer
+from rlvr_jax.ops.checks import check_integer, check_order
 
 
 def guess(
   *,
   low: int = 1,
   high: int = 31,
-  history: int = 4,
+  turns: int = 5,
   train_size: int = 1_000_000,
   warm_start_size: int = 4096,
   held_out_size: int = 256,
@@ -22,12 +23,12 @@ def guess(
   """Makes a task of one question, whose number the environment `guess` draws.
 
   The question is always the same, also for held-out problems: what is learned is how to ask. A
-  demonstration is a guess at random, after up to `history` guesses at random and their true
-  replies. So it shows the form of a dialogue, and nothing of how to play.
+  demonstration is a dialogue whose guesses are drawn at random. So it shows the form of a
+  dialogue, and nothing of how to play.
 
   Args:
     low, high: as for the environment; 0 ≤ low ≤ high.
-    history: turns of the policy before the one that is shown, at most, ≥ 0.
+    turns: guesses of a demonstration, at most, ≥ 1; fewer where one of them is right.
     train_size, warm_start_size, held_out_size: problems of each phase.
     warm_start_seed: of the demonstrations.
   Raises:
@@ -35,7 +36,7 @@ def guess(
   """
   check_integer("guess", "low", low, low=0)
   check_integer("guess", "high", high, low=low)
-  check_integer("guess", "history", history, low=0)
+  check_integer("guess", "turns", turns, low=1)
   for name, size in (("train_size", train_size), ("held_out_size", held_out_size)):
     check_integer("guess", name, size, low=1)
   check_integer("guess", "warm_start_size", warm_start_size, low=0)
@@ -47,18 +48,13 @@ def guess(
 
   def demonstration(index: int) -> Problem:
     rng = random.Random(f"guess {warm_start_seed} {index}")
-    number, turns = rng.randint(low, high), []
-    for _ in range(rng.randint(0, history)):
+    history: list[str] = []
+    number, said = rng.randint(low, high), rng.randint(low, high)
+    while said != number and len(history) < 2 * (turns - 1):
+      history += [str(said), ">" if number > said else "<"]
       said = rng.randint(low, high)
-      if said == number:
-        break
-      turns += [str(said), ">" if number > said else "<"]
     return Problem(
-      question=question,
-      answer="",
-      solution=str(rng.randint(low, high)),
-      reference={},
-      history=tuple(turns),
+      question=question, answer="", solution=str(said), reference={}, history=tuple(history)
     )
 
   return Task(
@@ -67,4 +63,41 @@ def guess(
     warm_start=Chosen.of(tuple(demonstration(index) for index in range(warm_start_size))),
     held_out=Chosen.of((problem(0),) * held_out_size),
     grader="pattern(regex='(?!)')",  # matches nothing: the environment gives the score
+    best_play=functools.partial(optimal_success, low, high),
   )
+
+
+def optimal_success(low: int, high: int, turns: int) -> float:
+  """The probability that the best strategy finds the number within `turns` guesses.
+
+  Of n = high − low + 1 numbers, t guesses tell min(n, 2^t − 1) apart: each answer but "right" leads
+  to one of two next guesses.
+
+  Args:
+    low: smallest number.
+    high: largest number.
+    turns: guesses allowed, ≥ 0.
+  Raises:
+    ValueError: an argument is out of range.
+  """
+  check_order("optimal_success", ("low", low), ("high", high))
+  check_integer("optimal_success", "turns", turns, low=0)
+  size = high - low + 1
+  return min(size, 2**turns - 1) / size
+
+
+def optimal_turns(low: int, high: int, turns: int) -> float:
+  """The expected number of guesses of the best strategy, at most `turns` in each dialogue.
+
+  It is Σ over t < turns of the probability that t guesses have not found the number. Halving finds
+  as many as possible for every t.
+
+  Args:
+    low: smallest number.
+    high: largest number.
+    turns: guesses allowed, ≥ 0; a dialogue that does not find the number takes all of them.
+  Raises:
+    ValueError: an argument is out of range.
+  """
+  check_integer("optimal_turns", "turns", turns, low=0)
+  return sum(1.0 - optimal_success(low, high, done) for done in range(turns))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 
@@ -37,6 +37,8 @@ class Task:
   warm_start: ProblemSource  # a small, fixed set with demonstrations
   held_out: ProblemSource
   grader: str  # "name(keyword=value)", or "my_module:function" for a user's own
+  # Of dialogues, the pass@1 of the best policy that there is, by its turns; None: unknown.
+  best_play: Callable[[int], float] | None = None
 
   def most_common_answer_share(self) -> float:
     """Share of the held-out problems that the best constant answer would solve, in [0, 1]."""

@@ -1,4 +1,7 @@
-"""Guess a number by "higher" and "lower": the smallest real dialogue, whose best play is known."""
+"""Guess a number by "higher" and "lower": the smallest real dialogue.
+
+Its best play is known: `optimal_success` in `rlvr_jax/data/guess.py`.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,9 @@ def guess(
   Raises:
     ValueError: a hyper-parameter is out of range, or two replies are equal.
   """
-  _check_range("guess", low, high)
+  for name, value in (("low", low), ("high", high)):
+    check_integer("guess", name, value, low=-(10**18), high=10**18)
+  check_order("guess", ("low", low), ("high", high))
   words = (higher, lower, invalid)
   if not all(isinstance(word, str) for word in words) or len(set(words)) < 3:
     raise ValueError(
@@ -64,45 +69,3 @@ def guess(
       " differ"
     )
   return _Guess(low, high, words)
-
-
-def optimal_success(low: int, high: int, turns: int) -> float:
-  """The probability that the best strategy finds the number within `turns` guesses.
-
-  Of n = high − low + 1 numbers, t guesses tell min(n, 2^t − 1) apart: each answer but "right" leads
-  to one of two next guesses.
-
-  Args:
-    low: smallest number.
-    high: largest number.
-    turns: guesses allowed, ≥ 0.
-  Raises:
-    ValueError: an argument is out of range.
-  """
-  _check_range("optimal_success", low, high)
-  check_integer("optimal_success", "turns", turns, low=0)
-  size = high - low + 1
-  return min(size, 2**turns - 1) / size
-
-
-def optimal_turns(low: int, high: int, turns: int) -> float:
-  """The expected number of guesses of the best strategy, at most `turns` in each dialogue.
-
-  It is Σ over t < turns of the probability that t guesses have not found the number. Halving finds
-  as many as possible for every t.
-
-  Args:
-    low: smallest number.
-    high: largest number.
-    turns: guesses allowed, ≥ 0; a dialogue that does not find the number takes all of them.
-  Raises:
-    ValueError: an argument is out of range.
-  """
-  check_integer("optimal_turns", "turns", turns, low=0)
-  return sum(1.0 - optimal_success(low, high, done) for done in range(turns))
-
-
-def _check_range(owner: str, low: int, high: int) -> None:
-  check_integer(owner, "low", low, low=-(10**18), high=10**18)
-  check_integer(owner, "high", high, low=-(10**18), high=10**18)
-  check_order(owner, ("low", low), ("high", high))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,8 @@ from rlvr_jax.rollouts.engine import Engine, Request, make_requests
 from rlvr_jax.types import Params
 
 Sample = Mapping[str, Any]  # a record of `rollouts.batch.Graded.samples`
+GAP = "eval/gap_to_best_play"
+_MAX_TURNS = 16  # the most that a metric counts
 
 
 class EvaluatedBatch(NamedTuple):
@@ -85,7 +87,12 @@ def evaluate_problems(
 
 
 def accuracy(
-  samples: Sequence[Sequence[Sample]], *, ks: Sequence[int], seed: int
+  samples: Sequence[Sequence[Sample]],
+  *,
+  ks: Sequence[int],
+  seed: int,
+  max_turns: int = 1,
+  best_play: Callable[[int], float] | None = None,
 ) -> dict[str, float]:
   """pass@k, mean and, if graders extract answers, majority, with 95 % intervals over problems.
 
@@ -97,9 +104,12 @@ def accuracy(
     samples: [problems][n].
     ks: the values of k of pass@k.
     seed: seed of the bootstrap.
+    max_turns: of the policy, in dialogues.
+    best_play: `Task.best_play`.
   Returns:
     {"eval/pass@1": …, "eval/pass@1_low": …, …}, the fractions of outcomes, and the fraction of
-    responses that were truncated at the length limit.
+    responses that were truncated at the length limit. Of dialogues, also the fractions that were
+    correct after at most 1, 2, … turns, and what the best play has more than this policy.
   """
   flat = [sample for row in samples for sample in row]
   correct = [[sample["outcome"] == "correct" for sample in row] for row in samples]
@@ -109,7 +119,15 @@ def accuracy(
       continue
     summary[f"outcome/{outcome}"] = np.mean([s["outcome"] == outcome for s in flat]).item()
   summary["response/truncated"] = np.mean([not s["stopped"] for s in flat]).item()
-  return {f"eval/{name}": value for name, value in summary.items()}
+  metrics = {f"eval/{name}": value for name, value in summary.items()}
+  if "turns" in flat[0]:
+    turns = np.array([(len(sample["turns"]) + 1) // 2 for sample in flat])
+    solved = np.ravel(correct)
+    for most in range(1, min(max_turns, _MAX_TURNS) + 1):
+      metrics[f"eval/solved_in_turns/{most}"] = np.mean(solved & (turns <= most)).item()
+    if best_play is not None:
+      metrics[GAP] = best_play(max_turns) - np.mean(solved).item()
+  return metrics
 
 
 def _votes(samples: Sequence[Sequence[Sample]]) -> list[list[str | None]] | None:

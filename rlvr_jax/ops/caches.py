@@ -60,12 +60,19 @@ class CacheShape(NamedTuple):
   steps: int
 
   @classmethod
-  def of(cls, max_prompt_length: int, max_new_tokens: int) -> CacheShape:
+  def of(
+    cls, max_prompt_length: int, max_new_tokens: int, *, has_replies: bool = False
+  ) -> CacheShape:
     """The cache for S prompt and T response tokens: about 16 blocks, of 32 to 512 tokens.
 
     XLA on CPU copies a block before it reads it, unless the block is the only one of its part.
+
+    Of dialogues (`has_replies`), a burst has at most T / 8 tokens, since turns begin and end within
+    bursts: steps before a turn's first token and behind its last are lost.
     """
     steps = min(_STEPS, max_new_tokens)
+    if has_replies:  # a power of two, as _STEPS
+      steps = min(_STEPS, 1 << max(max_new_tokens // 8, 1).bit_length() - 1)
     block_size = min(max((max_prompt_length + max_new_tokens) // 16 // _TILE, 1) * _TILE, 512)
     cached_response = (max_new_tokens - 1) // steps * steps  # the last burst is only staged
     prompt = Blocks.of(max(max_prompt_length - 1, 1), block_size, steps)

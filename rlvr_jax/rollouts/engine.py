@@ -152,7 +152,8 @@ class Usage:
   Attributes:
     slot_steps: decoding steps times slots, idle slots included.
     slot_tokens: tokens of the policy; not those that a burst of a dialogue repeats.
-    drain_slot_steps, drain_tokens: the same, in bursts with idle slots, when requests had run out.
+    drain_slot_steps, drain_tokens: the same, in bursts when requests had run out, and fewer
+      responses than slots had not ended.
   """
 
   slot_steps: int = 0
@@ -375,7 +376,7 @@ class Engine:
       model=model,
       sampling=sampling,
       slots=self._round_up(-(-slots // cores)) * cores,
-      shape=CacheShape.of(max_prompt_length, max_new_tokens),
+      shape=CacheShape.of(max_prompt_length, max_new_tokens, has_replies=has_replies),
       max_new_tokens=max_new_tokens,
       stop_tokens=stop_tokens,
       cache=cache,
@@ -507,10 +508,13 @@ class Engine:
       free = [slot for slot, rollout in enumerate(slots) if rollout is None]
       # `zip` stops at `free`, its first argument, so that no rollout is consumed without a slot.
       new = dict(zip(free, pending, strict=False))
-      has_more = len(new) == len(free)
-      if not has_more:
-        # Of requests and answers that come later.
+      while len(new) < len(free):
+        # Of requests and answers that come later, or came after `pending` had been made.
         pending = self._prefill(params, self._contexts(stream))
+        if not stream.resumed:
+          break
+        new |= zip(free[len(new) :], pending, strict=False)
+      has_more = len(new) == len(free)
       for prefilled, fresh in self._by_prefilled_batch(new):
         state = self.programs.insert(state, prefilled, fresh)
       for slot, (rollout, *_) in new.items():
@@ -547,7 +551,8 @@ class Engine:
   def _count_burst(self, usage: Usage, stream: _Stream, steps: int, busy: int, tokens: int) -> None:
     """Counts a burst of so many steps, with so many busy slots and new tokens."""
     slots = self.settings.slots
-    usage.add(steps * slots, tokens, drain=busy < slots and not stream.waiting)
+    # In the drain slots are idle even if every reply comes at once.
+    usage.add(steps * slots, tokens, drain=busy + len(stream.waiting) < slots)
     if stream.dialogues is not None and stream.waiting:
       stream.dialogues.add_costs(idle_slot_steps=steps * (slots - busy))
 

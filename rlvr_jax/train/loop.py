@@ -249,7 +249,13 @@ class Trainer:
         batches.append(batch)
         restart_deadline()
     samples = [row for batch in batches for row in batch.samples]
-    evaluation = accuracy(samples, ks=settings.ks, seed=settings.seed)
+    evaluation = accuracy(
+      samples,
+      ks=settings.ks,
+      seed=settings.seed,
+      max_turns=self.parts.config.environment.max_turns,
+      best_play=self.parts.task.best_play,
+    )
     prompts = np.concatenate([batch.prompt_lengths for batch in batches])
     responses = np.concatenate([batch.response_lengths for batch in batches])
     sampled = np.concatenate([batch.sampled_lengths for batch in batches])

@@ -20,7 +20,7 @@ def supervised_step(
   frozen: Params,
   prompts: Prompts,
   solutions: Array,
-  lengths: Array,
+  mask: Array,
   *,
   model: Any,
   optimizer: optax.GradientTransformation,
@@ -31,18 +31,20 @@ def supervised_step(
     state: (trained parameters, optimizer state).
     frozen: the network's other parameters; {} if all are trained.
     prompts: P prompts.
-    solutions: i32[P, T], right-padded, stop token included.
-    lengths: i32[P], tokens of each solution.
+    solutions: i32[P, T], right-padded, stop tokens included.
+    mask: bool[P, T], tokens to learn: the policy's.
   Returns:
     The next (params, opt_state), and the loss f32[] in nats per token.
   """
   trained, opt_state = state
   tokens = solutions[:, None]  # a group of one
-  mask = (jnp.arange(solutions.shape[1]) < lengths[:, None])[:, None].astype(jnp.float32)
+  mask = mask[:, None].astype(jnp.float32)
+  # The last turn of a demonstration is the policy's.
+  lengths = jnp.max(jnp.where(mask > 0, jnp.arange(mask.shape[-1]) + 1, 0), axis=-1)
 
   def loss(trained):
     params = model.combine(trained, frozen)
-    hidden = model.response_hidden(params, prompts, tokens, None, lengths[:, None])
+    hidden = model.response_hidden(params, prompts, tokens, None, lengths)
     logprobs, _ = token_logprobs(hidden, model.head(params), tokens, mesh=model.mesh)
     pair = aggregate(-logprobs, mask, how="token_mean", max_response_length=mask.shape[-1])
     return pair.total / pair.weight
@@ -67,7 +69,7 @@ def warm_start(
   Args:
     state: (trained parameters, optimizer state).
     frozen: the network's other parameters; {} if all are trained.
-    batches: (prompts, solutions, lengths), as for `supervised_step`.
+    batches: (prompts, solutions, mask), as for `supervised_step`.
     step: `supervised_step`, jitted and donating its state.
     num_steps: number of updates.
     report: called with the number and the loss of a step, one report later than the step, so that

@@ -1,5 +1,6 @@
 """Batches of problems: order, position, token arrays."""
 
+import dataclasses
 import json
 import threading
 
@@ -131,10 +132,21 @@ def test_prompts_and_solutions_have_their_own_form():
 
 def test_encode_demonstrations():
   problems = [_problem("q", "ab"), _problem("q", "abc")]
-  tokens, lengths = encode_demonstrations(problems, TOKENIZER, 4)
+  tokens, is_policys = encode_demonstrations(problems, TOKENIZER, 4)
   np.testing.assert_array_equal(tokens, [[97, 98, 257, 256], [97, 98, 99, 257]])
-  np.testing.assert_array_equal(lengths, [3, 4])
-  assert tokens.dtype == lengths.dtype == np.int32
+  np.testing.assert_array_equal(is_policys, [[True, True, True, False], [True] * 4])
+  assert tokens.dtype == np.int32
+
+
+def test_demonstrations_of_dialogues_teach_every_turn_of_the_policy():
+  problem = dataclasses.replace(_problem("q", "c"), history=("a", "<>", "b", ">"))
+  tokens, is_policys = encode_demonstrations([problem], TOKENIZER, 10)
+  end, pad = TOKENIZER.stop_ids[0], TOKENIZER.pad_id
+  np.testing.assert_array_equal(tokens, [[*b"a", end, *b"<>", *b"b", end, *b">c", end, pad]])
+  np.testing.assert_array_equal(is_policys[0], [c == "p" for c in "ppeeppepp."])
+  prompts = encode_prompts([problem], TOKENIZER, 4)
+  np.testing.assert_array_equal(prompts.tokens[0, -1:], [*b"q"])  # the turns are no prompt
+  np.testing.assert_array_equal(prompts.lengths, [1])
 
 
 def test_too_long_texts_name_lengths_and_remedy():

@@ -5,8 +5,8 @@ import functools
 
 import pytest
 
+from rlvr_jax.data.guess import optimal_success, optimal_turns
 from rlvr_jax.environments import Turn, guess
-from rlvr_jax.environments.guess import optimal_success, optimal_turns
 
 PROBLEM = {"question": "Guess.", "answer": "", "reference": {}}
 

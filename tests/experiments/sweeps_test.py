@@ -13,7 +13,14 @@ from rlvr_jax.train.setup import config_file
 from rlvr_jax.train.setup.build import build, make_veto
 
 FOLDER = tiny.ROOT / "experiments"
-RUNS = {"quickstart": 12, "recipes": 0, "salt_geometry": 45, "mu_grpo": 42, "p3o_mismatch": 76}
+RUNS = {
+  "quickstart": 12,
+  "recipes": 0,
+  "salt_geometry": 45,
+  "mu_grpo": 42,
+  "p3o_mismatch": 76,
+  "dialogues": 10,
+}
 each_experiment = pytest.mark.parametrize("name", RUNS)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.caches import CacheShape
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.rollouts.engine import Answer, Engine, make_requests, stack_groups
 from rlvr_jax.types import Prompts, Sampling
@@ -111,7 +112,7 @@ def _serve(T, slots, dialogues, temperature=1.0, cache_format=""):
 
 
 @functools.cache
-def _dialogues(T=96, slots=12, cache_format=""):
+def _dialogues(T=128, slots=12, cache_format=""):
   return _serve(T, slots, Replies(T), cache_format=cache_format)
 
 
@@ -141,7 +142,7 @@ def test_dialogues_have_turns_in_order():
 
 
 def test_the_first_turn_is_that_of_a_run_without_dialogues():
-  plain = _serve(96, 12, None)
+  plain = _serve(128, 12, None)
   for group, other in zip(_dialogues(), plain, strict=True):
     for g in range(G):
       first = int((group.turns[g, : group.lengths[g]] == 0).sum())
@@ -154,14 +155,14 @@ def test_the_first_turn_is_that_of_a_run_without_dialogues():
 
 @pytest.mark.parametrize(("delays", "cache_format"), [(1, ""), (2, ""), (1, "int8")])
 def test_a_reply_may_come_at_any_time(delays, cache_format):
-  found = _serve(96, 12, Replies(96, delays=delays), cache_format=cache_format)
+  found = _serve(128, 12, Replies(128, delays=delays), cache_format=cache_format)
   _assert_equal(found, _dialogues(cache_format=cache_format))
 
 
 @pytest.mark.parametrize("slots", [1, 4, 64])
 def test_the_record_does_not_depend_on_delays_at_other_numbers_of_slots(slots):
-  expected = _serve(96, slots, Replies(96))
-  _assert_equal(_serve(96, slots, Replies(96, delays=3)), expected)
+  expected = _serve(128, slots, Replies(128))
+  _assert_equal(_serve(128, slots, Replies(128, delays=3)), expected)
   for group, other in zip(expected, _dialogues(), strict=True):  # but for rounding
     np.testing.assert_array_equal(group.tokens, other.tokens)
     np.testing.assert_allclose(group.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
@@ -179,18 +180,26 @@ def test_logprobs_of_all_turns_equal_the_trainers():
 
 def test_a_turn_ends_at_a_stop_string_and_what_follows_is_dropped():
   """The tokens up to the stop string are those of a run without it."""
-  plain = _serve(96, 12, None)
+  plain = _serve(128, 12, None)
   tokens = plain[1].tokens[2]
-  end = next(n for n in range(4, 96) if tokens[n - 1] != tokens[n - 2])
+  end = next(n for n in range(4, 128) if tokens[n - 1] != tokens[n - 2])
   stop = tokens[end - 2 : end].tolist()  # first occurs, or has occurred, by `end`
-  end = next(n for n in range(2, 96) if tokens[n - 2 : n].tolist() == stop)
-  groups = _serve(96, 12, Replies(96, stop_tokens=stop, max_turns=2))
+  end = next(n for n in range(2, 128) if tokens[n - 2 : n].tolist() == stop)
+  groups = _serve(128, 12, Replies(128, stop_tokens=stop, max_turns=2))
   np.testing.assert_array_equal(groups[1].tokens[2, :end], tokens[:end])
   assert (groups[1].turns[2, : end + 1] == [0] * end + [1]).all() and plain[1].lengths[2] > end
-  _assert_equal(_serve(96, 12, Replies(96, stop_tokens=stop, max_turns=2, delays=4)), groups)
+  _assert_equal(_serve(128, 12, Replies(128, stop_tokens=stop, max_turns=2, delays=4)), groups)
 
 
-def test_short_responses_are_a_single_burst():
+@pytest.mark.parametrize(
+  ("T", "steps"), [(1, 1), (9, 1), (16, 2), (24, 2), (96, 8), (128, 16), (4096, 16)]
+)
+def test_bursts_are_an_eighth_of_a_response_of_several_turns_at_most(T, steps):
+  assert CacheShape.of(S, T, has_replies=True).steps == steps
+  assert CacheShape.of(S, T).steps == min(T, 16)
+
+
+def test_short_responses_have_short_bursts():
   groups = _serve(16, 5, Replies(16), temperature=5.0)
   assert max(group.turns.max() for group in groups) >= 2
   _assert_equal(_serve(16, 5, Replies(16, delays=1), temperature=5.0), groups)

@@ -17,11 +17,11 @@ from rlvr_jax.train.setup.build import build
 
 HIGH, MAX_TURNS = 7, 3
 DIALOGUES = dict(
-  task=dict(name="guess", kwargs=dict(low=1, high=HIGH, history=2, held_out_size=8)),
+  task=dict(name="guess", kwargs=dict(low=1, high=HIGH, turns=MAX_TURNS, held_out_size=8)),
   environment__name=f"guess(low=1, high={HIGH})",
   environment__max_turns=MAX_TURNS,
   environment__processes=1,
-  max_prompt_length=12,
+  max_prompt_length=4,
   max_response_length=9,
   num_updates=4,
   checkpoint__keep=10,
@@ -115,6 +115,12 @@ def test_the_metrics_of_dialogues(whole):
     assert record["time/rebuilt_per_token"] > 0
   evaluated = tiny.records(whole, "eval")
   assert all("eval/outcome/turn_limit" in record for record in evaluated)
+  for record in evaluated:
+    solved = [record[f"eval/solved_in_turns/{turns}"] for turns in range(1, MAX_TURNS + 1)]
+    assert solved == sorted(solved) and solved[-1] == pytest.approx(record["eval/pass@1"])
+    assert record["eval/gap_to_best_play"] == pytest.approx(1 - record["eval/pass@1"])
+    # 1 of 7 numbers is found at the first guess, if all guesses have the same probability.
+    assert 0 < solved[0] < solved[-1]
 
 
 @pytest.mark.slow
@@ -226,7 +232,8 @@ def test_an_evaluation_by_itself(whole, tmp_path):
   changed = config()
   values = evaluate_checkpoint(build(changed), tmp_path / "eval", whole / "checkpoints" / "4")
   (last,) = [r for r in tiny.records(whole, "eval") if r["step"] == 4]
-  assert values["eval/pass@1"] == last["eval/pass@1"]
+  for name in ("pass@1", "solved_in_turns/1", "gap_to_best_play"):
+    assert values[f"eval/{name}"] == last[f"eval/{name}"]
   problems = [json.loads(x) for x in (tmp_path / "eval/problems.jsonl").read_text().splitlines()]
   read = [sample for problem in problems for sample in problem["samples"]]
   assert read and all("".join(sample["turns"]) == sample["completion"] for sample in read)

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import math
 import os
 import pathlib
@@ -25,6 +26,7 @@ DEADLINE_S = 3600.0  # seconds between calls of `restart_deadline`; longer than 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 _FEW_CORES = 8  # whose threads can share one lock of malloc
+_YOUNG_OBJECTS = 10_000
 
 
 def keep_freed_memory() -> None:
@@ -43,6 +45,15 @@ def keep_freed_memory() -> None:
     libc.mallopt(_M_ARENA_MAX, 1)
   libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
   libc.mallopt(_M_TOP_PAD, 2**26)
+
+
+def collect_garbage_less_often() -> None:
+  """Makes Python look for cycles of objects after 10,000 new ones, not after 700.
+
+  Records that live through a burst, such as those of a dialogue's turns, would otherwise grow old,
+  and every few batches all objects would be looked at: 0.2 s after jax has been loaded.
+  """
+  gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 def processor_name() -> str:

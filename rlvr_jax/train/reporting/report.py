@@ -10,6 +10,7 @@ from typing import Any
 
 from rlvr_jax.evaluate import learning_curves
 from rlvr_jax.evaluate.curves import phase_seconds
+from rlvr_jax.evaluate.held_out import GAP
 from rlvr_jax.evaluate.run_files import (
   METRICS_FILE,
   ROLLOUTS_FILE,
@@ -63,6 +64,7 @@ def _table(train: Sequence[Record], held_out: Sequence[Record]) -> list[str]:
   )
   for k in ks:
     rows.append(_row(f"held-out pass@{k}", held_out, f"eval/pass@{k}", max, "{:.3f}"))
+  rows.append(_row("below best play", held_out, GAP, min, "{:.3f}"))
   rows.append(_row("train reward", train, "reward/mean", max, "{:.3f}"))
   rows.append(_row("entropy (nats/token)", train, "policy/entropy", None, "{:.3f}"))
   rows = [row for row in rows if any(row[1:])]

@@ -13,6 +13,7 @@ import ml_collections
 import numpy as np
 
 from rlvr_jax.data import Task
+from rlvr_jax.evaluate.held_out import GAP
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.batch import (
@@ -451,7 +452,8 @@ class RunLog:
       f" [{values[f'eval/{name}_low']:.3f}, {values[f'eval/{name}_high']:.3f}]"
       for name in (f"pass@{k}" for k in self._run.ks)
     )
-    say(f"held-out after update {step}: {shown}")
+    gap = f", {values[GAP]:.3f} below best play" if GAP in values else ""
+    say(f"held-out after update {step}: {shown}{gap}")
     self.remember_evaluation(values)
 
 

@@ -99,7 +99,13 @@ def make_engine(
     model,
     sampling,
     slots=choose_slots(
-      settings.slots, shape, model, trainer, batches=batches, cache_format=settings.cache_format
+      settings.slots,
+      shape,
+      model,
+      trainer,
+      batches=batches,
+      cache_format=settings.cache_format,
+      has_replies=has_replies,
     ),
     prefill_rows=shape.prompts,
     max_prompt_length=shape.max_prompt_length,
@@ -143,6 +149,7 @@ def choose_slots(
   *,
   batches: int = 1,
   cache_format: str = "",
+  has_replies: bool = False,
 ) -> int:
   """The configured slots; if there are none, one per response, or fewer if the memory is too small.
 
@@ -157,6 +164,7 @@ def choose_slots(
     limit: bytes of a device; None: as the device says.
     batches: that are sampled as one stream.
     cache_format: `config.sampling.cache_format`.
+    has_replies: whether rollouts are dialogues.
   Raises:
     ValueError: the devices have no memory for a slot, or for as many as are configured.
   """
@@ -165,7 +173,7 @@ def choose_slots(
     return configured or shape.responses
   mesh = sharding.make_mesh() if model.mesh is None else model.mesh
   base = sharding.add_shardings(jax.eval_shape(model.init, jax.random.key(0)), mesh)
-  cache = CacheShape.of(shape.max_prompt_length, shape.max_response_length)
+  cache = CacheShape.of(shape.max_prompt_length, shape.max_response_length, has_replies=has_replies)
   decoded = memory.decoding_copy_bytes(base, model.config.compute_dtype)
   # A number that the user has chosen need not leave room for temporary buffers.
   usable = limit if configured else _USABLE * limit

@@ -114,7 +114,7 @@ def supervised_state(parts: Parts) -> tuple[Params, Any]:
 
 
 def supervised_batches(parts: Parts) -> Iterator[tuple[Prompts, np.ndarray, np.ndarray]]:
-  """Endless warm-start batches on the host: prompts, solutions i32[P, T], lengths i32[P]."""
+  """Endless warm-start batches on the host: prompts, solutions i32[P, T], mask bool[P, T]."""
   config = parts.config
   batches = problem_batches(
     parts.task.warm_start, batch_size=config.warm_start.batch_size, seed=config.seed

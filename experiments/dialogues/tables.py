@@ -1,0 +1,93 @@
+"""Writes the tables and the figure of README.md: python -m experiments.dialogues.tables.
+
+With --workdir, of a sweep, it adds the sweep's runs to results.json first.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from experiments.dialogues.sweep import RUNS
+from experiments.testbed import report
+from experiments.testbed.report import Result
+from rlvr_jax.configs import quickstart_dialogue
+from rlvr_jax.data.guess import optimal_success
+from rlvr_jax.evaluate import compare, curves
+from rlvr_jax.evaluate.compare import METRIC, final_value, interval_cell, mean_cell
+from rlvr_jax.evaluate.figures import method_style
+
+HOME = pathlib.Path(__file__).parent
+CONFIG = quickstart_dialogue.get_config()
+TURNS = range(1, CONFIG.environment.max_turns + 1)
+
+
+def best_play(turns: int) -> float:
+  """Share of the numbers that bisection finds in so many turns."""
+  game = CONFIG.task.kwargs
+  return optimal_success(game.low, game.high, turns)
+
+
+def solved(results: Sequence[Result], index: int) -> dict[int, list[float]]:
+  """Shares of held-out dialogues that were correct in so many turns, by run, at an evaluation."""
+  return {t: [r["evaluations"][f"eval/solved_in_turns/{t}"][index] for r in results] for t in TURNS}
+
+
+def tables(results: Sequence[Result]) -> str:
+  """Markdown tables: runs; and what is solved by number of turns, against best play."""
+  by_label = compare.group_by_label(results)
+  runs = {
+    f"{label}, seed {run['seed']}": [
+      interval_cell(run, 0),
+      interval_cell(run, -1),
+      f"{best_play(max(TURNS)) - final_value(run):.3f}",
+    ]
+    for label, of_label in by_label.items()
+    for run in of_label
+  }
+  for label, of_label in by_label.items():
+    ends = [final_value(run) for run in of_label]
+    gaps = [best_play(max(TURNS)) - end for end in ends]
+    starts = [run["evaluations"][METRIC][0] for run in of_label]
+    runs[f"**{label}, mean**"] = [mean_cell(starts), mean_cell(ends), mean_cell(gaps)]
+  by_turns = {"best play": [f"{best_play(t):.3f}" for t in TURNS]}
+  by_turns["start"] = [mean_cell(x) for x in solved(by_label["GRPO"], 0).values()]
+  for label, of_label in by_label.items():
+    by_turns[f"{label}, end"] = [mean_cell(x) for x in solved(of_label, -1).values()]
+  return "\n\n".join(
+    [
+      compare.markdown_table(["start", "end", "below best play"], runs),
+      compare.markdown_table([f"in {t} turn{'s' * (t > 1)}" for t in TURNS], by_turns),
+      compare.comparison_table(results, baseline="GRPO"),
+    ]
+  )
+
+
+def draw(results: Sequence[Result]) -> None:
+  """Saves a figure: held-out pass@1 over updates, and by number of turns at the end."""
+  by_label = compare.group_by_label(results)
+  with curves.save_figure(HOME / "curves.png", 1, 2, size=(9, 3.4), dpi=100) as (left, right):
+    lines = {label: [compare.result_curve(r, METRIC) for r in by_label[label]] for label in RUNS}
+    curves.plot_curves(left, lines, METRIC, "updates")
+    left.axhline(best_play(max(TURNS)), color="black", linestyle="--")
+    left.set_ylim(0, 1.05)
+    right.plot(TURNS, [best_play(t) for t in TURNS], "k--", label="best play")
+    for index, (label, of_label) in enumerate(by_label.items()):
+      ends = [np.mean(x) for x in solved(of_label, -1).values()]
+      right.plot(TURNS, ends, label=label, **method_style(index))
+    start = [np.mean(x) for x in solved(results, 0).values()]
+    right.plot(TURNS, start, color="gray", linestyle=":", label="warm start")
+    right.set(xlabel="turns", ylabel="solved at the end", ylim=(0, 1.05), xticks=list(TURNS))
+    right.legend(fontsize="small")
+
+
+if __name__ == "__main__":
+  results, are_new = report.load_results(HOME / "results.json", lambda workdir: {}, list(RUNS))
+  if are_new:
+    draw(results)
+  text = tables(results) + "\n\n" + compare.provenance(results).replace("\n", "; ")
+  page = HOME / "README.md"
+  page.write_text(report.insert_text(page.read_text(encoding="utf-8"), text), encoding="utf-8")
+  print(text)
