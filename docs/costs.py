@@ -2,57 +2,137 @@
 
   python -m docs.costs
 
-A report, experiments/benchmarks/results/costs/RECIPE/costs_TOPOLOGY.json, is of `--mode=costs`.
+A report, experiments/benchmarks/results/costs/RECIPE/costs_TOPOLOGY.json, is of `--mode=costs` with
+the settings that the recipe has for that slice, such as --config=RECIPE.py:v5p:2x2x4. This writes
+those that are missing or of another compiler, and takes some ten minutes for each of 7B; delete
+what is to be compiled again:
+
+  python -m docs.costs --compile
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from docs.tables import between_marks
+from ml_collections import ConfigDict
+
+from docs.tables import between_marks, recipe_module
+from rlvr_jax.costs import programs, step_time
 from rlvr_jax.evaluate.compare import markdown_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 REPORTS = ROOT / "experiments" / "benchmarks" / "results" / "costs"
 COMMAND = "python -m docs.costs"
-RECIPES = (  # in the order of the table
-  *("salt_qwen25_math_7b", "p3o_qwen3_4b", "fade_qwen25_7b", "mu_grpo_r1_distill_7b"),
-  *("gsm8k_qwen25_05b", "gsm8k_qwen25_15b_lora"),
-)
+COMPILER = "Built on Jun 17 2026 11:08:48"  # libtpu 0.0.42.1; limits of cycles are for it alone
+GENERATION_GIB = {"v5p": 90.0, "v5e": 14.5}  # the most that generation may take
+
+
+class Limits(NamedTuple):
+  """The most that an update may cost per chip, and the least utilization that peaks may allow.
+
+  Goals where there is one and it is reached; otherwise some five per cent more than is reached.
+  """
+
+  cycles: float  # 10⁹, as `COMPILER` estimates them
+  gib: float
+  received_gb: float
+  utilization: float  # model FLOPs utilization
+
+
+LIMITS = {  # (recipe, slice), in the order of the table
+  ("salt_qwen25_math_7b", "v5p:2x2x4"): Limits(145, 75.5, 2815, 0.57),
+  ("salt_qwen25_math_7b", "v5e:8x8"): Limits(65, 13.8, 1810, 0.575),
+  ("p3o_qwen3_4b", "v5p:2x2x4"): Limits(14.2, 38, 440, 0.60),
+  ("p3o_qwen3_4b", "v5e:8x8"): Limits(7.4, 14.2, 240, 0.60),
+  ("fade_qwen25_7b", "v5p:2x2x4"): Limits(22, 51, 655, 0.85),
+  ("fade_qwen25_7b", "v5e:8x8"): Limits(10.3, 12.5, 275, 0.85),
+  ("mu_grpo_r1_distill_7b", "v5p:2x2x4"): Limits(22, 51, 655, 0.85),
+  ("mu_grpo_r1_distill_7b", "v5e:8x8"): Limits(10.3, 12.5, 275, 0.85),
+  ("gsm8k_qwen25_05b", "v5e:2x4"): Limits(1.35, 6.8, 32, 0.80),
+  ("gsm8k_qwen25_05b", "v5e:1x1"): Limits(11.5, 14.5, 0, 0.70),
+  ("gsm8k_qwen25_15b_lora", "v5e:2x4"): Limits(3.9, 3.5, 52, 0.65),
+  ("gsm8k_qwen25_15b_lora", "v5e:1x1"): Limits(22.6, 6.1, 0, 0.65),
+}
+
+
+LENGTHS = {"p3o_qwen3_4b": "lognormal(mean=800, prompt=150)"}  # its usual ones; else the longest
+
+
+def recipe_config(recipe: str, topology: str) -> ConfigDict:
+  """A recipe's configuration with the settings that it has for a slice, if there are any."""
+  module = recipe_module(f"full_size.{recipe}")
+  if topology in getattr(module, "SLICES", {}):
+    return module.get_config(topology)
+  return module.get_config()
+
+
+def report_path(recipe: str, topology: str) -> pathlib.Path:
+  return REPORTS / recipe / f"costs_{topology.replace(':', '_')}.json"
+
+
+def read_reports() -> dict[tuple[str, str], dict[str, Any]]:
+  """The reports that there are, by recipe and slice in the order of `LIMITS`.
+
+  Those of an earlier form, which do not name lengths, are left out until they are compiled again.
+  """
+  paths = {case: report_path(*case) for case in LIMITS}
+  reports = {
+    case: json.loads(path.read_text(encoding="utf-8"))
+    for case, path in paths.items()
+    if path.exists()
+  }
+  return {case: report for case, report in reports.items() if "lengths" in report["conditions"]}
 
 
 def table() -> str:
-  """Markdown: a row for each recipe and slice."""
+  """Markdown: a row for each report, with its limits in parentheses."""
   rows = {}
-  for recipe in RECIPES:
-    for path in sorted((REPORTS / recipe).glob("costs_*.json"), reverse=True):
-      report = json.loads(path.read_text(encoding="utf-8"))
-      where = report["conditions"]["topology"]
-      rows[f"`{recipe}`, {where}"] = _row(report["conditions"], report["costs"])
-  header = ["problems × responses × tokens", "mesh", "micro-batches", "update, GiB"]
-  header += ["generation, GiB", "received GB", "compute, HBM, links: s", "MFU at most"]
-  return markdown_table(header, rows, "recipe, slice")
+  for (recipe, topology), report in read_reports().items():
+    limits = LIMITS[recipe, topology]
+    rows[f"`{recipe}`, {topology}"] = _row(report["conditions"], report["costs"], limits)
+  header = ["problems × responses × tokens", "mesh, remat", "micro-batches", "cycles, 10⁹"]
+  header += ["update, GiB", "generation, GiB", "received GB", "compute, HBM, links: s"]
+  return markdown_table([*header, "MFU at most"], rows, "recipe, slice")
 
 
-def _row(conditions: Mapping[str, Any], costs: Mapping[str, Any]) -> list[str]:
+def _row(conditions: Mapping[str, Any], costs: Mapping[str, Any], limits: Limits) -> list[str]:
   update = costs["update"]
   gib = {name: sum(cost["memory_bytes"].values()) / 2**30 for name, cost in costs.items()}
   sizes = (conditions[name] for name in ("prompts", "group_size", "response_tokens"))
+  lengths = "" if conditions["lengths"] == "longest" else f", `{conditions['lengths']}`"
   mesh = ", ".join(f"{axis} {size}" for axis, size in conditions["mesh"].items() if size > 1)
   return [
-    " × ".join(map(str, sizes)),
-    mesh or "one chip",
+    " × ".join(map(str, sizes)) + lengths,
+    f"{mesh or 'one chip'}, {conditions['remat']}",
     str(conditions["micro_batches"]),
-    f"{gib['update']:.1f}",
+    f"{update['cycles'] / 1e9:.3g} (≤ {limits.cycles:g})",
+    f"{gib['update']:.1f} (≤ {limits.gib:g})",
     f"{gib['generation']:.1f}",
-    f"{update['received_bytes'] / 1e9:,.0f}",
+    f"{update['received_bytes'] / 1e9:,.0f} (≤ {limits.received_gb:,g})",
     ", ".join(f"{seconds:.3g}" for seconds in update["seconds"].values()),
-    f"{100 * update['model_flops_utilization']:.0f} %",
+    f"{100 * update['model_flops_utilization']:.1f} % (≥ {100 * limits.utilization:g})",
   ]
+
+
+def excesses(cost: Mapping[str, Any], limits: Limits, *, with_cycles: bool) -> list[str]:
+  """What an update costs beyond its limits, a line for each; cycles only `with_cycles`."""
+  figures = Limits(
+    cycles=cost["cycles"] / 1e9,
+    gib=sum(cost["memory_bytes"].values()) / 2**30,
+    received_gb=cost["received_bytes"] / 1e9,
+    utilization=cost["model_flops_utilization"],
+  )
+  lines = []
+  for name, figure, limit in zip(Limits._fields, figures, limits, strict=True):
+    too_much = figure < limit if name == "utilization" else figure > limit
+    if too_much and (with_cycles or name != "cycles"):
+      lines.append(f"{name}: {figure:.4g}, limit {limit:g}")
+  return lines
 
 
 def written() -> str:
@@ -60,7 +140,25 @@ def written() -> str:
   return between_marks(PAGE.read_text(encoding="utf-8"), "costs", f"\n{table()}\n\n")
 
 
+def compile_reports() -> None:
+  """Writes the reports that are missing, or of another compiler than the installed one."""
+  compilers = {case: report["conditions"]["compiler"] for case, report in read_reports().items()}
+  for recipe, topology in LIMITS:
+    config = recipe_config(recipe, topology)
+    mesh = programs.make_topology_mesh(config, topology)
+    if compilers.get((recipe, topology)) == mesh.devices.flat[0].client.platform_version:
+      continue
+    print(f"{recipe}, {topology}", flush=True)
+    folder, lengths = REPORTS / recipe, LENGTHS.get(recipe, "longest")
+    parts = programs.build_shapes_only(config, mesh)
+    step_time.report(parts, topology, str(folder), lengths=lengths)
+
+
 def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+  parser.add_argument("--compile", action="store_true", help="write reports that are missing")
+  if parser.parse_args().compile:
+    compile_reports()
   PAGE.write_text(written(), encoding="utf-8")
 
 

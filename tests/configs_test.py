@@ -179,4 +179,4 @@ def test_another_slice_is_refused():
   with pytest.raises(ValueError, match=message):
     _module("full_size.fade_qwen25_7b").get_config("v9")
   with pytest.raises(ValueError, match=r"no settings for the slice 'v5e:8x8', only for"):
-    _module("full_size.salt_qwen25_math_7b").get_config("v5e:8x8")
+    _module("full_size.gsm8k_qwen25_05b").get_config("v5e:8x8")

@@ -19,8 +19,6 @@ SLICES = {  # found by --mode=tune; see docs/models.md
   "v5e:2x4": {
     "mesh.data": 2,
     "mesh.fsdp": 4,
-    "batch.tokens_per_row": 6144,
-    "batch.tokens_per_micro_batch": 6144,
     "model.overrides.remat": "dots",
     "generation_mesh.data": 4,
     "generation_mesh.fsdp": 1,

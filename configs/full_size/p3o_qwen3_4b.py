@@ -15,10 +15,9 @@ the difference.
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-With what was tuned for a slice: p3o_qwen3_4b.py:v5p:2x2x4. On v5e:8x8, add --config.mesh.tensor=4
---config.sampling.slots=512, since its chips hold half of the rollouts at a time. From an 8-bit
-copy: --config.sources.quantized.fraction=1.0. One update old: --config.schedule="fixed_lag(lag=1)".
-Card: docs/methods/p3o.md.
+With what was tuned for a slice: p3o_qwen3_4b.py:v5p:2x2x4 and p3o_qwen3_4b.py:v5e:8x8, whose chips
+hold half of the rollouts at a time. From an 8-bit copy: --config.sources.quantized.fraction=1.0.
+One update old: --config.schedule="fixed_lag(lag=1)". Card: docs/methods/p3o.md.
 """
 
 from ml_collections import ConfigDict
@@ -35,6 +34,14 @@ SLICES = {  # for lognormal(mean=800, prompt=150)
     "generation_mesh.tensor": 8,
     "generation_mesh.same_devices": True,
     "sampling.slots": 1024,
+    "model.overrides.remat": "dots",
+    "compiler_options.training": base.FUSED_GATHERS,
+  },
+  "v5e:8x8": {
+    "mesh.data": 4,
+    "mesh.fsdp": 4,
+    "mesh.tensor": 4,
+    "sampling.slots": 512,
     "model.overrides.remat": "dots",
     "compiler_options.training": base.FUSED_GATHERS,
   },

@@ -16,7 +16,8 @@ Qwen2.5-Math-7B was made for (its config.json), of which the run warns.
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
 
 Without SALT: --config.reweighting=none is DAPO's update. With what was tuned for a slice:
-salt_qwen25_math_7b.py:v5p:2x2x4. On v5e:8x8, add --config.mesh.tensor=4.
+salt_qwen25_math_7b.py:v5p:2x2x4 and salt_qwen25_math_7b.py:v5e:8x8. On v5e:8x8 without that, add
+--config.mesh.tensor=4.
 Card: docs/methods/salt.md; memory per chip: docs/models.md.
 """
 
@@ -36,6 +37,14 @@ SLICES = {
     "sampling.slots": 2048,
     "batch.tokens_per_row": 30_720,
     "batch.tokens_per_micro_batch": 30_720,
+    "model.overrides.remat": "dots",
+    "compiler_options.training": base.WHOLE_COLLECTIVES,
+  },
+  "v5e:8x8": {
+    "mesh.fsdp": 16,
+    "mesh.tensor": 4,
+    "batch.tokens_per_row": 10_240,
+    "batch.tokens_per_micro_batch": 10_240,
     "model.overrides.remat": "dots",
     "compiler_options.training": base.WHOLE_COLLECTIVES,
   },

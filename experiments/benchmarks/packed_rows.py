@@ -2,19 +2,19 @@
 
   python experiments/benchmarks/packed_rows.py
   python experiments/benchmarks/packed_rows.py --recipe=fade_qwen25_7b --topology=v5e:8x8 \\
-    --tensor=4 --mean=600 --sigma=0.8
+    --lengths="lognormal(mean=600, prompt=200)"
 
-Rollouts are packed as a run of the recipe packs them; nothing is compiled, and no TPU is needed.
-Without a recipe the table of all recipes of full size is written, also into docs/models.md.
+Rollouts are packed as a run of the recipe packs them, with its settings for the slice if it has
+any. Nothing is compiled, and no TPU is needed. Without a recipe the table of all recipes of full
+size is written, also into docs/models.md.
 
-Lengths of responses are lognormal, cut off at the recipe's limit; those of prompts are uniform, 100
-to 299 tokens. The mean is that of the distribution before the cut.
+Lengths are of `costs.workload`. In the table those of responses are lognormal, cut off at the
+recipe's limit; the mean is that of the distribution before the cut.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import pathlib
 import re
 import sys
@@ -26,9 +26,13 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from docs.costs import recipe_config
 from docs.tables import between_marks
 from experiments.benchmarks.tables import table, write_results
-from rlvr_jax.rollouts.packing import RowLayout, places_per_token
+from rlvr_jax import specs
+from rlvr_jax.costs import workload
+from rlvr_jax.costs.workload import Lengths, count_packing
+from rlvr_jax.rollouts.packing import RowLayout
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import batch_shape
 from rlvr_jax.train.setup.programs import make_row_layout
@@ -39,7 +43,7 @@ PAGE = ROOT / "docs" / "models.md"
 COMMAND = "python experiments/benchmarks/packed_rows.py"
 
 DRAWS = 5
-SIGMA = 0.8
+SIGMA, PROMPT = 0.8, 200  # of the table; tokens of every prompt
 
 
 class Case(NamedTuple):
@@ -47,16 +51,16 @@ class Case(NamedTuple):
 
   recipe: str
   topology: str
-  tensor: int = 1
   problems: int | None = None  # batch.prompts
   tokens: int | None = None  # batch.tokens_per_micro_batch
 
 
-# The slices of docs/models.md. v5e:8x8 with tensor 4 splits rows over 16 devices, as v5p:2x2x4.
+# `fade` and `mu_grpo` split rows on v5e:8x8, with tensor 4, as on v5p:2x2x4.
 CASES = (
-  Case("salt_qwen25_math_7b", "v5p:2x2x4", tensor=2),
-  Case("salt_qwen25_math_7b", "v5e:8x8", tensor=4),
+  Case("salt_qwen25_math_7b", "v5p:2x2x4"),
+  Case("salt_qwen25_math_7b", "v5e:8x8"),
   Case("p3o_qwen3_4b", "v5p:2x2x4"),
+  Case("p3o_qwen3_4b", "v5e:8x8"),
   Case("fade_qwen25_7b", "v5p:2x2x4"),
   Case("mu_grpo_r1_distill_7b", "v5p:2x2x4"),
   Case("gsm8k_qwen25_05b", "v5e:2x4"),
@@ -67,11 +71,11 @@ CASES = (
 SHARES = {"1/6": 1 / 6, "1/3": 1 / 3, "1/2": 1 / 2}  # means, as shares of the limit
 
 
-def recipe_config(case: Case) -> ConfigDict:
-  """The recipe's configuration with the mesh of the case."""
-  config = importlib.import_module(f"rlvr_jax.configs.full_size.{case.recipe}").get_config()
+def case_config(case: Case) -> ConfigDict:
+  """The recipe's configuration, with a mesh of all chips."""
+  config = recipe_config(case.recipe, case.topology)
   chips = int(np.prod([int(size) for size in re.findall(r"\d+", case.topology.split(":")[1])]))
-  config.mesh.tensor, config.mesh.fsdp = case.tensor, chips // case.tensor
+  config.mesh.fsdp = chips // (config.mesh.data * config.mesh.tensor)
   batch = config.batch
   batch.prompts = case.problems or batch.prompts
   batch.tokens_per_micro_batch = case.tokens or batch.tokens_per_micro_batch
@@ -85,36 +89,25 @@ def recipe_layout(config: ConfigDict) -> RowLayout:
   return make_row_layout(config.batch, batch_shape(config), "splash", mesh)
 
 
-def draw_lengths(
-  config: ConfigDict, *, mean: float, sigma: float, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-  """Lengths of prompts, i[P], and responses, i[P, G]."""
-  rng = np.random.default_rng(seed)
-  shape = (config.batch.prompts, config.batch.group_size)
-  lengths = np.rint(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, shape))
-  prompts = np.minimum(rng.integers(100, 300, shape[0]), config.max_prompt_length)
-  return prompts, np.clip(lengths, 1, config.max_response_length).astype(int)
-
-
-def measure(case: Case, *, mean: float | None, sigma: float, draws: int = DRAWS) -> np.ndarray:
-  """f64[draws], places over tokens; mean: in tokens, None for a third of the limit."""
-  config = recipe_config(case)
-  layout = recipe_layout(config)
-  mean = mean or config.max_response_length / 3
-  draw = lambda seed: draw_lengths(config, mean=mean, sigma=sigma, seed=seed)
-  return np.array([places_per_token(layout, *draw(seed)) for seed in range(draws)])
+def measure(case: Case, lengths: Lengths, draws: int = DRAWS) -> np.ndarray:
+  """f64[draws], places over tokens."""
+  config = case_config(case)
+  shape, layout = batch_shape(config), recipe_layout(config)
+  batches = [lengths.draw(shape, number) for number in range(draws)]
+  return np.array([count_packing(batch, layout).places_per_token for batch in batches])
 
 
 def measure_all() -> list[dict[str, str]]:
   """The rows of the table: mean of the draws, and the largest."""
   rows = []
   for case in CASES:
-    config = recipe_config(case)
+    config = case_config(case)
     batch, limit = config.batch, config.max_response_length
     row = {"recipe, slice": f"`{case.recipe}`, {case.topology}"}
     row["problems × responses × tokens"] = f"{batch.prompts} × {batch.group_size} × {limit}"
     for name, share in SHARES.items():
-      ratios = measure(case, mean=share * limit, sigma=SIGMA)
+      lengths = workload.lognormal(mean=share * limit, sigma=SIGMA, prompt=PROMPT)
+      ratios = measure(case, lengths)
       row[f"mean {name} of the limit"] = f"{ratios.mean():.2f} (≤ {ratios.max():.2f})"
     rows.append(row)
   return rows
@@ -129,20 +122,17 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--recipe", help="a module of configs/full_size; by default all of them")
   parser.add_argument("--topology", default="v5p:2x2x4", help="TPU slice; all its chips are used")
-  parser.add_argument("--tensor", type=int, default=1, help="mesh.tensor")
   parser.add_argument("--problems", type=int, help="batch.prompts; by default the recipe's")
   parser.add_argument("--tokens", type=int, help="batch.tokens_per_micro_batch, likewise")
-  parser.add_argument("--mean", type=float, help="tokens; by default a third of the limit")
-  parser.add_argument("--sigma", type=float, default=SIGMA, help="of the logarithm of lengths")
+  parser.add_argument("--lengths", default="longest", help="a component of costs.workload")
   chosen = parser.parse_args()
   if chosen.recipe is not None:
-    sizes = chosen.tensor, chosen.problems, chosen.tokens
-    case = Case(chosen.recipe, chosen.topology, *sizes)
-    ratios = measure(case, mean=chosen.mean, sigma=chosen.sigma)
+    case = Case(chosen.recipe, chosen.topology, chosen.problems, chosen.tokens)
+    ratios = measure(case, specs.make("--lengths", workload, chosen.lengths, Lengths))
     print(f"places over tokens: mean {ratios.mean():.3f}, largest of {DRAWS}: {ratios.max():.3f}")
     return
   rows = measure_all()
-  conditions = {"σ": SIGMA, "draws": DRAWS, "prompts": "100 to 299 tokens"}
+  conditions = {"σ": SIGMA, "draws": DRAWS, "prompts": f"{PROMPT} tokens"}
   print(write_results(RESULTS, "Places over tokens of packed rows", rows, conditions))
   PAGE.write_text(written(rows), encoding="utf-8")
 

@@ -26,8 +26,10 @@ from rlvr_jax.types import Array, Rows
 
 # The most queries and keys per block. Small blocks skip more if rollouts are short; large blocks
 # are fetched less often, and in the backward pass large blocks of keys write fewer partial
-# gradients of the queries. Blocks divide the row, so that some lengths get smaller ones.
-_FORWARD, _BACKWARD = (512, 512), (512, 768)
+# gradients of the queries: one for each block in the row, so that these weigh more in longer rows.
+# Blocks divide the row, so that some lengths get smaller ones.
+_FORWARD, _BACKWARD, _BACKWARD_OF_LONG_ROWS = (512, 512), (512, 512), (512, 768)
+_LONG_ROW = 8192  # tokens, above which a row is long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +141,9 @@ def _plan_forward(row: Rows, window: int | None) -> _Plan:
 
 def _plan_backward(row: Rows, window: int | None) -> _Plan:
   """Plans steps by blocks of queries; steps after the last one that runs keep its blocks."""
-  q, kv, runs = _block_pairs(row, window, *_BACKWARD)
+  is_long = row.prompts.shape[0] > _LONG_ROW
+  sizes = _BACKWARD_OF_LONG_ROWS if is_long else _BACKWARD
+  q, kv, runs = _block_pairs(row, window, *sizes)
   index = jnp.arange(runs.shape[0], dtype=jnp.int32)[:, None]
   following = jax.lax.cummin(jnp.where(runs, index, runs.shape[0]), axis=0, reverse=True)
   return _Plan(q, kv, runs, jnp.minimum(following, jnp.max(jnp.where(runs, index, 0), axis=0)))

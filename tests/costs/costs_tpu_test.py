@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from train import tiny
 
+from docs import costs
 from rlvr_jax.configs.full_size import fade_qwen25_7b
 from rlvr_jax.costs import hlo, programs, step_time
 from rlvr_jax.costs.chips import find_chip
@@ -273,3 +274,35 @@ def test_every_product_has_the_precision_of_the_configuration(dtype, attention):
     exact = ["operand_precision={highest,highest}" in line for line in products]
     assert len(products) > 5
     assert exact == [dtype == "float32"] * len(products), name
+
+
+def _recipes():
+  """Whole recipes: one in a minute or two, others of it in as long, those of 4B and 7B in more."""
+  for recipe, topology in costs.LIMITS:
+    marks = () if (recipe, topology) == ("gsm8k_qwen25_05b", "v5e:2x4") else pytest.mark.slow
+    marks = marks if recipe.startswith("gsm8k") else pytest.mark.soak
+    yield pytest.param(recipe, topology, marks=marks)
+
+
+@pytest.mark.parametrize(("recipe", "topology"), _recipes())
+def test_an_update_of_a_recipe_keeps_to_its_limits(recipe, topology):
+  """Cycles have a limit for one version of the compiler."""
+  config = costs.recipe_config(recipe, topology)
+  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, topology))
+  counts = step_time.count(parts, costs.LENGTHS.get(recipe, "longest"))
+  cost = step_time.program_cost(
+    "update",
+    programs.program_lowerings(parts, counts.packed)["update"],
+    topology,
+    useful_flops=counts.useful_flops["update"],
+    kernels=counts.kernels,
+    loops=counts.loops,
+  )
+  compiler = parts.placement.mesh.devices.flat[0].client.platform_version
+  is_same = costs.COMPILER in compiler
+  assert not costs.excesses(cost, costs.LIMITS[recipe, topology], with_cycles=is_same)
+  if not is_same:
+    pytest.skip(
+      "memory, received bytes and FLOPs keep to their limits; those of cycles are for a compiler"
+      f" {costs.COMPILER}, not for {compiler}"
+    )

@@ -112,7 +112,7 @@ def test_a_block_that_does_not_run_fetches_nothing_of_its_own():
   rows = lay_rows(9 * 512, [(500, [512] * 8)])
   row = jax.tree.map(lambda x: jnp.asarray(x[0]), rows)
   forward, backward = splash._plan_forward(row, None), splash._plan_backward(row, None)
-  assert (forward.q, forward.kv, backward.q, backward.kv) == (512, 512, 512, 768)
+  assert (forward.q, forward.kv, backward.q, backward.kv) == (512, 512, 512, 512)
   runs = np.asarray(forward.runs)
   assert runs.sum() == 1 + 8 * 2
   for plan, axis in ((forward, 1), (backward, 0)):
@@ -125,6 +125,12 @@ def test_a_block_that_does_not_run_fetches_nothing_of_its_own():
     visited = (runs if axis else runs.T).ravel()
     changed = np.flatnonzero(np.diff(order.ravel())) + 1
     assert len(changed) < visited.sum()  # never fetched without a visit that needs it
+
+
+def test_the_backward_pass_of_long_rows_has_larger_blocks_of_keys():
+  for length, size in ((6144, 512), (8192, 512), (9216, 768), (30_720, 768)):
+    row = jax.tree.map(lambda x: jnp.asarray(x[0]), lay_rows(length, [(500, [512])]))
+    assert splash._plan_backward(row, None).kv == size
 
 
 def random_row(length, alignment, seed=0):
