@@ -50,6 +50,10 @@ def get_config() -> ConfigDict:
   c.model = dict(
     preset="tiny",
     checkpoint="",
+    # Of mixtures. recomputed: in training the routers choose anew; replayed: the experts that the
+    # sampler chose are taken, docs/staleness.md
+    routing="recomputed",
+    record_routes=False,  # rollouts keep the sampler's choice under recomputed too, for metrics
     overrides=dict(
       compute_dtype=placeholder(str),  # float32, bfloat16
       # Precision of float32 products on TPUs and GPUs. highest: exact; None means the same.

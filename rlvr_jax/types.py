@@ -72,6 +72,10 @@ class Rollouts:
   # f32[P, G, T], of dialogues, the environment's score of a turn of the policy, as far as it is not
   # that of the dialogue, at the turn's last token; NaN elsewhere. None: one turn of the policy.
   turn_scores: Array | None = None
+  # Of a mixture whose routes are recorded, unsigned integers: the experts that its routers chose, k
+  # in each layer, by falling probability, at the place that predicts a token; 0 where padded.
+  routes: Array | None = None  # [P, G, T, layers, k]; the first is that of the prompt's last token
+  prompt_routes: Array | None = None  # [P, S, layers, k], left-padded, without the last token's: 0
 
 
 @jax.tree_util.register_dataclass
@@ -105,6 +109,9 @@ class TrainBatch:
   # f32[P, G, T], under the distribution sampled from, where `behavior_logprobs` deliberately are
   # others (config.sources.temperature.recorded); in the store only, no update reads them.
   sampled_logprobs: Array | None = None
+  # [P, G, T, layers, k] and [P, S, layers, k], see `Rollouts`; None once they are in `packed`.
+  routes: Array | None = None
+  prompt_routes: Array | None = None
 
 
 class Rows(NamedTuple):
@@ -123,6 +130,7 @@ class Rows(NamedTuple):
 class Routes(NamedTuple):
   """The experts that a mixture's routers chose, k in each of its layers, by falling probability.
 
+  At the place of the token that is read, not of the one that is predicted, see `Rollouts.routes`.
   Of integers that hold their number; at padding they have no meaning.
   """
 
@@ -141,6 +149,7 @@ class Packed(NamedTuple):
   # i32[], of the last micro-batches that are not empty: their rows' first places, of which
   # `ops.row_blocks.short_row` says how many, hold everything. None: there never are any.
   num_short: Array | None = None
+  routes: Array | None = None  # [M, R, L, layers, k], see `Rollouts.routes`; 0 on padding
 
 
 class Forward(NamedTuple):

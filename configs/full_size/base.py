@@ -71,14 +71,12 @@ SLICES_OF_7B = {  # found by --mode=tune; see docs/models.md
 
 def get_config() -> ConfigDict:
   c = base.get_config()
-  c.model = dict(
-    preset="qwen2.5_7b",
-    checkpoint="",  # required
-    overrides=dict(
-      compute_dtype="bfloat16",
-      param_dtype="float32",
-      remat="full",  # keeps the layers' inputs only
-    ),
+  c.model.preset = "qwen2.5_7b"
+  c.model.checkpoint = ""  # required
+  c.model.overrides = dict(
+    compute_dtype="bfloat16",
+    param_dtype="float32",
+    remat="full",  # keeps the layers' inputs only
   )
   c.tokenizer = "checkpoint"
   c.prompts.format = "chat"

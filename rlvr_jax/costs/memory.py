@@ -86,14 +86,20 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
   if engine.has_replies:  # any slot may take a row, so every device has all of them
     rows, _ = parts.programs.engine.longest_prefill()
     prefilled = {"prefill after a reply": float(rows * per_slot)}
+  routes = network.routes if parts.method.records_routes else None
+  per_token = 0 if routes is None else routes.size * routes.dtype.itemsize
+  name = f"routes, {per_token} B per token"
+  routes_of = lambda tokens: {name: float(tokens * per_token)} if per_token else {}
   return {
     "update, estimated": in_memory
+    | routes_of(layout.max_micro_batches * tokens)
     | {
       "gradients": num_gradients * memory.shard_bytes(state.params),
       "activations": memory.activation_bytes(network, tokens, tensor),
       "output head": memory.output_head_bytes(network, tokens, tensor),
     },
     "generation, estimated": in_memory
+    | routes_of(slots * engine.shape.steps)
     | {
       "parameters to decode with": memory.decoding_copy_bytes(generating, network.compute_dtype),
       "keys and values": float(slots * per_slot),

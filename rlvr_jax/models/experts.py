@@ -79,6 +79,8 @@ class Routing(NamedTuple):
   experts: Array  # i32[..., k], by falling probability; `NO_EXPERT` where there is no token
   weights: Array  # [..., k], at least float32; 0 where there is no token
   probabilities: Array  # [..., E], at least float32, of all experts
+  # As `experts`; another choice than these where they were given.
+  own: Array
 
 
 class Experts(nnx.Module):
@@ -149,19 +151,17 @@ class Experts(nnx.Module):
     with jax.default_matmul_precision("highest"):  # rounded inputs could choose other experts
       logits = dense(wide, self.router)
     probabilities = jax.nn.softmax(logits, axis=-1)
-    if routes is None:
-      # Of equal probabilities, the first expert's counts as larger.
-      _, experts = jax.lax.top_k(jax.lax.stop_gradient(probabilities), self.settings.per_token)
-    else:
-      experts = routes.astype(jnp.int32)
+    # Of equal probabilities, the first expert's counts as larger.
+    _, own = jax.lax.top_k(jax.lax.stop_gradient(probabilities), self.settings.per_token)
+    experts = own if routes is None else routes.astype(jnp.int32)
     if real is not None:
-      experts = jnp.where(real[..., None], experts, NO_EXPERT)
+      own, experts = (jnp.where(real[..., None], x, NO_EXPERT) for x in (own, experts))
     experts = checkpoint_name(experts, ROUTES)
     weights = jnp.take_along_axis(probabilities, jnp.maximum(experts, 0), axis=-1)
     if self.settings.normalized_weights:
       weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     weights = jnp.where(experts < 0, 0, weights)
-    return Routing(experts, weights, probabilities)
+    return Routing(experts, weights, probabilities, experts if routes is None else own)
 
 
 def _mix(

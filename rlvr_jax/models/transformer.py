@@ -161,6 +161,19 @@ class TransformerConfig:
     )
 
   @property
+  def mixture(self) -> tuple[int, int, int]:
+    """What recorded routes must fit: layers, experts, experts per token."""
+    return self.num_layers, self.num_experts, self.experts_per_token
+
+  @property
+  def routes(self) -> jax.ShapeDtypeStruct | None:
+    """What is recorded of a token's experts: [layers, k], unsigned; None without experts."""
+    if not self.num_experts:
+      return None
+    dtype = jnp.uint8 if self.num_experts <= 2**8 else jnp.uint16
+    return jax.ShapeDtypeStruct((self.num_layers, self.experts_per_token), dtype)
+
+  @property
   def precision(self) -> str:
     """Precision of all products in programs that use the network, of `ops.precision.PRECISIONS`."""
     default = "default" if self.compute_dtype == "bfloat16" else "highest"
@@ -337,11 +350,11 @@ class Transformer(nnx.Module):
     routes: Routes | None = None,
     lengths: Array | None = None,
   ) -> tuple[Array, Routes, Array]:
-    """As `response_hidden`, of a mixture: also its routes and probabilities.
+    """As `response_hidden`, of a mixture: also its routers' choice and probabilities.
 
     Returns:
-      Hidden states; the routes, i32; and the sum over the tokens of the probabilities of all
-      experts, [layers, E].
+      Hidden states; the routers' own routes, i32, whatever was taken in their place; and the sum
+      over the tokens of the probabilities of all experts, [layers, E].
     """
     hidden, routing = self._respond(prompts, tokens, routes, lengths, routed=True)
     P, G, T = tokens.shape
@@ -411,11 +424,12 @@ class Transformer(nnx.Module):
   def row_routed(
     self, tokens: Array, rows: Rows, routes: Array | None = None
   ) -> tuple[Array, Array, Array]:
-    """As `row_hidden`, of a mixture: also its routes and probabilities.
+    """As `row_hidden`, of a mixture: also its routers' choice and probabilities.
 
     Returns:
-      Hidden states; the routes i32[R, L, layers, k], `NO_EXPERT` at padding; and the sum over the
-      tokens of the probabilities of all experts, [layers, E].
+      Hidden states; the routers' own routes i32[R, L, layers, k], whatever was taken in their
+      place, `NO_EXPERT` at padding; and the sum over the tokens of the probabilities of all
+      experts, [layers, E].
     """
     hidden, (routes, sums) = self._run_rows(tokens, rows, routes, routed=True)
     return hidden, routes, sums
@@ -569,8 +583,8 @@ class Transformer(nnx.Module):
       attend: whether a layer slides → the function that mixes tokens, see `Block`.
       routes: int[R, L, layers, k]; None: the routers choose.
       real: bool[R, L], where there are tokens.
-      routed: whether to return the routes i32[R, L, layers, k], and the sum over the tokens of all
-        experts' probabilities [layers, E].
+      routed: whether to return the routers' own routes i32[R, L, layers, k], and the sum over the
+        tokens of all experts' probabilities [layers, E].
     """
     c = self.config
     tables = self._look_up_tables(positions)
@@ -585,7 +599,7 @@ class Transformer(nnx.Module):
       if not routed:
         return x, None
       probabilities = jnp.where(real[..., None], routing.probabilities, 0)
-      return x, (routing.experts, jnp.sum(probabilities, axis=(0, 1)))
+      return x, (routing.own, jnp.sum(probabilities, axis=(0, 1)))
 
     if c.remat != "none":
       policy = jax.checkpoint_policies.save_only_these_names(*_REMAT[c.remat])

@@ -29,7 +29,7 @@ from rlvr_jax.rollouts.batch import (
 )
 from rlvr_jax.rollouts.dialogues import DialogueUsage, End, EnvironmentDialogues, Environments
 from rlvr_jax.rollouts.engine import Engine, Group, Request, Usage
-from rlvr_jax.types import Params, Rollouts, TrainBatch
+from rlvr_jax.types import Params, Prompts, Rollouts, TrainBatch
 
 # Outcomes of which a sample tells why.
 _WITH_DETAIL = {
@@ -130,6 +130,8 @@ class Collector:
       valid=valid,
       turns=rollouts.turns,
       turn_scores=rollouts.turn_scores,
+      routes=rollouts.routes,
+      prompt_routes=rollouts.prompt_routes,
     )
     batch = dataclasses.replace(batch, solve_rate=mean_solve_rate(batch, np.asarray(versions)))
     statistics = {
@@ -138,6 +140,8 @@ class Collector:
       if rollouts.turns is not None or name not in DIALOGUE_OUTCOMES
     }
     statistics |= length_statistics(rollouts)
+    if rollouts.routes is not None:
+      statistics |= route_statistics(rollouts, flight.prompts)
     samples = _samples(flight, grades, rewards, shaped, valid, versions)
     if rollouts.turns is not None:
       statistics |= turn_statistics(rollouts)
@@ -279,6 +283,14 @@ def turn_statistics(rollouts: Rollouts) -> dict[str, float]:
     "dialogue/environment_tokens": float(replies.mean()),
     **({"dialogue/turn_score": float(scores.mean(dtype=np.float64))} if scores.size else {}),
   }
+
+
+def route_statistics(rollouts: Rollouts, prompts: Prompts) -> dict[str, float]:
+  """Bytes of recorded routes over tokens of responses; a prompt's are recorded once."""
+  routes: Any = rollouts.routes
+  places = int(np.sum(rollouts.lengths)) + int(np.sum(np.asarray(prompts.lengths) - 1))
+  of_place = routes[0, 0, 0].nbytes
+  return {"routing/bytes_per_token": places * of_place / int(np.sum(rollouts.lengths))}
 
 
 def mean_statistics(parts: Sequence[Graded]) -> dict[str, float]:

@@ -46,6 +46,12 @@ class Settings(NamedTuple):
   cache_format: str = ""  # one of `caches.FORMATS`
   cores: int = 1  # of a device, over which the kernel for pages splits its slots
   has_replies: bool = False  # whether responses are dialogues
+  records_routes: bool = False  # whether the experts that a mixture chooses are results
+
+  @property
+  def routes(self) -> jax.ShapeDtypeStruct | None:
+    """Those of a token, if they are recorded."""
+    return self.model.config.routes if self.records_routes else None
 
 
 class Known(NamedTuple):
@@ -73,6 +79,7 @@ class Prefilled(NamedTuple):
 
   prompts: tuple[Part, ...]
   responses: tuple[Part, ...] = ()  # of dialogues that go on, what their responses have so far
+  routes: Array | None = None  # [R, S, layers, k], if they are recorded
 
 
 class Fresh(NamedTuple):
@@ -96,6 +103,7 @@ class Emitted(NamedTuple):
   running: Array  # bool[slots]; False after a stop token or T tokens
   stopped: Array  # bool[slots], whether the last token was a stop token
   steps: Array  # i32[], decoding steps of this burst
+  routes: Array | None = None  # [slots, steps, layers, k], if recorded; of what each step reads
 
 
 def take_layer(trained: Params, frozen: Params, layer: Array, *, model: Any) -> Params:
@@ -157,6 +165,13 @@ def _nothing_known(settings: Settings) -> Known:
   return Known(jnp.zeros((slots, steps), jnp.int32), jnp.zeros(slots, jnp.int32))
 
 
+def _no_routes(settings: Settings) -> Array | None:
+  routes = settings.routes
+  if routes is None:
+    return None
+  return jnp.zeros((settings.slots, settings.shape.steps, *routes.shape), routes.dtype)
+
+
 def prefill(
   params: Params,
   tokens: Array,
@@ -176,10 +191,11 @@ def prefill(
   """
   # Prompts attend to what their caches will hold, as tokens that are decoded do.
   attended = (read_back,) if settings.cache_format else ()
-  layers, _ = settings.model.prefill(params, tokens, lengths, *attended)
+  layers, routes = settings.model.prefill(params, tokens, lengths, *attended)
   shape = settings.shape
+  recorded = None if settings.routes is None else routes.astype(settings.routes.dtype)
   if prompt is None:
-    return Prefilled(_to_caches(layers, shape.prompt, settings))
+    return Prefilled(_to_caches(layers, shape.prompt, settings), routes=recorded)
   # The response follows the prompt at once: its places differ by row.
   room = min(tokens.shape[1], shape.response.tokens)
   places = prompt[:, None] + jnp.arange(-(-room // shape.response.size) * shape.response.size)
@@ -189,7 +205,9 @@ def prefill(
   prompts = [(k[:, : shape.prompt.tokens], v[:, : shape.prompt.tokens]) for k, v in layers]
   responses = [(take_response(k), take_response(v)) for k, v in layers]
   return Prefilled(
-    _to_caches(prompts, shape.prompt, settings), _to_caches(responses, shape.response, settings)
+    _to_caches(prompts, shape.prompt, settings),
+    _to_caches(responses, shape.response, settings),
+    recorded,
   )
 
 
@@ -258,6 +276,7 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
     running=state.running,
     stopped=jnp.zeros(slots, bool),
     steps=jnp.int32(0),
+    routes=_no_routes(settings),
   )
 
   caches = tuple(zip(state.prompts, state.responses, strict=True))
@@ -266,7 +285,7 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
   def step(carry):
     token, staged, emitted = carry
     now = emitted.steps
-    hidden, staged, _ = decode(
+    hidden, staged, routes = decode(
       params, caches, staged, reach, tables, token, now, emitted.running, settings=settings
     )
     token, logprob = _sample(settings, hidden, head, state.keys, state.generated + now)
@@ -275,7 +294,7 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
       sampled = now >= state.known.number
       known = jax.lax.dynamic_index_in_dim(state.known.tokens, now, axis=1, keepdims=False)
       token, logprob = jnp.where(sampled, token, known), jnp.where(sampled, logprob, 0)
-    return token, staged, _record_token(settings, emitted, token, logprob, sampled)
+    return token, staged, _record_token(settings, emitted, token, logprob, sampled, routes)
 
   is_unfinished = lambda carry: (carry[2].steps < shape.steps) & jnp.any(carry[2].running)
   token, staged, emitted = jax.lax.while_loop(is_unfinished, step, (state.token, staged, emitted))
@@ -385,10 +404,15 @@ def _first_largest(x: Array) -> Array:
 
 
 def _record_token(
-  settings: Settings, emitted: Emitted, token: Array, logprob: Array, sampled: Array
+  settings: Settings,
+  emitted: Emitted,
+  token: Array,
+  logprob: Array,
+  sampled: Array,
+  routes: Array | None,
 ) -> Emitted:
   """Adds one token of every running slot to `emitted`; one that was not sampled ends nothing."""
-  now, running = emitted.steps, emitted.running
+  now, running, of = emitted.steps, emitted.running, emitted.routes
   put = lambda into, x: jax.lax.dynamic_update_slice_in_dim(into, x[:, None], now, axis=1)
   stop = jnp.any(token[:, None] == jnp.asarray(settings.stop_tokens, jnp.int32), axis=-1)
   generated = emitted.generated + running
@@ -401,6 +425,7 @@ def _record_token(
     running=running & ~(stop & sampled) & (generated < settings.max_new_tokens),
     stopped=jnp.where(running, stop, emitted.stopped),
     steps=now + 1,
+    routes=None if of is None else put(of, jnp.asarray(routes, of.dtype)),
   )
 
 

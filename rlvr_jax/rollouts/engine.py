@@ -51,6 +51,9 @@ class Group(NamedTuple, Generic[Owner]):
   scores: np.ndarray | None = None  # f32[G], from the environment; NaN where there is none
   details: list[str] | None = None  # G, why the environment failed or refused; "" if it did not
   turn_scores: np.ndarray | None = None  # f32[G, T], see `types.Rollouts`
+  # If routes are recorded, otherwise None; see `types.Rollouts`:
+  routes: np.ndarray | None = None  # [G, T, layers, k]
+  prompt_routes: np.ndarray | None = None  # [S, layers, k]
 
 
 class Answer(NamedTuple, Generic[Owner]):
@@ -134,14 +137,16 @@ def _add_sharding(
 def stack_groups(groups: Sequence[Group]) -> Rollouts:
   """Stacks the groups of P prompts into one record; NumPy."""
   stack: Any = lambda name: np.stack([getattr(group, name) for group in groups])
-  has_turns = groups[0].turns is not None
+  stack_if_any = lambda name: None if getattr(groups[0], name) is None else stack(name)
   return Rollouts(
     tokens=stack("tokens"),
     lengths=stack("lengths"),
     stopped=stack("stopped"),
     behavior_logprobs=stack("behavior_logprobs"),
-    turns=stack("turns") if has_turns else None,
-    turn_scores=stack("turn_scores") if has_turns else None,
+    turns=stack_if_any("turns"),
+    turn_scores=stack_if_any("turn_scores"),
+    routes=stack_if_any("routes"),
+    prompt_routes=stack_if_any("prompt_routes"),
   )
 
 
@@ -181,6 +186,7 @@ class _Rollout(NamedTuple):
   prompt: np.ndarray
   key: np.ndarray
   cached: int = 0  # tokens of the response in the cache, a multiple of a burst's steps
+  routed: int = 0  # places of the response whose routes are recorded; a burst repeats some of them
 
   @property
   def length(self) -> int:
@@ -212,9 +218,25 @@ class _Rollout(NamedTuple):
       # A turn of the policy goes on, or follows the environment's, which have odd numbers.
       last = int(self.group.turns[g, start - 1]) if start else 0
       self.group.turns[g, new] = last + last % 2
+    if self.group.routes is not None:
+      assert emitted.routes is not None  # the engine records both
+      first = max(self.routed, self.cached)
+      steps = slice(first - self.cached, new.stop - self.cached)
+      self.group.routes[g, first : new.stop] = emitted.routes[slot, steps]
     self.group.stopped[g] = emitted.stopped[slot]
     self.group.lengths[g] = new.stop
     return new.stop - start
+
+  def record_prefilled(self, routes: np.ndarray) -> None:
+    """Records routes [n, layers, k] of `cached_tokens`: the prompt's, and new ones of replies."""
+    prompt = len(self.prompt) - 1
+    if not self.cached:
+      places = self.group.prompt_routes
+      assert places is not None  # only where routes are recorded
+      places[len(places) - 1 - prompt : len(places) - 1] = routes[:prompt]
+    elif self.routed < self.cached:
+      assert self.group.routes is not None
+      self.group.routes[self.number, self.routed : self.cached] = routes[prompt + self.routed :]
 
   def cut(self, length: int, pad_token: int) -> None:
     """Ends the policy's turn after `length` tokens of the response; drops those after them."""
@@ -223,6 +245,8 @@ class _Rollout(NamedTuple):
     self.group.behavior_logprobs[g, dropped] = 0
     assert self.group.turns is not None  # only turns of dialogues are cut
     self.group.turns[g, dropped] = 0
+    if self.group.routes is not None:
+      self.group.routes[g, dropped] = 0
     self.group.stopped[g] = True
     self.group.lengths[g] = length
 
@@ -244,6 +268,8 @@ class _Stream(NamedTuple):
   waiting: dict[tuple[int, int], _Rollout]  # for an answer, by (id of the group, number)
   resumed: collections.deque[_Rollout]  # have an answer, and no slot yet
   unfinished: dict[int, int]  # id of a group → number of its rollouts that have not ended
+  # (routes on the devices, contexts by row) of prefilled batches since the last burst
+  prefilled: list[tuple[Array, list[_Context]]]
 
   def begin(self, rollout: _Rollout) -> None:
     """Notes that a rollout is in a slot, for the first time or again."""
@@ -274,14 +300,22 @@ class _Stream(NamedTuple):
       return finished
     for answer in self.dialogues.take(patience_s=patience_s, until_one=until_one):
       rollout = self.waiting.pop((id(answer.group), answer.rollout))
+      before = rollout.length
       rollout.add_reply(answer.tokens)
       if answer.is_last:
         finished += self._end(rollout)
         continue
-      rollout = rollout._replace(cached=(rollout.length // steps) * steps)
+      rollout = rollout._replace(cached=(rollout.length // steps) * steps, routed=before)
       self.dialogues.add_costs(rebuilt_tokens=len(rollout.cached_tokens()))
       self.resumed.append(rollout)
     return finished
+
+  def record_prefilled(self, routes: Sequence[np.ndarray]) -> None:
+    """Records the routes of `prefilled`, now on the host."""
+    for of_batch, (_, contexts) in zip(routes, self.prefilled, strict=True):
+      for row, context in zip(of_batch, contexts, strict=False):
+        context.rollouts[0].record_prefilled(row[: len(context.tokens)])
+    self.prefilled.clear()
 
   def _end(self, rollout: _Rollout) -> list[Group]:
     key = id(rollout.group)
@@ -347,7 +381,8 @@ class Engine:
     cache: str = "blocks",
     cache_format: str = "",
     has_replies: bool = False,
-    to_host: Callable[[Emitted], Emitted] = jax.device_get,
+    records_routes: bool = False,
+    to_host: Callable[[Any], Any] = jax.device_get,
     compiler_options: dict[str, bool | int | float | str] | None = None,
   ):
     """Binds the functions; nothing is compiled yet.
@@ -364,7 +399,8 @@ class Engine:
       cache: "blocks" or "pages", as `caches.choose_cache` returned it.
       cache_format: one of `caches.FORMATS`.
       has_replies: whether `serve` may get dialogues.
-      to_host: device arrays → NumPy; called once per burst.
+      records_routes: whether groups have the routes of a mixture.
+      to_host: a tree of device arrays → NumPy; called once per burst.
       compiler_options: of all programs, as `jax.jit` takes them.
     """
     self._batch_devices = (
@@ -383,7 +419,9 @@ class Engine:
       cache_format=cache_format,
       cores=cores,
       has_replies=has_replies,
+      records_routes=records_routes,
     )
+    self._max_prompt_length = max_prompt_length
     self._pad_token = pad_token
     self._to_host = to_host
     at_precision = functools.partial(with_matmul_precision, precision=model.config.precision)
@@ -497,9 +535,9 @@ class Engine:
     state = self.programs.empty_slots()
     usage = Usage() if usage is None else usage
     slots: list[_Rollout | None] = [None] * self.settings.slots
-    stream = _Stream(iter(requests), dialogues, {}, collections.deque(), {})
+    stream = _Stream(iter(requests), dialogues, {}, collections.deque(), {}, [])
     take_answers = functools.partial(stream.take_answers, self.settings.shape.steps)
-    pending = self._prefill(params, self._contexts(stream))
+    pending = self._prefill(params, stream)
     burst_s, has_more = 0.0, True  # of what is to be decoded now
     while True:
       # A burst computes all slots: the more of them will be idle, the longer replies may take.
@@ -510,7 +548,7 @@ class Engine:
       new = dict(zip(free, pending, strict=False))
       while len(new) < len(free):
         # Of requests and answers that come later, or came after `pending` had been made.
-        pending = self._prefill(params, self._contexts(stream))
+        pending = self._prefill(params, stream)
         if not stream.resumed:
           break
         new |= zip(free[len(new) :], pending, strict=False)
@@ -531,7 +569,8 @@ class Engine:
         return
       began = time.monotonic()
       state, emitted = self.programs.burst(params, state)
-      emitted = self._to_host(emitted)
+      emitted, routes = self._to_host((emitted, [routes for routes, _ in stream.prefilled]))
+      stream.record_prefilled(routes)
       burst_s = min(time.monotonic() - began, PATIENCE_S)
       before = {slot: rollout.length for slot, rollout in busy.items()}
       tokens = sum(rollout.append(emitted, slot) for slot, rollout in busy.items())
@@ -543,7 +582,8 @@ class Engine:
           state = self.programs.halt(state, np.isin(np.arange(len(slots)), halted))
         ended |= {slot: busy[slot] for slot in halted}
       for slot, rollout in busy.items():
-        slots[slot] = None if slot in ended else rollout._replace(cached=rollout.length)
+        length = rollout.length
+        slots[slot] = None if slot in ended else rollout._replace(cached=length, routed=length)
       for _, rollout in sorted(ended.items()):
         finished += stream.end_turn(rollout)
       yield finished
@@ -597,6 +637,12 @@ class Engine:
       stopped=np.zeros(G, bool),
       behavior_logprobs=np.zeros((G, T), decoder.logprobs_dtype(self.settings)),
     )
+    if (routes := self.settings.routes) is not None:
+      S = self._max_prompt_length
+      group = group._replace(
+        routes=np.zeros((G, T, *routes.shape), routes.dtype),
+        prompt_routes=np.zeros((S, *routes.shape), routes.dtype),
+      )
     if not self.settings.has_replies:
       return group
     return group._replace(
@@ -615,11 +661,12 @@ class Engine:
     """Prompts of a padded length that are prefilled at a time."""
     return self._round_up(min(self._max_prefill_rows, max(_PREFILL_TOKENS // length, 1)))
 
-  def _prefill(self, params: Params, contexts: Iterator[_Context | None]) -> Iterator[_Pending]:
+  def _prefill(self, params: Params, stream: _Stream) -> Iterator[_Pending]:
     """Yields the rollouts of contexts up to a None; prefills those of like length in batches.
 
     A context's padded length, and the number of rows of its batch, depend only on its own length.
     """
+    contexts = self._contexts(stream)
     waiting: list[_Context] = []
     while True:
       for context in itertools.islice(contexts, self._prefill_rows(1) - len(waiting)):
@@ -642,6 +689,8 @@ class Engine:
         prompts[row] = context.prompt
       of_responses = (prompts,) if has_response else ()
       prefilled = self.programs.prefill(params, tokens, lengths, *of_responses)
+      if prefilled.routes is not None:
+        stream.prefilled.append((prefilled.routes, members))
       for row, context in enumerate(members):
         for rollout in context.rollouts:
           yield _Pending(rollout, prefilled, row)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -296,15 +296,21 @@ def deal(costs: Sequence[float], *, devices: int, rows_per_device: int) -> np.nd
   return np.ascontiguousarray(dealt.swapaxes(1, 2)).reshape(micro_batches, step)
 
 
-def pack_batch(batch: TrainBatch, layout: RowLayout) -> TrainBatch:
+def pack_batch(
+  batch: TrainBatch, layout: RowLayout, own_rows: Container[int] | None = None
+) -> TrainBatch:
   """Adds the packed rows to a batch; responses are packed up to their last loss token.
 
   Args:
     batch: NumPy arrays.
+    own_rows: see `pack`.
   """
   counts = np.asarray(batch.mask) > 0
   lengths = np.where(counts.any(-1), counts.shape[-1] - np.argmax(counts[..., ::-1], axis=-1), 0)
   prompts = batch.prompts
+  routes = None
+  if batch.routes is not None:
+    routes = np.asarray(batch.prompt_routes), np.asarray(batch.routes)
   packed = pack(
     np.asarray(prompts.tokens),
     np.asarray(prompts.lengths),
@@ -312,8 +318,10 @@ def pack_batch(batch: TrainBatch, layout: RowLayout) -> TrainBatch:
     lengths,
     layout,
     mask=counts,
+    routes=routes,
+    own_rows=own_rows,
   )
-  return dataclasses.replace(batch, packed=packed)
+  return dataclasses.replace(batch, packed=packed, routes=None, prompt_routes=None)
 
 
 def pack(
@@ -324,6 +332,8 @@ def pack(
   layout: RowLayout,
   *,
   mask: np.ndarray | None = None,
+  routes: tuple[np.ndarray, np.ndarray] | None = None,
+  own_rows: Container[int] | None = None,
 ) -> Packed:
   """Packs a batch into rows, in micro-batches of equal shape.
 
@@ -333,6 +343,9 @@ def pack(
     tokens: i32[P, G, T], right-padded.
     response_lengths: i32[P, G].
     mask: bool[P, G, T], the tokens that are predicted; None: all of them.
+    routes: of prompts [P, S, layers, k] and responses [P, G, T, layers, k]; None: not recorded.
+    own_rows: of a micro-batch, those that this process feeds: routes are large, so that only these
+      rows get theirs; None: all.
   """
   P, G, T = tokens.shape
   length, alignment = layout.length, layout.alignment
@@ -343,8 +356,12 @@ def pack(
   starts, prompt_ends = empty(0), empty(0)
   places = np.full((P, G, T), -1, np.int32)
   is_predicted = np.ones((P, G, T), bool) if mask is None else mask
+  if routes is not None:
+    of_prompts, of_responses = routes
+    routes_in_rows = np.zeros((*inputs.shape, *of_prompts.shape[2:]), of_prompts.dtype)
   for number, row in enumerate(dealt.reshape(-1)):
     at = 0
+    has_routes = routes is not None and (own_rows is None or number % shape[1] in own_rows)
     for p, rollouts in rows[row].blocks.items() if row >= 0 else ():
       s = int(prompt_lengths[p]) - 1
       end = at + int(_round_up(s, alignment))
@@ -353,6 +370,9 @@ def pack(
       inputs[number, here] = prompt[:-1]
       positions[number, here] = np.arange(s)
       prompts[number, here], starts[number, here], prompt_ends[number, here] = p, end, end
+      if has_routes:
+        last = of_prompts.shape[1] - 1
+        routes_in_rows[number, here] = of_prompts[p, last - s : last]
       at = end
       for g in rollouts:
         t = int(response_lengths[p, g])
@@ -363,8 +383,10 @@ def pack(
         prompts[number, here], starts[number, here], prompt_ends[number, here] = p, at, end
         own_places = number * length + np.arange(at, at + t)
         places[p, g, :t] = np.where(is_predicted[p, g, :t], own_places, -1)
+        if has_routes:
+          routes_in_rows[number, here] = of_responses[p, g, :t]
         at += int(_round_up(t, alignment))
-  fold = lambda x: x.reshape(shape)
+  fold = lambda x: x.reshape(*shape, *x.shape[2:])
   return Packed(
     tokens=fold(inputs),
     targets=fold(targets),
@@ -372,6 +394,7 @@ def pack(
     places=places,  # type: ignore[arg-type]  # NumPy, on the host
     num_micro_batches=np.int32(len(dealt)),  # type: ignore[arg-type]
     num_short=np.int32(num_short) if layout.has_short_rows else None,  # type: ignore[arg-type]
+    routes=None if routes is None else fold(routes_in_rows),
   )
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,15 @@ import numpy as np
 from rlvr_jax.rollouts.batch import Graded, from_shard
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.types import Prompts
+
+
+class _Form(NamedTuple):
+  """What groups are made to have."""
+
+  pad_token: int
+  prompt_length: int  # S
+  response_length: int  # T
+  has_routes: bool
 
 
 class RecordedGroups:
@@ -36,6 +45,7 @@ class RecordedGroups:
     group_size: int,
     max_prompt_length: int,
     max_response_length: int,
+    routes: tuple[int, int, int] | None = None,
   ):
     """Opens the store and checks that this run can train on its rollouts.
 
@@ -46,12 +56,13 @@ class RecordedGroups:
       pad_token: pads shorter prompts and responses.
       group_size: G.
       max_prompt_length, max_response_length: S and T, tokens; shorter ones are padded.
+      routes: (layers, experts, experts per token) of the mixture whose routes the rollouts must
+        have; None: they are taken without routes.
     Raises:
       StoreError: the folder is not a store, the store is empty, or its shapes or tokenizer differ.
     """
     self._store = RolloutStore(directory, writable=False)
-    self._pad_token = pad_token
-    self._lengths = (max_prompt_length, max_response_length)
+    self._form = _Form(pad_token, max_prompt_length, max_response_length, routes is not None)
     stored_numbers = self._store.numbers()
     if not stored_numbers:
       raise StoreError(f"the store {directory} is empty: wait until its run has sampled a batch")
@@ -71,6 +82,13 @@ class RecordedGroups:
           f"the store {directory} has rollouts of {name} = {stored_values}, this run has {value!r}:"
           " set it to what the store has, or choose another store"
         )
+    stored_routes = {tuple(info["routes"]) if "routes" in info else None for info in infos}
+    if routes is not None and stored_routes != {routes}:
+      raise StoreError(
+        f"the store {directory} has {_name_routes(stored_routes)}, this run needs"
+        f" {_name_routes({routes})}: set config.model.routing = 'recomputed' and record_routes ="
+        " False, or choose another store"
+      )
     limits = dict(max_prompt_length=max_prompt_length, max_response_length=max_response_length)
     for name, limit in limits.items():
       longest = max(info[name] for info in infos)
@@ -108,16 +126,17 @@ class RecordedGroups:
     size = batch.rewards.shape[1]
     row = index - (self._ends[shard] - len(batch.rewards))
     group = jax.tree.map(lambda x: x[row], batch)
-    S, T = self._lengths
+    pad_token, S, T, has_routes = self._form
     left = S - batch.prompts.tokens.shape[1]
     right = [(0, 0), (0, T - batch.tokens.shape[2])]
-    tokens: Any = np.pad(group.prompts.tokens, (left, 0), constant_values=self._pad_token)
+    of_token = [(0, 0)] * 2  # of routes: layers, experts
+    tokens: Any = np.pad(group.prompts.tokens, (left, 0), constant_values=pad_token)
     sampled = group.sampled_logprobs
     behavior_logprobs = group.behavior_logprobs if sampled is None else sampled
     padded = dataclasses.replace(
       group,
       prompts=Prompts(tokens=tokens, lengths=group.prompts.lengths),
-      tokens=np.pad(group.tokens, right, constant_values=self._pad_token),
+      tokens=np.pad(group.tokens, right, constant_values=pad_token),
       mask=np.pad(group.mask, right),
       behavior_logprobs=np.pad(behavior_logprobs, right),
       sampled_logprobs=None,
@@ -125,6 +144,16 @@ class RecordedGroups:
       turn_scores=None
       if group.turn_scores is None
       else np.pad(group.turn_scores, right, constant_values=np.nan),
+      routes=np.pad(group.routes, [*right, *of_token]) if has_routes else None,
+      prompt_routes=np.pad(group.prompt_routes, [(left, 0), *of_token]) if has_routes else None,
     )
     samples = graded.samples[row * size : (row + 1) * size]
     return Graded(padded, tokens=0, prompts=0, statistics={}, samples=samples)
+
+
+def _name_routes(kinds: set[tuple[int, ...] | None]) -> str:
+  """Names the routes of rollouts by the mixtures that chose them."""
+  name = "routes of {0} layers with {2} of {1} experts per token".format
+  return " and ".join(
+    "no routes" if kind is None else name(*kind) for kind in sorted(kinds, key=str)
+  )

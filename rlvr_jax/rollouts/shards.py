@@ -42,7 +42,7 @@ class Kind(NamedTuple):
   """Axis and dtype of an array."""
 
   axis: Axis
-  dtype: str
+  dtype: str  # or several, with "|" between them
 
 
 # Every array that a group may have. The files contain axes and dtypes too, so a new line here does
@@ -56,6 +56,8 @@ ARRAYS: Mapping[str, Kind] = {
   "mask": Kind("response", "float32"),
   "turns": Kind("response", "int32"),
   "turn_scores": Kind("response", "float32"),
+  "routes": Kind("response", "uint8|uint16"),
+  "prompt_routes": Kind("prompt", "uint8|uint16"),
   "behavior_logprobs": Kind("response", "float32"),
   "sampled_logprobs": Kind("response", "float32"),
   "reference_logprobs": Kind("response", "float32"),
@@ -104,7 +106,8 @@ def encode_group(arrays: Mapping[str, np.ndarray], samples: Sequence[Any] = ()) 
   parts: list[bytes] = []
   for name, array in arrays.items():
     kind = ARRAYS[name]
-    entry = {"name": name, **kind._asdict(), "shape": list(array.shape)}
+    about = {"axis": kind.axis, "dtype": str(array.dtype)}
+    entry = {"name": name, **about, "shape": list(array.shape)}
     if kind.axis in lengths:
       row_lengths = lengths[kind.axis]
       entry["padding"] = _padding(_rows(kind.axis, array), row_lengths).item()
@@ -152,8 +155,9 @@ def _check_array(name: str, array: np.ndarray) -> None:
       " in rollouts/shards.py"
     )
   dtype = getattr(array, "dtype", type(array).__name__)
-  if not isinstance(array, np.ndarray) or dtype != ARRAYS[name].dtype:
-    raise TypeError(f"{name!r} is of type {dtype}, must be a NumPy array of {ARRAYS[name].dtype}")
+  allowed = ARRAYS[name].dtype.split("|")
+  if not isinstance(array, np.ndarray) or dtype not in allowed:
+    raise TypeError(f"{name!r} is of type {dtype}, must be a NumPy array of {' or '.join(allowed)}")
 
 
 def _rows(axis: str, array: np.ndarray) -> np.ndarray:
@@ -182,7 +186,7 @@ def _stored_lengths(axis: str, arrays: Mapping[str, np.ndarray]) -> list[int]:
   lengths = np.zeros(len(all_rows[0]), np.int64)
   if axis in _LENGTHS and _LENGTHS[axis] in arrays:
     lengths[:] = arrays[_LENGTHS[axis]]
-  # Floats are padded with 0 or NaN, integers with the value after the shortest row.
+  # Floats are padded with 0 or NaN, routes with 0, integers with the value after the shortest row.
   for rows in sorted(all_rows, key=lambda rows: rows.dtype.kind == "i"):
     places = np.arange(1, rows.shape[1] + 1)
     differs = _bits(rows) != _bits(_padding(rows, lengths))

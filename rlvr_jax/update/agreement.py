@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from rlvr_jax.ops.logprobs import is_truncated, token_logprobs
 from rlvr_jax.types import Array, Params, Prompts, Sampling, TrainBatch
 from rlvr_jax.update.accumulate import policy_logprobs
-from rlvr_jax.update.objective import Method
+from rlvr_jax.update.objective import Method, routes_of_inputs
 
 
 def response_logprobs(
@@ -17,6 +17,8 @@ def response_logprobs(
   frozen: Params,
   prompts: Prompts,
   tokens: Array,
+  prompt_routes: Array | None = None,
+  routes: Array | None = None,
   *,
   model: Any,
   sampling: Sampling,
@@ -27,11 +29,15 @@ def response_logprobs(
     trained, frozen: parameters of the policy that sampled the rollouts.
     prompts: P prompts.
     tokens: i32[P, G, T].
+    prompt_routes, routes: that a mixture takes, as recorded; None: its routers choose.
     model: provides `combine`, `response_hidden` and `head`.
     sampling: the distribution.
   """
   params = model.combine(trained, frozen)
-  hidden = model.response_hidden(params, prompts, tokens)
+  taken = None
+  if prompt_routes is not None and routes is not None:
+    taken = routes_of_inputs(prompt_routes, routes)
+  hidden = model.response_hidden(params, prompts, tokens, taken)
   return token_logprobs(hidden, model.head(params), tokens, sampling, mesh=model.mesh)[0]
 
 

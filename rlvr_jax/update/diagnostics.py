@@ -17,6 +17,7 @@ from rlvr_jax.geometry import (
 from rlvr_jax.geometry.agreement import gram_agreement
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.masked import masked_mean
+from rlvr_jax.ops.route_changes import changes_by_layer
 from rlvr_jax.types import Array, Params, TrainBatch, TrainState
 from rlvr_jax.update.accumulate import batch_forward, first_phase, policy_logprobs
 from rlvr_jax.update.objective import Method
@@ -42,9 +43,10 @@ def measure(
     compared: selects parameters, as in `per_rollout`, whose Gram matrix is compared with that of
       `gram`; "" for no comparison.
   Returns:
-    Scalars, see `geometry.diagnostics`, those of the other feature with its name as suffix; and
-    arrays: the Gram matrices f32[B, B] of rollout gradients (g_i · g_j, not divided by B = P·G),
-    f32[P, G] coefficients before and after the reweighting, rewards and lengths, bool[P, G] valid.
+    Scalars, see `geometry.diagnostics`, those of the other feature with its name as suffix, and by
+    layer the share of a mixture's recorded choices that have changed; and arrays: the Gram matrices
+    f32[B, B] of rollout gradients (g_i · g_j, not divided by B = P·G), f32[P, G] coefficients
+    before and after the reweighting, rewards and lengths, bool[P, G] valid.
   """
   params, context = state.params, method.gram_context
   coefficients = method.advantage.apply(state.advantage_state, batch)
@@ -65,6 +67,8 @@ def measure(
   scalars["geometry/advantage_logprob_covariance"] = updates.advantage_logprob_covariance(
     in_loss, scores.logprobs, batch.mask
   )
+  if scores.changes is not None:
+    scalars |= changes_by_layer(scores.changes)
   scalars |= accumulated_update(params, initial, method)
   if gram.error is not None:
     scalars["geometry/gram_relative_error"] = gram.error(params, frozen, batch, forward, context)

@@ -15,6 +15,7 @@ from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.ops.expert_load import Load, balance_weights, expert_load, load_metrics
 from rlvr_jax.ops.logprobs import token_statistics
 from rlvr_jax.ops.masked import mean_metric
+from rlvr_jax.ops.route_changes import RouteChanges, change_metrics, count_changes
 from rlvr_jax.ops.row_blocks import short_row
 from rlvr_jax.ops.update_metrics import policy_metrics
 from rlvr_jax.types import (
@@ -24,6 +25,7 @@ from rlvr_jax.types import (
   Metrics,
   Packed,
   Params,
+  Routes,
   Rows,
   Sampling,
   Sum,
@@ -37,7 +39,8 @@ class Method(NamedTuple):
   """The components of an update, which the configuration chooses.
 
   Attributes:
-    model: provides `combine`, `row_hidden`, `response_hidden`, `head` and `mesh`.
+    model: provides `combine`, `row_hidden`, `response_hidden`, `row_routed`, `response_routed`,
+      `head` and `mesh`.
     optimizer: an optax transformation.
     learning_rate: the optimizer's, as a function of the number of updates; used for metrics only.
     advantage: rewards → coefficients, see `advantages.Advantage`.
@@ -56,6 +59,8 @@ class Method(NamedTuple):
     gram_context: properties of the run that `gram` needs, see `geometry.GramContext`; or None.
     seed: of the randomness within an update.
     sources: names of the policies that the rollouts are sampled from.
+    records_routes: whether rollouts have the experts that a mixture chose when it sampled them.
+    replays_routes: whether the mixture takes these experts: π is the policy given them.
   """
 
   model: Any
@@ -77,6 +82,8 @@ class Method(NamedTuple):
   gram_context: Any = None
   seed: int = 0
   sources: tuple[str, ...] = ("policy",)
+  records_routes: bool = False
+  replays_routes: bool = False
 
 
 def rows_if_accumulating(batch: TrainBatch) -> Packed | None:
@@ -95,6 +102,7 @@ class Scores(NamedTuple):
   logprobs: Array  # f32[P, G, T], log π of every response token; 0 for other micro-batches' tokens
   entropy: Array  # f32[P, G, T], nats
   load: Load | None = None  # of a mixture's experts
+  changes: RouteChanges | None = None  # since sampling, where routes are recorded
 
 
 class Constants(NamedTuple):
@@ -134,17 +142,18 @@ def policy_forward(
   """
   params = method.model.combine(trained, frozen)
   is_mixture = method.model.config.num_experts > 0
-  wanted, load = None, None
+  recorded = recorded_routes(batch, micro_batch, length)
+  replayed = recorded if method.replays_routes else None
+  assert recorded is not None or not method.replays_routes, "the batch has no routes to replay"
+  wanted, load, changes = None, None, None
   if batch.packed is None:
     P, G, T = batch.tokens.shape
     if is_mixture:
       # Tokens behind the last one that counts change nothing.
       lengths = jnp.max(jnp.where(batch.mask > 0, jnp.arange(1, T + 1), 0), axis=-1)
-      hidden, routes, probabilities = method.model.response_routed(
-        params, batch.prompts, batch.tokens, None, lengths
+      hidden, own, probabilities = method.model.response_routed(
+        params, batch.prompts, batch.tokens, replayed, lengths
       )
-      loads = [expert_load(part, probabilities) for part in routes]
-      load = loads[0]._replace(choices=loads[0].choices + loads[1].choices)
     else:
       hidden = method.model.response_hidden(params, batch.prompts, batch.tokens)
     hidden, targets = hidden.reshape(P * G, T, -1), batch.tokens.reshape(P * G, T)
@@ -152,8 +161,7 @@ def policy_forward(
   else:
     tokens, targets, rows, by_rollout = select_rows(batch.packed, micro_batch, length)
     if is_mixture:
-      hidden, routes, probabilities = method.model.row_routed(params, tokens, rows)
-      load = expert_load(routes, probabilities)
+      hidden, own, probabilities = method.model.row_routed(params, tokens, rows, replayed)
     else:
       hidden = method.model.row_hidden(params, tokens, rows)
     if batch.turns is not None:
@@ -175,9 +183,55 @@ def policy_forward(
     fields = (hidden, statistics.log_normalizers, statistics.projected, statistics.logprobs)
     whole = None if batch.packed is None else batch.packed.tokens.shape[-1]
     forward = Forward(*jax.tree.map(lambda x: _lengthen(x, whole)[None], fields))
+  if is_mixture:
+    load, changes = _routing_of(own, recorded, probabilities, method)
+  scores = Scores(by_rollout(statistics.logprobs), by_rollout(statistics.entropy), load, changes)
+  return scores, forward
+
+
+def _routing_of(
+  own: Array | Routes, recorded: Array | Routes | None, probabilities: Array, method: Method
+) -> tuple[Load, RouteChanges | None]:
+  """The load of experts, and what has changed since sampling if routes are recorded.
+
+  Args:
+    own: the routers' choice; negative where there is no token.
+    recorded: the sampler's.
+    probabilities: [layers, E], see `ops.expert_load`.
+  """
+  add = lambda *parts: jax.tree.map(lambda *x: sum(x), *parts)
+  taken, changes = own, None
+  if recorded is not None:
+    changes = add(*map(count_changes, jax.tree.leaves(recorded), jax.tree.leaves(own)))
+  if method.replays_routes:
+    taken = jax.tree.map(lambda own, x: jnp.where(own < 0, own, x), own, recorded)
+  loads = [expert_load(part, probabilities) for part in jax.tree.leaves(taken)]
+  load = loads[0]._replace(choices=add(*(part.choices for part in loads)))
   if not method.expert_balance:
     load = jax.lax.stop_gradient(load)
-  return Scores(by_rollout(statistics.logprobs), by_rollout(statistics.entropy), load), forward
+  return load, jax.lax.stop_gradient(changes)
+
+
+def recorded_routes(
+  batch: TrainBatch, micro_batch: Array | int = 0, length: int | None = None
+) -> Array | Routes | None:
+  """The sampler's routes as the network takes them; None: not recorded.
+
+  Those of the first places of a micro-batch's rows, [R, length, layers, k], or of a padded batch.
+  """
+  if batch.packed is not None and batch.packed.routes is not None:
+    routes = jax.lax.dynamic_index_in_dim(batch.packed.routes, micro_batch, keepdims=False)
+    return routes[:, :length]
+  if batch.packed is not None or batch.routes is None or batch.prompt_routes is None:
+    return None
+  return routes_of_inputs(batch.prompt_routes, batch.routes)
+
+
+def routes_of_inputs(prompt_routes: Array, routes: Array) -> Routes:
+  """Recorded routes, which belong to predicted tokens, as those of the tokens that are read."""
+  prompts = jnp.concatenate([prompt_routes[:, :-1], routes[:, 0, :1]], axis=1)
+  last = jnp.zeros_like(routes[:, :, :1])  # predicts nothing
+  return Routes(prompts, jnp.concatenate([routes[:, :, 1:], last], axis=2))
 
 
 def in_micro_batch(packed: Packed, micro_batch: Array | int) -> Array:
@@ -308,7 +362,7 @@ def surrogate(
   scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> tuple[Array, tuple[Array, Metrics]]:
   """(Σ total, (Σ weight, metrics)) of one micro-batch, as a function of its scores."""
-  logprobs, entropy, load = scores
+  logprobs, entropy, load, changes = scores
   coefficients = constants.coefficients
   losses, metrics = method.loss.per_token(logprobs, batch, coefficients, constants.statistics)
   mask = batch.mask
@@ -332,6 +386,8 @@ def surrogate(
     balance = jnp.sum(constants.balance.weights * load.probabilities)
     total += (constants.balance.scale * balance).astype(total.dtype)
     metrics = {**metrics, "loss/expert_balance": Sum(balance)}
+  if changes is not None:
+    metrics = {**metrics, **change_metrics(changes)}
   shared = policy_metrics(logprobs, entropy, batch, coefficients, method.sources)
   metrics = jax.lax.stop_gradient({**metrics, **constants.metrics, **shared})
   return total, (jax.lax.stop_gradient(pair.weight), metrics)

@@ -1,5 +1,6 @@
 """The engine with dialogues: the bits of a response depend on its prompt, key and replies only."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from rlvr_jax.ops.caches import CacheShape
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.rollouts.engine import Answer, Engine, make_requests, stack_groups
 from rlvr_jax.types import Prompts, Sampling
+from rlvr_jax.update.objective import routes_of_inputs
 
 V, P, G, S = 24, 3, 4, 40
 PAD, STOPS = 0, (3, 11)
@@ -176,6 +178,40 @@ def test_logprobs_of_all_turns_equal_the_trainers():
   sampled = places & (rollouts.turns % 2 == 0)
   difference = np.abs(np.asarray(trainer) - rollouts.behavior_logprobs)[sampled]
   assert sampled.sum() > 100 and difference.max() < 1e-5
+
+
+def test_every_place_of_a_dialogue_has_its_routes():
+  """Those of replies too, in a cache that is computed anew or behind it; and delays change none."""
+  config = dataclasses.replace(CONFIG, num_experts=8, experts_per_token=2, expert_width=16)
+  model, T, stop = transformer(config), 96, [5, 5]
+  engine = Engine(
+    model, Sampling(), slots=12, prefill_rows=P, max_prompt_length=S, max_new_tokens=T,
+    stop_tokens=STOPS, pad_token=PAD, has_replies=True, records_routes=True,
+  )  # fmt: skip
+  params = model.init(jax.random.key(0))
+  requests = make_requests(_prompts(), jax.random.key(5), G, None)
+
+  def serve(delays):
+    replies = Replies(T, delays=delays, stop_tokens=stop)
+    served = engine.serve(engine.load(params, {}), requests, dialogues=replies)
+    return sorted((g for some in served for g in some), key=lambda group: group.prompt_index)
+
+  groups = serve(0)
+  rollouts = stack_groups(groups)
+  assert rollouts.turns.max() >= 4
+  _, own, _ = jax.jit(model.response_routed)(
+    params, _prompts(), rollouts.tokens, None, rollouts.lengths
+  )
+  recorded = routes_of_inputs(rollouts.prompt_routes, rollouts.routes)
+  for found, expected in zip(recorded, own, strict=True):
+    real = np.asarray(expected)[..., 0, 0] >= 0
+    same = (np.asarray(found) == np.asarray(expected))[real]
+    assert len(same) > 50 and same.mean() > 0.999  # but for ties up to rounding
+  behind = np.arange(T) >= rollouts.lengths[..., None]
+  assert not rollouts.routes[behind].any()
+  for group, other in zip(serve(3), groups, strict=True):
+    np.testing.assert_array_equal(group.routes, other.routes)
+    np.testing.assert_array_equal(group.prompt_routes, other.prompt_routes)
 
 
 def test_a_turn_ends_at_a_stop_string_and_what_follows_is_dropped():

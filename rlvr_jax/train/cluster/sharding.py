@@ -185,6 +185,12 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, BATCH)
 
 
+def rows_of_process(mesh: Mesh, number: int) -> set[int]:
+  """Those of a micro-batch's rows, `number` in all, that lie on devices of this process."""
+  parts = batch_sharding(mesh).addressable_devices_indices_map((number,)).values()
+  return {row for part in parts if part for row in range(number)[part[0]]}
+
+
 def replicated_sharding(mesh: Mesh) -> NamedSharding:
   """The sharding of arrays that every device has completely."""
   return NamedSharding(mesh, PartitionSpec())

@@ -298,6 +298,7 @@ class Generator:
       max_prompt_length=parts.shape.max_prompt_length,
       max_response_length=parts.shape.max_response_length,
       sources=[source.name for source in sources],
+      **({"routes": parts.model.config.mixture} if parts.method.records_routes else {}),
     )
     draws = info["after"]["draws"]
 
@@ -418,6 +419,7 @@ class Generator:
       self._frozen,
       sources=sources,
       placement=parts.placement,
+      replays_routes=parts.method.replays_routes,
       logprobs_at_temperature_1=parts.programs.logprobs_at_temperature_1,
     )
     return RolloutBatch(

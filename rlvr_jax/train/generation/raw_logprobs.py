@@ -18,7 +18,7 @@ from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.progress import warn
 from rlvr_jax.train.setup.behavior_sources import Sources
 from rlvr_jax.train.setup.placement import Placement
-from rlvr_jax.types import Array, Params, Prompts
+from rlvr_jax.types import Array, Params
 
 
 def announce(sources: Sources) -> None:
@@ -40,6 +40,7 @@ def replace_with_raw(
   *,
   sources: Sources,
   placement: Placement,
+  replays_routes: bool,
   logprobs_at_temperature_1: Callable[..., Array],
 ) -> Graded:
   """Makes raw log-probabilities the behavior policy's, for the sources that record those.
@@ -51,21 +52,27 @@ def replace_with_raw(
     mask: f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
     params, frozen: of the policy that sampled the batch, on the devices that generate.
     sources, placement: of the run.
+    replays_routes: see `Method`.
     logprobs_at_temperature_1: that function of `Programs`.
   """
   if not any(source.raw for source in sources):
     return graded
 
-  def raw_of(prompts: Prompts, tokens: Array) -> np.ndarray:
+  batch = graded.train
+  inputs: tuple[Any, ...] = batch.prompts, batch.tokens
+  if replays_routes:
+    inputs += batch.prompt_routes, batch.routes
+
+  def raw_of(groups: slice) -> np.ndarray:
     """f32[P, G, T], raw log-probabilities of some groups, computed a few at a time."""
     parts = []
-    for first in range(0, len(tokens), placement.scored_groups):
-      few = operator.itemgetter(slice(first, first + placement.scored_groups))
-      on_devices = placement.to_generation(jax.tree.map(few, (prompts, tokens)))
+    for first in range(groups.start, groups.stop, placement.scored_groups):
+      end = min(first + placement.scored_groups, groups.stop)
+      few = operator.itemgetter(slice(first, end))
+      on_devices = placement.to_generation(jax.tree.map(few, inputs))
       parts.append(sharding.to_host(logprobs_at_temperature_1(params, frozen, *on_devices)))
     return np.concatenate(parts)
 
-  batch = graded.train
   behavior: Any = np.array(batch.behavior_logprobs)
   gaps = {}
   end = 0
@@ -73,8 +80,7 @@ def replace_with_raw(
     start, end = end, end + source.prompts
     groups = slice(start, end)
     if source.raw:
-      prompts = jax.tree.map(operator.itemgetter(groups), batch.prompts)
-      raw = np.where(mask[groups] > 0, raw_of(prompts, batch.tokens[groups]), 0.0)
+      raw = np.where(mask[groups] > 0, raw_of(groups), 0.0)
       difference = np.abs(raw - behavior[groups]).sum()
       gaps[f"source/{source.name}/raw_gap"] = float(difference / mask[groups].sum())
       behavior[groups] = raw

@@ -28,7 +28,7 @@ from rlvr_jax.sampling import sampling_of
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import read_params, saved_steps
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.engines import EngineOf, sampling_platform
+from rlvr_jax.train.setup.engines import EngineOf, records_routes, sampling_platform
 from rlvr_jax.types import BatchShape, Params, Sampling
 
 RECORDED = ("sampled", "raw")
@@ -166,6 +166,7 @@ def make_sources(
   check_sampling(owner, shifted, model.config.vocab_size)
   check_between(owner, "temperature", shifted.temperature, low=0.0, open_low=True)
   raw = settings.temperature.recorded == "raw"
+  needs_routes = records_routes(config.model)
 
   def exact(name: str, prompts: int, sampling: Sampling, *, raw: bool = False) -> Source:
     engine = engine_of(model, sampling, prompts=prompts)
@@ -191,6 +192,13 @@ def make_sources(
     other, step, params = other_policy(
       settings.checkpoint, config.tokenizer, model, mesh, pins.get(name)
     )
+    if needs_routes and other.config.mixture != model.config.mixture:
+      raise ValueError(
+        "config.sources.checkpoint.workdir ="
+        f" {settings.checkpoint.workdir!r}: its (layers, experts, experts per token) are"
+        f" {other.config.mixture}, this run's {model.config.mixture}, so that its routes do not"
+        " fit; choose another, or set config.model.routing = 'recomputed' and record_routes = False"
+      )
     engine = engine_of(other, sampling, prompts=prompts)
     source = Source(name, prompts, sampling, engine, of_this_run=False)
     return source._replace(params_of=lambda *_: (params(), {}), pin=step)
@@ -204,6 +212,7 @@ def make_sources(
       shape,
       allow_truncated=config.allow_truncated_behavior,
       numbers=pins.get(name),
+      routes=model.config.mixture if needs_routes else None,
     )
     return Source(name, prompts, target, None, groups, pin=groups.numbers, of_this_run=False)
 
@@ -252,6 +261,7 @@ def recorded_groups(
   *,
   allow_truncated: bool,
   numbers: Sequence[int] | None = None,
+  routes: tuple[int, int, int] | None = None,
 ) -> RecordedGroups:
   """The groups of another run's store.
 
@@ -261,6 +271,7 @@ def recorded_groups(
     shape: of this run's largest batch.
     allow_truncated: `config.allow_truncated_behavior`.
     numbers: of the batches to use; None for all that the store has now.
+    routes: see `RecordedGroups`.
   Raises:
     ValueError: there is no store, or its rollouts do not fit this run.
   """
@@ -276,6 +287,7 @@ def recorded_groups(
       group_size=shape.group_size,
       max_prompt_length=shape.max_prompt_length,
       max_response_length=shape.max_response_length,
+      routes=routes,
     )
   except StoreError as error:
     raise ValueError(f"config.sources.recorded.store: {error}") from error

@@ -48,6 +48,8 @@ from rlvr_jax.train.setup.engines import (
   TrainerLayout,
   bytes_per_trained_parameter,
   make_engine,
+  records_routes,
+  routing_of,
 )
 from rlvr_jax.train.setup.grading import (
   check_environment,
@@ -147,6 +149,7 @@ def build(
     make_model, network, adapters, shape, tokens_per_row=config.batch.tokens_per_row
   )
   model = make_model_on(mesh)
+  checks.check_routing(config, model.config)
   checks.check_heads(model.config, mesh)
   warn_of_long_texts(config.model.checkpoint, shape)
   sampling = sampling_of(config.sampling)
@@ -344,6 +347,7 @@ def make_engine_factory(
       batches=batches or of_a_refresh,
       compiler_options=compiler_options,
       has_replies=bool(config.environment.name),
+      records_routes=records_routes(config.model),
     )
 
   return engine_of
@@ -535,6 +539,8 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     entropy_bonus=config.entropy_bonus,
     expert_balance=config.expert_balance,
     seed=config.seed,
+    records_routes=records_routes(config.model),
+    replays_routes=routing_of(config.model) == "replayed",
   )
 
 

@@ -19,12 +19,13 @@ from jax.sharding import Mesh
 import rlvr_jax
 from rlvr_jax import specs
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.checks import check_between, check_integer, describe
+from rlvr_jax.ops.checks import check_between, check_choice, check_integer, describe
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.rewards.outcome import Outcome, OutcomePolicy
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.behavior_sources import Source
+from rlvr_jax.train.setup.engines import ROUTINGS, records_routes, routing_of
 from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.programs import abstract_update_batch
 from rlvr_jax.types import BatchShape, Metric, Params, Sampling, TrainBatch, TrainState
@@ -117,6 +118,27 @@ def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
       f"config.mesh.tensor = {tensor} does not divide the network's {heads} key/value heads;"
       f" allowed: {allowed}. Set config.mesh.tensor to one of them, and config.mesh.fsdp = -1 for"
       " the devices that it leaves"
+    )
+
+
+def check_routing(config: ml_collections.ConfigDict, network: TransformerConfig) -> None:
+  """Raises ValueError if routes are to be recorded or replayed where that is not possible."""
+  routing = routing_of(config.model)
+  check_choice("config.model", "routing", routing, ROUTINGS)
+  if records_routes(config.model) and not network.num_experts:
+    field = "routing = 'replayed'" if routing == "replayed" else "record_routes = True"
+    raise ValueError(
+      f"config.model.{field} needs a mixture, but num_experts = 0; choose one (docs/models.md), or"
+      " set routing = 'recomputed' and record_routes = False"
+    )
+  compared = config.diagnostics.compared
+  single = config.gram if config.gram.startswith("per_rollout") else ""
+  if routing == "replayed" and (single or compared):
+    field, other = ("gram", "streaming") if single else ("diagnostics.compared", "")
+    raise ValueError(
+      f"config.{field} = {single or compared!r} differentiates rollouts one by one, which is not"
+      " offered with config.model.routing = 'replayed'; set it to"
+      f" {other!r}, or routing = 'recomputed'"
     )
 
 

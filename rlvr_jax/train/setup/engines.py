@@ -20,6 +20,7 @@ from rlvr_jax.train.cluster.process import exit_after
 from rlvr_jax.train.setup.compiler_options import Options
 from rlvr_jax.types import BatchShape, Params, Sampling, TrainState
 
+ROUTINGS = ("recomputed", "replayed")  # of a mixture in training
 _USABLE = 0.85  # of a device's memory; the rest is for temporary buffers
 
 
@@ -37,6 +38,16 @@ def bytes_per_trained_parameter(state: TrainState) -> float:
   arrays = [x for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim]
   parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) / parameters
+
+
+def records_routes(settings: ml_collections.ConfigDict) -> bool:
+  """Whether rollouts have the routes of a mixture, by `config.model`."""
+  return routing_of(settings) == "replayed" or bool(settings.get("record_routes", False))
+
+
+def routing_of(settings: ml_collections.ConfigDict) -> str:
+  """`config.model.routing`; a recipe that replaces `config.model` need not name it."""
+  return settings.get("routing", ROUTINGS[0])
 
 
 class EngineOf(Protocol):
@@ -67,6 +78,7 @@ def make_engine(
   batches: int = 1,
   compiler_options: Options | None = None,
   has_replies: bool = False,
+  records_routes: bool = False,
 ) -> Engine:
   """An engine for batches of a shape.
 
@@ -81,6 +93,7 @@ def make_engine(
     batches: that a stream of requests usually has.
     compiler_options: of generation.
     has_replies: whether rollouts are dialogues.
+    records_routes: whether rollouts have the routes of a mixture.
   Raises:
     ValueError: the devices have no memory for a slot.
   """
@@ -117,6 +130,7 @@ def make_engine(
     to_host=to_host,
     compiler_options=compiler_options,
     has_replies=has_replies,
+    records_routes=records_routes,
   )
 
 

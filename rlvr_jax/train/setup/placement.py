@@ -49,7 +49,9 @@ class Placement:
 
   def pack_to_devices(self, batch: TrainBatch) -> TrainBatch:
     """Packs a batch of NumPy arrays into rows, and places it for an update."""
-    return sharding.batch_to_devices(pack_batch(batch, self.row_layout), self.mesh)
+    layout = self.row_layout
+    own_rows = sharding.rows_of_process(self.mesh, layout.devices * layout.rows_per_device)
+    return sharding.batch_to_devices(pack_batch(batch, layout, own_rows), self.mesh)
 
   def pack_to_compare(self, batch: TrainBatch) -> TrainBatch:
     """Packs at most `compared_groups` groups of NumPy arrays, and places them for a comparison."""

@@ -292,6 +292,7 @@ def abstract_batch(
   needs_proximal: bool = False,
   has_turns: bool = False,
   has_turn_scores: bool = False,
+  routes: jax.ShapeDtypeStruct | None = None,
 ) -> TrainBatch:
   """Shapes, dtypes and shardings of a training batch.
 
@@ -300,6 +301,7 @@ def abstract_batch(
     needs_reference, needs_proximal: whether it has the log-probabilities of those policies.
     has_turns: whether rollouts are dialogues.
     has_turn_scores: whether it has the scores of their turns.
+    routes: recorded of a token, see `TransformerConfig.routes`; None: not recorded.
   """
   P, G, S, T = shape
   of = jax.ShapeDtypeStruct
@@ -328,6 +330,7 @@ def abstract_batch(
       places=of((P, G, T), jnp.int32),
       num_micro_batches=of((), jnp.int32),
       num_short=of((), jnp.int32) if layout.has_short_rows else None,
+      routes=None if routes is None else of((*rows.shape, *routes.shape), routes.dtype),
     ),
   )
   place = lambda x, s: of(x.shape, x.dtype, sharding=s)
@@ -352,6 +355,7 @@ def abstract_update_batch(
     needs_proximal=method.loss.needs_proximal,
     has_turns=has_turns,
     has_turn_scores=has_turns and method.advantage.per_token is not None,
+    routes=method.model.config.routes if method.records_routes else None,
   )
 
 
