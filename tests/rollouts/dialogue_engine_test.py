@@ -243,8 +243,8 @@ def test_short_responses_have_short_bursts():
 
 def test_idle_slots_and_caches_that_are_computed_anew_are_counted():
   """With a slot per rollout and replies at once no slot is idle because of them."""
-  at_once, delayed = Replies(96), Replies(96, delays=3)
-  groups, _ = _serve(96, 12, at_once), _serve(96, 12, delayed)
+  at_once, delayed = Replies(128), Replies(128, delays=3)
+  groups, _ = _serve(128, 12, at_once), _serve(128, 12, delayed)
   steps, expected = 16, 0
   for prompt, group in zip(_prompts().lengths, groups, strict=True):
     for turns, length in zip(group.turns, group.lengths, strict=True):
@@ -258,7 +258,7 @@ def test_idle_slots_and_caches_that_are_computed_anew_are_counted():
 
 
 def test_the_engine_waits_for_replies_only_where_no_other_rollout_wants_the_slot():
-  dialogues = Replies(96, delays=3)
-  _serve(96, 4, dialogues)
+  dialogues = Replies(128, delays=3)
+  _serve(128, 4, dialogues)
   # All twelve rollouts have begun: their first turn has ended, or is in one of four slots.
   assert dialogues.patient and min(dialogues.patient) >= P * G - 4

@@ -65,7 +65,7 @@ def test_short_rows_hold_what_a_nearly_empty_micro_batch_would(seed):
   )
   assert whole.num_short is None and mixed.num_short <= 2
   assert mixed.num_micro_batches <= mixed.tokens.shape[0]
-  batch = Workload(prompt_lengths, lengths)
+  batch = Workload(prompt_lengths, lengths[..., None])
   fewer, more = (count_packing(batch, layout).places for layout in layouts[::-1])
   assert fewer < more if mixed.num_short else fewer == more
   present = np.arange(30) < lengths[..., None]

@@ -157,7 +157,7 @@ def test_linear_work_is_near_what_is_useful():
   useful = prompts.sum() + lengths.sum()
   assert lengths.mean() == pytest.approx(1500, rel=0.1)
   assert 1 <= executed / useful <= 1.09
-  assert (executed, useful) == count_packing(Workload(prompts, lengths), layout)[1:]
+  assert (executed, useful) == count_packing(Workload(prompts, lengths[..., None]), layout)[1:]
   padded = lengths.size * 8192 + prompts.size * 1024
   assert padded / useful > 5
 
@@ -177,7 +177,9 @@ def test_larger_micro_batches_leave_more_rows_empty(tokens, low, high):
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.lognormal(np.log(1500) - 0.32, 0.8, (32, 16)), 8192).astype(np.int32)
     prompts = rng.integers(100, 300, 32)
-    assert low < count_packing(Workload(prompts, lengths), layout).places_per_token < high
+    assert (
+      low < count_packing(Workload(prompts, lengths[..., None]), layout).places_per_token < high
+    )
 
 
 def test_a_row_of_p3o_holds_a_usual_prompt_and_its_responses():
