@@ -72,6 +72,8 @@ VARIANTS = {  # together they have what no tiny run has
   ),
   "experts": dict(
     expert_balance=0.01,
+    model__record_routes=True,
+    diagnostics__every=1,
     model__overrides__num_experts=4,
     model__overrides__experts_per_token=2,
     model__overrides__expert_width=16,

@@ -92,3 +92,20 @@ def test_draws_in_the_store_are_forgotten(tmp_path):
     journal.append(draw, "ours", [_group(draw)])
   journal.forget(before=2)
   assert [_read(journal, draw).keys() for draw in range(3)] == [set(), set(), {2}]
+
+
+def test_the_routes_of_a_group_come_back(tmp_path):
+  """With expert 0 at the edges of what is padded with 0, and more experts than a byte holds."""
+  plain, rng = _group(0), np.random.default_rng(1)
+  routes = rng.integers(0, 300, (*plain.tokens.shape, 3, 2)).astype(np.uint16)
+  routes[np.arange(plain.tokens.shape[1]) >= plain.lengths[:, None]] = 0
+  routes[0, plain.lengths[0] - 1] = 0
+  prompts = np.zeros((8, 3, 2), np.uint16)
+  prompts[5:7] = rng.integers(0, 300, (2, 3, 2))
+  group = plain._replace(routes=routes, prompt_routes=prompts)
+  journal = GroupJournal(tmp_path / "groups")
+  journal.append(0, "ours", [group])
+  found = _read(journal)[0]
+  for name in ("routes", "prompt_routes", "tokens"):
+    np.testing.assert_array_equal(getattr(found, name), getattr(group, name))
+    assert getattr(found, name).dtype == getattr(group, name).dtype

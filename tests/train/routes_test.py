@@ -9,6 +9,8 @@ from train import tiny
 from rlvr_jax.commands.train import train
 from rlvr_jax.costs import memory
 from rlvr_jax.costs.programs import build_shapes_only, make_topology_mesh
+from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.rollouts.journal import GroupJournal
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.setup.build import build
 
@@ -96,6 +98,84 @@ def test_a_resumed_run_repeats_itself(replayed, tmp_path, step):
   train(build(config(proximal_every=1, loss="decoupled_ppo")), cut)
   assert tiny.records(cut, "train") == tiny.records(replayed, "train")
   assert tiny.rollouts(cut) == tiny.rollouts(replayed)
+
+
+@pytest.mark.slow
+def test_groups_of_a_killed_refresh_come_back_with_their_routes(replayed, tmp_path):
+  """From the journal, of which the last groups are lost."""
+  cut = tmp_path / "cut"
+  shutil.copytree(replayed, cut)
+  for later in (2, 3, 4):
+    shutil.rmtree(cut / "checkpoints" / str(later))
+  arrays, info, _ = arrays_of(replayed, 2)
+  for shard in (cut / "rollouts").glob("0*"):
+    if int(shard.name.partition(".")[0]) >= 2:
+      shard.unlink()
+  fields = ("tokens", "behavior_logprobs", "routes", "prompt_routes")
+  groups = [
+    Group(
+      owner=None, prompt_index=p, stopped=np.ones(arrays["mask"].shape[1], bool),
+      lengths=arrays["mask"][p].sum(-1).astype(np.int32), **{k: arrays[k][p] for k in fields},
+    )
+    for p in range(3)
+  ]  # fmt: skip
+  (cut / "rollouts" / "groups").mkdir(exist_ok=True)
+  GroupJournal(cut / "rollouts" / "groups").append(2, info["fingerprint"], groups)
+  train(build(config(proximal_every=1, loss="decoupled_ppo")), cut)
+  counted = ("response/truncated", "counter/")  # those that were not cut off say so here
+  plain = lambda records: [
+    {k: v for k, v in record.items() if not k.startswith(counted)} for record in records
+  ]
+  assert plain(tiny.records(cut, "train")) == plain(tiny.records(replayed, "train"))
+  for name, array in arrays_of(cut, 2)[0].items():
+    np.testing.assert_array_equal(array, arrays[name], err_msg=name)
+
+
+DIALOGUES = dict(
+  task=dict(name="guess", kwargs=dict(low=1, high=7, history=2, held_out_size=8)),
+  environment__name="guess(low=1, high=7)",
+  environment__max_turns=3,
+  environment__processes=1,
+  max_prompt_length=12,
+  max_response_length=9,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "fields",
+  [
+    DIALOGUES,
+    dict(schedule="asynchronous(max_lag=2)"),
+    dict(schedule="stages(count=2)", dynamic_sampling=dict(enabled=True, max_batches=60)),
+    dict(sources__temperature__recorded="raw", reference__kl_coefficient=0.1),
+    dict(mesh=dict(data=2, fsdp=2, tensor=2), batch__tokens_per_micro_batch=64),
+    dict(
+      sources__quantized__fraction=0.5,
+      sources__temperature__fraction=0.0,
+      model__overrides=MIXTURE | dict(compute_dtype="bfloat16"),
+    ),
+    dict(loss="gspo", reweighting="salt", expert_balance=0.01, diagnostics__every=2),
+  ],
+  ids=["dialogues", "asynchronous", "stages", "raw", "mesh", "quantized", "gspo salt"],
+)
+def test_replay_goes_with_everything(fields, tmp_path):
+  changed = tiny.config()
+  of_run = {"sources__temperature__fraction": 0.5, "num_updates": 4} | fields
+  of_run |= {
+    "model__routing": "replayed",
+    "model__overrides": fields.get("model__overrides", MIXTURE),
+  }
+  with changed.unlocked():
+    changed.task = of_run.pop("task", changed.task)
+    changed.update_from_flattened_dict({k.replace("__", "."): v for k, v in of_run.items()})
+  train(build(changed), tmp_path / "run")
+  records = tiny.records(tmp_path / "run", "train")
+  assert [record["step"] for record in records] == [1, 2, 3, 4]
+  assert all(np.isfinite(record["loss/surrogate"]) for record in records)
+  bound = 1e-4 if "compute_dtype" not in of_run["model__overrides"] else 5e-2
+  assert records[0]["agreement/policy_mean"] < bound
+  assert records[0]["routing/changed"] < (1e-3 if bound < 1e-3 else 0.5)
 
 
 @pytest.mark.slow
