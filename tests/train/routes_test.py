@@ -132,7 +132,7 @@ def test_groups_of_a_killed_refresh_come_back_with_their_routes(replayed, tmp_pa
 
 
 DIALOGUES = dict(
-  task=dict(name="guess", kwargs=dict(low=1, high=7, history=2, held_out_size=8)),
+  task=dict(name="guess", kwargs=dict(low=1, high=7, turns=3, held_out_size=8)),
   environment__name="guess(low=1, high=7)",
   environment__max_turns=3,
   environment__processes=1,
