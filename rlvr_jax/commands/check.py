@@ -37,6 +37,7 @@ from rlvr_jax.train.setup.build import Parts, build, make_task
 from rlvr_jax.train.setup.grading import (
   check_first_dialogue,
   check_first_grade,
+  check_first_messages,
   grader_pool,
   start_pools,
   used_graders,
@@ -314,8 +315,10 @@ class Preflight:
     parts = _require(self.parts, "the configuration has failed")
     with contextlib.ExitStack() as stack:
       enter = lambda pool: stack.enter_context(contextlib.closing(pool))
-      _, pool = start_pools(parts.config, parts.task, parts.tokenizer, enter)
-      text = check_first_dialogue(parts.outcome_policy, pool, parts.task)
+      pools = start_pools(parts.config, parts.task, parts.tokenizer, enter)
+      text = check_first_dialogue(parts.outcome_policy, pools[1], parts.task)
+      collector = parts.make_collector(*pools)
+      check_first_messages(collector, parts.task.held_out, parts.task.train)
     return Finding(OK, text or "its processes are on the first host")
 
   def check_memory(self) -> Finding:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlvr_jax.data.batches import PromptError
+from rlvr_jax.environments.pool import EnvironmentStartError
 from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.worker_process import GraderStartError
+from rlvr_jax.rollouts.dialogues import EnvironmentStoppedError
 from rlvr_jax.rollouts.queue import FingerprintError
 from rlvr_jax.rollouts.store import StoreError, TornShardError
 from rlvr_jax.storage.bucket import ChangedError
@@ -30,6 +32,8 @@ FAILURES = (
   CheckpointError,
   DamagedFileError,
   DynamicSamplingError,
+  EnvironmentStartError,
+  EnvironmentStoppedError,
   FingerprintError,
   FloatingPointError,
   GeneratorStoppedError,

@@ -43,7 +43,7 @@ class _Guess:
 
 
 def guess(
-  *, low: int = 1, high: int = 32, higher: str = ">", lower: str = "<", invalid: str = "?"
+  *, low: int = 1, high: int = 31, higher: str = ">", lower: str = "<", invalid: str = "?"
 ) -> Environment:
   """A number in [low, high], uniform and drawn from the seed; the right guess ends it with score 1.
 

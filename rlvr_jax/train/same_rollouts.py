@@ -109,7 +109,12 @@ def measure_gradients(
   """
   method: Method = make_method(load_recipe(name), parts.model, parts.placement.mesh)
   limit = parts.config.max_response_length
-  method = method._replace(max_response_length=limit)
+  recorded = parts.method  # what the batch has, whatever the recipe would record
+  method = method._replace(
+    max_response_length=limit,
+    records_routes=recorded.records_routes,
+    replays_routes=recorded.replays_routes,
+  )
   # As precise as the products of the run itself.
   exactly = functools.partial(with_matmul_precision, precision=parts.model.config.precision)
   logprobs = jax.jit(exactly(lambda p, b: policy_logprobs(p, {}, b, method=method)[0]))

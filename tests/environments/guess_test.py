@@ -27,7 +27,7 @@ def number_of(seed, low=1, high=32):
 def test_replies():
   number = number_of(0)
   assert number == 26  # of seed 0 for ever: a run that is resumed has the same
-  environment = opened(0)
+  environment = opened(0, high=32)
   assert environment.step("25") == Turn(">")
   assert environment.step(" 027\n") == Turn("<")
   for text in ("", "0", "33", "-26", "26.0", "six", "2 6", "+26", "٢٦", "9" * 5000, "2_6"):
@@ -100,7 +100,7 @@ def test_optimal_play_by_brute_force(turns):
 
 def test_halving_is_optimal_in_the_game_itself():
   def play(seed, turns):
-    environment = opened(seed)
+    environment = opened(seed, high=32)
     low = 1
     high = 32
     for _ in range(turns):

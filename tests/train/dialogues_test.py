@@ -341,9 +341,23 @@ def test_bad_settings_are_refused_before_anything_runs():
     ("environment__cut", "tails", "tail"),
     ("environment__stop_strings", ("",), "stop string"),
     ("environment__max_reply_length", 3, "has 7 tokens"),
+    ("environment__deadline_s", 0.0, r"^config\.environment: deadline_s = 0\.0"),
+    ("environment__memory_mib", 0, r"^config\.environment: memory_mib = 0"),
+    ("environment__processes", 100_000, r"^config\.environment: processes = 100000 .* 1024\]"),
   ):
     with pytest.raises(ValueError, match=message):
       build(config(**{field: value}))
+
+
+@pytest.mark.slow
+def test_an_environment_that_fails_ends_the_program_with_one_line(tmp_path):
+  name = "environments.faulty_environments:says(text='raise a fault')"
+  flags = (f"--config.environment.name={name}", "--config.num_updates=1")
+  printed = tiny.run(tmp_path / "run", *flags, config_file=__file__, expect=1)
+  assert "Traceback" not in printed
+  last = printed.strip().splitlines()[-1]
+  assert last.startswith("error: the first training problem's environment: failed on the text")
+  assert "ValueError: a fault" in last
 
 
 def test_scores_that_are_not_binary_are_refused_where_they_must_be():

@@ -34,7 +34,7 @@ from rlvr_jax.update.objective import Method
 from rlvr_jax.update.step import train_step
 
 _MAX_UPDATES = 10_000_000  # schedules are planned for all updates
-_MAX_WORKERS = 1024  # grading processes
+MAX_WORKERS = 1024  # processes of graders, or of environments
 _MAX_INT32 = 2**31 - 1  # of indices and counters on the devices
 _AT_LEAST_ONE = {
   "": "max_prompt_length max_skipped_in_a_row",
@@ -72,7 +72,7 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   warm_start = config.warm_start
   check_integer("config.warm_start", "num_steps", warm_start.num_steps, low=0, high=_MAX_UPDATES)
   workers = config.grading.num_workers
-  check_integer("config.grading", "num_workers", workers, low=0, high=_MAX_WORKERS)
+  check_integer("config.grading", "num_workers", workers, low=0, high=MAX_WORKERS)
   check_between("config.grading", "timeout_s", config.grading.timeout_s, low=0, open_low=True)
   # At least 2: a stop token alone is not an answer.
   check_integer("config", "max_response_length", config.max_response_length, low=2, high=_MAX_INT32)
@@ -238,7 +238,7 @@ def _check_advantage_of_turns(config: ml_collections.ConfigDict, method: Method)
   """Raises ValueError unless an advantage of turns has turns, and coefficients may be of tokens."""
   reasons = {
     "config.environment.name = '' has none; name an environment": (
-      not config.environment.name and not config.sources.recorded.store
+      not config.environment.name and not config.sources.recorded.fraction
     ),
     f"config.reweighting = {config.reweighting!r} needs one number per rollout; set it to 'none'": (
       specs.parse("config.reweighting", config.reweighting).name != "none"

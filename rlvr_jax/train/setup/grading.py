@@ -35,6 +35,7 @@ from rlvr_jax.rollouts.dialogues import (
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.reporting.progress import warn
+from rlvr_jax.train.setup.checks import MAX_WORKERS
 
 WEIGHTED, _CODE = "weighted", "code"  # by name
 _NO_ANSWER = "no answer"  # a text that no grader or environment takes for one
@@ -251,6 +252,9 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
     return
   parse_environment("config.environment.name", settings.name)
   check_integer("config.environment", "max_turns", settings.max_turns, low=1)
+  check_integer("config.environment", "memory_mib", settings.memory_mib, low=1)
+  check_integer("config.environment", "processes", settings.processes, low=0, high=MAX_WORKERS)
+  check_between("config.environment", "deadline_s", settings.deadline_s, low=0.0, open_low=True)
   check_integer("config.environment", "max_reply_length", settings.max_reply_length, low=0)
   check_choice("config.environment", "cut", settings.cut, CUTS)
   least = len(tokenizer.encode(CUT_NOTE))
