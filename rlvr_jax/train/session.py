@@ -86,7 +86,7 @@ def open_session(
     parts = restore_sources(parts, folder.local)
     logged = logged_run(parts)
     raw_logprobs.announce(parts.sources)
-    announce_partial_credit(parts.outcome_policy, parts.task)
+    announce_partial_credit(parts.outcome_policy, parts.task, parts.config.environment.name)
     data_use.announce(
       parts.schedule,
       logged.warm_start,

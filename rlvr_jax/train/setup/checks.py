@@ -34,6 +34,8 @@ from rlvr_jax.update.objective import Method
 from rlvr_jax.update.step import train_step
 
 _MAX_UPDATES = 10_000_000  # schedules are planned for all updates
+# Environments whose scores are 0 and 1, or those of the task's grader.
+KNOWN_SCORES = ("guess", "python", "retry")
 MAX_WORKERS = 1024  # processes of graders, or of environments
 _MAX_INT32 = 2**31 - 1  # of indices and counters on the devices
 _AT_LEAST_ONE = {
@@ -272,7 +274,7 @@ def scores_partly(environment: str, outcome_policy: OutcomePolicy) -> bool:
     return False
   spec = specs.parse("config.environment.name", environment)
   discounts = spec.arguments.get("discount", 1.0) != 1.0
-  return spec.name not in ("guess", "python", "retry") or discounts
+  return spec.name not in KNOWN_SCORES or discounts
 
 
 def check_optimizer(

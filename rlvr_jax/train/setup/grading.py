@@ -35,7 +35,7 @@ from rlvr_jax.rollouts.dialogues import (
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.reporting.progress import warn
-from rlvr_jax.train.setup.checks import MAX_WORKERS
+from rlvr_jax.train.setup.checks import KNOWN_SCORES, MAX_WORKERS
 
 WEIGHTED, _CODE = "weighted", "code"  # by name
 _NO_ANSWER = "no answer"  # a text that no grader or environment takes for one
@@ -199,14 +199,25 @@ def check_first_grade(outcome_policy: OutcomePolicy, pool: GraderPool, task: Tas
     )
 
 
-def announce_partial_credit(outcome_policy: OutcomePolicy, task: Task) -> None:
-  """Warns at the start of a run if the scores of wrong answers will be lost."""
+def announce_partial_credit(
+  outcome_policy: OutcomePolicy, task: Task, environment: str = ""
+) -> None:
+  """Warns at the start of a run if the scores of wrong answers will be lost.
+
+  Args:
+    outcome_policy: the rewards of outcomes.
+    task: of the run.
+    environment: `config.environment.name`.
+  """
   reward = outcome_policy[Outcome.WRONG]
   if isinstance(reward, str):  # the score, or an action
     return
   named = dict.fromkeys([task.grader, *_graders_of([task.train])])
   partly = [text for text in named if _may_score_partly(text)]
   partly = ["config.grading.extra" if text == WEIGHTED else text for text in partly]
+  if environment:
+    spec = parse_environment("config.environment.name", environment)
+    partly += [environment] if spec.name not in KNOWN_SCORES else []
   if partly:
     warn(
       f"a wrong answer's reward is {reward:g}, also where {', '.join(partly)} scores it between 0"

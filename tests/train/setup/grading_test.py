@@ -212,6 +212,14 @@ def test_partial_credit_that_would_be_lost_is_said(capsys, grader, wrong, said):
   assert said in printed and bool(said) == bool(printed)
 
 
+@pytest.mark.parametrize(
+  ("environment", "said"), [("mine:make", True), ("guess", False), ("", False)]
+)
+def test_partial_credit_of_an_environment_is_said(capsys, environment, said):
+  announce_partial_credit(policy_of(tiny.config()), task("gsm8k", {"answer": "7"}), environment)
+  assert ("where mine:make scores" in "".join(capsys.readouterr())) == said
+
+
 def test_partial_credit_of_a_part_of_a_mixture_is_said(capsys):
   inner = {**WRAPPED, "grader": "code(reward='fraction')"}
   announce_partial_credit(policy_of(tiny.config()), task(BY_REFERENCE, inner))
