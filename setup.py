@@ -7,8 +7,8 @@ import setuptools
 
 # Lower bounds are what Colab has installed, or else what the tests have passed with: an install
 # replaces nothing that works. `make test-lowest` runs them with exactly these.
-# transformers before 5.20 lets a problem's text spell a chat template's control tokens; 5.23 has the
-# form of `encode_marked_chat` that replies of environments are encoded by.
+# transformers before 5.20 lets a problem's text spell a chat template's control tokens; from 5.23
+# on `encode_marked_chat`, which encodes replies of environments, has the form that we call.
 HF = ["jinja2>=3.1.6", "tokenizers>=0.23.1", "transformers>=5.23"]
 GCS = ["gcsfs>=2025.3"]
 MATH = ["math-verify>=0.9.0"]
