@@ -299,7 +299,7 @@ def _grouped_cost(item: Item) -> tuple[float, float]:
   return 2.0 * M * math.prod(matrix), item.hbm_bytes / item.times
 
 
-EXPERT_KERNEL_COSTS: Mapping[str, KernelCost] = {r"\bt?gmm\b": _grouped_cost}
+EXPERT_KERNEL_COSTS: dict[str, KernelCost] = {r"\bt?gmm\b": _grouped_cost}
 
 
 def apply_kernel_costs(items: Iterable[Item], kernels: Mapping[str, KernelCost]) -> list[Item]:
