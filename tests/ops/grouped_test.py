@@ -135,3 +135,31 @@ def test_the_implementation_is_that_of_the_platform():
     grouped.choose_products("megablox", platform="tpu", dtype="float64")
   with pytest.raises(ValueError, match="expert_products='gmm'; allowed"):
     choose("gmm", platform="tpu")
+
+
+def test_decoding_fetches_the_chosen_experts_only_and_each_once():
+  """Of 64 slots with 8 choices among 128 experts, in the order in which the kernel visits them.
+
+  It fetches a matrix when the group changes from one visit to the next, since a whole inner
+  dimension is one tile.
+  """
+  from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
+
+  rng = np.random.default_rng(0)
+  experts = np.argsort(rng.random((64, 100)), axis=1)[:, :8].astype(np.int32)
+  experts[:8] = 128  # idle slots
+  order = grouped.order_by_group(jnp.asarray(experts), 128, kind="megablox")
+  (_, visited, _), count = make_group_metadata(
+    group_sizes=order.groups.sizes,
+    m=len(order.choices),
+    tm=grouped.TILE,
+    start_group=jnp.int32(0),
+    num_nonzero_groups=128,
+    visit_empty_groups=False,
+  )
+  visited = np.asarray(visited)[: int(count)]
+  fetched = visited[np.append(True, np.diff(visited) != 0)]
+  assert sorted(fetched) == sorted(set(experts[8:].ravel()))
+  assert len(visited) > len(fetched)  # some experts' rows lie in two tiles
+  for inner in (2048, 768, 192, 1024):  # Qwen3-30B-A3B, also split over tensor = 4, and OLMoE
+    assert megablox._tile_size(inner, megablox._MATRIX[0]) == inner
