@@ -28,6 +28,10 @@ SLICES = {
     "mesh.fsdp": 32,
     "batch.tokens_per_micro_batch": 8192,
     "compiler_options.training": base.WHOLE_COLLECTIVES,
+    "generation_mesh.data": 8,
+    "generation_mesh.fsdp": 1,
+    "generation_mesh.tensor": 4,
+    "generation_mesh.same_devices": True,
   },
 }
 
