@@ -1,0 +1,5 @@
+"""Training and sampling as separate programs that meet in the workdir; see docs/staleness.md."""
+
+__all__ = [
+  "policies",
+]

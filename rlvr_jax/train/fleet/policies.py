@@ -1,0 +1,189 @@
+"""The policies that a trainer publishes in its workdir, for samplers to restore.
+
+A policy is a checkpoint of parameters alone, in the folder of its version: complete or absent, with
+the checksum of every leaf. It has the dtypes that decode: a network whose products are in bfloat16
+is published in bfloat16. Of a run that trains adapters it has the adapters alone, as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from rlvr_jax.models.functional import cast_to_decode
+from rlvr_jax.storage.places import Workdir, make_absolute, open_bucket, parse_path
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
+from rlvr_jax.train.checkpointing.checkpoint_files import (
+  MANIFEST,
+  CheckpointError,
+  ForeignCheckpointError,
+  TornCheckpointError,
+  read_manifest,
+  read_state,
+  saved_steps,
+  silence_orbax,
+)
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.types import Params
+
+FOLDER = "policies"  # of a fleet's folder
+KEEP = 3  # the latest ones: a sampler that begins to restore one has two updates' time to finish
+
+
+class Policy(NamedTuple):
+  """A policy, by which trainer and samplers name it."""
+
+  version: int  # number of updates before it
+  fingerprint: str  # of the trainer's parameters, see `generation.policies.lazy_fingerprint`
+
+
+class PolicyGoneError(RuntimeError):
+  """A policy is no longer published: newer ones have replaced it."""
+
+
+class PolicyPublisher:
+  """Publishes policies, and keeps the latest ones; all processes of a trainer call it together."""
+
+  def __init__(
+    self,
+    folder: str | os.PathLike[str],
+    parts: Parts,
+    *,
+    step: int,
+    keep: int = KEEP,
+    workdir: Workdir | None = None,
+  ):
+    """Opens the folder, and removes the policies of updates that were lost.
+
+    Args:
+      folder: of the policies alone; may be in a bucket.
+      parts: of the run.
+      step: number of updates with which this trainer begins.
+      keep: number of policies, ≥ 1.
+      workdir: of the run, which guards writes into a bucket.
+    """
+    self._folder = make_absolute(parse_path("the folder of policies", folder))
+    self._checkpointer = Checkpointer(self._folder, keep=keep, workdir=workdir)
+    self._checkpointer.discard_after(step)
+    self._cast = jax.jit(lambda params: cast_to_decode(params, parts.model.config))
+    self._adapters_only = parts.lora is not None
+    self._published = {p.version: p for p in map(self._read_name, saved_steps(self._folder)) if p}
+    self._writing: Policy | None = None
+
+  def publish(self, params: Params, policy: Policy) -> dict[str, float]:
+    """Copies a policy's parameters; they are written in the background.
+
+    Waits for the policy before it to be written. Does nothing if the folder has this one.
+
+    Args:
+      params: the trained parameters, which may be donated when this returns.
+      policy: their version and fingerprint.
+    Returns:
+      Metrics: the seconds that this took, and the bytes that all processes write.
+    """
+    began = time.perf_counter()
+    self.wait()
+    if self._published.get(policy.version) == policy:
+      return {}
+    self._checkpointer.discard_after(policy.version - 1)
+    for version in [v for v in self._published if v >= policy.version]:
+      del self._published[version]
+    saved = params if self._adapters_only else self._cast(params)
+    self._checkpointer.save(policy.version, saved, host={"fingerprint": policy.fingerprint})
+    self._writing = policy
+    size = sum(x.nbytes for x in jax.tree.leaves(saved))
+    return {
+      "time/publish_seconds": time.perf_counter() - began,
+      "fleet/published_gib": size / 2**30,
+    }
+
+  def published(self) -> list[Policy]:
+    """The policies that can be restored now, the newest last; any thread may ask."""
+    complete = saved_steps(self._folder)
+    if (writing := self._writing) is not None and writing.version in complete:
+      self._published[writing.version] = writing
+    return [self._published[version] for version in complete if version in self._published]
+
+  def wait(self) -> None:
+    """Waits until everything is written; raises the error if it failed."""
+    self._checkpointer.wait()
+    self.published()
+
+  def close(self) -> None:
+    """`wait`, then ends the background threads."""
+    self._checkpointer.close()
+
+  def _read_name(self, version: int) -> Policy | None:
+    """The name of a policy that an earlier trainer has published; None if its files are damaged."""
+    try:
+      return Policy(version, read_manifest(self._folder / str(version))["host"]["fingerprint"])
+    except (CheckpointError, OSError, ValueError, KeyError):
+      return None
+
+
+class Restoring(NamedTuple):
+  """A policy that was restored."""
+
+  params: Params
+  seconds: float
+  bytes: int  # that this process's devices have of it
+
+
+class PolicyReader:
+  """Restores published policies onto the devices of a sampler, which read only their shards."""
+
+  def __init__(self, folder: str | os.PathLike[str], parts: Parts):
+    """Reads nothing yet.
+
+    Args:
+      folder: that the trainer's `PolicyPublisher` has.
+      parts: of this sampler.
+    """
+    silence_orbax()
+    self._folder = make_absolute(parse_path("the folder of policies", folder))
+    self.abstract = abstract_policy(parts, parts.placement.mesh)
+
+  def restore(self, policy: Policy) -> Restoring:
+    """Restores a policy, and verifies every leaf.
+
+    Raises:
+      PolicyGoneError: it is not published any more, or was removed meanwhile.
+      CheckpointError: it is of another network, so that this sampler cannot use it.
+      UnreachableError: the bucket does not respond.
+    """
+    began = time.perf_counter()
+    folder = self._folder / str(policy.version)
+    gone = PolicyGoneError(
+      f"version {policy.version} with fingerprint {policy.fingerprint} is no longer in"
+      f" {self._folder}"
+    )
+    if not (folder / MANIFEST).exists():
+      raise gone
+    try:
+      params, host, _ = read_state(
+        folder, self.abstract, if_other="Start the sampler with the trainer's configuration."
+      )
+    except TornCheckpointError as error:
+      raise gone from error  # the trainer removes the oldest: the newest is read instead
+    except ForeignCheckpointError:
+      if not (folder / MANIFEST).exists():
+        raise gone from None
+      raise
+    if host.get("fingerprint") != policy.fingerprint:
+      raise gone
+    own = sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards)
+    return Restoring(params, time.perf_counter() - began, own)
+
+
+def abstract_policy(parts: Parts, mesh: Mesh) -> Params:
+  """Shapes and dtypes of a published policy, with its shardings on a mesh."""
+  params = parts.placement.state.params
+  if parts.lora is None:
+    params = jax.eval_shape(lambda params: cast_to_decode(params, parts.model.config), params)
+  return sharding.add_shardings(params, mesh)
