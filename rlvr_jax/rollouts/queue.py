@@ -86,11 +86,15 @@ class RolloutQueue:
     """Records the trainer's fingerprint of a version; the function is called only if needed."""
     self._fingerprints[version] = fingerprint
 
+  def fingerprint(self, version: int) -> str | None:
+    """The trainer's fingerprint of a version; None if it is not recorded, or forgotten."""
+    compute = self._fingerprints.get(version)
+    return compute() if compute else None
+
   def check_fingerprint(self, number: int) -> None:
     """Raises FingerprintError unless the policy of the batch's version sampled it."""
     batch = self.batches[number]
-    trainer_fingerprint = self._fingerprints.get(batch.version)
-    expected = trainer_fingerprint() if trainer_fingerprint else None
+    expected = self.fingerprint(batch.version)
     if expected != batch.fingerprint:
       raise FingerprintError(
         f"rollouts {number} of version {batch.version} were sampled by parameters with fingerprint"

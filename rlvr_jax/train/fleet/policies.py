@@ -8,7 +8,6 @@ is published in bfloat16. Of a run that trains adapters it has the adapters alon
 from __future__ import annotations
 
 import os
-import pathlib
 import time
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from rlvr_jax.models.functional import cast_to_decode
-from rlvr_jax.storage.places import Workdir, make_absolute, open_bucket, parse_path
+from rlvr_jax.storage.places import Workdir, make_absolute, parse_path
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.checkpoint_files import (
   MANIFEST,
@@ -55,22 +54,19 @@ class PolicyPublisher:
     folder: str | os.PathLike[str],
     parts: Parts,
     *,
-    step: int,
     keep: int = KEEP,
     workdir: Workdir | None = None,
   ):
-    """Opens the folder, and removes the policies of updates that were lost.
+    """Opens the folder.
 
     Args:
       folder: of the policies alone; may be in a bucket.
       parts: of the run.
-      step: number of updates with which this trainer begins.
       keep: number of policies, ≥ 1.
       workdir: of the run, which guards writes into a bucket.
     """
     self._folder = make_absolute(parse_path("the folder of policies", folder))
     self._checkpointer = Checkpointer(self._folder, keep=keep, workdir=workdir)
-    self._checkpointer.discard_after(step)
     self._cast = jax.jit(lambda params: cast_to_decode(params, parts.model.config))
     self._adapters_only = parts.lora is not None
     self._published = {p.version: p for p in map(self._read_name, saved_steps(self._folder)) if p}
@@ -79,7 +75,8 @@ class PolicyPublisher:
   def publish(self, params: Params, policy: Policy) -> dict[str, float]:
     """Copies a policy's parameters; they are written in the background.
 
-    Waits for the policy before it to be written. Does nothing if the folder has this one.
+    Waits for the policy before it to be written. Later ones, of updates that were lost, are
+    removed. One that the folder has already, by its fingerprint, is not written again.
 
     Args:
       params: the trained parameters, which may be donated when this returns.
@@ -89,11 +86,12 @@ class PolicyPublisher:
     """
     began = time.perf_counter()
     self.wait()
-    if self._published.get(policy.version) == policy:
+    known = self._published.get(policy.version) == policy
+    last = policy.version if known else policy.version - 1
+    self._checkpointer.discard_after(last)
+    self._published = {v: p for v, p in self._published.items() if v <= last}
+    if known:
       return {}
-    self._checkpointer.discard_after(policy.version - 1)
-    for version in [v for v in self._published if v >= policy.version]:
-      del self._published[version]
     saved = params if self._adapters_only else self._cast(params)
     self._checkpointer.save(policy.version, saved, host={"fingerprint": policy.fingerprint})
     self._writing = policy

@@ -161,7 +161,10 @@ def build(
     allow_truncated=config.allow_truncated_behavior,
   )
   schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
-  check_real_time(config.schedule, schedule, config.mesh, config.generation_mesh)
+  if config.fleet.samplers:
+    checks.check_fleet(config, schedule)
+  else:
+    check_real_time(config.schedule, schedule, config.mesh, config.generation_mesh)
   sampler = make_sampler(config.generation_mesh, model, mesh, make_model_on)
   compared = make_compared(sampler, model, mesh, make_model_on)
   compiler_options = parse_compiler_options(config.compiler_options)

@@ -188,6 +188,29 @@ def check_samplings(
     )
 
 
+def check_fleet(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> None:
+  """Raises ValueError unless a run with `config.fleet.samplers` can have them."""
+  settings = config.fleet
+  check_choice("config.fleet", "new_weights", settings.new_weights, ("finish",))
+  check_integer("config.fleet", "groups_per_lease", settings.groups_per_lease, low=1)
+  reasons = {
+    f"config.schedule = {config.schedule!r} has no real-time bound; set it to"
+    " 'asynchronous(max_lag=4)'": not schedule.real_time,
+    "config.sources.temperature.recorded = 'raw' needs the policy's parameters where batches are"
+    " assembled; set it to 'sampled'": config.sources.temperature.recorded == "raw",
+    "config.sources.recorded.fraction = 1.0 leaves nothing to sample; lower it": (
+      config.sources.recorded.fraction == 1.0
+    ),
+    f"config.generation_mesh = {config.generation_mesh.to_dict()} has devices of its own, but a"
+    " sampler has all of its program's; set config.generation_mesh.same_devices = True, or its axes"
+    " to 0": any(config.generation_mesh[axis] for axis in sharding.AXES)
+    and not config.generation_mesh.get("same_devices", False),
+  }
+  for why, applies in reasons.items():
+    if applies:
+      raise ValueError(f"config.fleet.samplers = True, but {why}")
+
+
 def check_rewards(
   config: ml_collections.ConfigDict,
   method: Method,

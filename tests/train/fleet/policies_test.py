@@ -32,7 +32,7 @@ def test_a_policy_is_restored_as_published(storage, parts, tmp_path, request):
   others = jax.tree.map(lambda x: x + 1, params)
   first, second, third = (Policy(version, f"{version:016x}") for version in (3, 4, 5))
   reader = PolicyReader(folder, parts)
-  with contextlib.closing(PolicyPublisher(folder, parts, step=3, keep=2)) as publisher:
+  with contextlib.closing(PolicyPublisher(folder, parts, keep=2)) as publisher:
     assert publisher.published() == []
     metrics = publisher.publish(params, first)
     assert metrics["fleet/published_gib"] * 2**30 == sum(x.nbytes for x in jax.tree.leaves(params))
@@ -50,7 +50,7 @@ def test_a_policy_is_restored_as_published(storage, parts, tmp_path, request):
     with pytest.raises(PolicyGoneError):  # of an update that was lost, and came out differently
       reader.restore(second._replace(fingerprint="other"))
   # A successor that begins before them.
-  with contextlib.closing(PolicyPublisher(folder, parts, step=4, keep=2)) as publisher:
+  with contextlib.closing(PolicyPublisher(folder, parts, keep=2)) as publisher:
     assert publisher.published() == [second]
     assert publisher.publish(others, second) == {}
     publisher.publish(params, second._replace(fingerprint="other"))
@@ -64,7 +64,7 @@ def test_a_sampler_gets_the_dtypes_that_decode_on_its_own_mesh(tmp_path):
     tiny.config(**{"model__overrides__compute_dtype": "bfloat16"}, mesh__data=2, mesh__fsdp=2)
   )
   params = initial_params(trainer)
-  with contextlib.closing(PolicyPublisher(tmp_path, trainer, step=0)) as publisher:
+  with contextlib.closing(PolicyPublisher(tmp_path, trainer)) as publisher:
     publisher.publish(params, Policy(0, "a"))
     publisher.wait()
   restored = PolicyReader(tmp_path, sampler).restore(Policy(0, "a")).params
@@ -77,14 +77,14 @@ def test_a_sampler_gets_the_dtypes_that_decode_on_its_own_mesh(tmp_path):
 def test_only_adapters_are_published_where_only_they_are_trained(tmp_path):
   parts = build(tiny.config(lora__rank=2))
   params = initial_params(parts)
-  with contextlib.closing(PolicyPublisher(tmp_path, parts, step=0)) as publisher:
+  with contextlib.closing(PolicyPublisher(tmp_path, parts)) as publisher:
     publisher.publish(params, Policy(0, "a"))
     publisher.wait()
   assert same(PolicyReader(tmp_path, parts).restore(Policy(0, "a")).params, params)
 
 
 def test_what_is_incomplete_or_of_another_network_is_not_restored(parts, tmp_path):
-  with contextlib.closing(PolicyPublisher(tmp_path, parts, step=0)) as publisher:
+  with contextlib.closing(PolicyPublisher(tmp_path, parts)) as publisher:
     publisher.publish(initial_params(parts), Policy(0, "a"))
     publisher.wait()
   other = build(tiny.config(model__overrides=dict(num_layers=1, width=64, mlp_width=64)))
