@@ -27,6 +27,7 @@ from rlvr_jax.storage.shared import SharedFiles
 from rlvr_jax.train.fleet.policies import Policy
 
 BEAT_S = 10.0  # seconds between two records of the trainer
+READ_S = 5.0  # between two looks at samplers and failures
 UNREACHABLE_S = 600.0  # without any answer of the storage, until the trainer ends
 
 
@@ -161,15 +162,15 @@ class Board:
 
   def _run(self, poll_s: float) -> None:
     answered = time.monotonic()
-    beat = 0.0
+    beat = read = 0.0
     while not self._closing.wait(poll_s):
       try:
         now = time.monotonic()
         policies = [[p.version, p.fingerprint] for p in self._published()]
-        changed = policies != self._record.policies
-        if due := now - beat > BEAT_S:
+        if now - read > READ_S:
           self._read_samplers()
-        if due or changed:
+          read = now
+        if now - beat > BEAT_S or policies != self._record.policies:
           beats, first = self._record.beat + 1, self._first_draw
           self._record = self._record._replace(policies=policies, first_draw=first, beat=beats)
           self._write_record()

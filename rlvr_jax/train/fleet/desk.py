@@ -7,7 +7,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from rlvr_jax.storage.shared import SharedFiles
 from rlvr_jax.train.fleet.board import BEAT_S
 from rlvr_jax.train.fleet.policies import Policy
 
+_PATIENCE_S = 0.02
 LIMIT_S = 60.0  # without a new record of the trainer, after which it is silent
 
 
@@ -81,6 +82,7 @@ class Desk:
     name: str,
     describe: Callable[[Counts, int], SamplerRecord],
     *,
+    ahead: int,
     poll_s: float,
     limit_s: float = LIMIT_S,
   ):
@@ -90,6 +92,7 @@ class Desk:
       files: of the fleet.
       name: of this sampler.
       describe: (counts, number of leases) → its record.
+      ahead: number of leases to take ahead, ≥ 1.
       poll_s: seconds between two looks at trainer and plans.
       limit_s: after which a lease or a trainer that has not changed is silent.
     """
@@ -98,11 +101,12 @@ class Desk:
     self._counts = Counts()
     self._view = View(None, 0.0, {}, 0.0)
     self._to_write: queue.Queue[tuple[Lease, str, bytes, int] | None] = queue.Queue()
-    self._ahead: queue.Queue[Work] = queue.Queue(maxsize=1)
+    self._ahead: queue.Queue[Work] = queue.Queue()
+    self._nothing = threading.Event()
     self._wanted = -1
     self._closing = threading.Event()
     loops = {
-      "lease": lambda: self._take_ahead(poll_s),
+      "lease": lambda: self._take_ahead(ahead, poll_s),
       "watch": lambda: self._watch(poll_s),
       "write": self._write,
       "beat": lambda: self._beat(describe),
@@ -127,11 +131,13 @@ class Desk:
     self._wanted = version
 
   def take(self) -> Work | None:
-    """The lease that was taken ahead; None if there is none now."""
-    try:
-      return self._ahead.get_nowait()
-    except queue.Empty:
-      return None
+    """A lease that was taken ahead; None if there is none now. Waits while the thread looks."""
+    while True:
+      nothing = self._nothing.is_set()
+      with contextlib.suppress(queue.Empty):
+        return self._ahead.get(block=not nothing, timeout=_PATIENCE_S)
+      if nothing:
+        return None
 
   def write(self, lease: Lease, group: int, data: bytes, tokens: int) -> None:
     """Lets a thread write a finished group of so many tokens."""
@@ -183,20 +189,24 @@ class Desk:
       if self._closing.wait(poll_s):
         return
 
-  def _take_ahead(self, poll_s: float) -> None:
-    """Takes leases, one ahead."""
-    while not self._closing.wait(0.0 if self._ahead.empty() else poll_s / 4):
-      work = None
+  def _take_ahead(self, number: int, poll_s: float) -> None:
+    """Takes leases, as many ahead as fill the slots."""
+    while not self._closing.is_set():
+      self._nothing.clear()
+      found = 0
       with contextlib.suppress(UnreachableError):
-        if self._wanted >= 0 and self._ahead.empty():
-          work = self._find(self._wanted)
-      if work is not None:
-        self._ahead.put(work)
-      elif self._closing.wait(poll_s):
-        return
+        for work in self._find(self._wanted):
+          self._ahead.put(work)
+          found += 1
+          if self._ahead.qsize() >= number:
+            break
+      self._nothing.set()
+      self._closing.wait(_PATIENCE_S if found else poll_s)
+      while self._ahead.qsize() >= number and not self._closing.wait(_PATIENCE_S):
+        pass
 
-  def _find(self, version: int) -> Work | None:
-    """Takes the first lease that has groups to sample."""
+  def _find(self, version: int) -> Iterator[Work]:
+    """Takes leases that have groups to sample, the earliest draws first."""
     for plan in sorted(self._view.plans.values()):
       if version < plan.lowest_version:
         continue
@@ -206,11 +216,11 @@ class Desk:
         Lease(plan.draw, index): [g for g in range(first, end) if g not in finished]
         for index, (first, end) in enumerate(plan.leases)
       }
-      taken = {Lease(plan.draw, index_of(n)) for n in self._files.names(f"leases/{prefix}")}
       wanted = [lease for lease, groups in missing.items() if groups]
-      if (lease := self._book.take(wanted, taken)) is not None:
-        return Work(lease, plan, missing[lease])
-    return None
+      if wanted:
+        taken = {Lease(plan.draw, index_of(n)) for n in self._files.names(f"leases/{prefix}")}
+        while (lease := self._book.take(wanted, taken)) is not None:
+          yield Work(lease, plan, missing[lease])
 
   def _write(self) -> None:
     """Writes finished groups, first writer wins."""

@@ -97,7 +97,9 @@ def open_sampler(
   name = multihost.exchange(f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}")[0]
   meter = Meter(name, socket.gethostname(), collector.usage())
   files: Callable[[], SharedFiles] = lambda: open_shared(folder / FOLDER)
-  start = lambda: Desk(files(), name, meter.describe, poll_s=poll_s(folder))
+  slots = max(source.engine.settings.slots for source in parts.sources.live if source.engine)
+  ahead = -(-slots // (parts.config.fleet.groups_per_lease * parts.shape.group_size))
+  start = lambda: Desk(files(), name, meter.describe, ahead=ahead, poll_s=poll_s(folder))
   reader = PolicyReader(folder / FOLDER / policies.FOLDER, parts)
   desk = multihost.run_on_first(start, None)
   weights = Weights(reader, parts, frozen.sampler)
