@@ -50,7 +50,7 @@ class LeaseBook:
         return lease
     for lease in candidates:
       try:
-        _, generation = self._files.read(lease_name(*lease))
+        _, generation = self._files.read_generation(lease_name(*lease))
       except FileNotFoundError:
         continue
       now = self._clock()
@@ -89,11 +89,11 @@ class LeaseBook:
     with self._lock:
       self._own.pop(lease, None)
 
-  def release(self) -> None:
-    """Gives all leases back."""
+  def release(self, lease: Lease) -> None:
+    """Gives a lease back, so that another sampler takes it at once."""
     with self._lock:
-      own, self._own = self._own, {}
-    for lease, generation in own.items():
+      generation = self._own.pop(lease, None)
+    if generation is not None:
       self._files.delete(lease_name(*lease), generation=generation)
 
   def _put(self, lease: Lease, generation: int) -> int | None:

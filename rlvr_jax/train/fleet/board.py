@@ -193,7 +193,7 @@ class Board:
     present = self._files.names("samplers/")
     for name in present:
       with contextlib.suppress(FileNotFoundError, RecordError):
-        record = SamplerRecord.decode(self._files.read(name)[0], name)
+        record = SamplerRecord.decode(self._files.read_generation(name)[0], name)
         key = name.partition("/")[2]
         before = self._found.samplers.get(key)
         if before is None or before[0] != record:
@@ -201,7 +201,7 @@ class Board:
     for key in self._found.samplers.keys() - {name.partition("/")[2] for name in present}:
       del self._found.samplers[key]
     for name in self._files.names("failures/"):
-      message = FailureRecord.decode(self._files.read(name)[0], name).message
+      message = FailureRecord.decode(self._files.read_generation(name)[0], name).message
       self._found.fail(failure=f"sampler {name.partition('/')[2]} failed: {message}")
 
   def _read_groups(self) -> None:
@@ -222,7 +222,7 @@ class Board:
 
   def _read_if_there(self, name: str) -> bytes | None:
     try:
-      return self._files.read(name)[0]
+      return self._files.read_generation(name)[0]
     except FileNotFoundError:
       return None
 

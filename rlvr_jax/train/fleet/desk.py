@@ -28,7 +28,6 @@ from rlvr_jax.train.fleet.board import BEAT_S
 from rlvr_jax.train.fleet.policies import Policy
 
 _PATIENCE_S = 0.02
-LIMIT_S = 60.0  # without a new record of the trainer, after which it is silent
 
 
 class Work(NamedTuple):
@@ -45,7 +44,7 @@ class View(NamedTuple):
   trainer: TrainerRecord | None  # None: there was none yet
   silent_s: float  # since the trainer's record changed, by this machine's clock
   plans: Mapping[str, Plan]  # by name, those that are needed
-  answered_s: float  # since the storage answered
+  answered: float  # when the storage last answered, by this machine's clock
 
   def newest(self) -> Policy | None:
     """The newest policy that can be restored."""
@@ -56,7 +55,7 @@ class View(NamedTuple):
 
 @dataclasses.dataclass
 class Counts:
-  """What a sampler has done.
+  """What a sampler has written.
 
   Attributes:
     groups, duplicate_groups, duplicate_tokens: see `SamplerRecord`.
@@ -84,7 +83,7 @@ class Desk:
     *,
     ahead: int,
     poll_s: float,
-    limit_s: float = LIMIT_S,
+    limit_s: float,
   ):
     """Starts the threads.
 
@@ -94,58 +93,50 @@ class Desk:
       describe: (counts, number of leases) → its record.
       ahead: number of leases to take ahead, ≥ 1.
       poll_s: seconds between two looks at trainer and plans.
-      limit_s: after which a lease or a trainer that has not changed is silent.
+      limit_s: seconds after which a lease that has not changed is silent.
     """
     self._files, self._name = files, name
     self._book = LeaseBook(files, name, limit_s=limit_s)
-    self._counts = Counts()
-    self._view = View(None, 0.0, {}, 0.0)
-    self._to_write: queue.Queue[tuple[Lease, str, bytes, int] | None] = queue.Queue()
-    self._ahead: queue.Queue[Work] = queue.Queue()
-    self._nothing = threading.Event()
-    self._wanted = -1
+    self._watcher = _Watcher(files)
+    self._writer = _Writer(files, self._book)
+    self._taker = _Taker(files, self._book, self._watcher)
     self._closing = threading.Event()
-    loops = {
-      "lease": lambda: self._take_ahead(ahead, poll_s),
-      "watch": lambda: self._watch(poll_s),
-      "write": self._write,
-      "beat": lambda: self._beat(describe),
-    }
-    self._threads = ThreadPoolExecutor(len(loops), "desk")
-    self._loops = [self._threads.submit(loop) for loop in loops.values()]
+    loops = (
+      lambda: self._watcher.run(poll_s, self._closing),
+      lambda: self._taker.run(ahead, poll_s, self._closing),
+      lambda: self._writer.run(self._closing),
+      lambda: self._beat(describe),
+    )
+    pool = ThreadPoolExecutor(len(loops), "desk")
+    self._loops = [pool.submit(loop) for loop in loops]
+    pool.shutdown(wait=False)  # after the last of them
 
-  @property
   def view(self) -> View:
     """What the fleet's objects say now; raises the error of a thread that has failed."""
     for loop in self._loops:
       if loop.done() and (error := loop.exception()) is not None:
         raise error
-    return self._view
-
-  @property
-  def counts(self) -> Counts:
-    return self._counts
+    return self._watcher.view
 
   def want(self, version: int) -> None:
-    """Lets a thread take one lease ahead that this version may sample; −1: none."""
-    self._wanted = version
+    """Lets leases be taken that a policy of this version may sample; −1: none."""
+    self._taker.want(version)
 
   def take(self) -> Work | None:
-    """A lease that was taken ahead; None if there is none now. Waits while the thread looks."""
-    while True:
-      nothing = self._nothing.is_set()
-      with contextlib.suppress(queue.Empty):
-        return self._ahead.get(block=not nothing, timeout=_PATIENCE_S)
-      if nothing:
-        return None
+    """A lease that was taken ahead; None if there is none now."""
+    return self._taker.take()
+
+  def give_back(self, lease: Lease) -> None:
+    """Gives a lease back that this sampler may not sample any more."""
+    self._book.release(lease)
 
   def write(self, lease: Lease, group: int, data: bytes, tokens: int) -> None:
     """Lets a thread write a finished group of so many tokens."""
-    self._to_write.put((lease, group_name(lease.draw, group), data, tokens))
+    self._writer.put(_Finished(lease, group, data, tokens))
 
   def finish(self, lease: Lease) -> None:
-    """Ends a lease whose groups are all written, or to be written."""
-    self._to_write.put((lease, "", b"", 0))
+    """Ends a lease whose groups have all been passed to `write`."""
+    self._writer.put(_Finished(lease))
 
   def fail(self, message: str) -> None:
     """Publishes an error that must end the run."""
@@ -153,61 +144,106 @@ class Desk:
 
   def close(self) -> None:
     """Writes what is finished, gives the leases back, and leaves the fleet."""
-    self._to_write.put(None)
+    self._writer.put(None)
     self._closing.set()
-    self._threads.shutdown()
+    for loop in self._loops:
+      loop.exception()  # waits for its end
     with contextlib.suppress(OSError, ChangedError):
-      self._book.release()
+      for lease in self._book.own():
+        self._book.release(lease)
       self._files.delete(f"samplers/{self._name}")
 
-  # --- threads ------------------------------------------------------------------------------------
-
-  def _watch(self, poll_s: float) -> None:
-    """Reads the trainer's record, and the plans."""
-    generation, changed, answered = -1, time.monotonic(), time.monotonic()
-    trainer: TrainerRecord | None = None
-    plans: dict[str, Plan] = {}
+  def _beat(self, describe: Callable[[Counts, int], SamplerRecord]) -> None:
+    """Renews leases, and rewrites this sampler's record."""
     while True:
-      try:
+      with contextlib.suppress(UnreachableError):
+        self._book.beat()
+        record = describe(self._writer.counts, len(self._book.own()))
+        self._files.put(f"samplers/{self._name}", record.encode())
+      if self._closing.wait(BEAT_S):
+        return
+
+
+class _Watcher:
+  """Reads the trainer's record, and the plans.
+
+  Attributes:
+    view: what they say.
+  """
+
+  def __init__(self, files: SharedFiles):
+    self._files = files
+    self._plans: dict[str, Plan] = {}
+    self.view = View(None, 0.0, {}, time.monotonic())
+
+  def run(self, poll_s: float, closing: threading.Event) -> None:
+    """Reads until it is closed."""
+    generation, changed = -1, time.monotonic()
+    trainer: TrainerRecord | None = None
+    while True:
+      answered = self.view.answered
+      with contextlib.suppress(UnreachableError):  # `answered` says so
         with contextlib.suppress(FileNotFoundError):
-          data, newest = self._files.read(TRAINER)
+          data, newest = self._files.read_generation(TRAINER)
           if newest != generation:
             generation, changed = newest, time.monotonic()
             trainer = TrainerRecord.decode(data, TRAINER)
-        first = 0 if trainer is None else trainer.first_draw
-        names = [name for name in self._files.names("plans/") if draw_of(name) >= first]
-        plans = {name: plan for name, plan in plans.items() if name in names}
-        for name in names:
-          if name not in plans:
-            with contextlib.suppress(FileNotFoundError):
-              plans[name] = Plan.decode(self._files.read(name)[0], name)
+        self._read_plans(0 if trainer is None else trainer.first_draw)
         answered = time.monotonic()
-      except UnreachableError:
-        pass  # `answered_s` says so
-      now = time.monotonic()
-      self._view = View(trainer, now - changed, dict(plans), now - answered)
-      if self._closing.wait(poll_s):
+      self.view = View(trainer, time.monotonic() - changed, dict(self._plans), answered)
+      if closing.wait(poll_s):
         return
 
-  def _take_ahead(self, number: int, poll_s: float) -> None:
-    """Takes leases, as many ahead as fill the slots."""
-    while not self._closing.is_set():
-      self._nothing.clear()
+  def _read_plans(self, first_draw: int) -> None:
+    names = [name for name in self._files.names("plans/") if draw_of(name) >= first_draw]
+    self._plans = {name: plan for name, plan in self._plans.items() if name in names}
+    for name in names:
+      if name not in self._plans:
+        with contextlib.suppress(FileNotFoundError):
+          self._plans[name] = Plan.decode(self._files.read_generation(name)[0], name)
+
+
+class _Taker:
+  """Takes leases, as many ahead as fill the slots."""
+
+  def __init__(self, files: SharedFiles, book: LeaseBook, watcher: _Watcher):
+    self._files, self._book, self._watcher = files, book, watcher
+    self._version = -1
+    self._taken: queue.Queue[Work] = queue.Queue()
+    self._looked = threading.Event()  # and found nothing more
+
+  def want(self, version: int) -> None:
+    """See `Desk.want`."""
+    self._version = version
+
+  def take(self) -> Work | None:
+    """See `Desk.take`; waits while the thread finds more."""
+    while True:
+      looked = self._looked.is_set()
+      with contextlib.suppress(queue.Empty):
+        return self._taken.get(block=not looked, timeout=_PATIENCE_S)
+      if looked:
+        return None
+
+  def run(self, ahead: int, poll_s: float, closing: threading.Event) -> None:
+    """Takes leases until it is closed."""
+    while not closing.is_set():
+      self._looked.clear()
       found = 0
       with contextlib.suppress(UnreachableError):
-        for work in self._find(self._wanted):
-          self._ahead.put(work)
+        for work in self._find(self._version):
+          self._taken.put(work)
           found += 1
-          if self._ahead.qsize() >= number:
+          if self._taken.qsize() >= ahead or closing.is_set():
             break
-      self._nothing.set()
-      self._closing.wait(_PATIENCE_S if found else poll_s)
-      while self._ahead.qsize() >= number and not self._closing.wait(_PATIENCE_S):
+      self._looked.set()
+      closing.wait(_PATIENCE_S if found else poll_s)
+      while self._taken.qsize() >= ahead and not closing.wait(_PATIENCE_S):
         pass
 
   def _find(self, version: int) -> Iterator[Work]:
     """Takes leases that have groups to sample, the earliest draws first."""
-    for plan in sorted(self._view.plans.values()):
+    for plan in sorted(self._watcher.view.plans.values()):
       if version < plan.lowest_version:
         continue
       prefix = f"{plan.draw:08d}-"
@@ -222,30 +258,49 @@ class Desk:
         while (lease := self._book.take(wanted, taken)) is not None:
           yield Work(lease, plan, missing[lease])
 
-  def _write(self) -> None:
-    """Writes finished groups, first writer wins."""
-    while (entry := self._to_write.get()) is not None:
-      lease, name, data, tokens = entry
-      if not name:
-        self._book.forget(lease)
-        continue
-      while True:
+
+class _Finished(NamedTuple):
+  """A finished group; or, without data, the end of a lease."""
+
+  lease: Lease
+  group: int = 0
+  data: bytes = b""
+  tokens: int = 0
+
+
+class _Writer:
+  """Writes finished groups; the first writer of a group wins.
+
+  Attributes:
+    counts: of what was written.
+  """
+
+  def __init__(self, files: SharedFiles, book: LeaseBook):
+    self._files, self._book = files, book
+    self._entries: queue.Queue[_Finished | None] = queue.Queue()
+    self.counts = Counts()
+
+  def put(self, entry: _Finished | None) -> None:
+    """Adds an entry; None ends `run`."""
+    self._entries.put(entry)
+
+  def run(self, closing: threading.Event) -> None:
+    """Writes until the end; when it is closed, each group is tried once."""
+    while (entry := self._entries.get()) is not None:
+      if not entry.data:
+        self._book.forget(entry.lease)
+      while entry.data:
         try:
-          self._files.put(name, data, generation=0)
-          self._counts.count(tokens, duplicate=False)
-        except ChangedError:
-          self._counts.count(tokens, duplicate=True)
+          self._write(entry)
         except UnreachableError:
-          if not self._closing.wait(1.0):
+          if not closing.wait(1.0):
             continue
         break
 
-  def _beat(self, describe: Callable[[Counts, int], SamplerRecord]) -> None:
-    """Renews leases, and rewrites this sampler's record."""
-    while True:
-      with contextlib.suppress(UnreachableError, ChangedError):
-        self._book.beat()
-        record = describe(self._counts, len(self._book.own()))
-        self._files.put(f"samplers/{self._name}", record.encode())
-      if self._closing.wait(BEAT_S):
-        return
+  def _write(self, entry: _Finished) -> None:
+    try:
+      name = group_name(entry.lease.draw, entry.group)
+      self._files.put(name, entry.data, generation=0)
+      self.counts.count(entry.tokens, duplicate=False)
+    except ChangedError:
+      self.counts.count(entry.tokens, duplicate=True)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import rlvr_jax
+from rlvr_jax.fleet.leases import LIMIT_S
 from rlvr_jax.fleet.records import TrainerRecord, problem_checksum
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.queue import RolloutQueue
@@ -67,7 +68,9 @@ def start_fleet(
       ended=False,
       beat=0,
     )
-    return Board(open_shared(folder), record, publisher.published, poll_s=poll_s(workdir.path))
+    return Board(
+      open_shared(folder, workdir.guard), record, publisher.published, poll_s=poll_s(workdir.path)
+    )
 
   board = multihost.run_on_first(start_board, None)
   assert parts.schedule.max_lag is not None  # `checks.check_fleet` asks for a real-time schedule
@@ -99,7 +102,9 @@ def open_sampler(
   files: Callable[[], SharedFiles] = lambda: open_shared(folder / FOLDER)
   slots = max(source.engine.settings.slots for source in parts.sources.live if source.engine)
   ahead = -(-slots // (parts.config.fleet.groups_per_lease * parts.shape.group_size))
-  start = lambda: Desk(files(), name, meter.describe, ahead=ahead, poll_s=poll_s(folder))
+  start = lambda: Desk(
+    files(), name, meter.describe, ahead=ahead, poll_s=poll_s(folder), limit_s=LIMIT_S
+  )
   reader = PolicyReader(folder / FOLDER / policies.FOLDER, parts)
   desk = multihost.run_on_first(start, None)
   weights = Weights(reader, parts, frozen.sampler)

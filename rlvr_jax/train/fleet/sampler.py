@@ -20,7 +20,7 @@ import numpy as np
 
 from rlvr_jax.data.draws import problem_draws
 from rlvr_jax.data.problems import Problem
-from rlvr_jax.fleet.leases import Lease
+from rlvr_jax.fleet.leases import LIMIT_S, Lease
 from rlvr_jax.fleet.records import (
   GradedGroup,
   GroupRecord,
@@ -32,9 +32,10 @@ from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rollouts.batch import Flight, PolicySnapshot, sampled_places
 from rlvr_jax.rollouts.collect import Collector, serve_graded
 from rlvr_jax.rollouts.engine import Group, Request, Usage, row_keys
+from rlvr_jax.storage.bucket import UnreachableError
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
-from rlvr_jax.train.fleet.desk import LIMIT_S, Counts, Desk, View, Work
+from rlvr_jax.train.fleet.desk import Counts, Desk, View, Work
 from rlvr_jax.train.fleet.policies import Policy, PolicyGoneError, PolicyReader, Restoring
 from rlvr_jax.train.generation import agreement
 from rlvr_jax.train.generation.streams import source_key
@@ -144,14 +145,15 @@ class Sampler:
 
   def _decide(self) -> _Step:
     """The first process decides for all."""
-    decide = lambda: [*self._next_step(self._desk.view)] if self._desk else None
+    decide = lambda: [*self._next_step(self._desk.view())] if self._desk else None
     return _Step(*multihost.exchange(multihost.run_on_first(decide, None))[0])
 
   def _next_step(self, view: View) -> _Step:
     trainer, newest, current = view.trainer, view.newest(), self._weights.current
     assert self._desk is not None
-    if view.answered_s > UNREACHABLE_S:
-      raise OSError(f"the workdir has not answered for {duration(view.answered_s)}")
+    unanswered_s = time.monotonic() - view.answered
+    if unanswered_s > UNREACHABLE_S:
+      raise UnreachableError(f"the workdir has not answered for {duration(unanswered_s)}")
     if trainer is None:
       return _Step("wait", message="waits for a trainer to begin")
     self._check(trainer.code, trainer.config, trainer.data)
