@@ -157,6 +157,7 @@ def get_config() -> ConfigDict:
     samplers=False,
     new_weights="finish",  # a response ends with the weights that it began with
     groups_per_lease=8,  # that a sampler takes at a time
+    silent_s=60.0,  # after which a program that shows no sign of life loses its leases
   )
 
   c.start = dict(  # begin with another run's policy, in place of a warm start

@@ -12,8 +12,7 @@ from rlvr_jax.fleet.records import lease_name
 from rlvr_jax.storage.bucket import ChangedError
 from rlvr_jax.storage.shared import SharedFiles
 
-BEAT_S = 10.0  # seconds between two heartbeats
-LIMIT_S = 60.0  # seconds without a change after which a lease is silent
+BEATS = 6  # signs of life of a program within the time after which it is silent
 
 
 class Lease(NamedTuple):
@@ -31,7 +30,7 @@ class LeaseBook:
     files: SharedFiles,
     sampler: str,
     *,
-    limit_s: float = LIMIT_S,
+    limit_s: float,
     clock: Callable[[], float] = time.monotonic,
   ):
     self._files, self._sampler, self._limit_s, self._clock = files, sampler, limit_s, clock

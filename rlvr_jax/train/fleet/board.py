@@ -26,8 +26,6 @@ from rlvr_jax.storage.bucket import MAX_CONCURRENT_REQUESTS, ChangedError, Unrea
 from rlvr_jax.storage.shared import SharedFiles
 from rlvr_jax.train.fleet.policies import Policy
 
-BEAT_S = 10.0  # seconds between two records of the trainer
-READ_S = 5.0  # between two looks at samplers and failures
 UNREACHABLE_S = 600.0  # without any answer of the storage, until the trainer ends
 
 
@@ -76,6 +74,7 @@ class Board:
     record: TrainerRecord,
     published: Callable[[], list[Policy]],
     *,
+    beat_s: float,
     poll_s: float,
   ):
     """Removes the failures of an earlier start, and starts the thread.
@@ -84,6 +83,7 @@ class Board:
       files: of the fleet.
       record: the first one of this trainer.
       published: the policies that can be restored.
+      beat_s: seconds between two records of the trainer, and two looks at those of samplers.
       poll_s: seconds between two looks for finished groups.
     """
     self._files, self._record, self._published = files, record, published
@@ -94,7 +94,9 @@ class Board:
       files.delete(name)
     self._write_record()
     self._closing = threading.Event()
-    self._thread = threading.Thread(target=self._run, args=(poll_s,), name="board", daemon=True)
+    self._thread = threading.Thread(
+      target=self._run, args=(beat_s, poll_s), name="board", daemon=True
+    )
     self._thread.start()
 
   # --- plans --------------------------------------------------------------------------------------
@@ -160,17 +162,17 @@ class Board:
 
   # --- the thread ---------------------------------------------------------------------------------
 
-  def _run(self, poll_s: float) -> None:
+  def _run(self, beat_s: float, poll_s: float) -> None:
     answered = time.monotonic()
     beat = read = 0.0
     while not self._closing.wait(poll_s):
       try:
         now = time.monotonic()
         policies = [[p.version, p.fingerprint] for p in self._published()]
-        if now - read > READ_S:
+        if now - read > beat_s / 2:
           self._read_samplers()
           read = now
-        if now - beat > BEAT_S or policies != self._record.policies:
+        if now - beat > beat_s or policies != self._record.policies:
           beats, first = self._record.beat + 1, self._first_draw
           self._record = self._record._replace(policies=policies, first_draw=first, beat=beats)
           self._write_record()

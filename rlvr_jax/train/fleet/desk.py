@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from rlvr_jax.fleet.leases import Lease, LeaseBook
+from rlvr_jax.fleet.leases import BEATS, Lease, LeaseBook
 from rlvr_jax.fleet.records import (
   TRAINER,
   FailureRecord,
@@ -24,7 +24,6 @@ from rlvr_jax.fleet.records import (
 )
 from rlvr_jax.storage.bucket import ChangedError, UnreachableError
 from rlvr_jax.storage.shared import SharedFiles
-from rlvr_jax.train.fleet.board import BEAT_S
 from rlvr_jax.train.fleet.policies import Policy
 
 _PATIENCE_S = 0.02
@@ -105,7 +104,7 @@ class Desk:
       lambda: self._watcher.run(poll_s, self._closing),
       lambda: self._taker.run(ahead, poll_s, self._closing),
       lambda: self._writer.run(self._closing),
-      lambda: self._beat(describe),
+      lambda: self._beat(describe, limit_s / BEATS),
     )
     pool = ThreadPoolExecutor(len(loops), "desk")
     self._loops = [pool.submit(loop) for loop in loops]
@@ -153,14 +152,14 @@ class Desk:
         self._book.release(lease)
       self._files.delete(f"samplers/{self._name}")
 
-  def _beat(self, describe: Callable[[Counts, int], SamplerRecord]) -> None:
+  def _beat(self, describe: Callable[[Counts, int], SamplerRecord], beat_s: float) -> None:
     """Renews leases, and rewrites this sampler's record."""
     while True:
       with contextlib.suppress(UnreachableError):
         self._book.beat()
         record = describe(self._writer.counts, len(self._book.own()))
         self._files.put(f"samplers/{self._name}", record.encode())
-      if self._closing.wait(BEAT_S):
+      if self._closing.wait(beat_s):
         return
 
 

@@ -34,7 +34,7 @@ from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
-from rlvr_jax.train.fleet.board import BEAT_S, Board
+from rlvr_jax.train.fleet.board import Board
 from rlvr_jax.train.fleet.policies import Policy, PolicyPublisher
 from rlvr_jax.train.generation import dynamic_sampling
 from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
@@ -42,7 +42,6 @@ from rlvr_jax.train.generation.generator import Generator
 from rlvr_jax.train.reporting.progress import duration, say, warn
 
 SAY_EVERY_S = 30.0  # while the trainer waits, and about the samplers
-_ALIVE_S = 3 * BEAT_S  # a sampler whose record has not changed for so long is not shown
 
 
 class Limits(NamedTuple):
@@ -53,6 +52,7 @@ class Limits(NamedTuple):
   quotas: Sequence[int]  # groups of a draw by source, without recorded ones
   groups_per_lease: int
   dynamic_batches: int  # draws of a batch at most, with dynamic sampling; 0: without
+  silent_s: float  # after which a sampler whose record has not changed is not shown
   poll_s: float
 
 
@@ -233,7 +233,7 @@ class FleetGeneration:
     """Prints what the trainer waits for and since when, and a line for each sampler."""
     if self._board is None or not self._progress.report_is_due():
       return
-    samplers = self._board.samplers(within_s=_ALIVE_S)
+    samplers = self._board.samplers(within_s=self._limits.silent_s)
     if waits_for is not None:
       done, total = len(waits_for.records), len(waits_for.plan.problems)
       text = (

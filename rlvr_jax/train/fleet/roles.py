@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import rlvr_jax
-from rlvr_jax.fleet.leases import LIMIT_S
+from rlvr_jax.fleet.leases import BEATS
 from rlvr_jax.fleet.records import TrainerRecord, problem_checksum
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.queue import RolloutQueue
@@ -69,7 +69,11 @@ def start_fleet(
       beat=0,
     )
     return Board(
-      open_shared(folder, workdir.guard), record, publisher.published, poll_s=poll_s(workdir.path)
+      open_shared(folder, workdir.guard),
+      record,
+      publisher.published,
+      beat_s=c.fleet.silent_s / BEATS,
+      poll_s=poll_s(workdir.path),
     )
 
   board = multihost.run_on_first(start_board, None)
@@ -80,6 +84,7 @@ def start_fleet(
     quotas=[source.prompts for source in parts.sources.live],
     groups_per_lease=c.fleet.groups_per_lease,
     dynamic_batches=c.dynamic_sampling.max_batches if c.dynamic_sampling.enabled else 0,
+    silent_s=c.fleet.silent_s,
     poll_s=poll_s(workdir.path),
   )
   return FleetGeneration(generator, board, publisher, limits, queue.fingerprint)
@@ -103,7 +108,12 @@ def open_sampler(
   slots = max(source.engine.settings.slots for source in parts.sources.live if source.engine)
   ahead = -(-slots // (parts.config.fleet.groups_per_lease * parts.shape.group_size))
   start = lambda: Desk(
-    files(), name, meter.describe, ahead=ahead, poll_s=poll_s(folder), limit_s=LIMIT_S
+    files(),
+    name,
+    meter.describe,
+    ahead=ahead,
+    poll_s=poll_s(folder),
+    limit_s=parts.config.fleet.silent_s,
   )
   reader = PolicyReader(folder / FOLDER / policies.FOLDER, parts)
   desk = multihost.run_on_first(start, None)
@@ -134,7 +144,7 @@ def identify(parts: Parts) -> Identity:
 
 def _fingerprint_config(parts: Parts) -> str:
   """16 hexadecimal digits of the fields that all programs of a fleet must have in common."""
-  free = [*checks.may_differ(parts.config, parts.schedule), *OF_A_SAMPLER, "fleet.groups_per_lease"]
+  free = [*checks.may_differ(parts.config, parts.schedule), *OF_A_SAMPLER]
   return _digest(_differences({}, json.loads(parts.config.to_json_best_effort()), free))
 
 

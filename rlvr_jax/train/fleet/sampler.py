@@ -20,7 +20,7 @@ import numpy as np
 
 from rlvr_jax.data.draws import problem_draws
 from rlvr_jax.data.problems import Problem
-from rlvr_jax.fleet.leases import LIMIT_S, Lease
+from rlvr_jax.fleet.leases import Lease
 from rlvr_jax.fleet.records import (
   GradedGroup,
   GroupRecord,
@@ -139,7 +139,7 @@ class Sampler:
       else:
         self._meter.wait(step.message)
       self._grade()
-    self._meter.say("the trainer has all its batches")
+    say(f"sampler {self._meter.name}: the trainer has all its batches")
 
   # --- what to do ---------------------------------------------------------------------------------
 
@@ -162,14 +162,10 @@ class Sampler:
     if newest is None:
       return _Step("wait", message="waits for the trainer's first policy")
     listed = current is not None and list(current) in trainer.policies
-    silent = view.silent_s > LIMIT_S
+    silent = view.silent_s > self._run.parts.config.fleet.silent_s
     self._desk.want(current.version if current is not None and listed and not silent else -1)
     if silent:
-      return _Step(
-        "wait",
-        message=f"the trainer has been silent for {duration(view.silent_s)}: waits for it, or for"
-        " its successor",
-      )
+      return _Step("wait", message="the trainer is silent: waits for it, or for its successor")
     wanted = any(plan.lowest_version <= newest.version for plan in view.plans.values())
     policy = [*newest] if newest != current and wanted else None
     if not listed:
@@ -190,12 +186,18 @@ class Sampler:
 
   def _take(self) -> Work | None:
     """The next lease, the same on all processes; None if there is none now."""
+    version = -1 if self._weights.current is None else self._weights.current.version
     if self._next is not None:
       work, self._next = self._next, None
       return work
 
     def take() -> list[Any] | None:
-      work = self._desk.take() if self._desk else None
+      if self._desk is None:
+        return None
+      work = self._desk.take()
+      if work is not None and work.plan.lowest_version > version:
+        self._desk.give_back(work.lease)  # the trainer has begun again, from an earlier policy
+        return None
       return None if work is None else [[*work.lease], work.plan._asdict(), work.groups]
 
     taken = multihost.exchange(multihost.run_on_first(take, None))[0]
@@ -457,7 +459,7 @@ class Meter:
     self._busy_s = 0.0
     self._busy_since: float | None = None
     self._before = (time.monotonic(), 0.0, 0)  # of the last record: time, busy seconds, tokens
-    self._said = ("", 0.0)
+    self._waits = ("", 0.0, time.monotonic())  # for what, since when, and when it was said
 
   @contextlib.contextmanager
   def busy(self) -> Iterator[None]:
@@ -480,23 +482,23 @@ class Meter:
       )
 
   def wait(self, message: str) -> None:
-    """Waits a moment; says for what, when that changes and now and then."""
+    """Waits a moment; says for what, when that changes, and now and then since when."""
     self._record = self._record._replace(message=message)
-    self.say(message, every_s=SAY_EVERY_S)
-    time.sleep(_WAIT_S)
-
-  def say(self, message: str, *, every_s: float = 0.0) -> None:
-    """Prints a line, unless the same was printed in the last seconds."""
+    waits_for, since, said = self._waits
     now = time.monotonic()
-    said, at = self._said
-    if message != said or now - at > every_s:
-      self._said = message, now
+    if message != waits_for:
+      self._waits = message, now, now
       say(f"sampler {self.name}: {message}")
+    elif now - said > SAY_EVERY_S:
+      self._waits = message, since, now
+      say(f"sampler {self.name}: {message}, for {duration(now - since)} so far")
+    time.sleep(_WAIT_S)
 
   def report(self) -> None:
     """Prints now and then what is being sampled."""
-    if time.monotonic() - self._said[1] > SAY_EVERY_S:
-      self.say(self._record.describe())
+    if time.monotonic() - self._waits[2] > SAY_EVERY_S:
+      self._waits = "", 0.0, time.monotonic()
+      say(f"sampler {self.name}: {self._record.describe()}")
 
   def describe(self, counts: Counts, leases: int) -> SamplerRecord:
     """The sampler's record, for what has happened since the last one."""

@@ -193,6 +193,7 @@ def check_fleet(config: ml_collections.ConfigDict, schedule: staleness.Schedule)
   settings = config.fleet
   check_choice("config.fleet", "new_weights", settings.new_weights, ("finish",))
   check_integer("config.fleet", "groups_per_lease", settings.groups_per_lease, low=1)
+  check_between("config.fleet", "silent_s", settings.silent_s, low=1.0)
   reasons = {
     f"config.schedule = {config.schedule!r} has no real-time bound; set it to"
     " 'asynchronous(max_lag=4)'": not schedule.real_time,
@@ -426,7 +427,7 @@ def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) 
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]
   fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap", "warm_start.cache"]
-  fields += ["generation_deadline_s", "mesh", "generation_mesh", "sampling.slots"]
+  fields += ["fleet", "generation_deadline_s", "mesh", "generation_mesh", "sampling.slots"]
   fields += ["batch.tokens_per_row", "batch.tokens_per_micro_batch"]
   # A decaying learning rate, and some schedules, depend on num_updates.
   may_end_elsewhere = schedule.open_ended and not any(
