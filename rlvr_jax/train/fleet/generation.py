@@ -163,13 +163,14 @@ class FleetGeneration:
     if not self._progress.recalled:
       return None
     batch = self._progress.recalled.popleft()
-    known = self._fingerprint_of(batch.version)
-    if known == batch.fingerprint:
+    differing = [
+      f"version {version} with fingerprint {fingerprint}, which this trainer has with {known}"
+      for version, fingerprint in batch.fingerprints.items()
+      if (known := self._fingerprint_of(version)) != fingerprint
+    ]
+    if not differing:
       return batch
-    why = (
-      f"rollouts {batch.number} were sampled by version {batch.version} with fingerprint"
-      f" {batch.fingerprint}, which this trainer has with {known}"
-    )
+    why = f"rollouts {batch.number} were sampled by {', '.join(differing)}"
     self._generator.set_aside_from(batch.number, why, self._progress.before)
     self._progress.recalled.clear()
     return None
@@ -187,6 +188,7 @@ class FleetGeneration:
         max_batches=self._limits.dynamic_batches,
         number=number,
       )
+    self._progress.add(self._on_board(self._measure_samplers) or {})
     batch = self._generator.write(self._progress.describe(batch))
     assert batch.position is not None  # every new batch has one
     first = batch.position.draws
@@ -317,10 +319,9 @@ class FleetGeneration:
     """The batch of a draw, under the versions that sampled its groups."""
     records = [draw.records[index] for index in range(len(draw.plan.problems))]
     versions = [min(map(int, record.policies)) for record in records]
+    others = {version: x for record in records for version, x in record.policies.items()}
     oldest = min(versions)
-    fingerprint = next(
-      record.policies[str(oldest)] for record in records if str(oldest) in record.policies
-    )
+    fingerprint = others.pop(str(oldest))
     of_group = draw.batch.versions.copy()
     sampled = of_group[: len(versions)]
     of_group[: len(versions)] = np.where(sampled < 0, sampled, versions)
@@ -332,8 +333,22 @@ class FleetGeneration:
         gaps.setdefault(name, []).append(gap)
     statistics = {name: float(np.mean(values)) for name, values in gaps.items()}
     statistics["fleet/samplers"] = float(len({record.sampler for record in records}))
-    statistics["fleet/policies"] = float(len({v for r in records for v in r.policies}))
-    return self._generator.assemble(batch, measured=statistics)
+    statistics["fleet/policies"] = float(1 + len(others))
+    return dataclasses.replace(self._generator.assemble(batch, measured=statistics), others=others)
+
+  def _measure_samplers(self, board: Board) -> dict[str, float]:
+    """Metrics of the samplers that are running."""
+    samplers = board.samplers(within_s=self._limits.silent_s)
+    measured = {
+      "fleet/running": float(len(samplers)),
+      "fleet/late_groups": float(board.late_groups()),
+    }
+    for name in ("duplicate_groups", "duplicate_tokens"):
+      measured[f"fleet/{name}"] = float(sum(getattr(s, name) for s in samplers.values()))
+    for name in ("version", "tokens_per_second", "idle_share", "restore_seconds", "restore_gib"):
+      for sampler, record in samplers.items():
+        measured[f"hosts/{name}_{sampler}"] = float(getattr(record, name))
+    return measured
 
   def _on_board(self, action: Callable[[Board], Any]) -> Any:
     """Runs an action on the first process's board; None on the others."""

@@ -200,7 +200,7 @@ def test_programs_that_do_not_belong_are_refused_by_name(tmp_path):
 def test_forty_random_kills(fleet):
   """Of trainer and samplers: every batch is trained on once, and no lag is above the bound."""
   rng = np.random.default_rng(0)
-  flags = ["--config.num_updates=120", "--config.checkpoint.every=4"]
+  flags = ["--config.num_updates=250", "--config.checkpoint.every=4"]
   trainer = fleet.trainer(*flags)
   samplers = [fleet.sampler() for _ in range(2)]
   kills = 0
@@ -216,6 +216,6 @@ def test_forty_random_kills(fleet):
       samplers[index].kill()
       samplers[index] = fleet.sampler()
   assert [program.end() for program in (trainer, *samplers)] == [0, 0, 0]
-  fleets.check_store(fleet.workdir, 120)
-  assert trained_once(fleet.workdir, 120)
+  fleets.check_store(fleet.workdir, 250)
+  assert trained_once(fleet.workdir, 250)
   print(f"{kills} kills")
