@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
-from rlvr_jax.data.batches import PromptError
-from rlvr_jax.rewards.outcome import GradingStoppedError
-from rlvr_jax.rollouts.dialogues import EnvironmentStoppedError
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError, deadline
 from rlvr_jax.train.fleet.roles import check_same_run, open_sampler
-from rlvr_jax.train.generation.agreement import AgreementError
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import check_first_dialogue, check_first_grade, start_pools
 from rlvr_jax.train.start.parameters import load_frozen
-
-# Errors that any sampler would meet, so that the run must end.
-_OF_THE_RUN = (AgreementError, EnvironmentStoppedError, GradingStoppedError, PromptError)
 
 
 def sample(parts: Parts, workdir: str | Path) -> None:
@@ -49,16 +43,11 @@ def sample(parts: Parts, workdir: str | Path) -> None:
     check_first_dialogue(parts.outcome_policy, pools[1], parts.task)
     collector = parts.make_collector(*pools)
     stack.enter_context(multihost.share_shutdown_signals())
-    sampler, fail = stack.enter_context(open_sampler(parts, folder, frozen, collector))
-    try:
-      sampler.run()
-    except _OF_THE_RUN as error:
-      fail(f"{type(error).__name__}: {error}")
-      raise
+    stack.enter_context(open_sampler(parts, folder, frozen, collector)).run()
 
 
 @contextlib.contextmanager
-def _report_shutdown():
+def _report_shutdown() -> Iterator[None]:
   """Says that shutdown was requested, after everything is closed."""
   try:
     yield

@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 
 import rlvr_jax
+from rlvr_jax.data.batches import PromptError
 from rlvr_jax.fleet.leases import BEATS
 from rlvr_jax.fleet.records import TrainerRecord, problem_checksum
+from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.rollouts.dialogues import EnvironmentStoppedError
 from rlvr_jax.rollouts.queue import RolloutQueue
 from rlvr_jax.storage.places import Workdir, in_bucket
 from rlvr_jax.storage.shared import SharedFiles, open_shared
@@ -29,6 +32,7 @@ from rlvr_jax.train.fleet.desk import Desk
 from rlvr_jax.train.fleet.generation import FleetGeneration, Limits
 from rlvr_jax.train.fleet.policies import PolicyPublisher, PolicyReader
 from rlvr_jax.train.fleet.sampler import Identity, Meter, Sampler, Weights
+from rlvr_jax.train.generation.agreement import AgreementError
 from rlvr_jax.train.generation.generator import Generator
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
@@ -40,6 +44,8 @@ OF_A_SAMPLER = (
   *("mesh", "generation_mesh", "compiler_options", "sampling.slots", "logging"),
   *("grading.num_workers", "environment.processes", "generation_deadline_s"),
 )
+# Errors that any sampler would meet, so that the run must end.
+_OF_THE_RUN = (AgreementError, EnvironmentStoppedError, GradingStoppedError, PromptError)
 _COMPARED_PROBLEMS = 16
 
 
@@ -93,14 +99,14 @@ def start_fleet(
 @contextlib.contextmanager
 def open_sampler(
   parts: Parts, folder: pathlib.Path, frozen: Frozen, collector: Collector
-) -> Iterator[tuple[Sampler, Callable[[str], None]]]:
+) -> Iterator[Sampler]:
   """Context with a sampler that has joined the fleet of a workdir.
+
+  An error that other samplers would meet as well is published, and ends the run.
 
   Args:
     parts, frozen, collector: of the sampler.
     folder: the workdir, from `parse_path`.
-  Yields:
-    The sampler, and a function that publishes an error that must end the run.
   """
   name = multihost.exchange(f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}")[0]
   meter = Meter(name, socket.gethostname(), collector.usage())
@@ -119,8 +125,11 @@ def open_sampler(
   desk = multihost.run_on_first(start, None)
   weights = Weights(reader, parts, frozen.sampler)
   try:
-    fail = lambda message: desk.fail(message) if desk else None
-    yield Sampler(parts, frozen, collector, desk, weights, identify(parts), meter), fail
+    yield Sampler(parts, frozen, collector, desk, weights, identify(parts), meter)
+  except _OF_THE_RUN as error:
+    if desk is not None:
+      desk.fail(f"{type(error).__name__}: {error}")
+    raise
   finally:
     weights.close()
     if desk is not None:

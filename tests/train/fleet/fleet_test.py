@@ -8,13 +8,15 @@ import time
 
 import numpy as np
 import pytest
-from train import tiny
+from train import multiprocess_test, tiny
 from train.fleet import fleets
 
 from rlvr_jax.commands.train import train
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.storage.shared import open_shared
 from rlvr_jax.train.fleet.roles import open_sampler
+from rlvr_jax.train.generation.agreement import AgreementError
+from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.grading import start_pools
 from rlvr_jax.train.start.parameters import load_frozen
@@ -34,7 +36,7 @@ def sampling(workdir, parts):
         pools = start_pools(parts.config, parts.task, parts.tokenizer, enter)
         collector = parts.make_collector(*pools)
         opened = open_sampler(parts, workdir, load_frozen(parts), collector)
-        stack.enter_context(opened)[0].run()
+        stack.enter_context(opened).run()
     except BaseException as error:
       errors.append(error)
 
@@ -65,6 +67,15 @@ def test_a_trainer_and_a_sampler(tmp_path, capsys, monkeypatch):
   assert max(record["update/gradient_norm"] for record in records) > 0.01
   output = capsys.readouterr().out
   assert "the trainer has all its batches" in output
+
+
+def test_a_sampler_that_computes_something_else_ends_the_run(tmp_path):
+  parts = build(fleets.config())
+  other = build(fleets.config(max_behavior_gap=1e-12))
+  with sampling(tmp_path / "run", other) as errors:
+    with pytest.raises(GeneratorStoppedError, match="AgreementError: sampler and trainer disagree"):
+      train(parts, tmp_path / "run")
+  assert [type(error) for error in errors] == [AgreementError]
 
 
 # --- programs -------------------------------------------------------------------------------------
@@ -193,6 +204,27 @@ def test_programs_that_do_not_belong_are_refused_by_name(tmp_path):
       "--config.mesh.data=2", "--config.sampling.slots=8", RLVR_JAX_COMMIT="aaaa"
     )
     assert trainer.end() == 0 and sampler.end() == 0
+  fleets.check_store(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_sampler_of_two_processes(tmp_path):
+  """The first one decides what both sample; each grades its part."""
+  with fleets.programs() as started:
+    fleet = Fleet(tmp_path / "run", tmp_path, started)
+    trainer = fleet.trainer()
+
+    def command_of(coordinator, process):
+      place = (f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={process}")
+      return fleets.sampler_command(fleet.workdir, "--config.mesh.data=2", *place)
+
+    pair = multiprocess_test.Processes(command_of, devices=1)
+    try:
+      statuses, outputs = pair.ended()
+    finally:
+      pair.signal_all(signal.SIGKILL)
+    assert statuses == [0, 0], "\n".join(outputs)[-5000:]
+    assert "the trainer has all its batches" in outputs[0] and trainer.end() == 0
   fleets.check_store(tmp_path / "run")
 
 

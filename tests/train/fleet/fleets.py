@@ -34,14 +34,19 @@ def config(**fields):
   return c
 
 
+def sampler_command(workdir, *flags):
+  """The command line of a sampler, which takes the configuration from the workdir."""
+  command = tiny.command(workdir, "--mode=sample", *flags)
+  return [argument for argument in command if not argument.startswith("--config=")]
+
+
 class Program:
   """A trainer or a sampler."""
 
   def __init__(self, workdir, log, *flags, role="trainer", **variables):
     self.role, self.log = role, pathlib.Path(log)
     command = tiny.command(workdir, *flags, config_file=__file__)
-    if role == "sampler":
-      command = [arg for arg in command if not arg.startswith("--config=")] + ["--mode=sample"]
+    command = sampler_command(workdir, *flags) if role == "sampler" else command
     with open(log, "ab") as file:
       self.process = subprocess.Popen(
         command, stdout=file, stderr=file, cwd=tiny.ROOT, env=tiny.environment(**variables)
