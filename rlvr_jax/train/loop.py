@@ -147,7 +147,7 @@ class Trainer:
     c = self.parts.config
     if c.fleet.samplers:
       assert self.workdir is not None  # where samplers find the run
-      return start_fleet(self.parts, self.generator, self.queue, self.workdir)
+      return start_fleet(self.parts, self.generator, self.queue, self.checkpointer, self.workdir)
     return modes.start(
       self.generator,
       self.parts.schedule,

@@ -56,6 +56,7 @@ class PolicyPublisher:
     *,
     keep: int = KEEP,
     workdir: Workdir | None = None,
+    beside: Checkpointer | None = None,
   ):
     """Opens the folder.
 
@@ -64,7 +65,10 @@ class PolicyPublisher:
       parts: of the run.
       keep: number of policies, ≥ 1.
       workdir: of the run, which guards writes into a bucket.
+      beside: writes the run's checkpoints. Several processes write one thing at a time: orbax's
+        barriers do not tell two saves apart.
     """
+    self._beside = beside if jax.process_count() > 1 else None
     self._folder = make_absolute(parse_path("the folder of policies", folder))
     self._checkpointer = Checkpointer(self._folder, keep=keep, workdir=workdir)
     self._cast = jax.jit(lambda params: cast_to_decode(params, parts.model.config))
@@ -86,6 +90,8 @@ class PolicyPublisher:
     """
     began = time.perf_counter()
     self.wait()
+    if self._beside is not None:
+      self._beside.wait()
     known = self._published.get(policy.version) == policy
     last = policy.version if known else policy.version - 1
     self._checkpointer.discard_after(last)
@@ -95,6 +101,8 @@ class PolicyPublisher:
     saved = params if self._adapters_only else self._cast(params)
     self._checkpointer.save(policy.version, saved, host={"fingerprint": policy.fingerprint})
     self._writing = policy
+    if self._beside is not None:
+      self.wait()
     size = sum(x.nbytes for x in jax.tree.leaves(saved))
     return {
       "time/publish_seconds": time.perf_counter() - began,

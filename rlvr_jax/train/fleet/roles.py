@@ -23,6 +23,7 @@ from rlvr_jax.rollouts.dialogues import EnvironmentStoppedError
 from rlvr_jax.rollouts.queue import RolloutQueue
 from rlvr_jax.storage.places import Workdir, in_bucket
 from rlvr_jax.storage.shared import SharedFiles, open_shared
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, differing_fields, read_config
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import current_commit
@@ -50,7 +51,11 @@ _COMPARED_PROBLEMS = 16
 
 
 def start_fleet(
-  parts: Parts, generator: Generator, queue: RolloutQueue, workdir: Workdir
+  parts: Parts,
+  generator: Generator,
+  queue: RolloutQueue,
+  checkpointer: Checkpointer,
+  workdir: Workdir,
 ) -> FleetGeneration:
   """Generation by samplers, for the trainer of a run.
 
@@ -58,11 +63,11 @@ def start_fleet(
     parts: of the run.
     generator: at the position where it goes on.
     queue: of the run, with the fingerprints of its policies.
-    workdir: of the run.
+    checkpointer, workdir: of the run.
   """
   c = parts.config
   folder = workdir.path / FOLDER
-  publisher = PolicyPublisher(folder / policies.FOLDER, parts, workdir=workdir)
+  publisher = PolicyPublisher(folder / policies.FOLDER, parts, workdir=workdir, beside=checkpointer)
   identity = identify(parts)
 
   def start_board() -> Board:

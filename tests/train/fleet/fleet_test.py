@@ -228,6 +228,29 @@ def test_a_sampler_of_two_processes(tmp_path):
   fleets.check_store(tmp_path / "run")
 
 
+@pytest.mark.slow
+def test_a_trainer_of_two_processes(tmp_path):
+  workdir = tmp_path / "run"
+
+  def command_of(coordinator, process):
+    place = (f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={process}")
+    return tiny.command(workdir, "--config.mesh.data=2", *place, config_file=fleets.__file__)
+
+  pair = multiprocess_test.Processes(command_of, devices=1)
+  with fleets.programs() as started:
+    try:
+      tiny.wait_for(fleets.has_run(workdir), pair.processes[0])
+      fleet = Fleet(workdir, tmp_path, started)
+      sampler = fleet.sampler("--config.mesh.data=1")
+      statuses, outputs = pair.ended()
+    finally:
+      pair.signal_all(signal.SIGKILL)
+    assert statuses == [0, 0], "\n".join(outputs)[-5000:]
+    assert sampler.end() == 0
+  fleets.check_store(workdir)
+  assert trained_once(workdir)
+
+
 @pytest.mark.soak
 def test_forty_random_kills(fleet):
   """Of trainer and samplers: every batch is trained on once, and no lag is above the bound."""
