@@ -86,7 +86,7 @@ def prepare_command(
   if mode == "sweep":
     return _prepare_sweep(str(sweep_file), str(workdir), argv, tracked_by, minutes)
   folder = checkpoint_folder(checkpoint) if checkpoint else None
-  parts = build(config)
+  parts = build(config, only_samples=mode == "sample")
   if mode in ("train", "sample") and not len(parts.task.train):
     raise ValueError(
       "config.task has no training problems; name a split for training in config.task.kwargs, or"

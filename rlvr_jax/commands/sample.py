@@ -9,7 +9,7 @@ from pathlib import Path
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError, deadline
-from rlvr_jax.train.fleet.roles import check_same_run, open_sampler
+from rlvr_jax.train.fleet.roles import check_same_run, open_sampler, with_sources_of_run
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import check_first_dialogue, check_first_grade, start_pools
@@ -35,6 +35,7 @@ def sample(parts: Parts, workdir: str | Path) -> None:
     stack.enter_context(_report_shutdown())
     stack.enter_context(deadline())
     multihost.run_on_first(lambda: check_same_run(parts, folder), None)
+    parts = multihost.run_together(lambda: with_sources_of_run(parts, folder))
     frozen = load_frozen(parts)
     pools = multihost.run_together(
       lambda: start_pools(parts.config, parts.task, parts.tokenizer, enter)

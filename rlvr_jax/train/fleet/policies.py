@@ -29,6 +29,7 @@ from rlvr_jax.train.checkpointing.checkpoint_files import (
 )
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.programs import published_params
 from rlvr_jax.types import Params
 
 FOLDER = "policies"  # of a fleet's folder
@@ -189,7 +190,6 @@ class PolicyReader:
 
 def abstract_policy(parts: Parts, mesh: Mesh) -> Params:
   """Shapes and dtypes of a published policy, with its shardings on a mesh."""
-  params = parts.placement.state.params
-  if parts.lora is None:
-    params = jax.eval_shape(lambda params: cast_to_decode(params, parts.model.config), params)
+  trained, adapters_only = parts.placement.state.params, parts.lora is not None
+  params = published_params(trained, parts.model.config, adapters_only)
   return sharding.add_shardings(params, mesh)

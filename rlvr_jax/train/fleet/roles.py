@@ -38,6 +38,7 @@ from rlvr_jax.train.generation.generator import Generator
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.start.parameters import Frozen
+from rlvr_jax.train.start.restore import SOURCES_FILE, restore_sources
 
 FOLDER = "fleet"  # of a workdir
 # Fields that a sampler may have otherwise than the trainer: those of its machine.
@@ -206,3 +207,12 @@ def _differences(
   """As `differing_fields`; a field that is not set may as well be absent."""
   found = differing_fields(theirs, ours, may_differ)
   return [fields for fields in found if not {*fields[1:]} <= {"absent", "null"}]
+
+
+def with_sources_of_run(parts: Parts, folder: pathlib.Path) -> Parts:
+  """The parts with the checkpoint of another run that the trainer has begun with, if any."""
+  if all(source.pin is None for source in parts.sources):
+    return parts
+  if not (folder / SOURCES_FILE).exists():
+    raise WorkdirError(f"{folder} has no {SOURCES_FILE} yet; start the sampler a little later")
+  return restore_sources(parts, folder)
