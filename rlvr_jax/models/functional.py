@@ -94,7 +94,7 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
 
 
 def cast_to_decode(params: Params, config: TransformerConfig) -> Params:
-  """Parameters in the dtypes that decode: those of products in `config.compute_dtype`."""
+  """Parameters in the dtypes that decode: `compute_dtype`, but for the scales of norms."""
 
   def cast(path, w):
     # Scales are not cast: training applies those of norms in at least float32.
