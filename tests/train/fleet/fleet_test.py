@@ -218,7 +218,7 @@ def test_a_sampler_of_two_processes(tmp_path):
       place = (f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={process}")
       return fleets.sampler_command(fleet.workdir, "--config.mesh.data=2", *place)
 
-    pair = multiprocess_test.Processes(command_of, devices=1)
+    pair = multiprocess_test.Processes(command_of, devices=1, RLVR_JAX_COMMIT="tested")
     try:
       statuses, outputs = pair.ended()
     finally:
@@ -236,7 +236,7 @@ def test_a_trainer_of_two_processes(tmp_path):
     place = (f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={process}")
     return tiny.command(workdir, "--config.mesh.data=2", *place, config_file=fleets.__file__)
 
-  pair = multiprocess_test.Processes(command_of, devices=1)
+  pair = multiprocess_test.Processes(command_of, devices=1, RLVR_JAX_COMMIT="tested")
   with fleets.programs() as started:
     try:
       tiny.wait_for(fleets.has_run(workdir), pair.processes[0])

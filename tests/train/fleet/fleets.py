@@ -49,7 +49,12 @@ class Program:
     command = sampler_command(workdir, *flags) if role == "sampler" else command
     with open(log, "ab") as file:
       self.process = subprocess.Popen(
-        command, stdout=file, stderr=file, cwd=tiny.ROOT, env=tiny.environment(**variables)
+        command,
+        stdout=file,
+        stderr=file,
+        cwd=tiny.ROOT,
+        # One commit for all, also where somebody commits meanwhile.
+        env=tiny.environment(**{"RLVR_JAX_COMMIT": "tested"} | variables),
       )
 
   def text(self):
