@@ -8,10 +8,11 @@ import time
 
 import numpy as np
 import pytest
-from train import multiprocess_test, tiny
+from train import dialogues_test, multiprocess_test, tiny
 from train.fleet import fleets
 
 from rlvr_jax.commands.train import train
+from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.storage.shared import open_shared
 from rlvr_jax.train.fleet.roles import open_sampler
@@ -76,6 +77,53 @@ def test_a_sampler_that_computes_something_else_ends_the_run(tmp_path):
     with pytest.raises(GeneratorStoppedError, match="AgreementError: sampler and trainer disagree"):
       train(parts, tmp_path / "run")
   assert [type(error) for error in errors] == [AgreementError]
+
+
+def mean_lags(workdir):
+  return [record["staleness/mean"] for record in tiny.records(workdir, "train")]
+
+
+KINDS = {
+  "dynamic sampling": dict(dynamic_sampling__enabled=True),
+  "sources": dict(sources__temperature__fraction=0.5, sources__temperature__temperature=1.5),
+  "adapters": dict(lora__rank=2),
+  "another precision": dict(model__overrides__compute_dtype="bfloat16"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_runs(kind, tmp_path):
+  parts = build(fleets.config(num_updates=4, **KINDS[kind]))
+  with sampling(tmp_path / "run", parts) as errors:
+    train(parts, tmp_path / "run")
+  assert errors == []
+  records = tiny.records(tmp_path / "run", "train")
+  assert len(records) == 4 and max(mean_lags(tmp_path / "run")) <= fleets.MAX_LAG
+  store = RolloutStore(tmp_path / "run" / "rollouts", writable=False)
+  for number in store.numbers():
+    arrays, info, samples = store.read(number)
+    lags = number - arrays["versions"]
+    assert (lags >= 0).all() and (lags <= fleets.MAX_LAG).all()
+    assert info["version"] == arrays["versions"].min()
+    assert [sample["version"] for sample in samples[::4]] == arrays["versions"].tolist()
+  if kind == "dynamic sampling":  # every group has right and wrong answers
+    assert all(record["groups/effective"] == 1 for record in records)
+    assert records[-1]["counter/batches"] > 4
+  if kind == "sources":
+    assert records[0].keys() >= {"agreement/policy_mean", "agreement/temperature_mean"}
+
+
+@pytest.mark.slow
+def test_dialogues_in_a_fleet(tmp_path):
+  config = dialogues_test.config(schedule="asynchronous(max_lag=2)", fleet__samplers=True)
+  parts = build(config)
+  with sampling(tmp_path / "run", parts) as errors:
+    train(parts, tmp_path / "run")
+  assert errors == []
+  records = tiny.records(tmp_path / "run", "train")
+  assert len(records) == 4 and all(record["dialogue/turns"] > 1 for record in records)
+  assert all(record["agreement/policy_mean"] < 1e-5 for record in records[:1])
 
 
 # --- programs -------------------------------------------------------------------------------------
