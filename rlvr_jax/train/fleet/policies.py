@@ -71,7 +71,9 @@ class PolicyPublisher:
     """
     self._beside = beside if jax.process_count() > 1 else None
     self._folder = make_absolute(parse_path("the folder of policies", folder))
-    self._checkpointer = Checkpointer(self._folder, keep=keep, workdir=workdir)
+    self._checkpointer = Checkpointer(
+      self._folder, keep=keep, workdir=workdir, compressed=False
+    )
     self._cast = jax.jit(lambda params: cast_to_decode(params, parts.model.config))
     self._adapters_only = parts.lora is not None
     self._published = {p.version: p for p in map(self._read_name, saved_steps(self._folder)) if p}
