@@ -225,7 +225,7 @@ def test_a_batch_of_several_versions_is_not_replayed(tmp_path):
   with RolloutStore(tmp_path / "rollouts", writable=True) as store:
     info = {"version": 0, "others": {"1": "f0"}}
     store.append(0, {"rewards": np.zeros((1, 2), np.float32)}, info)
-  with pytest.raises(ValueError, match="batch 0 .* several versions, as in a fleet"):
+  with pytest.raises(ValueError, match=r"batch 0 .* several versions, as in a fleet"):
     simulated(updates=1, recorded=str(tmp_path))
 
 

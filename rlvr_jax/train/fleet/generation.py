@@ -177,6 +177,7 @@ class FleetGeneration:
 
   def _sampled(self, before_waiting: Callable[[], None]) -> RolloutBatch:
     """The next batch, written to the store."""
+    self._check_samplers()
     draws = self._graded_draws(before_waiting)
     number = self._progress.number
     if not self._limits.dynamic_batches:
@@ -222,14 +223,19 @@ class FleetGeneration:
         first = False
       multihost.raise_if_shutdown_requested()
       restart_deadline()
-      if failure := self._on_board(lambda board: board.failure()):
-        raise GeneratorStoppedError(
-          f"{failure}. Sampled batches are kept: fix the cause and rerun the same commands"
-        )
+      self._check_samplers()
       self._report(draw)
       time.sleep(self._limits.poll_s)
     self._progress.add({"time/fleet_wait_seconds": time.monotonic() - began})
     self._report(None)
+
+  def _check_samplers(self) -> None:
+    """Raises GeneratorStoppedError if a sampler's error must end the run."""
+    failure = multihost.exchange(self._on_board(lambda board: board.failure()))[0]
+    if failure:
+      raise GeneratorStoppedError(
+        f"{failure}. Sampled batches are kept: fix the cause and rerun the same commands"
+      )
 
   def _report(self, waits_for: _OpenDraw | None) -> None:
     """Prints what the trainer waits for and since when, and a line for each sampler."""
@@ -331,7 +337,8 @@ class FleetGeneration:
     for record in records:
       for name, gap in record.gaps.items():
         gaps.setdefault(name, []).append(gap)
-    statistics = {name: float(np.mean(values)) for name, values in gaps.items()}
+    join = lambda name: np.max if name.endswith("_max") else np.mean
+    statistics = {name: float(join(name)(values)) for name, values in gaps.items()}
     statistics["fleet/samplers"] = float(len({record.sampler for record in records}))
     statistics["fleet/policies"] = float(1 + len(others))
     return dataclasses.replace(self._generator.assemble(batch, measured=statistics), others=others)

@@ -71,12 +71,11 @@ class PolicyPublisher:
     """
     self._beside = beside if jax.process_count() > 1 else None
     self._folder = make_absolute(parse_path("the folder of policies", folder))
-    self._checkpointer = Checkpointer(
-      self._folder, keep=keep, workdir=workdir, compressed=False
-    )
+    self._checkpointer = Checkpointer(self._folder, keep=keep, workdir=workdir, compressed=False)
     self._cast = jax.jit(lambda params: cast_to_decode(params, parts.model.config))
-    self._adapters_only = parts.lora is not None
-    self._published = {p.version: p for p in map(self._read_name, saved_steps(self._folder)) if p}
+    self._keep, self._adapters_only = keep, parts.lora is not None
+    names = map(self._read_name, saved_steps(self._folder))
+    self._published = {policy.version: policy for policy in names if policy}
     self._writing: Policy | None = None
 
   def publish(self, params: Params, policy: Policy) -> dict[str, float]:
@@ -114,10 +113,12 @@ class PolicyPublisher:
 
   def published(self) -> list[Policy]:
     """The policies that can be restored now, the newest last; any thread may ask."""
-    complete = saved_steps(self._folder)
-    if (writing := self._writing) is not None and writing.version in complete:
-      self._published[writing.version] = writing
-    return [self._published[version] for version in complete if version in self._published]
+    writing = self._writing
+    if writing is not None and writing.version in saved_steps(self._folder):
+      self._writing = None
+      kept = sorted({**self._published, writing.version: writing}.items())[-self._keep :]
+      self._published = dict(kept)
+    return [*self._published.values()]
 
   def wait(self) -> None:
     """Waits until everything is written; raises the error if it failed."""

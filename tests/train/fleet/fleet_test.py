@@ -11,7 +11,9 @@ import pytest
 from train import dialogues_test, multiprocess_test, tiny
 from train.fleet import fleets
 
+from docs import glossary
 from rlvr_jax.commands.train import train
+from rlvr_jax.evaluate import run_files
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.storage.shared import open_shared
@@ -59,7 +61,10 @@ def test_a_trainer_and_a_sampler(tmp_path, capsys, monkeypatch):
   assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
   for number, record in enumerate(records):
     assert record["staleness/mean"] == pytest.approx(np.mean(number - versions[number]))
-    assert record["fleet/samplers"] == 1
+  measured = [r for r in run_files.read_metrics(workdir) if r["phase"] == "train"]
+  assert {record["fleet/samplers"] for record in measured} == {1}
+  assert sum(record["time/publish_seconds"] for record in measured) > 0
+  assert not glossary.missing(workdir)
   assert any(
     record["agreement/policy_mean"] < 1e-5
     for record in records

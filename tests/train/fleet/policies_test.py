@@ -51,8 +51,9 @@ def test_a_policy_is_restored_as_published(storage, parts, tmp_path, request):
       reader.restore(second._replace(fingerprint="other"))
   # A successor that begins before them.
   with contextlib.closing(PolicyPublisher(folder, parts, keep=2)) as publisher:
-    assert publisher.published() == [second]
+    assert publisher.published() == [second, third]
     assert publisher.publish(others, second) == {}
+    assert publisher.published() == [second]  # the update after it was lost
     publisher.publish(params, second._replace(fingerprint="other"))
     publisher.wait()
     assert same(reader.restore(second._replace(fingerprint="other")).params, params)
