@@ -84,6 +84,25 @@ def test_a_sampler_that_computes_something_else_ends_the_run(tmp_path):
   assert [type(error) for error in errors] == [AgreementError]
 
 
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    (dict(schedule="fixed_lag(lag=2)"), r"'fixed_lag\(lag=2\)' has no real-time bound; set it to"),
+    (dict(fleet__new_weights="switch"), r"new_weights = 'switch'"),
+    (dict(fleet__groups_per_lease=0), r"groups_per_lease = 0"),
+    (dict(fleet__silent_s=0.5), r"silent_s = 0.5"),
+    (dict(generation_mesh__data=1), r"has devices of its own, but a sampler has all of its"),
+    (
+      dict(sources__temperature=dict(fraction=0.5, temperature=1.5, recorded="raw")),
+      r"recorded = 'raw' needs the policy's parameters",
+    ),
+  ],
+)
+def test_what_a_fleet_cannot_do_is_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    build(fleets.config(**fields))
+
+
 def mean_lags(workdir):
   return [record["staleness/mean"] for record in tiny.records(workdir, "train")]
 
