@@ -219,6 +219,28 @@ def test_a_killed_trainer_has_a_successor(fleet):
 
 
 @pytest.mark.slow
+def test_policies_that_come_out_differently_are_not_trained_on(tmp_path):
+  """A successor whose sums are rounded otherwise: what lost policies sampled is sampled again."""
+  with fleets.programs() as started:
+    fleet = Fleet(tmp_path / "run", tmp_path, started)
+    trainer = fleet.trainer("--config.checkpoint.every=100", "--config.evaluation.every=100")
+    sampler = fleet.sampler()
+    fleet.wait_for_update(trainer, 7)
+    trainer.kill()
+    trainer.end()
+    other = ["--config.batch.tokens_per_micro_batch=64", "--config.batch.tokens_per_row=32"]
+    successor = fleet.trainer(
+      "--config.checkpoint.every=100", "--config.evaluation.every=100", *other
+    )
+    assert [successor.end(), sampler.end()] == [0, 0], successor.text()
+    assert "resumed at update 0" in successor.text()
+    assert "which this trainer has with" in successor.text()
+    assert "they are set aside and will be sampled again" in successor.text()
+  fleets.check_store(tmp_path / "run")
+  assert trained_once(tmp_path / "run")
+
+
+@pytest.mark.slow
 def test_samplers_are_killed_frozen_and_asked_to_end(fleet):
   trainer = fleet.trainer()
   killed, frozen, asked = samplers = [fleet.sampler() for _ in range(3)]
