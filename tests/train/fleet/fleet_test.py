@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+import urllib.parse
 
 import numpy as np
 import pytest
@@ -238,6 +239,29 @@ def test_policies_that_come_out_differently_are_not_trained_on(tmp_path):
     assert "they are set aside and will be sampled again" in successor.text()
   fleets.check_store(tmp_path / "run")
   assert trained_once(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_bucket_loses_answers(url, emulator, tmp_path, monkeypatch):
+  """Of one request in twenty, whose effect it has had: nothing is done twice, or lost."""
+  rng = np.random.default_rng(0)
+
+  def lose(method, path):
+    name = urllib.parse.unquote(path)
+    if method == "POST":  # the object that was just written
+      name = max(emulator.objects, key=lambda name: int(emulator.objects[name].generation))
+    if "/fleet/" in name and "/policies/" not in name and rng.random() < 0.05:
+      lost.append(method)
+      raise ConnectionError
+
+  lost = []
+  monkeypatch.setattr(emulator, "before_answer", lose)
+  with fleets.programs() as started:
+    fleet = Fleet(url, tmp_path, started)
+    trainer, samplers = fleet.trainer(), [fleet.sampler() for _ in range(2)]
+    assert [program.end() for program in (trainer, *samplers)] == [0, 0, 0], trainer.text()
+  assert {"GET", "POST"} <= set(lost)
+  fleets.check_store(url)
 
 
 @pytest.mark.slow
