@@ -71,7 +71,7 @@ class PolicyPublisher:
     """
     self._beside = beside if jax.process_count() > 1 else None
     self._folder = make_absolute(parse_path("the folder of policies", folder))
-    self._checkpointer = Checkpointer(self._folder, keep=keep, workdir=workdir, compressed=False)
+    self._checkpointer = Checkpointer(self._folder, keep=keep, workdir=workdir, short_lived=True)
     self._cast = jax.jit(lambda params: cast_to_decode(params, parts.model.config))
     self._keep, self._adapters_only = keep, parts.lora is not None
     names = map(self._read_name, saved_steps(self._folder))
