@@ -21,6 +21,7 @@ from rlvr_jax.fleet.records import (
   draw_of,
   group_name,
   index_of,
+  plan_name,
 )
 from rlvr_jax.storage.bucket import ChangedError, UnreachableError
 from rlvr_jax.storage.shared import SharedFiles
@@ -219,10 +220,15 @@ class _Taker:
     """See `Desk.take`; waits while the thread finds more."""
     while True:
       looked = self._looked.is_set()
-      with contextlib.suppress(queue.Empty):
-        return self._taken.get(block=not looked, timeout=_PATIENCE_S)
-      if looked:
-        return None
+      try:
+        work = self._taken.get(block=not looked, timeout=_PATIENCE_S)
+      except queue.Empty:
+        if looked:
+          return None
+        continue
+      if plan_name(work.plan) in self._watcher.view.plans:
+        return work
+      self._book.release(work.lease)  # others have finished its groups meanwhile
 
   def run(self, ahead: int, poll_s: float, closing: threading.Event) -> None:
     """Takes leases until it is closed."""

@@ -85,7 +85,7 @@ class _Lease(NamedTuple):
   """A lease that is being sampled."""
 
   work: Work
-  policy: PolicySnapshot
+  policy: Policy
   source: int  # index
 
 
@@ -116,7 +116,7 @@ class Sampler:
     self._leases: dict[int, _Lease] = {}  # by id of their flights
     self._waiting: list[Group[Flight]] = []  # for grades
     self._next: Work | None = None  # of another source than the stream's
-    self._checked: set[tuple[int, str]] = set()  # (version, source) whose agreement was checked
+    self._checked: set[tuple[Policy, int]] = set()  # (policy, source) whose agreement was checked
 
   def run(self) -> None:
     """Samples until the trainer says that it has all batches.
@@ -132,6 +132,7 @@ class Sampler:
       if step.policy is not None:
         self._weights.begin(Policy(*step.policy))
       if self._weights.ready():
+        self._check_before_swap()
         self._weights.swap()
         self._meter.restored(self._weights)
       elif step.action == "sample" and (work := self._take()) is not None:
@@ -208,7 +209,7 @@ class Sampler:
 
   def _sample(self, first: Work) -> None:
     """Samples leases of one source under the weights of now, until newer ones are there."""
-    collector, policy = self._run.collector, self._weights.snapshot
+    collector, policy = self._run.collector, self._weights.current
     index, source = self._source_of(first)
     assert policy is not None and source.engine is not None  # a fleet samples with engines
     requests = self._requests(first, policy, index)
@@ -230,9 +231,7 @@ class Sampler:
       first -= source.prompts
     raise AssertionError("a plan has the groups of the sources")
 
-  def _requests(
-    self, first: Work, policy: PolicySnapshot, source: int
-  ) -> Iterator[Request[Flight] | None]:
+  def _requests(self, first: Work, policy: Policy, source: int) -> Iterator[Request[Flight] | None]:
     """The requests of leases; None: there is none now."""
     work: Work | None = first
     while True:
@@ -250,9 +249,7 @@ class Sampler:
         return
       work = self._take() if step.action == "sample" else None
 
-  def _requests_of(
-    self, work: Work, policy: PolicySnapshot, source: int
-  ) -> Iterator[Request[Flight]]:
+  def _requests_of(self, work: Work, policy: Policy, source: int) -> Iterator[Request[Flight]]:
     parts, collector = self._run.parts, self._run.collector
     seed, plan, groups = parts.config.seed, work.plan, work.groups
     problems = self._run.draws.problems(plan)
@@ -302,7 +299,7 @@ class Sampler:
     record = GroupRecord(
       plan=lease.work.plan.id,
       sampler=self._meter.name,
-      policies={str(lease.policy.version): lease.policy.fingerprint()},
+      policies={str(lease.policy.version): lease.policy.fingerprint},
       grades=[[g.outcome.value, g.score, g.detail, g.answer] for g in grades],
       details=group.details,
       gaps=gaps,
@@ -313,6 +310,17 @@ class Sampler:
     if finished:
       self._desk.finish(work.lease)
 
+  def _check_before_swap(self) -> None:
+    """Writes the first group of each source whose policy is unchecked; waits for its grades."""
+    groups = self._waiting.copy()
+    self._waiting.clear()
+    for group in groups:
+      lease = self._leases[id(group.owner)]
+      if (lease.policy, lease.source) in self._checked:
+        self._waiting.append(group)
+      else:
+        self._write(group)
+
   def _compare(self, group: Group[Flight], lease: _Lease) -> dict[str, float]:
     """Gaps of log-probabilities to the trainer's forward pass, of a policy's first group.
 
@@ -320,17 +328,18 @@ class Sampler:
       AgreementError: a gap is too large.
     """
     parts, frozen, collector, *_ = self._run
-    source = parts.sources.live[lease.source]
-    key = lease.policy.version, source.name
+    source, policy = parts.sources.live[lease.source], self._weights.snapshot
+    key = lease.policy, lease.source
     if key in self._checked:
       return {}
-    self._checked = {key} | {k for k in self._checked if k[0] == lease.policy.version}
+    assert policy is not None and lease.policy == self._weights.current  # `_check_before_swap`
+    self._checked = {key} | {other for other in self._checked if other[0] == lease.policy}
     flight = _alone(group)
     graded = collector.finish(flight, [lease.policy.version])
     return agreement.behavior_gaps(
       graded.train,
       sampled_places(flight.rollouts).astype(np.float32),
-      lease.policy,
+      policy,
       frozen.sampler,
       sources=Sources([source._replace(prompts=1)]),
       placement=parts.placement,
