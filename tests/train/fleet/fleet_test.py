@@ -117,6 +117,20 @@ KINDS = {
 
 
 @pytest.mark.slow
+def test_a_fleet_samples_what_one_program_samples(tmp_path):
+  """The first batch, which the first policy samples: same problems, keys, grades and bits."""
+  parts = build(fleets.config(num_updates=2))
+  with sampling(tmp_path / "fleet", parts):
+    train(parts, tmp_path / "fleet")
+  train(build(tiny.config(num_updates=2, schedule="on_policy()")), tmp_path / "alone")
+  of = lambda name: RolloutStore(tmp_path / name / "rollouts", writable=False).read(0)
+  (arrays, _, samples), (expected, _, expected_samples) = of("fleet"), of("alone")
+  assert samples == expected_samples and arrays.keys() == expected.keys()
+  for name in arrays:
+    np.testing.assert_array_equal(arrays[name], expected[name], err_msg=name)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds_of_runs(kind, tmp_path):
   parts = build(fleets.config(num_updates=4, **KINDS[kind]))
