@@ -26,6 +26,7 @@ from rlvr_jax.train.checkpointing.checkpoint_files import (
   read_state,
   saved_steps,
   silence_orbax,
+  verify_state,
 )
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import Parts
@@ -160,7 +161,7 @@ class PolicyReader:
     self.abstract = abstract_policy(parts, parts.placement.mesh)
 
   def restore(self, policy: Policy) -> Restoring:
-    """Restores a policy, and verifies every leaf.
+    """Restores a policy, and verifies every leaf; with several processes, `verify` does that.
 
     Raises:
       PolicyGoneError: it is not published any more, or was removed meanwhile.
@@ -177,7 +178,10 @@ class PolicyReader:
       raise gone
     try:
       params, host, _ = read_state(
-        folder, self.abstract, if_other="Start the sampler with the trainer's configuration."
+        folder,
+        self.abstract,
+        if_other="Start the sampler with the trainer's configuration.",
+        verifies=jax.process_count() == 1,
       )
     except TornCheckpointError as error:
       raise gone from error  # the trainer removes the oldest: the newest is read instead
@@ -189,6 +193,17 @@ class PolicyReader:
       raise gone
     own = sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards)
     return Restoring(params, time.perf_counter() - began, own)
+
+  def verify(self, policy: Policy, params: Params) -> None:
+    """Verifies every leaf of a restored policy; all processes call it together.
+
+    Raises:
+      PolicyGoneError: it was damaged, or removed meanwhile.
+    """
+    try:
+      verify_state(self._folder / str(policy.version), params)
+    except CheckpointError as error:
+      raise PolicyGoneError(str(error)) from error
 
 
 def abstract_policy(parts: Parts, mesh: Mesh) -> Params:

@@ -388,9 +388,7 @@ class _Draws:
 
 
 class Weights:
-  """The policy that samples, and the one that is being restored.
-
-  With one process a thread restores. Several restore together, when the slots are idle.
+  """The policy that samples, and the one that a thread restores.
 
   Attributes:
     current: the policy of `snapshot`; None before the first.
@@ -402,7 +400,7 @@ class Weights:
     """`frozen`: the parameters that are not trained."""
     self._reader, self._run = reader, (parts, frozen)
     self._thread = ThreadPoolExecutor(1, "restore")
-    self._coming: tuple[Policy, Future[Restoring | None] | None] | None = None
+    self._coming: tuple[Policy, Future[Restoring | None]] | None = None
     self._loaded: dict[int, Params] = {}  # by index of the source
     self.current: Policy | None = None
     self.snapshot: PolicySnapshot | None = None
@@ -411,23 +409,22 @@ class Weights:
   def begin(self, policy: Policy) -> None:
     """Begins to restore a policy, unless another one is being restored."""
     if self._coming is None:
-      alone = jax.process_count() == 1
-      future = self._thread.submit(self._restore, policy) if alone else None
-      self._coming = policy, future
+      self._coming = policy, self._thread.submit(self._restore, policy)
 
   def ready(self) -> bool:
-    """Whether `swap` is due."""
-    return self._coming is not None and (self._coming[1] is None or self._coming[1].done())
+    """Whether `swap` is due, on all processes."""
+    return self._coming is not None and all(multihost.exchange(self._coming[1].done()))
 
   def swap(self) -> None:
     """Lets the restored policy sample; the old one if the new one has vanished meanwhile."""
     assert self._coming is not None
-    policy, future = self._coming
-    self._coming = None
-    restored = self._restore(policy) if future is None else future.result()
+    (policy, future), self._coming = self._coming, None
+    restored = future.result()
     if multihost.any_process(restored is None):
       return
     assert restored is not None
+    if multihost.any_process(not self._is_verified(policy, restored.params)):
+      return
     parts, frozen = self._run
     self._loaded = {}
     by_source = tuple(source.params_of(restored.params, frozen) for source in parts.sources.live)
@@ -448,6 +445,15 @@ class Weights:
       return self._reader.restore(policy)
     except PolicyGoneError:
       return None  # the newest one is taken next
+
+  def _is_verified(self, policy: Policy, params: Params) -> bool:
+    """Whether restored parameters are those of the policy."""
+    try:
+      if jax.process_count() > 1:
+        self._reader.verify(policy, params)
+    except PolicyGoneError:
+      return False
+    return True
 
   def close(self) -> None:
     """Ends the thread."""
