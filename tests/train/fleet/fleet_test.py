@@ -16,7 +16,7 @@ from docs import glossary
 from rlvr_jax.commands.train import train
 from rlvr_jax.evaluate import run_files
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.storage.places import parse_path
+from rlvr_jax.storage.places import in_bucket, parse_path
 from rlvr_jax.storage.shared import open_shared
 from rlvr_jax.train.fleet.roles import open_sampler
 from rlvr_jax.train.generation.agreement import AgreementError
@@ -387,7 +387,8 @@ def test_a_trainer_of_two_processes(tmp_path):
 def test_forty_random_kills(fleet):
   """Of trainer and samplers: every batch is trained on once, and no lag is above the bound."""
   rng = np.random.default_rng(0)
-  flags = ["--config.num_updates=250", "--config.checkpoint.every=4"]
+  num_updates = 200 if in_bucket(fleet.workdir) else 450
+  flags = [f"--config.num_updates={num_updates}", "--config.checkpoint.every=4"]
   trainer = fleet.trainer(*flags)
   samplers = [fleet.sampler() for _ in range(2)]
   kills = 0
@@ -403,6 +404,6 @@ def test_forty_random_kills(fleet):
       samplers[index].kill()
       samplers[index] = fleet.sampler()
   assert [program.end() for program in (trainer, *samplers)] == [0, 0, 0]
-  fleets.check_store(fleet.workdir, 250)
-  assert trained_once(fleet.workdir, 250)
-  print(f"{kills} kills")
+  fleets.check_store(fleet.workdir, num_updates)
+  assert trained_once(fleet.workdir, num_updates)
+  assert kills == 40  # a faster machine needs more updates
