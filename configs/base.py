@@ -151,6 +151,15 @@ def get_config() -> ConfigDict:
     generation="",  # of sampling
   )
 
+  # With samplers, rollouts come from other programs: --mode=sample with the same --workdir, any
+  # number of them, at any time; docs/staleness.md
+  c.fleet = dict(
+    samplers=False,
+    new_weights="finish",  # a response ends with the weights that it began with
+    groups_per_lease=8,  # that a sampler takes at a time
+    silent_s=60.0,  # after which a program that shows no sign of life loses its leases
+  )
+
   c.start = dict(  # begin with another run's policy, in place of a warm start
     checkpoint="",  # WORKDIR/checkpoints/STEP of the run; its WORKDIR: the last one
     optimizer=False,  # with the optimizer's moments too; the learning rate begins anew
