@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import json
+import math
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,8 +71,8 @@ def report(
     topology: kind and shape of the slice, such as "v5p:2x2x4".
     workdir: folder for costs_TOPOLOGY.json and .md; None writes nothing.
     lengths: component of `costs.workload`: lengths of the prompts and responses of an update.
-    kernels: pattern of an operation's name → analytic cost of that Pallas kernel; None for the
-      attention kernels.
+    kernels: pattern of an operation's name → analytic cost of that Pallas kernel; None for those of
+      attention and of experts.
   Returns:
     `cost` of each program that fits into memory, by name.
   """
@@ -126,7 +127,7 @@ def count(parts: Parts, lengths: str) -> Counts:
     batch,
     packed,
     useful_flops(parts, batch),
-    attention_kernel_costs(parts, packed),
+    attention_kernel_costs(parts, packed) | EXPERT_KERNEL_COSTS,
     loop_lengths(parts, packed) | head_loops(parts, packed),
   )
 
@@ -285,6 +286,20 @@ def _paged_cost(item: Item) -> tuple[float, float]:
   from rlvr_jax.ops.paged import paged_flops  # experimental in jax, so imported only on use
 
   return paged_flops(*map(dimensions, item.shapes[4:6])), item.hbm_bytes / item.times
+
+
+def _grouped_cost(item: Item) -> tuple[float, float]:
+  """FLOPs and HBM bytes of a grouped product, as if every row belonged to a group.
+
+  The last two operands are the rows [M, D] and the kernels [E, D, F], or, of the kernels' gradient,
+  the rows [M, D] and [M, F].
+  """
+  (M, width), other = (dimensions(shape) for shape in item.shapes[-2:])
+  matrix = other[1:] if len(other) == 3 else (width, other[1])
+  return 2.0 * M * math.prod(matrix), item.hbm_bytes / item.times
+
+
+EXPERT_KERNEL_COSTS: dict[str, KernelCost] = {r"\bt?gmm\b": _grouped_cost}
 
 
 def apply_kernel_costs(items: Iterable[Item], kernels: Mapping[str, KernelCost]) -> list[Item]:

@@ -193,6 +193,7 @@ def _mix(
   hidden = activation(product(rows, gate)) * product(rows, up)
   results = from_rows(product(hidden, down), order)
   weighted = results * weights.reshape(-1, k, 1)  # in the weights' dtype
+  weighted = jnp.where(order.chosen[..., None], weighted, 0)
   mixed = jnp.sum(weighted, axis=1).astype(x.dtype).reshape(x.shape)
   return mixed if summed_over is None else jax.lax.psum(mixed, summed_over)
 

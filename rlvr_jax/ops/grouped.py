@@ -8,10 +8,15 @@ rows once for each. `megablox` is a kernel for TPUs.
 
 Every implementation computes a row from the row and its matrix alone. In `blocks` the number of
 rows in a product is fixed, so that neighbors and the sizes of groups do not change its rounding.
+
+A row that belongs to no group may hold anything, also NaN, and no result depends on it. Clearing
+such rows takes a pass over all rows each time, which on TPUs costs nearly as much as a product.
+Only in `blocks`, where they lie between the others, are they 0.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -40,12 +45,21 @@ class Groups(NamedTuple):
   starts: Array  # i32[E], index of the first row
 
 
-class Order(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Order:
   """Where N tokens with k choices each lie among M rows that are sorted by group."""
 
   groups: Groups
   rows: Array  # i32[N, k], row of a choice; M: the token chose no group
   choices: Array  # i32[M], token·k + choice of a row; N·k: the row is unused
+  # Whether groups begin at multiples of a block, so that unused rows lie between them.
+  aligned: bool = dataclasses.field(metadata={"static": True})
+
+  @property
+  def chosen(self) -> Array:
+    """bool[N, k], False: the token chose no group."""
+    return self.rows < len(self.choices)
 
 
 def choose_products(wanted: str, *, platform: str, dtype: str) -> str:
@@ -104,7 +118,7 @@ def order_by_group(choices: Array, num_groups: int, *, kind: str) -> Order:
   row = jnp.where(sorted_groups < num_groups, row, M)
   rows = jnp.zeros(N * k, jnp.int32).at[by_group].set(row, unique_indices=True)
   inverse = jnp.full(M, N * k, jnp.int32).at[row].set(by_group, mode="drop")
-  return Order(Groups(sizes, starts), rows.reshape(N, k), inverse)
+  return Order(Groups(sizes, starts), rows.reshape(N, k), inverse, aligned=alignment > 1)
 
 
 def _num_rows(tokens: int, k: int, num_groups: int, kind: str) -> tuple[int, int]:
@@ -121,12 +135,13 @@ def _num_rows(tokens: int, k: int, num_groups: int, kind: str) -> tuple[int, int
 
 @jax.custom_vjp
 def to_rows(x: Array, order: Order) -> Array:
-  """Copies tokens x[N, D] to the rows of their choices, [M, D]; unused rows are 0."""
-  return x.at[order.choices // order.rows.shape[1]].get(mode="fill", fill_value=0)
+  """Copies tokens x[N, D] to the rows of their choices, [M, D]."""
+  return _fill_rows(x, order.choices // order.rows.shape[1], order)
 
 
 def _to_rows_backward(order: Order, gradient: Array) -> tuple[Array, None]:
   parts = from_rows(gradient, order)  # gathered: scattering would be slower
+  parts = jnp.where(order.chosen[..., None], parts, 0)
   wide = jnp.promote_types(gradient.dtype, jnp.float32)
   return jnp.sum(parts, axis=1, dtype=wide).astype(gradient.dtype), None
 
@@ -136,16 +151,21 @@ to_rows.defvjp(lambda x, order: (to_rows(x, order), order), _to_rows_backward)
 
 @jax.custom_vjp
 def from_rows(rows: Array, order: Order) -> Array:
-  """The rows [M, F] of each token's choices, [N, k, F]; 0 where it chose none."""
-  return rows.at[order.rows].get(mode="fill", fill_value=0)
+  """The rows [M, F] of each token's choices, [N, k, F]; anything where none is `chosen`."""
+  return rows.at[order.rows].get(mode="clip")
 
 
 def _from_rows_backward(order: Order, gradient: Array) -> tuple[Array, None]:
   flat = gradient.reshape(-1, gradient.shape[-1])
-  return flat.at[order.choices].get(mode="fill", fill_value=0), None  # a row has one choice
+  return _fill_rows(flat, order.choices, order), None  # a row has one choice
 
 
 from_rows.defvjp(lambda rows, order: (from_rows(rows, order), order), _from_rows_backward)
+
+
+def _fill_rows(x: Array, indices: Array, order: Order) -> Array:
+  """x[indices]; indices of unused rows are out of bounds."""
+  return x.at[indices].get(mode="fill" if order.aligned else "clip", fill_value=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -156,12 +176,12 @@ def grouped_product(rows: Array, kernels: Array, groups: Groups, kind: str) -> A
   products are computed one after the other.
 
   Args:
-    rows: [M, D], 0 where unused.
+    rows: [M, D].
     kernels: [E, D, F], of any dtype; cast to the rows'.
     groups: of the rows.
     kind: as `choose_products` returned it.
   Returns:
-    [M, F], 0 where unused.
+    [M, F].
   """
   multiply = sequential_vmap(functools.partial(_PRODUCTS[kind].multiply, transposed=False))
   return multiply(rows, kernels, groups)
@@ -190,7 +210,7 @@ class _Products(NamedTuple):
   """The two products of an implementation."""
 
   # (rows [M, D], kernels [E, D, F], groups, transposed) → [M, F]; with the kernels transposed, rows
-  # [M, F] → [M, D]. Unused rows are 0.
+  # [M, F] → [M, D].
   multiply: Callable[..., Array]
   multiply_outer: Callable[..., Array]  # (rows [M, D], [M, F], groups, dtype) → [E, D, F]
 

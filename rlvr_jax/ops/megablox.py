@@ -36,7 +36,8 @@ def multiply(
     transposed: whether to multiply by the transposed matrices.
     interpret: whether to emulate the kernel without a TPU; slow, for tests.
   Returns:
-    [M, F], or [M, D] if transposed, in the rows' dtype; 0 in rows of no group.
+    [M, F], or [M, D] if transposed, in the rows' dtype; anything in rows of no group, since tiles
+    without other rows are not written.
   """
   inner, outer = kernels.shape[1:][:: -1 if transposed else 1]
   largest_inner, largest_outer = _MATRIX
@@ -45,7 +46,7 @@ def multiply(
     _tile_size(inner, largest_inner),
     _tile_size(outer, largest_outer * 2 // kernels.dtype.itemsize),
   )
-  out = gmm(
+  return gmm(
     rows,
     kernels,
     sizes,
@@ -54,8 +55,6 @@ def multiply(
     transpose_rhs=transposed,
     interpret=interpret,
   )
-  # Tiles that the kernel does not visit are not written.
-  return jnp.where(jnp.arange(len(rows))[:, None] < jnp.sum(sizes), out, 0)
 
 
 def multiply_outer(

@@ -51,6 +51,20 @@ def test_sums_seconds_and_what_bounds():
   assert row == dict(part="layers", opcode="all-gather", dtype="bf16", received_bytes=12.0, times=3)
 
 
+def test_grouped_products_of_experts_are_counted():
+  """By the shapes of rows and kernels; and of two sets of rows, for the kernels' gradient."""
+  metadata = ("s32[]", "s32[9]{0:T(256)S(1)}")
+  for shapes, name in (
+    (("bf16[64,16]{1,0}", "bf16[8,16,24]{2,1,0}"), "jit(f)/jvp()/jit(gmm)/pallas_call"),
+    (("bf16[64,24]{1,0}", "bf16[8,16,24]{2,1,0}"), "jit(f)/transpose(jvp())/jit(gmm)/pallas_call"),
+    (("bf16[64,24]{1,0}", "bf16[64,16]{1,0}"), "jit(f)/transpose(jvp())/jit(tgmm)/pallas_call"),
+  ):
+    call = item("layers", "custom-call", times=3, hbm=6.0, target="tpu_custom_call", op_name=name)
+    call = call._replace(shapes=(*metadata, *shapes))
+    (found,) = step_time.apply_kernel_costs([call], step_time.EXPERT_KERNEL_COSTS)
+    assert (found.flops, found.hbm_bytes) == (3 * 2 * 64 * 16 * 24, 6.0)
+
+
 def test_parts_add_up_and_the_largest_come_first():
   found = step_time.cost(ITEMS, CHIP, useful_flops=1.0, memory={})
   assert [row["part"] for row in found["parts"]] == ["layers", "head", "attention"]

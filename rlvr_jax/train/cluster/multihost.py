@@ -295,14 +295,15 @@ def leave(failure: str = "") -> None:
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-  """Context that, with several processes, ends this one immediately on an exception.
+  """Context that, with several processes, ends this one immediately at its end or on an exception.
 
-  An orderly exit would wait minutes for the other processes, which may be waiting for this one.
-  They receive the failure and end as well.
+  An orderly exit would wait minutes for the other processes, which may be waiting for this one, or
+  may have been ended by a signal after their last work. They receive a failure and end as well.
   """
   try:
     yield
-    leave()
+    if _channel:
+      exit_together(0)
   except BaseException as error:
     if not _channel:
       raise

@@ -1,0 +1,135 @@
+"""Writes the tables and the figure of README.md: python -m experiments.mixtures.tables.
+
+With --workdir, of a sweep, it adds the sweep's runs to results.json first.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from experiments.mixtures.sweep import LAGS, METHODS, ROUTINGS, RUNS, label
+from experiments.testbed import report
+from experiments.testbed.report import Result
+from rlvr_jax.evaluate import compare, curves
+from rlvr_jax.evaluate.compare import METRIC, markdown_table, result_curve
+from rlvr_jax.evaluate.run_files import read_metrics
+
+HOME = pathlib.Path(__file__).parent
+MATTERS = 0.03  # of pass@1
+LATE = 2  # last evaluations, whose mean is compared
+MEASURED = {  # heading → (metric, what of its values over the updates)
+  "choices changed": ("routing/changed", statistics.mean),
+  "tokens with a change": ("routing/changed_tokens", statistics.mean),
+  "ESS": ("behavior/ess", statistics.mean),
+  "KL(β‖π)": ("behavior/kl_k3", statistics.mean),
+  "largest ratio": ("behavior/ratio_max", max),
+  "sampler against trainer": ("agreement/quantized_mean", statistics.mean),
+  "entropy at the end": ("policy/entropy", lambda values: values[-1]),
+}
+# (claim, label, label that it is compared with, whether more is claimed or nothing)
+CLAIMS = (
+  ("R1", "GRPO, lag 8, replayed", "GRPO, lag 8, recomputed", "more"),
+  ("R2", "GRPO, lag 0, replayed", "GRPO, lag 0, recomputed", "more"),
+  ("G1", "GSPO, lag 8, recomputed", "GRPO, lag 8, recomputed", "more"),
+  ("G2", "GSPO, lag 8, replayed", "GSPO, lag 8, recomputed", "equal"),
+  ("P1", "P3O, lag 8, recomputed", "GRPO, lag 8, recomputed", "more"),
+  ("P2", "P3O, lag 8, replayed", "P3O, lag 8, recomputed", "equal"),
+)
+
+
+def measure(workdir: str) -> dict[str, Any]:
+  """Measures a finished run: each of `MEASURED` over its updates."""
+  train = [r for r in read_metrics(workdir) if r["phase"] == "train"]
+  values = {metric: [r[metric] for r in train if metric in r] for metric, _ in MEASURED.values()}
+  return {
+    "measured": {
+      name: float(f"{of(values[metric]):.6g}") for name, (metric, of) in MEASURED.items()
+    }
+  }
+
+
+def late_mean(result: Result) -> float:
+  """Mean of the last `LATE` evaluations of pass@1."""
+  return statistics.mean(result["evaluations"][METRIC][-LATE:])
+
+
+def verdict(claimed: str, low: float, high: float) -> str:
+  """What an interval of a difference says about a claim; the rule stands in README.md."""
+  if -MATTERS < low and high < MATTERS:
+    return "found" if claimed == "equal" else "excluded beyond the margin"
+  if claimed == "more" and low > 0:
+    return "found"
+  if claimed == "more" and high < 0:
+    return "reversed"
+  if claimed == "equal" and (low > 0 or high < 0):
+    return "excluded: they differ"
+  return "undecided"
+
+
+def claim_table(results: Sequence[Result]) -> str:
+  """The differences that claims are about, paired by seed, with their verdicts."""
+  rows = {}
+  for name, first, second, claimed in CLAIMS:
+    found = compare.differences(
+      [r for r in results if r["label"] in (first, second)], second, late_mean
+    )
+    d = found[first]
+    rows[name] = [
+      first,
+      second,
+      f"{d.mean:+.3f}",
+      f"[{d.low:+.3f}, {d.high:+.3f}]",
+      {"more": "more", "equal": f"within ±{MATTERS}"}[claimed],
+      verdict(claimed, d.low, d.high),
+    ]
+  return markdown_table(
+    ["arm", "less", "difference", "95 %, t", "claimed", "verdict"], rows, "claim"
+  )
+
+
+def arm_table(results: Sequence[Result]) -> str:
+  """A row for each arm: pass@1 and what was measured, as means over seeds."""
+
+  def value(name: str) -> Callable[[Result], float]:
+    return lambda result: result["measured"][name]
+
+  columns: Mapping[str, Callable[[Result], float | None]] = {
+    "pass@1 at the start": lambda r: r["evaluations"][METRIC][0],
+    "late pass@1": late_mean,
+    "highest pass@1": report.peak_value(),
+    **{name: value(name) for name in MEASURED},
+  }
+  return report.table(results, list(RUNS), columns)
+
+
+def draw(results: Sequence[Result]) -> None:
+  """Saves a figure of held-out pass@1, with a panel for each lag and routing."""
+  runs = compare.group_by_label(results)
+  panels = [(lag, routing) for lag in LAGS for routing in ROUTINGS]
+  with curves.save_figure(HOME / "curves.png", 1, len(panels), size=(16, 3.8), dpi=90) as row:
+    for axes, (lag, routing) in zip(row.flat, panels, strict=True):
+      of_panel = {
+        method: [result_curve(r) for r in runs.get(label(method, lag, routing), [])]
+        for method in METHODS
+      }
+      curves.plot_curves(axes, of_panel, METRIC, "updates")
+      axes.sharey(row.flat[0])
+      axes.set_title(f"lag {lag}, routes {routing}")
+
+
+def tables(results: Sequence[Result]) -> str:
+  """All tables as Markdown."""
+  return "\n\n".join([claim_table(results), arm_table(results)])
+
+
+if __name__ == "__main__":
+  results, are_new = report.load_results(HOME / "results.json", measure, list(RUNS))
+  if are_new:
+    draw(results)
+  text = tables(results) + "\n\n" + compare.provenance(results).replace("\n", "; ")
+  page = HOME / "README.md"
+  page.write_text(report.insert_text(page.read_text(encoding="utf-8"), text), encoding="utf-8")
+  print(text)
