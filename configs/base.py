@@ -151,6 +151,13 @@ def get_config() -> ConfigDict:
     generation="",  # of sampling
   )
 
+  c.fleet = dict(  # samplers as programs of their own: docs/staleness.md
+    samplers=False,  # whether rollouts come from programs with --mode=sample and this --workdir
+    new_weights="finish",  # finish: a response ends with the weights that it began with
+    groups_per_lease=8,  # groups that a sampler takes at a time
+    silent_s=60.0,  # seconds without a sign of life after which a sampler loses its leases
+  )
+
   c.start = dict(  # begin with another run's policy, in place of a warm start
     checkpoint="",  # WORKDIR/checkpoints/STEP of the run; its WORKDIR: the last one
     optimizer=False,  # with the optimizer's moments too; the learning rate begins anew

@@ -25,7 +25,7 @@ from rlvr_jax.train.setup import config_file
 _MODE = flags.DEFINE_enum(
   "mode",
   "train",
-  ["train", "check", "eval", "export", "fits", "costs", "tune", "sweep"],
+  ["train", "sample", "check", "eval", "export", "fits", "costs", "tune", "sweep"],
   "What to do.",
 )
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
@@ -58,7 +58,7 @@ _HELP = """rlvr_jax trains, evaluates and exports policies, for instance by
 
   --config=FILE        the recipe; any field can be set, such as --config.seed=1
   --workdir=FOLDER     for all output files; the same command resumes a run
-  --mode=MODE          train (the default), check, eval, export, fits, costs, tune or sweep
+  --mode=MODE          train (the default), sample, check, eval, export, fits, costs, tune or sweep
   --checkpoint=RUN     the run to evaluate or to export
 
 All flags: rlvr_jax --help. A first run, explained: docs/first_run.md"""
@@ -112,7 +112,7 @@ def run() -> int:
     if message := config_file.missing_field(error):
       sys.exit(f"error: {message}")
     raise
-  if _MODE.value in ("train", "check", "eval"):  # an export is read by other programs
+  if _MODE.value in ("train", "sample", "check", "eval"):  # an export is read by other programs
     process.enable_compilation_cache(str(_WORKDIR.value))
   try:
     action()

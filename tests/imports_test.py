@@ -24,10 +24,10 @@ BELOW_THE_LOOP = {
   "rewards",
   "environments",
 } | PURE
-BELOW_THE_LOOP |= {"rollouts", "update"} | STAGES
+BELOW_THE_LOOP |= {"rollouts", "fleet", "update"} | STAGES
 
 # The rooms of train, the lowest first: each may import those before it, and the loop all of them.
-TRAIN = ("cluster", "reporting", "checkpointing", "setup", "start", "generation")
+TRAIN = ("cluster", "reporting", "checkpointing", "setup", "start", "generation", "fleet")
 BELOW_TRAIN = BELOW_THE_LOOP | {"evaluate", "codejudge", "update.diagnostics"}
 
 # Room → rooms it may import, itself apart.
@@ -46,7 +46,8 @@ ALLOWED = {
   "environments": {"specs", "processes", "codejudge", "ops.checks"},
   "rewards": {"specs", "processes", "codejudge", "ops.checks"},
   "rollouts": {"storage", "data", "rewards", "environments"} | PURE,
-  "evaluate": BELOW_THE_LOOP - {"update"},
+  "fleet": {"storage", "rollouts"},
+  "evaluate": BELOW_THE_LOOP - {"update", "fleet"},
   **{
     f"train.{name}": BELOW_TRAIN | {f"train.{lower}" for lower in TRAIN[:index]}
     for index, name in enumerate(TRAIN)

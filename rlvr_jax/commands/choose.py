@@ -11,6 +11,7 @@ from rlvr_jax.commands import sweep
 from rlvr_jax.commands.check import check
 from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.export import export
+from rlvr_jax.commands.sample import sample
 from rlvr_jax.commands.train import train
 from rlvr_jax.commands.tune import tune
 from rlvr_jax.costs import chips, memory, programs, step_time, workload
@@ -39,7 +40,7 @@ def prepare_command(
   """Checks the configuration completely; returns a function that runs the command.
 
   Args:
-    mode: train, check, eval, export, fits, costs, tune, sweep.
+    mode: train, sample, check, eval, export, fits, costs, tune, sweep.
     config: see `configs/base.py`.
     workdir: folder for all output files; optional for costs, and not used by fits.
     checkpoint: for eval and export, see `train.start.parameters.checkpoint_folder`.
@@ -85,14 +86,16 @@ def prepare_command(
   if mode == "sweep":
     return _prepare_sweep(str(sweep_file), str(workdir), argv, tracked_by, minutes)
   folder = checkpoint_folder(checkpoint) if checkpoint else None
-  parts = build(config)
-  if mode == "train" and not len(parts.task.train):
+  parts = build(config, only_samples=mode == "sample")
+  if mode in ("train", "sample") and not len(parts.task.train):
     raise ValueError(
       "config.task has no training problems; name a split for training in config.task.kwargs, or"
       " only evaluate with --mode=eval"
     )
   if mode == "train":
     return functools.partial(train, parts, str(workdir), profile=profile, tracked_by=tracked_by)
+  if mode == "sample":
+    return functools.partial(sample, parts, str(workdir))
   action = evaluate_checkpoint if mode == "eval" else export
   return functools.partial(action, parts, str(workdir), folder)
 

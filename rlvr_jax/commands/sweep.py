@@ -40,7 +40,6 @@ from rlvr_jax.train.setup import config_file
 LOG_FILE = "output.log"
 WARM_STARTS = "warm_starts"  # folder in a sweep's workdir, shared by runs with equal warm starts
 WORKDIR = "{workdir}"  # stands for the workdir of the sweep in an override
-COMMIT = "RLVR_JAX_COMMIT"  # environment variable: the commit, where the code is not in a checkout
 UNFINISHED_STATUS = 3  # exit status of a sweep whose time limit ended it before its runs finished
 _STOPPED_STATUS = 143  # exit status of a run that ended because shutdown was requested
 _GRACE_S = 300.0  # seconds for a run to save and end
@@ -407,7 +406,7 @@ def _write_result(run: Run, number: int, folder: Workdir, *, seconds: float) -> 
     "label": run.label,
     "seed": run.seed,
     "number": number,
-    "commit": current_commit(),
+    "commit": process.current_commit(),
     "command": run.command(folder.path),
     "seconds": round(seconds, 1),
     "layout": json.loads(layout.read_text(encoding="utf-8")) if layout.exists() else None,
@@ -415,22 +414,3 @@ def _write_result(run: Run, number: int, folder: Workdir, *, seconds: float) -> 
   }
   with replace_file(folder.local / run.name / RESULT_FILE) as file:
     file.write((json.dumps(result) + "\n").encode())
-
-
-def current_commit() -> str | None:
-  """Commit of this code, with -dirty if files differ from it; None if unknown."""
-  if COMMIT in os.environ:
-    return os.environ[COMMIT]
-  root = pathlib.Path(__file__).parents[2]
-  try:
-    if pathlib.Path(_run_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
-      return None  # the code is inside another checkout
-    changed = _run_git(root, "status", "--porcelain", "--untracked-files=no")
-    return _run_git(root, "rev-parse", "HEAD") + ("-dirty" if changed else "")
-  except (OSError, subprocess.CalledProcessError):
-    return None
-
-
-def _run_git(root: pathlib.Path, *arguments: str) -> str:
-  command = ["git", "-C", str(root), *arguments]
-  return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlvr_jax.data.batches import PromptError
 from rlvr_jax.environments.pool import EnvironmentStartError
+from rlvr_jax.fleet.records import RecordError
 from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.dialogues import EnvironmentStoppedError
@@ -17,6 +18,7 @@ from rlvr_jax.storage.files import DamagedFileError
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.checkpointing.workdir import WorkdirError
 from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.fleet.sampler import RefusedError
 from rlvr_jax.train.generation.agreement import AgreementError
 from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
 from rlvr_jax.train.generation.dynamic_sampling import DynamicSamplingError
@@ -41,6 +43,8 @@ FAILURES = (
   GradingStoppedError,
   OSError,
   PromptError,
+  RecordError,
+  RefusedError,
   StoreError,
   TornShardError,
   WorkdirError,

@@ -11,6 +11,7 @@ from rlvr_jax.rollouts.decoder import slot_bytes
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.programs import published_params
 
 COMPILER_FACTOR = 1.5  # compiled bytes over estimated bytes, above 5 GiB, in docs/models.md
 _GIB = 2**30
@@ -88,8 +89,26 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
     prefilled = {"prefill after a reply": float(rows * per_slot)}
   routes = network.routes if parts.method.records_routes else None
   per_token = 0 if routes is None else routes.size * routes.dtype.itemsize
+  sampler = {}
+  if parts.config.fleet.samplers:  # two copies while it restores a policy
+    trained, adapters_only = parts.placement.state.params, parts.lora is not None
+    policy = memory.shard_bytes(
+      sharding.add_shardings(published_params(trained, network, adapters_only), mesh)
+    )
+    sampler = {"policy that samples": policy, "policy being restored": policy}
+    if adapters_only:
+      sampler["frozen base"] = memory.shard_bytes(parts.placement.frozen)
   name = f"routes, {per_token} B per token"
   routes_of = lambda tokens: {name: float(tokens * per_token)} if per_token else {}
+  generation = (
+    routes_of(slots * engine.shape.steps)
+    | {
+      "parameters to decode with": memory.decoding_copy_bytes(generating, network.compute_dtype),
+      "keys and values": float(slots * per_slot),
+    }
+    | prefilled
+    | {"logits of a token": memory.sampling_bytes(network, slots)}
+  )
   return {
     "update, estimated": in_memory
     | routes_of(layout.max_micro_batches * tokens)
@@ -98,15 +117,8 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
       "activations": memory.activation_bytes(network, tokens, tensor),
       "output head": memory.output_head_bytes(network, tokens, tensor),
     },
-    "generation, estimated": in_memory
-    | routes_of(slots * engine.shape.steps)
-    | {
-      "parameters to decode with": memory.decoding_copy_bytes(generating, network.compute_dtype),
-      "keys and values": float(slots * per_slot),
-      **prefilled,
-      "logits of a token": memory.sampling_bytes(network, slots),
-    },
-  }
+    "generation, estimated": in_memory | generation,
+  } | ({"a sampler, estimated": sampler | generation} if sampler else {})
 
 
 # --- output ---------------------------------------------------------------------------------------

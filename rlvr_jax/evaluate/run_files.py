@@ -10,7 +10,12 @@ from rlvr_jax.storage.files import DamagedFileError, parse_records
 from rlvr_jax.storage.places import open_lines, parse_path
 
 TIMINGS = "time/"  # prefix of values measured with a clock
-MEASURED = (TIMINGS, "memory/", "hosts/")  # prefixes of the values that may differ in a rerun
+MEASURED = (
+  TIMINGS,
+  "memory/",
+  "hosts/",
+  "fleet/",
+)  # prefixes of the values that may differ in a rerun
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"

@@ -62,12 +62,7 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
     return (bind(params) if stacked else bind_layer(params, params["blocks"][0])).head()
 
   def decoding_params(params):
-    def cast(path, w):
-      # Scales are not cast: training applies those of norms in at least float32.
-      is_scale = jax.tree_util.keystr(path[-1:], simple=True) == "scale"
-      return w if is_scale or w.dtype.itemsize == 1 else w.astype(config.compute_dtype)
-
-    params = layout.gather(jax.tree_util.tree_map_with_path(cast, merge_low_rank(params)))
+    params = layout.gather(cast_to_decode(merge_low_rank(params), config))
     layer = lambda i: jax.tree.map(lambda w: w[i], params["blocks"])
     layers = len(jax.tree.leaves(params["blocks"])[0])  # may be a subset of the layers
     return {**params, "blocks": tuple(layer(i) for i in range(layers))}
@@ -96,3 +91,14 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
     mesh=layout.mesh,
     decoding_shardings=layout.decoding_shardings,
   )
+
+
+def cast_to_decode(params: Params, config: TransformerConfig) -> Params:
+  """Parameters in the dtypes that decode: `compute_dtype`, but for the scales of norms."""
+
+  def cast(path, w):
+    # Scales are not cast: training applies those of norms in at least float32.
+    is_scale = jax.tree_util.keystr(path[-1:], simple=True) == "scale"
+    return w if is_scale or w.dtype.itemsize == 1 else w.astype(config.compute_dtype)
+
+  return jax.tree_util.tree_map_with_path(cast, params)

@@ -150,6 +150,8 @@ class RolloutBatch:
     number: from 0, in the order in which batches are sampled.
     version: number of updates of the policy whose weights were synced to sample it.
     fingerprint: of that policy's parameters.
+    others: where several versions have sampled it, of which `version` is the oldest: the others'
+      fingerprints, by version as text.
     versions: i32[P], version per group; None while the contents are only in the store.
     position: of the generator after this batch; None for a batch restored from a checkpoint.
     draws: number of draws of prompts that it took, more than one under dynamic sampling.
@@ -164,6 +166,7 @@ class RolloutBatch:
   number: int
   version: int
   fingerprint: str | None = None
+  others: Mapping[str, str] = dataclasses.field(default_factory=dict)
   versions: np.ndarray | None = None
   position: Position | None = None
   draws: int = 1
@@ -173,6 +176,12 @@ class RolloutBatch:
   reference_logprobs: np.ndarray | None = None
   proximal_logprobs: np.ndarray | None = None
   scored_at: int | None = None
+
+  @property
+  def fingerprints(self) -> dict[int, str | None]:
+    """The fingerprint of each version that has sampled it."""
+    others: dict[int, str | None] = {int(version): x for version, x in self.others.items()}
+    return {self.version: self.fingerprint} | others
 
 
 def grades_future(batch: BatchInFlight) -> Future[None] | None:
@@ -213,6 +222,7 @@ def to_shard(
   info = {name: getattr(batch, name) for name in _INFO}
   info |= {name: getattr(graded, name) for name in _INFO_OF_GRADED}
   info |= {"after": batch.position._asdict(), "groups": len(batch.versions)}
+  info |= {"others": dict(batch.others)} if batch.others else {}
   return arrays, info | about, graded.samples
 
 
@@ -228,7 +238,7 @@ def from_shard(
   train = batch_from_arrays(fields)
   graded = Graded(train=train, samples=samples, **{name: info[name] for name in _INFO_OF_GRADED})
   position = Position(**info["after"])
-  rest = {name: info[name] for name in _INFO}
+  rest = {name: info[name] for name in _INFO} | {"others": info.get("others", {})}
   return RolloutBatch(number=number, versions=versions, position=position, graded=graded, **rest)
 
 

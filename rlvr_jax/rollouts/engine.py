@@ -114,12 +114,17 @@ def make_requests(
     owner: of the requests.
     first: index of the first prompt in the owner's batch.
   """
-  keys = np.asarray(_row_keys(key, np.zeros((len(prompts.lengths), group_size), bool)))
+  keys = row_keys(key, len(prompts.lengths), group_size)
   rows = zip(prompts.tokens, prompts.lengths, strict=True)
   return [
     Request(owner, first + p, np.asarray(row[len(row) - length :]), keys[p])
     for p, (row, length) in enumerate(rows)
   ]
+
+
+def row_keys(key: Array, prompts: int, group_size: int) -> np.ndarray:
+  """u32[prompts, G, 2], data of the key of each rollout; NumPy."""
+  return np.asarray(_row_keys(key, np.zeros((prompts, group_size), bool)))
 
 
 @functools.partial(jax.jit, keep_unused=True)

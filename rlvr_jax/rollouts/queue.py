@@ -86,15 +86,21 @@ class RolloutQueue:
     """Records the trainer's fingerprint of a version; the function is called only if needed."""
     self._fingerprints[version] = fingerprint
 
+  def fingerprint(self, version: int) -> str | None:
+    """The trainer's fingerprint of a version; None if it is not recorded, or forgotten."""
+    compute = self._fingerprints.get(version)
+    return compute() if compute else None
+
   def check_fingerprint(self, number: int) -> None:
     """Raises FingerprintError unless the policy of the batch's version sampled it."""
     batch = self.batches[number]
-    trainer_fingerprint = self._fingerprints.get(batch.version)
-    expected = trainer_fingerprint() if trainer_fingerprint else None
-    if expected != batch.fingerprint:
+    for version, fingerprint in batch.fingerprints.items():
+      expected = self.fingerprint(version)
+      if expected == fingerprint:
+        continue
       raise FingerprintError(
-        f"rollouts {number} of version {batch.version} were sampled by parameters with fingerprint"
-        f" {batch.fingerprint}; the trainer's parameters of that version have {expected}. These"
+        f"rollouts {number} of version {version} were sampled by parameters with fingerprint"
+        f" {fingerprint}; the trainer's parameters of that version have {expected}. These"
         f" rollouts have not been trained on; they are in {self.store.directory}. Either parameters"
         " changed without a weight sync, or the rollouts are another run's. If the run was resumed"
         " on another kind of machine, move this batch and later ones elsewhere and rerun, which"
@@ -120,7 +126,7 @@ class RolloutQueue:
     pending = {}
     arrays = {}
     for number, batch in sorted(self.batches.items()):
-      names = ("version", "fingerprint", "scored_at")
+      names = ("version", "fingerprint", "scored_at", *(["others"] if batch.others else []))
       pending[str(number)] = {name: getattr(batch, name) for name in names}
       scores = {name: getattr(batch, name) for name in _SCORES}
       arrays[str(number)] = {name: x for name, x in scores.items() if x is not None}

@@ -246,6 +246,11 @@ def read_versions(workdir: str, num_batches: int) -> list[int]:
         f"simulated_asynchronous: recorded = {workdir!r} has no batch {number}, but every update"
         f" needs one; lower num_updates = {num_batches} to {number} or choose a longer run"
       ) from None
+    if infos[-1].get("others"):
+      raise ValueError(
+        f"simulated_asynchronous: batch {number} of recorded = {workdir!r} was sampled by several"
+        " versions, as in a fleet, and is not replayed; choose a run that samples by itself"
+      )
   return [info["version"] for info in infos]
 
 

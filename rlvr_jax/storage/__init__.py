@@ -4,4 +4,5 @@ __all__ = [
   "bucket",
   "files",
   "places",
+  "shared",
 ]

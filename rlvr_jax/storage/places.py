@@ -264,9 +264,13 @@ class Workdir:
     """Sets a function that is called before every write into the bucket; see `Bucket`."""
     self._guard = guard
 
+  def guard(self) -> float:
+    """Seconds for which this process certainly may write; raises if it may not."""
+    return self._guard()
+
   def bucket(self, folder: str = "") -> Bucket:
     """The objects of a folder in the workdir, which must be in a bucket."""
-    return Bucket(self.path / folder, lambda: self._guard())
+    return Bucket(self.path / folder, self.guard)
 
   def fetch(self) -> None:
     """Copies from a bucket into the staging folder the files of its own that a run reads.

@@ -24,10 +24,13 @@ from rlvr_jax.rollouts.batch import Position
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.queue import RolloutQueue
 from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError, restart_deadline
+from rlvr_jax.train.fleet.generation import collector_of_graded
+from rlvr_jax.train.fleet.roles import start_fleet
 from rlvr_jax.train.generation import modes
 from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
 from rlvr_jax.train.generation.generator import Generator
@@ -64,6 +67,7 @@ class Trainer:
     collector: encodes, decodes and grades.
     log: counts, and writes records.
     checkpointer: saves checkpoints.
+    workdir: of the run; None where no other program reads it.
   """
 
   parts: Parts
@@ -74,6 +78,7 @@ class Trainer:
   collector: Collector
   log: RunLog
   checkpointer: Checkpointer
+  workdir: Workdir | None = None
 
   def run(self, now: RunState) -> RunState:
     """Runs updates until the last one.
@@ -140,6 +145,9 @@ class Trainer:
   def start_generation(self) -> modes.Generation:
     """Generation from the generator's position on."""
     c = self.parts.config
+    if c.fleet.samplers:
+      assert self.workdir is not None  # where samplers find the run
+      return start_fleet(self.parts, self.generator, self.queue, self.checkpointer, self.workdir)
     return modes.start(
       self.generator,
       self.parts.schedule,
@@ -300,6 +308,7 @@ def make_trainer(
   store: RolloutStore,
   *,
   initial: Params,
+  workdir: Workdir | None = None,
 ) -> Trainer:
   """The trainer of a run.
 
@@ -307,15 +316,23 @@ def make_trainer(
     parts, log, checkpointer, collector, store: of the run.
     frozen: from `parameters.load_frozen`.
     initial: trained parameters before the first update.
+    workdir: of the run; None where no other program reads it.
   """
   clock = modes.clock_of_generation(parts.schedule, log.clock)
   return Trainer(
     parts=parts,
     frozen=frozen,
-    generator=Generator(parts, frozen.sampler, collector, store, clock),
+    generator=Generator(
+      parts,
+      frozen.sampler,
+      collector_of_graded(collector) if parts.config.fleet.samplers else collector,
+      store,
+      clock,
+    ),
     queue=RolloutQueue(store),
     scorer=Scorer(parts, frozen.trainer, initial, log),
     collector=collector,
     log=log,
     checkpointer=checkpointer,
+    workdir=workdir,
   )

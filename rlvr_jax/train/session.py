@@ -123,7 +123,9 @@ def open_session(
       elapsed=elapsed_seconds(folder.local),
       profile=enter(machines.Profile(profile, folder.local, folder.path)),
     )
-    trainer = make_trainer(parts, frozen, log, checkpointer, collector, store, initial=params)
+    trainer = make_trainer(
+      *(parts, frozen, log, checkpointer, collector, store), initial=params, workdir=folder
+    )
     now = trainer.resume(resumed) if resumed else trainer.begin(params)
     del params, warm, resumed  # the trainer keeps what it needs
     yield Session(trainer, now, folder)

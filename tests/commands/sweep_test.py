@@ -160,13 +160,13 @@ def test_a_sweep_tells_its_last_result_and_the_time_left():
 
 
 def test_the_commit_is_that_of_the_code(monkeypatch):
-  monkeypatch.setenv(sweep.COMMIT, "0123456789ab")
-  assert sweep.current_commit() == "0123456789ab"
-  monkeypatch.delenv(sweep.COMMIT)
+  monkeypatch.setenv(host.COMMIT, "0123456789ab")
+  assert host.current_commit() == "0123456789ab"
+  monkeypatch.delenv(host.COMMIT)
   head = subprocess.run(
     ["git", "-C", tiny.ROOT, "rev-parse", "HEAD"], capture_output=True, text=True
   )
-  found = sweep.current_commit()
+  found = host.current_commit()
   if head.returncode:  # not in a checkout
     assert found is None
   else:

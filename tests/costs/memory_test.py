@@ -102,6 +102,20 @@ def test_the_estimate_counts_what_is_there(cache_format, itemsize, scale):
   assert generation["keys and values"] == caches + staged
 
 
+def test_a_sampler_holds_two_policies_while_it_restores_one():
+  fields = dict(schedule="asynchronous()", model__overrides__compute_dtype="bfloat16")
+  config = tiny.config(fleet__samplers=True, **fields)
+  parts = programs.build_shapes_only(config, sharding.make_mesh())
+  table = memory.estimated_bytes(parts)["a sampler, estimated"]
+  params = jax.tree.leaves(parts.placement.state.params)
+  policy = table["policy that samples"]
+  assert policy == table["policy being restored"]
+  assert 2 * sum(x.size for x in params) <= policy < 2.1 * sum(x.size for x in params)
+  assert "optimizer" not in table and table["keys and values"] > 0
+  alone = programs.build_shapes_only(tiny.config(**fields), sharding.make_mesh())
+  assert "a sampler, estimated" not in memory.estimated_bytes(alone)
+
+
 def test_dialogues_add_the_prefill_after_a_reply():
   """Against what the program returns, for the longest of them: prompt and response of every row."""
   config = tiny.config(environment__name="guess(low=1, high=7)", max_response_length=40)

@@ -221,6 +221,14 @@ def test_versions_that_no_queue_gives_are_refused(versions, message):
   staleness.check_versions("here", [0, 0, 0, 1, 4], max_lag=2)
 
 
+def test_a_batch_of_several_versions_is_not_replayed(tmp_path):
+  with RolloutStore(tmp_path / "rollouts", writable=True) as store:
+    info = {"version": 0, "others": {"1": "f0"}}
+    store.append(0, {"rewards": np.zeros((1, 2), np.float32)}, info)
+  with pytest.raises(ValueError, match=r"batch 0 .* several versions, as in a fleet"):
+    simulated(updates=1, recorded=str(tmp_path))
+
+
 def test_a_recorded_run_is_replayed_exactly(tmp_path):
   """Whatever the seed; the index still lists a deleted batch, and one that was sampled again."""
   recorded, rewards = [0, 0, 0, 1, 3, 3], {"rewards": np.zeros((1, 2), np.float32)}

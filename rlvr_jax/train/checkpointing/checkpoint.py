@@ -51,7 +51,12 @@ class Checkpointer:
   """Asynchronous, atomic checkpoints of a training run; keeps the latest ones and the best one."""
 
   def __init__(
-    self, directory: str | os.PathLike[str], *, keep: int = 2, workdir: Workdir | None = None
+    self,
+    directory: str | os.PathLike[str],
+    *,
+    keep: int = 2,
+    workdir: Workdir | None = None,
+    short_lived: bool = False,
   ):
     """Opens or creates `directory`, and removes what a killed save left behind.
 
@@ -60,6 +65,7 @@ class Checkpointer:
       keep: number of latest checkpoints to keep, ≥ 1; the one with the highest `metric` is kept
         too, as is that of `keep_at_or_before` in `save`.
       workdir: the run's, whose claim is checked before objects of a bucket are removed.
+      short_lived: whether arrays are written quickly, neither compressed nor joined into few files.
     """
     if keep < 1:
       raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; set keep >= 1.")
@@ -79,7 +85,9 @@ class Checkpointer:
         todelete_subdir=_REMOVED,
       ),
       item_handlers={
-        "arrays": ocp.PyTreeCheckpointHandler(),
+        "arrays": ocp.PyTreeCheckpointHandler(
+          use_compression=not short_lived, use_ocdbt=not short_lived
+        ),
         "manifest": ocp.JsonCheckpointHandler(),
       },
     )

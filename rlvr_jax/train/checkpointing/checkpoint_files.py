@@ -81,7 +81,12 @@ def items_to_save(
 
 
 def read_state(
-  directory: pathlib.Path, abstract_state: Any, *, if_other: str, if_damaged: str = ""
+  directory: pathlib.Path,
+  abstract_state: Any,
+  *,
+  if_other: str,
+  if_damaged: str = "",
+  verifies: bool = True,
 ) -> tuple[Any, dict[str, Any], Any]:
   """Loads a step directory and verifies every leaf.
 
@@ -90,6 +95,8 @@ def read_state(
     abstract_state: see `Checkpointer.restore`.
     if_other: remedy for a ForeignCheckpointError, a sentence.
     if_damaged: remedy for a TornCheckpointError, a sentence.
+    verifies: False: the state is left to `verify_state`. A thread of one of several processes must
+      not dispatch the programs that do it.
   Returns:
     The state, the host's values and the arrays that were passed to `Checkpointer.save`.
   Raises:
@@ -101,9 +108,20 @@ def read_state(
   with _report_damage(directory, if_damaged):
     manifest = read_manifest(directory)
     _check_same_leaves(directory, expected, manifest["leaves"], if_other)
-    stored = _read_arrays(directory, expected, manifest["leaves"] | manifest["extra"])
+    entries = manifest["leaves"] | manifest["extra"]
+    stored = _read_arrays(directory, expected, entries, verifies=verifies)
   state = jax.tree.unflatten(jax.tree.structure(abstract_state), [stored[n] for n in expected])
   return state, manifest["host"], _join_arrays(manifest["arrays"], stored)
+
+
+def verify_state(directory: pathlib.Path, state: Any) -> None:
+  """Verifies every leaf of what `read_state` has loaded; all processes call it together.
+
+  Raises:
+    TornCheckpointError: files are truncated, changed or missing.
+  """
+  with _report_damage(directory, ""):
+    _check_sums(device_checksums(_named_leaves(state)), read_manifest(directory)["leaves"])
 
 
 def read_params(directory: pathlib.Path, abstract_params: Params) -> Params:
@@ -207,7 +225,11 @@ def _check_same_leaves(
 
 
 def _read_arrays(
-  directory: pathlib.Path, on_devices: Mapping[str, Any], entries: Mapping[str, dict[str, Any]]
+  directory: pathlib.Path,
+  on_devices: Mapping[str, Any],
+  entries: Mapping[str, dict[str, Any]],
+  *,
+  verifies: bool = True,
 ) -> dict[str, Any]:
   """The arrays of `entries` in a step directory: jax arrays for `on_devices`, else NumPy arrays.
 
@@ -233,6 +255,8 @@ def _read_arrays(
       stored[name] = (
         jax.device_put(empty, _sharding_of_leaf(on_devices[name])) if on_device else empty
       )
+  if not verifies:
+    return stored
   device = {name: stored[name] for name in on_devices}
   host = {name: host_checksum(stored[name]) for name in entries if name not in on_devices}
   _check_sums(device_checksums(device) | host, entries)

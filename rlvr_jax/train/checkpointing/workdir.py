@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from rlvr_jax.storage.files import replace_file, report_unwritable
@@ -148,14 +148,9 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
       file.write((json.dumps(new, indent=2, sort_keys=True) + "\n").encode())
     return
   old = read_config(path, f"{folder}/config.json")
-  old_fields = dict(_flatten(old))
-  new_fields = dict(_flatten(new))
   lines = [
-    f"  {name}: {old_fields.get(name, 'absent')} in the workdir,"
-    f" {new_fields.get(name, 'absent')} now"
-    for name in sorted(old_fields.keys() | new_fields.keys())
-    if old_fields.get(name) != new_fields.get(name)
-    and not any(name == field or name.startswith(f"{field}.") for field in may_differ)
+    f"  {name}: {before} in the workdir, {now} now"
+    for name, before, now in differing_fields(old, new, may_differ)
   ]
   if lines:
     raise WorkdirError(
@@ -163,6 +158,24 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
       "Use another --workdir, or the configuration of that run. A field that is absent in the"
       " workdir is newer than that run, which only its own version can resume."
     )
+
+
+def differing_fields(
+  old: Mapping[str, Any], new: Mapping[str, Any], may_differ: Collection[str]
+) -> list[tuple[str, str, str]]:
+  """(dotted name, old value, new value) of the fields of a configuration that differ.
+
+  Args:
+    old, new: JSON objects.
+    may_differ: dotted names of fields, or of groups of fields, that are left out.
+  """
+  old_fields, new_fields = dict(_flatten(old)), dict(_flatten(new))
+  return [
+    (name, old_fields.get(name, "absent"), new_fields.get(name, "absent"))
+    for name in sorted(old_fields.keys() | new_fields.keys())
+    if old_fields.get(name) != new_fields.get(name)
+    and not any(name == field or name.startswith(f"{field}.") for field in may_differ)
+  ]
 
 
 def read_config(path: pathlib.Path, shown: str = "") -> dict[str, Any]:

@@ -267,6 +267,10 @@ class _SharedGrades(NamedTuple):
   future: GradingFuture  # of the completions that this process grades
   graders: np.ndarray  # i64[completions], the process that grades each
 
+  def done(self) -> bool:
+    """Whether this process has graded its completions."""
+    return self.future.done()
+
 
 @contextlib.contextmanager
 def silence_all_but_first() -> Iterator[None]:

@@ -14,6 +14,7 @@ import platform
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ DEADLINE_S = 3600.0  # seconds between calls of `restart_deadline`; longer than 
 # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
+COMMIT = "RLVR_JAX_COMMIT"  # environment variable: the commit, where the code is not in a checkout
 _FEW_CORES = 8  # whose threads can share one lock of malloc
 _YOUNG_OBJECTS = 10_000
 
@@ -62,6 +64,25 @@ def processor_name() -> str:
   lines = info.read_text().splitlines() if info.exists() else []
   names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
   return names[0] if names else platform.machine()
+
+
+def current_commit() -> str | None:
+  """Commit of this code, with -dirty if files differ from it; None if unknown."""
+  if COMMIT in os.environ:
+    return os.environ[COMMIT]
+  root = pathlib.Path(__file__).parents[3]
+  try:
+    if pathlib.Path(_run_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
+      return None  # the code is inside another checkout
+    changed = _run_git(root, "status", "--porcelain", "--untracked-files=no")
+    return _run_git(root, "rev-parse", "HEAD") + ("-dirty" if changed else "")
+  except (OSError, subprocess.CalledProcessError):
+    return None
+
+
+def _run_git(root: pathlib.Path, *arguments: str) -> str:
+  command = ["git", "-C", str(root), *arguments]
+  return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def usable_cores() -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rlvr_jax.rollouts.batch import RolloutBatch, solve_rates
+from rlvr_jax.rollouts.batch import FOREIGN, RolloutBatch, solve_rates
 from rlvr_jax.rollouts.collect import keep_mixed_groups
 
 
@@ -50,9 +50,19 @@ def fill_with_mixed_groups(
   phases = dict.fromkeys(phase for batch in sampled for phase in batch.timings)
   timings = {phase: sum(b.timings.get(phase, 0.0) for b in sampled) for phase in phases}
   timings |= {name: value for name, value in last.timings.items() if "memory/" in name}
+  assert last.versions is not None and graded is not None
+  # Several policies may have sampled the draws of a fleet; a batch is as old as its oldest group.
+  of_groups = [sample["version"] for sample in graded.samples[:: graded.train.rewards.shape[1]]]
+  versions = np.where(last.versions == FOREIGN, FOREIGN, of_groups).astype(np.int32)
+  known = {version: x for batch in sampled for version, x in batch.fingerprints.items()}
+  used = sorted({*versions.tolist()} & known.keys()) or [last.version]
   return dataclasses.replace(
     last,
     number=number,
+    version=used[0],
+    fingerprint=known[used[0]],
+    others={str(version): str(known[version]) for version in used[1:]},
+    versions=versions,
     graded=graded,
     draws=len(sampled),
     flops=sum(batch.flops for batch in sampled),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -138,7 +138,8 @@ class Generator:
     """
     self._parts, self._frozen, self._collector, self._store = parts, frozen, collector, store
     self._clock = clock
-    live = parts.sources.live
+    # The groups of a fleet are sampled by other programs, see `train.fleet.generation`.
+    live = [] if parts.config.fleet.samplers else parts.sources.live
     self._streams = Streams(live, collector, store.journal())
     # If all groups are recorded, no problem is drawn, but the position is saved.
     self._problems = problem_draws(
@@ -155,6 +156,15 @@ class Generator:
   def version(self) -> int:
     """Number of updates of the policy that sampled the last batch."""
     return self._counts.version
+
+  @property
+  def quotas(self) -> list[int]:
+    """Groups of a batch, by source."""
+    return self._parts.sources.quotas
+
+  def decode(self, tokens: list[int]) -> str:
+    """The text of tokens."""
+    return self._parts.tokenizer.decode(tokens)
 
   def position(self) -> Position:
     """Where generation stands; it determines the next batches."""
@@ -221,7 +231,7 @@ class Generator:
 
   def _finish(self, batch: BatchInFlight) -> RolloutBatch:
     """Waits for the batch's grades and writes it to the store."""
-    return self._write(self._assemble(batch))
+    return self.write(self.assemble(batch))
 
   def recall_stored(self) -> Iterator[RolloutBatch]:
     """The next batches that the store already has, whichever policy sampled them.
@@ -278,12 +288,19 @@ class Generator:
     self.move_to(batch.position, batch.version)
     return batch
 
+  def set_aside_from(self, number: int, why: str, position: Position) -> None:
+    """Sets a batch and all later ones aside, and continues from the position before them."""
+    for later in self._store.numbers():
+      if later >= number:
+        self._set_aside(later, why)
+    self.move_to(position)
+
   def _set_aside(self, number: int, why: str) -> None:
     """Moves a batch's shard away in the store, so that its rollouts can be sampled again."""
     warn(f"{why}; they are set aside and will be sampled again")
     multihost.run_on_first(lambda: self._store.set_aside(number), None)
 
-  def _write(self, batch: RolloutBatch) -> RolloutBatch:
+  def write(self, batch: RolloutBatch) -> RolloutBatch:
     """Writes the batch to the store and returns it."""
     parts, sources = self._parts, self._parts.sources
     shaped_by_outcome = bool(shaped_outcomes(parts.outcome_policy)) or scores_partly(
@@ -315,9 +332,9 @@ class Generator:
     """Begins the next batch, which takes one draw."""
     number = self.number
     self._counts = self._counts._replace(number=number + 1)
-    return self._begin_draw(policy, number)
+    return self.begin_draw(policy, number)
 
-  def _begin_draw(self, policy: PolicySnapshot, number: int) -> BatchInFlight:
+  def begin_draw(self, policy: PolicySnapshot, number: int) -> BatchInFlight:
     """Begins a draw of prompts; groups that a killed process had sampled are not requested again.
 
     Args:
@@ -378,8 +395,16 @@ class Generator:
         timed.append(dataclasses.replace(batch, timings=timings))
       yield timed
 
-  def _assemble(self, batch: BatchInFlight) -> RolloutBatch:
-    """Waits for the grades and assembles the batch: sampled groups, then recorded ones."""
+  def assemble(
+    self, batch: BatchInFlight, measured: Mapping[str, float] | None = None
+  ) -> RolloutBatch:
+    """Waits for the grades and assembles the batch: sampled groups, then recorded ones.
+
+    Args:
+      batch: with all groups sampled.
+      measured: what the programs that sampled it measured, agreement included; None: this one has
+        sampled it, and checks agreement.
+    """
     parts, policy = self._parts, batch.snapshot
     sources, recorded = parts.sources, batch.recorded
     position = batch.position
@@ -411,7 +436,11 @@ class Generator:
     source_of_group: Any = np.repeat(np.arange(len(sources), dtype=np.int32), sources.quotas)
     rate: Any = mean_solve_rate(graded.train, batch.versions)
     train = dataclasses.replace(graded.train, sources=source_of_group, solve_rate=rate)
-    graded = self._check_agreement(graded._replace(train=train), mask, policy)
+    graded = graded._replace(train=train)
+    if measured is None:
+      graded = self._check_agreement(graded, mask, policy)
+    else:
+      graded = graded._replace(statistics={**graded.statistics, **measured})
     graded = raw_logprobs.replace_with_raw(
       graded,
       mask,
@@ -470,7 +499,7 @@ class Generator:
       assert after is not None  # every new batch has one
       draws.fill()
       self._counts = self._counts._replace(number=number + 1)
-      yield self._write(batch)
+      yield self.write(batch)
       if not self._goes_on(policy, policies):
         break
     if draws.begun:  # the store has the next batch: the draws begun for it are forgotten
@@ -486,7 +515,7 @@ class Generator:
 
     def take_oldest() -> RolloutBatch:
       draws.take()
-      return self._assemble(in_flight.popleft())
+      return self.assemble(in_flight.popleft())
 
     while True:
       if draws.begun < draws.unfilled:
@@ -506,4 +535,4 @@ class Generator:
         yield None
       else:
         draws.begin()
-        yield self._begin_draw(policy, self.number)
+        yield self.begin_draw(policy, self.number)

@@ -22,7 +22,11 @@ def sync_weights(parts: Parts, frozen: Params, params: Params, version: int) -> 
     frozen: the parameters that are not trained, on the devices that generate.
     params: the trainer's parameters.
     version: number of updates that they have had.
+  Returns:
+    The policy; of a fleet, whose samplers are other programs, with the trainer's own parameters.
   """
+  if parts.config.fleet.samplers:
+    return PolicySnapshot(params, version, lazy_fingerprint(parts.programs.checksums(params)), ())
   synced = parts.programs.sync_weights(params, parts.schedule.real_time)
   by_source = tuple(source.params_of(synced, frozen) for source in parts.sources.live)
   fingerprint = lazy_fingerprint(parts.programs.checksums(synced))

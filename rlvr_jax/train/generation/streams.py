@@ -19,6 +19,7 @@ from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.behavior_sources import Source
+from rlvr_jax.types import Array
 
 _PRINT_EVERY_S = 30.0
 
@@ -47,12 +48,11 @@ class Streams:
       group_size: G.
     """
     self._take_journaled(flight, policy, draw)
-    first, others = (key_for(seed, purpose, draw) for purpose in ("rollout", "source"))
     pending, start = [], 0
     for index, source in enumerate(self._sources):
       share = slice(start, start + source.prompts)
       prompts = jax.tree.map(lambda x, share=share: x[share], flight.prompts)
-      key = jax.random.fold_in(others, index) if index else first
+      key = source_key(seed, draw, index)
       of_source = make_requests(prompts, key, group_size, owner=flight, first=start)
       pending.append(
         [request for request in of_source if request.prompt_index not in flight.groups]
@@ -109,6 +109,13 @@ class Streams:
     for batch in begun if multihost.is_first() else ():
       if finished := [group for group in groups if group.owner is batch.flight]:
         self._journal.append(batch.draw, batch.snapshot.fingerprint(), finished)
+
+
+def source_key(seed: int, draw: int, index: int) -> Array:
+  """The PRNG key of the rollouts that the source of this index samples of a draw."""
+  if not index:
+    return key_for(seed, "rollout", draw)
+  return jax.random.fold_in(key_for(seed, "source", draw), index)
 
 
 class _Stream:

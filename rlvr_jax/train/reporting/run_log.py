@@ -40,6 +40,7 @@ _OF_GENERATION = ("time/generate_seconds", "time/grade_seconds")
 _PHASES = (
   *_OF_GENERATION,
   *("time/sync_weights_seconds", "time/optimise_seconds", "time/evaluate_seconds"),
+  *("time/publish_seconds", "time/fleet_wait_seconds"),
 )
 
 

@@ -70,6 +70,7 @@ from rlvr_jax.train.setup.programs import (
   make_measure,
   make_programs,
   make_row_layout,
+  published_params,
   trained_params,
 )
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
@@ -124,6 +125,7 @@ def build(
   task: Task | None = None,
   tokenizer: Tokenizer | None = None,
   mesh: Mesh | None = None,
+  only_samples: bool = False,
 ) -> Parts:
   """All parts of the run that `config` describes.
 
@@ -132,6 +134,8 @@ def build(
     task: instead of `config.task`, for problems made by the caller.
     tokenizer: instead of `config.tokenizer`.
     mesh: instead of `config.mesh` on the available devices; for shapes and compilation only.
+    only_samples: whether they are those of a sampler of a fleet, which has no optimizer beside its
+      slots, but two copies of the policy while it restores one.
   Raises:
     ValueError: an invalid setting, with the field, its value, what is allowed and how to fix it.
   """
@@ -161,7 +165,10 @@ def build(
     allow_truncated=config.allow_truncated_behavior,
   )
   schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
-  check_real_time(config.schedule, schedule, config.mesh, config.generation_mesh)
+  if config.fleet.samplers:
+    checks.check_fleet(config, schedule)
+  else:
+    check_real_time(config.schedule, schedule, config.mesh, config.generation_mesh)
   sampler = make_sampler(config.generation_mesh, model, mesh, make_model_on)
   compared = make_compared(sampler, model, mesh, make_model_on)
   compiler_options = parse_compiler_options(config.compiler_options)
@@ -177,7 +184,14 @@ def build(
   checks.check_optimizer("config.warm_start", config.warm_start.optimizer, warm_start, trained)
   state = abstract_state(method, trained, mesh)
   engine_of = make_engine_factory(
-    config, shape, tokenizer, mesh, state, schedule, compiler_options.generation
+    config,
+    shape,
+    tokenizer,
+    mesh,
+    state,
+    schedule,
+    compiler_options.generation,
+    only_samples=only_samples,
   )
   sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins={})
   method = method._replace(sources=tuple(source.name for source in sources))
@@ -319,6 +333,8 @@ def make_engine_factory(
   state: TrainState,
   schedule: staleness.Schedule,
   compiler_options: Options | None,
+  *,
+  only_samples: bool = False,
 ) -> EngineOf:
   """Returns a function that makes the engines of a run.
 
@@ -328,9 +344,15 @@ def make_engine_factory(
     mesh: on which updates run.
     state: the train state, as shapes.
     compiler_options: of generation.
+    only_samples: see `build`.
   """
   separate = generates_separately(config.generation_mesh)
-  trainer = TrainerLayout(mesh, separate, config.lora.rank > 0, bytes_per_trained_parameter(state))
+  per_parameter = bytes_per_trained_parameter(state)
+  if only_samples:
+    policy = published_params(state.params, model_settings(config.model), config.lora.rank > 0)
+    arrays = jax.tree.leaves(policy)
+    per_parameter = 2 * sum(x.size * x.dtype.itemsize for x in arrays) / sum(x.size for x in arrays)
+  trainer = TrainerLayout(mesh, separate, config.lora.rank > 0, per_parameter)
   of_a_refresh = schedule.batches_per_refresh(config.num_updates)
 
   def engine_of(

@@ -188,6 +188,30 @@ def check_samplings(
     )
 
 
+def check_fleet(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> None:
+  """Raises ValueError unless a run with `config.fleet.samplers` can have them."""
+  settings = config.fleet
+  check_choice("config.fleet", "new_weights", settings.new_weights, ("finish",))
+  check_integer("config.fleet", "groups_per_lease", settings.groups_per_lease, low=1)
+  check_between("config.fleet", "silent_s", settings.silent_s, low=1.0)
+  reasons = {
+    f"config.schedule = {config.schedule!r} has no real-time bound; set it to"
+    " 'asynchronous(max_lag=4)'": not schedule.real_time,
+    "config.sources.temperature.recorded = 'raw' needs the policy's parameters where batches are"
+    " assembled; set it to 'sampled'": config.sources.temperature.recorded == "raw",
+    "config.sources.recorded.fraction = 1.0 leaves nothing to sample; lower it": (
+      config.sources.recorded.fraction == 1.0
+    ),
+    f"config.generation_mesh = {config.generation_mesh.to_dict()} has devices of its own, but a"
+    " sampler has all of its program's; set config.generation_mesh.same_devices = True, or its axes"
+    " to 0": any(config.generation_mesh[axis] for axis in sharding.AXES)
+    and not config.generation_mesh.get("same_devices", False),
+  }
+  for why, applies in reasons.items():
+    if applies:
+      raise ValueError(f"config.fleet.samplers = True, but {why}")
+
+
 def check_rewards(
   config: ml_collections.ConfigDict,
   method: Method,
@@ -403,7 +427,7 @@ def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) 
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]
   fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap", "warm_start.cache"]
-  fields += ["generation_deadline_s", "mesh", "generation_mesh", "sampling.slots"]
+  fields += ["fleet", "generation_deadline_s", "mesh", "generation_mesh", "sampling.slots"]
   fields += ["batch.tokens_per_row", "batch.tokens_per_micro_batch"]
   # A decaying learning rate, and some schedules, depend on num_updates.
   may_end_elsewhere = schedule.open_ended and not any(

@@ -85,16 +85,24 @@ _MISSING = (
 
 
 def _with_config_of_run(argv: list[str]) -> list[str]:
-  """The arguments, with the configuration of the run that --checkpoint names where none is given.
+  """The arguments, with the configuration of the run that they name where none is given.
 
   Such as --config=RUN/config.json, for RUN, RUN/checkpoints/STEP or RUN/warm_start/STEP.
   """
   mode, checkpoint = _value_of("mode", argv), _value_of("checkpoint", argv)
-  if _value_of("config", argv) or not checkpoint or mode not in ("eval", "export"):
+  flag = "workdir" if mode == "sample" else "checkpoint"
+  named = _value_of("workdir", argv) if mode == "sample" else checkpoint
+  if _value_of("config", argv) or not named or mode not in ("eval", "export", "sample"):
     return argv
-  folder = parse_path("--checkpoint", checkpoint)
-  files = [parent / _OF_A_RUN for parent in (folder, *folder.parents[:2])]
+  folder = parse_path(f"--{flag}", named)
+  folders = [folder] if mode == "sample" else [folder, *folder.parents[:2]]
+  files = [parent / _OF_A_RUN for parent in folders]
   recipe = next((file for file in files if file.exists()), None)
+  if recipe is None and mode == "sample":
+    raise ValueError(
+      f"--workdir={named} has no run with a {_OF_A_RUN}; start its trainer first, with"
+      " --config.fleet.samplers=True"
+    )
   if recipe is None:
     raise ValueError(
       f"--config is missing, and --checkpoint={checkpoint} is in no run's folder with a"

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from rlvr_jax import geometry, specs
 from rlvr_jax.models import lora
-from rlvr_jax.models.functional import Model
+from rlvr_jax.models.functional import Model, cast_to_decode
 from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
@@ -367,6 +367,13 @@ def abstract_state(method: Method, trained: Params, mesh: Mesh) -> TrainState:
     return initial_state(method, jax.tree.map(zeros, trained), jnp.zeros(()))
 
   return sharding.add_shardings(jax.eval_shape(build), mesh)
+
+
+def published_params(trained: Params, network: TransformerConfig, adapters_only: bool) -> Params:
+  """Shapes and dtypes of a policy as a trainer publishes it for samplers; `trained`: likewise."""
+  if adapters_only:
+    return trained
+  return jax.eval_shape(lambda params: cast_to_decode(params, network), trained)
 
 
 def trained_params(adapters: lora.LoraSettings | None, base: Params) -> Params:

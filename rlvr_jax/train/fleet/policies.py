@@ -1,0 +1,213 @@
+"""The policies that a trainer publishes in its workdir, for samplers to restore.
+
+A policy is a checkpoint of parameters alone, in the folder of its version: complete or absent, with
+the checksum of every leaf. It has the dtypes that decode: a network whose products are in bfloat16
+is published in bfloat16. Of a run that trains adapters it has the adapters alone, as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from rlvr_jax.models.functional import cast_to_decode
+from rlvr_jax.storage.places import Workdir, make_absolute, parse_path
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
+from rlvr_jax.train.checkpointing.checkpoint_files import (
+  MANIFEST,
+  CheckpointError,
+  ForeignCheckpointError,
+  TornCheckpointError,
+  read_manifest,
+  read_state,
+  saved_steps,
+  silence_orbax,
+  verify_state,
+)
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.programs import published_params
+from rlvr_jax.types import Params
+
+FOLDER = "policies"  # of a fleet's folder
+KEEP = 3  # the latest ones: a sampler that begins to restore one has two updates' time to finish
+
+
+class Policy(NamedTuple):
+  """A policy, by which trainer and samplers name it."""
+
+  version: int  # number of updates before it
+  fingerprint: str  # of the trainer's parameters, see `generation.policies.lazy_fingerprint`
+
+
+class PolicyGoneError(RuntimeError):
+  """A policy is no longer published: newer ones have replaced it."""
+
+
+class PolicyPublisher:
+  """Publishes policies, and keeps the latest ones; all processes of a trainer call it together."""
+
+  def __init__(
+    self,
+    folder: str | os.PathLike[str],
+    parts: Parts,
+    *,
+    keep: int = KEEP,
+    workdir: Workdir | None = None,
+    beside: Checkpointer | None = None,
+  ):
+    """Opens the folder.
+
+    Args:
+      folder: of the policies alone; may be in a bucket.
+      parts: of the run.
+      keep: number of policies, ≥ 1.
+      workdir: of the run, which guards writes into a bucket.
+      beside: writes the run's checkpoints. Several processes write one thing at a time: orbax's
+        barriers do not tell two saves apart.
+    """
+    self._beside = beside if jax.process_count() > 1 else None
+    self._folder = make_absolute(parse_path("the folder of policies", folder))
+    self._checkpointer = Checkpointer(self._folder, keep=keep, workdir=workdir, short_lived=True)
+    self._cast = jax.jit(lambda params: cast_to_decode(params, parts.model.config))
+    self._keep, self._adapters_only = keep, parts.lora is not None
+    names = map(self._read_name, saved_steps(self._folder))
+    self._published = {policy.version: policy for policy in names if policy}
+    self._writing: Policy | None = None
+
+  def publish(self, params: Params, policy: Policy) -> dict[str, float]:
+    """Copies a policy's parameters; they are written in the background.
+
+    Waits for the policy before it to be written. Later ones, of updates that were lost, are
+    removed. One that the folder has already, by its fingerprint, is not written again.
+
+    Args:
+      params: the trained parameters, which may be donated when this returns.
+      policy: their version and fingerprint.
+    Returns:
+      Metrics: the seconds that this took, and the bytes that all processes write.
+    """
+    began = time.perf_counter()
+    self.wait()
+    if self._beside is not None:
+      self._beside.wait()
+    known = self._published.get(policy.version) == policy
+    last = policy.version if known else policy.version - 1
+    self._checkpointer.discard_after(last)
+    self._published = {v: p for v, p in self._published.items() if v <= last}
+    if known:
+      return {}
+    saved = params if self._adapters_only else self._cast(params)
+    self._checkpointer.save(policy.version, saved, host={"fingerprint": policy.fingerprint})
+    self._writing = policy
+    if self._beside is not None:
+      self.wait()
+    size = sum(x.nbytes for x in jax.tree.leaves(saved))
+    return {
+      "time/publish_seconds": time.perf_counter() - began,
+      "fleet/published_gib": size / 2**30,
+    }
+
+  def published(self) -> list[Policy]:
+    """The policies that can be restored now, the newest last; any thread may ask."""
+    writing = self._writing
+    if writing is not None and writing.version in saved_steps(self._folder):
+      self._writing = None
+      kept = sorted({**self._published, writing.version: writing}.items())[-self._keep :]
+      self._published = dict(kept)
+    return [*self._published.values()]
+
+  def wait(self) -> None:
+    """Waits until everything is written; raises the error if it failed."""
+    self._checkpointer.wait()
+    self.published()
+
+  def close(self) -> None:
+    """`wait`, then ends the background threads."""
+    self._checkpointer.close()
+
+  def _read_name(self, version: int) -> Policy | None:
+    """The name of a policy that an earlier trainer has published; None if its files are damaged."""
+    try:
+      return Policy(version, read_manifest(self._folder / str(version))["host"]["fingerprint"])
+    except (CheckpointError, OSError, ValueError, KeyError):
+      return None
+
+
+class Restoring(NamedTuple):
+  """A policy that was restored."""
+
+  params: Params
+  seconds: float
+  bytes: int  # that this process's devices have of it
+
+
+class PolicyReader:
+  """Restores published policies onto the devices of a sampler, which read only their shards."""
+
+  def __init__(self, folder: str | os.PathLike[str], parts: Parts):
+    """Reads nothing yet.
+
+    Args:
+      folder: that the trainer's `PolicyPublisher` has.
+      parts: of this sampler.
+    """
+    silence_orbax()
+    self._folder = make_absolute(parse_path("the folder of policies", folder))
+    self.abstract = abstract_policy(parts, parts.placement.mesh)
+
+  def restore(self, policy: Policy) -> Restoring:
+    """Restores a policy, and verifies every leaf; with several processes, `verify` does that.
+
+    Raises:
+      PolicyGoneError: it is not published any more, or was removed meanwhile.
+      CheckpointError: it is of another network, so that this sampler cannot use it.
+      UnreachableError: the bucket does not respond.
+    """
+    began = time.perf_counter()
+    folder = self._folder / str(policy.version)
+    gone = PolicyGoneError(
+      f"version {policy.version} with fingerprint {policy.fingerprint} is no longer in"
+      f" {self._folder}"
+    )
+    if not (folder / MANIFEST).exists():
+      raise gone
+    try:
+      params, host, _ = read_state(
+        folder,
+        self.abstract,
+        if_other="Start the sampler with the trainer's configuration.",
+        verifies=jax.process_count() == 1,
+      )
+    except TornCheckpointError as error:
+      raise gone from error  # the trainer removes the oldest: the newest is read instead
+    except ForeignCheckpointError:
+      if not (folder / MANIFEST).exists():
+        raise gone from None
+      raise
+    if host.get("fingerprint") != policy.fingerprint:
+      raise gone
+    own = sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards)
+    return Restoring(params, time.perf_counter() - began, own)
+
+  def verify(self, policy: Policy, params: Params) -> None:
+    """Verifies every leaf of a restored policy; all processes call it together.
+
+    Raises:
+      PolicyGoneError: it was damaged, or removed meanwhile.
+    """
+    try:
+      verify_state(self._folder / str(policy.version), params)
+    except CheckpointError as error:
+      raise PolicyGoneError(str(error)) from error
+
+
+def abstract_policy(parts: Parts, mesh: Mesh) -> Params:
+  """Shapes and dtypes of a published policy, with its shardings on a mesh."""
+  trained, adapters_only = parts.placement.state.params, parts.lora is not None
+  params = published_params(trained, parts.model.config, adapters_only)
+  return sharding.add_shardings(params, mesh)

@@ -1,0 +1,410 @@
+"""A trainer and samplers: they learn, end, and go on whatever is killed."""
+
+import contextlib
+import re
+import signal
+import threading
+import time
+import urllib.parse
+
+import numpy as np
+import pytest
+from train import dialogues_test, multiprocess_test, tiny
+from train.fleet import fleets
+
+from docs import glossary
+from rlvr_jax.commands.train import train
+from rlvr_jax.evaluate import run_files
+from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.storage.places import in_bucket, parse_path
+from rlvr_jax.storage.shared import open_shared
+from rlvr_jax.train.fleet.roles import open_sampler
+from rlvr_jax.train.generation.agreement import AgreementError
+from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
+from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.setup.grading import start_pools
+from rlvr_jax.train.start.parameters import load_frozen
+
+
+@contextlib.contextmanager
+def sampling(workdir, parts):
+  """A sampler in a thread of this process, beside the trainer; yields its errors."""
+  errors = []
+
+  def run():
+    try:
+      while not (workdir / "fleet").exists():
+        time.sleep(0.01)
+      with contextlib.ExitStack() as stack:
+        enter = lambda pool: stack.enter_context(contextlib.closing(pool))
+        pools = start_pools(parts.config, parts.task, parts.tokenizer, enter)
+        collector = parts.make_collector(*pools)
+        opened = open_sampler(parts, workdir, load_frozen(parts), collector)
+        stack.enter_context(opened).run()
+    except BaseException as error:
+      errors.append(error)
+
+  thread = threading.Thread(target=run, daemon=True)
+  thread.start()
+  yield errors
+  thread.join(60)
+  assert not thread.is_alive()
+
+
+def test_a_trainer_and_a_sampler(tmp_path, capsys, monkeypatch):
+  workdir = tmp_path / "run"
+  parts = build(fleets.config(num_updates=6))
+  with sampling(workdir, parts) as errors:
+    train(parts, workdir)
+  assert errors == []
+  versions = fleets.check_store(workdir, 6)
+  records = tiny.records(workdir, "train")
+  assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+  for number, record in enumerate(records):
+    lags = number - versions[number]  # the metrics are over tokens
+    assert lags.min() <= record["staleness/mean"] <= record["staleness/max"] <= lags.max()
+  measured = [r for r in run_files.read_metrics(workdir) if r["phase"] == "train"]
+  assert {record["fleet/samplers"] for record in measured} == {1}
+  assert sum(record["time/publish_seconds"] for record in measured) > 0
+  assert not glossary.missing(workdir)
+  assert any(
+    record["agreement/policy_mean"] < 1e-5
+    for record in records
+    if "agreement/policy_mean" in record
+  )
+  assert max(record["update/gradient_norm"] for record in records) > 0.01
+  output = capsys.readouterr().out
+  assert "the trainer has all its batches" in output
+
+
+def test_a_sampler_that_computes_something_else_ends_the_run(tmp_path):
+  parts = build(fleets.config())
+  other = build(fleets.config(max_behavior_gap=1e-12))
+  with sampling(tmp_path / "run", other) as errors:
+    with pytest.raises(GeneratorStoppedError, match="AgreementError: sampler and trainer disagree"):
+      train(parts, tmp_path / "run")
+  assert [type(error) for error in errors] == [AgreementError]
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    (dict(schedule="fixed_lag(lag=2)"), r"'fixed_lag\(lag=2\)' has no real-time bound; set it to"),
+    (dict(fleet__new_weights="switch"), r"new_weights = 'switch'"),
+    (dict(fleet__groups_per_lease=0), r"groups_per_lease = 0"),
+    (dict(fleet__silent_s=0.5), r"silent_s = 0.5"),
+    (dict(generation_mesh__data=1), r"has devices of its own, but a sampler has all of its"),
+    (
+      dict(sources__temperature=dict(fraction=0.5, temperature=1.5, recorded="raw")),
+      r"recorded = 'raw' needs the policy's parameters",
+    ),
+  ],
+)
+def test_what_a_fleet_cannot_do_is_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    build(fleets.config(**fields))
+
+
+def mean_lags(workdir):
+  return [record["staleness/mean"] for record in tiny.records(workdir, "train")]
+
+
+KINDS = {
+  "dynamic sampling": dict(dynamic_sampling__enabled=True),
+  "sources": dict(sources__temperature__fraction=0.5, sources__temperature__temperature=1.5),
+  "adapters": dict(lora__rank=2),
+  "another precision": dict(model__overrides__compute_dtype="bfloat16"),
+}
+
+
+@pytest.mark.slow
+def test_a_fleet_samples_what_one_program_samples(tmp_path):
+  """The first batch, which the first policy samples: same problems, keys, grades and bits."""
+  parts = build(fleets.config(num_updates=2))
+  with sampling(tmp_path / "fleet", parts):
+    train(parts, tmp_path / "fleet")
+  train(build(tiny.config(num_updates=2, schedule="on_policy()")), tmp_path / "alone")
+  of = lambda name: RolloutStore(tmp_path / name / "rollouts", writable=False).read(0)
+  (arrays, _, samples), (expected, _, expected_samples) = of("fleet"), of("alone")
+  assert samples == expected_samples and arrays.keys() == expected.keys()
+  for name in arrays:
+    np.testing.assert_array_equal(arrays[name], expected[name], err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_runs(kind, tmp_path):
+  parts = build(fleets.config(num_updates=4, **KINDS[kind]))
+  with sampling(tmp_path / "run", parts) as errors:
+    train(parts, tmp_path / "run")
+  assert errors == []
+  records = tiny.records(tmp_path / "run", "train")
+  assert len(records) == 4 and max(mean_lags(tmp_path / "run")) <= fleets.MAX_LAG
+  store = RolloutStore(tmp_path / "run" / "rollouts", writable=False)
+  for number in store.numbers():
+    arrays, info, samples = store.read(number)
+    lags = number - arrays["versions"]
+    assert (lags >= 0).all() and (lags <= fleets.MAX_LAG).all()
+    assert info["version"] == arrays["versions"].min()
+    assert [sample["version"] for sample in samples[::4]] == arrays["versions"].tolist()
+  if kind == "dynamic sampling":  # every group has right and wrong answers
+    assert all(record["groups/effective"] == 1 for record in records)
+    assert records[-1]["counter/batches"] > 4
+  if kind == "sources":
+    assert records[0].keys() >= {"agreement/policy_mean", "agreement/temperature_mean"}
+
+
+@pytest.mark.slow
+def test_dialogues_in_a_fleet(tmp_path):
+  config = dialogues_test.config(schedule="asynchronous(max_lag=2)", fleet__samplers=True)
+  parts = build(config)
+  with sampling(tmp_path / "run", parts) as errors:
+    train(parts, tmp_path / "run")
+  assert errors == []
+  records = tiny.records(tmp_path / "run", "train")
+  assert len(records) == 4 and all(record["dialogue/turns"] > 1 for record in records)
+  assert all(record["agreement/policy_mean"] < 1e-5 for record in records[:1])
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def workdir(request, tmp_path):
+  """Where a run is to be."""
+  return tmp_path / "run" if request.param == "disk" else request.getfixturevalue("url")
+
+
+class Fleet:
+  """Programs on one workdir, with a log each."""
+
+  def __init__(self, workdir, logs, started):
+    self.workdir, self._logs, self.started = workdir, logs, started
+
+  def start(self, role, *flags, **variables):
+    log = self._logs / f"{len(self.started)}_{role}.log"
+    program = fleets.Program(self.workdir, log, *flags, role=role, **variables)
+    self.started.append(program)
+    return program
+
+  def trainer(self, *flags, **variables):
+    """Starts a trainer; returns when samplers can join it."""
+    program = self.start("trainer", *flags, **variables)
+    tiny.wait_for(fleets.has_run(self.workdir), program.process)
+    return program
+
+  def sampler(self, *flags, **variables):
+    return self.start("sampler", *flags, **variables)
+
+  def wait_for_update(self, trainer, update):
+    tiny.wait_for(lambda: re.search(rf"step +{update}/", trainer.text()), trainer.process)
+
+  def files(self):
+    return open_shared(parse_path("", self.workdir) / "fleet")
+
+
+@pytest.fixture
+def fleet(workdir, tmp_path):
+  with fleets.programs() as started:
+    yield Fleet(workdir, tmp_path, started)
+    for program in started:
+      print(f"--- {program.log.name}\n{program.text()[-3000:]}")
+
+
+def trained_once(workdir, num_updates=16):
+  """Whether metrics.jsonl has every update once."""
+  return [r["step"] for r in tiny.records(workdir, "train")] == [*range(1, num_updates + 1)]
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_has_a_successor(fleet):
+  """The updates after its last checkpoint are repeated, from the store, with the same policies."""
+  trainer, samplers = fleet.trainer(), [fleet.sampler() for _ in range(2)]
+  fleet.wait_for_update(trainer, 7)
+  trainer.kill()
+  trainer.end()
+  time.sleep(4.5)  # the samplers find it silent
+  for sampler in samplers:
+    assert sampler.process.poll() is None
+    assert "the trainer is silent: waits for it, or for its successor" in sampler.text()
+  successor = fleet.trainer()
+  assert [program.end() for program in (successor, *samplers)] == [0, 0, 0]
+  assert "resumed at update 5" in successor.text() and "dropped" not in successor.text()
+  fleets.check_store(fleet.workdir)
+  assert trained_once(fleet.workdir)
+
+
+@pytest.mark.slow
+def test_policies_that_come_out_differently_are_not_trained_on(tmp_path):
+  """A successor whose sums are rounded otherwise: what lost policies sampled is sampled again."""
+  with fleets.programs() as started:
+    fleet = Fleet(tmp_path / "run", tmp_path, started)
+    trainer = fleet.trainer("--config.checkpoint.every=100", "--config.evaluation.every=100")
+    sampler = fleet.sampler()
+    fleet.wait_for_update(trainer, 7)
+    trainer.kill()
+    trainer.end()
+    other = ["--config.batch.tokens_per_micro_batch=64", "--config.batch.tokens_per_row=32"]
+    successor = fleet.trainer(
+      "--config.checkpoint.every=100", "--config.evaluation.every=100", *other
+    )
+    assert [successor.end(), sampler.end()] == [0, 0], successor.text()
+    assert "resumed at update 0" in successor.text()
+    assert "which this trainer has with" in successor.text()
+    assert "they are set aside and will be sampled again" in successor.text()
+  fleets.check_store(tmp_path / "run")
+  assert trained_once(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_bucket_loses_answers(url, emulator, tmp_path, monkeypatch):
+  """Of one request in twenty, whose effect it has had: nothing is done twice, or lost."""
+  rng = np.random.default_rng(0)
+
+  def lose(method, path):
+    name = urllib.parse.unquote(path)
+    if method == "POST":  # the object that was just written
+      name = max(emulator.objects, key=lambda name: int(emulator.objects[name].generation))
+    if "/fleet/" in name and "/policies/" not in name and rng.random() < 0.05:
+      lost.append(method)
+      raise ConnectionError
+
+  lost = []
+  monkeypatch.setattr(emulator, "before_answer", lose)
+  with fleets.programs() as started:
+    fleet = Fleet(url, tmp_path, started)
+    trainer, samplers = fleet.trainer(), [fleet.sampler() for _ in range(2)]
+    assert [program.end() for program in (trainer, *samplers)] == [0, 0, 0], trainer.text()
+  assert {"GET", "POST"} <= set(lost)
+  fleets.check_store(url)
+
+
+@pytest.mark.slow
+def test_samplers_are_killed_frozen_and_asked_to_end(fleet):
+  trainer = fleet.trainer()
+  killed, frozen, asked = samplers = [fleet.sampler() for _ in range(3)]
+  fleet.wait_for_update(trainer, 2)
+  for sampler in samplers:
+    sampler.wait_for("waits for groups")
+  killed.kill()
+  frozen.kill(signal.SIGSTOP)
+  began = time.monotonic()
+  asked.kill(signal.SIGTERM)
+  assert asked.end() == 0
+  assert time.monotonic() - began < 10
+  assert "the sampler has given its leases back" in asked.text()
+  fleet.sampler()
+  fleet.wait_for_update(trainer, 12)
+  frozen.kill(signal.SIGCONT)  # long after others have taken its leases
+  assert trainer.end() == 0 and fleet.started[-1].end() == 0 and frozen.end() == 0
+  fleets.check_store(fleet.workdir)
+  assert trained_once(fleet.workdir)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_asked_to_end_waits_for_nobody(fleet):
+  """Without a sampler it says what it waits for; a signal ends it within seconds."""
+  trainer = fleet.trainer()
+  trainer.wait_for("held-out after update 0")
+  time.sleep(2)
+  began = time.monotonic()
+  trainer.kill(signal.SIGTERM)
+  assert trainer.end() == 0 and time.monotonic() - began < 10
+  assert "shutdown requested: saved after update 0" in trainer.text()
+  second = fleet.trainer()
+  sampler = fleet.sampler()
+  assert second.end() == 0 and sampler.end() == 0
+  fleets.check_store(fleet.workdir)
+
+
+@pytest.mark.slow
+def test_programs_that_do_not_belong_are_refused_by_name(tmp_path):
+  with fleets.programs() as started:
+    fleet = Fleet(tmp_path / "run", tmp_path, started)
+    trainer = fleet.trainer(RLVR_JAX_COMMIT="aaaa")
+    trainer.wait_for("held-out after update 0")
+    for flags, commit, message in [
+      ((), "bbbb", "this sampler has code 0.1.0 at bbbb, the trainer has 0.1.0 at aaaa"),
+      (("--config.batch.group_size=8",), "aaaa", "batch.group_size: 4 in the workdir, 8 here"),
+      (("--config.fleet.samplers=False",), "aaaa", "fleet.samplers: true in the workdir"),
+    ]:
+      sampler = fleet.sampler(*flags, RLVR_JAX_COMMIT=commit)
+      assert sampler.end() == 1 and message in sampler.text(), sampler.text()
+    other = fleet.start("trainer", RLVR_JAX_COMMIT="aaaa")
+    assert other.end() == 1 and "is in use by process" in other.text()
+    # Layouts and machines may differ.
+    sampler = fleet.sampler(
+      "--config.mesh.data=2", "--config.sampling.slots=8", RLVR_JAX_COMMIT="aaaa"
+    )
+    assert trainer.end() == 0 and sampler.end() == 0
+  fleets.check_store(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_sampler_of_two_processes(tmp_path):
+  """The first one decides what both sample; each grades its part."""
+  with fleets.programs() as started:
+    fleet = Fleet(tmp_path / "run", tmp_path, started)
+    trainer = fleet.trainer()
+
+    def command_of(coordinator, process):
+      place = (f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={process}")
+      return fleets.sampler_command(fleet.workdir, "--config.mesh.data=2", *place)
+
+    pair = multiprocess_test.Processes(command_of, devices=1, RLVR_JAX_COMMIT="tested")
+    try:
+      statuses, outputs = pair.ended()
+    finally:
+      pair.signal_all(signal.SIGKILL)
+    assert statuses == [0, 0], "\n".join(outputs)[-5000:]
+    assert "the trainer has all its batches" in outputs[0] and trainer.end() == 0
+  fleets.check_store(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_trainer_of_two_processes(tmp_path):
+  workdir = tmp_path / "run"
+
+  def command_of(coordinator, process):
+    place = (f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={process}")
+    return tiny.command(workdir, "--config.mesh.data=2", *place, config_file=fleets.__file__)
+
+  pair = multiprocess_test.Processes(command_of, devices=1, RLVR_JAX_COMMIT="tested")
+  with fleets.programs() as started:
+    try:
+      tiny.wait_for(fleets.has_run(workdir), pair.processes[0])
+      fleet = Fleet(workdir, tmp_path, started)
+      sampler = fleet.sampler("--config.mesh.data=1")
+      statuses, outputs = pair.ended()
+    finally:
+      pair.signal_all(signal.SIGKILL)
+    assert statuses == [0, 0], "\n".join(outputs)[-5000:]
+    assert sampler.end() == 0
+  fleets.check_store(workdir)
+  assert trained_once(workdir)
+
+
+@pytest.mark.soak
+def test_forty_random_kills(fleet):
+  """Of trainer and samplers: every batch is trained on once, and no lag is above the bound."""
+  rng = np.random.default_rng(0)
+  num_updates = 200 if in_bucket(fleet.workdir) else 450
+  flags = [f"--config.num_updates={num_updates}", "--config.checkpoint.every=4"]
+  trainer = fleet.trainer(*flags)
+  samplers = [fleet.sampler() for _ in range(2)]
+  kills = 0
+  while kills < 40 and trainer.process.poll() is None:
+    time.sleep(rng.uniform(0.5, 8))
+    index = int(rng.integers(3))
+    kills += 1
+    if index == 2:
+      trainer.kill()
+      trainer.end()
+      trainer = fleet.trainer(*flags)
+    else:
+      samplers[index].kill()
+      samplers[index] = fleet.sampler()
+  assert [program.end() for program in (trainer, *samplers)] == [0, 0, 0]
+  fleets.check_store(fleet.workdir, num_updates)
+  assert trained_once(fleet.workdir, num_updates)
+  assert kills == 40  # a faster machine needs more updates

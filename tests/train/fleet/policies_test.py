@@ -1,0 +1,96 @@
+"""Policies are restored as they were published, complete or not at all, onto the sampler's mesh."""
+
+import contextlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from train import tiny
+
+from rlvr_jax.storage.places import parse_path
+from rlvr_jax.train.checkpointing.checkpoint_files import ForeignCheckpointError
+from rlvr_jax.train.fleet.policies import Policy, PolicyGoneError, PolicyPublisher, PolicyReader
+from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.start.parameters import initial_params
+
+
+@pytest.fixture(scope="module")
+def parts():
+  return build(tiny.config(model__overrides=dict(num_layers=1, width=32, mlp_width=64)))
+
+
+def same(found, expected):
+  pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+  return all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+
+
+@pytest.mark.parametrize("storage", ["disk", "bucket"])
+def test_a_policy_is_restored_as_published(storage, parts, tmp_path, request):
+  folder = tmp_path if storage == "disk" else parse_path("", request.getfixturevalue("url"))
+  params = initial_params(parts)
+  others = jax.tree.map(lambda x: x + 1, params)
+  first, second, third = (Policy(version, f"{version:016x}") for version in (3, 4, 5))
+  reader = PolicyReader(folder, parts)
+  with contextlib.closing(PolicyPublisher(folder, parts, keep=2)) as publisher:
+    assert publisher.published() == []
+    metrics = publisher.publish(params, first)
+    assert metrics["fleet/published_gib"] * 2**30 == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert publisher.publish(params, first) == {}  # it is there
+    publisher.publish(others, second)
+    publisher.wait()
+    assert publisher.published() == [first, second]
+    restored = reader.restore(second)
+    assert same(restored.params, others) and restored.bytes > 0
+    publisher.publish(params, third)
+    publisher.wait()
+    assert publisher.published() == [second, third]  # the latest two
+    with pytest.raises(PolicyGoneError, match="version 3"):
+      reader.restore(first)
+    with pytest.raises(PolicyGoneError):  # of an update that was lost, and came out differently
+      reader.restore(second._replace(fingerprint="other"))
+  # A successor that begins before them.
+  with contextlib.closing(PolicyPublisher(folder, parts, keep=2)) as publisher:
+    assert publisher.published() == [second, third]
+    assert publisher.publish(others, second) == {}
+    assert publisher.published() == [second]  # the update after it was lost
+    publisher.publish(params, second._replace(fingerprint="other"))
+    publisher.wait()
+    assert same(reader.restore(second._replace(fingerprint="other")).params, params)
+
+
+def test_a_sampler_gets_the_dtypes_that_decode_on_its_own_mesh(tmp_path):
+  trainer = build(tiny.config(**{"model__overrides__compute_dtype": "bfloat16"}))
+  sampler = build(
+    tiny.config(**{"model__overrides__compute_dtype": "bfloat16"}, mesh__data=2, mesh__fsdp=2)
+  )
+  params = initial_params(trainer)
+  with contextlib.closing(PolicyPublisher(tmp_path, trainer)) as publisher:
+    publisher.publish(params, Policy(0, "a"))
+    publisher.wait()
+  restored = PolicyReader(tmp_path, sampler).restore(Policy(0, "a")).params
+  kernel, scale = restored["blocks"]["query"], restored["final_norm"]["scale"]
+  assert kernel.dtype == "bfloat16" and scale.dtype == "float32"
+  assert np.array_equal(kernel, params["blocks"]["query"].astype("bfloat16"))
+  assert len(kernel.sharding.device_set) == 4 and not kernel.sharding.is_fully_replicated
+
+
+def test_only_adapters_are_published_where_only_they_are_trained(tmp_path):
+  parts = build(tiny.config(lora__rank=2))
+  params = initial_params(parts)
+  with contextlib.closing(PolicyPublisher(tmp_path, parts)) as publisher:
+    publisher.publish(params, Policy(0, "a"))
+    publisher.wait()
+  assert same(PolicyReader(tmp_path, parts).restore(Policy(0, "a")).params, params)
+
+
+def test_what_is_incomplete_or_of_another_network_is_not_restored(parts, tmp_path):
+  with contextlib.closing(PolicyPublisher(tmp_path, parts)) as publisher:
+    publisher.publish(initial_params(parts), Policy(0, "a"))
+    publisher.wait()
+  other = build(tiny.config(model__overrides=dict(num_layers=1, width=64, mlp_width=64)))
+  with pytest.raises(ForeignCheckpointError, match="trainer's configuration"):
+    PolicyReader(tmp_path, other).restore(Policy(0, "a"))
+  shutil.rmtree(tmp_path / "0" / "arrays")
+  with pytest.raises(PolicyGoneError):
+    PolicyReader(tmp_path, parts).restore(Policy(0, "a"))
