@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import pytest
-from train import dialogues_test, tiny
+from train import dialogues_test, routes_test, tiny
 
 from rlvr_jax.train.checkpointing.workdir import WorkdirLock
 from rlvr_jax.train.cluster import multihost
@@ -138,6 +138,14 @@ def test_two_processes_of_dialogues_equal_one(tmp_path):
   """The first process has the environments; both put their replies in after the same bursts."""
   train_to_the_end(tmp_path / "pair", config_file=dialogues_test.__file__)
   tiny.run(tmp_path / "one", *FLAGS, config_file=dialogues_test.__file__)
+  assert_equal_to_one_process(tmp_path / "pair", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_two_processes_of_a_mixture_equal_one(tmp_path):
+  """Each has the routes of its own rows; they are replayed there."""
+  train_to_the_end(tmp_path / "pair", config_file=routes_test.__file__)
+  tiny.run(tmp_path / "one", *FLAGS, config_file=routes_test.__file__)
   assert_equal_to_one_process(tmp_path / "pair", tmp_path / "one")
 
 
