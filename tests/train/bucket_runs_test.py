@@ -39,9 +39,9 @@ def stored(workdir):
   }
 
 
-def outcome(workdir):
+def outcome(workdir, get_config=tiny.get_config):
   """As `tiny.outcome`, and the rollouts of the store."""
-  return tiny.outcome(workdir) | {"stored": stored(workdir)}
+  return tiny.outcome(workdir, get_config) | {"stored": stored(workdir)}
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -217,7 +217,8 @@ def test_a_killed_mixture_ends_as_on_a_disk(url, tmp_path):
   with started(url, tmp_path / "log", config_file=file, **{SECONDS: "0.2"}) as process:
     tiny.wait_for(published(url, 2, "train"), process)
   assert "resumed at update" in tiny.run(url, config_file=file)
-  assert outcome(url) == outcome(tmp_path / "disk")
+  found, expected = (outcome(x, routes_test.get_config) for x in (url, tmp_path / "disk"))
+  assert found == expected and "routes" in found["stored"][0]
 
 
 @pytest.mark.soak
