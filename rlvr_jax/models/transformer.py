@@ -702,10 +702,13 @@ def _run_loops(
       if sizes[stack]:
         parts[name] = jax.tree.map(cut, stacked)
 
-    def body(x, parts, pattern=pattern):
+    def body(x, parts, pattern=pattern, sizes=sizes):
       found = []
       for layer, kind in enumerate(pattern):
-        x, result = apply(x, take_rows(parts, rows_of(layer, pattern)), kind)
+        rows = rows_of(layer, pattern)
+        rows = {stack: row if sizes[stack] > 1 else None for stack, row in rows.items()}
+        take = lambda part, row: part if row is None else part[row]
+        x, result = apply(x, take_rows(parts, rows, take), kind)
         found += [] if result is None else [result]
       return x, jax.tree.map(lambda *y: jnp.stack(y), *found) if found else None
 
@@ -717,8 +720,12 @@ def _run_loops(
 
 
 def _cut(stacked: Array, *, first: int, count: int, size: int) -> Array:
-  """The layers of a loop, [count, size, …], from those of a stack; `size` of them a pattern."""
-  return stacked[first : first + count * size].reshape(count, size, *stacked.shape[1:])
+  """The layers of a loop from those of a stack, [count, size, …]; [count, …] if `size` is 1.
+
+  A stack of alike layers is not reshaped: compiled for a TPU, that would need memory.
+  """
+  part = stacked if count * size == len(stacked) else stacked[first : first + count * size]
+  return part if size == 1 else part.reshape(count, size, *part.shape[1:])
 
 
 def _stack_routes(routing: Sequence[Routing | None]) -> Array | None:
