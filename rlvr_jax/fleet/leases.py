@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from rlvr_jax.fleet.records import lease_name
@@ -32,7 +32,6 @@ class _Seen(NamedTuple):
 
   generation: int
   since: float  # when it first saw this generation
-  looked: float  # when it last looked
 
 
 class LeaseBook:
@@ -60,22 +59,22 @@ class LeaseBook:
     self._lock = threading.Lock()  # guards `_own`
     self._changing = threading.Lock()  # held while an own lease is written
 
-  def take(self, wanted: Iterable[Lease], taken: Collection[Lease]) -> Lease | None:
+  def take(self, wanted: Iterable[Lease], taken: Mapping[Lease, int]) -> Lease | None:
     """Takes a lease: the first that is free, or else the first that is silent.
 
     Args:
       wanted: leases with groups to sample, in order of preference.
-      taken: those that have an object; others are tried.
+      taken: generations of those that have an object; others are tried.
     Returns:
       The lease; None if all have a sampler.
     """
     others = [lease for lease in wanted if lease not in self.own()]
+    silent = [lease for lease in others if lease in taken and self._is_silent(lease, taken[lease])]
     for lease in others:
       if lease not in taken and self._take(lease, 0):
         return lease
-    for lease in others:
-      silent = self._find_silent(lease)
-      if silent and self._take(lease, silent):
+    for lease in silent:
+      if self._take(lease, taken[lease]):
         return lease
     return None
 
@@ -101,20 +100,12 @@ class LeaseBook:
       if generation is not None:
         self._files.delete(lease_name(*lease), generation=generation)
 
-  def _find_silent(self, lease: Lease) -> int:
-    """The generation of a lease that is silent; 0 if it is not, or that is not known yet."""
-    now = self._clock()
+  def _is_silent(self, lease: Lease, generation: int) -> bool:
+    """Whether another sampler's lease has had this generation for too long."""
     seen = self._seen.get(lease)
-    if seen is not None and now - seen.looked < self._limit_s / BEATS:
-      return 0
-    try:
-      _, generation = self._files.read_generation(lease_name(*lease))
-    except FileNotFoundError:
-      self._seen.pop(lease, None)
-      return 0
-    since = seen.since if seen is not None and seen.generation == generation else now
-    self._seen[lease] = _Seen(generation, since, now)
-    return generation if now - since > self._limit_s else 0
+    if seen is None or seen.generation != generation:
+      seen = self._seen[lease] = _Seen(generation, self._clock())
+    return self._clock() - seen.since > self._limit_s
 
   def _take(self, lease: Lease, generation: int) -> bool:
     """Takes a lease that has this generation; False if another sampler was faster."""

@@ -66,7 +66,7 @@ class _TrainerFields(NamedTuple):
   config: str  # fingerprint of the configuration
   data: str  # fingerprint of problems and tokenizer
   policies: list[list[Any]]  # [version, fingerprint] of those that can be restored, newest last
-  first_draw: int  # the lowest draw that is still needed
+  draws: list[int]  # the lowest draw that is still needed, and the newest that has a plan
   ended: bool  # whether all batches have been sampled
   beat: int  # number of this record
 

@@ -98,7 +98,15 @@ class Bucket:
 
   def sizes(self, prefix: str = "") -> dict[str, int]:
     """Bytes of the objects whose names begin with `prefix`, by name."""
-    sizes: dict[str, int] = {}
+    return self._list(prefix, "size")
+
+  def generations(self, prefix: str = "") -> dict[str, int]:
+    """Generations of the objects whose names begin with `prefix`, by name, sorted."""
+    return dict(sorted(self._list(prefix, "generation").items()))
+
+  def _list(self, prefix: str, field: str) -> dict[str, int]:
+    """A whole number of each object whose name begins with `prefix`, by name."""
+    found: dict[str, int] = {}
     page: dict[str, Any] | None = None
     folder = f"{self._prefix}/"
     with _explain_errors(self.url):
@@ -106,13 +114,13 @@ class Bucket:
         page = self._call(
           *("GET", "b/{}/o", self._bucket),
           prefix=folder + prefix,
-          fields="items(name,size),nextPageToken",
+          fields=f"items(name,{field}),nextPageToken",
           pageToken=(page or {}).get("nextPageToken"),
           json_out=True,
         )
         for item in page.get("items", ()):
-          sizes[item["name"].removeprefix(folder)] = int(item["size"])
-    return sizes
+          found[item["name"].removeprefix(folder)] = int(item[field])
+    return found
 
   def exists(self, name: str) -> bool:
     """Whether an object has this name."""

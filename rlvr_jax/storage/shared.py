@@ -35,6 +35,10 @@ class SharedFiles(Protocol):
     """Names of the objects that begin with `prefix`, which has the folder; sorted."""
     ...
 
+  def generations(self, prefix: str = "") -> dict[str, int]:
+    """Generations of the objects that begin with `prefix`, by name, sorted."""
+    ...
+
   def read_generation(self, name: str) -> tuple[bytes, int]:
     """Content and generation of an object; raises FileNotFoundError if it does not exist."""
     ...
@@ -100,13 +104,17 @@ class DiskFiles:
       link.unlink(missing_ok=True)
 
   def names(self, prefix: str = "") -> list[str]:
+    return [*self.generations(prefix)]
+
+  def generations(self, prefix: str = "") -> dict[str, int]:
     directory, slash, _ = prefix.rpartition("/")
     newest: dict[str, int] = {}
     for file, generation in self._list(self._folder / directory):
       name = f"{directory}{slash}{file}"
       newest[name] = max(generation, newest.get(name, 0))
     exists = lambda name: newest[name] == 1 or self._size(name, newest[name]) > 0
-    return sorted(name for name in newest if name.startswith(prefix) and exists(name))
+    found = sorted(name for name in newest if name.startswith(prefix) and exists(name))
+    return {name: newest[name] for name in found}
 
   def read_generation(self, name: str) -> tuple[bytes, int]:
     while generation := self._newest(name):

@@ -29,47 +29,54 @@ def book(files, name, clock=None):
   return LeaseBook(files, name, limit_s=60, clock=clock or Clock())
 
 
+def take(book, files, leases, unlisted=()):
+  """Takes one of the leases, after a list of those that have an object; without some of them."""
+  listed = files.generations("leases/")
+  taken = {lease: listed[name] for lease in LEASES if (name := lease_name(*lease)) in listed}
+  return book.take(leases, {lease: taken[lease] for lease in taken if lease not in unlisted})
+
+
 def test_a_lease_has_one_sampler(files):
   one, two = book(files, "one"), book(files, "two")
-  assert one.take(LEASES, ()) == LEASES[0]
-  assert two.take(LEASES, ()) == LEASES[1]  # the first is taken, whatever the listing says
-  assert one.take(LEASES, LEASES[:2]) == LEASES[2]
-  assert one.take(LEASES, LEASES) is None and two.take(LEASES, LEASES) is None
+  assert take(one, files, LEASES) == LEASES[0]
+  assert take(two, files, LEASES, unlisted=LEASES) == LEASES[1]  # whatever the listing says
+  assert take(one, files, LEASES) == LEASES[2]
+  assert take(one, files, LEASES) is None and take(two, files, LEASES) is None
   one.release(LEASES[0])
-  assert two.take(LEASES, LEASES[1:]) == LEASES[0]
+  assert take(two, files, LEASES) == LEASES[0]
   assert one.beat() == [] and set(one.own()) == {LEASES[2]}
   two.forget(LEASES[0])  # it is finished, and nobody takes it
-  assert set(two.own()) == {LEASES[1]} and one.take(LEASES, LEASES) is None
+  assert set(two.own()) == {LEASES[1]} and take(one, files, LEASES) is None
 
 
 def test_a_silent_lease_is_taken_over_by_the_observers_clock(files):
   clock, other = Clock(), Clock()
   other.now = 1e6  # clocks are never compared
   owner, observer = book(files, "owner", other), book(files, "observer", clock)
-  assert owner.take(LEASES[:1], ()) == LEASES[0]
+  assert take(owner, files, LEASES[:1]) == LEASES[0]
   for clock.now in (0, 50, 100, 150):  # it beats, so it is not silent
-    assert observer.take(LEASES[:1], LEASES) is None
+    assert take(observer, files, LEASES[:1]) is None
     assert owner.beat() == []
   clock.now = 160
-  assert observer.take(LEASES[:1], LEASES) is None
+  assert take(observer, files, LEASES[:1]) is None
   clock.now = 219
-  assert observer.take(LEASES[:1], LEASES) is None
+  assert take(observer, files, LEASES[:1]) is None
   clock.now = 230
-  assert observer.take(LEASES[:1], LEASES) == LEASES[0]
+  assert take(observer, files, LEASES[:1]) == LEASES[0]
   assert owner.beat() == [LEASES[0]] and not owner.own()  # it was frozen, and has lost it
   assert observer.beat() == [] and files.names("leases/") == [lease_name(0, 0)]
 
 
 def test_of_many_samplers_one_takes_a_silent_lease(files):
   clock = Clock()
-  assert book(files, "dead").take(LEASES[:1], ()) == LEASES[0]
+  assert take(book(files, "dead"), files, LEASES[:1]) == LEASES[0]
   books = [book(files, f"{number}", clock) for number in range(4)]
   for each in books:
-    assert each.take(LEASES[:1], LEASES) is None
+    assert take(each, files, LEASES[:1]) is None
   clock.now = 61
   taken = []
   threads = [
-    threading.Thread(target=lambda each=each: taken.append(each.take(LEASES[:1], LEASES)))
+    threading.Thread(target=lambda each=each: taken.append(take(each, files, LEASES[:1])))
     for each in books
   ]
   for thread in threads:

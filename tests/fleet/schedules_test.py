@@ -70,7 +70,8 @@ def run_schedule(seed, folder):
       late += not won
     else:
       wanted = [lease for lease in LEASES if lease not in winners]
-      taken = [lease for lease in LEASES if lease_name(*lease) in files.names("leases/")]
+      listed = files.generations("leases/")
+      taken = {lease: listed[n] for lease in LEASES if (n := lease_name(*lease)) in listed}
       if (lease := sampler.book.take(wanted, taken)) is not None:
         if lease in holders:  # only of a sampler that gave no sign of life for the limit
           assert now - alive_at[lease] > LIMIT_S

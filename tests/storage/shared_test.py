@@ -36,6 +36,7 @@ def test_an_object_is_written_on_conditions(files):
   files.put("a/12", b"x", generation=0)
   files.put("b/1", b"y", generation=0)
   assert files.names("a/") == ["a/1", "a/12"] and files.names("a/12") == ["a/12"]
+  assert files.generations("a/1") == {n: files.read_generation(n)[1] for n in ("a/1", "a/12")}
   files.delete("a/1", generation=second)  # which it does not have
   assert files.read_generation("a/1") == (b"three", third)
 

@@ -89,7 +89,7 @@ class Board:
     self._files, self._record, self._published = files, record, published
     self._new: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
     self._found = _Found()
-    self._first_draw = 0
+    self._draws = record.draws  # as in the record that is to be written next
     for name in files.names("failures/"):
       files.delete(name)
     self._write_record()
@@ -110,6 +110,7 @@ class Board:
       self.discard(plan.draw)
     with contextlib.suppress(ChangedError):  # an earlier trainer has written the same
       self._files.put(name, plan.encode(), generation=0)
+    self._draws = [self._draws[0], plan.draw]
 
   def discard(self, draw: int, group: int | None = None, lease: int | None = None) -> None:
     """Removes a finished group of a draw and its lease, or all, so that they are sampled again."""
@@ -121,7 +122,7 @@ class Board:
 
   def forget(self, *, before: int) -> None:
     """Lets the thread remove everything of draws with a lower number."""
-    self._first_draw = before
+    self._draws = [before, self._draws[1]]
 
   # --- what samplers say --------------------------------------------------------------------------
 
@@ -172,12 +173,13 @@ class Board:
         if now - read > beat_s / 2:
           self._read_samplers()
           read = now
-        if now - beat > beat_s or policies != self._record.policies:
-          beats, first = self._record.beat + 1, self._first_draw
-          self._record = self._record._replace(policies=policies, first_draw=first, beat=beats)
+        draws = self._draws
+        news = self._record._replace(policies=policies, draws=draws)
+        if now - beat > beat_s or news != self._record:
+          self._record = news._replace(beat=news.beat + 1)
           self._write_record()
           beat = now
-        self._read_groups()
+        self._read_groups(draws[0])
         answered = time.monotonic()
       except UnreachableError as error:
         if time.monotonic() - answered > UNREACHABLE_S:
@@ -206,9 +208,12 @@ class Board:
       message = FailureRecord.decode(self._files.read_generation(name)[0], name).message
       self._found.fail(failure=f"sampler {name.partition('/')[2]} failed: {message}")
 
-  def _read_groups(self) -> None:
-    """Reads new groups, and removes what belongs to draws that are complete."""
-    first, names = self._first_draw, self._files.names("groups/")
+  def _read_groups(self, first: int) -> None:
+    """Reads new groups, and removes what belongs to draws before the first that is needed.
+
+    By then the record says so, so that no sampler begins their groups again.
+    """
+    names = self._files.names("groups/")
     old = [name for name in names if draw_of(name) < first]
     new = [n for n in names if n not in self._found.groups and draw_of(n) >= first]
     with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:

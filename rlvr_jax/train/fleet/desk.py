@@ -97,13 +97,13 @@ class Desk:
     """
     self._files, self._name = files, name
     self._book = LeaseBook(files, name, limit_s=limit_s)
-    self._watcher = _Watcher(files)
+    self._watcher = Watcher(files)
     self._writer = _Writer(files, self._book)
-    self._taker = _Taker(files, self._book, self._watcher)
+    self._taker = Taker(files, self._book, self._watcher)
     self._closing = threading.Event()
     loops = (
       lambda: self._watcher.run(poll_s, self._closing),
-      lambda: self._taker.run(ahead, poll_s, self._closing),
+      lambda: self._taker.run(ahead, poll_s, limit_s, self._closing),
       lambda: self._writer.run(self._closing),
       lambda: self._beat(describe, limit_s / BEATS),
     )
@@ -164,7 +164,7 @@ class Desk:
         return
 
 
-class _Watcher:
+class Watcher:
   """Reads the trainer's record, and the plans.
 
   Attributes:
@@ -174,25 +174,28 @@ class _Watcher:
   def __init__(self, files: SharedFiles):
     self._files = files
     self._plans: dict[str, Plan] = {}
+    self._generation, self._changed = -1, time.monotonic()  # of the trainer's record
     self.view = View(None, 0.0, {}, time.monotonic())
 
   def run(self, poll_s: float, closing: threading.Event) -> None:
-    """Reads until it is closed."""
-    generation, changed = -1, time.monotonic()
-    trainer: TrainerRecord | None = None
+    """Looks until it is closed."""
     while True:
-      answered = self.view.answered
-      with contextlib.suppress(UnreachableError):  # `answered` says so
-        with contextlib.suppress(FileNotFoundError):
-          data, newest = self._files.read_generation(TRAINER)
-          if newest != generation:
-            generation, changed = newest, time.monotonic()
-            trainer = TrainerRecord.decode(data, TRAINER)
-        self._read_plans(0 if trainer is None else trainer.first_draw)
-        answered = time.monotonic()
-      self.view = View(trainer, time.monotonic() - changed, dict(self._plans), answered)
+      self.look()
       if closing.wait(poll_s):
         return
+
+  def look(self) -> None:
+    """Reads what has changed."""
+    trainer, answered = self.view.trainer, self.view.answered
+    with contextlib.suppress(UnreachableError):  # `answered` says so
+      with contextlib.suppress(FileNotFoundError):
+        data, generation = self._files.read_generation(TRAINER)
+        if generation != self._generation:  # also where there is another plan
+          trainer = TrainerRecord.decode(data, TRAINER)
+          self._read_plans(trainer.draws[0])
+          self._generation, self._changed = generation, time.monotonic()
+      answered = time.monotonic()
+    self.view = View(trainer, time.monotonic() - self._changed, dict(self._plans), answered)
 
   def _read_plans(self, first_draw: int) -> None:
     names = [name for name in self._files.names("plans/") if draw_of(name) >= first_draw]
@@ -203,10 +206,10 @@ class _Watcher:
           self._plans[name] = Plan.decode(self._files.read_generation(name)[0], name)
 
 
-class _Taker:
+class Taker:
   """Takes leases, as many ahead as fill the slots."""
 
-  def __init__(self, files: SharedFiles, book: LeaseBook, watcher: _Watcher):
+  def __init__(self, files: SharedFiles, book: LeaseBook, watcher: Watcher):
     self._files, self._book, self._watcher = files, book, watcher
     self._version = -1
     self._taken: queue.Queue[Work] = queue.Queue()
@@ -230,24 +233,30 @@ class _Taker:
         return work
       self._book.release(work.lease)  # others have finished its groups meanwhile
 
-  def run(self, ahead: int, poll_s: float, closing: threading.Event) -> None:
-    """Takes leases until it is closed."""
+  def run(self, ahead: int, poll_s: float, limit_s: float, closing: threading.Event) -> None:
+    """Takes leases until it is closed; where there are none, it looks again for new plans.
+
+    Now and then it looks for leases that others have given back, or are silent.
+    """
     while not closing.is_set():
       self._looked.clear()
-      found = 0
+      found, sought = 0, (self._version, self._watcher.view.plans.keys())
       with contextlib.suppress(UnreachableError):
-        for work in self._find(self._version):
+        for work in self.find(self._version):
           self._taken.put(work)
           found += 1
           if self._taken.qsize() >= ahead or closing.is_set():
             break
       self._looked.set()
-      closing.wait(_PATIENCE_S if found else poll_s)
+      again = time.monotonic() + (0.0 if found else limit_s / BEATS)
+      while time.monotonic() < again and not closing.wait(poll_s):
+        if sought != (self._version, self._watcher.view.plans.keys()):
+          break
       while self._taken.qsize() >= ahead and not closing.wait(_PATIENCE_S):
         pass
 
-  def _find(self, version: int) -> Iterator[Work]:
-    """Takes leases that have groups to sample, the earliest draws first."""
+  def find(self, version: int) -> Iterator[Work]:
+    """Takes leases that a policy of this version may sample, the earliest draws first."""
     for plan in sorted(self._watcher.view.plans.values()):
       if version < plan.lowest_version:
         continue
@@ -259,7 +268,8 @@ class _Taker:
       }
       wanted = [lease for lease, groups in missing.items() if groups]
       if wanted:
-        taken = {Lease(plan.draw, index_of(n)) for n in self._files.names(f"leases/{prefix}")}
+        present = self._files.generations(f"leases/{prefix}")
+        taken = {Lease(plan.draw, index_of(name)): present[name] for name in present}
         while (lease := self._book.take(wanted, taken)) is not None:
           yield Work(lease, plan, missing[lease])
 

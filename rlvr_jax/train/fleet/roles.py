@@ -76,7 +76,7 @@ def start_fleet(
       incarnation=uuid.uuid4().hex,
       **identity._asdict(),
       policies=[],
-      first_draw=generator.position().draws,
+      draws=[generator.position().draws, -1],
       ended=False,
       beat=0,
     )
