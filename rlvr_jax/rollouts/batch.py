@@ -116,7 +116,8 @@ class BatchInFlight:
       that was being filled when this draw began; `fill_with_mixed_groups` numbers the result.
     draw: number of the draw of prompts it is sampled from, from 0.
     snapshot: the policy that samples it.
-    versions: i32[P], version per group; `FOREIGN` for groups that this run does not sample.
+    versions: i32[P], version per group when it began; `FOREIGN` for groups that this run does not
+      sample.
     position: of the generator after this batch was started.
     dispatched: time of dispatch, seconds on the host's clock.
     flight: its rollouts in progress; None if all groups are recorded.
@@ -152,7 +153,8 @@ class RolloutBatch:
     fingerprint: of that policy's parameters.
     others: where several versions have sampled it, of which `version` is the oldest: the others'
       fingerprints, by version as text.
-    versions: i32[P], version per group; None while the contents are only in the store.
+    versions: i32[P], version per group, that of its oldest token; None while the contents are only
+      in the store.
     position: of the generator after this batch; None for a batch restored from a checkpoint.
     draws: number of draws of prompts that it took, more than one under dynamic sampling.
     flops: model FLOPs of generating it.
@@ -295,7 +297,12 @@ def drop_scores(batch: TrainBatch) -> TrainBatch:
   """Drops the fields that only an update reads, so that scoring always has the same shapes."""
   batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
   return dataclasses.replace(
-    batch, sampled_logprobs=None, turn_scores=None, lags=None, sources=None
+    batch,
+    sampled_logprobs=None,
+    turn_scores=None,
+    lags=None,
+    sources=None,
+    token_versions=None,
   )
 
 
@@ -357,6 +364,9 @@ def append_recorded(graded: Graded, recorded: Graded) -> Graded:
   ]
   if any(batch.turns is not None for batch in batches):
     batches = [_with_turns(batch) for batch in batches]
+  if graded.train.token_versions is not None:
+    foreign: Any = np.full(np.shape(recorded.train.tokens), FOREIGN, np.int32)
+    batches[1] = dataclasses.replace(batches[1], token_versions=foreign)
   return graded._replace(train=join_batches(batches), samples=graded.samples + recorded.samples)
 
 

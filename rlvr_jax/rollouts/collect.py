@@ -132,6 +132,7 @@ class Collector:
       turn_scores=rollouts.turn_scores,
       routes=rollouts.routes,
       prompt_routes=rollouts.prompt_routes,
+      token_versions=rollouts.token_versions,
     )
     batch = dataclasses.replace(batch, solve_rate=mean_solve_rate(batch, np.asarray(versions)))
     statistics = {

@@ -54,6 +54,8 @@ class Group(NamedTuple, Generic[Owner]):
   # If routes are recorded, otherwise None; see `types.Rollouts`:
   routes: np.ndarray | None = None  # [G, T, layers, k]
   prompt_routes: np.ndarray | None = None  # [S, layers, k]
+  # If weights may change within a response, otherwise None; see `types.Rollouts`:
+  token_versions: np.ndarray | None = None  # i32[G, T]
 
 
 class Answer(NamedTuple, Generic[Owner]):
@@ -152,6 +154,7 @@ def stack_groups(groups: Sequence[Group]) -> Rollouts:
     turn_scores=stack_if_any("turn_scores"),
     routes=stack_if_any("routes"),
     prompt_routes=stack_if_any("prompt_routes"),
+    token_versions=stack_if_any("token_versions"),
   )
 
 

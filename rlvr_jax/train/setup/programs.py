@@ -316,7 +316,7 @@ def abstract_batch(
     rewards=of((P, G), jnp.float32),
     correct=of((P, G), jnp.float32),
     valid=of((P, G), jnp.bool_),
-    lags=of((P, G), jnp.int32),
+    lags=of((P, G, T), jnp.int32),
     turns=of((P, G, T), jnp.int32) if has_turns else None,
     turn_scores=of((P, G, T), jnp.float32) if has_turn_scores else None,
     sources=of((P,), jnp.int32),
