@@ -279,6 +279,21 @@ def read_batch(path: pathlib.Path) -> TrainBatch:
   return batch_from_arrays(read_shard(path, 0).arrays)
 
 
+def with_oldest_versions(versions: np.ndarray, rollouts: Rollouts) -> np.ndarray:
+  """i32[P], the version of each group's oldest token, if tokens have versions of their own.
+
+  Args:
+    versions: i32[P], of groups when they began; the first ones are those of `rollouts`.
+    rollouts: that were sampled.
+  """
+  of_tokens: Any = rollouts.token_versions
+  if of_tokens is None:
+    return versions
+  oldest = np.where(of_tokens == FOREIGN, np.iinfo(np.int32).max, of_tokens).min(axis=(1, 2))
+  oldest = np.where((of_tokens == FOREIGN).all(axis=(1, 2)), FOREIGN, oldest).astype(np.int32)
+  return np.concatenate([oldest, versions[len(oldest) :]])
+
+
 def sampled_places(rollouts: Rollouts) -> np.ndarray:
   """bool[P, G, T], the tokens of the policy, without those of an environment; NumPy."""
   places = np.arange(rollouts.tokens.shape[-1]) < np.asarray(rollouts.lengths)[..., None]

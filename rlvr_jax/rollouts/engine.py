@@ -129,17 +129,18 @@ class ChangingWeights(Protocol):
     ...
 
 
-class _OneVersion(NamedTuple):
-  """Weights that do not change."""
+class OneVersion(NamedTuple):
+  """Weights that do not change; see `ChangingWeights`."""
 
   weights: Params
+  number: int = NOT_SAMPLED  # of the version
   rebuilds: bool = False
 
   def ask(self) -> None:
     pass
 
   def version(self, group: Group, rollout: int, length: int) -> int:
-    return 0
+    return self.number
 
   def params(self, version: int) -> Params:
     return self.weights
@@ -604,7 +605,7 @@ class Engine:
       new_weights: asked between bursts; groups then have `token_versions`. None: the weights do not
         change.
     """
-    weights: ChangingWeights = new_weights or _OneVersion(params)
+    weights: ChangingWeights = new_weights or OneVersion(params)
     state = self.programs.empty_slots()
     usage = Usage() if usage is None else usage
     slots: list[_Rollout | None] = [None] * self.settings.slots
@@ -861,7 +862,7 @@ class Engine:
         fresh = fresh._replace(generated=cached)
       yield waiting.prefilled, fresh
 
-  def _to_decode(self, rollouts: Mapping[int, _Rollout]) -> tuple[np.ndarray, Known | None]:
+  def _to_decode(self, rollouts: Mapping[int, _Rollout]) -> tuple[Any, Known | None]:
     """Of rollouts by slot: the first token to decode, and of dialogues the known ones behind it."""
     slots, steps = self.settings.slots, self.settings.shape.steps
     token: Any = np.full(slots, -1, np.int32)

@@ -36,7 +36,7 @@ from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.fleet.board import Board
 from rlvr_jax.train.fleet.policies import Policy, PolicyPublisher
-from rlvr_jax.train.generation import dynamic_sampling
+from rlvr_jax.train.generation import agreement, dynamic_sampling
 from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
 from rlvr_jax.train.generation.generator import Generator
 from rlvr_jax.train.reporting.progress import duration, say, warn
@@ -325,23 +325,21 @@ class FleetGeneration:
     """The batch of a draw, under the versions that sampled its groups."""
     records = [draw.records[index] for index in range(len(draw.plan.problems))]
     versions = [min(map(int, record.policies)) for record in records]
-    others = {version: x for record in records for version, x in record.policies.items()}
+    sampled_by = {int(v): x for record in records for v, x in record.policies.items()}
     oldest = min(versions)
-    fingerprint = others.pop(str(oldest))
     of_group = draw.batch.versions.copy()
     sampled = of_group[: len(versions)]
     of_group[: len(versions)] = np.where(sampled < 0, sampled, versions)
-    snapshot = PolicySnapshot({}, oldest, lambda: fingerprint, ())
+    snapshot = PolicySnapshot({}, oldest, lambda: sampled_by[oldest], ())
     batch = dataclasses.replace(draw.batch, versions=of_group, snapshot=snapshot)
     gaps: dict[str, list[float]] = {}
     for record in records:
       for name, gap in record.gaps.items():
         gaps.setdefault(name, []).append(gap)
-    join = lambda name: np.max if name.endswith("_max") else np.mean
-    statistics = {name: float(join(name)(values)) for name, values in gaps.items()}
+    statistics = agreement.join_gaps(gaps)
     statistics["fleet/samplers"] = float(len({record.sampler for record in records}))
-    statistics["fleet/policies"] = float(1 + len(others))
-    return dataclasses.replace(self._generator.assemble(batch, measured=statistics), others=others)
+    statistics["fleet/policies"] = float(len(sampled_by))
+    return self._generator.assemble(batch, measured=statistics, sampled_by=sampled_by)
 
   def _measure_samplers(self, board: Board) -> dict[str, float]:
     """Metrics of the samplers that are running."""

@@ -339,12 +339,12 @@ class Sampler:
     return agreement.behavior_gaps(
       graded.train,
       sampled_places(flight.rollouts).astype(np.float32),
-      policy,
+      [policy],
       frozen.sampler,
       sources=Sources([source._replace(prompts=1)]),
       placement=parts.placement,
-      behavior_gap=parts.programs.behavior_gap,
-    )
+      programs=parts.programs,
+    ).gaps
 
 
 def _alone(group: Group[Flight]) -> Flight:

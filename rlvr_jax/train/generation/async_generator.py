@@ -117,7 +117,8 @@ class AsyncGenerator:
   def _run(self) -> None:
     try:
       for batch in itertools.chain(
-        self._generator.recall_stored(), self._generator.batches(self._next_policy)
+        self._generator.recall_stored(),
+        self._generator.batches(self._next_policy, newest=self._newest_policy),
       ):
         self._ready.put(batch)
     except EndRequestedError:
@@ -133,6 +134,10 @@ class AsyncGenerator:
       if wait:
         self._changed.wait_for(lambda: self._ended() or self._may_begin() or grades_are_ready())
       return self._newest if self._may_begin() and not self._ended() else None
+
+  def _newest_policy(self) -> PolicySnapshot | None:
+    with self._changed:
+      return self._newest
 
   def _wake(self) -> None:
     with self._changed:

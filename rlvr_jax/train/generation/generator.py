@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -30,11 +30,13 @@ from rlvr_jax.rollouts.batch import (
   sampled_places,
   solve_rates,
   to_shard,
+  with_oldest_versions,
 )
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.generation import agreement, dynamic_sampling, raw_logprobs
+from rlvr_jax.train.generation.new_weights import FINISH, RECOMPUTE, SWITCH, NewWeights
 from rlvr_jax.train.generation.streams import Streams
 from rlvr_jax.train.reporting import machines
 from rlvr_jax.train.reporting.progress import warn
@@ -60,9 +62,14 @@ class NextPolicy(Protocol):
 
 
 class _Policies:
-  """The policies of a generator's batches, with a look at the next one."""
+  """The policies of a generator's batches, with a look at the next one.
 
-  def __init__(self, next_policy: NextPolicy):
+  Attributes:
+    new_weights: where newer policies come from within a response; None if they wait for its end.
+  """
+
+  def __init__(self, next_policy: NextPolicy, new_weights: NewWeights | None = None):
+    self.new_weights = new_weights
     self._next_policy = next_policy
     self._ahead: PolicySnapshot | None = None  # of the next batch, if `look_ahead` found one
 
@@ -76,6 +83,10 @@ class _Policies:
     """The policy of the next batch, without waiting for one; `take` returns it as well."""
     self._ahead = self._next_policy(wait=False, until=None)
     return self._ahead
+
+  def newest(self, policy: PolicySnapshot) -> PolicySnapshot:
+    """The policy that samples now, in a stream that began with `policy`."""
+    return policy if self.new_weights is None else self.new_weights.newest() or policy
 
 
 @dataclasses.dataclass
@@ -140,7 +151,8 @@ class Generator:
     self._clock = clock
     # The groups of a fleet are sampled by other programs, see `train.fleet.generation`.
     live = [] if parts.config.fleet.samplers else parts.sources.live
-    self._streams = Streams(live, collector, store.journal())
+    has_versions = parts.config.fleet.new_weights != FINISH
+    self._streams = Streams(live, collector, store.journal(), has_versions=has_versions)
     # If all groups are recorded, no problem is drawn, but the position is saved.
     self._problems = problem_draws(
       parts.task.train, batch_size=max(parts.sources.num_live, 1), seed=parts.config.seed
@@ -181,15 +193,23 @@ class Generator:
       self._counts.version if version is None else version,
     )
 
-  def batches(self, next_policy: NextPolicy, end: int | None = None) -> Iterator[RolloutBatch]:
+  def batches(
+    self,
+    next_policy: NextPolicy,
+    end: int | None = None,
+    newest: Callable[[], PolicySnapshot | None] = lambda: None,
+  ) -> Iterator[RolloutBatch]:
     """Yields batches in order as they are graded; workers grade while the devices generate.
 
     Args:
       next_policy: chooses the policy of every batch.
       end: one past the number of the last batch, for an estimate of the time left; None if it is
         not known.
+      newest: the newest policy, which takes over responses if `config.fleet.new_weights` says so.
     """
-    policies = _Policies(next_policy)
+    setting = self._parts.config.fleet.new_weights
+    changing = None if setting == FINISH else NewWeights(newest, setting == RECOMPUTE)
+    policies = _Policies(next_policy, changing)
     in_flight: collections.deque[BatchInFlight] = collections.deque()  # sampled, being graded
     while True:
       # If a policy is available, the next batch is sampled first: the graders must not run out of
@@ -214,16 +234,30 @@ class Generator:
         yield from self._fill_batches(policy, count, policies)
         continue
       groups = None if end is None else (end - self.number) * self._parts.sources.num_live
-      for sampled in self._sample_batches(self._begin_batches(policy, policies), policy, groups):
+      begun = self._begin_batches(policy, policies)
+      for sampled in self._sample_batches(begun, policy, policies, groups):
         in_flight.extend(sampled)
         while in_flight and may_finish(in_flight):
           yield self._finish(in_flight.popleft())
 
-  def _begin_batches(self, policy: PolicySnapshot, policies: _Policies) -> Iterator[BatchInFlight]:
-    """Begins the batches of a stream: the next one, and those after it of the same policy."""
+  def _begin_batches(
+    self, policy: PolicySnapshot, policies: _Policies
+  ) -> Iterator[BatchInFlight | None]:
+    """Begins the batches of a stream: the next one, and those after it of the same policy.
+
+    Where weights change within responses the stream goes on under newer policies; None while no
+    batch may begin.
+    """
     yield self._begin_batch(policy)
-    while self._goes_on(policy, policies):
-      yield self._begin_batch(policy)
+    if policies.new_weights is None:
+      while self._goes_on(policy, policies):
+        yield self._begin_batch(policy)
+      return
+    while True:
+      newer = policies.look_ahead()
+      if newer is not None and self._look_up() is not None:
+        return
+      yield None if newer is None else self._begin_batch(newer)
 
   def _goes_on(self, policy: PolicySnapshot, policies: _Policies) -> bool:
     """Whether the next batch is to be sampled from the same policy, now."""
@@ -375,11 +409,15 @@ class Generator:
     )
 
   def _sample_batches(
-    self, batches: Iterable[BatchInFlight | None], policy: PolicySnapshot, groups: int | None = None
+    self,
+    batches: Iterable[BatchInFlight | None],
+    policy: PolicySnapshot,
+    policies: _Policies,
+    groups: int | None = None,
   ) -> Iterator[list[BatchInFlight]]:
     """As `Streams.sample`, with the time that each batch has taken."""
     counted = dataclasses.replace(self._streams.usage)
-    for complete in self._streams.sample(batches, policy, groups):
+    for complete in self._streams.sample(batches, policy, groups, policies.new_weights):
       now = time.perf_counter()
       timed: list[BatchInFlight] = []
       for batch in complete:
@@ -396,7 +434,10 @@ class Generator:
       yield timed
 
   def assemble(
-    self, batch: BatchInFlight, measured: Mapping[str, float] | None = None
+    self,
+    batch: BatchInFlight,
+    measured: Mapping[str, float] | None = None,
+    sampled_by: Mapping[int, str] | None = None,
   ) -> RolloutBatch:
     """Waits for the grades and assembles the batch: sampled groups, then recorded ones.
 
@@ -404,19 +445,22 @@ class Generator:
       batch: with all groups sampled.
       measured: what the programs that sampled it measured, agreement included; None: this one has
         sampled it, and checks agreement.
+      sampled_by: the fingerprints of the versions that have sampled it; None: this program has.
     """
     parts, policy = self._parts, batch.snapshot
     sources, recorded = parts.sources, batch.recorded
     position = batch.position
     timings = dict(batch.timings)
     flops = 0.0
+    versions = batch.versions
     if batch.flight is None:
       assert recorded is not None  # there are live or recorded groups, or both
       graded = recorded
       mask: Any = recorded.train.mask
     else:
       began = time.perf_counter()
-      graded = self._collector.finish(batch.flight, batch.versions.tolist()[: sources.num_live])
+      versions = with_oldest_versions(batch.versions, batch.flight.rollouts)
+      graded = self._collector.finish(batch.flight, versions.tolist()[: sources.num_live])
       solved = solve_rates(graded.train).astype(np.float32)
       problems, observed = self._problems.observe(batch.draw, solved, position.problems)
       position = position._replace(problems=problems)
@@ -434,11 +478,17 @@ class Generator:
         graded = append_recorded(graded, recorded)
         mask = np.concatenate([mask, recorded.train.mask])
     source_of_group: Any = np.repeat(np.arange(len(sources), dtype=np.int32), sources.quotas)
-    rate: Any = mean_solve_rate(graded.train, batch.versions)
+    rate: Any = mean_solve_rate(graded.train, versions)
     train = dataclasses.replace(graded.train, sources=source_of_group, solve_rate=rate)
     graded = graded._replace(train=train)
+    if sampled_by is None:
+      sampled_by = self._sampled_by(graded, policy)
     if measured is None:
       graded = self._check_agreement(graded, mask, policy)
+      if graded.train.token_versions is not None:
+        compared = self._counts.checked_version
+        self._streams.release(before=policy.version, compared=compared)
+        position = position._replace(checked_version=compared)
     else:
       graded = graded._replace(statistics={**graded.statistics, **measured})
     graded = raw_logprobs.replace_with_raw(
@@ -451,32 +501,51 @@ class Generator:
       replays_routes=parts.method.replays_routes,
       logprobs_at_temperature_1=parts.programs.logprobs_at_temperature_1,
     )
+    oldest, *others = sorted(sampled_by)
     return RolloutBatch(
       number=batch.number,
-      version=policy.version,
-      fingerprint=policy.fingerprint(),
-      versions=batch.versions,
+      version=oldest,
+      fingerprint=sampled_by[oldest],
+      others={str(version): sampled_by[version] for version in others},
+      versions=versions,
       position=position,
       flops=flops,
       timings=timings,
       graded=graded,
     )
 
+  def _sampled_by(self, graded: Graded, policy: PolicySnapshot) -> dict[int, str]:
+    """The fingerprints of the versions that have sampled a batch, which `policy` began."""
+    policies = {policy.version: policy}
+    if graded.train.token_versions is not None:
+      used = {*np.unique(graded.train.token_versions).tolist()} - {FOREIGN}
+      policies = {version: self._streams.policies[version] for version in used} or policies
+    return {version: policy.fingerprint() for version, policy in policies.items()}
+
   def _check_agreement(self, graded: Graded, mask: np.ndarray, policy: PolicySnapshot) -> Graded:
     """Compares log-probabilities of sampler and trainer on a policy's first batch; adds metrics."""
-    if policy.version == self._counts.checked_version:
+    parts, counts = self._parts, self._counts
+    if graded.train.token_versions is not None:
+      policies = [
+        p for v, p in sorted(self._streams.policies.items()) if v > counts.checked_version
+      ]
+    else:
+      policies = [policy] if policy.version != counts.checked_version else []
+    if not policies:
       return graded
-    self._counts = self._counts._replace(checked_version=policy.version)
-    gaps = agreement.behavior_gaps(
+    compared = agreement.behavior_gaps(
       graded.train,
       mask,
-      policy,
+      policies,
       self._frozen,
-      sources=self._parts.sources,
-      placement=self._parts.placement,
-      behavior_gap=self._parts.programs.behavior_gap,
+      sources=parts.sources,
+      placement=parts.placement,
+      programs=parts.programs,
+      mixes_caches=parts.config.fleet.new_weights == SWITCH,
     )
-    return graded._replace(statistics=graded.statistics | gaps)
+    if compared.versions:
+      self._counts = counts._replace(checked_version=max(compared.versions))
+    return graded._replace(statistics=graded.statistics | compared.gaps)
 
   def _fill_batches(
     self, policy: PolicySnapshot, count: int, policies: _Policies
@@ -490,7 +559,7 @@ class Generator:
     """
     quotas, settings = self._parts.sources.quotas, self._parts.config.dynamic_sampling
     draws = _DrawCount(unfilled=count)
-    graded = self._graded_draws(policy, draws)
+    graded = self._graded_draws(policy, draws, policies)
     for number in range(self.number, self.number + count):
       batch = dynamic_sampling.fill_with_mixed_groups(
         graded, quotas, max_batches=settings.max_batches, number=number
@@ -505,7 +574,9 @@ class Generator:
     if draws.begun:  # the store has the next batch: the draws begun for it are forgotten
       self.move_to(after)
 
-  def _graded_draws(self, policy: PolicySnapshot, draws: _DrawCount) -> Iterator[RolloutBatch]:
+  def _graded_draws(
+    self, policy: PolicySnapshot, draws: _DrawCount, policies: _Policies
+  ) -> Iterator[RolloutBatch]:
     """Draws of prompts, sampled in streams and graded, for as long as one is asked for.
 
     A batch takes one draw at least. So as many draws as batches are unfilled are begun, and a draw
@@ -519,7 +590,8 @@ class Generator:
 
     while True:
       if draws.begun < draws.unfilled:
-        for sampled in self._sample_batches(self._begin_draws(policy, draws), policy):
+        begun = self._begin_draws(policy, draws, policies)
+        for sampled in self._sample_batches(begun, policies.newest(policy), policies):
           in_flight.extend(sampled)
           while in_flight and may_finish(in_flight):
             yield take_oldest()
@@ -527,7 +599,7 @@ class Generator:
         yield take_oldest()
 
   def _begin_draws(
-    self, policy: PolicySnapshot, draws: _DrawCount
+    self, policy: PolicySnapshot, draws: _DrawCount, policies: _Policies
   ) -> Iterator[BatchInFlight | None]:
     """Begins draws while batches need them; None while none does."""
     while True:
@@ -535,4 +607,4 @@ class Generator:
         yield None
       else:
         draws.begin()
-        yield self.begin_draw(policy, self.number)
+        yield self.begin_draw(policies.newest(policy), self.number)

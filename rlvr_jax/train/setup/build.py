@@ -165,6 +165,7 @@ def build(
     allow_truncated=config.allow_truncated_behavior,
   )
   schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
+  checks.check_new_weights(config, schedule)
   if config.fleet.samplers:
     checks.check_fleet(config, schedule)
   else:

@@ -212,6 +212,28 @@ def check_fleet(config: ml_collections.ConfigDict, schedule: staleness.Schedule)
       raise ValueError(f"config.fleet.samplers = True, but {why}")
 
 
+def check_new_weights(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> None:
+  """Raises ValueError unless responses can have what `config.fleet.new_weights` says."""
+  setting = config.fleet.new_weights
+  check_choice("config.fleet", "new_weights", setting, ("finish", "switch", "recompute"))
+  if setting == "finish":
+    return
+  reasons = {
+    f"config.schedule = {config.schedule!r} has no policies that come meanwhile; set it to"
+    " 'asynchronous(max_lag=4)'": not schedule.real_time,
+    "config.model.routing = 'replayed' has the routes of one version, and the cache has those of"
+    " several; set new_weights = 'recompute'": (
+      setting == "switch" and routing_of(config.model) == "replayed"
+    ),
+    "config.sources.temperature.recorded = 'raw' needs one policy per batch; set it to 'sampled'": (
+      config.sources.temperature.recorded == "raw"
+    ),
+  }
+  for why, applies in reasons.items():
+    if applies:
+      raise ValueError(f"config.fleet.new_weights = {setting!r}, but {why}")
+
+
 def check_rewards(
   config: ml_collections.ConfigDict,
   method: Method,
