@@ -29,7 +29,7 @@ from rlvr_jax.fleet.records import (
   problem_checksum,
 )
 from rlvr_jax.rewards.outcome import Grade, Outcome
-from rlvr_jax.rollouts.batch import BatchInFlight, PolicySnapshot, Position, RolloutBatch
+from rlvr_jax.rollouts.batch import BatchInFlight, Flight, PolicySnapshot, Position, RolloutBatch
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.train.cluster import multihost
@@ -39,6 +39,7 @@ from rlvr_jax.train.fleet.policies import Policy, PolicyPublisher
 from rlvr_jax.train.generation import agreement, dynamic_sampling
 from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
 from rlvr_jax.train.generation.generator import Generator
+from rlvr_jax.train.generation.streams import with_version
 from rlvr_jax.train.reporting.progress import duration, say, warn
 
 SAY_EVERY_S = 30.0  # while the trainer waits, and about the samplers
@@ -330,6 +331,7 @@ class FleetGeneration:
     of_group = draw.batch.versions.copy()
     sampled = of_group[: len(versions)]
     of_group[: len(versions)] = np.where(sampled < 0, sampled, versions)
+    _fill_versions(draw.batch.flight, versions)
     snapshot = PolicySnapshot({}, oldest, lambda: sampled_by[oldest], ())
     batch = dataclasses.replace(draw.batch, versions=of_group, snapshot=snapshot)
     gaps: dict[str, list[float]] = {}
@@ -414,6 +416,20 @@ class _Progress:
       return False
     self._said = now
     return True
+
+
+def _fill_versions(flight: Flight | None, versions: Sequence[int]) -> None:
+  """Gives the groups of one version its number by token, if others have several.
+
+  So it is where a run was resumed with another `fleet.new_weights`.
+  """
+  assert flight is not None  # a fleet samples
+  if all(group.token_versions is None for group in flight.groups.values()):
+    return
+  for index, group in flight.groups.items():
+    if group.token_versions is None:
+      of_tokens = with_version(group, versions[index])
+      flight.groups[index] = group._replace(token_versions=of_tokens)
 
 
 def split_leases(quotas: Sequence[int], groups_per_lease: int) -> list[list[int]]:
