@@ -124,6 +124,7 @@ class BatchInFlight:
     requests: by source, for the groups still to be sampled.
     recorded: its groups that come from a store; None if there are none.
     timings: seconds by phase; empty until the batch is sampled.
+    drawn: a `Drawn` of `rollouts.staleness`, for runs that repeat this one; None if no run can.
   """
 
   number: int
@@ -136,6 +137,7 @@ class BatchInFlight:
   requests: Sequence[Sequence[Request[Flight]]]
   recorded: Graded | None
   timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  drawn: Mapping[str, Any] | None = None
 
   @property
   def sampled(self) -> bool:
@@ -163,6 +165,7 @@ class RolloutBatch:
     reference_logprobs: f32[P, G, T]; None until an update needs them.
     proximal_logprobs: f32[P, G, T]; None until an update needs them.
     scored_at: update at which `proximal_logprobs` were computed.
+    drawn: see `BatchInFlight`.
   """
 
   number: int
@@ -178,6 +181,7 @@ class RolloutBatch:
   reference_logprobs: np.ndarray | None = None
   proximal_logprobs: np.ndarray | None = None
   scored_at: int | None = None
+  drawn: Mapping[str, Any] | None = None
 
   @property
   def fingerprints(self) -> dict[int, str | None]:
@@ -225,6 +229,7 @@ def to_shard(
   info |= {name: getattr(graded, name) for name in _INFO_OF_GRADED}
   info |= {"after": batch.position._asdict(), "groups": len(batch.versions)}
   info |= {"others": dict(batch.others)} if batch.others else {}
+  info |= {"drawn": dict(batch.drawn)} if batch.drawn is not None else {}
   return arrays, info | about, graded.samples
 
 
@@ -240,7 +245,8 @@ def from_shard(
   train = batch_from_arrays(fields)
   graded = Graded(train=train, samples=samples, **{name: info[name] for name in _INFO_OF_GRADED})
   position = Position(**info["after"])
-  rest = {name: info[name] for name in _INFO} | {"others": info.get("others", {})}
+  rest = {name: info[name] for name in _INFO}
+  rest |= {"others": info.get("others", {}), "drawn": info.get("drawn")}
   return RolloutBatch(number=number, versions=versions, position=position, graded=graded, **rest)
 
 

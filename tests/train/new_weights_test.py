@@ -1,5 +1,7 @@
 """Runs whose weights change within responses: versions, lags and checks are per token."""
 
+import functools
+
 import numpy as np
 import pytest
 from train import tiny
@@ -11,6 +13,8 @@ from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
 from rlvr_jax.train.setup.build import build
 
 UPDATES, MAX_LAG = 6, 2
+# A worker's batches are counted when they are taken, and agreement is where tokens are compared.
+NOT_REPEATED = ("counter/", "data/passes", "agreement/", "hosts/", "fleet/")
 
 
 def config(**fields):
@@ -52,16 +56,72 @@ def check_store(workdir):
   return len(store.numbers()), several
 
 
-@pytest.mark.parametrize("setting", ["recompute", pytest.param("switch", marks=pytest.mark.slow)])
-def test_weights_change_within_responses(setting, tmp_path):
-  train(build(config(fleet__new_weights=setting)), tmp_path / "run")
-  batches, several = check_store(tmp_path / "run")
+def assert_repeats(workdir, run):
+  """The store has the same rollouts, bit for bit, and updates the same numbers."""
+  recorded, again = (RolloutStore(w / "rollouts", writable=False) for w in (run, workdir))
+  assert again.numbers() == recorded.numbers()
+  for number in recorded.numbers():
+    (arrays, info, samples), (expected, before, expected_samples) = (
+      store.read(number) for store in (again, recorded)
+    )
+    assert samples == expected_samples
+    for name, array in expected.items():
+      np.testing.assert_array_equal(arrays[name], array, err_msg=name)
+    for name in ("version", "fingerprint", "others"):
+      assert info.get(name) == before.get(name)
+  alike = lambda r: {k: v for k, v in r.items() if not k.startswith(NOT_REPEATED)}
+  records = [tiny.records(w, "train") for w in (workdir, run)]
+  assert [*map(alike, records[0])] == [*map(alike, records[1])]
+
+
+def repeated(run, setting, **fields):
+  schedule = f"simulated_asynchronous(max_lag={MAX_LAG}, recorded={str(run)!r})"
+  return config(**dict(schedule=schedule, fleet__new_weights=setting) | fields)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """(setting) → the workdir of a finished run."""
+
+  @functools.cache
+  def of(setting):
+    workdir = tmp_path_factory.mktemp("runs") / setting
+    train(build(config(fleet__new_weights=setting)), workdir)
+    return workdir
+
+  return of
+
+
+SETTINGS = ["recompute", pytest.param("switch", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_weights_change_within_responses(setting, run):
+  workdir = run(setting)
+  batches, several = check_store(workdir)
   assert batches == UPDATES and several > 0
-  measured = [r for r in run_files.read_metrics(tmp_path / "run") if r["phase"] == "train"]
+  measured = [r for r in run_files.read_metrics(workdir) if r["phase"] == "train"]
   gaps = [r["agreement/policy_mean"] for r in measured if "agreement/policy_mean" in r]
   assert len(gaps) >= 3 and max(gaps) < 1e-5
   mixed = [r["agreement/policy_mixed_mean"] for r in measured if "agreement/policy_mixed_mean" in r]
   assert (len(mixed) > 0 and min(mixed) > 1e-5) if setting == "switch" else not mixed
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_run_that_repeats_it_samples_as_it_has(setting, run):
+  with pytest.raises(ValueError, match=f"new_weights = 'finish', but '{setting}' in the run"):
+    build(repeated(run(setting), "finish"))
+  with pytest.raises(ValueError, match="slots = 8, but 4 in the run"):
+    build(repeated(run(setting), setting, sampling__slots=8))
+  with pytest.raises(ValueError, match="tokens of a burst = 8, but 16 in the run"):
+    build(repeated(run(setting), setting, max_response_length=8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["recompute", "switch"])
+def test_a_run_is_repeated_without_the_clock(setting, run, tmp_path):
+  train(build(repeated(run(setting), setting)), tmp_path / "again")
+  assert_repeats(tmp_path / "again", run(setting))
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ def fill_with_mixed_groups(
     versions=versions,
     graded=graded,
     draws=len(sampled),
+    drawn=None,
     flops=sum(batch.flops for batch in sampled),
     position=last.position._replace(number=number + 1),
     timings=timings,

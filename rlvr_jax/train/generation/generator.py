@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -33,10 +34,11 @@ from rlvr_jax.rollouts.batch import (
   with_oldest_versions,
 )
 from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.rollouts.staleness import Drawn
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.generation import agreement, dynamic_sampling, raw_logprobs
-from rlvr_jax.train.generation.new_weights import FINISH, RECOMPUTE, SWITCH, NewWeights
+from rlvr_jax.train.generation.new_weights import FINISH, RECOMPUTE, SWITCH, NewWeights, Replayed
 from rlvr_jax.train.generation.streams import Streams
 from rlvr_jax.train.reporting import machines
 from rlvr_jax.train.reporting.progress import warn
@@ -65,10 +67,10 @@ class _Policies:
   """The policies of a generator's batches, with a look at the next one.
 
   Attributes:
-    new_weights: where newer policies come from within a response; None if they wait for its end.
+    new_weights: where other policies come from within a response; None if they wait for its end.
   """
 
-  def __init__(self, next_policy: NextPolicy, new_weights: NewWeights | None = None):
+  def __init__(self, next_policy: NextPolicy, new_weights: NewWeights | Replayed | None = None):
     self.new_weights = new_weights
     self._next_policy = next_policy
     self._ahead: PolicySnapshot | None = None  # of the next batch, if `look_ahead` found one
@@ -86,7 +88,8 @@ class _Policies:
 
   def newest(self, policy: PolicySnapshot) -> PolicySnapshot:
     """The policy that samples now, in a stream that began with `policy`."""
-    return policy if self.new_weights is None else self.new_weights.newest() or policy
+    newest = self.new_weights.newest() if isinstance(self.new_weights, NewWeights) else None
+    return newest or policy
 
 
 @dataclasses.dataclass
@@ -151,7 +154,8 @@ class Generator:
     self._clock = clock
     # The groups of a fleet are sampled by other programs, see `train.fleet.generation`.
     live = [] if parts.config.fleet.samplers else parts.sources.live
-    has_versions = parts.config.fleet.new_weights != FINISH
+    recorded = parts.schedule.recorded
+    has_versions = recorded.has_several if recorded else parts.config.fleet.new_weights != FINISH
     self._streams = Streams(live, collector, store.journal(), has_versions=has_versions)
     # If all groups are recorded, no problem is drawn, but the position is saved.
     self._problems = problem_draws(
@@ -198,6 +202,7 @@ class Generator:
     next_policy: NextPolicy,
     end: int | None = None,
     newest: Callable[[], PolicySnapshot | None] = lambda: None,
+    replayed: Mapping[int, PolicySnapshot] | None = None,
   ) -> Iterator[RolloutBatch]:
     """Yields batches in order as they are graded; workers grade while the devices generate.
 
@@ -206,9 +211,14 @@ class Generator:
       end: one past the number of the last batch, for an estimate of the time left; None if it is
         not known.
       newest: the newest policy, which takes over responses if `config.fleet.new_weights` says so.
+      replayed: by version, the policies of a recorded run whose batches have several; else None.
     """
-    setting = self._parts.config.fleet.new_weights
-    changing = None if setting == FINISH else NewWeights(newest, setting == RECOMPUTE)
+    setting, recorded = self._parts.config.fleet.new_weights, self._parts.schedule.recorded
+    changing: NewWeights | Replayed | None = None
+    if replayed is not None and recorded is not None:
+      changing = Replayed(replayed, recorded.token_versions, setting == RECOMPUTE)
+    elif setting != FINISH and recorded is None:
+      changing = NewWeights(newest, setting == RECOMPUTE)
     policies = _Policies(next_policy, changing)
     in_flight: collections.deque[BatchInFlight] = collections.deque()  # sampled, being graded
     while True:
@@ -226,7 +236,7 @@ class Generator:
       if stored is not None:
         while in_flight:  # first, so that batches are yielded in order
           yield self._finish(in_flight.popleft())
-        if (recalled := self._recall(stored, policy)) is not None:
+        if (recalled := self._recall(stored, policy, replayed or {})) is not None:
           yield recalled
           continue
       if self._parts.config.dynamic_sampling.enabled:
@@ -249,7 +259,7 @@ class Generator:
     batch may begin.
     """
     yield self._begin_batch(policy)
-    if policies.new_weights is None:
+    if not isinstance(policies.new_weights, NewWeights):
       while self._goes_on(policy, policies):
         yield self._begin_batch(policy)
       return
@@ -296,12 +306,18 @@ class Generator:
     damage = multihost.exchange(damage)[0]
     return None if damage is None else _Stored(damage)
 
-  def _recall(self, stored: _Stored, policy: PolicySnapshot | None = None) -> RolloutBatch | None:
+  def _recall(
+    self,
+    stored: _Stored,
+    policy: PolicySnapshot | None = None,
+    replayed: Mapping[int, PolicySnapshot] = MappingProxyType({}),
+  ) -> RolloutBatch | None:
     """The next batch from the store; a damaged one is set aside.
 
     Args:
       stored: its state, from `_look_up`.
       policy: the one that must have sampled it; None accepts any policy.
+      replayed: by version, those that must have, where several have.
     """
     number = self.number
     if stored.damage:
@@ -309,15 +325,15 @@ class Generator:
       return None
     batch = from_shard(number, *self._store.read(number))
     if policy is not None:
-      sampled_by = (batch.version, batch.fingerprint)
-      expected = (policy.version, policy.fingerprint())
-      if sampled_by != expected:
-        self._set_aside(
-          number,
-          f"rollouts {number} were sampled by version {sampled_by[0]} with fingerprint"
-          f" {sampled_by[1]}, not by version {expected[0]} with {expected[1]}",
-        )
-        return None
+      for version, fingerprint in batch.fingerprints.items():
+        expected = replayed.get(version, policy)
+        if (version, fingerprint) != (expected.version, expected.fingerprint()):
+          self._set_aside(
+            number,
+            f"rollouts {number} were sampled by version {version} with fingerprint"
+            f" {fingerprint}, not by version {expected.version} with {expected.fingerprint()}",
+          )
+          return None
     assert batch.position is not None  # every batch of a store has one
     self.move_to(batch.position, batch.version)
     return batch
@@ -379,8 +395,11 @@ class Generator:
     self._counts = counts._replace(draws=counts.draws + 1, version=policy.version)
     flight: Flight | None = None
     requests: list[Any] = []
+    drawn: Drawn | None = None
     if sources.live:
-      problems = self._problems.draw(counts.draws, policy.version)
+      drawn = self._how_to_draw(policy, number)
+      version = policy.version if drawn is None else drawn.version
+      problems = self._problems.draw(counts.draws, version)
       seeds = seeds_for(self._parts.config.seed, "rollout", counts.draws, len(problems))
       flight = self._collector.begin(problems, seeds)
       requests = self._streams.requests(
@@ -406,6 +425,30 @@ class Generator:
       flight=flight,
       requests=requests,
       recorded=recorded,
+      drawn=None if drawn is None else drawn._asdict(),
+    )
+
+  def _how_to_draw(self, policy: PolicySnapshot, number: int) -> Drawn | None:
+    """What a later run needs to repeat a batch that depends on the clock; None: nothing.
+
+    In such a later run, the problems' order as the recorded one had it.
+    """
+    schedule, engines = self._parts.schedule, self._parts.sources.live
+    if schedule.recorded is not None:
+      recorded = schedule.recorded.drawn(number)
+      if recorded is not None:
+        self._problems.set_state(recorded.problems)
+      return recorded
+    engine = engines[0].engine
+    if not schedule.real_time or engine is None:
+      return None
+    return Drawn(
+      draw=self._counts.draws - 1,
+      problems=self._problems.get_state(),
+      version=policy.version,
+      burst_steps=engine.settings.shape.steps,
+      slots=engine.settings.slots,
+      new_weights=self._parts.config.fleet.new_weights,
     )
 
   def _sample_batches(
@@ -487,7 +530,9 @@ class Generator:
       graded = self._check_agreement(graded, mask, policy)
       if graded.train.token_versions is not None:
         compared = self._counts.checked_version
-        self._streams.release(before=policy.version, compared=compared)
+        # In a repeated fleet a later batch may have older versions.
+        before = 0 if parts.schedule.recorded else policy.version
+        self._streams.release(before=before, compared=compared)
         position = position._replace(checked_version=compared)
     else:
       graded = graded._replace(statistics={**graded.statistics, **measured})
@@ -512,6 +557,7 @@ class Generator:
       flops=flops,
       timings=timings,
       graded=graded,
+      drawn=batch.drawn,
     )
 
   def _sampled_by(self, graded: Graded, policy: PolicySnapshot) -> dict[int, str]:

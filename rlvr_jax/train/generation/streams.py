@@ -26,7 +26,12 @@ from rlvr_jax.rollouts.engine import (
 from rlvr_jax.rollouts.journal import GroupJournal, from_json
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
-from rlvr_jax.train.generation.new_weights import NewestWeights, NewWeights
+from rlvr_jax.train.generation.new_weights import (
+  NewestWeights,
+  NewWeights,
+  RecordedWeights,
+  Replayed,
+)
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.behavior_sources import Source
 from rlvr_jax.types import Array, Params
@@ -124,7 +129,7 @@ class Streams:
     batches: Iterable[BatchInFlight | None],
     policy: PolicySnapshot,
     total: int | None = None,
-    new_weights: NewWeights | None = None,
+    new_weights: NewWeights | Replayed | None = None,
   ) -> Iterator[list[BatchInFlight]]:
     """Samples batches from one policy, or from newer ones as they come.
 
@@ -135,7 +140,7 @@ class Streams:
         slots are idle.
       policy: that samples them.
       total: groups that the batches are expected to have in all, for the time left.
-      new_weights: where newer policies come from, within a response; None: `policy` samples all.
+      new_weights: where other policies come from, within a response; None: `policy` samples all.
     Yields:
       After every burst, the batches that it has completed, in order.
     """
@@ -147,7 +152,7 @@ class Streams:
       load = lambda policy, index=index, engine=source.engine: engine.load(
         *policy.source_params[index]
       )
-      changing = self._changing(source, policy, load, new_weights) if new_weights else None
+      changing = self._changing(source, stream, policy, load, new_weights) if new_weights else None
       for finished in serve_graded(
         source.engine,
         None if changing else load(policy),
@@ -169,13 +174,16 @@ class Streams:
   def _changing(
     self,
     source: Source,
+    stream: _Stream,
     policy: PolicySnapshot,
     load: Callable[[PolicySnapshot], Params],
-    new_weights: NewWeights,
+    new_weights: NewWeights | Replayed,
   ) -> ChangingWeights:
     """The weights of a source: those of another run do not change."""
     if not source.of_this_run:
       return OneVersion(load(policy))
+    if isinstance(new_weights, Replayed):
+      return RecordedWeights(new_weights, stream.number_of, load, self._use)
     return NewestWeights(new_weights, policy, load, self._use)
 
   def _record(self, stream: _Stream, groups: list[Group[Flight]]) -> None:
@@ -224,6 +232,10 @@ class _Stream:
     self._to_begin = iter(batches)
     self.begun: list[BatchInFlight] = []  # in order
     self._num_completed = 0
+
+  def number_of(self, flight: Flight) -> int:
+    """The number of the batch that a flight is of."""
+    return next(batch.number for batch in self.begun if batch.flight is flight)
 
   def begin(self) -> Iterator[BatchInFlight | None]:
     """Begins one batch after another; None: there is none now."""

@@ -195,6 +195,7 @@ def build(
     only_samples=only_samples,
   )
   sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins={})
+  checks.check_repeats(config, schedule, sources)
   method = method._replace(sources=tuple(source.name for source in sources))
   row_layout = make_row_layout(config.batch, shape, model.config.attention, mesh)
   placement = Placement(

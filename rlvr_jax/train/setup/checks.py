@@ -215,7 +215,7 @@ def check_new_weights(config: ml_collections.ConfigDict, schedule: staleness.Sch
   """Raises ValueError unless responses can have what `config.fleet.new_weights` says."""
   setting = config.fleet.new_weights
   check_choice("config.fleet", "new_weights", setting, ("finish", "switch", "recompute"))
-  if setting == "finish":
+  if setting == "finish" or schedule.recorded is not None:
     return
   reasons = {
     f"config.schedule = {config.schedule!r} has no policies that come meanwhile; set it to"
@@ -231,6 +231,27 @@ def check_new_weights(config: ml_collections.ConfigDict, schedule: staleness.Sch
   for why, applies in reasons.items():
     if applies:
       raise ValueError(f"config.fleet.new_weights = {setting!r}, but {why}")
+
+
+def check_repeats(
+  config: ml_collections.ConfigDict, schedule: staleness.Schedule, sources: Sequence[Source]
+) -> None:
+  """Raises ValueError unless a run samples as the recorded one that its schedule repeats."""
+  recorded, engine = schedule.recorded, sources[0].engine
+  drawn = recorded.drawn(0) if recorded is not None and recorded.versions else None
+  if recorded is None or engine is None or drawn is None:
+    return  # an earlier version of this package did not record more than versions
+  settings = engine.settings
+  for name, own, theirs in (
+    ("fleet.new_weights", config.fleet.new_weights, drawn.new_weights),
+    ("sampling.slots", settings.slots, drawn.slots),
+    ("max_response_length: tokens of a burst", settings.shape.steps, drawn.burst_steps),
+  ):
+    if own != theirs:
+      raise ValueError(
+        f"config.{name} = {own!r}, but {theirs!r} in the run {recorded.name!r} that"
+        f" config.schedule repeats; set it to {theirs!r}"
+      )
 
 
 def check_rewards(
