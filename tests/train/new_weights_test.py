@@ -1,6 +1,7 @@
 """Runs whose weights change within responses: versions, lags and checks are per token."""
 
 import functools
+import shutil
 
 import numpy as np
 import pytest
@@ -122,6 +123,36 @@ def test_a_run_that_repeats_it_samples_as_it_has(setting, run):
 def test_a_run_is_repeated_without_the_clock(setting, run, tmp_path):
   train(build(repeated(run(setting), setting)), tmp_path / "again")
   assert_repeats(tmp_path / "again", run(setting))
+
+
+def lose(workdir, *, checkpoints_after, batches_from):
+  """What a kill may leave of a finished run."""
+  for path in (workdir / "checkpoints").iterdir():
+    if int(path.name) > checkpoints_after:
+      shutil.rmtree(path)
+  for number in range(batches_from, UPDATES):
+    (workdir / "rollouts" / f"{number:08d}.array_record").unlink()
+
+
+@pytest.mark.slow
+def test_after_a_kill_the_newest_policies_go_on(tmp_path):
+  again = dict(fleet__new_weights="switch", checkpoint__every=1, checkpoint__keep=9)
+  train(build(config(**again)), tmp_path / "run")
+  kept = [tmp_path / "run" / "rollouts" / f"0000000{number}.array_record" for number in range(4)]
+  before = [path.read_bytes() for path in kept]
+  lose(tmp_path / "run", checkpoints_after=2, batches_from=4)
+  train(build(config(**again)), tmp_path / "run")
+  assert [path.read_bytes() for path in kept] == before
+  assert check_store(tmp_path / "run")[0] == UPDATES
+
+
+@pytest.mark.slow
+def test_after_a_kill_a_repeated_run_begins_again_and_reads_its_store(run, tmp_path):
+  again = lambda: build(repeated(run("switch"), "switch", checkpoint__every=1))
+  train(again(), tmp_path / "again")
+  lose(tmp_path / "again", checkpoints_after=4, batches_from=5)
+  train(again(), tmp_path / "again")
+  assert_repeats(tmp_path / "again", run("switch"))
 
 
 @pytest.mark.slow

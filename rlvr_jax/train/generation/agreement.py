@@ -25,7 +25,7 @@ class Compared(NamedTuple):
   """What a comparison has found."""
 
   gaps: dict[str, float]  # metrics
-  versions: list[int]  # whose tokens were compared and checked
+  versions: list[int]  # of which tokens of all sources were compared and checked
 
 
 def behavior_gaps(
@@ -71,6 +71,7 @@ def behavior_gaps(
       own = mask * ((of_tokens == policy.version) | foreign)
       mixed = own * (of_tokens != of_tokens[..., :1]) * mixes_caches
       places = {"": own - mixed, "_mixed": mixed}
+    unchecked = {source.name for source in sources if source.of_this_run}
     for kind, of_kind in places.items():
       start = 0
       for source in sources:
@@ -92,7 +93,9 @@ def behavior_gaps(
         found.setdefault(f"agreement/{source.name}{kind}_max", []).append(float(largest))
         if not kind:
           _check_gap(source, float(mean), policy.version)
-          versions.append(policy.version)
+          unchecked.discard(source.name)
+    if not unchecked:
+      versions.append(policy.version)
   return Compared(join_gaps(found), versions)
 
 
