@@ -648,16 +648,14 @@ class Engine:
         return
       began = time.monotonic()
       # At times rollouts have several versions where a recorded run is repeated: one after another.
-      version = min(map(stream.version, busy.values()))
-      halted = {slot: r for slot, r in busy.items() if stream.version(r) != version}
+      versions = {s: stream.version(r) for s, r in busy.items()} if stream.has_versions else {}
+      version = min(versions.values(), default=NOT_SAMPLED)
+      halted = {slot: busy.pop(slot) for slot, v in versions.items() if v != version}
       if halted:
         state = self.programs.halt(state, self._mask(halted))
-        busy = {slot: rollout for slot, rollout in busy.items() if slot not in halted}
-      params_of_burst = weights.params(version)
-      if halted:
-        state, emitted = self.programs.burst(params_of_burst, state, has_halted=True)
-      else:
-        state, emitted = self.programs.burst(params_of_burst, state)
+      state, emitted = self.programs.burst(
+        weights.params(version), state, **({"has_halted": True} if halted else {})
+      )
       emitted, routes = self._to_host((emitted, [routes for routes, _ in stream.prefilled]))
       stream.record_prefilled(routes)
       burst_s = min(time.monotonic() - began, PATIENCE_S)

@@ -235,7 +235,7 @@ def test_a_batch_of_several_versions_is_sampled_when_the_newest_is_there(tmp_pat
   assert plan(schedule, 6) == [(0, 0), (1, 0), (2, 2), (3, 3), (4, 3), (5, 5)]
   assert [schedule.refreshes(t) for t in range(6)] == [True] * 4 + [False, True]
   assert [schedule.recorded.oldest_needed(t) for t in range(7)] == [0, 0, 0, 1, 5, 5, 6]
-  with pytest.raises(ValueError, match="batch 2 .* version 0, a lag of 2 updates, above max_lag"):
+  with pytest.raises(ValueError, match=r"batch 2 .* version 0, a lag of 2 updates, above"):
     simulated(max_lag=1, updates=6, recorded=str(tmp_path))
   with pytest.raises(ValueError, match="batch 6 has several versions and does not say how"):
     simulated(max_lag=2, updates=7, recorded=str(tmp_path))

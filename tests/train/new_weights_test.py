@@ -1,11 +1,14 @@
 """Runs whose weights change within responses: versions, lags and checks are per token."""
 
 import functools
+import json
+import pathlib
 import shutil
+import tempfile
 
 import numpy as np
 import pytest
-from train import tiny
+from train import dialogues_test, routes_test, tiny
 
 from rlvr_jax.commands.train import train
 from rlvr_jax.evaluate import run_files
@@ -125,6 +128,63 @@ def test_a_run_is_repeated_without_the_clock(setting, run, tmp_path):
   assert_repeats(tmp_path / "again", run(setting))
 
 
+def with_sources(**fields):
+  sources = dict(fraction=0.5, temperature=1.5, recorded="sampled")
+  return config(sources__temperature=sources, **fields)
+
+
+def with_replayed_routes(**fields):
+  mixture = routes_test.MIXTURE
+  return config(model__overrides=mixture, model__routing="replayed", **fields)
+
+
+@functools.cache
+def own_lines():
+  """A folder with problems of one's own."""
+  folder = tempfile.TemporaryDirectory()
+  lines = [dict(prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(6) for b in range(6)]
+  path = pathlib.Path(folder.name) / "sums.jsonl"
+  path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  return folder  # which removes it at the end
+
+
+def with_curriculum(**fields):
+  """Which problems a batch has depends on which batches had been graded by then."""
+  own = dict(train=f"{own_lines().name}/sums.jsonl", held_out_size=4, solution="{answer}",
+             grader="rewards.user_graders:unhurried", warm_start_size=20)  # fmt: skip
+  changed = config(**fields)
+  parts = dict(mine=dict(name="jsonl", kwargs=own))
+  with changed.unlocked():
+    changed.task = dict(name="curriculum", kwargs=dict(parts=parts, rate=1.0, floor=0.5))
+  return changed
+
+
+def with_dialogues(**fields):
+  of_run = dict(num_updates=UPDATES, sampling__slots=4, fleet__new_weights="switch")
+  return dialogues_test.config(**of_run | fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("setting", "make"),
+  [
+    ("switch", with_sources),
+    ("recompute", with_replayed_routes),
+    ("recompute", with_curriculum),
+    ("switch", with_dialogues),
+    ("recompute", with_dialogues),
+  ],
+)
+def test_other_kinds_of_runs_are_repeated(setting, make, tmp_path):
+  real = make(fleet__new_weights=setting, schedule=f"asynchronous(max_lag={MAX_LAG})")
+  train(build(real), tmp_path / "run")
+  schedule = f"simulated_asynchronous(max_lag={MAX_LAG}, recorded={str(tmp_path / 'run')!r})"
+  train(build(make(fleet__new_weights=setting, schedule=schedule)), tmp_path / "again")
+  assert_repeats(tmp_path / "again", tmp_path / "run")
+  with RolloutStore(tmp_path / "run" / "rollouts", writable=False) as store:
+    assert any("others" in store.info(number) for number in store.numbers())
+
+
 def lose(workdir, *, checkpoints_after, batches_from):
   """What a kill may leave of a finished run."""
   for path in (workdir / "checkpoints").iterdir():
@@ -173,6 +233,10 @@ def test_a_gap_under_the_version_of_a_token_ends_the_run(tmp_path):
     (
       dict(sources__temperature=dict(fraction=0.5, temperature=1.5, recorded="raw")),
       "recorded = 'raw' needs one policy per batch",
+    ),
+    (
+      dict(model__overrides=routes_test.MIXTURE, model__routing="replayed"),
+      "'replayed' has the routes of one version, and the cache has those of several",
     ),
   ],
 )
