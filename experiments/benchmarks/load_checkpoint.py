@@ -77,7 +77,7 @@ def write_random_checkpoint(
   directory: pathlib.Path, config: TransformerConfig, max_shard_bytes: int
 ) -> None:
   """Writes a checkpoint of random weights, a block at a time."""
-  shapes = published_shapes(abstract_params(config))
+  shapes = published_shapes(abstract_params(config), config.sparse_layers)
   pool = np.random.default_rng(0).standard_normal(_POOL, np.float32).astype(ml_dtypes.bfloat16)
 
   def blocks() -> Iterator[np.ndarray]:

@@ -24,15 +24,14 @@ from rlvr_jax.costs.generation_time import Refresh, Seconds, refresh
 from rlvr_jax.costs.workload import Lengths, Packing, Workload, count_packing
 from rlvr_jax.models import memory
 from rlvr_jax.models.flops import forward_flops, update_flops
-from rlvr_jax.ops.row_attention import longest_row, row_alignment, row_length
-from rlvr_jax.ops.row_blocks import LONGEST_ROW
+from rlvr_jax.ops.row_attention import longest_row, row_length
 from rlvr_jax.rollouts.decoder import slot_bytes
-from rlvr_jax.rollouts.packing import RowLayout, min_row_length
+from rlvr_jax.rollouts.packing import RowLayout
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.checks import check_shapes, sampling_splits
-from rlvr_jax.train.setup.programs import make_row_layout
+from rlvr_jax.train.setup.programs import least_row_length, make_row_layout
 
 Overrides = Mapping[str, Any]  # dotted name of a field of the configuration → value
 
@@ -126,9 +125,7 @@ def _layouts(parts: Parts, mesh: Mesh) -> dict[tuple[int, int], RowLayout]:
   """Row layouts by (tokens per row, tokens per micro-batch); those without a row per device go."""
   shape = parts.shape
   kind = parts.model.config.attention
-  sizes = shape.max_prompt_length, shape.max_response_length
-  coarsest = row_alignment(kind, LONGEST_ROW)
-  least = row_length(kind, min_row_length(*sizes, alignment=coarsest))
+  least = least_row_length(kind, shape)
   lengths = {row_length(kind, int(factor * least)) for factor in _ROW_LENGTHS}
   layouts = {}
   for length in sorted(lengths):

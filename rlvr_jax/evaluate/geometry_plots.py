@@ -47,6 +47,7 @@ class Measurement(NamedTuple):
   gram_compared: Array | None = None  # f32[B, B], for config.diagnostics.compared
   gram_sampled: Array | None = None  # f32[B, B], of the feature that is not config.gram's
   gram_score: Array | None = None
+  expert_load: Array | None = None  # f32[sparse layers, E] of a mixture, tokens by chosen expert
 
 
 def load_geometry(workdir: str | os.PathLike[str]) -> list[Measurement]:
@@ -364,6 +365,28 @@ def plot_coefficients(axes: Any, measurement: Measurement, salt: Reweighting) ->
   axes.set(xlabel="$A$", ylabel="$A'$", title=f"{_title(measurement)}: k = {result.rank}, "
     f"n_eff = {result.effective_rollouts:.2f}, α = {result.alpha:.2f}")  # fmt: skip
   _legend_below(axes)
+
+
+def plot_expert_load(axes: Any, measurement: Measurement) -> Any:
+  """Plots each expert's load by layer, 1 if it is even, experts with the largest first.
+
+  Returns the image, for a color bar.
+
+  Raises:
+    ValueError: the run's policy is not a mixture.
+  """
+  choices = measurement.expert_load
+  if choices is None:
+    raise ValueError(
+      f"the measurement after update {measurement.update} has no load of experts: the policy has"
+      " none, or the run is of a version that did not record it"
+    )
+  total = np.maximum(choices.sum(axis=1, keepdims=True), 1)
+  load = choices.shape[1] * np.sort(choices / total, axis=1)[:, ::-1]
+  image = axes.imshow(load, vmin=0, vmax=max(2.0, load.max()), cmap="viridis", aspect="auto")
+  axes.set(xlabel="experts, by falling load", ylabel="layer with experts")
+  axes.set_title(_title(measurement))
+  return image
 
 
 def _legend_below(axes: Any) -> None:

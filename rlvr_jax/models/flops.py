@@ -119,15 +119,16 @@ def _forward(
   per_key = 4 * c.num_heads * c.head_dim  # q·k and the weighted sum of v
   attention = sum(per_key * float(attended_keys(window)) for window in _windows(c))
   head = 2.0 * c.width * c.vocab_size * float(of_policy.sum())
-  kernels = c.num_layers * _layer_flops_per_token(c) * float(tokens) + head
+  layers = sum(_layer_flops_per_token(c, sparse=sparse) for sparse in c.sparse)
+  kernels = layers * float(tokens) + head
   return _Forward(kernels, attention, float(tokens))
 
 
-def _layer_flops_per_token(c: TransformerConfig) -> float:
+def _layer_flops_per_token(c: TransformerConfig, *, sparse: bool) -> float:
   """FLOPs per token of the projections of one layer; of experts, those that a token chooses."""
   queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
   attention = c.width * (2 * queries + 2 * keys)  # query, output; key, value
-  if c.experts is None:
+  if not sparse:
     return 2.0 * (attention + 3 * c.width * c.mlp_width)
   chosen = c.experts_per_token * 3 * c.width * c.expert_width
   return 2.0 * (attention + c.width * c.num_experts + chosen)  # the router; experts

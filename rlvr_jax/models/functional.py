@@ -13,7 +13,13 @@ from jax.sharding import Mesh
 from rlvr_jax.models.layout import ONE_DEVICE, Layout
 from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.rotary import RotaryTables
-from rlvr_jax.models.transformer import Transformer, TransformerConfig, make_rotary_tables
+from rlvr_jax.models.transformer import (
+  Transformer,
+  TransformerConfig,
+  layer_graph,
+  make_rotary_tables,
+)
+from rlvr_jax.ops.layers import rows_of, take_rows
 from rlvr_jax.types import Array, Head, Params, Routes
 
 
@@ -27,7 +33,7 @@ class Model(NamedTuple):
   """A policy as pure functions of a nested dict of arrays."""
 
   config: TransformerConfig
-  init: Callable[[Array], Params]  # key → parameters, layers stacked on their first axis
+  init: Callable[[Array], Params]  # key → parameters, layers stacked as `ops.layers` says
   head: Callable[[Params], Head]
   # See `Transformer` for these: with optional routes, and of mixtures, returning them.
   response_hidden: Callable[..., Array]  # (params, prompts, tokens)
@@ -54,32 +60,35 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
   # Splitting off `Param` only raises if the module has any other state.
   graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)), nnx.Param)
   bind = lambda params: nnx.merge(graph, params)
-  # The graph of the stacked layers is also that of a single layer.
-  bind_layer = lambda params, layer: bind({**params, "blocks": layer})
+  others_graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)).without_layers(), nnx.Param)
+  layer_graphs = {sparse: layer_graph(config, sparse=sparse) for sparse in set(config.sparse)}
 
-  def head(params):
-    stacked = isinstance(params["blocks"], dict)
-    return (bind(params) if stacked else bind_layer(params, params["blocks"][0])).head()
+  def bind_others(params):
+    return nnx.merge(others_graph, {k: x for k, x in params.items() if k != "blocks"})
 
   def decoding_params(params):
     params = layout.gather(cast_to_decode(merge_low_rank(params), config))
-    layer = lambda i: jax.tree.map(lambda w: w[i], params["blocks"])
-    layers = len(jax.tree.leaves(params["blocks"])[0])  # may be a subset of the layers
-    return {**params, "blocks": tuple(layer(i) for i in range(layers))}
+    blocks = params["blocks"]
+    number = len(jax.tree.leaves(blocks["attention_norm"])[0])
+    # A single layer lies in the first rows, whichever it is.
+    first = [dict.fromkeys(("all", "sparse", "dense"), 0)]
+    layers = range(config.num_layers)
+    rows = first if number == 1 else [rows_of(layer, config.sparse) for layer in layers]
+    return {**params, "blocks": tuple(take_rows(blocks, of_layer) for of_layer in rows)}
 
   def on_layers(method):
     """Converts a method of `Transformer` that takes layers to a function of decoding params."""
 
     def apply(params, *args):
-      networks = [bind_layer(params, layer) for layer in params["blocks"]]
-      return method(networks[0], [network.blocks for network in networks], *args)
+      layers = [nnx.merge(layer_graphs["experts" in x], x) for x in params["blocks"]]
+      return method(bind_others(params), layers, *args)
 
     return apply
 
   return Model(
     config=config,
     init=lambda key: nnx.to_pure_dict(nnx.split(build(key), nnx.Param)[1]),
-    head=head,
+    head=lambda params: bind_others(params).head(),
     response_hidden=lambda params, *args: bind(params).response_hidden(*args),
     row_hidden=lambda params, *args: bind(params).row_hidden(*args),
     response_routed=lambda params, *args: bind(params).response_routed(*args),

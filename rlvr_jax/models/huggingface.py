@@ -12,7 +12,7 @@ import json
 import math
 import os
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,7 +60,11 @@ COPIED = (  # copied from the source of an export
 
 
 def load_params(
-  directory: str | os.PathLike[str], abstract_params: Params, *, block_bytes: int = BLOCK_BYTES
+  directory: str | os.PathLike[str],
+  abstract_params: Params,
+  *,
+  sparse_layers: Sequence[bool] | None = None,
+  block_bytes: int = BLOCK_BYTES,
 ) -> Params:
   """Loads a checkpoint directory's weights as sharded parameters.
 
@@ -71,6 +75,7 @@ def load_params(
   Args:
     directory: local or a URL such as gs://bucket/folder.
     abstract_params: nested dict of `jax.ShapeDtypeStruct`s with shardings.
+    sparse_layers: of the network's `TransformerConfig`; None: all of its layers are alike.
     block_bytes: bytes of a tensor that are on the host at a time; at least one row.
   Raises:
     FileNotFoundError: there are no weights, or a shard is missing.
@@ -78,8 +83,8 @@ def load_params(
       tensors are missing, unknown or of another shape than the parameters; after that: weights are
       NaN or infinite.
   """
-  leaves = find_leaves(abstract_params)
-  tensors = open_tensors(directory, abstract_params)
+  leaves = find_leaves(abstract_params, sparse_layers)
+  tensors = open_tensors(directory, abstract_params, sparse_layers)
   params = jax.tree.map(lambda _: None, abstract_params)
   for leaf in leaves:
     inner = functools.reduce(lambda tree, key: tree[key], leaf.path[:-1], params)
@@ -89,7 +94,11 @@ def load_params(
   return params
 
 
-def open_tensors(directory: str | os.PathLike[str], abstract_params: Params) -> dict[str, Tensor]:
+def open_tensors(
+  directory: str | os.PathLike[str],
+  abstract_params: Params,
+  sparse_layers: Sequence[bool] | None,
+) -> dict[str, Tensor]:
   """Opens and checks the tensors of a checkpoint directory, by their usual names.
 
   Does not read the weights yet.
@@ -98,7 +107,7 @@ def open_tensors(directory: str | os.PathLike[str], abstract_params: Params) -> 
     FileNotFoundError, ValueError: as `load_params`, before it reads the weights.
   """
   tensors = rename_tensors(safetensors.open_checkpoint(directory), directory)
-  leaves = find_leaves(abstract_params)
+  leaves = find_leaves(abstract_params, sparse_layers)
   _drop_tied_head(tensors, leaves, directory)
   _check_tensors(tensors, leaves, abstract_params, directory)
   return tensors
@@ -295,7 +304,7 @@ def save_checkpoint(
   """
   check_choice("save_checkpoint", "dtype", dtype, ("bfloat16", "float16", "float32"))
   safetensors.check_vacant(directory)
-  leaves = find_leaves(params)
+  leaves = find_leaves(params, config.sparse_layers)
   published = published_config(config, dtype, source)
   shapes, family = tensor_shapes(leaves, params), published["model_type"]
   file_dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)

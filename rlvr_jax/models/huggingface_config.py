@@ -247,25 +247,42 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
 def _expert_fields(family: str, c: Mapping[str, Any], owner: str) -> dict[str, Any]:
   """The fields of a mixture of experts."""
   if family not in MIXTURES:
-    return dict(num_experts=0, experts_per_token=0, expert_width=0, normalized_expert_weights=False)
+    return dict(
+      num_experts=0,
+      experts_per_token=0,
+      expert_width=0,
+      sparse_layers=None,
+      normalized_expert_weights=False,
+    )
   if unread := [name for name in _NOT_OF_MIXTURES if c.get(name)]:
     raise ValueError(
       f"{owner}: {unread[0]} = {c[unread[0]]!r} is not implemented; mixtures are those of"
       f" {', '.join(MIXTURES)}, whose layers have routed experts alone, chosen by a plain softmax"
-    )
-  if c.get("decoder_sparse_step", 1) != 1 or c.get("mlp_only_layers"):
-    raise ValueError(
-      f"{owner}: decoder_sparse_step = {c['decoder_sparse_step']}, mlp_only_layers ="
-      f" {c.get('mlp_only_layers')}: only mixtures with experts in every layer are supported, that"
-      " is, 1 and []"
     )
   width = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
   return dict(
     num_experts=_check_size(owner, "num_experts", c["num_experts"]),
     experts_per_token=_check_size(owner, "num_experts_per_tok", c["num_experts_per_tok"]),
     expert_width=_check_size(owner, width, c[width]),
+    sparse_layers=_sparse_layers(c, owner) if family == "qwen3_moe" else None,
     normalized_expert_weights=family == "mixtral" or bool(c["norm_topk_prob"]),
   )
+
+
+def _sparse_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
+  """Whether each layer of a Qwen3-MoE has experts; None if all have."""
+  count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
+  step = _check_size(owner, "decoder_sparse_step", c["decoder_sparse_step"])
+  dense = c.get("mlp_only_layers") or []
+  if not isinstance(dense, list) or any(type(i) is not int for i in dense):
+    raise ValueError(f"{owner}: mlp_only_layers = {dense!r} is not a list of numbers of layers")
+  layers = tuple((i + 1) % step == 0 and i not in dense for i in range(count))
+  if not any(layers):
+    raise ValueError(
+      f"{owner}: decoder_sparse_step = {step} and mlp_only_layers = {dense!r} leave none of"
+      f" {count} layers with experts; a network without them is a qwen3"
+    )
+  return None if all(layers) else layers
 
 
 def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from rlvr_jax.models.huggingface_config import (
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_choice
+from rlvr_jax.ops.layers import layers_in
 
 
 def published_config(
@@ -124,7 +125,7 @@ def _published_experts(family: str, config: TransformerConfig) -> dict[str, Any]
   if family == "qwen3_moe":
     fields["moe_intermediate_size"] = config.expert_width
     fields |= {"intermediate_size": config.mlp_width, "decoder_sparse_step": 1}
-    fields["mlp_only_layers"] = []
+    fields["mlp_only_layers"] = layers_in("dense", config.sparse)
   return fields
 
 
@@ -190,8 +191,8 @@ def _check_reads_back(published: Mapping[str, Any], config: TransformerConfig) -
     sliding_rope_theta=config.sliding_rope_theta if sliding else None,
   )
   theirs = config_fields(published, "the exported config.json")
-  if config.experts is not None:
-    ours["mlp_width"] = theirs["mlp_width"]  # a mixture has no such MLP
+  if all(config.sparse):
+    ours |= dict(mlp_width=theirs["mlp_width"], sparse_layers=None)  # no layer has such an MLP
   for fields in (ours, theirs):
     fields["query_scale"] = fields["query_scale"] or config.head_dim**-0.5
   differing = {name: (ours[name], value) for name, value in theirs.items() if value != ours[name]}

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlvr_jax.models.safetensors import Tensor
+from rlvr_jax.ops.layers import layers_in, stack_of
 from rlvr_jax.types import Params
 
 
@@ -74,9 +75,11 @@ _FOUR_NORMS = {
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def find_leaves(params: Params) -> list[Leaf]:
+def find_leaves(params: Params, sparse_layers: Sequence[bool] | None) -> list[Leaf]:
   """Finds the leaves of all parameters, in the order in which they are written.
 
+  Args:
+    sparse_layers: of their `TransformerConfig`.
   Raises:
     ValueError: a parameter that no published checkpoint has.
   """
@@ -106,20 +109,27 @@ def find_leaves(params: Params) -> list[Leaf]:
     theirs = layer_tensors.get(path[1:]) if path[0] == "blocks" else None
     if theirs is None:
       raise ValueError(f"parameter {'/'.join(path)} is in no published checkpoint")
-    names = np.array([f"model.layers.{i}.{theirs}" for i in range(leaf.shape[0])])
+    layers: Iterable[int] = range(leaf.shape[0])
+    if sparse_layers is not None:
+      layers = layers_in(stack_of(path[1]), sparse_layers)
+    names = np.array([f"model.layers.{i}.{theirs}" for i in layers])
     if path[1:] in of_experts:
       names = np.array([[name.format(e) for e in range(leaf.shape[1])] for name in names])
     leaves.append(Leaf(path, names, path[-1] in (*KERNELS, "router")))
   return sorted(leaves, key=lambda leaf: (leaf.stacked > 0, leaf.path))
 
 
-def published_shapes(params: Params) -> dict[str, tuple[int, ...]]:
+def published_shapes(
+  params: Params, sparse_layers: Sequence[bool] | None
+) -> dict[str, tuple[int, ...]]:
   """Name and shape of every tensor of these parameters' checkpoint, in the order of writing.
 
+  Args:
+    sparse_layers: of their `TransformerConfig`.
   Raises:
     ValueError: a parameter that no published checkpoint has.
   """
-  return tensor_shapes(find_leaves(params), params)
+  return tensor_shapes(find_leaves(params, sparse_layers), params)
 
 
 def tensor_shapes(leaves: Iterable[Leaf], params: Params) -> dict[str, tuple[int, ...]]:

@@ -50,15 +50,20 @@ def activation_bytes(config: TransformerConfig, tokens: int, tensor: int) -> flo
     tokens: of a micro-batch on one device.
     tensor: devices that share a layer.
   """
+  layers = [config.width + _product_widths(config, sparse=sparse) for sparse in config.sparse]
+  saved = {"full": lambda _: config.width, "dots": lambda x: x, "none": lambda x: 2 * x}
+  numbers = sum(map(saved[config.remat], layers)) + 4 * max(layers)
+  return tokens * numbers * jnp.dtype(config.compute_dtype).itemsize / tensor
+
+
+def _product_widths(config: TransformerConfig, *, sparse: bool) -> int:
+  """Numbers per token in the results of a layer's products."""
   heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-  products = heads + 2 * config.width + 2 * config.mlp_width  # q, k, v; output, down; gate, up
-  if config.experts is not None:  # the router, and gate, up and down of each chosen expert
-    products = heads + config.width + config.num_experts
-    products += config.experts_per_token * (config.width + 2 * config.expert_width)
-  layer = config.width + products
-  saved = {"full": config.width, "dots": layer, "none": 2 * layer}[config.remat]
-  size = jnp.dtype(config.compute_dtype).itemsize
-  return tokens * (config.num_layers * saved + 4 * layer) * size / tensor
+  if not sparse:
+    return heads + 2 * config.width + 2 * config.mlp_width  # q, k, v; output, down; gate, up
+  # The router, and gate, up and down of each chosen expert.
+  chosen = config.experts_per_token * (config.width + 2 * config.expert_width)
+  return heads + config.width + config.num_experts + chosen
 
 
 def output_head_bytes(config: TransformerConfig, tokens: int, tensor: int) -> float:

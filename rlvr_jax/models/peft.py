@@ -6,7 +6,7 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface_tensors import KERNELS
 from rlvr_jax.models.lora import LoraSettings
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.layers import layers_in, stack_of
 from rlvr_jax.storage.files import locate
 from rlvr_jax.types import Params
 
@@ -68,8 +69,9 @@ def save_adapters(
   check_adapters(adapters, settings, config)
   tensors: dict[str, npt.NDArray[Any]] = {}
   for name, pair in adapters["blocks"].items():
+    layers = layers_in(stack_of(name), config.sparse)
     for letter, stack in pair.items():
-      for layer, matrix in enumerate(np.asarray(stack)):
+      for layer, matrix in zip(layers, np.asarray(stack), strict=True):
         # Transposed: PEFT multiplies from the left.
         tensors[_tensor_name(layer, name, letter)] = matrix.T.astype(np.float32)
   description = {
@@ -79,7 +81,7 @@ def save_adapters(
     "r": settings.rank,
     "lora_alpha": settings.alpha,
     "lora_dropout": 0.0,
-    "target_modules": [KERNELS[name].split(".")[-1] for name in adapters["blocks"]],
+    "target_modules": _target_modules(adapters["blocks"], config),
     "bias": "none",
     "fan_in_fan_out": False,
     "inference_mode": True,
@@ -122,10 +124,11 @@ def load_adapters(
   description = safetensors.read_json(system, path)
   _check_description(description, path)
   tensors = safetensors.read_header(system, weights)
-  names = _adapted_kernels(tensors, config.num_layers, weights)
+  names = _adapted_kernels(tensors, config, weights)
 
   def stack_layers(name, letter):
-    layers = [tensors[_tensor_name(i, name, letter)] for i in range(config.num_layers)]
+    numbers = layers_in(stack_of(name), config.sparse)
+    layers = [tensors[_tensor_name(i, name, letter)] for i in numbers]
     matrices = [tensor.rows(0, tensor.shape[0]).T for tensor in layers]
     return np.stack(matrices).astype(np.promote_types(layers[0].dtype, np.float32))
 
@@ -187,8 +190,19 @@ def _check_description(description: Mapping[str, Any], path: str) -> None:
     )
 
 
-def _adapted_kernels(tensors: Mapping[str, Any], num_layers: int, path: str) -> list[str]:
-  """Names of the kernels that the file adapts, each in every layer."""
+def _target_modules(names: Iterable[str], config: TransformerConfig) -> list[str]:
+  """Names of the adapted modules, which PEFT compares with the ends of all modules' names."""
+  modules = []
+  for name in names:
+    # Without the layer's number, those of an MLP would also name the projections of experts.
+    layers = layers_in("dense", config.sparse) if stack_of(name) == "dense" else []
+    of_some = [f"layers.{i}.{KERNELS[name]}" for i in layers if any(config.sparse)]
+    modules += of_some or [KERNELS[name].split(".")[-1]]
+  return modules
+
+
+def _adapted_kernels(tensors: Mapping[str, Any], config: TransformerConfig, path: str) -> list[str]:
+  """Names of the kernels that the file adapts, each in every layer that has it."""
   matches = {name: _TENSOR.fullmatch(name) for name in tensors}
   unknown = [name for name, match in matches.items() if not match or match[2] not in _NAMES]
   if unknown or not matches:
@@ -202,12 +216,13 @@ def _adapted_kernels(tensors: Mapping[str, Any], num_layers: int, path: str) -> 
     _tensor_name(i, name, letter)
     for name in names
     for letter in _MATRICES
-    for i in range(num_layers)
+    for i in layers_in(stack_of(name), config.sparse)
   }
   if needed != set(tensors):
+    missing, extra = sorted(needed - set(tensors)), sorted(set(tensors) - needed)
     raise ValueError(
-      f"{path}: a model of {num_layers} layers has each of {names} adapted in all of them; missing"
-      f" are {sorted(needed - set(tensors))[:3]}, extra are {sorted(set(tensors) - needed)[:3]}"
+      f"{path}: a model of {config.num_layers} layers has each of {names} adapted wherever it is;"
+      f" missing are {missing[:3]}, extra are {extra[:3]}"
     )
   return names
 

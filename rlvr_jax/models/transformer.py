@@ -1,6 +1,7 @@
 """The policy: one decoder-only transformer with settings for Qwen 2/2.5/3, Llama 3 and Gemma 2/3.
 
-A layer's MLP may be a mixture of experts, as in Qwen3-MoE, OLMoE and Mixtral (`models.experts`).
+A layer's MLP may be a mixture of experts, as in Qwen3-MoE, OLMoE and Mixtral (`models.experts`),
+in all layers or in some (`ops.layers`).
 
 All operations but attention are per token, so prompts and responses are packed into rows: a prompt
 is computed once for all its responses in a row. The engine computes it once for its slots.
@@ -9,11 +10,14 @@ is computed once for all its responses in a row. The engine computes it once for
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from rlvr_jax.models.experts import NO_EXPERT, ROUTES, Experts, ExpertSettings, Routing
@@ -29,9 +33,10 @@ from rlvr_jax.models.rotary import (
 )
 from rlvr_jax.ops.attention import Keys, attention
 from rlvr_jax.ops.grouped import KINDS as GROUPED_KINDS
+from rlvr_jax.ops.layers import layers_in, rows_of, split_into_loops, stack_of, take_rows
 from rlvr_jax.ops.precision import PRECISIONS
 from rlvr_jax.ops.row_attention import KINDS, RESIDUALS, row_attention
-from rlvr_jax.types import Array, Head, Prompts, Routes, Rows
+from rlvr_jax.types import Array, Head, Params, Prompts, Routes, Rows
 
 _ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -56,7 +61,7 @@ class TransformerConfig:
   num_heads: int
   num_kv_heads: int
   head_dim: int
-  mlp_width: int  # of the MLP; not read in a mixture
+  mlp_width: int  # of the MLP; not read where all layers have experts
   activation: str = "silu"  # of the gate: silu (SwiGLU), gelu_tanh (GeGLU) or gelu
   norm_epsilon: float = 1e-6
   rope_theta: float = 10_000.0
@@ -67,9 +72,10 @@ class TransformerConfig:
   output_bias: bool = False  # of the projection after attention
   joint_qk_norm: bool = False  # RMSNorm on all heads' queries together, and on keys (OLMoE)
   mlp_bias: bool = False
-  num_experts: int = 0  # of a mixture in every layer, see `models.experts`; 0: an MLP
+  num_experts: int = 0  # of a mixture, see `models.experts`; 0: layers have an MLP
   experts_per_token: int = 0
-  expert_width: int = 0  # of a mixture, which has no MLP of `mlp_width`
+  expert_width: int = 0
+  sparse_layers: tuple[bool, ...] | None = None  # of a mixture: those with experts; None: all
   normalized_expert_weights: bool = False  # weights of the chosen experts are divided by their sum
   query_scale: float | None = None  # factor on the scores; None is 1/√head_dim
   attention_soft_cap: float | None = None
@@ -134,6 +140,14 @@ class TransformerConfig:
       yield "qk_norm and joint_qk_norm are both set; a network has one of them, or none"
     if self.expert_products not in GROUPED_KINDS:
       yield f"expert_products={self.expert_products!r}; allowed: {list(GROUPED_KINDS)}"
+    if self.sparse_layers is not None:
+      if len(self.sparse_layers) != self.num_layers:
+        yield f"sparse_layers names {len(self.sparse_layers)} layers, num_layers={self.num_layers}"
+      if not self.num_experts or not any(self.sparse_layers):
+        yield (
+          f"sparse_layers={self.sparse_layers!r} with num_experts={self.num_experts}: a mixture has"
+          " experts in at least one layer; set both, or neither (0 and None)"
+        )
     for name in ("num_experts", "experts_per_token", "expert_width"):
       size = getattr(self, name)
       if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 2**31:
@@ -147,7 +161,7 @@ class TransformerConfig:
 
   @property
   def experts(self) -> ExpertSettings | None:
-    """The settings of the mixture; None: layers have an MLP."""
+    """The settings of the mixture; None: all layers have an MLP."""
     if not self.num_experts:
       return None
     # A run replaces "auto" before, by the platform of its devices.
@@ -161,17 +175,29 @@ class TransformerConfig:
     )
 
   @property
-  def mixture(self) -> tuple[int, int, int]:
-    """What recorded routes must fit: layers, experts, experts per token."""
-    return self.num_layers, self.num_experts, self.experts_per_token
+  def sparse(self) -> tuple[bool, ...]:
+    """Whether each layer has experts."""
+    if self.sparse_layers is not None:
+      return tuple(self.sparse_layers)
+    return (self.num_experts > 0,) * self.num_layers
+
+  @property
+  def mixture(self) -> tuple[int, ...]:
+    """What recorded routes must fit: layers with experts, experts, and experts per token.
+
+    The numbers of the layers follow if not all have experts.
+    """
+    numbers = layers_in("sparse", self.sparse)
+    sizes = len(numbers), self.num_experts, self.experts_per_token
+    return sizes if all(self.sparse) else (*sizes, *numbers)
 
   @property
   def routes(self) -> jax.ShapeDtypeStruct | None:
-    """What is recorded of a token's experts: [layers, k], unsigned; None without experts."""
+    """What is recorded of a token's experts: [sparse layers, k], unsigned; None without experts."""
     if not self.num_experts:
       return None
     dtype = jnp.uint8 if self.num_experts <= 2**8 else jnp.uint16
-    return jax.ShapeDtypeStruct((self.num_layers, self.experts_per_token), dtype)
+    return jax.ShapeDtypeStruct((sum(self.sparse), self.experts_per_token), dtype)
 
   @property
   def precision(self) -> str:
@@ -200,8 +226,10 @@ class Block(nnx.Module):
   Both are added to the residual stream.
   """
 
-  def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+  def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, *, sparse: bool | None):
+    """`sparse`: whether it has experts or an MLP. None: both, from which `_stack_layers` takes."""
     c = self.config = config
+    self.sparse = sparse
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     residual_gain = 1.0 / (2 * c.num_layers)  # the residual stream's variance stays near 1
     self.attention_norm = RMSNorm(c, c.width)
@@ -210,11 +238,12 @@ class Block(nnx.Module):
     self.value = init_kernel(rngs, (c.width, keys), c.param_dtype)
     self.output = init_kernel(rngs, (queries, c.width), c.param_dtype, residual_gain)
     self.mlp_norm = RMSNorm(c, c.width)
-    if c.experts is None:
+    if sparse is not True:
       self.gate = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
       self.up = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
       self.down = init_kernel(rngs, (c.mlp_width, c.width), c.param_dtype, residual_gain)
-    else:
+    if sparse is not False:
+      assert c.experts is not None  # the configuration has both
       self.experts = Experts(
         c.experts, rngs, width=c.width, dtype=c.param_dtype, residual_gain=residual_gain
       )
@@ -280,7 +309,7 @@ class Block(nnx.Module):
 
     normed = residual.gather(self.mlp_norm(x))
     routing = None
-    if c.experts is None:
+    if not self.sparse:
       gated = self._mlp(normed)
     else:
       gated, routing = self.experts(
@@ -296,6 +325,28 @@ class Block(nnx.Module):
     return dense(gated, self.down, bias("down_bias"))
 
 
+def layer_graph(config: TransformerConfig, *, sparse: bool) -> Any:
+  """The graph of a `Block`, which `nnx.merge` combines with the parameters of a layer."""
+  build = lambda: Block(config, nnx.Rngs(0), sparse=sparse)
+  return nnx.split(jax.eval_shape(build), nnx.Param)[0]
+
+
+def _stack_layers(config: TransformerConfig, keys: Array) -> Block:
+  """Initializes all layers, stacked as `ops.layers` says."""
+  alike = len(set(config.sparse)) == 1
+  sparse = config.sparse[0] if alike else None
+  stacked = jax.vmap(lambda key: Block(config, nnx.Rngs(key), sparse=sparse))(keys)
+  if alike:
+    return stacked
+  graph, state = nnx.split(stacked, nnx.Param)
+  of_layers = lambda name: np.asarray(layers_in(stack_of(name), config.sparse))
+  stacks = {
+    name: jax.tree.map(operator.itemgetter(of_layers(name)), part)
+    for name, part in nnx.to_pure_dict(state).items()
+  }
+  return nnx.merge(graph, stacks)
+
+
 class Transformer(nnx.Module):
   def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout = ONE_DEVICE):
     c = self.config = config
@@ -307,10 +358,15 @@ class Transformer(nnx.Module):
     scale = c.width**-0.5 if c.tied_head else 1.0
     self.embedding = nnx.Param((embedding * scale).astype(c.param_dtype))
     keys = jax.random.split(rngs.params(), c.num_layers)
-    self.blocks = jax.vmap(lambda key: Block(c, nnx.Rngs(key)))(keys)
+    self.blocks = _stack_layers(c, keys)
     self.final_norm = RMSNorm(c, c.width)
     if not c.tied_head:
       self.head_kernel = init_kernel(rngs, (c.width, c.vocab_size), c.param_dtype)
+
+  def without_layers(self) -> Transformer:
+    """The same network without its layers, which `prefill` and `decode` get one by one."""
+    del self.blocks
+    return self
 
   # The rest of the package calls these methods through functional.py.
 
@@ -354,7 +410,7 @@ class Transformer(nnx.Module):
 
     Returns:
       Hidden states; the routers' own routes, i32, whatever was taken in their place; and the sum
-      over the tokens of the probabilities of all experts, [layers, E].
+      over the tokens of the probabilities of all experts, [sparse layers, E].
     """
     hidden, routing = self._respond(prompts, tokens, routes, lengths, routed=True)
     P, G, T = tokens.shape
@@ -414,8 +470,8 @@ class Transformer(nnx.Module):
     Args:
       tokens: i32[R, L].
       rows: the sequences of the tokens; positions below L.
-      routes: int[R, L, layers, k], of a mixture, the experts to take in place of the routers'
-        choice.
+      routes: int[R, L, sparse layers, k], of a mixture, the experts to take in place of the
+        routers' choice.
     Returns:
       [R, L, D] in the compute dtype.
     """
@@ -427,9 +483,9 @@ class Transformer(nnx.Module):
     """As `row_hidden`, of a mixture: also its routers' choice and probabilities.
 
     Returns:
-      Hidden states; the routers' own routes i32[R, L, layers, k], whatever was taken in their
-      place, `NO_EXPERT` at padding; and the sum over the tokens of the probabilities of all
-      experts, [layers, E].
+      Hidden states; the routers' own routes i32[R, L, sparse layers, k], whatever was taken in
+      their place, `NO_EXPERT` at padding; and the sum over the tokens of the probabilities of all
+      experts, [sparse layers, E].
     """
     hidden, (routes, sums) = self._run_rows(tokens, rows, routes, routed=True)
     return hidden, routes, sums
@@ -469,7 +525,8 @@ class Transformer(nnx.Module):
       lengths: i32[R], tokens of each prompt: in a mixture, padding has no expert. None: S.
       attended: of keys or values [R, S, K, H], those that attention reads, if rounded.
     Returns:
-      Per layer, keys and values [R, S, K, H]; and the routes of a mixture, i32[R, S, layers, k].
+      Per layer, keys and values [R, S, K, H]; and the routes of a mixture, i32[R, S, sparse layers,
+      k].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     tables = self._look_up_tables(positions)
@@ -511,7 +568,7 @@ class Transformer(nnx.Module):
       running: bool[slots]: in a mixture, the tokens of other slots have no expert. None: all.
     Returns:
       Final hidden states [slots, D], which predict the next tokens; the carries of the layers; and
-      the routes of a mixture, i32[slots, layers, k].
+      the routes of a mixture, i32[slots, sparse layers, k].
     """
     x = self._embed(tokens[:, None])  # [slots, 1, D]
     real = None if running is None else running[:, None]
@@ -581,34 +638,38 @@ class Transformer(nnx.Module):
     Args:
       positions: i32[R, L].
       attend: whether a layer slides → the function that mixes tokens, see `Block`.
-      routes: int[R, L, layers, k]; None: the routers choose.
+      routes: int[R, L, sparse layers, k]; None: the routers choose.
       real: bool[R, L], where there are tokens.
-      routed: whether to return the routers' own routes i32[R, L, layers, k], and the sum over the
-        tokens of all experts' probabilities [layers, E].
+      routed: whether to return the routers' own routes i32[R, L, sparse layers, k], and the sum
+        over the tokens of all experts' probabilities [sparse layers, E].
     """
     c = self.config
     tables = self._look_up_tables(positions)
     _, sliding = self._layer_kinds()
+    graphs = {sparse: layer_graph(c, sparse=sparse) for sparse in set(c.sparse)}
 
-    def body(x, layer):
-      block, slides, routes = layer
+    def apply(x, layer, sparse):
+      slides, routes = layer.pop("slides"), layer.pop(ROUTES, None)
+      block = nnx.merge(graphs[sparse], layer)
       x, _, routing = block(
         x, tables.of_layer(slides), attend(slides), self.layout, routes=routes, real=real
       )
       x = self.layout.residual.keep(x)
-      if not routed:
+      if not routed or routing is None:
         return x, None
       probabilities = jnp.where(real[..., None], routing.probabilities, 0)
       return x, (routing.own, jnp.sum(probabilities, axis=(0, 1)))
 
     if c.remat != "none":
       policy = jax.checkpoint_policies.save_only_these_names(*_REMAT[c.remat])
-      body = jax.checkpoint(body, policy=policy)
-    by_layer = None if routes is None else jnp.moveaxis(routes, 2, 0)
-    layers = (self.blocks, jnp.asarray(sliding), by_layer)
-    with jax.named_scope("layers"):  # including the operations of the loop itself
+      apply = jax.checkpoint(apply, policy=policy, static_argnums=2)
+    stacks = nnx.to_pure_dict(nnx.split(self.blocks, nnx.Param)[1])
+    stacks["slides"] = jnp.asarray(sliding)
+    if routes is not None:
+      stacks[ROUTES] = jnp.moveaxis(routes, 2, 0)
+    with jax.named_scope("layers"):  # including the operations of the loops themselves
       x = self.layout.residual.scatter(x)
-      x, routing = jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))
+      x, routing = _run_loops(apply, x, stacks, c.sparse, c.unroll_layers)
       x = self.layout.constrain(self.layout.residual.gather(x))
     if not routed:
       return x, None
@@ -616,8 +677,59 @@ class Transformer(nnx.Module):
     return x, (jnp.moveaxis(chosen, 0, 2), sums)
 
 
+def _run_loops(
+  apply: Callable, x: Array, stacks: Params, sparse: Sequence[bool], unroll: int
+) -> tuple[Array, Any]:
+  """Applies all layers to x, in the loops of `split_into_loops`.
+
+  A stack that is whole in one loop is not copied. Others are cut into the parts of the loops.
+
+  Args:
+    apply: (x, a layer's parts of the stacks, whether it has experts) → (x, results or None).
+    stacks: of parameters and other values, by the names that `stack_of` takes.
+    unroll: layers per iteration, where a pattern has fewer.
+  Returns:
+    The last x, and the results of the layers that have some, stacked.
+  """
+  results = []
+  first = dict.fromkeys(("all", "sparse", "dense"), 0)
+  for pattern, count in split_into_loops(sparse):
+    sizes = {stack: len(layers_in(stack, pattern)) for stack in first}
+    parts = {}
+    for name, stacked in stacks.items():
+      stack = stack_of(name)
+      cut = functools.partial(_cut, first=first[stack], count=count, size=sizes[stack])
+      if sizes[stack]:
+        parts[name] = jax.tree.map(cut, stacked)
+
+    def body(x, parts, pattern=pattern, sizes=sizes):
+      found = []
+      for layer, kind in enumerate(pattern):
+        rows = rows_of(layer, pattern)
+        rows = {stack: row if sizes[stack] > 1 else None for stack, row in rows.items()}
+        take = lambda part, row: part if row is None else part[row]
+        x, result = apply(x, take_rows(parts, rows, take), kind)
+        found += [] if result is None else [result]
+      return x, jax.tree.map(lambda *y: jnp.stack(y), *found) if found else None
+
+    x, result = jax.lax.scan(body, x, parts, unroll=min(count, max(1, unroll // len(pattern))))
+    if result is not None:
+      results.append(jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), result))
+    first = {stack: row + count * sizes[stack] for stack, row in first.items()}
+  return x, jax.tree.map(lambda *y: jnp.concatenate(y), *results) if results else None
+
+
+def _cut(stacked: Array, *, first: int, count: int, size: int) -> Array:
+  """The layers of a loop from those of a stack, [count, size, …]; [count, …] if `size` is 1.
+
+  A stack of alike layers is not reshaped: compiled for a TPU, that would need memory.
+  """
+  part = stacked if count * size == len(stacked) else stacked[first : first + count * size]
+  return part if size == 1 else part.reshape(count, size, *part.shape[1:])
+
+
 def _stack_routes(routing: Sequence[Routing | None]) -> Array | None:
-  """The chosen experts of all layers, i32[R, L, layers, k]; None of MLPs."""
+  """The chosen experts of all layers, i32[R, L, sparse layers, k]; None of MLPs."""
   experts = [layer.experts for layer in routing if layer is not None]
   return jnp.stack(experts, axis=2) if experts else None
 

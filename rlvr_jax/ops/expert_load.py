@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from rlvr_jax.ops.reductions import value
 from rlvr_jax.types import Array, ExpertChoices, Metrics
 
 
@@ -61,4 +63,13 @@ def load_metrics(load: Load) -> Metrics:
     "routing/load_entropy": ExpertChoices(choices, "entropy"),
     "routing/largest_load": ExpertChoices(choices, "largest"),
     "routing/unused_experts": ExpertChoices(choices, "unused"),
+  }
+
+
+def largest_loads(load: Load, layers: Sequence[int]) -> dict[str, Array]:
+  """`routing/largest_load`, f32[] by name, of each of the layers with these numbers."""
+  of_layer = [ExpertChoices(choices[None], "largest") for choices in load.choices]
+  return {
+    f"routing/largest_load_layer_{layer}": value(choices)
+    for layer, choices in zip(layers, of_layer, strict=True)
   }

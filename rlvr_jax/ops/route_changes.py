@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -47,7 +48,9 @@ def change_metrics(changes: RouteChanges) -> Metrics:
   }
 
 
-def changes_by_layer(changes: RouteChanges) -> dict[str, Array]:
-  """The share of choices that changed, f32[] by name, for each layer."""
+def changes_by_layer(changes: RouteChanges, layers: Sequence[int]) -> dict[str, Array]:
+  """The share of choices that changed, f32[] by name, for each of the layers with these numbers."""
   shares = changes.choices / jnp.maximum(changes.num_choices, 1)
-  return {f"routing/changed_layer_{layer}": share for layer, share in enumerate(shares)}
+  return {
+    f"routing/changed_layer_{layer}": share for layer, share in zip(layers, shares, strict=True)
+  }

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from rlvr_jax.types import Array, Rows
 
 TILE = 128  # tokens; blocks of queries and keys are multiples of it
-LONGEST_ROW = 2**15  # tokens, for the splash kernel, which packs indices into bits
+LONGEST_ROW = 2**17  # tokens, for the splash kernel, which packs indices into bits
 NO_WINDOW = 2**30
 
 _BLOCKS = (384, 512)  # tokens; smaller ones are slower
@@ -18,7 +18,8 @@ def splash_alignment(length: int) -> int:
 
   The kernel's mask has 32 bits for a token's index, its rollout's start and its prompt's end: in
   rows of at most 2^b tokens, aligned to 2^a, these take b + 2(b − a). Hence 8 tokens in rows to
-  4096, which is a TPU's tile of rows; 16 to 8192, 32 to 16,384 and 128 to 32,768.
+  4096, which is a TPU's tile of rows; 16 to 8192, 32 to 16,384, 128 to 32,768, 256 to 65,536 and
+  1024 to 131,072.
 
   Args:
     length: of the row, tokens, at most `LONGEST_ROW`.

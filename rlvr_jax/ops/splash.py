@@ -21,15 +21,21 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from rlvr_jax.ops.row_blocks import TILE, is_visible, splash_alignment, visible_blocks
+from rlvr_jax.ops.row_blocks import (
+  LONGEST_ROW,
+  TILE,
+  is_visible,
+  splash_alignment,
+  visible_blocks,
+)
 from rlvr_jax.types import Array, Rows
 
 # The most queries and keys per block. Small blocks skip more if rollouts are short; large blocks
 # are fetched less often, and in the backward pass large blocks of keys write fewer partial
-# gradients of the queries: one for each block in the row, so that these weigh more in longer rows.
-# Blocks divide the row, so that some lengths get smaller ones.
-_FORWARD, _BACKWARD, _BACKWARD_OF_LONG_ROWS = (512, 512), (512, 512), (512, 768)
-_LONG_ROW = 8192  # tokens, above which a row is long
+# gradients of the queries: one for each block in the row, so that their bytes grow with the row's
+# square. Blocks divide the row, so that some lengths get smaller ones.
+_FORWARD = 512, 512
+_BACKWARD = {8192: (512, 512), 32_768: (512, 768), LONGEST_ROW: (512, 2048)}  # by the longest row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +56,7 @@ class _Mask:
 def _bits(length: int) -> tuple[int, int, int]:
   """Bits of an index in a row, bits of a multiple of the row's alignment, and the alignment."""
   alignment = splash_alignment(length)
-  return (length - 1).bit_length(), (length // alignment - 1).bit_length(), alignment
+  return (length - 1).bit_length(), ((length - 1) // alignment).bit_length(), alignment
 
 
 def splash_attention(
@@ -141,8 +147,7 @@ def _plan_forward(row: Rows, window: int | None) -> _Plan:
 
 def _plan_backward(row: Rows, window: int | None) -> _Plan:
   """Plans steps by blocks of queries; steps after the last one that runs keep its blocks."""
-  is_long = row.prompts.shape[0] > _LONG_ROW
-  sizes = _BACKWARD_OF_LONG_ROWS if is_long else _BACKWARD
+  sizes = next(sizes for longest, sizes in _BACKWARD.items() if row.prompts.shape[0] <= longest)
   q, kv, runs = _block_pairs(row, window, *sizes)
   index = jnp.arange(runs.shape[0], dtype=jnp.int32)[:, None]
   following = jax.lax.cummin(jnp.where(runs, index, runs.shape[0]), axis=0, reverse=True)

@@ -16,15 +16,17 @@ tokens behind that, and then samples. So the bits do not depend on when a reply 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Pages, Part, Reach, read_back
 from rlvr_jax.ops.decoding import cached_attention
+from rlvr_jax.ops.layers import rows_of, take_rows
 from rlvr_jax.ops.logprobs import distribution, head_logits
 from rlvr_jax.types import Array, Params, Sampling
 
@@ -79,7 +81,7 @@ class Prefilled(NamedTuple):
 
   prompts: tuple[Part, ...]
   responses: tuple[Part, ...] = ()  # of dialogues that go on, what their responses have so far
-  routes: Array | None = None  # [R, S, layers, k], if they are recorded
+  routes: Array | None = None  # [R, S, sparse layers, k], if they are recorded
 
 
 class Fresh(NamedTuple):
@@ -103,10 +105,11 @@ class Emitted(NamedTuple):
   running: Array  # bool[slots]; False after a stop token or T tokens
   stopped: Array  # bool[slots], whether the last token was a stop token
   steps: Array  # i32[], decoding steps of this burst
-  routes: Array | None = None  # [slots, steps, layers, k], if recorded; of what each step reads
+  # [slots, steps, sparse layers, k], if recorded; of what each step reads
+  routes: Array | None = None
 
 
-def take_layer(trained: Params, frozen: Params, layer: Array, *, model: Any) -> Params:
+def take_layer(trained: Params, frozen: Params, rows: Mapping[str, Array], *, model: Any) -> Params:
   """Selects the parameters of one layer, sharded as on the trainer's devices.
 
   Layers are loaded one by one: a program that resharded all of them would hold many of them
@@ -114,9 +117,9 @@ def take_layer(trained: Params, frozen: Params, layer: Array, *, model: Any) -> 
 
   Args:
     trained, frozen: see `Model.combine`.
-    layer: i32[], index of the layer.
+    rows: i32[] each, from `ops.layers.rows_of`.
   """
-  return _select_layer(trained, frozen, layer, model)["blocks"]
+  return _select_layer(trained, frozen, rows, model)["blocks"]
 
 
 def load_layer(blocks: Params, *, model: Any) -> Params:
@@ -126,14 +129,17 @@ def load_layer(blocks: Params, *, model: Any) -> Params:
 
 def load_others(trained: Params, frozen: Params, *, model: Any) -> Params:
   """Converts all parameters but the layers to the form that `decode` takes."""
-  return {**model.decoding_params(_select_layer(trained, frozen, 0, model)), "blocks": ()}
+  first = rows_of(0, model.config.sparse)
+  return {**model.decoding_params(_select_layer(trained, frozen, first, model)), "blocks": ()}
 
 
-def _select_layer(trained: Params, frozen: Params, layer: Array | int, model: Any) -> Params:
+def _select_layer(
+  trained: Params, frozen: Params, rows: Mapping[str, Array | np.int32], model: Any
+) -> Params:
   """The combined parameters, with one layer in "blocks"."""
   params = model.combine(trained, frozen)
-  select = lambda stacked: jax.lax.dynamic_slice_in_dim(stacked, layer, 1)
-  return {**params, "blocks": jax.tree.map(select, params["blocks"])}
+  select = lambda stacked, row: jax.lax.dynamic_slice_in_dim(stacked, row, 1)
+  return {**params, "blocks": take_rows(params["blocks"], rows, select)}
 
 
 def empty_slots(settings: Settings) -> State:
@@ -365,7 +371,7 @@ def decode(
     running: bool[slots], the slots whose result is used; None: all.
   Returns:
     Hidden states [slots, D], which predict the next tokens; `staged` with the keys and values of
-    `token`; and the experts that a mixture chose, i32[slots, layers, k].
+    `token`; and the experts that a mixture chose, i32[slots, sparse layers, k].
   """
   network = settings.model.config
   copies = cached_heads(network, _tensor_size(settings)) // network.num_kv_heads

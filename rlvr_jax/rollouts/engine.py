@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from rlvr_jax.ops.caches import CacheShape
+from rlvr_jax.ops.layers import rows_of, take_rows
 from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.rollouts.decoder import Emitted, Fresh, Known, Prefilled, Settings
@@ -175,6 +176,14 @@ def row_keys(key: Array, prompts: int, group_size: int) -> np.ndarray:
 def _row_keys(key: Array, rows: Array) -> Array:
   """u32[P, G, 2] from a key and any array [P, G]."""
   return jax.random.key_data(jax.random.split(key, rows.shape))
+
+
+def _of_layer(loaded: Params | None, sparse: bool) -> Params | None:
+  """Of what `decoder.loaded_shardings` returned, a layer's, with experts or without."""
+  if loaded is None:
+    return None
+  rows = {"all": 0, "sparse" if sparse else "dense": 0}
+  return take_rows(loaded["blocks"], rows, lambda sharding, _: sharding)
 
 
 def _add_sharding(
@@ -413,7 +422,7 @@ class Programs(NamedTuple):
   """The jitted functions of `rollouts.decoder`, with an engine's settings bound."""
 
   take_layer: jax.stages.Wrapped
-  load_layer: jax.stages.Wrapped
+  load_layer: dict[bool, jax.stages.Wrapped]  # by whether the layer has experts
   load_others: jax.stages.Wrapped
   empty_slots: jax.stages.Wrapped
   prefill: jax.stages.Wrapped
@@ -493,11 +502,14 @@ class Engine:
     bind = lambda function: at_precision(functools.partial(function, settings=self.settings))
     state, host = decoder.shardings(self.settings)
     loaded = decoder.loaded_shardings(model)
-    layer, others = (loaded["blocks"], {**loaded, "blocks": ()}) if loaded else (None, None)
+    others = {**loaded, "blocks": ()} if loaded else None
     self._jit = functools.partial(jax.jit, compiler_options=compiler_options)
     self.programs = Programs(
       take_layer=self._jit(with_model(decoder.take_layer)),
-      load_layer=self._jit(with_model(decoder.load_layer), out_shardings=layer),
+      load_layer={
+        sparse: self._jit(with_model(decoder.load_layer), out_shardings=_of_layer(loaded, sparse))
+        for sparse in set(model.config.sparse)
+      },
       load_others=self._jit(with_model(decoder.load_others), out_shardings=others),
       empty_slots=self._jit(bind(decoder.empty_slots), out_shardings=state),
       prefill=self._jit(bind(decoder.prefill)),
@@ -514,10 +526,12 @@ class Engine:
 
   def load(self, trained: Params, frozen: Params) -> Params:
     """Converts parameters to those that `serve` takes, resharded for the mesh that generates."""
-    layers = range(self.settings.model.config.num_layers)
-    blocks = (self.programs.take_layer(trained, frozen, np.int32(layer)) for layer in layers)
-    loaded_blocks = tuple(map(self.programs.load_layer, blocks))
-    return {**self.programs.load_others(trained, frozen), "blocks": loaded_blocks}
+    sparse, programs = self.settings.model.config.sparse, self.programs
+    blocks = (programs.take_layer(trained, frozen, rows_of(i, sparse)) for i in range(len(sparse)))
+    loaded = tuple(
+      programs.load_layer[kind](layer) for kind, layer in zip(sparse, blocks, strict=True)
+    )
+    return {**programs.load_others(trained, frozen), "blocks": loaded}
 
   def lower_burst(self, trained: Params, frozen: Params) -> jax.stages.Lowered:
     """Lowers the last burst of the longest responses, for parameters or their shapes.
@@ -578,13 +592,17 @@ class Engine:
 
   def _loaded_shapes(self, trained: Params, frozen: Params) -> Params:
     """The shapes of the parameters that `load` returns, with their shardings."""
-    programs, index = self.programs, jax.ShapeDtypeStruct((), np.int32)
-    taken = programs.take_layer.lower(trained, frozen, index).out_info
-    layer = programs.load_layer.lower(taken).out_info
-    shapes = {**programs.load_others.lower(trained, frozen).out_info, "blocks": layer}
-    if shardings := decoder.loaded_shardings(self.settings.model):
-      shapes = jax.tree.map(_add_sharding, shapes, shardings)
-    return {**shapes, "blocks": (shapes["blocks"],) * self.settings.model.config.num_layers}
+    programs, sparse = self.programs, self.settings.model.config.sparse
+    shardings = decoder.loaded_shardings(self.settings.model)
+    place = lambda shapes, of: jax.tree.map(_add_sharding, shapes, of) if shardings else shapes
+    layers = {}
+    for kind, program in programs.load_layer.items():
+      rows = rows_of(sparse.index(kind), sparse)
+      taken = programs.take_layer.lower(trained, frozen, rows).out_info
+      layers[kind] = place(program.lower(taken).out_info, _of_layer(shardings, kind))
+    others = programs.load_others.lower(trained, frozen).out_info
+    others = place(others, {**(shardings or {}), "blocks": ()})
+    return {**others, "blocks": tuple(layers[kind] for kind in sparse)}
 
   def serve(
     self,

@@ -45,7 +45,7 @@ class RecordedGroups:
     group_size: int,
     max_prompt_length: int,
     max_response_length: int,
-    routes: tuple[int, int, int] | None = None,
+    routes: tuple[int, ...] | None = None,
   ):
     """Opens the store and checks that this run can train on its rollouts.
 

@@ -15,7 +15,9 @@ from rlvr_jax.geometry import (
   updates,
 )
 from rlvr_jax.geometry.agreement import gram_agreement
+from rlvr_jax.ops.expert_load import largest_loads
 from rlvr_jax.ops.keys import key_for
+from rlvr_jax.ops.layers import layers_in
 from rlvr_jax.ops.masked import masked_mean
 from rlvr_jax.ops.route_changes import changes_by_layer
 from rlvr_jax.types import Array, Params, TrainBatch, TrainState
@@ -43,10 +45,11 @@ def measure(
     compared: selects parameters, as in `per_rollout`, whose Gram matrix is compared with that of
       `gram`; "" for no comparison.
   Returns:
-    Scalars, see `geometry.diagnostics`, those of the other feature with its name as suffix, and by
-    layer the share of a mixture's recorded choices that have changed; and arrays: the Gram matrices
-    f32[B, B] of rollout gradients (g_i · g_j, not divided by B = P·G), f32[P, G] coefficients
-    before and after the reweighting, rewards and lengths, bool[P, G] valid.
+    Scalars, see `geometry.diagnostics`, those of the other feature with its name as suffix, and of
+    a mixture by layer the largest load and the share of recorded choices that have changed; and
+    arrays: the Gram matrices f32[B, B] of rollout gradients (g_i · g_j, not divided by B = P·G),
+    f32[P, G] coefficients before and after the reweighting, rewards and lengths, bool[P, G] valid,
+    and of a mixture f32[sparse layers, E] tokens that chose each expert.
   """
   params, context = state.params, method.gram_context
   coefficients = method.advantage.apply(state.advantage_state, batch)
@@ -67,13 +70,17 @@ def measure(
   scalars["geometry/advantage_logprob_covariance"] = updates.advantage_logprob_covariance(
     in_loss, scores.logprobs, batch.mask
   )
+  sparse_layers = layers_in("sparse", method.model.config.sparse)
   if scores.changes is not None:
-    scalars |= changes_by_layer(scores.changes)
+    scalars |= changes_by_layer(scores.changes, sparse_layers)
   scalars |= accumulated_update(params, initial, method)
   if gram.error is not None:
     scalars["geometry/gram_relative_error"] = gram.error(params, frozen, batch, forward, context)
   arrays = {"gram": matrix, f"gram_{other}": other_matrix}
   arrays |= {"coefficients": coefficients, "reweighted": reweighted}
+  if scores.load is not None:
+    scalars |= largest_loads(scores.load, sparse_layers)
+    arrays["expert_load"] = scores.load.choices
   arrays |= {"rewards": batch.rewards, "valid": batch.valid, "lengths": batch.mask.sum(axis=-1)}
   if compared:
     compared_matrix = per_rollout(parameters=compared, feature=gram.feature).gram(

@@ -19,6 +19,7 @@ from rlvr_jax.costs.chips import find_chip
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.quantized import quantize
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.layers import rows_of
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Head, Prompts
@@ -144,13 +145,13 @@ def test_a_sync_into_another_layout_reads_what_a_device_needs(trained):
   parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, TOPOLOGY))
   params, frozen = parts.placement.state.params, parts.placement.frozen
   run = parts.sources[0].engine.programs
-  take = run.take_layer.lower(params, frozen, jax.ShapeDtypeStruct((), jnp.int32))
+  take = run.take_layer.lower(params, frozen, rows_of(0, parts.model.config.sparse))
   place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
   taken = jax.tree.map(place, take.out_info, take.compile().output_shardings)
   layer = WIDTH * (2 * 28 + 2 * 4) * 128 + 3 * WIDTH * 18_944
   for name, lowered, weights in (
     ("take_layer", take, 0),
-    ("load_layer", run.load_layer.lower(taken), layer),
+    ("load_layer", run.load_layer[False].lower(taken), layer),
     ("load_others", run.load_others.lower(params, frozen), 2 * WIDTH * VOCABULARY),
   ):
     program, text = programs.compile_with_text(name, lambda lowered=lowered: lowered)

@@ -269,3 +269,13 @@ def test_the_coefficients_are_drawn_by_reward(axes):
   np.testing.assert_allclose(points.get_offsets(), expected, rtol=1e-6)
   np.testing.assert_array_equal(points.get_array(), REWARDS.ravel())
   assert f"k = {result.rank}" in axes.get_title()
+
+
+def test_the_load_of_experts_is_drawn_by_layer():
+  choices = np.array([[2, 2, 2, 2], [0, 8, 0, 0], [0, 0, 0, 0]], float)
+  m, _ = measurement(expert_load=choices)
+  image = geometry_plots.plot_expert_load(Figure().subplots(), m)
+  expected = [[1, 1, 1, 1], [4, 0, 0, 0], [0, 0, 0, 0]]  # no tokens: no load
+  np.testing.assert_array_equal(image.get_array(), expected)
+  with pytest.raises(ValueError, match="update 0 has no load of experts: the policy has none"):
+    geometry_plots.plot_expert_load(Figure().subplots(), measurement()[0])

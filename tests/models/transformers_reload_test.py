@@ -26,15 +26,21 @@ transformers = pytest.importorskip("transformers")
 ROPE_INIT_FUNCTIONS = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
 
 _SHARED = os.environ.get("RLVR_SHARED")
-_FOLDERS = sorted(pathlib.Path(_SHARED, "golden", "hf").iterdir()) if _SHARED else []
-_FAMILIES = ("qwen2", "qwen3", "llama", "gemma2", "gemma3_text")
+_FOLDERS = [
+  folder
+  for kind in ("hf", "hf_moe")
+  for folder in (sorted(pathlib.Path(_SHARED, "golden", kind).iterdir()) if _SHARED else [])
+]
+_MIXTURES = ("qwen3_moe", "olmoe", "mixtral")
+_FAMILIES = ("qwen2", "qwen3", "llama", "gemma2", "gemma3_text", *_MIXTURES)
 _PROMPT, _LENGTH = 6, 20  # tokens
 
 
 def loaded(directory):
-  model = transformer(checkpoint_config(directory))
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  return model, load_params(directory, add_shardings(shapes, make_mesh()))
+  config = checkpoint_config(directory)
+  model = transformer(config)
+  shapes = add_shardings(jax.eval_shape(model.init, jax.random.key(0)), make_mesh())
+  return model, load_params(directory, shapes, sparse_layers=config.sparse_layers)
 
 
 def their_logits(directory, ids, mask):
@@ -167,6 +173,19 @@ def random_settings(family, rng):
     c |= dict(final_logit_softcapping=pick(2.0, None), attn_logit_softcapping=pick(3.0, None))
     kinds = pick(None, ["full_attention", *["sliding_attention"] * (layers - 1)])
     c |= dict(layer_types=kinds)
+  if family in _MIXTURES:
+    experts = pick(3, 5)
+    number = "num_local_experts" if family == "mixtral" else "num_experts"
+    c |= {number: experts, "num_experts_per_tok": pick(1, 2, experts)}
+    c |= dict(norm_topk_prob=pick(True, False))
+  if family == "qwen3_moe":
+    c |= dict(moe_intermediate_size=pick(12, 20))
+    c |= dict(decoder_sparse_step=pick(1, 2), mlp_only_layers=pick([], [0]))
+  if family in ("olmoe", "mixtral"):
+    c |= dict(head_dim=c["hidden_size"] // heads)
+  if family == "mixtral":
+    c |= dict(sliding_window=pick(None, window))
+    del c["attention_bias"], c["norm_topk_prob"]
   if family == "gemma3_text":
     near = dict(rope_type="default", rope_theta=pick(30.0, 1e4))
     rope = dict(full_attention=rope, sliding_attention=near)

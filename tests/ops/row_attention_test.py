@@ -304,7 +304,7 @@ def test_what_cudnn_does_not_support_is_named(changed, named):
     (dict(head_dim=512), "head_dim=512"),
     (dict(dtype="float64"), "compute_dtype='float64'"),
     (dict(row_length=9000), "row length 9000"),
-    (dict(row_length=2**16), "row length 65536"),
+    (dict(row_length=2**18), "row length 262144"),
     (dict(platform="cpu"), "platform='cpu'"),
   ],
 )

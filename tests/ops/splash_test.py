@@ -31,7 +31,7 @@ def interpreted(monkeypatch):
     splash, "splash_attention", functools.partial(splash.splash_attention, interpret=True)
   )
   monkeypatch.setattr(splash, "_FORWARD", (128, 256))
-  monkeypatch.setattr(splash, "_BACKWARD", (256, 384))
+  monkeypatch.setattr(splash, "_BACKWARD", {2**17: (256, 384)})
 
 
 def _value_and_gradients(kind, rows, **settings):
@@ -56,6 +56,17 @@ def _equals_the_reference(rows, **settings):
   )
   for mine, reference in zip(found, expected, strict=True):
     np.testing.assert_allclose(mine, reference, rtol=0, atol=1e-5 * np.max(np.abs(reference)))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rollouts", [[33_000], [9000, 500, 700, 3] * 3], ids=["one", "many"])
+def test_equals_the_reference_in_rows_above_32768_tokens(monkeypatch, rollouts):
+  """With the blocks that TPUs get."""
+  emulated = functools.partial(splash.splash_attention, interpret=True)
+  monkeypatch.setattr(splash, "splash_attention", emulated)
+  length = 33_792 if len(rollouts) == 1 else 38_400
+  rows = lay_rows(length, [(300, rollouts)], alignment=splash_alignment(length))
+  _equals_the_reference(rows, window=None, soft_cap=None)
 
 
 def test_equals_the_reference(interpreted):
@@ -128,7 +139,8 @@ def test_a_block_that_does_not_run_fetches_nothing_of_its_own():
 
 
 def test_the_backward_pass_of_long_rows_has_larger_blocks_of_keys():
-  for length, size in ((6144, 512), (8192, 512), (9216, 768), (30_720, 768)):
+  sizes = {6144: 512, 8192: 512, 9216: 768, 30_720: 768, 33_792: 1536, 66_560: 1664, 2**17: 2048}
+  for length, size in sizes.items():
     row = jax.tree.map(lambda x: jnp.asarray(x[0]), lay_rows(length, [(500, [512])]))
     assert splash._plan_backward(row, None).kv == size
 
@@ -136,20 +148,26 @@ def test_the_backward_pass_of_long_rows_has_larger_blocks_of_keys():
 def random_row(length, alignment, seed=0):
   """A row of groups, as int32 arrays [length], that has a token in its last place."""
   rng = np.random.default_rng(seed)
-  groups, room = [], length
+  groups, room = [], length // alignment * alignment
   while room:
     places = min(room, alignment * int(rng.integers(2, max(3, length // alignment // 3))))
     places = places if room - places > 2 * alignment else room
     prompt = alignment * int(rng.integers(1, places // alignment)) - int(rng.integers(alignment))
     rollouts = places - -(-prompt // alignment) * alignment
     first = alignment * int(rng.integers(1, rollouts // alignment + 1))
-    groups.append((prompt, [first] + [rollouts - first] * (first < rollouts)))
+    lengths = [first] + [rollouts - first] * (first < rollouts)
     room -= places
+    lengths[-1] += 0 if room else length % alignment
+    groups.append((prompt, lengths))
   return jax.tree.map(lambda x: x[0], lay_rows(length, groups, alignment=alignment))
 
 
 @pytest.mark.parametrize(
-  ("length", "alignment"), [(768, 8), (4096, 8), (8192, 16), (9216, 32), (2**14, 32), (2**15, 128)]
+  ("length", "alignment"),
+  [
+    *[(768, 8), (4096, 8), (8192, 16), (9216, 32), (2**14, 32), (2**15, 128), (2**16, 256)],
+    *[(384 * 87, 256), (129 * 512, 1024), (2**17, 1024)],  # not all are multiples of the alignment
+  ],
 )
 def test_the_mask_reads_every_field_from_its_32_bits(length, alignment):
   """Of every token of full rows, for keys at the ends of its rollout, of its prompt and around."""

@@ -29,8 +29,8 @@ def _lay_row(length, prompts, alignment):
           np.full(rollout, end),
         ]
       )
+      assert at + rollout <= length, (at, rollout, length)
       at += aligned(rollout)
-  assert at <= length, (at, length)
   return fields
 
 

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import pytest
-from train import dialogues_test, tiny
+from train import dialogues_test, routes_test, tiny
 
 from rlvr_jax.train.checkpointing.workdir import WorkdirLock
 from rlvr_jax.train.cluster import multihost
@@ -98,7 +98,7 @@ def test_only_the_first_process_speaks(undisturbed):
   assert not re.search(r"update|step|held-out", re.sub(r"(?m)^(W\d|\[Gloo\]).*$", "", second))
 
 
-def assert_equal_to_one_process(workdir, one):
+def assert_equal_to_one_process(workdir, one, get_config=tiny.get_config):
   """To float tolerance: sums over eight devices are taken in another order between processes."""
   found, expected = tiny.records(workdir), tiny.records(one)
   assert len(expected) == 4 + 3 + 6 + 2
@@ -113,7 +113,9 @@ def assert_equal_to_one_process(workdir, one):
   ]
   assert texts(workdir) == texts(one)
   # One process reads the checkpoint that several have written, with its checksums.
-  (step, _, arrays), (step0, _, arrays0) = map(tiny.last_checkpoint, (workdir, one))
+  (step, _, arrays), (step0, _, arrays0) = (
+    tiny.last_checkpoint(x, get_config) for x in (workdir, one)
+  )
   assert step == step0 == 6
   assert [path for path, _ in arrays] == [path for path, _ in arrays0]
   # What is compared has learned something.
@@ -139,6 +141,14 @@ def test_two_processes_of_dialogues_equal_one(tmp_path):
   train_to_the_end(tmp_path / "pair", config_file=dialogues_test.__file__)
   tiny.run(tmp_path / "one", *FLAGS, config_file=dialogues_test.__file__)
   assert_equal_to_one_process(tmp_path / "pair", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_two_processes_of_a_mixture_equal_one(tmp_path):
+  """Each has the routes of its own rows; they are replayed there."""
+  train_to_the_end(tmp_path / "pair", config_file=routes_test.__file__)
+  tiny.run(tmp_path / "one", *FLAGS, config_file=routes_test.__file__)
+  assert_equal_to_one_process(tmp_path / "pair", tmp_path / "one", routes_test.get_config)
 
 
 @pytest.mark.soak

@@ -33,6 +33,12 @@ def config(routing="replayed", **fields):
   return tiny.config(**settings | fields)
 
 
+def get_config():
+  """With experts in the second layer alone: this file is a configuration, too."""
+  mixed = MIXTURE | dict(num_layers=2, sparse_layers=(False, True))
+  return config(model__overrides=mixed)
+
+
 @pytest.fixture(scope="module", name="replayed")
 def _replayed(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("runs") / "replayed"

@@ -215,25 +215,25 @@ def rollouts(workdir):
 
 
 @functools.cache
-def abstract_state():
+def abstract_state(get_config):
   return build(get_config()).placement.state
 
 
-def last_checkpoint(workdir):
+def last_checkpoint(workdir, get_config=get_config):
   """The last checkpoint of a tiny run: step, host values, and every array as (path, bytes)."""
   checkpointer = Checkpointer(parse_path("", workdir) / "checkpoints")
   with contextlib.closing(checkpointer):
-    restored = checkpointer.restore(abstract_state())
+    restored = checkpointer.restore(abstract_state(get_config))
   del restored.host["written"]  # checksums of records, which are compared without their timings
   leaves = jax.tree_util.tree_leaves_with_path((restored.state, restored.arrays))
   arrays = [(jax.tree_util.keystr(path), np.asarray(leaf).tobytes()) for path, leaf in leaves]
   return restored.step, restored.host, arrays
 
 
-def outcome(workdir):
+def outcome(workdir, get_config=get_config):
   """All that two runs of one configuration have in common, to the bit; also of a bucket."""
   return {
     "metrics": records(workdir),
     "rollouts": rollouts(workdir),
-    "checkpoint": last_checkpoint(workdir),
+    "checkpoint": last_checkpoint(workdir, get_config),
   }

@@ -261,7 +261,7 @@ def recorded_groups(
   *,
   allow_truncated: bool,
   numbers: Sequence[int] | None = None,
-  routes: tuple[int, int, int] | None = None,
+  routes: tuple[int, ...] | None = None,
 ) -> RecordedGroups:
   """The groups of another run's store.
 

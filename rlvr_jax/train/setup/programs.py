@@ -218,9 +218,7 @@ def choose_row_attention(
     shape: of the largest batch.
     tokens_per_row: `config.batch.tokens_per_row`.
   """
-  sizes = shape.max_prompt_length, shape.max_response_length
-  coarsest = row_alignment("splash", LONGEST_ROW)
-  least = max(min_row_length(*sizes, alignment=coarsest), tokens_per_row)
+  least = max(least_row_length("splash", shape), tokens_per_row)
   return choose_attention(
     network.attention,
     platform=_platform(mesh),
@@ -248,6 +246,16 @@ def _platform(mesh: Mesh) -> str:
   return mesh.devices.flat[0].platform if has_devices else jax.default_backend()
 
 
+def least_row_length(kind: str, shape: BatchShape) -> int:
+  """Tokens of the shortest row with room for the longest rollout, as `kind` aligns it."""
+  sizes = shape.max_prompt_length, shape.max_response_length
+  for longest in (2**15, 2**16, LONGEST_ROW):  # longer rows are aligned more coarsely
+    least = row_length(kind, min_row_length(*sizes, alignment=row_alignment(kind, longest)))
+    if least <= longest:
+      break
+  return least
+
+
 def make_row_layout(
   settings: ml_collections.ConfigDict, shape: BatchShape, kind: str, mesh: Mesh
 ) -> RowLayout:
@@ -264,8 +272,7 @@ def make_row_layout(
     mesh: that makes updates.
   """
   sizes = shape.max_prompt_length, shape.max_response_length
-  finest, coarsest = (row_alignment(kind, length) for length in (1, LONGEST_ROW))
-  longest = min_row_length(*sizes, alignment=coarsest)  # has room at the alignment of any row
+  finest, longest = row_alignment(kind, 1), least_row_length(kind, shape)
   prompt = min_row_length(shape.max_prompt_length, 0, alignment=finest)
   rollout = min_row_length(*sizes, alignment=finest) - prompt
   devices = mesh.shape["data"] * mesh.shape["fsdp"]

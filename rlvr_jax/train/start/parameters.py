@@ -46,7 +46,8 @@ def network_params(parts: Parts) -> Params:
   checkpoint = parts.config.model.checkpoint
   if checkpoint:
     try:
-      return load_params(checkpoint, parts.placement.base)
+      sparse_layers = parts.model.config.sparse_layers
+      return load_params(checkpoint, parts.placement.base, sparse_layers=sparse_layers)
     except ValueError as error:
       raise CheckpointError(f"config.model.checkpoint = {checkpoint!r}: {error}") from error
   shardings = jax.tree.map(lambda x: x.sharding, parts.placement.base)

@@ -17,6 +17,7 @@ from train import tiny
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.layers import rows_of
 from rlvr_jax.rollouts.decoder import cached_heads
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.train.cluster import sharding
@@ -235,10 +236,10 @@ def test_each_weight_is_gathered_once_and_none_by_a_burst(sizes, tied_head):
   engine, params = engine_on(sizes, config)
   emitted = engine.settings.slots * T  # the host reads it
   assert gathers(engine.lower_burst(params, {}), larger_than=emitted) == []
-  take = engine.programs.take_layer.lower(params, {}, np.int32(1))
+  take = engine.programs.take_layer.lower(params, {}, rows_of(1, config.sparse))
   assert gathers(take, larger_than=0) == []
   taken = jax.tree.map(placed, take.out_info, take.compile().output_shardings)
-  of_layer = gathers(engine.programs.load_layer.lower(taken), larger_than=P * S)
+  of_layer = gathers(engine.programs.load_layer[False].lower(taken), larger_than=P * S)
   assert len(of_layer) == 7, of_layer
   others = gathers(engine.programs.load_others.lower(params, {}), larger_than=P * S)
   assert len(others) == (1 if tied_head else 2), others
@@ -317,9 +318,9 @@ def test_layers_move_into_another_layout_one_by_one(trained, generating):
   """A device holds its part of a layer afterwards, and no complete layer on its way."""
   config = TransformerConfig(**vars(CONFIG) | {"num_layers": 16})
   engine, params = engine_on(generating, config, parameters=trained)
-  take = engine.programs.take_layer.lower(params, {}, np.int32(1))
+  take = engine.programs.take_layer.lower(params, {}, rows_of(1, config.sparse))
   taken = jax.tree.map(placed, take.out_info, take.compile().output_shardings)
-  layer = engine.programs.load_layer.lower(taken).compile().memory_analysis()
+  layer = engine.programs.load_layer[False].lower(taken).compile().memory_analysis()
   size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
   whole = size(params["blocks"]) / config.num_layers
   part = whole / generating["tensor"]

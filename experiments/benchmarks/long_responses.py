@@ -1,0 +1,113 @@
+"""What a batch of long responses costs the host: memory, bytes in the store, seconds of each step.
+
+  python experiments/benchmarks/long_responses.py
+
+The same responses in runs that allow more and more tokens. What grows between the rows of the table
+grows with the limit, not with the tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's root
+
+import jax
+import numpy as np
+
+from experiments.benchmarks.tables import hardware, write_results
+from rlvr_jax.data.problems import Problem
+from rlvr_jax.data.tokenizer import ByteTokenizer
+from rlvr_jax.rewards import Grade, Outcome, outcome_policy
+from rlvr_jax.rollouts.batch import Flight, batch_to_arrays, loss_tokens
+from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.rollouts.packing import min_row_length, pack_batch, row_layout
+from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.types import TrainBatch
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = ROOT / "experiments" / "benchmarks" / "results" / "long_responses"
+PROMPTS, GROUP_SIZE, PROMPT = 32, 16, 1024
+MEDIAN, SIGMA = 3000, 0.6  # of the lengths, lognormal; the longest has 8192 tokens
+
+
+def draw_groups(limit: int, flight: Flight) -> Iterator[Group[Flight]]:
+  """Sampled groups, with random tokens."""
+  rng = np.random.default_rng(0)
+  for index in range(PROMPTS):
+    lengths = rng.lognormal(np.log(MEDIAN), SIGMA, GROUP_SIZE).astype(np.int32)
+    lengths = np.clip(lengths, 1, 8192)
+    written = np.arange(limit) < lengths[:, None]
+    tokens = np.zeros((GROUP_SIZE, limit), np.int32)
+    logprobs = np.zeros((GROUP_SIZE, limit), np.float32)
+    tokens[written] = rng.integers(32, 127, written.sum())
+    logprobs[written] = -rng.exponential(0.3, written.sum())
+    yield Group(flight, index, tokens, lengths, np.ones(GROUP_SIZE, bool), logprobs)
+
+
+def measure(limit: int) -> dict[str, float]:
+  """Seconds by step, bytes in the store and GiB of arrays, of one batch."""
+  problem = Problem("x" * (PROMPT - 1), "1", solution="1", reference={"answer": "1"})
+  collector = Collector(
+    ByteTokenizer(),
+    PROMPT,
+    submit=lambda texts, _: [Grade(Outcome.CORRECT, 1.0) for _ in texts],
+    results=lambda futures: [grade for grades in futures for grade in grades],
+    outcome_policy=outcome_policy(),
+  )
+  flight = collector.begin([problem] * PROMPTS)
+  length = min_row_length(PROMPT, limit, alignment=1024)
+  layout = row_layout(
+    prompts=PROMPTS, group_size=GROUP_SIZE, max_prompt_length=PROMPT, max_response_length=limit,
+    length=length, alignment=1024, devices=1, tokens_per_micro_batch=length,
+  )  # fmt: skip
+  sampled = list(draw_groups(limit, flight))
+  clock = [time.perf_counter()]
+  lap = lambda: clock.append(time.perf_counter()) or clock[-1] - clock[-2]
+  for group in sampled:
+    collector.add(group)
+  row: dict[str, float] = {"limit": limit, "decoding to text, s": lap()}
+  batch = collector.finish(flight, [0] * PROMPTS).train
+  row["making the batch, s"] = lap()
+  packed = pack_batch(batch, layout)
+  row["packing, s"] = lap()
+  arrays = batch_to_arrays(batch) | {"versions": np.zeros(PROMPTS, np.int32)}
+  lap()
+  with tempfile.TemporaryDirectory() as folder, RolloutStore(folder, writable=True) as store:
+    store.append(0, arrays, {"groups": PROMPTS})
+    row["writing to the store, s"] = lap()
+    store.read(0)
+    row["reading, s"] = lap()
+    row["store, MB"] = sum(path.stat().st_size for path in pathlib.Path(folder).iterdir()) / 1e6
+  row["arrays of the batch, MB"] = sum(x.nbytes for x in arrays.values()) / 1e6
+  row["its packed rows, MB"] = sum(np.asarray(x).nbytes for x in packed_leaves(packed)) / 1e6
+  row["tokens"] = int(loss_tokens(batch).sum())
+  return row
+
+
+def packed_leaves(batch: TrainBatch) -> list[np.ndarray]:
+  return jax.tree.leaves(batch.packed)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--limits", default="8192,65536,129024", help="tokens of a response")
+  limits = [int(limit) for limit in parser.parse_args().limits.split(",")]
+  measure(1024)  # imports, and the first use of libraries
+  conditions = {
+    "batch": f"{PROMPTS} prompts of {PROMPT} tokens with {GROUP_SIZE} responses",
+    "lengths": f"lognormal, median {MEDIAN}, at most 8192",
+    "hardware": hardware(),
+  }
+  rows = [measure(limit) for limit in limits]
+  print(write_results(RESULTS, "The host's cost of long responses", rows, conditions))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,65 @@
+"""Responses of full length, by a small network: the sampler against updates, and on a mesh."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from oracles import updates
+from oracles.batches import make_host_batch
+from oracles.sampling import sample
+from oracles.updates import relative_distance
+
+from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.types import Prompts, Sampling
+from rlvr_jax.update.agreement import behavior_gap
+
+S, G, V = 6, 4, updates.V
+
+
+def sampled(length, prompts, dtype="float32"):
+  """(parameters, batch) of responses that nothing stops before `length` tokens."""
+  model = updates.make_method(dtype).model
+  params = model.init(jax.random.key(0))
+  tokens = np.random.default_rng(0).integers(0, V, (prompts, S)).astype(np.int32)
+  asked = Prompts(tokens, np.full(prompts, S, np.int32))
+  settings = dict(max_prompt_length=S, max_new_tokens=length, stop_tokens=(), pad_token=0)
+  engine = Engine(model, Sampling(), slots=prompts * G, prefill_rows=prompts, **settings)
+  rollouts = sample(engine, params, {}, asked, jax.random.key(1), G)
+  assert np.all(rollouts.lengths == length)
+  batch = make_host_batch(
+    np.ones(rollouts.tokens.shape, np.float32),
+    rewards=(rollouts.tokens[..., 0] < V // 2).astype(np.float32),
+    prompts=asked,
+    tokens=rollouts.tokens,
+    behavior_logprobs=rollouts.behavior_logprobs,
+    reference_logprobs=rollouts.behavior_logprobs,
+  )
+  return params, batch
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("length", [2**14, 2**16])
+def test_the_sampler_agrees_with_updates_at_full_length(length, capsys):
+  params, batch = sampled(length, 1)
+  gap = functools.partial(behavior_gap, method=updates.make_method(), sampling=Sampling())
+  rows = updates.in_rows(batch, rows=1, length=length + 512, several=True)
+  mean, largest = jax.jit(gap)(params, {}, rows)
+  with capsys.disabled():
+    print(f"\n{length} tokens: gaps of {mean:.1e} on average, at most {largest:.1e} nats")
+  assert 0 < mean < 1e-4  # what a run allows
+
+
+@pytest.mark.soak
+def test_an_update_on_16384_tokens_is_the_same_on_a_mesh():
+  """Rows over data and fsdp, tokens of the residual stream and heads over tensor."""
+  params, batch = sampled(2**14, 2)
+  in_rows = functools.partial(updates.in_rows, batch, rows=1, length=2**14 + 512)
+  expected = updates.gradient_of(updates.make_method(), in_rows(), params)
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  placed = jax.device_put(params, sharding.state_shardings(params, mesh))
+  found = updates.gradient_of(updates.make_method(mesh=mesh), in_rows(mesh=mesh), placed)
+  found = sharding.to_host(found)
+  np.testing.assert_allclose(found[0][0], expected[0][0], rtol=1e-4)
+  assert relative_distance(found[1], expected[1]) < 1e-4
