@@ -27,7 +27,7 @@ def config(**fields):
     num_updates=UPDATES,
     schedule=f"asynchronous(max_lag={MAX_LAG})",
     max_response_length=64,
-    sampling__slots=4,
+    sampling__slots=2,
     warm_start__num_steps=0,  # responses are long
     reference__kl_coefficient=0.0,
     evaluation__every=UPDATES,
@@ -115,7 +115,7 @@ def test_weights_change_within_responses(setting, run):
 def test_a_run_that_repeats_it_samples_as_it_has(setting, run):
   with pytest.raises(ValueError, match=f"new_weights = 'finish', but '{setting}' in the run"):
     build(repeated(run(setting), "finish"))
-  with pytest.raises(ValueError, match="slots = 8, but 4 in the run"):
+  with pytest.raises(ValueError, match="slots = 8, but 2 in the run"):
     build(repeated(run(setting), setting, sampling__slots=8))
   with pytest.raises(ValueError, match="tokens of a burst = 8, but 16 in the run"):
     build(repeated(run(setting), setting, max_response_length=8))

@@ -156,7 +156,8 @@ def test_other_kinds_of_runs(kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["finish", "switch", "recompute"])
 def test_newer_weights_take_over_responses_and_one_program_repeats_it(setting, tmp_path):
-  config = new_weights_test.config(num_updates=8, fleet__new_weights=setting)
+  fields = dict(num_updates=8, max_response_length=128)  # more than a policy takes to restore
+  config = new_weights_test.config(fleet__new_weights=setting, **fields)
   config.fleet.samplers, config.fleet.groups_per_lease = True, 2
   with sampling(tmp_path / "run", build(config)) as errors:
     train(build(config), tmp_path / "run")
@@ -167,7 +168,7 @@ def test_newer_weights_take_over_responses_and_one_program_repeats_it(setting, t
   measured = [r for r in run_files.read_metrics(tmp_path / "run") if r["phase"] == "train"]
   gaps = [r["agreement/policy_mean"] for r in measured if "agreement/policy_mean" in r]
   assert len(gaps) >= 3 and max(gaps) < 1e-5
-  repeated = new_weights_test.repeated(tmp_path / "run", setting, num_updates=8)
+  repeated = new_weights_test.repeated(tmp_path / "run", setting, **fields)
   train(build(repeated), tmp_path / "again")
   new_weights_test.assert_repeats(tmp_path / "again", tmp_path / "run")
 
