@@ -81,7 +81,8 @@ def behavior_gaps(
         if of_tokens is not None and not has_tokens.any():
           continue
         few = np.argsort(~has_tokens, kind="stable")[: placement.compared_groups] + groups.start
-        several = of_tokens is not None and (of_tokens[few] != policy.version)[mask[few] > 0].any()
+        others = None if of_tokens is None else {*np.unique(of_tokens[few]).tolist()}
+        several = others is not None and not others <= {policy.version, FOREIGN}
         gap = programs.rerouted_gap if several else programs.behavior_gap
         compared_mask: Any = of_kind[few]
         rollouts = jax.tree.map(operator.itemgetter(few), drop_scores(batch))
