@@ -38,7 +38,8 @@ class AsyncGenerator:
 
   Back-pressure: batch b is started once b − version ≤ max_lag, where update b trains on batch b and
   `version` is that of the newest policy. So at most max_lag + 1 batches are sampled and not yet
-  taken, and no lag is above max_lag.
+  taken, and no lag is above max_lag. If `config.fleet.new_weights` lets newer policies take over
+  responses, `version` is that of the batch's oldest token.
   """
 
   def __init__(self, generator: Generator, *, max_lag: int, deadline_s: float, num_batches: int):
