@@ -151,9 +151,11 @@ def get_config() -> ConfigDict:
     generation="",  # of sampling
   )
 
-  c.fleet = dict(  # samplers as programs of their own: docs/staleness.md
+  c.fleet = dict(  # of real-time schedules, and samplers as programs: docs/staleness.md
     samplers=False,  # whether rollouts come from programs with --mode=sample and this --workdir
-    new_weights="finish",  # finish: a response ends with the weights that it began with
+    # What a response does when newer weights come. finish: ends with those that it began with;
+    # switch: goes on with the newer ones and its old cache; recompute: computes its cache anew
+    new_weights="finish",
     groups_per_lease=8,  # groups that a sampler takes at a time
     silent_s=60.0,  # seconds without a sign of life after which a sampler loses its leases
   )

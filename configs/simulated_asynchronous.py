@@ -1,7 +1,8 @@
 """GRPO with the lags of an asynchronous run, random or replayed, and reproducible bit for bit.
 
-Each batch is sampled by the policy of 0 to 4 updates before (`max_lag`). The lags of a recorded run
-are replayed by --config.schedule="simulated_asynchronous(recorded='WORKDIR')".
+Each batch is sampled by the policy of 0 to 4 updates before (`max_lag`). A recorded run, with all
+versions of its tokens, is replayed by
+--config.schedule="simulated_asynchronous(recorded='WORKDIR')".
 
   python -m rlvr_jax.main --config=configs/simulated_asynchronous.py --workdir=runs/simulated
 

@@ -75,7 +75,7 @@ def batch_of(
     valid: bool[P, G], False for rollouts without a grade; all True if it is not given.
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` needs them.
-    lags: i32[P, G], updates since the behavior policy.
+    lags: i32[P, G, T], updates since the policy that sampled a token.
     turns: i32[P, G, T], of dialogues, the turn of each token: even numbers are the policy's.
     turn_scores: f32[P, G, T], the score of a turn of the policy at its last token; NaN elsewhere.
   Raises:
@@ -88,11 +88,12 @@ def batch_of(
     proximal_logprobs=proximal_logprobs,
     turns=turns,
     turn_scores=turn_scores,
+    lags=lags,
   )
   for name, array in per_token.items():
     if array is not None:
       _check_shape(name, array, "P", "G", "T", P=P, G=G, T=T)
-  for name, array in dict(rewards=rewards, correct=correct, valid=valid, lags=lags).items():
+  for name, array in dict(rewards=rewards, correct=correct, valid=valid).items():
     if array is not None:
       _check_shape(name, array, "P", "G", P=P, G=G)
   mask = jnp.asarray(mask, jnp.promote_types(jnp.asarray(mask).dtype, jnp.float32))

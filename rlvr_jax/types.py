@@ -76,6 +76,9 @@ class Rollouts:
   # in each layer, by falling probability, at the place that predicts a token; 0 where padded.
   routes: Array | None = None  # [P, G, T, layers, k]; the first is that of the prompt's last token
   prompt_routes: Array | None = None  # [P, S, layers, k], left-padded, without the last token's: 0
+  # i32[P, G, T], where weights may change within a response: the version of the policy that sampled
+  # a token; −1 where padded, or not sampled. None: a group has one version.
+  token_versions: Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +101,8 @@ class TrainBatch:
   proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss is decoupled
   # f32[P], all equal: see `rollouts.batch.mean_solve_rate`, before any filter of groups
   solve_rate: Array | None = None
-  lags: Array | None = None  # i32[P, G], updates since the behavior policy; −1: not of this run
+  # i32[P, G, T], updates since the policy that sampled a token; −1: not of this run
+  lags: Array | None = None
   # i32[P, G, T], see `Rollouts`; an update asks only whether there are any: if so, the head leaves
   # out places that predict nothing.
   turns: Array | None = None
@@ -112,6 +116,8 @@ class TrainBatch:
   # [P, G, T, layers, k] and [P, S, layers, k], see `Rollouts`; None once they are in `packed`.
   routes: Array | None = None
   prompt_routes: Array | None = None
+  # i32[P, G, T], see `Rollouts`; in the store only, updates read `lags`.
+  token_versions: Array | None = None
 
 
 class Rows(NamedTuple):

@@ -98,7 +98,9 @@ def _lay(places, fill):
   batch = batches.make_batch(
     lay(present.astype(float), 0.0),
     rewards=rewards,
-    lags=np.arange(P * G).reshape(P, G) % 3,
+    lags=lay(np.broadcast_to(np.arange(P * G).reshape(P, G, 1) % 3, places.shape), -1).astype(
+      np.int32
+    ),
     sources=np.arange(P) % 2,
     turns=lay(np.broadcast_to(TURNS, places.shape), 1.0).astype(np.int32),
     turn_scores=lay(scores, np.nan),
@@ -218,8 +220,8 @@ def test_reference_and_entropy_are_those_of_the_policy_tokens(x64, estimator):
 
   expected, plain_gradients = run(*side_by_side())
   plain_gradients = [of_policy_tokens(x, side_by_side()[-1]) for x in plain_gradients]
-  lags, lengths = side_by_side()[-1].lags, case()[-1].sum(-1)
-  mean = np.average(lags, weights=lengths)
+  of_rollouts, lengths = np.arange(P * G).reshape(P, G) % 3, case()[-1].sum(-1)
+  mean = np.average(of_rollouts, weights=lengths)
   assert_near(expected[-1]["staleness/mean"], mean, tolerance=1e-6)  # in float32
   for fill in FILLS.values():
     dialogues = spread(fill)

@@ -84,9 +84,11 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
   generating = sharding.add_shardings(parts.placement.base, mesh)
   per_slot = slot_bytes(network, engine.shape, mesh.shape["tensor"], engine.cache_format)
   prefilled = {}
-  if engine.has_replies:  # any slot may take a row, so every device has all of them
+  rebuilds = parts.config.fleet.new_weights == "recompute"
+  if engine.has_replies or rebuilds:  # any slot may take a row, so every device has all of them
     rows, _ = parts.programs.engine.longest_prefill()
-    prefilled = {"prefill after a reply": float(rows * per_slot)}
+    kind = "prefill after a reply" if engine.has_replies else "prefill under new weights"
+    prefilled = {kind: float(rows * per_slot)}
   routes = network.routes if parts.method.records_routes else None
   per_token = 0 if routes is None else routes.size * routes.dtype.itemsize
   sampler = {}

@@ -126,7 +126,7 @@ def program_lowerings(parts: Parts, packed: Packed) -> dict[str, Callable[[], An
     ).lower(state, frozen, batch),
     "generation": lambda: jitted.engine.lower_burst(state.params, frozen),
   }
-  if jitted.engine.settings.has_replies:
+  if jitted.engine.settings.has_replies or parts.config.fleet.new_weights == "recompute":
     lowerings["prefill"] = lambda: jitted.engine.lower_prefill(state.params, frozen)
   return lowerings
 

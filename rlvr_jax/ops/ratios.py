@@ -130,11 +130,11 @@ def ratios_by_sign(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
 
 
 def lag_metrics(batch: TrainBatch) -> Metrics:
-  """staleness/mean and staleness/max: lag in updates, over loss tokens sampled by this run.
+  """staleness/mean and staleness/max: lag of a token in updates, over loss tokens of this run.
 
   Both are 0 if there is no such token.
   """
-  lags = jnp.broadcast_to(jnp.asarray(batch.lags)[..., None], batch.mask.shape)
+  lags = jnp.asarray(batch.lags)
   from_this_run = (batch.mask > 0) & (lags >= 0)
   lags = lags.astype(jnp.float32)
   return {

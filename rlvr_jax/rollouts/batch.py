@@ -116,13 +116,15 @@ class BatchInFlight:
       that was being filled when this draw began; `fill_with_mixed_groups` numbers the result.
     draw: number of the draw of prompts it is sampled from, from 0.
     snapshot: the policy that samples it.
-    versions: i32[P], version per group; `FOREIGN` for groups that this run does not sample.
+    versions: i32[P], version per group when it began; `FOREIGN` for groups that this run does not
+      sample.
     position: of the generator after this batch was started.
     dispatched: time of dispatch, seconds on the host's clock.
     flight: its rollouts in progress; None if all groups are recorded.
     requests: by source, for the groups still to be sampled.
     recorded: its groups that come from a store; None if there are none.
     timings: seconds by phase; empty until the batch is sampled.
+    drawn: a `Drawn` of `rollouts.staleness`, for runs that repeat this one; None if no run can.
   """
 
   number: int
@@ -135,6 +137,7 @@ class BatchInFlight:
   requests: Sequence[Sequence[Request[Flight]]]
   recorded: Graded | None
   timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  drawn: Mapping[str, Any] | None = None
 
   @property
   def sampled(self) -> bool:
@@ -152,7 +155,8 @@ class RolloutBatch:
     fingerprint: of that policy's parameters.
     others: where several versions have sampled it, of which `version` is the oldest: the others'
       fingerprints, by version as text.
-    versions: i32[P], version per group; None while the contents are only in the store.
+    versions: i32[P], version per group, that of its oldest token; None while the contents are only
+      in the store.
     position: of the generator after this batch; None for a batch restored from a checkpoint.
     draws: number of draws of prompts that it took, more than one under dynamic sampling.
     flops: model FLOPs of generating it.
@@ -161,6 +165,7 @@ class RolloutBatch:
     reference_logprobs: f32[P, G, T]; None until an update needs them.
     proximal_logprobs: f32[P, G, T]; None until an update needs them.
     scored_at: update at which `proximal_logprobs` were computed.
+    drawn: see `BatchInFlight`.
   """
 
   number: int
@@ -176,6 +181,7 @@ class RolloutBatch:
   reference_logprobs: np.ndarray | None = None
   proximal_logprobs: np.ndarray | None = None
   scored_at: int | None = None
+  drawn: Mapping[str, Any] | None = None
 
   @property
   def fingerprints(self) -> dict[int, str | None]:
@@ -223,6 +229,7 @@ def to_shard(
   info |= {name: getattr(graded, name) for name in _INFO_OF_GRADED}
   info |= {"after": batch.position._asdict(), "groups": len(batch.versions)}
   info |= {"others": dict(batch.others)} if batch.others else {}
+  info |= {"drawn": dict(batch.drawn)} if batch.drawn is not None else {}
   return arrays, info | about, graded.samples
 
 
@@ -238,7 +245,8 @@ def from_shard(
   train = batch_from_arrays(fields)
   graded = Graded(train=train, samples=samples, **{name: info[name] for name in _INFO_OF_GRADED})
   position = Position(**info["after"])
-  rest = {name: info[name] for name in _INFO} | {"others": info.get("others", {})}
+  rest = {name: info[name] for name in _INFO}
+  rest |= {"others": info.get("others", {}), "drawn": info.get("drawn")}
   return RolloutBatch(number=number, versions=versions, position=position, graded=graded, **rest)
 
 
@@ -277,6 +285,21 @@ def read_batch(path: pathlib.Path) -> TrainBatch:
   return batch_from_arrays(read_shard(path, 0).arrays)
 
 
+def with_oldest_versions(versions: np.ndarray, rollouts: Rollouts) -> np.ndarray:
+  """i32[P], the version of each group's oldest token, if tokens have versions of their own.
+
+  Args:
+    versions: i32[P], of groups when they began; the first ones are those of `rollouts`.
+    rollouts: that were sampled.
+  """
+  of_tokens: Any = rollouts.token_versions
+  if of_tokens is None:
+    return versions
+  oldest = np.where(of_tokens == FOREIGN, np.iinfo(np.int32).max, of_tokens).min(axis=(1, 2))
+  oldest = np.where((of_tokens == FOREIGN).all(axis=(1, 2)), FOREIGN, oldest).astype(np.int32)
+  return np.concatenate([oldest, versions[len(oldest) :]])
+
+
 def sampled_places(rollouts: Rollouts) -> np.ndarray:
   """bool[P, G, T], the tokens of the policy, without those of an environment; NumPy."""
   places = np.arange(rollouts.tokens.shape[-1]) < np.asarray(rollouts.lengths)[..., None]
@@ -295,7 +318,12 @@ def drop_scores(batch: TrainBatch) -> TrainBatch:
   """Drops the fields that only an update reads, so that scoring always has the same shapes."""
   batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
   return dataclasses.replace(
-    batch, sampled_logprobs=None, turn_scores=None, lags=None, sources=None
+    batch,
+    sampled_logprobs=None,
+    turn_scores=None,
+    lags=None,
+    sources=None,
+    token_versions=None,
   )
 
 
@@ -357,6 +385,9 @@ def append_recorded(graded: Graded, recorded: Graded) -> Graded:
   ]
   if any(batch.turns is not None for batch in batches):
     batches = [_with_turns(batch) for batch in batches]
+  if graded.train.token_versions is not None:
+    foreign: Any = np.full(np.shape(recorded.train.tokens), FOREIGN, np.int32)
+    batches[1] = dataclasses.replace(batches[1], token_versions=foreign)
   return graded._replace(train=join_batches(batches), samples=graded.samples + recorded.samples)
 
 

@@ -28,7 +28,7 @@ from rlvr_jax.rollouts.batch import (
   sampled_places,
 )
 from rlvr_jax.rollouts.dialogues import DialogueUsage, End, EnvironmentDialogues, Environments
-from rlvr_jax.rollouts.engine import Engine, Group, Request, Usage
+from rlvr_jax.rollouts.engine import ChangingWeights, Engine, Group, Request, Usage
 from rlvr_jax.types import Params, Prompts, Rollouts, TrainBatch
 
 # Outcomes of which a sample tells why.
@@ -132,6 +132,7 @@ class Collector:
       turn_scores=rollouts.turn_scores,
       routes=rollouts.routes,
       prompt_routes=rollouts.prompt_routes,
+      token_versions=rollouts.token_versions,
     )
     batch = dataclasses.replace(batch, solve_rate=mean_solve_rate(batch, np.asarray(versions)))
     statistics = {
@@ -179,21 +180,23 @@ class Collector:
 
 def serve_graded(
   engine: Engine,
-  params: Params,
+  params: Params | None,
   requests: Iterable[Request[Flight] | None],
   collector: Collector,
   usage: Usage | None = None,
   record: Callable[[list[Group[Flight]]], None] = lambda groups: None,
+  new_weights: ChangingWeights | None = None,
 ) -> Iterator[int]:
   """Samples requests; submits each group to the graders as soon as it is finished.
 
   Args:
     engine: samples from the policy.
-    params: from `engine.load`.
+    params: from `engine.load`; None with `new_weights`.
     requests: consumed as slots become free; see `Engine.serve`.
     collector: decodes and grades.
     usage: counts the steps and tokens of the slots, from `Collector.usage`.
     record: called after every burst, with the groups that it has finished; they are graded then.
+    new_weights: see `Engine.serve`.
   Yields:
     After every burst, the number of groups that it has finished.
   """
@@ -202,7 +205,7 @@ def serve_graded(
     usage = usage or collector.usage()
     assert isinstance(usage, DialogueUsage)  # the collector's
     dialogues = EnvironmentDialogues(collector.environments, usage)
-  for groups in engine.serve(params, requests, usage, dialogues):
+  for groups in engine.serve(params, requests, usage, dialogues, new_weights):
     record(groups)
     for group in groups:
       collector.add(group)

@@ -262,11 +262,36 @@ def halt(state: State, ended: Array) -> State:
   return state._replace(running=state.running & ~ended)
 
 
-def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, Emitted]:
+def resume(state: State, halted: Array, token: Array, known: Known | None = None) -> State:
+  """Lets slots run on that were halted during a burst of others.
+
+  Args:
+    state: after that burst.
+    halted: bool[slots], these slots.
+    token: i32[slots], their next tokens to decode, which the burst has overwritten.
+    known: as in `State`, of dialogues.
+  """
+  where_halted = lambda x, y: jnp.where(halted.reshape(-1, *[1] * (y.ndim - 1)), x, y)
+  return state._replace(
+    running=state.running | halted,
+    token=where_halted(token, state.token),
+    known=jax.tree.map(where_halted, known, state.known),
+  )
+
+
+def burst(
+  params: Params, state: State, *, settings: Settings, has_halted: bool = False
+) -> tuple[State, Emitted]:
   """Decodes up to `shape.steps` tokens in every slot; ends early when no slot is running.
 
   The caches do not change within a burst: its keys and values are staged. So the loop carries
   little, and nothing is copied. Donate `state`.
+
+  Args:
+    params: from `Model.decoding_params`.
+    state: of the slots.
+    settings: compiled in.
+    has_halted: whether slots that are not running keep their caches, for `resume`.
   """
   c, shape, slots = settings.model.config, settings.shape, settings.slots
   reach = Reach.of(shape, state.prompt, state.generated, state.running)
@@ -306,7 +331,8 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
   token, staged, emitted = jax.lax.while_loop(is_unfinished, step, (state.token, staged, emitted))
   responses = state.responses
   if shape.response.number:  # otherwise every response is a single burst
-    responses = _flush_staged(settings, responses, staged, state.generated)
+    flushed = state.running if has_halted else None
+    responses = _flush_staged(settings, responses, staged, state.generated, flushed)
   generated, running = emitted.generated, emitted.running
   state = state._replace(responses=responses, token=token, generated=generated, running=running)
   if state.known is not None:
@@ -436,29 +462,41 @@ def _record_token(
 
 
 def _flush_staged(
-  settings: Settings, caches: tuple[Part, ...], staged: tuple[Cache, ...], response: Array
+  settings: Settings,
+  caches: tuple[Part, ...],
+  staged: tuple[Cache, ...],
+  response: Array,
+  flushed: Array | None = None,
 ) -> tuple[Part, ...]:
   """Writes staged keys and values to the responses' caches; each device its own slots, in place.
 
   Args:
     response: i32[slots], number of tokens of the response that were cached before the burst.
+    flushed: bool[slots], those that are written; None: all.
   """
 
-  def on_device(caches, staged, response):
+  def on_device(caches, staged, response, flushed=None):
     def flush_slot(slot, caches):
       start = response[slot]
-      return tuple(cache.flush(x, slot, start) for cache, x in zip(caches, staged, strict=True))
+      flush = lambda caches: tuple(
+        cache.flush(x, slot, start) for cache, x in zip(caches, staged, strict=True)
+      )
+      if flushed is None:
+        return flush(caches)
+      return jax.lax.cond(flushed[slot], flush, lambda caches: caches, caches)
 
     return jax.lax.fori_loop(0, response.size, flush_slot, caches)
 
+  arguments = (caches, staged, response, *([] if flushed is None else [flushed]))
+
   mesh = settings.model.mesh
   if mesh is None or mesh.size == 1:
-    return on_device(caches, staged, response)
+    return on_device(*arguments)
   heads = _heads_axis(settings)
   cache_spec, staged_spec = PartitionSpec(heads, None, _SLOTS), PartitionSpec(heads, _SLOTS)
-  specs = (cache_spec, staged_spec, PartitionSpec(_SLOTS))
+  specs = (cache_spec, staged_spec, *[PartitionSpec(_SLOTS)] * (len(arguments) - 2))
   run = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=cache_spec, check_vma=False)
-  return run(caches, staged, response)
+  return run(*arguments)
 
 
 def slot_bytes(network: Any, shape: CacheShape, tensor: int, cache_format: str = "") -> int:

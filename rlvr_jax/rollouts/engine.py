@@ -21,6 +21,7 @@ from rlvr_jax.rollouts.decoder import Emitted, Fresh, Known, Prefilled, Settings
 from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
 
 _PREFILL_TOKENS = 8192  # the most tokens of a batch of prompts, padding included
+NOT_SAMPLED = -1  # version of tokens that no policy of the run has sampled
 PATIENCE_S = 1.0  # with which idle slots wait for replies, at most; the first burst compiles
 
 
@@ -55,6 +56,8 @@ class Group(NamedTuple, Generic[Owner]):
   # If routes are recorded, otherwise None; see `types.Rollouts`:
   routes: np.ndarray | None = None  # [G, T, layers, k]
   prompt_routes: np.ndarray | None = None  # [S, layers, k]
+  # If weights may change within a response, otherwise None; see `types.Rollouts`:
+  token_versions: np.ndarray | None = None  # i32[G, T]
 
 
 class Answer(NamedTuple, Generic[Owner]):
@@ -101,6 +104,47 @@ class Dialogues(Protocol):
       rebuilt_tokens: of prompt and response whose cache is computed anew after a reply.
     """
     ...
+
+
+class ChangingWeights(Protocol):
+  """Weights that change within responses, between two bursts.
+
+  Attributes:
+    rebuilds: whether the cache of a running rollout is computed anew before other weights sample
+      it; otherwise it goes on with the cache that earlier weights have made.
+  """
+
+  @property
+  def rebuilds(self) -> bool: ...
+
+  def ask(self) -> None:
+    """Takes newer weights if there are any; called before a burst, in all processes."""
+    ...
+
+  def version(self, group: Group, rollout: int, length: int) -> int:
+    """The version that samples a rollout's token after `length` ones; only `ask` changes it."""
+    ...
+
+  def params(self, version: int) -> Params:
+    """The weights of a version, from `Engine.load`."""
+    ...
+
+
+class OneVersion(NamedTuple):
+  """Weights that do not change; see `ChangingWeights`."""
+
+  weights: Params
+  number: int = NOT_SAMPLED  # of the version
+  rebuilds: bool = False
+
+  def ask(self) -> None:
+    pass
+
+  def version(self, group: Group, rollout: int, length: int) -> int:
+    return self.number
+
+  def params(self, version: int) -> Params:
+    return self.weights
 
 
 def make_requests(
@@ -161,6 +205,7 @@ def stack_groups(groups: Sequence[Group]) -> Rollouts:
     turn_scores=stack_if_any("turn_scores"),
     routes=stack_if_any("routes"),
     prompt_routes=stack_if_any("prompt_routes"),
+    token_versions=stack_if_any("token_versions"),
   )
 
 
@@ -201,6 +246,7 @@ class _Rollout(NamedTuple):
   key: np.ndarray
   cached: int = 0  # tokens of the response in the cache, a multiple of a burst's steps
   routed: int = 0  # places of the response whose routes are recorded; a burst repeats some of them
+  version: int = 0  # of the weights that its cache was computed with last
 
   @property
   def length(self) -> int:
@@ -221,13 +267,15 @@ class _Rollout(NamedTuple):
     """i32[n], those of the response behind the cache."""
     return self.group.tokens[self.number, self.cached : self.length]
 
-  def append(self, emitted: Emitted, slot: int) -> int:
-    """Appends the tokens that the rollout's slot has sampled; returns their number."""
+  def append(self, emitted: Emitted, slot: int, version: int) -> int:
+    """Appends the tokens that this version has sampled in a slot; returns their number."""
     g, start = self.number, self.length
     new = slice(start, int(emitted.generated[slot]))
     steps = slice(start - self.cached, new.stop - self.cached)
     self.group.tokens[g, new] = emitted.tokens[slot, steps]
     self.group.behavior_logprobs[g, new] = emitted.behavior_logprobs[slot, steps]
+    if self.group.token_versions is not None:
+      self.group.token_versions[g, new] = version
     if self.group.turns is not None:
       # A turn of the policy goes on, or follows the environment's, which have odd numbers.
       last = int(self.group.turns[g, start - 1]) if start else 0
@@ -247,6 +295,8 @@ class _Rollout(NamedTuple):
     if not self.cached:
       places = self.group.prompt_routes
       assert places is not None  # only where routes are recorded
+      if self.group.lengths.any():  # they are recorded already
+        return
       places[len(places) - 1 - prompt : len(places) - 1] = routes[:prompt]
     elif self.routed < self.cached:
       assert self.group.routes is not None
@@ -261,6 +311,8 @@ class _Rollout(NamedTuple):
     self.group.turns[g, dropped] = 0
     if self.group.routes is not None:
       self.group.routes[g, dropped] = 0
+    if self.group.token_versions is not None:
+      self.group.token_versions[g, dropped] = NOT_SAMPLED
     self.group.stopped[g] = True
     self.group.lengths[g] = length
 
@@ -278,12 +330,18 @@ class _Stream(NamedTuple):
   """The requests of a stream, and its rollouts that have begun and are in no slot."""
 
   requests: Iterator[Request | None]  # that no rollout has begun of
+  weights: ChangingWeights
+  has_versions: bool  # whether groups say which version sampled each token
   dialogues: Dialogues | None  # None: a response is one turn
   waiting: dict[tuple[int, int], _Rollout]  # for an answer, by (id of the group, number)
   resumed: collections.deque[_Rollout]  # have an answer, and no slot yet
   unfinished: dict[int, int]  # id of a group → number of its rollouts that have not ended
   # (routes on the devices, contexts by row) of prefilled batches since the last burst
   prefilled: list[tuple[Array, list[_Context]]]
+
+  def version(self, rollout: _Rollout) -> int:
+    """The version that samples the rollout's next token."""
+    return self.weights.version(rollout.group, rollout.number, rollout.length)
 
   def begin(self, rollout: _Rollout) -> None:
     """Notes that a rollout is in a slot, for the first time or again."""
@@ -370,6 +428,7 @@ class Programs(NamedTuple):
   prefill: jax.stages.Wrapped
   insert: jax.stages.Wrapped
   halt: jax.stages.Wrapped
+  resume: jax.stages.Wrapped
   burst: jax.stages.Wrapped
 
 
@@ -456,7 +515,13 @@ class Engine:
       prefill=self._jit(bind(decoder.prefill)),
       insert=self._jit(bind(decoder.insert), donate_argnums=0, out_shardings=state),
       halt=self._jit(decoder.halt, donate_argnums=0, out_shardings=state),
-      burst=self._jit(bind(decoder.burst), donate_argnums=1, out_shardings=(state, host)),
+      resume=self._jit(decoder.resume, donate_argnums=0, out_shardings=state),
+      burst=self._jit(
+        bind(decoder.burst),
+        donate_argnums=1,
+        out_shardings=(state, host),
+        static_argnames="has_halted",
+      ),
     )
 
   def load(self, trained: Params, frozen: Params) -> Params:
@@ -541,42 +606,51 @@ class Engine:
 
   def serve(
     self,
-    params: Params,
+    params: Params | None,
     requests: Iterable[Request[Owner] | None],
     usage: Usage | None = None,
     dialogues: Dialogues | None = None,
+    new_weights: ChangingWeights | None = None,
   ) -> Iterator[list[Group[Owner]]]:
     """Yields, after every burst, the groups that it has finished, in any order.
 
     Args:
-      params: from `load`.
+      params: from `load`; None with `new_weights`, which has them.
       requests: consumed as slots become free; None: there is none now, ask again after a burst.
       usage: counts the steps and tokens of the slots.
       dialogues: answers turns; while it does, other rollouts have the slots. None: a response is
         one turn.
+      new_weights: asked between bursts; groups then have `token_versions`. None: the weights do not
+        change.
     """
+    weights: ChangingWeights = new_weights or OneVersion(params)
     state = self.programs.empty_slots()
     usage = Usage() if usage is None else usage
     slots: list[_Rollout | None] = [None] * self.settings.slots
-    stream = _Stream(iter(requests), dialogues, {}, collections.deque(), {}, [])
+    stream = _Stream(
+      iter(requests), weights, new_weights is not None, dialogues, {}, collections.deque(), {}, []
+    )
     take_answers = functools.partial(stream.take_answers, self.settings.shape.steps)
-    pending = self._prefill(params, stream)
+    pending = self._prefill(self._contexts(stream), stream)
     burst_s, has_more = 0.0, True  # of what is to be decoded now
     while True:
       # A burst computes all slots: the more of them will be idle, the longer replies may take.
       idle = 0.0 if has_more else slots.count(None) / len(slots)
       finished = take_answers(patience_s=idle * burst_s, until_one=False)
+      weights.ask()
+      if weights.rebuilds:
+        state = self._rebuild(state, slots, stream)
       free = [slot for slot, rollout in enumerate(slots) if rollout is None]
       # `zip` stops at `free`, its first argument, so that no rollout is consumed without a slot.
       new = dict(zip(free, pending, strict=False))
       while len(new) < len(free):
         # Of requests and answers that come later, or came after `pending` had been made.
-        pending = self._prefill(params, stream)
+        pending = self._prefill(self._contexts(stream), stream)
         if not stream.resumed:
           break
         new |= zip(free[len(new) :], pending, strict=False)
       has_more = len(new) == len(free)
-      for prefilled, fresh in self._by_prefilled_batch(new):
+      for prefilled, fresh in self._by_prefilled_batch(new.items()):
         state = self.programs.insert(state, prefilled, fresh)
       for slot, (rollout, *_) in new.items():
         slots[slot] = rollout
@@ -591,22 +665,33 @@ class Engine:
           yield finished
         return
       began = time.monotonic()
-      state, emitted = self.programs.burst(params, state)
+      # At times rollouts have several versions where a recorded run is repeated: one after another.
+      versions = {s: stream.version(r) for s, r in busy.items()} if stream.has_versions else {}
+      version = min(versions.values(), default=NOT_SAMPLED)
+      halted = {slot: busy.pop(slot) for slot, v in versions.items() if v != version}
+      if halted:
+        state = self.programs.halt(state, self._mask(halted))
+      state, emitted = self.programs.burst(
+        weights.params(version), state, **({"has_halted": True} if halted else {})
+      )
       emitted, routes = self._to_host((emitted, [routes for routes, _ in stream.prefilled]))
       stream.record_prefilled(routes)
       burst_s = min(time.monotonic() - began, PATIENCE_S)
       before = {slot: rollout.length for slot, rollout in busy.items()}
-      tokens = sum(rollout.append(emitted, slot) for slot, rollout in busy.items())
+      tokens = sum(rollout.append(emitted, slot, version) for slot, rollout in busy.items())
       self._count_burst(usage, stream, int(emitted.steps), len(busy), tokens)
       ended = {slot: rollout for slot, rollout in busy.items() if not emitted.running[slot]}
       if dialogues is not None:
-        halted = self._cut_at_stop_strings(dialogues, busy, before)
-        if any(emitted.running[slot] for slot in halted):
-          state = self.programs.halt(state, np.isin(np.arange(len(slots)), halted))
-        ended |= {slot: busy[slot] for slot in halted}
+        cut = self._cut_at_stop_strings(dialogues, busy, before)
+        if any(emitted.running[slot] for slot in cut):
+          state = self.programs.halt(state, self._mask(cut))
+        ended |= {slot: busy[slot] for slot in cut}
+      if halted:
+        state = self.programs.resume(state, self._mask(halted), *self._to_decode(halted))
       for slot, rollout in busy.items():
         length = rollout.length
-        slots[slot] = None if slot in ended else rollout._replace(cached=length, routed=length)
+        goes_on = rollout._replace(cached=length, routed=length, version=version)
+        slots[slot] = None if slot in ended else goes_on
       for _, rollout in sorted(ended.items()):
         finished += stream.end_turn(rollout)
       yield finished
@@ -631,6 +716,34 @@ class Engine:
         halted.append(slot)
     return halted
 
+  def _mask(self, slots: Iterable[int]) -> np.ndarray:
+    """bool[slots], True for these."""
+    return np.isin(np.arange(self.settings.slots), [*slots])
+
+  def _rebuild(
+    self, state: decoder.State, slots: list[_Rollout | None], stream: _Stream
+  ) -> decoder.State:
+    """Computes the caches of running rollouts anew that other weights sample from now on."""
+    changed = {
+      (id(rollout.group), rollout.number): (slot, rollout)
+      for slot, rollout in enumerate(slots)
+      if rollout is not None and stream.version(rollout) != rollout.version
+    }
+    contexts = (
+      _Context(rollout.cached_tokens(), len(rollout.prompt) - 1, [rollout])
+      for _, rollout in changed.values()
+    )
+
+    def place() -> Iterator[tuple[int, _Pending]]:
+      for pending in self._prefill(contexts, stream):
+        slot, _ = changed[id(pending.rollout.group), pending.rollout.number]
+        slots[slot] = pending.rollout
+        yield slot, pending
+
+    for prefilled, fresh in self._by_prefilled_batch(place()):
+      state = self.programs.insert(state, prefilled, fresh)
+    return state
+
   def _contexts(self, stream: _Stream) -> Iterator[_Context | None]:
     """What is to be prefilled: dialogues that go on, then requests; None: nothing for now."""
     while True:
@@ -645,11 +758,12 @@ class Engine:
       if request is None:
         yield None
         continue
-      group = self._empty_group(request)
+      group = self._empty_group(request, stream.has_versions)
       rollouts = [_Rollout(group, g, request.prompt, key) for g, key in enumerate(request.keys)]
-      yield _Context(request.prompt[:-1], len(request.prompt) - 1, rollouts)
+      for _, alike in itertools.groupby(sorted(rollouts, key=stream.version), stream.version):
+        yield _Context(request.prompt[:-1], len(request.prompt) - 1, [*alike])
 
-  def _empty_group(self, request: Request) -> Group:
+  def _empty_group(self, request: Request, has_versions: bool) -> Group:
     """The arrays of a request's rollouts, none of them sampled yet."""
     G, T = len(request.keys), self.settings.max_new_tokens
     group = Group(
@@ -660,6 +774,8 @@ class Engine:
       stopped=np.zeros(G, bool),
       behavior_logprobs=np.zeros((G, T), decoder.logprobs_dtype(self.settings)),
     )
+    if has_versions:
+      group = group._replace(token_versions=np.full((G, T), NOT_SAMPLED, np.int32))
     if (routes := self.settings.routes) is not None:
       S = self._max_prompt_length
       group = group._replace(
@@ -684,12 +800,11 @@ class Engine:
     """Prompts of a padded length that are prefilled at a time."""
     return self._round_up(min(self._max_prefill_rows, max(_PREFILL_TOKENS // length, 1)))
 
-  def _prefill(self, params: Params, stream: _Stream) -> Iterator[_Pending]:
+  def _prefill(self, contexts: Iterator[_Context | None], stream: _Stream) -> Iterator[_Pending]:
     """Yields the rollouts of contexts up to a None; prefills those of like length in batches.
 
     A context's padded length, and the number of rows of its batch, depend only on its own length.
     """
-    contexts = self._contexts(stream)
     waiting: list[_Context] = []
     while True:
       for context in itertools.islice(contexts, self._prefill_rows(1) - len(waiting)):
@@ -698,10 +813,11 @@ class Engine:
         waiting.append(context)
       if not waiting:
         return
-      kind = self._kind(waiting[0])
-      length, has_response = kind
+      kind = self._kind(waiting[0], stream)
+      length, has_response, version = kind
       size = self._prefill_rows(length)
-      indices = [i for i, context in enumerate(waiting) if self._kind(context) == kind][:size]
+      alike = (i for i, context in enumerate(waiting) if self._kind(context, stream) == kind)
+      indices = [*itertools.islice(alike, size)]
       members = [waiting[i] for i in indices]
       waiting = [context for i, context in enumerate(waiting) if i not in indices]
       tokens = np.full((size, length), self._pad_token, np.int32)
@@ -711,16 +827,27 @@ class Engine:
         lengths[row] = len(context.tokens)
         prompts[row] = context.prompt
       of_responses = (prompts,) if has_response else ()
+      params = stream.weights.params(version)
       prefilled = self.programs.prefill(params, tokens, lengths, *of_responses)
       if prefilled.routes is not None:
         stream.prefilled.append((prefilled.routes, members))
+      late: list[_Context] = []  # newer weights have come before there was a slot
       for row, context in enumerate(members):
-        for rollout in context.rollouts:
-          yield _Pending(rollout, prefilled, row)
+        for i, rollout in enumerate(context.rollouts):
+          if stream.version(rollout) != version:
+            late.append(context._replace(rollouts=context.rollouts[i:]))
+            break
+          yield _Pending(rollout._replace(version=version), prefilled, row)
+      waiting = late + waiting
 
-  def _kind(self, context: _Context) -> tuple[int, bool]:
-    """Contexts of one kind are prefilled together: (padded length, whether it has a response)."""
-    return self._padded_length(context), context.has_response
+  def _kind(self, context: _Context, stream: _Stream) -> tuple[int, bool, int]:
+    """Contexts of one kind are prefilled together.
+
+    Returns:
+      (padded length, whether it has a response, version of the weights).
+    """
+    version = stream.version(context.rollouts[0])
+    return self._padded_length(context), context.has_response, version
 
   def _padded_length(self, context: _Context) -> int:
     """A block's size times the least power of two that holds the context, capped."""
@@ -730,24 +857,37 @@ class Engine:
       length *= 2
     return min(length, self.longest_prefill()[1] if context.has_response else blocks.tokens)
 
-  def _by_prefilled_batch(self, new: Mapping[int, _Pending]) -> Iterator[tuple[Prefilled, Fresh]]:
-    """Yields arguments of `decoder.insert` for new rollouts by slot, once per prefilled batch."""
-    slots, steps = self.settings.slots, self.settings.shape.steps
-    for _, members in itertools.groupby(new.items(), key=lambda item: id(item[1].prefilled)):
-      numbers: Any = np.full((3, slots), -1, np.int32)
+  def _by_prefilled_batch(
+    self, new: Iterable[tuple[int, _Pending]]
+  ) -> Iterator[tuple[Prefilled, Fresh]]:
+    """Yields arguments of `decoder.insert` for rollouts by slot, once per prefilled batch."""
+    slots = self.settings.slots
+    for _, members in itertools.groupby(new, key=lambda item: id(item[1].prefilled)):
+      numbers: Any = np.full((2, slots), -1, np.int32)
       keys: Any = np.zeros((slots, 2), np.uint32)
       cached: Any = np.zeros(slots, np.int32)
-      known_tokens: Any = np.zeros((slots, steps), np.int32)
-      known_number: Any = np.zeros(slots, np.int32)
+      rollouts: dict[int, _Rollout] = {}
       for slot, waiting in members:
-        rollout = waiting.rollout
-        numbers[:, slot] = (waiting.row, rollout.next_token(), len(rollout.prompt) - 1)
+        rollouts[slot] = rollout = waiting.rollout
+        numbers[:, slot] = (waiting.row, len(rollout.prompt) - 1)
         keys[slot] = rollout.key
         cached[slot] = rollout.cached
-        tokens = rollout.known_tokens()
-        known_tokens[slot, : len(tokens)] = tokens
-        known_number[slot] = len(tokens)
-      fresh = Fresh(row=numbers[0], token=numbers[1], prompt=numbers[2], keys=keys)
-      if self.settings.has_replies:
-        fresh = fresh._replace(generated=cached, known=Known(known_tokens, known_number))
+      token, known = self._to_decode(rollouts)
+      fresh = Fresh(row=numbers[0], token=token, prompt=numbers[1], keys=keys, known=known)
+      if self.settings.has_replies or cached.any():
+        fresh = fresh._replace(generated=cached)
       yield waiting.prefilled, fresh
+
+  def _to_decode(self, rollouts: Mapping[int, _Rollout]) -> tuple[Any, Known | None]:
+    """Of rollouts by slot: the first token to decode, and of dialogues the known ones behind it."""
+    slots, steps = self.settings.slots, self.settings.shape.steps
+    token: Any = np.full(slots, -1, np.int32)
+    known_tokens: Any = np.zeros((slots, steps), np.int32)
+    known_number: Any = np.zeros(slots, np.int32)
+    for slot, rollout in rollouts.items():
+      token[slot] = rollout.next_token()
+      tokens = rollout.known_tokens()
+      known_tokens[slot, : len(tokens)] = tokens
+      known_number[slot] = len(tokens)
+    has_replies = self.settings.has_replies
+    return token, Known(known_tokens, known_number) if has_replies else None

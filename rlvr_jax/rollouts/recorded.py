@@ -140,6 +140,7 @@ class RecordedGroups:
       mask=np.pad(group.mask, right),
       behavior_logprobs=np.pad(behavior_logprobs, right),
       sampled_logprobs=None,
+      token_versions=None,  # of another run's policies
       turns=None if group.turns is None else np.pad(group.turns, right),
       turn_scores=None
       if group.turn_scores is None

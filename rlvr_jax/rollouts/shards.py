@@ -71,6 +71,7 @@ ARRAYS: Mapping[str, Kind] = {
   "solve_rate": Kind("group", "float32"),
   "sources": Kind("group", "int32"),
   "versions": Kind("group", "int32"),
+  "token_versions": Kind("response", "int32"),
 }
 _LENGTHS = {"prompt": "prompts.lengths", "response": "lengths"}  # axis → array of its lengths
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,85 @@ __all__ = [
 ]
 
 
+class Drawn(NamedTuple):
+  """How a batch was drawn and sampled, as far as it does not follow from its versions; JSON."""
+
+  draw: int  # number of its draw of prompts
+  problems: dict[str, Any]  # state of the problems' order before it
+  version: int  # that the draw was for
+  burst_steps: int  # of the engine
+  slots: int
+  new_weights: str  # `config.fleet.new_weights`
+
+
+class RecordedRun:
+  """What a run has recorded of its batches: versions, and how problems were drawn.
+
+  Attributes:
+    name: of the run, for messages.
+    versions: of every batch, ascending; most have one.
+  """
+
+  def __init__(self, name: str, num_batches: int):
+    """Reads the index of the run's store; deleted batches are in it.
+
+    Raises:
+      ValueError: the run lacks a batch, or what a batch of several versions needs.
+      StoreError: the run has no rollouts.
+    """
+    self.name, owner = name, f"simulated_asynchronous: recorded = {name!r}"
+    folder = parse_path("simulated_asynchronous: recorded", name) / "rollouts"
+    self._store = RolloutStore(folder, writable=False)
+    self._infos = []
+    for number in range(num_batches):
+      try:
+        self._infos.append(self._store.info(number))
+      except KeyError:
+        raise ValueError(
+          f"{owner} has no batch {number}, but every update"
+          f" needs one; lower num_updates = {num_batches} to {number} or choose a longer run"
+        ) from None
+    others = [[*map(int, info.get("others", {}))] for info in self._infos]
+    firsts = [info["version"] for info in self._infos]
+    self.versions = [sorted([v, *more]) for v, more in zip(firsts, others, strict=True)]
+    for number, info in enumerate(self._infos):
+      lacks = "was removed" if info.get("removed") else ""
+      lacks = lacks or ("" if info.get("drawn") else "does not say how it was drawn")
+      if len(self.versions[number]) > 1 and lacks:
+        raise ValueError(
+          f"{owner} is not replayed: batch {number} has several versions and {lacks}; choose a run"
+          " with config.store.keep_used = True, without dynamic sampling"
+        )
+
+  @property
+  def has_several(self) -> bool:
+    """Whether several versions have sampled a batch."""
+    return any(len(versions) > 1 for versions in self.versions)
+
+  def newest(self) -> list[int]:
+    """For every batch, the version after whose update it and all earlier ones can be sampled."""
+    return [*itertools.accumulate(map(max, self.versions), max)]
+
+  def oldest_needed(self, update: int) -> int:
+    """The oldest version that batches need which are sampled at this update or later."""
+    needed = [
+      versions[0]
+      for versions, newest in zip(self.versions, self.newest(), strict=True)
+      if newest >= update
+    ]
+    return min(needed, default=update)
+
+  def drawn(self, number: int) -> Drawn | None:
+    """How a batch was drawn; None if its run did not say so."""
+    drawn = self._infos[number].get("drawn")
+    return None if drawn is None else Drawn(**drawn)
+
+  def token_versions(self, number: int) -> np.ndarray:
+    """i32[P, G, T], or i32[P, 1, 1] of a batch whose groups have one version each."""
+    arrays = self._store.read(number).arrays
+    return arrays.get("token_versions", arrays["versions"][:, None, None])
+
+
 class Schedule(NamedTuple):
   """Functions that say which policy samples which batch, and which batch each update trains on.
 
@@ -37,14 +116,16 @@ class Schedule(NamedTuple):
   samples: Callable[[int], int]
   batch: Callable[[int], int]  # t → number of the batch that update t trains on
   first: Callable[[int], int]  # t → lowest number of a batch that update t or a later one needs
-  max_lag: int | None = None  # with real_time: bound on the lag
+  max_lag: int | None = None  # with real_time, or of a recorded run: bound on the lag
   real_time: bool = False  # whether a thread samples batches as early as max_lag allows
   stage_length: int | None = None  # updates per stage, for the stage metrics
   open_ended: bool = False  # whether a larger num_updates keeps earlier updates' plan
+  recorded: RecordedRun | None = None  # whose batches are sampled again
 
   def refreshes(self, update: int) -> bool:
     """Whether the policy before this update may sample batches."""
-    return self.real_time or self.samples(update) > 0
+    recorded = () if self.recorded is None else self.recorded.versions
+    return self.real_time or self.samples(update) > 0 or any(update in v for v in recorded)
 
   def batches_per_refresh(self, num_updates: int) -> int:
     """How many batches a policy samples in most refreshes: the median; 1 if the clock decides."""
@@ -170,16 +251,17 @@ def simulated_asynchronous(
   b(t) = t and v(t) = max(0, max_{s ≤ t} (s − l_s)), with l_s uniform on {0, …, L}, since a
   first-in, first-out queue never returns an older policy's batch after a newer one's. So the lag of
   update t is min_{k ≥ 0} (l_{t−k} + k). It is at least j with probability Π_{i=1}^{j} (1 − i/(L+1))
-  for j ≤ L ≤ t: all lags occur, the longest rarely. `recorded` replays a run's versions instead.
+  for j ≤ L ≤ t: all lags occur, the longest rarely. `recorded` replays a run instead: its problems,
+  keys and versions, per token. A batch is sampled once its newest version is there.
 
   Args:
     max_lag: L ≥ 0, updates; also a bound on recorded lags.
-    recorded: --workdir of a run, whose batches' versions become v; "" samples random lags.
+    recorded: --workdir of a run, whose batches are sampled again; "" samples random lags.
     num_updates: updates of the run.
     seed: ≥ 0, of the random lags; the lag of batch b depends only on (seed, b).
   Raises:
     ValueError: a hyper-parameter is out of range; or the recorded run lacks a batch, its versions
-      decrease or exceed the number of their batch, or a lag exceeds max_lag.
+      exceed the number of their batch or, with one per batch, decrease; or a lag exceeds max_lag.
     StoreError: the run has no rollouts.
   """
   owner = "simulated_asynchronous"
@@ -187,11 +269,12 @@ def simulated_asynchronous(
   check_integer(owner, "num_updates", num_updates, low=0)
   check_integer(owner, "seed", seed, low=0)
   if recorded:
-    versions = read_versions(recorded, num_updates)
-    check_versions(f"{owner}: recorded = {recorded!r}", versions, max_lag)
-  else:
-    independent = (b - sample_lag(seed, b, max_lag) for b in range(num_updates))
-    versions = [max(0, v) for v in itertools.accumulate(independent, max)]
+    run = RecordedRun(recorded, num_updates)
+    check_versions(f"{owner}: recorded = {recorded!r}", run.versions, max_lag)
+    replayed = schedule_from_versions(run.newest(), open_ended=max_lag == 0)
+    return replayed._replace(recorded=run, max_lag=max_lag)
+  independent = (b - sample_lag(seed, b, max_lag) for b in range(num_updates))
+  versions = [max(0, v) for v in itertools.accumulate(independent, max)]
   return schedule_from_versions(versions, open_ended=max_lag == 0)
 
 
@@ -232,45 +315,27 @@ def sample_lag(seed: int, batch: int, max_lag: int) -> int:
   return int(np.random.default_rng(entropy).integers(max_lag + 1))
 
 
-def read_versions(workdir: str, num_batches: int) -> list[int]:
-  """Reads the versions of a run's batches 0 … num_batches − 1, including deleted batches."""
-  store = RolloutStore(
-    parse_path("simulated_asynchronous: recorded", workdir) / "rollouts", writable=False
-  )
-  infos = []
-  for number in range(num_batches):
-    try:
-      infos.append(store.info(number))
-    except KeyError:
-      raise ValueError(
-        f"simulated_asynchronous: recorded = {workdir!r} has no batch {number}, but every update"
-        f" needs one; lower num_updates = {num_batches} to {number} or choose a longer run"
-      ) from None
-    if infos[-1].get("others"):
-      raise ValueError(
-        f"simulated_asynchronous: batch {number} of recorded = {workdir!r} was sampled by several"
-        " versions, as in a fleet, and is not replayed; choose a run that samples by itself"
-      )
-  return [info["version"] for info in infos]
+def check_versions(owner: str, versions: Sequence[Sequence[int]], max_lag: int) -> None:
+  """Raises ValueError unless 0 ≤ b − v ≤ max_lag for all versions v of batch b.
 
-
-def check_versions(owner: str, versions: Sequence[int], max_lag: int) -> None:
-  """Raises ValueError unless versions never decrease and 0 ≤ b − versions[b] ≤ max_lag."""
+  If every batch has one version, they must not decrease either.
+  """
   previous = 0
-  for batch, version in enumerate(versions):
-    prefix = f"{owner}: batch {batch} was sampled by version {version}"
-    if version > batch:
+  for batch, of_batch in enumerate(versions):
+    prefix = f"{owner}: batch {batch} was sampled by version {of_batch[0]}"
+    if of_batch[-1] > batch:
       raise ValueError(
-        f"{prefix}, which comes after update {batch}; choose a run that trains on every batch once,"
-        " in the order sampled"
+        f"{owner}: batch {batch} was sampled by version {of_batch[-1]}, which comes after update"
+        f" {batch}; choose a run that trains on every batch once, in the order sampled"
       )
-    if version < previous:
+    if of_batch[0] < previous and max(map(len, versions)) == 1:
       raise ValueError(
         f"{prefix} after one of version {previous}; choose a run whose versions never decrease, one"
         " that was not interrupted"
       )
-    if batch - version > max_lag:
+    if batch - of_batch[0] > max_lag:
       raise ValueError(
-        f"{prefix}, a lag of {batch - version} updates, above max_lag = {max_lag}; raise max_lag"
+        f"{prefix}, a lag of {batch - of_batch[0]} updates, above max_lag = {max_lag}; raise"
+        " max_lag"
       )
-    previous = version
+    previous = of_batch[0]

@@ -285,13 +285,15 @@ class Trainer:
       written=self.log.writer.written(now.step),
     )
     measured = now.evaluated == now.step
+    recorded = self.parts.schedule.recorded
+    begins_again = recorded is not None and recorded.has_several  # see `find_resumable`
     self.checkpointer.save(
       now.step,
       now.state,
       host=host.to_json(),
       arrays=arrays,
       metric=now.evaluation[f"eval/pass@{c.evaluation.ks[0]}"] if measured else None,
-      keep_at_or_before=self.queue.oldest_version(),
+      keep_at_or_before=0 if begins_again else self.queue.oldest_version(),
     )
     if not c.store.keep_used:
       # Batches that a run resumed from the last checkpoints may train on are kept.

@@ -107,6 +107,20 @@ def test_the_estimate_counts_what_is_there(cache_format, itemsize, scale):
   assert generation["keys and values"] == caches + staged
 
 
+def test_caches_under_new_weights_are_counted():
+  fields = dict(schedule="asynchronous()", max_response_length=40)
+  build = lambda setting: programs.build_shapes_only(
+    tiny.config(fleet__new_weights=setting, **fields), sharding.make_mesh()
+  )
+  parts, kind = build("recompute"), "prefill under new weights"
+  table = memory.estimated_bytes(parts)["generation, estimated"]
+  rows, _ = parts.programs.engine.longest_prefill()
+  assert table[kind] == table["keys and values"] * rows / parts.programs.engine.settings.slots
+  assert kind not in memory.estimated_bytes(build("switch"))["generation, estimated"]
+  lowered = programs.program_lowerings(parts, programs.pack_full_length(parts))
+  assert lowered.keys() == {"update", "generation", "prefill"}
+
+
 def test_a_sampler_holds_two_policies_while_it_restores_one():
   fields = dict(schedule="asynchronous()", model__overrides__compute_dtype="bfloat16")
   config = tiny.config(fleet__samplers=True, **fields)

@@ -88,7 +88,7 @@ def test_metrics_by_sign_by_lag_and_by_source():
   batch = dataclasses.replace(
     batch,
     mask=jnp.asarray(mask),
-    lags=jnp.array([[3, 3], [-1, -1]]),
+    lags=jnp.array([[3, 3], [-1, -1]])[..., None] * jnp.ones(mask.shape, jnp.int32),
     sources=jnp.array([0, 1]),
     correct=jnp.array([[1.0, 0.0], [1.0, 1.0]]),
   )
@@ -115,8 +115,10 @@ def test_metrics_by_sign_by_lag_and_by_source():
 
   lags = ratios.lag_metrics(batch)  # rollouts of no policy of this run do not count
   assert value(lags, "staleness/mean") == value(lags, "staleness/max") == 3
-  fresh = ratios.lag_metrics(dataclasses.replace(batch, lags=jnp.array([[0, 3], [-1, 1]])))
-  assert value(fresh, "staleness/mean") == pytest.approx((0 * 2 + 3 * 3 + 1 * 3) / 8)
+  of_tokens = np.array([[[0, 0, 9], [3, 2, 2]], [[-1, 9, 9], [1, 1, 0]]])
+  fresh = ratios.lag_metrics(dataclasses.replace(batch, lags=jnp.asarray(of_tokens)))
+  assert value(fresh, "staleness/mean") == pytest.approx((0 + 0 + 3 + 2 + 2 + 1 + 1 + 0) / 8)
+  assert value(fresh, "staleness/max") == 3
 
   found = ratios.source_metrics(policy, batch, ["a", "b"])
   theirs = np.concatenate([ratio[1, 0, :1], ratio[1, 1]])

@@ -40,6 +40,15 @@ def group(lengths=(3, 5), T=6, S=4, prompt=2):
   }
 
 
+def test_versions_of_tokens_are_stored_by_length():
+  versions = np.full((2, 6), -1, np.int32)
+  versions[0, :3], versions[1, :5] = [4, 4, 5], [4, 4, 5, 5, 6]
+  arrays = group() | {"token_versions": versions}
+  record = encode_group(arrays)
+  assert_same(decode_group(record)[0], arrays)
+  assert len(payload(record)) == len(payload(encode_group(group()))) + 4 * (3 + 5)
+
+
 def assert_same(found, expected):
   assert list(found) == list(expected)
   for name, array in expected.items():

@@ -217,16 +217,28 @@ def test_simulated_lags_have_the_distribution_that_is_documented():
 )
 def test_versions_that_no_queue_gives_are_refused(versions, message):
   with pytest.raises(ValueError, match=message):
-    staleness.check_versions("here", versions, max_lag=2)
-  staleness.check_versions("here", [0, 0, 0, 1, 4], max_lag=2)
+    staleness.check_versions("here", [[v] for v in versions], max_lag=2)
+  staleness.check_versions("here", [[v] for v in [0, 0, 0, 1, 4]], max_lag=2)
 
 
-def test_a_batch_of_several_versions_is_not_replayed(tmp_path):
+def test_a_batch_of_several_versions_is_sampled_when_the_newest_is_there(tmp_path):
+  rewards = {"rewards": np.zeros((1, 2), np.float32)}
+  several = [[0], [0], [0, 1, 2], [1, 3], [2, 3], [5]]
+  drawn = staleness.Drawn(0, {}, 0, burst_steps=16, slots=4, new_weights="switch")._asdict()
   with RolloutStore(tmp_path / "rollouts", writable=True) as store:
-    info = {"version": 0, "others": {"1": "f0"}}
-    store.append(0, {"rewards": np.zeros((1, 2), np.float32)}, info)
-  with pytest.raises(ValueError, match=r"batch 0 .* several versions, as in a fleet"):
-    simulated(updates=1, recorded=str(tmp_path))
+    for number, (oldest, *others) in enumerate(several):
+      info = {"version": oldest, "others": dict.fromkeys(map(str, others), "f")}
+      store.append(number, rewards, info | {"drawn": drawn})
+    without = {"version": 5, "others": {"6": "f"}}
+    store.append(6, rewards, without)
+  schedule = simulated(max_lag=2, updates=6, recorded=str(tmp_path))
+  assert plan(schedule, 6) == [(0, 0), (1, 0), (2, 2), (3, 3), (4, 3), (5, 5)]
+  assert [schedule.refreshes(t) for t in range(6)] == [True] * 4 + [False, True]
+  assert [schedule.recorded.oldest_needed(t) for t in range(7)] == [0, 0, 0, 1, 5, 5, 6]
+  with pytest.raises(ValueError, match=r"batch 2 .* version 0, a lag of 2 updates, above"):
+    simulated(max_lag=1, updates=6, recorded=str(tmp_path))
+  with pytest.raises(ValueError, match="batch 6 has several versions and does not say how"):
+    simulated(max_lag=2, updates=7, recorded=str(tmp_path))
 
 
 def test_a_recorded_run_is_replayed_exactly(tmp_path):

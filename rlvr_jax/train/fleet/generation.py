@@ -29,16 +29,17 @@ from rlvr_jax.fleet.records import (
   problem_checksum,
 )
 from rlvr_jax.rewards.outcome import Grade, Outcome
-from rlvr_jax.rollouts.batch import BatchInFlight, PolicySnapshot, Position, RolloutBatch
+from rlvr_jax.rollouts.batch import BatchInFlight, Flight, PolicySnapshot, Position, RolloutBatch
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.fleet.board import Board
 from rlvr_jax.train.fleet.policies import Policy, PolicyPublisher
-from rlvr_jax.train.generation import dynamic_sampling
+from rlvr_jax.train.generation import agreement, dynamic_sampling
 from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
 from rlvr_jax.train.generation.generator import Generator
+from rlvr_jax.train.generation.streams import with_version
 from rlvr_jax.train.reporting.progress import duration, say, warn
 
 SAY_EVERY_S = 30.0  # while the trainer waits, and about the samplers
@@ -325,23 +326,22 @@ class FleetGeneration:
     """The batch of a draw, under the versions that sampled its groups."""
     records = [draw.records[index] for index in range(len(draw.plan.problems))]
     versions = [min(map(int, record.policies)) for record in records]
-    others = {version: x for record in records for version, x in record.policies.items()}
+    sampled_by = {int(v): x for record in records for v, x in record.policies.items()}
     oldest = min(versions)
-    fingerprint = others.pop(str(oldest))
     of_group = draw.batch.versions.copy()
     sampled = of_group[: len(versions)]
     of_group[: len(versions)] = np.where(sampled < 0, sampled, versions)
-    snapshot = PolicySnapshot({}, oldest, lambda: fingerprint, ())
+    _fill_versions(draw.batch.flight, versions)
+    snapshot = PolicySnapshot({}, oldest, lambda: sampled_by[oldest], ())
     batch = dataclasses.replace(draw.batch, versions=of_group, snapshot=snapshot)
     gaps: dict[str, list[float]] = {}
     for record in records:
       for name, gap in record.gaps.items():
         gaps.setdefault(name, []).append(gap)
-    join = lambda name: np.max if name.endswith("_max") else np.mean
-    statistics = {name: float(join(name)(values)) for name, values in gaps.items()}
+    statistics = agreement.join_gaps(gaps)
     statistics["fleet/samplers"] = float(len({record.sampler for record in records}))
-    statistics["fleet/policies"] = float(1 + len(others))
-    return dataclasses.replace(self._generator.assemble(batch, measured=statistics), others=others)
+    statistics["fleet/policies"] = float(len(sampled_by))
+    return self._generator.assemble(batch, measured=statistics, sampled_by=sampled_by)
 
   def _measure_samplers(self, board: Board) -> dict[str, float]:
     """Metrics of the samplers that are running."""
@@ -416,6 +416,20 @@ class _Progress:
       return False
     self._said = now
     return True
+
+
+def _fill_versions(flight: Flight | None, versions: Sequence[int]) -> None:
+  """Gives the groups of one version its number by token, if others have several.
+
+  So it is where a run was resumed with another `fleet.new_weights`.
+  """
+  assert flight is not None  # a fleet samples
+  if all(group.token_versions is None for group in flight.groups.values()):
+    return
+  for index, group in flight.groups.items():
+    if group.token_versions is None:
+      of_tokens = with_version(group, versions[index])
+      flight.groups[index] = group._replace(token_versions=of_tokens)
 
 
 def split_leases(quotas: Sequence[int], groups_per_lease: int) -> list[list[int]]:

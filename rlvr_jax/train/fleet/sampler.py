@@ -1,9 +1,11 @@
 """A sampler: restores the trainer's newest policy, samples leases of groups, and grades them.
 
-A response ends with the weights that it began with. While a newer policy is restored, in a thread,
-the engine decodes on; once it is there, no further lease begins, the responses in the slots end,
-and then the weights are swapped. What is decoded at any time has one version, so that one copy of
-the weights and one of those being restored are held, and slots idle while the last responses end.
+While a newer policy is restored, in a thread, the engine decodes on. With `fleet.new_weights` =
+"finish" a response ends with the weights that it began with: once the newer ones are there, no
+further lease begins, the responses in the slots end, and then the weights are swapped. With
+"switch" and "recompute" they are swapped between two bursts. What is decoded at any time has one
+version, so that one copy of the weights and one of those being restored are held; and, where they
+are swapped between bursts, those that have sampled tokens which are not compared yet.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -31,13 +33,22 @@ from rlvr_jax.fleet.records import (
 from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rollouts.batch import Flight, PolicySnapshot, sampled_places
 from rlvr_jax.rollouts.collect import Collector, serve_graded
-from rlvr_jax.rollouts.engine import Group, Request, Usage, row_keys
+from rlvr_jax.rollouts.engine import (
+  NOT_SAMPLED,
+  ChangingWeights,
+  Group,
+  OneVersion,
+  Request,
+  Usage,
+  row_keys,
+)
 from rlvr_jax.storage.bucket import UnreachableError
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.fleet.desk import Counts, Desk, View, Work
 from rlvr_jax.train.fleet.policies import Policy, PolicyGoneError, PolicyReader, Restoring
 from rlvr_jax.train.generation import agreement
+from rlvr_jax.train.generation.new_weights import FINISH, RECOMPUTE, SWITCH
 from rlvr_jax.train.generation.streams import source_key
 from rlvr_jax.train.reporting.progress import duration, say
 from rlvr_jax.train.setup.behavior_sources import Source, Sources
@@ -89,6 +100,80 @@ class _Lease(NamedTuple):
   source: int  # index
 
 
+class _SampledBy:
+  """The policies that have sampled tokens of unfinished leases, and which of them were compared.
+
+  Attributes:
+    names: by version.
+    checked: (version, source) whose agreement was checked.
+  """
+
+  def __init__(self) -> None:
+    self.names: dict[int, Policy] = {}
+    self.checked: set[tuple[Policy, int]] = set()
+    self._snapshots: dict[int, PolicySnapshot] = {}
+
+  def use(self, policy: Policy, snapshot: PolicySnapshot) -> None:
+    """Notes a policy that samples from now on."""
+    self.names[policy.version] = policy
+    self._snapshots[policy.version] = snapshot
+
+  def policies_of(self, group: Group, begun_by: Policy) -> dict[str, str]:
+    """`GroupRecord.policies` of a group in a lease that a policy has begun."""
+    versions = {begun_by.version}
+    if group.token_versions is not None:
+      versions = ({*np.unique(group.token_versions).tolist()} - {NOT_SAMPLED}) or versions
+    return {str(v): self.names[v].fingerprint for v in sorted(versions)}
+
+  def unchecked(self, versions: Iterable[int], source: int) -> list[PolicySnapshot]:
+    """Those of these versions whose tokens of a source are not compared yet."""
+    return [
+      self._snapshots[version]
+      for version in sorted(versions)
+      if version in self._snapshots and (self.names[version], source) not in self.checked
+    ]
+
+  def check(self, versions: Iterable[int], source: int) -> None:
+    """Notes that tokens of these versions were compared."""
+    self.checked |= {(self.names[version], source) for version in versions}
+
+  def release(self, *, before: int, newest: int, compared: Iterable[int]) -> None:
+    """Lets policies go that no lease has tokens of, and parameters that need not be compared.
+
+    Args:
+      before: no lease has tokens of an older version.
+      newest: the version that samples now.
+      compared: the sources whose tokens of an older version are compared first.
+    """
+    self.names = {v: name for v, name in self.names.items() if v >= before}
+    unchecked = {
+      v for v, name in self.names.items() if any((name, s) not in self.checked for s in compared)
+    }
+    kept = unchecked | {newest}
+    self._snapshots = {v: snapshot for v, snapshot in self._snapshots.items() if v in kept}
+    self.checked = {key for key in self.checked if key[0] in self.names.values()}
+
+
+class _BetweenBursts(NamedTuple):
+  """Weights that a sampler swaps between bursts; see `engine.ChangingWeights`."""
+
+  rebuilds: bool
+  weights: Weights
+  number: int  # of the source
+  source: Source
+  swap: Callable[[], None]  # swaps the weights if newer ones are there
+
+  def ask(self) -> None:
+    self.swap()
+
+  def version(self, group: Group, rollout: int, length: int) -> int:
+    assert self.weights.current is not None  # it samples
+    return self.weights.current.version
+
+  def params(self, version: int) -> Params:
+    return self.weights.load(self.number, self.source)
+
+
 class Sampler:
   """Samples for a trainer until that has all its batches; all processes call it together."""
 
@@ -116,7 +201,7 @@ class Sampler:
     self._leases: dict[int, _Lease] = {}  # by id of their flights
     self._waiting: list[Group[Flight]] = []  # for grades
     self._next: Work | None = None  # of another source than the stream's
-    self._checked: set[tuple[Policy, int]] = set()  # (policy, source) whose agreement was checked
+    self._sampled_by = _SampledBy()
 
   def run(self) -> None:
     """Samples until the trainer says that it has all batches.
@@ -133,8 +218,7 @@ class Sampler:
         self._weights.begin(Policy(*step.policy))
       if self._weights.ready():
         self._check_before_swap()
-        self._weights.swap()
-        self._meter.restored(self._weights)
+        self._swap()
       elif step.action == "sample" and (work := self._take()) is not None:
         self._sample(work)
       else:
@@ -185,6 +269,34 @@ class Sampler:
 
   # --- sampling -----------------------------------------------------------------------------------
 
+  def _swap(self) -> None:
+    """Lets the restored policy sample."""
+    self._weights.swap()
+    self._meter.restored(self._weights)
+    if self._weights.current is not None and self._weights.snapshot is not None:
+      self._sampled_by.use(self._weights.current, self._weights.snapshot)
+      self._release_policies()
+
+  def _swap_if_newer(self) -> None:
+    """Between two bursts: begins to restore the newest policy, and swaps one that is there.
+
+    An older one waits for the responses to end: a trainer has begun again, from an earlier update.
+    """
+    step = self._decide()
+    if step.policy is not None:
+      self._weights.begin(Policy(*step.policy))
+    if self._weights.comes_newer() and self._weights.ready():
+      self._swap()
+
+  def _changing(self, index: int, source: Source) -> ChangingWeights | None:
+    """The weights of a stream that change between bursts; None: they do not."""
+    setting = self._run.parts.config.fleet.new_weights
+    if setting == FINISH:
+      return None
+    if not source.of_this_run:
+      return OneVersion(self._weights.load(index, source))
+    return _BetweenBursts(setting == RECOMPUTE, self._weights, index, source, self._swap_if_newer)
+
   def _take(self) -> Work | None:
     """The next lease, the same on all processes; None if there is none now."""
     version = -1 if self._weights.current is None else self._weights.current.version
@@ -212,11 +324,18 @@ class Sampler:
     collector, policy = self._run.collector, self._weights.current
     index, source = self._source_of(first)
     assert policy is not None and source.engine is not None  # a fleet samples with engines
-    requests = self._requests(first, policy, index)
-    loaded = self._weights.load(index, source)
+    requests = self._requests(first, index)
+    changing = self._changing(index, source)
+    loaded = None if changing else self._weights.load(index, source)
     with self._meter.busy():
       for _ in serve_graded(
-        source.engine, loaded, requests, collector, self._meter.usage, self._waiting.extend
+        source.engine,
+        loaded,
+        requests,
+        collector,
+        self._meter.usage,
+        self._waiting.extend,
+        changing,
       ):
         restart_deadline()
         self._grade()
@@ -231,8 +350,9 @@ class Sampler:
       first -= source.prompts
     raise AssertionError("a plan has the groups of the sources")
 
-  def _requests(self, first: Work, policy: Policy, source: int) -> Iterator[Request[Flight] | None]:
+  def _requests(self, first: Work, source: int) -> Iterator[Request[Flight] | None]:
     """The requests of leases; None: there is none now."""
+    finishes = self._run.parts.config.fleet.new_weights == FINISH
     work: Work | None = first
     while True:
       if work is None:
@@ -241,15 +361,17 @@ class Sampler:
         self._next = work
         return
       else:
-        yield from self._requests_of(work, policy, source)
+        yield from self._requests_of(work, source)
       step = self._decide()
       if step.policy is not None:
         self._weights.begin(Policy(*step.policy))
-      if self._weights.ready():
+      if self._weights.ready() and (finishes or not self._weights.comes_newer()):
         return
       work = self._take() if step.action == "sample" else None
 
-  def _requests_of(self, work: Work, policy: Policy, source: int) -> Iterator[Request[Flight]]:
+  def _requests_of(self, work: Work, source: int) -> Iterator[Request[Flight]]:
+    policy = self._weights.current
+    assert policy is not None  # it samples
     parts, collector = self._run.parts, self._run.collector
     seed, plan, groups = parts.config.seed, work.plan, work.groups
     problems = self._run.draws.problems(plan)
@@ -289,9 +411,11 @@ class Sampler:
     lease = self._leases[id(flight)]
     grades = collector.results([flight.grades[index]])
     gaps = self._compare(group, lease)
+    policies = self._sampled_by.policies_of(group, lease.policy)
     del flight.grades[index]  # what is left shows whether the lease is finished
     if finished := not flight.grades and flight.sampled:
       del self._leases[id(flight)]
+      self._release_policies()
     if self._desk is None:
       return
     names = set(Group._fields) - {"owner", "prompt_index", "details"}
@@ -299,7 +423,7 @@ class Sampler:
     record = GroupRecord(
       plan=lease.work.plan.id,
       sampler=self._meter.name,
-      policies={str(lease.policy.version): lease.policy.fingerprint},
+      policies=policies,
       grades=[[g.outcome.value, g.score, g.detail, g.answer] for g in grades],
       details=group.details,
       gaps=gaps,
@@ -311,12 +435,16 @@ class Sampler:
       self._desk.finish(work.lease)
 
   def _check_before_swap(self) -> None:
-    """Writes the first group of each source whose policy is unchecked; waits for its grades."""
+    """Writes the first group of each source whose policy is unchecked; waits for its grades.
+
+    All groups if no newer policy comes: another one may have the number of an old one.
+    """
+    comes_newer = self._weights.comes_newer()
     groups = self._waiting.copy()
     self._waiting.clear()
     for group in groups:
       lease = self._leases[id(group.owner)]
-      if (lease.policy, lease.source) in self._checked:
+      if comes_newer and (lease.policy, lease.source) in self._sampled_by.checked:
         self._waiting.append(group)
       else:
         self._write(group)
@@ -328,22 +456,37 @@ class Sampler:
       AgreementError: a gap is too large.
     """
     parts, frozen, collector, *_ = self._run
-    source, policy = parts.sources.live[lease.source], self._weights.snapshot
-    key = lease.policy, lease.source
-    if key in self._checked:
+    source, versions = parts.sources.live[lease.source], [lease.policy.version]
+    if group.token_versions is not None and source.of_this_run:
+      versions = np.unique(group.token_versions).tolist()
+    policies = self._sampled_by.unchecked(versions, lease.source)
+    if not policies:
       return {}
-    assert policy is not None and lease.policy == self._weights.current  # `_check_before_swap`
-    self._checked = {key} | {other for other in self._checked if other[0] == lease.policy}
     flight = _alone(group)
     graded = collector.finish(flight, [lease.policy.version])
-    return agreement.behavior_gaps(
+    compared = agreement.behavior_gaps(
       graded.train,
       sampled_places(flight.rollouts).astype(np.float32),
-      policy,
+      policies,
       frozen.sampler,
       sources=Sources([source._replace(prompts=1)]),
       placement=parts.placement,
-      behavior_gap=parts.programs.behavior_gap,
+      programs=parts.programs,
+      mixes_caches=parts.config.fleet.new_weights == SWITCH,
+    )
+    self._sampled_by.check(compared.versions, lease.source)
+    return compared.gaps
+
+  def _release_policies(self) -> None:
+    """Lets the policies go that no lease needs any more."""
+    assert self._weights.current is not None  # it samples
+    parts, newest = self._run.parts, self._weights.current.version
+    begun = [lease.policy.version for lease in self._leases.values()]
+    changing = [i for i, source in enumerate(parts.sources.live) if source.of_this_run]
+    self._sampled_by.release(
+      before=min([newest, *begun]),
+      newest=newest,
+      compared=[] if parts.config.fleet.new_weights == FINISH else changing,
     )
 
 
@@ -414,6 +557,11 @@ class Weights:
   def ready(self) -> bool:
     """Whether `swap` is due, on all processes."""
     return self._coming is not None and all(multihost.exchange(self._coming[1].done()))
+
+  def comes_newer(self) -> bool:
+    """Whether the policy that is being restored is a later one than that of now."""
+    current = -1 if self.current is None else self.current.version
+    return self._coming is not None and self._coming[0].version > current
 
   def swap(self) -> None:
     """Lets the restored policy sample; the old one if the new one has vanished meanwhile."""

@@ -6,6 +6,7 @@ __all__ = [
   "dynamic_sampling",
   "generator",
   "modes",
+  "new_weights",
   "on_demand",
   "policies",
   "raw_logprobs",

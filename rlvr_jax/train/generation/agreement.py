@@ -4,63 +4,106 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from rlvr_jax.rollouts.batch import PolicySnapshot, drop_scores
+from rlvr_jax.rollouts.batch import FOREIGN, PolicySnapshot, drop_scores
 from rlvr_jax.train.setup.behavior_sources import Source, Sources
 from rlvr_jax.train.setup.placement import Placement
-from rlvr_jax.types import Array, Params, TrainBatch
+from rlvr_jax.train.setup.programs import Programs
+from rlvr_jax.types import Params, TrainBatch
 
 
 class AgreementError(RuntimeError):
   """Sampler and trainer compute different log-probabilities from the same parameters."""
 
 
+class Compared(NamedTuple):
+  """What a comparison has found."""
+
+  gaps: dict[str, float]  # metrics
+  versions: list[int]  # of which tokens of all sources were compared and checked
+
+
 def behavior_gaps(
   batch: TrainBatch,
   mask: np.ndarray,
-  policy: PolicySnapshot,
+  policies: Sequence[PolicySnapshot],
   frozen: Params,
   *,
   sources: Sources,
   placement: Placement,
-  behavior_gap: Callable[..., tuple[Array, Array]],
-) -> dict[str, float]:
+  programs: Programs,
+  mixes_caches: bool = False,
+) -> Compared:
   """Gaps of log-probabilities between sampler and trainer, nats per token, by source.
 
-  The trainer's are those of the forward pass of updates, over packed rows, see `behavior_gap`.
+  The trainer's are those of the forward pass of updates, over packed rows, see
+  `update.agreement.behavior_gap`. Each token is computed under the version that it bears. In a
+  group of several versions a mixture's routers choose anew, since each version had its own routes
+  of all that stands before.
 
   Args:
     batch: a few groups of every source are compared.
     mask: f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
-    policy: the one that sampled the batch.
+    policies: those whose tokens are compared; without versions of tokens, the one that sampled all.
     frozen: the parameters that are not trained, on the devices that generate.
-    sources, placement: of the run.
-    behavior_gap: `Programs.behavior_gap`.
+    sources, placement, programs: of the run.
+    mixes_caches: whether a token's cache may be of several versions. The gap of such a token is
+      more than rounding: it is a metric of its own, and is not checked.
   Returns:
-    agreement/SOURCE_mean and agreement/SOURCE_max.
+    agreement/SOURCE_mean and agreement/SOURCE_max, and with SOURCE_mixed those of mixed caches. Of
+    several versions the mean of the means, and the largest.
   Raises:
     AgreementError: the gap of a source that samples with the policy's own parameters is too large.
   """
-  gaps: dict[str, float] = {}
-  sampled_mask: Any = mask
-  sampled = dataclasses.replace(drop_scores(batch), mask=sampled_mask)
-  start = 0
-  for source in sources:
-    few = slice(start, start + min(source.prompts, placement.compared_groups))
-    start += source.prompts
-    rollouts = placement.pack_to_compare(jax.tree.map(operator.itemgetter(few), sampled))
-    mean, largest = jax.device_get(
-      behavior_gap(policy.params, frozen, rollouts, sampling=source.sampling)
-    )
-    gaps[f"agreement/{source.name}_mean"] = float(mean)
-    gaps[f"agreement/{source.name}_max"] = float(largest)
-    _check_gap(source, float(mean), policy.version)
-  return gaps
+  found: dict[str, list[float]] = {}
+  versions = []
+  of_tokens: Any = batch.token_versions
+  for policy in policies:
+    places = {"": mask}
+    if of_tokens is not None:
+      # Those of other runs' policies have no version; they are compared once.
+      foreign = (of_tokens == FOREIGN) & (policy is policies[-1])
+      own = mask * ((of_tokens == policy.version) | foreign)
+      mixed = own * (of_tokens != of_tokens[..., :1]) * mixes_caches
+      places = {"": own - mixed, "_mixed": mixed}
+    unchecked = {source.name for source in sources if source.of_this_run}
+    for kind, of_kind in places.items():
+      start = 0
+      for source in sources:
+        groups = slice(start, start + source.prompts)
+        start = groups.stop
+        has_tokens = (of_kind[groups] > 0).any(axis=(1, 2))
+        if of_tokens is not None and not has_tokens.any():
+          continue
+        few = np.argsort(~has_tokens, kind="stable")[: placement.compared_groups] + groups.start
+        others = None if of_tokens is None else {*np.unique(of_tokens[few]).tolist()}
+        several = others is not None and not others <= {policy.version, FOREIGN}
+        gap = programs.rerouted_gap if several else programs.behavior_gap
+        compared_mask: Any = of_kind[few]
+        rollouts = jax.tree.map(operator.itemgetter(few), drop_scores(batch))
+        rollouts = placement.pack_to_compare(dataclasses.replace(rollouts, mask=compared_mask))
+        mean, largest = jax.device_get(
+          gap(policy.params, frozen, rollouts, sampling=source.sampling)
+        )
+        found.setdefault(f"agreement/{source.name}{kind}_mean", []).append(float(mean))
+        found.setdefault(f"agreement/{source.name}{kind}_max", []).append(float(largest))
+        if not kind:
+          _check_gap(source, float(mean), policy.version)
+          unchecked.discard(source.name)
+    if not unchecked:
+      versions.append(policy.version)
+  return Compared(join_gaps(found), versions)
+
+
+def join_gaps(gaps: Mapping[str, Sequence[float]]) -> dict[str, float]:
+  """Joins the gaps of several comparisons, by name: the mean of means, the largest of maxima."""
+  join = lambda name: np.max if name.endswith("_max") else np.mean
+  return {name: float(join(name)(values)) for name, values in gaps.items()}
 
 
 def _check_gap(source: Source, gap: float, version: int) -> None:

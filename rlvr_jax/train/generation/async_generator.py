@@ -38,7 +38,8 @@ class AsyncGenerator:
 
   Back-pressure: batch b is started once b − version ≤ max_lag, where update b trains on batch b and
   `version` is that of the newest policy. So at most max_lag + 1 batches are sampled and not yet
-  taken, and no lag is above max_lag.
+  taken, and no lag is above max_lag. If `config.fleet.new_weights` lets newer policies take over
+  responses, `version` is that of the batch's oldest token.
   """
 
   def __init__(self, generator: Generator, *, max_lag: int, deadline_s: float, num_batches: int):
@@ -117,7 +118,8 @@ class AsyncGenerator:
   def _run(self) -> None:
     try:
       for batch in itertools.chain(
-        self._generator.recall_stored(), self._generator.batches(self._next_policy)
+        self._generator.recall_stored(),
+        self._generator.batches(self._next_policy, newest=self._newest_policy),
       ):
         self._ready.put(batch)
     except EndRequestedError:
@@ -133,6 +135,10 @@ class AsyncGenerator:
       if wait:
         self._changed.wait_for(lambda: self._ended() or self._may_begin() or grades_are_ready())
       return self._newest if self._may_begin() and not self._ended() else None
+
+  def _newest_policy(self) -> PolicySnapshot | None:
+    with self._changed:
+      return self._newest
 
   def _wake(self) -> None:
     with self._changed:

@@ -55,7 +55,9 @@ def fill_with_mixed_groups(
   of_groups = [sample["version"] for sample in graded.samples[:: graded.train.rewards.shape[1]]]
   versions = np.where(last.versions == FOREIGN, FOREIGN, of_groups).astype(np.int32)
   known = {version: x for batch in sampled for version, x in batch.fingerprints.items()}
-  used = sorted({*versions.tolist()} & known.keys()) or [last.version]
+  of_tokens = graded.train.token_versions
+  used = sorted({*np.unique(versions if of_tokens is None else of_tokens).tolist()} & known.keys())
+  used = used or [last.version]
   return dataclasses.replace(
     last,
     number=number,
@@ -65,6 +67,7 @@ def fill_with_mixed_groups(
     versions=versions,
     graded=graded,
     draws=len(sampled),
+    drawn=None,
     flops=sum(batch.flops for batch in sampled),
     position=last.position._replace(number=number + 1),
     timings=timings,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -30,11 +31,14 @@ from rlvr_jax.rollouts.batch import (
   sampled_places,
   solve_rates,
   to_shard,
+  with_oldest_versions,
 )
 from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.rollouts.staleness import Drawn
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.generation import agreement, dynamic_sampling, raw_logprobs
+from rlvr_jax.train.generation.new_weights import FINISH, RECOMPUTE, SWITCH, NewWeights, Replayed
 from rlvr_jax.train.generation.streams import Streams
 from rlvr_jax.train.reporting import machines
 from rlvr_jax.train.reporting.progress import warn
@@ -60,9 +64,14 @@ class NextPolicy(Protocol):
 
 
 class _Policies:
-  """The policies of a generator's batches, with a look at the next one."""
+  """The policies of a generator's batches, with a look at the next one.
 
-  def __init__(self, next_policy: NextPolicy):
+  Attributes:
+    new_weights: where other policies come from within a response; None if they wait for its end.
+  """
+
+  def __init__(self, next_policy: NextPolicy, new_weights: NewWeights | Replayed | None = None):
+    self.new_weights = new_weights
     self._next_policy = next_policy
     self._ahead: PolicySnapshot | None = None  # of the next batch, if `look_ahead` found one
 
@@ -76,6 +85,11 @@ class _Policies:
     """The policy of the next batch, without waiting for one; `take` returns it as well."""
     self._ahead = self._next_policy(wait=False, until=None)
     return self._ahead
+
+  def newest(self, policy: PolicySnapshot) -> PolicySnapshot:
+    """The policy that samples now, in a stream that began with `policy`."""
+    newest = self.new_weights.newest() if isinstance(self.new_weights, NewWeights) else None
+    return newest or policy
 
 
 @dataclasses.dataclass
@@ -140,7 +154,9 @@ class Generator:
     self._clock = clock
     # The groups of a fleet are sampled by other programs, see `train.fleet.generation`.
     live = [] if parts.config.fleet.samplers else parts.sources.live
-    self._streams = Streams(live, collector, store.journal())
+    recorded = parts.schedule.recorded
+    has_versions = recorded.has_several if recorded else parts.config.fleet.new_weights != FINISH
+    self._streams = Streams(live, collector, store.journal(), has_versions=has_versions)
     # If all groups are recorded, no problem is drawn, but the position is saved.
     self._problems = problem_draws(
       parts.task.train, batch_size=max(parts.sources.num_live, 1), seed=parts.config.seed
@@ -181,15 +197,29 @@ class Generator:
       self._counts.version if version is None else version,
     )
 
-  def batches(self, next_policy: NextPolicy, end: int | None = None) -> Iterator[RolloutBatch]:
+  def batches(
+    self,
+    next_policy: NextPolicy,
+    end: int | None = None,
+    newest: Callable[[], PolicySnapshot | None] = lambda: None,
+    replayed: Mapping[int, PolicySnapshot] | None = None,
+  ) -> Iterator[RolloutBatch]:
     """Yields batches in order as they are graded; workers grade while the devices generate.
 
     Args:
       next_policy: chooses the policy of every batch.
       end: one past the number of the last batch, for an estimate of the time left; None if it is
         not known.
+      newest: the newest policy, which takes over responses if `config.fleet.new_weights` says so.
+      replayed: by version, the policies of a recorded run whose batches have several; else None.
     """
-    policies = _Policies(next_policy)
+    setting, recorded = self._parts.config.fleet.new_weights, self._parts.schedule.recorded
+    changing: NewWeights | Replayed | None = None
+    if replayed is not None and recorded is not None:
+      changing = Replayed(replayed, recorded.token_versions, setting == RECOMPUTE)
+    elif setting != FINISH and recorded is None:
+      changing = NewWeights(newest, setting == RECOMPUTE)
+    policies = _Policies(next_policy, changing)
     in_flight: collections.deque[BatchInFlight] = collections.deque()  # sampled, being graded
     while True:
       # If a policy is available, the next batch is sampled first: the graders must not run out of
@@ -206,7 +236,7 @@ class Generator:
       if stored is not None:
         while in_flight:  # first, so that batches are yielded in order
           yield self._finish(in_flight.popleft())
-        if (recalled := self._recall(stored, policy)) is not None:
+        if (recalled := self._recall(stored, policy, replayed or {})) is not None:
           yield recalled
           continue
       if self._parts.config.dynamic_sampling.enabled:
@@ -214,16 +244,30 @@ class Generator:
         yield from self._fill_batches(policy, count, policies)
         continue
       groups = None if end is None else (end - self.number) * self._parts.sources.num_live
-      for sampled in self._sample_batches(self._begin_batches(policy, policies), policy, groups):
+      begun = self._begin_batches(policy, policies)
+      for sampled in self._sample_batches(begun, policy, policies, groups):
         in_flight.extend(sampled)
         while in_flight and may_finish(in_flight):
           yield self._finish(in_flight.popleft())
 
-  def _begin_batches(self, policy: PolicySnapshot, policies: _Policies) -> Iterator[BatchInFlight]:
-    """Begins the batches of a stream: the next one, and those after it of the same policy."""
+  def _begin_batches(
+    self, policy: PolicySnapshot, policies: _Policies
+  ) -> Iterator[BatchInFlight | None]:
+    """Begins the batches of a stream: the next one, and those after it of the same policy.
+
+    Where weights change within responses the stream goes on under newer policies; None while no
+    batch may begin.
+    """
     yield self._begin_batch(policy)
-    while self._goes_on(policy, policies):
-      yield self._begin_batch(policy)
+    if not isinstance(policies.new_weights, NewWeights):
+      while self._goes_on(policy, policies):
+        yield self._begin_batch(policy)
+      return
+    while True:
+      newer = policies.look_ahead()
+      if newer is not None and self._look_up() is not None:
+        return
+      yield None if newer is None else self._begin_batch(newer)
 
   def _goes_on(self, policy: PolicySnapshot, policies: _Policies) -> bool:
     """Whether the next batch is to be sampled from the same policy, now."""
@@ -262,12 +306,18 @@ class Generator:
     damage = multihost.exchange(damage)[0]
     return None if damage is None else _Stored(damage)
 
-  def _recall(self, stored: _Stored, policy: PolicySnapshot | None = None) -> RolloutBatch | None:
+  def _recall(
+    self,
+    stored: _Stored,
+    policy: PolicySnapshot | None = None,
+    replayed: Mapping[int, PolicySnapshot] = MappingProxyType({}),
+  ) -> RolloutBatch | None:
     """The next batch from the store; a damaged one is set aside.
 
     Args:
       stored: its state, from `_look_up`.
       policy: the one that must have sampled it; None accepts any policy.
+      replayed: by version, those that must have, where several have.
     """
     number = self.number
     if stored.damage:
@@ -275,15 +325,15 @@ class Generator:
       return None
     batch = from_shard(number, *self._store.read(number))
     if policy is not None:
-      sampled_by = (batch.version, batch.fingerprint)
-      expected = (policy.version, policy.fingerprint())
-      if sampled_by != expected:
-        self._set_aside(
-          number,
-          f"rollouts {number} were sampled by version {sampled_by[0]} with fingerprint"
-          f" {sampled_by[1]}, not by version {expected[0]} with {expected[1]}",
-        )
-        return None
+      for version, fingerprint in batch.fingerprints.items():
+        expected = replayed.get(version, policy)
+        if (version, fingerprint) != (expected.version, expected.fingerprint()):
+          self._set_aside(
+            number,
+            f"rollouts {number} were sampled by version {version} with fingerprint"
+            f" {fingerprint}, not by version {expected.version} with {expected.fingerprint()}",
+          )
+          return None
     assert batch.position is not None  # every batch of a store has one
     self.move_to(batch.position, batch.version)
     return batch
@@ -345,8 +395,11 @@ class Generator:
     self._counts = counts._replace(draws=counts.draws + 1, version=policy.version)
     flight: Flight | None = None
     requests: list[Any] = []
+    drawn: Drawn | None = None
     if sources.live:
-      problems = self._problems.draw(counts.draws, policy.version)
+      drawn = self._how_to_draw(policy, number)
+      version = policy.version if drawn is None else drawn.version
+      problems = self._problems.draw(counts.draws, version)
       seeds = seeds_for(self._parts.config.seed, "rollout", counts.draws, len(problems))
       flight = self._collector.begin(problems, seeds)
       requests = self._streams.requests(
@@ -372,14 +425,42 @@ class Generator:
       flight=flight,
       requests=requests,
       recorded=recorded,
+      drawn=None if drawn is None else drawn._asdict(),
+    )
+
+  def _how_to_draw(self, policy: PolicySnapshot, number: int) -> Drawn | None:
+    """What a later run needs to repeat a batch that depends on the clock; None: nothing.
+
+    In such a later run, the problems' order as the recorded one had it.
+    """
+    schedule, engines = self._parts.schedule, self._parts.sources.live
+    if schedule.recorded is not None:
+      recorded = schedule.recorded.drawn(number)
+      if recorded is not None:
+        self._problems.set_state(recorded.problems)
+      return recorded
+    engine = engines[0].engine
+    if not schedule.real_time or engine is None:
+      return None
+    return Drawn(
+      draw=self._counts.draws - 1,
+      problems=self._problems.get_state(),
+      version=policy.version,
+      burst_steps=engine.settings.shape.steps,
+      slots=engine.settings.slots,
+      new_weights=self._parts.config.fleet.new_weights,
     )
 
   def _sample_batches(
-    self, batches: Iterable[BatchInFlight | None], policy: PolicySnapshot, groups: int | None = None
+    self,
+    batches: Iterable[BatchInFlight | None],
+    policy: PolicySnapshot,
+    policies: _Policies,
+    groups: int | None = None,
   ) -> Iterator[list[BatchInFlight]]:
     """As `Streams.sample`, with the time that each batch has taken."""
     counted = dataclasses.replace(self._streams.usage)
-    for complete in self._streams.sample(batches, policy, groups):
+    for complete in self._streams.sample(batches, policy, groups, policies.new_weights):
       now = time.perf_counter()
       timed: list[BatchInFlight] = []
       for batch in complete:
@@ -396,7 +477,10 @@ class Generator:
       yield timed
 
   def assemble(
-    self, batch: BatchInFlight, measured: Mapping[str, float] | None = None
+    self,
+    batch: BatchInFlight,
+    measured: Mapping[str, float] | None = None,
+    sampled_by: Mapping[int, str] | None = None,
   ) -> RolloutBatch:
     """Waits for the grades and assembles the batch: sampled groups, then recorded ones.
 
@@ -404,19 +488,22 @@ class Generator:
       batch: with all groups sampled.
       measured: what the programs that sampled it measured, agreement included; None: this one has
         sampled it, and checks agreement.
+      sampled_by: the fingerprints of the versions that have sampled it; None: this program has.
     """
     parts, policy = self._parts, batch.snapshot
     sources, recorded = parts.sources, batch.recorded
     position = batch.position
     timings = dict(batch.timings)
     flops = 0.0
+    versions = batch.versions
     if batch.flight is None:
       assert recorded is not None  # there are live or recorded groups, or both
       graded = recorded
       mask: Any = recorded.train.mask
     else:
       began = time.perf_counter()
-      graded = self._collector.finish(batch.flight, batch.versions.tolist()[: sources.num_live])
+      versions = with_oldest_versions(batch.versions, batch.flight.rollouts)
+      graded = self._collector.finish(batch.flight, versions.tolist()[: sources.num_live])
       solved = solve_rates(graded.train).astype(np.float32)
       problems, observed = self._problems.observe(batch.draw, solved, position.problems)
       position = position._replace(problems=problems)
@@ -434,11 +521,19 @@ class Generator:
         graded = append_recorded(graded, recorded)
         mask = np.concatenate([mask, recorded.train.mask])
     source_of_group: Any = np.repeat(np.arange(len(sources), dtype=np.int32), sources.quotas)
-    rate: Any = mean_solve_rate(graded.train, batch.versions)
+    rate: Any = mean_solve_rate(graded.train, versions)
     train = dataclasses.replace(graded.train, sources=source_of_group, solve_rate=rate)
     graded = graded._replace(train=train)
+    if sampled_by is None:
+      sampled_by = self._sampled_by(graded, policy)
     if measured is None:
       graded = self._check_agreement(graded, mask, policy)
+      if graded.train.token_versions is not None:
+        compared = self._counts.checked_version
+        # In a repeated fleet a later batch may have older versions.
+        before = 0 if parts.schedule.recorded else policy.version
+        self._streams.release(before=before, compared=compared)
+        position = position._replace(checked_version=compared)
     else:
       graded = graded._replace(statistics={**graded.statistics, **measured})
     graded = raw_logprobs.replace_with_raw(
@@ -451,32 +546,52 @@ class Generator:
       replays_routes=parts.method.replays_routes,
       logprobs_at_temperature_1=parts.programs.logprobs_at_temperature_1,
     )
+    oldest, *others = sorted(sampled_by)
     return RolloutBatch(
       number=batch.number,
-      version=policy.version,
-      fingerprint=policy.fingerprint(),
-      versions=batch.versions,
+      version=oldest,
+      fingerprint=sampled_by[oldest],
+      others={str(version): sampled_by[version] for version in others},
+      versions=versions,
       position=position,
       flops=flops,
       timings=timings,
       graded=graded,
+      drawn=batch.drawn,
     )
+
+  def _sampled_by(self, graded: Graded, policy: PolicySnapshot) -> dict[int, str]:
+    """The fingerprints of the versions that have sampled a batch, which `policy` began."""
+    policies = {policy.version: policy}
+    if graded.train.token_versions is not None:
+      used = {*np.unique(graded.train.token_versions).tolist()} - {FOREIGN}
+      policies = {version: self._streams.policies[version] for version in used} or policies
+    return {version: policy.fingerprint() for version, policy in policies.items()}
 
   def _check_agreement(self, graded: Graded, mask: np.ndarray, policy: PolicySnapshot) -> Graded:
     """Compares log-probabilities of sampler and trainer on a policy's first batch; adds metrics."""
-    if policy.version == self._counts.checked_version:
+    parts, counts = self._parts, self._counts
+    if graded.train.token_versions is not None:
+      policies = [
+        p for v, p in sorted(self._streams.policies.items()) if v > counts.checked_version
+      ]
+    else:
+      policies = [policy] if policy.version != counts.checked_version else []
+    if not policies:
       return graded
-    self._counts = self._counts._replace(checked_version=policy.version)
-    gaps = agreement.behavior_gaps(
+    compared = agreement.behavior_gaps(
       graded.train,
       mask,
-      policy,
+      policies,
       self._frozen,
-      sources=self._parts.sources,
-      placement=self._parts.placement,
-      behavior_gap=self._parts.programs.behavior_gap,
+      sources=parts.sources,
+      placement=parts.placement,
+      programs=parts.programs,
+      mixes_caches=parts.config.fleet.new_weights == SWITCH,
     )
-    return graded._replace(statistics=graded.statistics | gaps)
+    if compared.versions:
+      self._counts = counts._replace(checked_version=max(compared.versions))
+    return graded._replace(statistics=graded.statistics | compared.gaps)
 
   def _fill_batches(
     self, policy: PolicySnapshot, count: int, policies: _Policies
@@ -490,7 +605,7 @@ class Generator:
     """
     quotas, settings = self._parts.sources.quotas, self._parts.config.dynamic_sampling
     draws = _DrawCount(unfilled=count)
-    graded = self._graded_draws(policy, draws)
+    graded = self._graded_draws(policy, draws, policies)
     for number in range(self.number, self.number + count):
       batch = dynamic_sampling.fill_with_mixed_groups(
         graded, quotas, max_batches=settings.max_batches, number=number
@@ -505,7 +620,9 @@ class Generator:
     if draws.begun:  # the store has the next batch: the draws begun for it are forgotten
       self.move_to(after)
 
-  def _graded_draws(self, policy: PolicySnapshot, draws: _DrawCount) -> Iterator[RolloutBatch]:
+  def _graded_draws(
+    self, policy: PolicySnapshot, draws: _DrawCount, policies: _Policies
+  ) -> Iterator[RolloutBatch]:
     """Draws of prompts, sampled in streams and graded, for as long as one is asked for.
 
     A batch takes one draw at least. So as many draws as batches are unfilled are begun, and a draw
@@ -519,7 +636,8 @@ class Generator:
 
     while True:
       if draws.begun < draws.unfilled:
-        for sampled in self._sample_batches(self._begin_draws(policy, draws), policy):
+        begun = self._begin_draws(policy, draws, policies)
+        for sampled in self._sample_batches(begun, policies.newest(policy), policies):
           in_flight.extend(sampled)
           while in_flight and may_finish(in_flight):
             yield take_oldest()
@@ -527,7 +645,7 @@ class Generator:
         yield take_oldest()
 
   def _begin_draws(
-    self, policy: PolicySnapshot, draws: _DrawCount
+    self, policy: PolicySnapshot, draws: _DrawCount, policies: _Policies
   ) -> Iterator[BatchInFlight | None]:
     """Begins draws while batches need them; None while none does."""
     while True:
@@ -535,4 +653,4 @@ class Generator:
         yield None
       else:
         draws.begin()
-        yield self.begin_draw(policy, self.number)
+        yield self.begin_draw(policies.newest(policy), self.number)

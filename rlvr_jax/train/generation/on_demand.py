@@ -19,10 +19,14 @@ class OnDemand:
     """`schedule` says how many batches a policy samples."""
     self._generator, self._schedule = generator, schedule
     self._policy: PolicySnapshot | None = None
+    self._kept: dict[int, PolicySnapshot] = {}  # of a recorded run, those that batches still need
 
   def offer(self, policy: PolicySnapshot) -> None:
     """Sets the policy of the next refresh."""
     self._policy = policy
+    recorded = self._schedule.recorded
+    if recorded is not None and recorded.has_several:
+      self._kept[policy.version] = policy
 
   def take(self, number: int, before_waiting: Callable[[], None]) -> Iterator[RolloutBatch]:
     """Yields all batches of the refresh, graded and in order; none if its policy was used before.
@@ -40,7 +44,11 @@ class OnDemand:
     policies = iter([policy] * count)
     end = self._generator.number + count
     # The policy is there already, so nothing waits; after the last batch there is none.
-    yield from self._generator.batches(lambda **_: next(policies, None), end)
+    next_policy = lambda **_: next(policies, None)
+    yield from self._generator.batches(next_policy, end, replayed=self._kept or None)
+    if self._kept and (recorded := self._schedule.recorded) is not None:
+      oldest = recorded.oldest_needed(policy.version + 1)
+      self._kept = {v: kept for v, kept in self._kept.items() if v >= oldest}
 
   def close(self) -> None:
     """Does nothing: nothing runs in the background."""

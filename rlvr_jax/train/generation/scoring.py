@@ -90,8 +90,10 @@ class Scorer:
         )
     if self._parts.method.advantage.per_token is None:
       batch = dataclasses.replace(batch, turn_scores=None)
-    group_lags = np.where(versions >= 0, step - versions, -1)
-    lags: Any = np.broadcast_to(group_lags[:, None], batch.rewards.shape).astype(np.int32)
+    of_tokens: Any = batch.token_versions
+    if of_tokens is None:
+      of_tokens = np.broadcast_to(versions[:, None, None], batch.mask.shape)
+    lags: Any = np.where(of_tokens >= 0, step - of_tokens, -1).astype(np.int32)
     reference: Any = rollouts.reference_logprobs
     proximal: Any = rollouts.proximal_logprobs
     return rollouts, dataclasses.replace(
@@ -100,6 +102,7 @@ class Scorer:
       reference_logprobs=reference,
       proximal_logprobs=proximal,
       sampled_logprobs=None,
+      token_versions=None,
     )
 
   def score(self, params: Params, batch: TrainBatch) -> Any:

@@ -5,21 +5,36 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import BatchInFlight, Flight, PolicySnapshot
 from rlvr_jax.rollouts.collect import Collector, serve_graded
-from rlvr_jax.rollouts.engine import Group, Request, Usage, make_requests
+from rlvr_jax.rollouts.engine import (
+  NOT_SAMPLED,
+  ChangingWeights,
+  Group,
+  OneVersion,
+  Request,
+  Usage,
+  make_requests,
+)
 from rlvr_jax.rollouts.journal import GroupJournal, from_json
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
+from rlvr_jax.train.generation.new_weights import (
+  NewestWeights,
+  NewWeights,
+  RecordedWeights,
+  Replayed,
+)
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.behavior_sources import Source
-from rlvr_jax.types import Array
+from rlvr_jax.types import Array, Params
 
 _PRINT_EVERY_S = 30.0
 
@@ -27,10 +42,27 @@ _PRINT_EVERY_S = 30.0
 class Streams:
   """Samples groups, and has each graded and written down as soon as it is finished."""
 
-  def __init__(self, sources: Sequence[Source], collector: Collector, journal: GroupJournal):
-    """Args are those of the run; `sources`: without recorded ones."""
+  def __init__(
+    self,
+    sources: Sequence[Source],
+    collector: Collector,
+    journal: GroupJournal,
+    *,
+    has_versions: bool = False,
+  ):
+    """Binds the objects of a run.
+
+    Args:
+      sources: without recorded ones.
+      collector, journal: of the run.
+      has_versions: whether weights change within responses, so that each token has its version.
+    """
     self._sources, self._collector, self._journal = sources, collector, journal
+    self._has_versions = has_versions
     self.usage = collector.usage()  # of all streams so far
+    # With `has_versions`, by version: those that have sampled tokens of unfinished batches. Without
+    # parameters once they are compared with the trainer's.
+    self.policies: dict[int, PolicySnapshot] = {}
 
   def requests(
     self, flight: Flight, policy: PolicySnapshot, *, seed: int, draw: int, group_size: int
@@ -47,6 +79,8 @@ class Streams:
       draw: number of the draw.
       group_size: G.
     """
+    if self._has_versions:
+      self._use(policy)
     self._take_journaled(flight, policy, draw)
     pending, start = [], 0
     for index, source in enumerate(self._sources):
@@ -69,12 +103,35 @@ class Streams:
     read = lambda: self._journal.read(draw, policy.fingerprint())
     lines = multihost.exchange(multihost.run_on_first(read, nothing))[0]
     for line in lines:
-      self._collector.add(from_json(line, flight))
+      group = from_json(line, flight)
+      versions = with_version(group, policy.version) if self._has_versions else None
+      self._collector.add(group._replace(token_versions=versions))
+
+  def _use(self, policy: PolicySnapshot) -> None:
+    """Keeps a policy that samples until its tokens are compared."""
+    self.policies.setdefault(policy.version, policy)
+
+  def release(self, *, before: int, compared: int) -> None:
+    """Lets policies go.
+
+    Args:
+      before: no later batch has tokens of an older version.
+      compared: the parameters of versions up to this one are not needed any more.
+    """
+    self.policies = {
+      version: policy._replace(params={}, source_params=()) if version <= compared else policy
+      for version, policy in self.policies.items()
+      if version >= before
+    }
 
   def sample(
-    self, batches: Iterable[BatchInFlight | None], policy: PolicySnapshot, total: int | None = None
+    self,
+    batches: Iterable[BatchInFlight | None],
+    policy: PolicySnapshot,
+    total: int | None = None,
+    new_weights: NewWeights | Replayed | None = None,
   ) -> Iterator[list[BatchInFlight]]:
-    """Samples batches from one policy.
+    """Samples batches from one policy, or from newer ones as they come.
 
     The engine asks for a request when a slot is free, and so begins the batch that has it.
 
@@ -83,17 +140,27 @@ class Streams:
         slots are idle.
       policy: that samples them.
       total: groups that the batches are expected to have in all, for the time left.
+      new_weights: where other policies come from, within a response; None: `policy` samples all.
     Yields:
       After every burst, the batches that it has completed, in order.
     """
     stream = _Stream(batches)
-    record = functools.partial(self._record, stream.begun)
+    record = functools.partial(self._record, stream)
     progress = _Progress(total, self.usage)
-    for index, (source, params) in enumerate(zip(self._sources, policy.source_params, strict=True)):
+    for index, source in enumerate(self._sources):
       assert source.engine is not None  # a source without one is recorded
-      loaded = source.engine.load(*params)
+      load = lambda policy, index=index, engine=source.engine: engine.load(
+        *policy.source_params[index]
+      )
+      changing = self._changing(source, stream, policy, load, new_weights) if new_weights else None
       for finished in serve_graded(
-        source.engine, loaded, stream.pull(index), self._collector, self.usage, record
+        source.engine,
+        None if changing else load(policy),
+        stream.pull(index),
+        self._collector,
+        self.usage,
+        record,
+        changing,
       ):
         progress.after(finished, source.engine.settings.slots)
         restart_deadline()
@@ -104,11 +171,42 @@ class Streams:
           break
     yield stream.take_completed()
 
-  def _record(self, begun: Sequence[BatchInFlight], groups: list[Group[Flight]]) -> None:
-    """Writes finished groups of the batches that have begun into the journal."""
-    for batch in begun if multihost.is_first() else ():
-      if finished := [group for group in groups if group.owner is batch.flight]:
-        self._journal.append(batch.draw, batch.snapshot.fingerprint(), finished)
+  def _changing(
+    self,
+    source: Source,
+    stream: _Stream,
+    policy: PolicySnapshot,
+    load: Callable[[PolicySnapshot], Params],
+    new_weights: NewWeights | Replayed,
+  ) -> ChangingWeights:
+    """The weights of a source: those of another run do not change."""
+    if not source.of_this_run:
+      return OneVersion(load(policy))
+    if isinstance(new_weights, Replayed):
+      return RecordedWeights(new_weights, stream.number_of, load, self._use)
+    return NewestWeights(new_weights, policy, load, self._use)
+
+  def _record(self, stream: _Stream, groups: list[Group[Flight]]) -> None:
+    """Writes finished groups of the batches that have begun into the journal.
+
+    Those of several versions are left out: after a kill their policies may not be there.
+    """
+    for batch in stream.begun if multihost.is_first() else ():
+      by_policy: dict[int, tuple[PolicySnapshot, list[Group[Flight]]]] = {}
+      for group in groups:
+        if group.owner is batch.flight and (policy := self._only_policy(group, batch)) is not None:
+          by_policy.setdefault(policy.version, (policy, []))[1].append(group)
+      for policy, finished in by_policy.values():
+        self._journal.append(batch.draw, policy.fingerprint(), finished)
+
+  def _only_policy(self, group: Group[Flight], batch: BatchInFlight) -> PolicySnapshot | None:
+    """The policy that has sampled all of a group; None if there are several."""
+    if group.token_versions is None:
+      return batch.snapshot
+    versions = {*np.unique(group.token_versions).tolist()} - {NOT_SAMPLED}
+    if not versions:  # of another run's policy
+      return batch.snapshot
+    return self.policies[versions.pop()] if len(versions) == 1 else None
 
 
 def source_key(seed: int, draw: int, index: int) -> Array:
@@ -116,6 +214,14 @@ def source_key(seed: int, draw: int, index: int) -> Array:
   if not index:
     return key_for(seed, "rollout", draw)
   return jax.random.fold_in(key_for(seed, "source", draw), index)
+
+
+def with_version(group: Group, version: int) -> np.ndarray:
+  """`Group.token_versions` i32[G, T] of a group that one version has sampled."""
+  places = np.arange(group.tokens.shape[1]) < group.lengths[:, None]
+  if group.turns is not None:
+    places &= group.turns % 2 == 0
+  return np.where(places, version, NOT_SAMPLED).astype(np.int32)
 
 
 class _Stream:
@@ -126,6 +232,10 @@ class _Stream:
     self._to_begin = iter(batches)
     self.begun: list[BatchInFlight] = []  # in order
     self._num_completed = 0
+
+  def number_of(self, flight: Flight) -> int:
+    """The number of the batch that a flight is of."""
+    return next(batch.number for batch in self.begun if batch.flight is flight)
 
   def begin(self) -> Iterator[BatchInFlight | None]:
     """Begins one batch after another; None: there is none now."""

@@ -165,6 +165,7 @@ def build(
     allow_truncated=config.allow_truncated_behavior,
   )
   schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
+  checks.check_new_weights(config, schedule)
   if config.fleet.samplers:
     checks.check_fleet(config, schedule)
   else:
@@ -194,6 +195,7 @@ def build(
     only_samples=only_samples,
   )
   sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins={})
+  checks.check_repeats(config, schedule, sources)
   method = method._replace(sources=tuple(source.name for source in sources))
   row_layout = make_row_layout(config.batch, shape, model.config.attention, mesh)
   placement = Placement(

@@ -191,7 +191,6 @@ def check_samplings(
 def check_fleet(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> None:
   """Raises ValueError unless a run with `config.fleet.samplers` can have them."""
   settings = config.fleet
-  check_choice("config.fleet", "new_weights", settings.new_weights, ("finish",))
   check_integer("config.fleet", "groups_per_lease", settings.groups_per_lease, low=1)
   check_between("config.fleet", "silent_s", settings.silent_s, low=1.0)
   reasons = {
@@ -210,6 +209,49 @@ def check_fleet(config: ml_collections.ConfigDict, schedule: staleness.Schedule)
   for why, applies in reasons.items():
     if applies:
       raise ValueError(f"config.fleet.samplers = True, but {why}")
+
+
+def check_new_weights(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> None:
+  """Raises ValueError unless responses can have what `config.fleet.new_weights` says."""
+  setting = config.fleet.new_weights
+  check_choice("config.fleet", "new_weights", setting, ("finish", "switch", "recompute"))
+  if setting == "finish" or schedule.recorded is not None:
+    return
+  reasons = {
+    f"config.schedule = {config.schedule!r} has no policies that come meanwhile; set it to"
+    " 'asynchronous(max_lag=4)'": not schedule.real_time,
+    "config.model.routing = 'replayed' has the routes of one version, and the cache has those of"
+    " several; set new_weights = 'recompute'": (
+      setting == "switch" and routing_of(config.model) == "replayed"
+    ),
+    "config.sources.temperature.recorded = 'raw' needs one policy per batch; set it to 'sampled'": (
+      config.sources.temperature.recorded == "raw"
+    ),
+  }
+  for why, applies in reasons.items():
+    if applies:
+      raise ValueError(f"config.fleet.new_weights = {setting!r}, but {why}")
+
+
+def check_repeats(
+  config: ml_collections.ConfigDict, schedule: staleness.Schedule, sources: Sequence[Source]
+) -> None:
+  """Raises ValueError unless a run samples as the recorded one that its schedule repeats."""
+  recorded, engine = schedule.recorded, sources[0].engine
+  drawn = recorded.drawn(0) if recorded is not None and recorded.versions else None
+  if recorded is None or engine is None or drawn is None:
+    return  # an earlier version of this package did not record more than versions
+  settings = engine.settings
+  for name, own, theirs in (
+    ("fleet.new_weights", config.fleet.new_weights, drawn.new_weights),
+    ("sampling.slots", settings.slots, drawn.slots),
+    ("max_response_length: tokens of a burst", settings.shape.steps, drawn.burst_steps),
+  ):
+    if own != theirs:
+      raise ValueError(
+        f"config.{name} = {own!r}, but {theirs!r} in the run {recorded.name!r} that"
+        f" config.schedule repeats; set it to {theirs!r}"
+      )
 
 
 def check_rewards(

@@ -63,6 +63,7 @@ class Programs(NamedTuple):
   sync_weights: Callable  # see `make_sync_weights`
   checksums: Callable  # params → u32[leaves]
   behavior_gap: Callable  # see `update.agreement.behavior_gap`; sampling is static
+  rerouted_gap: Callable  # the same where a mixture's routers choose anew
   logprobs_at_temperature_1: Callable  # `update.agreement.response_logprobs` at temperature 1
   measure: Callable  # see `update.diagnostics.measure`
   mean_entropy: Callable  # (trained, frozen, batch) → f32[], nats per token
@@ -115,6 +116,9 @@ def make_programs(
   assert engine is not None  # the policy is not a recorded source
   one_sampling = held_out_sampling == sampling
   jit = functools.partial(jax.jit, compiler_options=compiler_options.training)
+  compare = lambda method: make_behavior_gap(
+    method, compared, compiler_options.training if alike else compiler_options.generation
+  )
   return Programs(
     train_step=jit(
       _bound(train_step, model, method=method),
@@ -129,11 +133,8 @@ def make_programs(
     held_out_engine=engine if one_sampling else engine_of(evaluated, held_out_sampling, batches=1),
     sync_weights=make_sync_weights(mesh, sampler.mesh, placement.state.params),
     checksums=jax.jit(parameter_checksums),
-    behavior_gap=make_behavior_gap(
-      method,
-      compared,
-      compiler_options.training if alike else compiler_options.generation,
-    ),
+    behavior_gap=compare(method),
+    rerouted_gap=compare(method._replace(replays_routes=False)),
     logprobs_at_temperature_1=make_logprobs_at_temperature_1(sampler, compiler_options.generation),
     measure=jit(with_matmul_precision(diagnose, model.config.precision), out_shardings=replicated),
     mean_entropy=jit(_bound(mean_entropy, model, method=method), out_shardings=replicated),
@@ -323,7 +324,7 @@ def abstract_batch(
     rewards=of((P, G), jnp.float32),
     correct=of((P, G), jnp.float32),
     valid=of((P, G), jnp.bool_),
-    lags=of((P, G), jnp.int32),
+    lags=of((P, G, T), jnp.int32),
     turns=of((P, G, T), jnp.int32) if has_turns else None,
     turn_scores=of((P, G, T), jnp.float32) if has_turn_scores else None,
     sources=of((P,), jnp.int32),

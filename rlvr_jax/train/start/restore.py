@@ -95,6 +95,8 @@ def find_resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore
     pending = [int(number) for number in host.queue["pending"]]
     torn = lambda pending=pending: [n for n in pending if not store.is_intact(n)]
     damaged = multihost.exchange(multihost.run_on_first(torn, []))[0]
+    if (recorded := parts.schedule.recorded) and recorded.oldest_needed(step) < step:
+      continue  # its next batches have tokens of earlier policies
     # In real time any policy may sample the damaged batches again.
     if not damaged or parts.schedule.real_time:
       # The next resume would use later ones, although their records are gone.

@@ -9,7 +9,7 @@ import urllib.parse
 
 import numpy as np
 import pytest
-from train import dialogues_test, multiprocess_test, tiny
+from train import dialogues_test, multiprocess_test, new_weights_test, tiny
 from train.fleet import fleets
 
 from docs import glossary
@@ -90,7 +90,6 @@ def test_a_sampler_that_computes_something_else_ends_the_run(tmp_path):
   ("fields", "message"),
   [
     (dict(schedule="fixed_lag(lag=2)"), r"'fixed_lag\(lag=2\)' has no real-time bound; set it to"),
-    (dict(fleet__new_weights="switch"), r"new_weights = 'switch'"),
     (dict(fleet__groups_per_lease=0), r"groups_per_lease = 0"),
     (dict(fleet__silent_s=0.5), r"silent_s = 0.5"),
     (dict(generation_mesh__data=1), r"has devices of its own, but a sampler has all of its"),
@@ -152,6 +151,26 @@ def test_other_kinds_of_runs(kind, tmp_path):
     assert records[-1]["counter/batches"] > 4
   if kind == "sources":
     assert records[0].keys() >= {"agreement/policy_mean", "agreement/temperature_mean"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["finish", "switch", "recompute"])
+def test_newer_weights_take_over_responses_and_one_program_repeats_it(setting, tmp_path):
+  fields = dict(num_updates=8, max_response_length=128)  # more than a policy takes to restore
+  config = new_weights_test.config(fleet__new_weights=setting, **fields)
+  config.fleet.samplers, config.fleet.groups_per_lease = True, 2
+  with sampling(tmp_path / "run", build(config)) as errors:
+    train(build(config), tmp_path / "run")
+  assert errors == []
+  if setting != "finish":
+    batches, several = new_weights_test.check_store(tmp_path / "run")
+    assert batches == 8 and several > 0
+  measured = [r for r in run_files.read_metrics(tmp_path / "run") if r["phase"] == "train"]
+  gaps = [r["agreement/policy_mean"] for r in measured if "agreement/policy_mean" in r]
+  assert len(gaps) >= 3 and max(gaps) < 1e-5
+  repeated = new_weights_test.repeated(tmp_path / "run", setting, **fields)
+  train(build(repeated), tmp_path / "again")
+  new_weights_test.assert_repeats(tmp_path / "again", tmp_path / "run")
 
 
 @pytest.mark.slow

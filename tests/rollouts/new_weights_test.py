@@ -1,0 +1,205 @@
+"""Weights that change within responses: a token is of the distribution that its version says."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
+from rlvr_jax.rollouts.engine import Engine, make_requests, stack_groups
+from rlvr_jax.types import Prompts, Sampling
+
+V, P, G, S, T, SLOTS = 24, 4, 3, 6, 72, 5
+STEPS = 16  # of a burst
+SAMPLING = Sampling(temperature=1.3)
+CONFIG = TransformerConfig(
+  vocab_size=V,
+  width=32,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  mlp_width=48,
+  sliding_window=7,
+  sliding_layers=(True, False),
+)
+MODEL = transformer(CONFIG)
+
+
+@functools.cache
+def engine():
+  return Engine(
+    MODEL,
+    SAMPLING,
+    slots=SLOTS,
+    prefill_rows=P,
+    max_prompt_length=S,
+    max_new_tokens=T,
+    stop_tokens=(3,),
+    pad_token=0,
+  )
+
+
+@functools.cache
+def trained(version):
+  params = MODEL.init(jax.random.key(version))
+  return {**params, "embedding": params["embedding"] * 2.0}
+
+
+@functools.cache
+def weights(version):
+  return engine().load(trained(version), {})
+
+
+@functools.cache
+def prompts():
+  rng = np.random.default_rng(0)
+  lengths = np.asarray([6, 2, 4, 3], np.int32)
+  return Prompts(tokens=rng.integers(0, V, (P, S)).astype(np.int32), lengths=lengths)
+
+
+class ByHand:
+  """A newer version every two bursts, up to the last."""
+
+  def __init__(self, rebuilds, last=3, every=2):
+    self.rebuilds, self._last, self._every, self._asked = rebuilds, last, every, -1
+
+  def ask(self):
+    self._asked += 1
+
+  def version(self, group, rollout, length):
+    return min(self._asked // self._every, self._last)
+
+  def params(self, version):
+    return weights(version)
+
+
+class Recorded(ByHand):
+  """The versions that rollouts had before."""
+
+  def __init__(self, rebuilds, groups):
+    self.rebuilds, self._groups = rebuilds, groups
+
+  def ask(self):
+    pass
+
+  def version(self, group, rollout, length):
+    return int(self._groups[group.prompt_index].token_versions[rollout, length])
+
+
+def serve(new_weights, reverse=False):
+  asked = make_requests(prompts(), jax.random.key(4), G, owner=None)
+  served = engine().serve(None, asked[::-1] if reverse else asked, new_weights=new_weights)
+  groups = {group.prompt_index: group for groups in served for group in groups}
+  return [groups[index] for index in range(P)]
+
+
+@functools.cache
+def sampled(rebuilds):
+  return serve(ByHand(rebuilds))
+
+
+def assert_same(groups, expected):
+  for group, other in zip(groups, expected, strict=True):
+    for name, value in group._asdict().items():
+      np.testing.assert_array_equal(value, getattr(other, name), err_msg=name)
+
+
+def test_tokens_bear_the_version_of_their_burst():
+  for rebuilds in (False, True):
+    groups = sampled(rebuilds)
+    changed = 0
+    for group in groups:
+      for row, length in zip(group.token_versions, group.lengths, strict=True):
+        assert (row[length:] == -1).all() and (row[:length] >= 0).all()
+        assert (np.diff(row[:length]) >= 0).all()
+        changes = np.flatnonzero(np.diff(row[:length])) + 1
+        assert (changes % STEPS == 0).all()
+        changed += len(changes)
+    assert changed >= 5
+    assert {*np.concatenate([g.token_versions.ravel() for g in groups])} == {-1, 0, 1, 2, 3}
+
+
+def test_with_a_rebuilt_cache_each_token_is_of_its_version():
+  """As the forward pass of the version that it bears computes it, over all that stands before."""
+  rollouts = stack_groups(sampled(True))
+  forward = jax.jit(MODEL.response_hidden)
+  compared = 0
+  for version in range(4):
+    hidden = forward(trained(version), prompts(), rollouts.tokens)
+    found, _ = token_logprobs(hidden, MODEL.head(trained(version)), rollouts.tokens, SAMPLING)
+    own = rollouts.token_versions == version
+    np.testing.assert_allclose(
+      rollouts.behavior_logprobs[own], np.asarray(found)[own], rtol=0, atol=1e-5
+    )
+    compared += own.sum()
+    others = rollouts.token_versions == (version + 1) % 4
+    assert np.abs(rollouts.behavior_logprobs - found)[others].mean() > 0.05
+  assert compared == rollouts.lengths.sum()
+
+
+@functools.cache
+def step_under():
+  """(params, keys and values by layer, token, position) → log-probabilities and the new cache."""
+
+  @jax.jit
+  def step(params, cache, token, position):
+    updated = list(cache)
+
+    def attend(layer, query, key, value, settings):
+      keys, values = updated[layer]
+      keys = keys.at[position].set(key[0])
+      values = values.at[position].set(value[0])
+      updated[layer] = keys, values
+      queries = query[0].reshape(CONFIG.num_kv_heads, -1, CONFIG.head_dim)
+      scores = jnp.einsum("knh,jkh->knj", queries, keys) * settings["scale"]
+      places = jnp.arange(len(keys))
+      visible = (places <= position) & (position - places < settings["window"])
+      shares = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+      return jnp.einsum("knj,jkh->knh", shares, values).reshape(query.shape), None
+
+    tables = MODEL.rotary(jnp.full((1, 1, 1), position)).at(0)
+    hidden, _, _ = MODEL.decode(params, token[None], tables, attend, None)
+    return distribution(head_logits(hidden, MODEL.head(params)), SAMPLING)[0], updated
+
+  return step
+
+
+def test_with_the_old_cache_each_token_is_of_its_version_after_a_mixed_past():
+  """Each under its version, beside the keys and values that earlier versions have left."""
+  step, groups = step_under(), sampled(False)
+  empty = jnp.zeros((S + T, CONFIG.num_kv_heads, CONFIG.head_dim))
+  mixed = 0
+  for group, tokens, length in zip(groups, prompts().tokens, prompts().lengths, strict=True):
+    for g in range(G):
+      cache = [(empty, empty)] * CONFIG.num_layers
+      versions, response = group.token_versions[g], group.tokens[g, : group.lengths[g]]
+      context = [*tokens[S - length :], *response[:-1]]
+      for position, token in enumerate(context):
+        place = max(position - (length - 1), 0)  # of the token that is predicted
+        logprobs, cache = step(weights(int(versions[place])), cache, jnp.int32(token), position)
+        if position >= length - 1:
+          expected = float(logprobs[response[place]])
+          assert group.behavior_logprobs[g, place] == pytest.approx(expected, abs=1e-5)
+          mixed += versions[place] != versions[0]
+  assert mixed > 50
+
+
+@pytest.mark.parametrize("rebuilds", [False, True])
+def test_recorded_versions_give_the_same_bits(rebuilds):
+  """In another order, where slots at a time have several versions, which take turns."""
+  groups = sampled(rebuilds)
+  assert_same(serve(Recorded(rebuilds, groups), reverse=True), groups)
+
+
+def test_one_version_is_as_without_versions():
+  asked = make_requests(prompts(), jax.random.key(4), G, owner=None)
+  groups = {g.prompt_index: g for served in engine().serve(weights(0), asked) for g in served}
+  for rebuilds in (False, True):
+    for group in serve(ByHand(rebuilds, last=0)):
+      assert (group.token_versions <= 0).all()
+      assert_same([group._replace(token_versions=None)], [groups[group.prompt_index]])
