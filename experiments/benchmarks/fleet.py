@@ -393,7 +393,7 @@ def main() -> None:
   base = Setting()
   settings = [
     *(base._replace(groups_per_lease=n) for n in (8, 4, 2, 1)),
-    *(base._replace(groups_per_lease=2, silent_s=t) for t in (20.0, 180.0)),
+    *(base._replace(groups_per_lease=2, silent_s=t) for t in (20.0, 30.0, 180.0)),
     base._replace(groups_per_lease=2, poll_s=5.0),
     base._replace(groups_per_lease=2, new_weights="switch"),
     base._replace(groups_per_lease=2, max_lag=8),
