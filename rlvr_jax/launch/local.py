@@ -1,4 +1,4 @@
-"""Several processes on this machine, connected over loopback: a small pod, for tests."""
+"""Processes on this machine, connected over loopback, and samplers beside them: a small pod."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Callable
 
+from rlvr_jax.launch import fleet
 from rlvr_jax.launch.run import Run
 from rlvr_jax.launch.shell import LaunchError, Shell, say
-from rlvr_jax.launch.supervise import PORT
+from rlvr_jax.launch.supervise import PORT, read_run, write_run
 
 ON_HOSTS = False
 
@@ -23,26 +24,38 @@ ON_HOSTS = False
 def add_flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--processes", type=int, default=2, help="processes of the run")
   parser.add_argument("--devices", type=int, default=1, help="CPU devices of each process")
+  fleet.add_flags(parser)
+  text = "processes of each sampler"
+  parser.add_argument("--sampler_processes", type=int, default=1, help=text)
 
 
-def process_commands(run: Run, args: argparse.Namespace) -> list[list[str]]:
+def process_commands(run: Run, processes: int) -> list[list[str]]:
   """The command of each process; a sweep has one process, which starts its runs."""
   if run.is_sweep:
     return [run.program_command(sys.executable)]
   places = [
-    (f"--coordinator=127.0.0.1:{PORT}", f"--num_processes={args.processes}", f"--process_id={i}")
-    for i in range(args.processes)
+    (f"--coordinator=127.0.0.1:{PORT}", f"--num_processes={processes}", f"--process_id={i}")
+    for i in range(processes)
   ]
   return [run.program_command(sys.executable, *place) for place in places]
+
+
+def sampler_commands(run: Run, args: argparse.Namespace) -> list[list[str]]:
+  """The command of each process of a sampler, the same for all samplers; [] without a fleet."""
+  if args.samplers is None:
+    return []
+  return process_commands(fleet.sampler_of(run, 0, args), args.sampler_processes)
 
 
 def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   """Starts the processes in the background, and prints process 0's output until all have ended."""
   if shell.dry_run:
-    for command in process_commands(run, args):
+    for command in process_commands(run, args.processes):
+      shell.run(command)
+    for command in sampler_commands(run, args) * (args.samplers or 0):
       shell.run(command)
     return
-  folder = _run_folder(run)
+  folder = run.folder
   if _read_state(folder)["state"] == "running":
     raise LaunchError(f"{run.name} is running already: see it with logs, or end it with stop")
   _prepare_folder(folder, run, args)
@@ -63,21 +76,25 @@ def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def status(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Prints the state of the run."""
+  """Prints the state of the run, and of its samplers."""
   del args, shell
-  say(f"{run.name}: {json.dumps(_read_state(_run_folder(run)))}")
+  state = _read_state(run.folder)
+  samplers = state.pop("samplers", {})
+  say(f"{run.name}: {json.dumps(state)}")
+  for number, sampler in samplers.items():
+    say(f"{fleet.sampler_name(run, number)}: {json.dumps(sampler)}")
 
 
 def logs(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Prints the output of process 0 until the run has ended."""
-  del args
-  folder = _run_folder(run)
+  """Prints the output of process 0, of the run or of a sampler, until the run has ended."""
+  folder = run.folder
+  path = folder / ("process_0.log" if args.sampler is None else _sampler_log(args.sampler))
   if shell.dry_run:
-    say(f"tail -f {folder / 'process_0.log'}")
+    say(f"tail -f {path}")
     return
-  if not (folder / "process_0.log").exists():
-    raise LaunchError(f"{folder} has no output: start {run.name} first")
-  with open(folder / "process_0.log", encoding="utf-8", errors="replace") as log:
+  if not path.exists():
+    raise LaunchError(f"there is no {path}: start {run.name} first; status says what it has")
+  with open(path, encoding="utf-8", errors="replace") as log:
     while True:
       running = _read_state(folder)["state"] == "running"
       sys.stdout.write(log.read())
@@ -88,9 +105,9 @@ def logs(run: Run, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def stop(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Requests the run's shutdown, before which it saves, and waits for it."""
+  """Requests the run's shutdown, before which it saves, and waits for it and its samplers."""
   del args
-  folder = _run_folder(run)
+  folder = run.folder
   state = _read_state(folder)
   if state["state"] == "running" and not shell.dry_run:
     os.kill(state["pid"], signal.SIGTERM)
@@ -98,14 +115,30 @@ def stop(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   say(f"{run.name}: {_read_state(folder)['state']}")
 
 
-def _run_folder(run: Run) -> pathlib.Path:
-  """The folder of a run's code, state and output."""
-  base = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local" / "state"
-  return pathlib.Path(base) / "rlvr_jax" / "launch" / run.name
+def scale(run: Run, args: argparse.Namespace, shell: Shell) -> None:
+  """Starts or ends samplers, until there are as many as wanted; waits for their end."""
+  folder = run.folder
+  if shell.dry_run:
+    say(f"{folder / 'run.json'}: samplers = {args.samplers}")
+    return
+  if _read_state(folder)["state"] != "running":
+    raise LaunchError(f"{run.name} does not run: start it with --samplers={args.samplers}")
+  description = read_run(folder)
+  if not description["sampler_commands"]:
+    raise LaunchError(f"{run.name} samples by itself: stop it, and start it with --samplers")
+  write_run(folder, description | {"samplers": args.samplers})
+  is_done = lambda state: state["state"] != "running" or len(state["samplers"]) == args.samplers
+  _wait_until(folder, is_done)
+  say(f"{run.name}: {args.samplers} samplers")
+
+
+def _sampler_log(number: int) -> str:
+  """Name of the output of a sampler's process 0."""
+  return f"sampler_{number}_process_0.log"
 
 
 def _prepare_folder(folder: pathlib.Path, run: Run, args: argparse.Namespace) -> None:
-  """Writes the code, the commands and an empty log of process 0 into the folder."""
+  """Writes the code, the commands and empty logs of processes 0 into the folder."""
   assert run.package is not None
   code = folder / "code"
   archive = run.package.write(folder / f"{run.package.version}.tar.gz")
@@ -119,15 +152,19 @@ def _prepare_folder(folder: pathlib.Path, run: Run, args: argparse.Namespace) ->
     "PYTHONPATH": os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")])),
   }
   description = {
-    "commands": process_commands(run, args),
+    "commands": process_commands(run, args.processes),
+    "sampler_commands": sampler_commands(run, args),
+    "samplers": args.samplers or 0,
     "directory": os.getcwd(),  # a relative workdir is here, as without launch
     "environment": environment | dict(run.environment),
     "retries": run.retries,
     "version": run.package.version,
   }
   (folder / "state.json").unlink(missing_ok=True)
-  (folder / "process_0.log").write_bytes(b"")
-  (folder / "run.json").write_text(json.dumps(description, indent=2))
+  for log in folder.glob("*process_0.log"):
+    log.unlink()
+  (folder / "process_0.log").touch()
+  write_run(folder, description)
   say(f"{run.name}: commit {run.package.version}, output in {folder}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -28,7 +29,18 @@ class Run(NamedTuple):
   @property
   def is_sweep(self) -> bool:
     """Whether it is a sweep, whose one process starts a process for each of its runs."""
-    return _parse_flags(self.flags).get("mode") == "sweep"
+    return parse_flags(self.flags).get("mode") == "sweep"
+
+  @property
+  def is_sampler(self) -> bool:
+    """Whether it samples for another run, its trainer."""
+    return parse_flags(self.flags).get("mode") == "sample"
+
+  @property
+  def folder(self) -> pathlib.Path:
+    """Its folder on this machine, for what launch notes about it."""
+    base = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local" / "state"
+    return pathlib.Path(base) / "rlvr_jax" / "launch" / self.name
 
   def program_command(self, python: str, *place: str) -> list[str]:
     """The command that a host runs.
@@ -70,7 +82,7 @@ def check_flags(flags: tuple[str, ...], package: Package, *, on_hosts: bool) -> 
     package: the files to ship.
     on_hosts: whether the hosts are other machines, which need an absolute workdir.
   """
-  values = _parse_flags(flags)
+  values = parse_flags(flags)
   if "config" not in values:
     raise LaunchError(
       "--config is missing: give the program's flags after --, such as"
@@ -120,7 +132,7 @@ def check_shared(run: Run, owner: str, share: str) -> None:
     owner: the flag that names the file system to mount.
     share: the flag's value; "" for none.
   """
-  workdir = _parse_flags(run.flags).get("workdir", "")
+  workdir = parse_flags(run.flags).get("workdir", "")
   if pathlib.PurePath(workdir).is_relative_to(SHARED) and not share:
     raise LaunchError(
       f"--workdir={workdir} is on a file system that is not mounted: add {owner}, or give a folder"
@@ -128,6 +140,6 @@ def check_shared(run: Run, owner: str, share: str) -> None:
     )
 
 
-def _parse_flags(flags: tuple[str, ...]) -> dict[str, str]:
+def parse_flags(flags: tuple[str, ...]) -> dict[str, str]:
   """Parses the program's flags into values by name."""
   return dict(flag[2:].split("=", 1) for flag in flags if re.match("--[a-z_]+=", flag))

@@ -21,14 +21,16 @@ from absl import flags
 from ml_collections import config_flags
 from rewards.user_graders import SECONDS
 from train import tiny
+from train.fleet import fleets
 
 from rlvr_jax import main as program_of_runs  # noqa: F401  (defines its flags)
 from rlvr_jax.launch import __main__ as command_line
-from rlvr_jax.launch import supervise, tpu_vm
+from rlvr_jax.launch import fleet, supervise, tpu_vm
 from rlvr_jax.launch.package import make_package
 from rlvr_jax.launch.run import EXTRAS, Run
 from rlvr_jax.launch.shell import CommandError, LaunchError, Shell
 from rlvr_jax.launch.slices import find_slice
+from rlvr_jax.train.fleet import roles
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 PROGRAM = ["--", "--config=configs/full_size/fade_qwen25_7b.py"]
@@ -51,7 +53,11 @@ COMMANDS = {
   "jobset_status": "jobset status --name=fade",
   "jobset_stop": "jobset stop --name=fade",
   "local_start": "local start --name=fade --processes=2",
+  "local_start_fleet": "local start --name=fade --processes=1 --samplers=1 --sampler_processes=2"
+  " --sampler_config=mesh.data=2",
 }
+
+BUCKET = ("tpu_vm_start_slices", "jobset_start_bucket")  # with a workdir in a bucket
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +96,7 @@ def launch(checkout, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_commands_are_those_on_record(launch, name):
-  program = IN_BUCKET if name in ("tpu_vm_start_slices", "jobset_start_bucket") else PROGRAM
+  program = IN_BUCKET if name in BUCKET else PROGRAM
   starts = " start " in COMMANDS[name]
   output = launch(f"{COMMANDS[name]} --dry_run", program if starts else ())
   output = re.sub(r"\b[0-9a-f]{12}\b", "COMMIT", output).replace(sys.executable, "PYTHON")
@@ -150,11 +156,43 @@ def test_the_manifest_is_yaml_that_kubernetes_takes(launch):
       "--workdir=/mnt/rlvr_jax/runs/fade is on a file system that is not mounted: add --claim, or",
     ),
     (f"tpu_vm start {PLACE} --type=v5p-32", PROGRAM, "is not mounted: add --nfs, or give a folder"),
+    ("local start --name=a --samplers=-1", PROGRAM, "--samplers=-1: give a number of samplers"),
+    ("local start --name=a --samplers=2", PROGRAM[:2], "--workdir is missing: samplers meet"),
+    (
+      "local start --name=a --samplers=2",
+      [*PROGRAM, "--mode=check"],
+      "--samplers=2 goes with --mode=train, not with --mode=check",
+    ),
+    (
+      "local start --name=a --samplers=2",
+      [*PROGRAM, "--config.fleet.samplers=False"],
+      "--config.fleet.samplers=False is of a run that samples by itself",
+    ),
+    (
+      "local start --name=a --samplers=2",
+      [*PROGRAM, "--config.schedule=on_policy()"],
+      "--config.schedule=on_policy() has no real-time bound, which --samplers needs: set it to",
+    ),
+    (
+      "local start --name=a --samplers=2 --sampler_config=batch.prompts=4",
+      PROGRAM,
+      "--sampler_config=batch.prompts=4: write FIELD=VALUE with a field of mesh, generation_mesh,",
+    ),
+    (
+      "local start --name=a --sampler_config=mesh.data=4",
+      PROGRAM,
+      "--sampler_config=mesh.data=4 is for samplers: add --samplers=N",
+    ),
+    ("local scale --name=a", [], "scale needs --samplers=N, how many there are to be"),
   ],
 )
 def test_mistakes_have_a_message(launch, arguments, program, message):
   with pytest.raises(LaunchError, match=re.escape(message)):
     launch(f"{arguments} --dry_run", program)
+
+
+def test_the_fields_of_a_sampler_are_those_that_it_may_set():
+  assert fleet.OF_A_SAMPLER == roles.OF_A_SAMPLER
 
 
 @pytest.mark.parametrize("name", ["A", "a_b", "-a", "a" * 41, "ends-"])
@@ -280,6 +318,7 @@ def supervised(folder, program, *arguments, retries=0):
   command = [sys.executable, "-c", program, *map(str, arguments)]
   commands = [[*command, str(process)] for process in range(2)]
   run = {"commands": commands, "directory": str(folder), "environment": {}, "retries": retries}
+  run |= {"samplers": 0, "sampler_commands": []}
   (folder / "run.json").write_text(json.dumps(run))
   return [sys.executable, "-m", "rlvr_jax.launch.supervise", str(folder)]
 
@@ -332,6 +371,48 @@ def test_a_port_is_chosen_for_every_attempt(tmp_path):
   assert subprocess.run(command, cwd=tiny.ROOT, timeout=100).returncode == 0
   ports = {(tmp_path / f"process_{i}.log").read_text() for i in range(2)}
   assert len(ports) == 1 and re.fullmatch(r"127\.0\.0\.1:\d+\n", ports.pop())
+
+
+SAMPLES = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: (folder / "gave_back").touch() or sys.exit(143))
+(folder / str(os.getpid())).touch()
+while not (folder / "trained").exists():
+  time.sleep(0.02)
+"""
+
+
+def test_samplers_beside_a_trainer_come_back_and_are_scaled(tmp_path, monkeypatch, launch):
+  """Each is started again by itself; one that is scaled away gets SIGTERM; all end with the run."""
+  monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+  folder = Run("try", (), {}, 1, None).folder
+  folder.mkdir(parents=True)
+  command = supervised(folder, SAMPLES.replace("sys.exit(143)", "sys.exit(1)"), folder, retries=1)
+  run = json.loads((folder / "run.json").read_text())
+  run |= {"sampler_commands": [[sys.executable, "-c", SAMPLES, str(folder)]], "samplers": 2}
+  (folder / "run.json").write_text(json.dumps(run))
+  process = subprocess.Popen(command, cwd=tiny.ROOT)
+  state = lambda: json.loads((folder / "state.json").read_text())
+  began = lambda count: len(list(folder.glob("[0-9]*"))) == count
+  wait_for(lambda: began(4))
+  os.kill(state()["samplers"]["0"]["processes"][0], signal.SIGKILL)
+  assert launch("local scale --name=try --samplers=3") == "try: 3 samplers\n"
+  wait_for(lambda: began(6))
+  lines = launch("local status --name=try").splitlines()
+  assert [line.partition(":")[0] for line in lines] == [
+    "try",
+    *(f"try-sampler-{i}" for i in range(3)),
+  ]
+  attempts = [json.loads(line.partition(": ")[2])["attempt"] for line in lines]
+  assert attempts == [0, 1, 0, 0] and not (folder / "gave_back").exists()
+  launch("local scale --name=try --samplers=1")
+  assert (folder / "gave_back").exists() and state()["samplers"].keys() == {"0"}
+  (folder / "trained").touch()
+  assert process.wait(100) == 0
+  assert (state()["state"], state()["samplers"]["0"]["state"]) == ("finished", "finished")
+  with pytest.raises(LaunchError, match="try does not run: start it with --samplers=2"):
+    launch("local scale --name=try --samplers=2")
 
 
 def wait_for(condition, seconds=300):
@@ -389,11 +470,11 @@ ARGUMENTS = {
 }
 
 
-def start(target, cloud, checkout, workdir, *flags):
+def start(target, cloud, checkout, workdir, *flags, config=TINY, options=()):
   environment = f"--env=PYTHONPATH={cloud['PYTHONPATH']}"
-  program = ["--", *TINY, f"--workdir={workdir}", *flags]
+  program = ["--", *config, f"--workdir={workdir}", *flags]
   return subprocess.Popen(
-    [*command(target, "start", *ARGUMENTS[target], environment), *program],
+    [*command(target, "start", *ARGUMENTS[target], *options, environment), *program],
     cwd=checkout,
     env=cloud,
     stdout=subprocess.PIPE,
@@ -453,6 +534,42 @@ def test_a_local_run_is_stopped_and_killed_and_goes_on(laptop, checkout, undistu
   output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
   assert process.returncode == 0 and output.count("resumed at update") == 2, output[-5000:]
   assert tiny.outcome(workdir) == tiny.outcome(undisturbed[0])
+
+
+FLEET = "tests/train/fleet/fleets.py"
+FLAGS = [f"--config={FLEET}", "--config.num_updates=60"]
+
+
+@pytest.mark.slow
+def test_a_local_fleet_is_scaled_and_killed_and_ends(laptop, checkout, tmp_path):
+  workdir = tmp_path / "run"
+  laptop = laptop | {"XDG_STATE_HOME": str(tmp_path)}
+  call = lambda verb, *flags: subprocess.run(
+    command("local", verb, *flags), cwd=checkout, env=laptop, capture_output=True, text=True
+  )
+  process = start(
+    "local", laptop, checkout, workdir, config=FLAGS, options=["--processes=1", "--samplers=2"]
+  )
+  folder = pathlib.Path(laptop["XDG_STATE_HOME"], "rlvr_jax", "launch", "try")
+  state = lambda: json.loads((folder / "state.json").read_text())
+  tiny.wait_for(tiny.has_record(workdir, 2, "train"), process)
+  assert "waits for a run" in text(folder, 0)  # it was there before the trainer
+  os.kill(state()["samplers"]["0"]["processes"][0], signal.SIGKILL)
+  assert call("scale", "--samplers=3").stdout == "try: 3 samplers\n"
+  joined = lambda: (workdir / "fleet").exists() and "version" in text(folder, 2)
+  wait_for(lambda: joined() or process.poll() is not None)
+  assert call("scale", "--samplers=1").stdout == "try: 1 samplers\n"
+  for number in (1, 2):
+    assert "the sampler has given its leases back" in text(folder, number)
+  output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
+  assert process.returncode == 0, output[-5000:]
+  assert state()["samplers"]["0"] == {"state": "finished", "attempt": 1, "statuses": [0]}
+  fleets.check_store(workdir, 60)
+
+
+def text(folder, number):
+  """What a sampler of a local fleet has printed."""
+  return (folder / f"sampler_{number}_process_0.log").read_text()
 
 
 @pytest.mark.soak

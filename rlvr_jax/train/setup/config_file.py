@@ -9,8 +9,10 @@ import importlib
 import inspect
 import json
 import os
+import pathlib
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,6 +40,8 @@ _COMPONENTS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 _RECIPES = os.path.join(os.path.dirname(rlvr_jax.__file__), "configs")
 _OF_A_RUN = "config.json"
+_SAY_EVERY_S = 30.0  # while a sampler waits for a run
+_POLL_S = 1.0
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
 
 # Errors of Python and absl on a flag's value, and what the value has to be.
@@ -62,8 +66,10 @@ def parse_flags(argv: list[str]) -> list[str]:
   """
   try:
     argv = _with_config_of_run(argv)
-  except (flags.Error, ValueError) as error:  # a file of flags, or the URL of a run
+  except (flags.Error, ValueError, OSError) as error:  # a file of flags, or the place of a run
     sys.exit(f"error: {error}")
+  except KeyboardInterrupt:
+    sys.exit("interrupted")
   flags.FLAGS["config"].parser = Parser("config", argv)
   try:
     rest = flags.FLAGS(argv)
@@ -95,20 +101,35 @@ def _with_config_of_run(argv: list[str]) -> list[str]:
   if _value_of("config", argv) or not named or mode not in ("eval", "export", "sample"):
     return argv
   folder = parse_path(f"--{flag}", named)
-  folders = [folder] if mode == "sample" else [folder, *folder.parents[:2]]
-  files = [parent / _OF_A_RUN for parent in folders]
+  if mode == "sample":
+    return [argv[0], f"--config={_wait_for_run(folder)}", *argv[1:]]
+  files = [parent / _OF_A_RUN for parent in (folder, *folder.parents[:2])]
   recipe = next((file for file in files if file.exists()), None)
-  if recipe is None and mode == "sample":
-    raise ValueError(
-      f"--workdir={named} has no run with a {_OF_A_RUN}; start its trainer first, with"
-      " --config.fleet.samplers=True"
-    )
   if recipe is None:
     raise ValueError(
       f"--config is missing, and --checkpoint={checkpoint} is in no run's folder with a"
       f" {_OF_A_RUN}; add --config=FILE"
     )
   return [argv[0], f"--config={recipe}", *argv[1:]]
+
+
+def _wait_for_run(folder: pathlib.Path) -> pathlib.Path:
+  """Waits until a trainer has begun its run in a folder; returns the run's configuration.
+
+  A sampler may get its machine before the trainer has one, so it waits, and says so now and then.
+  """
+  recipe = folder / _OF_A_RUN
+  said = -_SAY_EVERY_S
+  while not recipe.exists():
+    if time.monotonic() - said > _SAY_EVERY_S:
+      said = time.monotonic()
+      print(
+        f"waits for a run: {folder} has no {_OF_A_RUN} yet; is it the trainer's --workdir, and has"
+        " that been started with --config.fleet.samplers=True?",
+        flush=True,
+      )
+    time.sleep(_POLL_S)
+  return recipe
 
 
 def read(arguments: Sequence[str]) -> ConfigDict:

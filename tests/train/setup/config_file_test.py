@@ -3,6 +3,7 @@
 import pathlib
 import subprocess
 import sys
+import threading
 
 import pytest
 from absl import flags
@@ -128,6 +129,17 @@ def test_an_evaluation_takes_the_configuration_of_the_run(of, tmp_path):
   assert arguments_for(*given) == [f"--config={tmp_path}/config.json", *given]
   for other in (["--config=mine.py", *given], ["--mode=train", *given[1:]], given[:2]):
     assert arguments_for(*other) == other
+
+
+def test_a_sampler_waits_for_the_run_of_its_trainer(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(config_file, "_POLL_S", 0.02)
+  given = ["--mode=sample", f"--workdir={tmp_path}"]
+  trainer = threading.Timer(0.1, (tmp_path / "config.json").touch)
+  trainer.start()
+  assert arguments_for(*given) == [f"--config={tmp_path}/config.json", *given]
+  (line,) = capsys.readouterr().out.splitlines()
+  assert line.startswith(f"waits for a run: {tmp_path} has no config.json yet; is it the trainer's")
+  assert arguments_for("--config=mine.py", *given) == ["--config=mine.py", *given]
 
 
 def test_no_run_and_no_configuration(tmp_path):

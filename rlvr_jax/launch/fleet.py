@@ -1,0 +1,106 @@
+"""A fleet: a trainer and samplers that meet in its workdir, launched together.
+
+A sampler is a run of its own, with a name, flags and machines. What starts, watches and ends a run
+does so for samplers too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from rlvr_jax.launch.run import Run, parse_flags
+from rlvr_jax.launch.shell import LaunchError
+
+# Fields that a sampler may have otherwise than the trainer: those of `train.fleet.roles`, which a
+# test compares.
+OF_A_SAMPLER = (
+  *("mesh", "generation_mesh", "compiler_options", "sampling.slots", "logging"),
+  *("grading.num_workers", "environment.processes", "generation_deadline_s"),
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+  add = parser.add_argument
+  add("--samplers", type=int, help="programs that sample for this run; for start and scale")
+  text = "FIELD=VALUE of the configuration, for samplers only, such as mesh.tensor=4"
+  add("--sampler_config", action="append", default=[], help=text)
+  add("--sampler", type=int, help="for logs: of this sampler, instead of the trainer")
+
+
+def sampler_name(run: Run, number: int) -> str:
+  """The name of a sampler of a run."""
+  return f"{run.name}-sampler-{number}"
+
+
+def sampler_of(run: Run, number: int, args: argparse.Namespace) -> Run:
+  """A sampler of a trainer's run; `number`: from 0."""
+  workdir = f"--workdir={parse_flags(run.flags)['workdir']}"
+  fields = (f"--config.{pair}" for pair in args.sampler_config)
+  flags = ("--mode=sample", workdir, *fields)
+  return run._replace(name=sampler_name(run, number), flags=flags)
+
+
+def trainer_of(run: Run, args: argparse.Namespace) -> Run:
+  """A run as started with --samplers, which trains on what they sample; without, the run itself.
+
+  Raises:
+    LaunchError: the flags do not go together.
+  """
+  _check_samplers(args)
+  if args.samplers is None:
+    if args.sampler_config:
+      raise LaunchError(
+        f"--sampler_config={args.sampler_config[0]} is for samplers: add --samplers=N"
+      )
+    return run
+  values = parse_flags(run.flags)
+  if (mode := values.get("mode", "train")) != "train":
+    raise LaunchError(
+      f"--samplers={args.samplers} goes with --mode=train, not with --mode={mode}: leave it out"
+    )
+  if "workdir" not in values:
+    raise LaunchError("--workdir is missing: samplers meet their trainer in it")
+  if (given := _field(run, "fleet.samplers")) not in (None, "True", "true", "1"):
+    raise LaunchError(
+      f"--config.fleet.samplers={given} is of a run that samples by itself, but --samplers ="
+      f" {args.samplers}: leave out one of them"
+    )
+  schedule = _field(run, "schedule")
+  if schedule is not None and not re.match(r"asynchronous\b|.*:", schedule):  # or a user's own
+    raise LaunchError(
+      f"--config.schedule={schedule} has no real-time bound, which --samplers needs: set it to"
+      " asynchronous(max_lag=4), or leave out --samplers"
+    )
+  for pair in args.sampler_config:
+    name, _, value = pair.partition("=")
+    if not value or not any(
+      name == field or name.startswith(f"{field}.") for field in OF_A_SAMPLER
+    ):
+      raise LaunchError(
+        f"--sampler_config={pair}: write FIELD=VALUE with a field of {', '.join(OF_A_SAMPLER)}; the"
+        " others are the trainer's"
+      )
+  commit = {} if run.package is None else {"RLVR_JAX_COMMIT": run.package.version}
+  return run._replace(
+    flags=(*run.flags, "--config.fleet.samplers=True"), environment={**commit, **run.environment}
+  )
+
+
+def check_scale(args: argparse.Namespace) -> None:
+  """Raises LaunchError if `scale` is not told how many samplers there are to be."""
+  if args.samplers is None:
+    raise LaunchError("scale needs --samplers=N, how many there are to be")
+  _check_samplers(args)
+
+
+def _check_samplers(args: argparse.Namespace) -> None:
+  if args.samplers is not None and args.samplers < 0:
+    raise LaunchError(f"--samplers={args.samplers}: give a number of samplers, 0 or more")
+
+
+def _field(run: Run, name: str) -> str | None:
+  """The value of a configuration's field in the run's flags, the last one; None if it has none."""
+  start = f"--config.{name}="
+  found = [flag.removeprefix(start) for flag in run.flags if flag.startswith(start)]
+  return found[-1] if found else None
