@@ -561,9 +561,15 @@ class Engine:
     integers = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
 
     def prefill(
-      trained: Params, frozen: Params, params: Params, state: Any, tokens: Array, prompt: Array
+      trained: Params,
+      frozen: Params,
+      params: Params,
+      state: Any,
+      tokens: Array,
+      lengths: Array,
+      prompts: Array,
     ) -> Prefilled:
-      return decoder.prefill(params, tokens, prompt, settings=settings)
+      return decoder.prefill(params, tokens, lengths, prompts, settings=settings)
 
     jitted = self._jit(
       with_matmul_precision(prefill, settings.model.config.precision), keep_unused=True
@@ -574,6 +580,7 @@ class Engine:
       self._loaded_shapes(trained, frozen),
       self._slot_shapes(),
       integers(rows, length),
+      integers(rows),
       integers(rows),
     )
 
