@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pathlib
+import subprocess
+import sys
 import tempfile
+import time
 from typing import Any
 
 import ml_collections
@@ -35,6 +39,37 @@ def train(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Path:
       run.trainer.run(run.now)
       write_report(run.workdir.local, run.workdir.path)
   return folder
+
+
+def train_fleet(*, samplers: int = 2) -> pathlib.Path:
+  """Trains `fleet_config` by a trainer and samplers, programs on the CPU; returns the run's folder.
+
+  Args:
+    samplers: number of programs that sample.
+  Raises:
+    RuntimeError: a program has failed; the message has the end of its output.
+  """
+  folder = pathlib.Path(tempfile.mkdtemp(prefix="rlvr_jax_"))
+  config_file, workdir = folder / "config.py", folder / "run"
+  config_file.write_text(f"from {__name__} import fleet_config as get_config\n")
+  flags = [[f"--config={config_file}"], *[["--mode=sample"]] * samplers]
+  logs = [folder / f"{number}.log" for number in range(len(flags))]
+  with contextlib.ExitStack() as stack:
+    programs = []
+    for own, log in zip(flags, logs, strict=True):
+      command = [sys.executable, "-m", "rlvr_jax.main", f"--workdir={workdir}", *own]
+      environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+      output = stack.enter_context(open(log, "wb"))
+      program = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+      stack.callback(program.wait)
+      stack.callback(program.terminate)
+      programs.append(program)
+    while any(program.poll() is None for program in programs):
+      time.sleep(0.2)
+      for program, log in zip(programs, logs, strict=True):
+        if program.poll():
+          raise RuntimeError(f"a program of the fleet has failed: {log.read_text()[-2000:]}")
+  return workdir
 
 
 def compare_silently(**arguments: Any) -> Comparison:
@@ -92,4 +127,16 @@ def worked_sums_config(*, updates: int, seed: int = 0) -> ml_collections.ConfigD
   c.batch.prompts = 16
   c.learning_rate = "constant(peak=1e-3)"
   c.evaluation.num_samples, c.evaluation.ks = 1, (1,)
+  return c
+
+
+def fleet_config() -> ml_collections.ConfigDict:
+  """Configuration of worked sums that samplers sample, going on under newer weights."""
+  c = worked_sums_config(updates=40)
+  c.schedule = "asynchronous(max_lag=4)"
+  c.fleet.samplers, c.fleet.new_weights = True, "switch"
+  c.fleet.groups_per_lease = 2
+  c.warm_start.num_steps = 200
+  c.sampling.slots = 4
+  c.evaluation.every = c.num_updates
   return c

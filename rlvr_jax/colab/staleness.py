@@ -1,7 +1,8 @@
-"""Figures of colabs/staleness.ipynb: lags of schedules, and the negative-advantage veto."""
+"""Figures of colabs/staleness.ipynb: lags of schedules, the veto, and who sampled what."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,12 +17,16 @@ from rlvr_jax import parts
 from rlvr_jax.colab import toy as toys
 from rlvr_jax.colab.display import COLORS, legend_outside
 from rlvr_jax.colab.toy import Recipe, Runs, Toy
+from rlvr_jax.evaluate.figures import METHODS
 from rlvr_jax.losses import ppo_clip
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.veto import SCOPES, negative_advantage_veto, trigger_tokens, vetoed_tokens
 from rlvr_jax.rollouts import staleness
+from rlvr_jax.rollouts.batch import FOREIGN
 from rlvr_jax.rollouts.staleness import Schedule
+from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.storage.places import parse_path
 from rlvr_jax.types import Array
 
 FRESH, TIGHT = "on-policy, clip 0.2", "stages, clip 0.2"
@@ -243,3 +248,82 @@ def draw_ages(stages: Stages) -> None:
       axes.plot(values, color=COLORS["behavior"], alpha=strength, label=name)
     axes.set(xlabel="age of the rollouts, updates", ylabel=label, ylim=(0, None))
   legend_outside(panels[1])
+
+
+# --- fleets ---------------------------------------------------------------------------------------
+
+
+class Sampled(NamedTuple):
+  """What the store of a run says of who sampled its batches. Batch b is that of update b."""
+
+  versions: list[np.ndarray]  # by batch: i32[R, T], version of each token; `FOREIGN` elsewhere
+  samplers: list[list[str]]  # by batch: who sampled each of its R rollouts
+
+  def lags(self, batch: int) -> np.ndarray:
+    """i32[tokens], the updates between the policy that sampled each token and the batch's update."""
+    versions = self.versions[batch]
+    return batch - versions[versions != FOREIGN]
+
+
+def load_sampled(workdir: str | os.PathLike[str]) -> Sampled:
+  """Reads who sampled the batches of an asynchronous run, in one program or in a fleet.
+
+  Raises:
+    StoreError: the workdir has no rollouts.
+  """
+  store = RolloutStore(parse_path("the workdir", workdir) / "rollouts", writable=False)
+  found = Sampled([], [])
+  for number in store.numbers():
+    arrays, _, samples = store.read(number)
+    *rows, T = arrays["tokens"].shape
+    tokens = np.arange(T) < np.reshape([sample["tokens"] for sample in samples], (*rows, 1))
+    of_groups = arrays["versions"][:, None, None]
+    versions = np.where(tokens, arrays.get("token_versions", of_groups), FOREIGN)
+    found.versions.append(versions.reshape(-1, T))
+    found.samplers.append([sample.get("sampler", "this program") for sample in samples])
+  return found
+
+
+def draw_sampled(sampled: Sampled, batch: int | None = None) -> None:
+  """Draws a batch's versions by token, the lags of all updates, and who sampled which batch.
+
+  Args:
+    sampled: of `load_sampled`.
+    batch: whose tokens are drawn; None for the one that has most versions.
+  """
+  lags = [sampled.lags(number) for number in range(len(sampled.versions))]
+  if batch is None:
+    batch = int(np.argmax([len(np.unique(values)) for values in lags]))
+  _, panels = plt.subplots(1, 3, figsize=(12, 4))
+  _draw_versions(panels[0], sampled, batch)
+  updates = np.arange(len(lags))
+  for values, label, style in [
+    ([x.max() for x in lags], "oldest token", dict(color=COLORS["behavior"])),
+    ([x.mean() for x in lags], "mean over tokens", dict(color=COLORS["plain"])),
+    ([x.min() for x in lags], "newest token", dict(color=COLORS["effective"])),
+  ]:
+    panels[1].step(updates, values, where="mid", label=label, **style)
+  panels[1].set(title="lags", xlabel="update", ylabel="lag, updates", ylim=(0, None))
+  panels[1].legend(loc="lower right")
+  below = np.zeros(len(lags))
+  for index, name in enumerate(sorted({x for names in sampled.samplers for x in names})):
+    shares = np.array([names.count(name) / len(names) for names in sampled.samplers])
+    color = METHODS[(index + 1) % len(METHODS)]
+    panels[2].bar(updates, shares, bottom=below, width=1, color=color, label=name)
+    below += shares
+  panels[2].set(title="who sampled it", xlabel="batch", ylabel="share of rollouts", ylim=(0, 1))
+  legend_outside(panels[2])
+
+
+def _draw_versions(axes: Any, sampled: Sampled, batch: int) -> None:
+  """Draws the version of each token of a batch, oldest rollouts on top."""
+  versions = np.ma.masked_equal(sampled.versions[batch], FOREIGN)
+  order = np.lexsort((versions.mean(axis=1), versions.min(axis=1)))
+  low, high = int(versions.min()), int(versions.max())
+  image = axes.imshow(
+    versions[order], aspect="auto", cmap=plt.get_cmap("viridis", high - low + 1),
+    vmin=low - 0.5, vmax=high + 0.5, interpolation="nearest",
+  )  # fmt: skip
+  axes.figure.colorbar(image, ax=axes, ticks=range(low, high + 1), label="version")
+  axes.set(title=f"batch {batch}", xlabel="token", ylabel="rollouts", yticks=[])
+  axes.grid(False)

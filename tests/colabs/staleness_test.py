@@ -14,6 +14,7 @@ from rlvr_jax.colab import toy as toys
 from rlvr_jax.colab.toy import Recipe
 from rlvr_jax.losses import ppo_clip
 from rlvr_jax.rollouts import staleness as schedules
+from rlvr_jax.rollouts.store import RolloutStore
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +75,29 @@ def test_ages_reach_from_sampling_to_the_end_of_the_stage():
   assert stages.ages == [0, 1, 2, 3] and stages._replace(length=32).ages[-1] == 31
   with pytest.raises(ValueError, match="age"):
     staleness.draw_scopes(stages, age=4)
+
+
+def test_who_sampled_what(tmp_path):
+  """A batch of two groups, of two samplers; the second response goes on under newer weights."""
+  arrays = dict(
+    tokens=np.zeros((2, 1, 3), np.int32),
+    versions=np.array([0, 1], np.int32),
+    token_versions=np.array([[[0, 0, -1]], [[1, 2, 2]]], np.int32),
+  )
+  samples = [dict(tokens=2, sampler="a"), dict(tokens=3, sampler="b")]
+  with RolloutStore(tmp_path / "rollouts", writable=True) as store:
+    store.append(
+      0, {name: x for name, x in arrays.items() if name != "token_versions"}, {}, samples
+    )
+    store.append(1, arrays, {}, samples)
+  sampled = staleness.load_sampled(tmp_path)
+  assert sampled.versions[0].tolist() == [[0, 0, -1], [1, 1, 1]]  # a version per group
+  assert sampled.versions[1].tolist() == [[0, 0, -1], [1, 2, 2]]
+  assert sorted(sampled.lags(1).tolist()) == [-1, -1, 0, 1, 1]
+  assert sampled.samplers == [["a", "b"]] * 2
+  staleness.draw_sampled(sampled)
+  versions, lags, who = plt.gcf().axes[:3]
+  assert versions.get_title() == "batch 1"  # with more versions
+  assert lags.get_lines()[0].get_ydata().tolist() == [0, 1]  # the oldest token
+  assert [patch.get_height() for patch in who.patches] == [0.5] * 4
+  plt.close("all")

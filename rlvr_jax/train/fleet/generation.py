@@ -341,7 +341,8 @@ class FleetGeneration:
     statistics = agreement.join_gaps(gaps)
     statistics["fleet/samplers"] = float(len({record.sampler for record in records}))
     statistics["fleet/policies"] = float(len(sampled_by))
-    return self._generator.assemble(batch, measured=statistics, sampled_by=sampled_by)
+    assembled = self._generator.assemble(batch, measured=statistics, sampled_by=sampled_by)
+    return _with_samplers(assembled, [record.sampler for record in records])
 
   def _measure_samplers(self, board: Board) -> dict[str, float]:
     """Metrics of the samplers that are running."""
@@ -430,6 +431,16 @@ def _fill_versions(flight: Flight | None, versions: Sequence[int]) -> None:
     if group.token_versions is None:
       of_tokens = with_version(group, versions[index])
       flight.groups[index] = group._replace(token_versions=of_tokens)
+
+
+def _with_samplers(batch: RolloutBatch, samplers: Sequence[str]) -> RolloutBatch:
+  """The batch whose samples say which sampler had their group; recorded groups, last, have none."""
+  assert batch.graded is not None
+  group_size = batch.graded.train.rewards.shape[1]
+  of_samples = [{"sampler": name} for name in samplers for _ in range(group_size)]
+  of_samples += [{}] * (len(batch.graded.samples) - len(of_samples))
+  samples = [s | x for s, x in zip(batch.graded.samples, of_samples, strict=True)]
+  return dataclasses.replace(batch, graded=batch.graded._replace(samples=samples))
 
 
 def split_leases(quotas: Sequence[int], groups_per_lease: int) -> list[list[int]]:

@@ -125,6 +125,7 @@ def test_a_fleet_samples_what_one_program_samples(tmp_path):
   train(build(tiny.config(num_updates=2, schedule="on_policy()")), tmp_path / "alone")
   of = lambda name: RolloutStore(tmp_path / name / "rollouts", writable=False).read(0)
   (arrays, _, samples), (expected, _, expected_samples) = of("fleet"), of("alone")
+  assert len({sample.pop("sampler") for sample in samples}) == 1
   assert samples == expected_samples and arrays.keys() == expected.keys()
   for name in arrays:
     np.testing.assert_array_equal(arrays[name], expected[name], err_msg=name)

@@ -106,6 +106,8 @@ def check_store(workdir, num_updates=16, max_lag=MAX_LAG):
     assert (lags >= 0).all() and (lags <= max_lag).all(), (number, lags)
     assert info["after"]["draws"] == info["after"]["number"] == number + 1
     assert arrays["tokens"].shape[:2] == arrays["rewards"].shape == (8, 4)
+    samplers = [sample["sampler"] for sample in samples]  # one per group
+    assert all(samplers) and samplers == [name for name in samplers[::4] for _ in range(4)]
     assert len(samples) == 32 and info["version"] == arrays["versions"].min()
     assert fingerprints.setdefault(info["version"], info["fingerprint"]) == info["fingerprint"]
     problems = draws.draw(number, 0)
