@@ -260,7 +260,7 @@ class Sampled(NamedTuple):
   samplers: list[list[str]]  # by batch: who sampled each of its R rollouts
 
   def lags(self, batch: int) -> np.ndarray:
-    """i32[tokens], the updates between the policy that sampled each token and the batch's update."""
+    """i32[tokens], the updates between each token's policy and the update on the batch."""
     versions = self.versions[batch]
     return batch - versions[versions != FOREIGN]
 
