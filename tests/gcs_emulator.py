@@ -18,6 +18,7 @@ import http.server
 import itertools
 import json
 import re
+import socket
 import threading
 import urllib.parse
 import uuid
@@ -69,17 +70,6 @@ class Emulator:
     self._server.daemon_threads = True
     threading.Thread(target=self._server.serve_forever, daemon=True).start()
     self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-  def environment(self):
-    """The variables that send a program here."""
-    return {
-      "STORAGE_EMULATOR_HOST": self.url,
-      "TENSORSTORE_GCS_HTTP_URL": self.url,
-      "GOOGLE_AUTH_TOKEN_FOR_TESTING": "emulator",  # or tensorstore looks for a real one
-      "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks for the kind of bucket over gRPC
-      "NO_PROXY": "127.0.0.1",
-      "no_proxy": "127.0.0.1",
-    }
 
   def put(self, name, data, conditions=()):
     """Stores an object if its generation is as the conditions of the request say."""
@@ -156,13 +146,55 @@ def emulated():
     _mv = _mv_file = _cp_file
 
   with pytest.MonkeyPatch.context() as patch:
-    for name, value in emulator.environment().items():
+    for name, value in environment_of(emulator.url).items():
       patch.setenv(name, value)
     for protocol in ("gcs", "gs"):
       fsspec.register_implementation(protocol, Strict, clobber=True)
     yield emulator
     for protocol in ("gcs", "gs"):
       fsspec.register_implementation(protocol, gcsfs.GCSFileSystem, clobber=True)
+
+
+class Line:
+  """Another address of an emulator, whose line can be cut: then nothing comes through, for a while.
+
+  Attributes:
+    whole: whether it is not cut.
+  """
+
+  def __init__(self, emulator):
+    self.whole = threading.Event()
+    self.whole.set()
+    self._address = ("127.0.0.1", int(emulator.url.rpartition(":")[2]))
+    self._socket = socket.create_server(("127.0.0.1", 0))
+    self.variables = environment_of(f"http://127.0.0.1:{self._socket.getsockname()[1]}")
+    threading.Thread(target=self._serve, daemon=True).start()
+
+  def _serve(self):
+    while True:
+      near, _ = self._socket.accept()
+      far = socket.create_connection(self._address)
+      for pair in ((near, far), (far, near)):
+        threading.Thread(target=self._forward, args=pair, daemon=True).start()
+
+  def _forward(self, source, target):
+    with contextlib.suppress(OSError):
+      while data := source.recv(2**16):
+        self.whole.wait()
+        target.sendall(data)
+      target.shutdown(socket.SHUT_WR)
+
+
+def environment_of(url):
+  """The variables that send a program to an emulator."""
+  return {
+    "STORAGE_EMULATOR_HOST": url,
+    "TENSORSTORE_GCS_HTTP_URL": url,
+    "GOOGLE_AUTH_TOKEN_FOR_TESTING": "emulator",  # or tensorstore looks for a real one
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks for the kind of bucket over gRPC
+    "NO_PROXY": "127.0.0.1",
+    "no_proxy": "127.0.0.1",
+  }
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

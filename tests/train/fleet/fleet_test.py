@@ -7,6 +7,7 @@ import threading
 import time
 import urllib.parse
 
+import gcs_emulator
 import numpy as np
 import pytest
 from train import dialogues_test, multiprocess_test, new_weights_test, tiny
@@ -319,6 +320,42 @@ def test_samplers_are_killed_frozen_and_asked_to_end(fleet):
   assert trainer.end() == 0 and fleet.started[-1].end() == 0 and frozen.end() == 0
   fleets.check_store(fleet.workdir)
   assert trained_once(fleet.workdir)
+
+
+@pytest.mark.slow
+def test_a_slow_sampler_and_one_with_a_wrong_clock(fleet):
+  """One runs a tenth of the time, the other's clock is a year behind: both are of use."""
+  trainer = fleet.trainer("--config.fleet.silent_s=10")
+  slow, behind = fleet.sampler(), fleet.sampler(year_behind=True)
+  fleet.wait_for_update(trainer, 1)
+  with slow.slowed():
+    assert trainer.end() == 0
+  assert [slow.end(), behind.end()] == [0, 0], slow.text() + behind.text()
+  fleets.check_store(fleet.workdir)
+  assert trained_once(fleet.workdir)
+  folder = parse_path("", fleet.workdir) / "rollouts"
+  store = RolloutStore(folder, writable=False)
+  samplers = {s["sampler"] for number in store.numbers() for s in store.read(number).samples}
+  assert len(samplers) == 2
+
+
+@pytest.mark.slow
+def test_a_sampler_that_is_cut_from_the_bucket_goes_on_later(url, emulator, tmp_path):
+  """Its leases are taken over, and what it has finished meanwhile is dropped."""
+  line = gcs_emulator.Line(emulator)
+  with fleets.programs() as started:
+    fleet = Fleet(url, tmp_path, started)
+    trainer = fleet.trainer("--config.num_updates=40")
+    cut, other = fleet.sampler(**line.variables), fleet.sampler()
+    cut.wait_for("waits for groups")
+    fleet.wait_for_update(trainer, 4)
+    line.whole.clear()
+    cut_at = int(re.findall(r"step +(\d+)/", trainer.text())[-1])
+    fleet.wait_for_update(trainer, cut_at + 8)  # more than max_lag: without its leases
+    line.whole.set()
+    assert [program.end() for program in (trainer, other, cut)] == [0, 0, 0], cut.text()
+  fleets.check_store(url, 40)
+  assert trained_once(url, 40)
 
 
 @pytest.mark.slow
