@@ -12,14 +12,14 @@ from typing import Any
 
 from experiments.mixtures.sweep import LAGS, METHODS, ROUTINGS, RUNS, label
 from experiments.testbed import report
+from experiments.testbed.claims import Claim, claim_table, late_mean
 from experiments.testbed.report import Result
 from rlvr_jax.evaluate import compare, curves
-from rlvr_jax.evaluate.compare import METRIC, markdown_table, result_curve
+from rlvr_jax.evaluate.compare import METRIC, result_curve
 from rlvr_jax.evaluate.run_files import read_metrics
 
 HOME = pathlib.Path(__file__).parent
-MATTERS = 0.03  # of pass@1
-LATE = 2  # last evaluations, whose mean is compared
+LATE = late_mean(2)
 MEASURED = {  # heading → (metric, what of its values over the updates)
   "choices changed": ("routing/changed", statistics.mean),
   "tokens with a change": ("routing/changed_tokens", statistics.mean),
@@ -29,14 +29,13 @@ MEASURED = {  # heading → (metric, what of its values over the updates)
   "sampler against trainer": ("agreement/quantized_mean", statistics.mean),
   "entropy at the end": ("policy/entropy", lambda values: values[-1]),
 }
-# (claim, label, label that it is compared with, whether more is claimed or nothing)
 CLAIMS = (
-  ("R1", "GRPO, lag 8, replayed", "GRPO, lag 8, recomputed", "more"),
-  ("R2", "GRPO, lag 0, replayed", "GRPO, lag 0, recomputed", "more"),
-  ("G1", "GSPO, lag 8, recomputed", "GRPO, lag 8, recomputed", "more"),
-  ("G2", "GSPO, lag 8, replayed", "GSPO, lag 8, recomputed", "equal"),
-  ("P1", "P3O, lag 8, recomputed", "GRPO, lag 8, recomputed", "more"),
-  ("P2", "P3O, lag 8, replayed", "P3O, lag 8, recomputed", "equal"),
+  Claim("R1", "GRPO, lag 8, replayed", "GRPO, lag 8, recomputed", "more"),
+  Claim("R2", "GRPO, lag 0, replayed", "GRPO, lag 0, recomputed", "more"),
+  Claim("G1", "GSPO, lag 8, recomputed", "GRPO, lag 8, recomputed", "more"),
+  Claim("G2", "GSPO, lag 8, replayed", "GSPO, lag 8, recomputed", "equal"),
+  Claim("P1", "P3O, lag 8, recomputed", "GRPO, lag 8, recomputed", "more"),
+  Claim("P2", "P3O, lag 8, replayed", "P3O, lag 8, recomputed", "equal"),
 )
 
 
@@ -51,45 +50,6 @@ def measure(workdir: str) -> dict[str, Any]:
   }
 
 
-def late_mean(result: Result) -> float:
-  """Mean of the last `LATE` evaluations of pass@1."""
-  return statistics.mean(result["evaluations"][METRIC][-LATE:])
-
-
-def verdict(claimed: str, low: float, high: float) -> str:
-  """What an interval of a difference says about a claim; the rule stands in README.md."""
-  if -MATTERS < low and high < MATTERS:
-    return "found" if claimed == "equal" else "excluded beyond the margin"
-  if claimed == "more" and low > 0:
-    return "found"
-  if claimed == "more" and high < 0:
-    return "reversed"
-  if claimed == "equal" and (low > 0 or high < 0):
-    return "excluded: they differ"
-  return "undecided"
-
-
-def claim_table(results: Sequence[Result]) -> str:
-  """The differences that claims are about, paired by seed, with their verdicts."""
-  rows = {}
-  for name, first, second, claimed in CLAIMS:
-    found = compare.differences(
-      [r for r in results if r["label"] in (first, second)], second, late_mean
-    )
-    d = found[first]
-    rows[name] = [
-      first,
-      second,
-      f"{d.mean:+.3f}",
-      f"[{d.low:+.3f}, {d.high:+.3f}]",
-      {"more": "more", "equal": f"within ±{MATTERS}"}[claimed],
-      verdict(claimed, d.low, d.high),
-    ]
-  return markdown_table(
-    ["arm", "less", "difference", "95 %, t", "claimed", "verdict"], rows, "claim"
-  )
-
-
 def arm_table(results: Sequence[Result]) -> str:
   """A row for each arm: pass@1 and what was measured, as means over seeds."""
 
@@ -98,7 +58,7 @@ def arm_table(results: Sequence[Result]) -> str:
 
   columns: Mapping[str, Callable[[Result], float | None]] = {
     "pass@1 at the start": lambda r: r["evaluations"][METRIC][0],
-    "late pass@1": late_mean,
+    "late pass@1": LATE,
     "highest pass@1": report.peak_value(),
     **{name: value(name) for name in MEASURED},
   }
@@ -122,7 +82,7 @@ def draw(results: Sequence[Result]) -> None:
 
 def tables(results: Sequence[Result]) -> str:
   """All tables as Markdown."""
-  return "\n\n".join([claim_table(results), arm_table(results)])
+  return "\n\n".join([claim_table(CLAIMS, results, LATE), arm_table(results)])
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ RUNS = {
   "p3o_mismatch": 76,
   "dialogues": 10,
   "mixtures": 60,
+  "large_ratios": 85,
 }
 each_experiment = pytest.mark.parametrize("name", RUNS)
 

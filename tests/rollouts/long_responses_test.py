@@ -44,7 +44,7 @@ def sampled(length, prompts, group_size):
 def test_the_sampler_agrees_with_updates_at_full_length(length, group_size, capsys):
   params, batch = sampled(length, 1, group_size)
   gap = functools.partial(behavior_gap, method=updates.make_method(), sampling=Sampling())
-  rows = updates.in_rows(batch, rows=1, length=length + 512, several=True)
+  rows = updates.in_rows(batch, rows=1, length=length + 512, several=group_size > 1)
   mean, largest = jax.jit(gap)(params, {}, rows)
   with capsys.disabled():
     print(f"\n{length} tokens: gaps of {mean:.1e} on average, at most {largest:.1e} nats")
