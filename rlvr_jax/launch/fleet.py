@@ -1,16 +1,19 @@
 """A fleet: a trainer and samplers that meet in its workdir, launched together.
 
 A sampler is a run of its own, with a name, flags and machines. What starts, watches and ends a run
-does so for samplers too.
+does so for samplers too. How many samplers of a run there are to be is in a file of its folder,
+which `scale` changes.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+from typing import Any
 
 from rlvr_jax.launch.run import Run, parse_flags
 from rlvr_jax.launch.shell import LaunchError
+from rlvr_jax.launch.slices import find_slice
 
 # Fields that a sampler may have otherwise than the trainer: those of `train.fleet.roles`, which a
 # test compares.
@@ -28,17 +31,57 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add("--sampler", type=int, help="for logs: of this sampler, instead of the trainer")
 
 
-def sampler_name(run: Run, number: int) -> str:
-  """The name of a sampler of a run."""
+def add_slice_flags(parser: argparse.ArgumentParser) -> None:
+  """Adds the flags of targets whose programs have slices."""
+  add = parser.add_argument
+  add("--sampler_type", default="", help="slice of each sampler, such as v5litepod-16; for start")
+  text = "cheaper, but preempted at any time: all machines, or those of the samplers"
+  add("--spot", nargs="?", choices=("all", "samplers"), const="all", help=text)
+
+
+def sampler_name(run: Run, number: int | str) -> str:
+  """The name of a sampler of a run; `number`: from 0, or a placeholder for it."""
   return f"{run.name}-sampler-{number}"
 
 
-def sampler_of(run: Run, number: int, args: argparse.Namespace) -> Run:
-  """A sampler of a trainer's run; `number`: from 0."""
+def sampler_of(run: Run, number: int | str, args: argparse.Namespace) -> Run:
+  """A sampler of a trainer's run; `number`: as of `sampler_name`."""
   workdir = f"--workdir={parse_flags(run.flags)['workdir']}"
   fields = (f"--config.{pair}" for pair in args.sampler_config)
   flags = ("--mode=sample", workdir, *fields)
   return run._replace(name=sampler_name(run, number), flags=flags)
+
+
+def with_slice_of_sampler(args: argparse.Namespace) -> argparse.Namespace:
+  """The flags of a launch, with those of a sampler's slice in place of the trainer's."""
+  own: dict[str, Any] = {"type": args.sampler_type, "num_slices": 1}
+  own["spot"] = "all" if args.spot else None
+  return argparse.Namespace(**vars(args) | own)
+
+
+def chosen(run: Run, number: int) -> Run:
+  """A sampler of a run by its number, for commands that need its name alone."""
+  return run._replace(name=sampler_name(run, number))
+
+
+def write_wanted(run: Run, samplers: int) -> None:
+  """Notes on this machine how many samplers of a run there are to be."""
+  run.folder.mkdir(parents=True, exist_ok=True)
+  (run.folder / "samplers").write_text(f"{samplers}\n")
+
+
+def read_wanted(run: Run) -> int:
+  """How many samplers there are to be.
+
+  Raises:
+    LaunchError: this machine has not started the run with samplers.
+  """
+  try:
+    return int((run.folder / "samplers").read_text())
+  except FileNotFoundError:
+    raise LaunchError(
+      f"{run.name} was not started with --samplers on this machine: give this command where it was"
+    ) from None
 
 
 def trainer_of(run: Run, args: argparse.Namespace) -> Run:
@@ -49,11 +92,14 @@ def trainer_of(run: Run, args: argparse.Namespace) -> Run:
   """
   _check_samplers(args)
   if args.samplers is None:
-    if args.sampler_config:
-      raise LaunchError(
-        f"--sampler_config={args.sampler_config[0]} is for samplers: add --samplers=N"
-      )
+    given = [f"--sampler_config={pair}" for pair in args.sampler_config]
+    given += [f"--sampler_type={args.sampler_type}"] if vars(args).get("sampler_type") else []
+    given += ["--spot=samplers"] if vars(args).get("spot") == "samplers" else []
+    if given:
+      raise LaunchError(f"{given[0]} is for samplers: add --samplers=N")
     return run
+  if "sampler_type" in args:
+    find_slice(args.sampler_type, "--sampler_type")
   values = parse_flags(run.flags)
   if (mode := values.get("mode", "train")) != "train":
     raise LaunchError(

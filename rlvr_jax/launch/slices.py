@@ -45,9 +45,12 @@ class Slice(NamedTuple):
     return self.chips // self.hosts
 
 
-def find_slice(name: str) -> Slice:
+def find_slice(name: str, flag: str = "--type") -> Slice:
   """Finds the slice with a name in Cloud's spelling, such as v5litepod-64 or v5p-32.
 
+  Args:
+    name: of the slice.
+    flag: that gives the name, for the message.
   Raises:
     LaunchError: the name is unknown; the message has the allowed names.
   """
@@ -56,9 +59,9 @@ def find_slice(name: str) -> Slice:
     return by_name[name]
   kind = name.partition("-")[0]
   if kind == "v5e":
-    raise LaunchError(f"--type={name}: Cloud spells it {name.replace('v5e', 'v5litepod')}")
+    raise LaunchError(f"{flag}={name}: Cloud spells it {name.replace('v5e', 'v5litepod')}")
   allowed = [s for s in by_name if s.startswith(f"{kind}-")] or [f"{k}-…" for k in _KINDS]
-  raise LaunchError(f"--type={name} is unknown; allowed: {', '.join(allowed)}")
+  raise LaunchError(f"{flag}={name} is unknown; allowed: {', '.join(allowed)}")
 
 
 def _make_slices(name: str, kind: _Kind) -> list[Slice]:

@@ -2,6 +2,7 @@
 
 Every host runs one process as a systemd service of its user, which survives a lost connection.
 systemd restarts a failed process; this program replaces preempted machines. --retries limits both.
+Each sampler of a fleet has a queued resource of its own, so that it comes and goes by itself.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import pathlib
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+from rlvr_jax.launch import fleet, tpu_host
 from rlvr_jax.launch import shell as shells
-from rlvr_jax.launch import tpu_host
 from rlvr_jax.launch.run import SHARED, Run, check_shared
 from rlvr_jax.launch.shell import CommandError, LaunchError, Shell, say
 from rlvr_jax.launch.slices import find_slice
@@ -28,11 +30,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add("--project", default="", help="default: gcloud's project")
   add("--type", default="", help="slice in Cloud's spelling: v5litepod-64, v5p-32; for start")
   add("--num_slices", type=int, default=1, help="of that type; config.mesh.data is a multiple")
-  add("--spot", action="store_true", help="cheaper, but may be preempted at any time")
   add("--service_account", default="", help="account of the machines; needs access to the bucket")
   add("--nfs", default="", help=f"IP:/SHARE of a Filestore, mounted at {SHARED} on every host")
   add("--keep", action="store_true", help="do not delete the machines when the run has finished")
   add("--poll_s", type=float, default=60.0, help="seconds between polls of the machines")
+  fleet.add_flags(parser)
+  fleet.add_slice_flags(parser)
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -46,7 +49,7 @@ def create_command(run: Run, args: argparse.Namespace) -> list[str]:
   command = _queued_resource_command(run, args, "create")
   command += several_nodes if args.num_slices > 1 else one_node
   command += [f"--accelerator-type={tpu_slice.name}", f"--runtime-version={tpu_slice.runtime}"]
-  command += ["--async"] + ["--spot"] * args.spot
+  command += ["--async"] + ["--spot"] * (args.spot == "all")
   return command + [f"--service-account={args.service_account}"] * bool(args.service_account)
 
 
@@ -55,6 +58,13 @@ def describe_command(run: Run, args: argparse.Namespace) -> list[str]:
   place = _location_flags(args)
   command = ["gcloud", "compute", "tpus", "queued-resources", "list", *place]
   return [*command, f"--filter=name~/{run.name}$", "--format=value(state.state)"]
+
+
+def samplers_command(run: Run, args: argparse.Namespace) -> list[str]:
+  """The command that prints the names of the queued resources of a run's samplers."""
+  command = ["gcloud", "compute", "tpus", "queued-resources", "list", *_location_flags(args)]
+  pattern = fleet.sampler_name(run, 0).removesuffix("0")
+  return [*command, f"--filter=name~/{pattern}[0-9]+$", "--format=value(name.basename())"]
 
 
 def delete_command(run: Run, args: argparse.Namespace) -> list[str]:
@@ -105,34 +115,79 @@ def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   find_slice(args.type)
   check_shared(run, "--nfs", args.nfs)
   if shell.dry_run:
-    return _print_steps(run, args, shell)
+    _print_steps(run, args, shell)
+    for number in range(args.samplers or 0):
+      _print_steps(fleet.sampler_of(run, number, args), fleet.with_slice_of_sampler(args), shell)
+    return None
   watch = _Watch(run, args, shell)
+  samplers = None
+  if args.samplers is not None:
+    fleet.write_wanted(run, args.samplers)
+    samplers = _Samplers(run, args, shell)
   try:
-    watch.run_to_end()
+    while not watch.step():
+      if samplers is not None:
+        samplers.step()
+      time.sleep(args.poll_s)
   finally:
     shells.terminate(watch.log)
   if args.keep:
     return say(f"the machines of {run.name} still exist: stop deletes them")
+  if samplers is not None:
+    samplers.delete()
   return shell.run(delete_command(run, args))
 
 
 def status(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Prints the state of the machines, and of the process on every host."""
-  state = shell.capture(describe_command(run, args)).strip()
-  if not shell.dry_run:
-    say(f"{run.name}: {state or 'no queued resource'}")
-  if state == "ACTIVE" or shell.dry_run:
-    for node in node_names(run, args):
-      shell.run(ssh_command(node, tpu_host.state_script(run), args))
+  """Prints the state of the machines, and of the process on every host, of samplers too."""
+  for program, own in _programs(run, args, shell):
+    state = shell.capture(describe_command(program, own)).strip()
+    if not shell.dry_run:
+      say(f"{program.name}: {state or 'no queued resource'}")
+    if state == "ACTIVE" or shell.dry_run:
+      for node in node_names(program, own):
+        shell.run(ssh_command(node, tpu_host.state_script(program), own))
 
 
 def logs(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Prints the output of process 0 as it comes, until Ctrl-C."""
-  shell.run(follow_command(run, args, "100"))
+  """Prints the output of process 0, of the run or of a sampler, as it comes, until Ctrl-C."""
+  program, own = run, args
+  if args.sampler is not None:
+    program, own = fleet.chosen(run, args.sampler), fleet.with_slice_of_sampler(args)
+  shell.run(follow_command(program, own, "100"))
+
+
+def scale(run: Run, args: argparse.Namespace, shell: Shell) -> None:
+  """Lets the program that supervises the run have as many samplers, from its next poll on."""
+  if shell.dry_run:
+    return say(f"{run.folder / 'samplers'}: {args.samplers}")
+  fleet.read_wanted(run)
+  fleet.write_wanted(run, args.samplers)
+  return say(f"{run.name}: {args.samplers} samplers, as soon as start has polled")
 
 
 def stop(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Requests the run's shutdown, before which it saves, then deletes the machines."""
+  """Requests the run's shutdown, before which it saves, then deletes all machines."""
+  for program, own in _programs(run, args, shell):
+    _stop_machines(program, own, shell)
+
+
+def _programs(
+  run: Run, args: argparse.Namespace, shell: Shell
+) -> list[tuple[Run, argparse.Namespace]]:
+  """The run, and the samplers that have machines, with the flags of their slices."""
+  own = fleet.with_slice_of_sampler(args)
+  numbers = _samplers_with_machines(run, args, shell)
+  return [(run, args), *((fleet.chosen(run, number), own) for number in numbers)]
+
+
+def _samplers_with_machines(run: Run, args: argparse.Namespace, shell: Shell) -> list[int]:
+  """The numbers of a run's samplers that have a queued resource."""
+  names = shell.capture(samplers_command(run, args)).split()
+  return sorted(int(name.rpartition("-")[2]) for name in names)
+
+
+def _stop_machines(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   for node in node_names(run, args):
     try:
       shell.run(ssh_command(node, tpu_host.stop_script(run), args))
@@ -148,13 +203,57 @@ def _print_steps(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   for node in node_names(run, args):
     shell.run(copy_command(node, pathlib.Path(f"{run.package.version}.tar.gz"), args))
     shell.run(ssh_command(node, tpu_host.start_script(run, args.nfs), args))
-  shell.follow(follow_command(run, args, "all"))
+  if not run.is_sampler:
+    shell.follow(follow_command(run, args, "all"))
   if not args.keep:
     shell.run(delete_command(run, args))
 
 
+class _Samplers:
+  """Supervises the samplers of a run, each by itself: one that fails is left alone."""
+
+  def __init__(self, run: Run, args: argparse.Namespace, shell: Shell):
+    """Finds those that an earlier start has made."""
+    self.run, self.args, self.shell = run, fleet.with_slice_of_sampler(args), shell
+    self.left_alone: set[int] = set()
+    self.watches: dict[int, _Watch] = {}
+    for number in _samplers_with_machines(run, args, shell):
+      self._watch(number).has_machines = True
+
+  def step(self) -> None:
+    """Takes the next step of each sampler, all at once; begins and ends some, as is wanted."""
+    wanted = fleet.read_wanted(self.run)
+    for number in set(range(wanted)) - self.watches.keys():
+      self._watch(number)
+    with ThreadPoolExecutor(max(1, len(self.watches))) as pool:
+      list(pool.map(self._step_one, self.watches, [wanted] * len(self.watches)))
+    self.watches = {n: watch for n, watch in self.watches.items() if n < wanted}
+    self.left_alone &= self.watches.keys()
+
+  def delete(self) -> None:
+    """Deletes the machines of all samplers, whose run has finished."""
+    for watch in self.watches.values():
+      if watch.has_machines:
+        self.shell.run(delete_command(watch.run, self.args))
+
+  def _watch(self, number: int) -> _Watch:
+    sampler = fleet.sampler_of(self.run, number, self.args)
+    return self.watches.setdefault(number, _Watch(sampler, self.args, self.shell))
+
+  def _step_one(self, number: int, wanted: int) -> None:
+    watch = self.watches[number]
+    try:
+      if number >= wanted and watch.has_machines:  # it gives its leases back
+        _stop_machines(watch.run, self.args, self.shell)
+      elif number < wanted and number not in self.left_alone:
+        watch.step()
+    except LaunchError as error:
+      shells.warn(f"{error}. {self.run.name} goes on without this sampler")
+      self.left_alone.add(number)
+
+
 class _Watch:
-  """Supervises a run until it has finished: polls the machines and takes the next step."""
+  """Supervises a run, or a sampler, until it has finished: polls the machines, does what is due."""
 
   def __init__(self, run: Run, args: argparse.Namespace, shell: Shell):
     self.run = run
@@ -165,25 +264,31 @@ class _Watch:
     self.was_active = False  # whether the machines ever existed
     self.preemptions = 0
     self.previous_state = ""  # of the queued resource
+    self.has_machines = False  # whether there is a queued resource, after the last step
 
-  def run_to_end(self) -> None:
-    """Polls until the run has finished on all hosts; raises LaunchError if it cannot."""
-    while True:
-      state = self.read_state()
-      if state != self.previous_state:
-        say(f"{self.run.name}: {state or 'no queued resource yet'}")
-      if state == "" and self.previous_state not in ("", *_LOST):
-        raise LaunchError(f"the machines of {self.run.name} were deleted during the run")
-      self.previous_state = state
-      if state == "":
-        self.shell.run(create_command(self.run, self.args))
-      elif state in _LOST:
-        self.replace_machines(state)
-      elif state == "ACTIVE":
-        self.was_active = True
-        if self.maintain_hosts():
-          return
-      time.sleep(self.args.poll_s)
+  def step(self) -> bool:
+    """Polls once, and does what is due.
+
+    Returns:
+      Whether the run has finished on all hosts.
+    Raises:
+      LaunchError: it cannot go on.
+    """
+    state = self.read_state()
+    if state != self.previous_state:
+      say(f"{self.run.name}: {state or 'no queued resource yet'}")
+    if state == "" and self.previous_state not in ("", *_LOST):
+      raise LaunchError(f"the machines of {self.run.name} were deleted during the run")
+    self.previous_state = state
+    self.has_machines = True
+    if state == "":
+      self.shell.run(create_command(self.run, self.args))
+    elif state in _LOST:
+      self.replace_machines(state)
+    elif state == "ACTIVE":
+      self.was_active = True
+      return self.maintain_hosts()
+    return False
 
   def read_state(self) -> str:
     """Reads the state of the queued resource; "" if there is none."""
@@ -211,7 +316,7 @@ class _Watch:
       )
     self.preemptions += 1
     shells.terminate(self.log)
-    self.is_prepared = False
+    self.is_prepared = self.has_machines = False
     self.shell.run(delete_command(self.run, self.args))
 
   def maintain_hosts(self) -> bool:
@@ -229,7 +334,7 @@ class _Watch:
     except CommandError as error:  # a host restarts, or the machines are being preempted
       shells.warn(f"{error}; trying again in {self.args.poll_s:g} s")
       return False
-    if shells.has_ended(self.log):
+    if not self.run.is_sampler and shells.has_ended(self.log):
       self.log = self.shell.follow(follow_command(self.run, self.args, "20" if self.log else "all"))
     return False
 

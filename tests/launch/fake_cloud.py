@@ -203,15 +203,24 @@ def gcloud(arguments):
     sys.exit(f"unknown: {arguments}")
 
 
+def state_file(kind, name):
+  """Where the state of a run's machines or pods is; samplers have one host each."""
+  return root() / (f"{kind}-{name}.json" if "-sampler-" in name else f"{kind}.json")
+
+
+def num_hosts(name):
+  return 1 if "-sampler-" in name else int((root() / "hosts").read_text())
+
+
 def queued_resources(verb, arguments):
-  path = root() / "resource.json"
+  if verb == "list":
+    return list_resources(flag(arguments, "filter"), flag(arguments, "format"))
+  path = state_file("resource", arguments[0])
   resource = read(path)
   if verb == "create":
     if resource:
       sys.exit("already exists")
-    homes = [
-      root() / f"machine-{time.time_ns()}-{i}" for i in range(int((root() / "hosts").read_text()))
-    ]
+    homes = [root() / f"machine-{time.time_ns()}-{i}" for i in range(num_hosts(arguments[0]))]
     for home in homes:
       home.mkdir()
     port = free_port()
@@ -220,15 +229,20 @@ def queued_resources(verb, arguments):
     )
   elif verb == "describe":
     print("Quota limit exceeded")
-  elif verb == "list":
-    print(resource["state"] if resource else "", end="\n" if resource else "")
   elif verb == "delete":
     kill_hosts(resource, signal.SIGKILL)
     path.unlink()
 
 
+def list_resources(condition, shown):
+  pattern = condition.removeprefix("name~")
+  for resource in map(read, sorted(root().glob("resource*.json"))):
+    if re.search(pattern, f"queuedResources/{resource['name']}"):
+      print(resource["name" if "name" in shown else "state"])
+
+
 def ssh(arguments):
-  resource = read(root() / "resource.json")
+  resource = read(state_file("resource", arguments[0]))
   if not resource or resource["state"] != "ACTIVE":
     sys.exit(f"{arguments[0]} cannot be reached")
   worker = flag(arguments, "worker")
@@ -259,7 +273,7 @@ def install_python(home):
 
 
 def scp(arguments):
-  resource = read(root() / "resource.json")
+  resource = read(state_file("resource", arguments[1].rstrip(":")))
   for home in resource["homes"]:
     subprocess.run(["cp", arguments[0], home], check=True)
     # Unpacked as the host would, to know which setup.py the virtualenv is for.
@@ -277,9 +291,9 @@ def kill_hosts(resource, number):
       kill_group(unit["child"], number)
 
 
-def preempt(folder):
+def preempt(folder, name="resource"):
   """Takes the machines away as Cloud does: SIGTERM to services, SIGKILL after 20 s; suspended."""
-  path = folder / "resource.json"
+  path = folder / f"{name}.json"
   resource = read(path)
   units = [
     read(p) for home in resource["homes"] for p in pathlib.Path(home, "units").glob("*.json")
@@ -318,8 +332,11 @@ def kubectl(arguments):
     restarts = jobset["spec"]["failurePolicy"]["maxRestarts"]
     environment = {pair["name"]: pair["value"] for pair in container["env"]}
     run_jobset(jobset["metadata"]["name"], container["command"], pods, restarts, environment)
+  elif verb == "get" and flag(arguments, "output") == "name":
+    for path in sorted(root().glob("jobset-*.json")):
+      print(f"jobset.jobset.x-k8s.io/{path.stem.removeprefix('jobset-')}")
   elif verb == "get":
-    state = read(root() / "jobset.json")
+    state = read(state_file("jobset", arguments[2].rpartition("=")[2]))
     if state is None:
       sys.exit("not found")
     print(state.get("terminalState", ""))
@@ -331,11 +348,18 @@ def kubectl(arguments):
         time.sleep(0.2)
       print(log.read(), end="", flush=True)
   elif verb == "delete":
-    state = read(root() / "jobset.json")
-    os.kill(state["controller"], signal.SIGKILL)
-    for pid in state["pods"]:
-      kill_group(pid, signal.SIGKILL)
-    (root() / "jobset.json").unlink()
+    named = [state_file("jobset", arguments[2] if len(arguments) > 2 else "")]
+    for path in root().glob("jobset-*.json") if flag(arguments, "selector") else named:
+      state = read(path)
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(state["controller"], signal.SIGKILL)
+      for pid in state["pods"]:
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(pid, signal.SIGTERM)
+      wait_all(state["pods"], GRACE_S)
+      for pid in state["pods"]:
+        kill_group(pid, signal.SIGKILL)
+      path.unlink()
   else:
     sys.exit(f"unknown: {arguments}")
 
@@ -356,15 +380,18 @@ def xpk(arguments):
 
 
 def run_jobset(name, command, pods, restarts, environment, codes=None):
-  write(root() / "jobset.json", {"name": name})
-  (root() / "pod-0.log").touch()
-  given = json.dumps([command, pods, restarts, environment, codes])
+  write(state_file("jobset", name), {"name": name, "pods": []})
+  if "-sampler-" not in name:
+    (root() / "pod-0.log").touch()
+  given = json.dumps([name, command, pods, restarts, environment, codes])
   in_background("controller", given)
 
 
 def controller(arguments):
   """Runs the pods; one that fails restarts all, if its status allows that."""
-  command, pods, restarts, given, codes = json.loads(arguments[0])
+  name, command, pods, restarts, given, codes = json.loads(arguments[0])
+  file = state_file("jobset", name)
+  log_of = f"pod-{name}" if "-sampler-" in name else "pod"
   terminal, attempts = "Failed", []
   binary = root() / "container"
   binary.mkdir(exist_ok=True)
@@ -376,7 +403,7 @@ def controller(arguments):
       environment = host_environment(root(), number, pods, port)
       environment["PATH"] = f"{binary}{os.pathsep}{environment['PATH']}"
       environment |= {"PYTHONPATH": str(root() / "image")} | given
-      with open(root() / f"pod-{number}.log", "ab") as log:
+      with open(root() / f"{log_of}-{number}.log", "ab") as log:
         running.append(
           subprocess.Popen(
             command,
@@ -389,7 +416,7 @@ def controller(arguments):
           )
         )
     state = {"controller": os.getpid(), "pods": [process.pid for process in running]}
-    write(root() / "jobset.json", state | {"attempts": attempts})
+    write(file, state | {"attempts": attempts})
     while (statuses := [p.poll() for p in running]) and None in statuses and not any(statuses):
       time.sleep(0.1)
     # A failed pod fails the Job, whose other pods are told to end.
@@ -407,12 +434,12 @@ def controller(arguments):
       break
     if codes and not all(status in (0, *codes) for status in attempts[-1]):
       break
-  write(root() / "jobset.json", state | {"attempts": attempts, "terminalState": terminal})
+  write(file, state | {"attempts": attempts, "terminalState": terminal})
 
 
-def preempt_pod(folder, number):
+def preempt_pod(folder, number, name="jobset"):
   """As the preemption of a node: SIGTERM to the pod, and SIGKILL after 20 s."""
-  pid = read(folder / "jobset.json")["pods"][number]
+  pid = read(folder / f"{name}.json")["pods"][number]
   os.kill(pid, signal.SIGTERM)
   ended = wait_all([pid], GRACE_S)
   kill_group(pid, signal.SIGKILL)

@@ -30,6 +30,7 @@ from rlvr_jax.launch.package import make_package
 from rlvr_jax.launch.run import EXTRAS, Run
 from rlvr_jax.launch.shell import CommandError, LaunchError, Shell
 from rlvr_jax.launch.slices import find_slice
+from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.fleet import roles
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -42,6 +43,8 @@ COMMANDS = {
   "tpu_vm_start": f"tpu_vm start {PLACE} --type=v5litepod-64 --spot --nfs=10.0.0.2:/share"
   " --service_account=run@mine.iam.gserviceaccount.com --env=HF_HUB_OFFLINE=1",
   "tpu_vm_start_slices": f"tpu_vm start {PLACE} --type=v5p-32 --num_slices=2 --keep",
+  "tpu_vm_start_fleet": f"tpu_vm start {PLACE} --type=v5p-32 --samplers=2"
+  " --sampler_type=v5litepod-16 --sampler_config=mesh.tensor=4 --spot=samplers",
   "tpu_vm_status": f"tpu_vm status {PLACE}",
   "tpu_vm_logs": f"tpu_vm logs {PLACE}",
   "tpu_vm_stop": f"tpu_vm stop {PLACE}",
@@ -50,6 +53,8 @@ COMMANDS = {
   "jobset_start": f"jobset start --name=fade --type=v5litepod-64 --claim=shared --spot {IMAGE}"
   " --env=A=b --retries=3",
   "jobset_start_bucket": f"jobset start --name=fade --type=v5p-32 {IMAGE}",
+  "jobset_start_fleet": f"jobset start --name=fade --type=v5p-32 --samplers=2"
+  f" --sampler_type=v5litepod-16 --spot=samplers {IMAGE}",
   "jobset_status": "jobset status --name=fade",
   "jobset_stop": "jobset stop --name=fade",
   "local_start": "local start --name=fade --processes=2",
@@ -58,6 +63,7 @@ COMMANDS = {
 }
 
 BUCKET = ("tpu_vm_start_slices", "jobset_start_bucket")  # with a workdir in a bucket
+BUCKET += ("tpu_vm_start_fleet", "jobset_start_fleet")
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +189,22 @@ def test_the_manifest_is_yaml_that_kubernetes_takes(launch):
       PROGRAM,
       "--sampler_config=mesh.data=4 is for samplers: add --samplers=N",
     ),
+    (
+      f"tpu_vm start {PLACE} --type=v5p-32 --samplers=2",
+      IN_BUCKET,
+      "--sampler_type= is unknown; allowed: v4-…, v5litepod-…",
+    ),
+    (
+      f"tpu_vm start {PLACE} --type=v5p-32 --sampler_type=v5litepod-16",
+      IN_BUCKET,
+      "--sampler_type=v5litepod-16 is for samplers: add --samplers=N",
+    ),
+    (
+      f"jobset start --name=a --type=v5p-32 --spot=samplers {IMAGE}",
+      IN_BUCKET,
+      "--spot=samplers is for samplers: add --samplers=N",
+    ),
+    ("jobset scale --name=a --samplers=2", [], "a was not started with --samplers on this machine"),
     ("local scale --name=a", [], "scale needs --samplers=N, how many there are to be"),
   ],
 )
@@ -604,7 +626,7 @@ def test_a_preempted_pod_restarts_all(cloud, checkout, undisturbed, tmp_path, ta
 
 
 def test_machines_that_cloud_does_not_make_are_not_waited_for(cloud, checkout, tmp_path):
-  resource = {"state": "FAILED", "homes": [], "port": 0}
+  resource = {"name": "try", "state": "FAILED", "homes": [], "port": 0}
   fakes().write(tmp_path / "cloud" / "resource.json", resource)
   process = start("tpu_vm", cloud, checkout, tmp_path / "run")
   output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
@@ -657,6 +679,41 @@ def test_a_run_goes_on_without_its_launcher_until_it_is_stopped(cloud, checkout,
   assert not (tmp_path / "cloud" / "resource.json").exists()
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("target", ["tpu_vm", "jobset"])
+def test_a_fleet_on_a_cloud(cloud, checkout, tmp_path, target):
+  """A sampler is preempted, others come and go; every batch counts once."""
+  workdir, folder = tmp_path / "run", tmp_path / "cloud"
+  place = ["--zone=here"] if target == "tpu_vm" else []
+  call = lambda verb, *flags: subprocess.run(
+    command(target, verb, *place, *flags), cwd=checkout, env=cloud, capture_output=True, text=True
+  )
+  kind = {"tpu_vm": "resource", "jobset": "jobset"}[target]
+  present = lambda: sorted(p.stem.rpartition("-")[2] for p in folder.glob(f"{kind}-*.json"))
+  config = [*FLAGS, "--config.mesh.data=2"]
+  options = ["--samplers=2", "--sampler_type=v5litepod-1", "--sampler_config=mesh.data=1"]
+  process = start(target, cloud, checkout, workdir, config=config, options=options)
+  with ended(process, folder):
+    tiny.wait_for(tiny.has_record(workdir, 2, "train"), process)
+    assert present() == ["0", "1"]
+    fakes_preempt = fakes().preempt if target == "tpu_vm" else fakes().preempt_pod
+    number = [] if target == "tpu_vm" else [0]
+    assert fakes_preempt(folder, *number, name=f"{kind}-try-sampler-0"), "not ended within 20 s"
+    assert "3 samplers" in call("scale", "--samplers=3").stdout
+    wait_for(lambda: present() == ["0", "1", "2"] or process.poll() is not None)
+    assert "try-sampler-2" in call("status").stdout
+    assert "1 samplers" in call("scale", "--samplers=1").stdout
+    wait_for(lambda: present() == ["0"] or process.poll() is not None)
+    assert process.poll() is None
+    output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
+  assert process.returncode == 0, output[-5000:]
+  assert present() == []
+  fleets.check_store(workdir, 60)
+  numbers = range(60)
+  store = RolloutStore(workdir / "rollouts", writable=False)
+  assert len({s["sampler"] for number in numbers for s in store.read(number).samples}) >= 2
+
+
 @contextlib.contextmanager
 def ended(process, folder):
   """At the end nothing that the fakes have started is left."""
@@ -664,8 +721,9 @@ def ended(process, folder):
     yield
   finally:
     process.kill()
-    if resource := fakes().read(folder / "resource.json"):
-      fakes().kill_hosts(resource, signal.SIGKILL)
-    if (jobset := fakes().read(folder / "jobset.json")) and "controller" in jobset:
-      for pid in (jobset["controller"], *jobset["pods"]):
+    for path in folder.glob("resource*.json"):
+      fakes().kill_hosts(fakes().read(path), signal.SIGKILL)
+    for path in folder.glob("jobset*.json"):
+      jobset = fakes().read(path)
+      for pid in (*([jobset["controller"]] if "controller" in jobset else []), *jobset["pods"]):
         fakes().kill_group(pid, signal.SIGKILL)
