@@ -213,40 +213,42 @@ class _Samplers:
   """Supervises the samplers of a run, each by itself: one that fails is left alone."""
 
   def __init__(self, run: Run, args: argparse.Namespace, shell: Shell):
-    """Finds those that an earlier start has made."""
     self.run, self.args, self.shell = run, fleet.with_slice_of_sampler(args), shell
-    self.left_alone: set[int] = set()
     self.watches: dict[int, _Watch] = {}
-    for number in _samplers_with_machines(run, args, shell):
-      self._watch(number).has_machines = True
+    self.left_alone: set[int] = set()
 
   def step(self) -> None:
-    """Takes the next step of each sampler, all at once; begins and ends some, as is wanted."""
-    wanted = fleet.read_wanted(self.run)
-    for number in set(range(wanted)) - self.watches.keys():
-      self._watch(number)
-    with ThreadPoolExecutor(max(1, len(self.watches))) as pool:
-      list(pool.map(self._step_one, self.watches, [wanted] * len(self.watches)))
-    self.watches = {n: watch for n, watch in self.watches.items() if n < wanted}
-    self.left_alone &= self.watches.keys()
+    """Removes samplers beyond those wanted, and takes the next step of the others, all at once."""
+    wanted = range(fleet.read_wanted(self.run))
+    try:  # from an earlier start, too; each gives its leases back
+      removed = [n for n in self.with_machines() if n not in wanted]
+    except CommandError as error:  # this machine is offline
+      shells.warn(f"{error}; trying again in {self.args.poll_s:g} s")
+      return
+    for number in wanted:
+      if number not in self.watches:
+        sampler = fleet.sampler_of(self.run, number, self.args)
+        self.watches[number] = _Watch(sampler, self.args, self.shell)
+    self.watches = {n: watch for n, watch in self.watches.items() if n in wanted}
+    self.left_alone.intersection_update(wanted)
+    with ThreadPoolExecutor(len(wanted) + len(removed) or 1) as pool:
+      list(pool.map(self._step_one, [*removed, *wanted]))
 
   def delete(self) -> None:
     """Deletes the machines of all samplers, whose run has finished."""
-    for watch in self.watches.values():
-      if watch.has_machines:
-        self.shell.run(delete_command(watch.run, self.args))
+    for number in self.with_machines():
+      self.shell.run(delete_command(fleet.chosen(self.run, number), self.args))
 
-  def _watch(self, number: int) -> _Watch:
-    sampler = fleet.sampler_of(self.run, number, self.args)
-    return self.watches.setdefault(number, _Watch(sampler, self.args, self.shell))
+  def with_machines(self) -> list[int]:
+    """The numbers of the samplers that have a queued resource."""
+    return _samplers_with_machines(self.run, self.args, self.shell)
 
-  def _step_one(self, number: int, wanted: int) -> None:
-    watch = self.watches[number]
+  def _step_one(self, number: int) -> None:
     try:
-      if number >= wanted and watch.has_machines:  # it gives its leases back
-        _stop_machines(watch.run, self.args, self.shell)
-      elif number < wanted and number not in self.left_alone:
-        watch.step()
+      if number not in self.watches:
+        _stop_machines(fleet.chosen(self.run, number), self.args, self.shell)
+      elif number not in self.left_alone:
+        self.watches[number].step()
     except LaunchError as error:
       shells.warn(f"{error}. {self.run.name} goes on without this sampler")
       self.left_alone.add(number)
@@ -264,7 +266,6 @@ class _Watch:
     self.was_active = False  # whether the machines ever existed
     self.preemptions = 0
     self.previous_state = ""  # of the queued resource
-    self.has_machines = False  # whether there is a queued resource, after the last step
 
   def step(self) -> bool:
     """Polls once, and does what is due.
@@ -280,7 +281,6 @@ class _Watch:
     if state == "" and self.previous_state not in ("", *_LOST):
       raise LaunchError(f"the machines of {self.run.name} were deleted during the run")
     self.previous_state = state
-    self.has_machines = True
     if state == "":
       self.shell.run(create_command(self.run, self.args))
     elif state in _LOST:
@@ -316,7 +316,7 @@ class _Watch:
       )
     self.preemptions += 1
     shells.terminate(self.log)
-    self.is_prepared = self.has_machines = False
+    self.is_prepared = False
     self.shell.run(delete_command(self.run, self.args))
 
   def maintain_hosts(self) -> bool:
