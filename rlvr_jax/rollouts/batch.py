@@ -165,7 +165,7 @@ class RolloutBatch:
     reference_logprobs: f32[P, G, T]; None until an update needs them.
     proximal_logprobs: f32[P, G, T]; None until an update needs them.
     scored_at: update at which `proximal_logprobs` were computed.
-    drawn: see `BatchInFlight`.
+    drawn: see `BatchInFlight`; with dynamic sampling, of each of its draws.
   """
 
   number: int
@@ -181,7 +181,7 @@ class RolloutBatch:
   reference_logprobs: np.ndarray | None = None
   proximal_logprobs: np.ndarray | None = None
   scored_at: int | None = None
-  drawn: Mapping[str, Any] | None = None
+  drawn: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
 
   @property
   def fingerprints(self) -> dict[int, str | None]:
@@ -229,7 +229,7 @@ def to_shard(
   info |= {name: getattr(graded, name) for name in _INFO_OF_GRADED}
   info |= {"after": batch.position._asdict(), "groups": len(batch.versions)}
   info |= {"others": dict(batch.others)} if batch.others else {}
-  info |= {"drawn": dict(batch.drawn)} if batch.drawn is not None else {}
+  info |= {"drawn": batch.drawn} if batch.drawn is not None else {}
   return arrays, info | about, graded.samples
 
 

@@ -28,14 +28,16 @@ __all__ = [
 
 
 class Drawn(NamedTuple):
-  """How a batch was drawn and sampled, as far as it does not follow from its versions; JSON."""
+  """How a draw of prompts was made and sampled, as far as it is not in its batch; JSON."""
 
-  draw: int  # number of its draw of prompts
+  draw: int  # its number
   problems: dict[str, Any]  # state of the problems' order before it
   version: int  # that the draw was for
   burst_steps: int  # of the engine
   slots: int
   new_weights: str  # `config.fleet.new_weights`
+  # From `encode_versions`, where dynamic sampling has dropped groups; None: the batch has them all.
+  token_versions: list[Any] | None = None
 
 
 class RecordedRun:
@@ -43,7 +45,7 @@ class RecordedRun:
 
   Attributes:
     name: of the run, for messages.
-    versions: of every batch, ascending; most have one.
+    versions: of every batch, ascending, those of dropped groups included; most have one.
   """
 
   def __init__(self, name: str, num_batches: int):
@@ -68,13 +70,22 @@ class RecordedRun:
     others = [[*map(int, info.get("others", {}))] for info in self._infos]
     firsts = [info["version"] for info in self._infos]
     self.versions = [sorted([v, *more]) for v, more in zip(firsts, others, strict=True)]
+    self._draws: dict[int, tuple[int, Drawn]] = {}  # by number: the batch, and how it was made
+    for number, info in enumerate(self._infos):
+      drawn = info.get("drawn") or []  # a list with dynamic sampling
+      for fields in drawn if isinstance(drawn, list) else [drawn]:
+        one = Drawn(**fields)
+        self._draws[one.draw] = number, one
+        if one.token_versions is not None:
+          dropped = {*np.unique(decode_versions(one.token_versions)).tolist()} - {-1}
+          self.versions[number] = sorted({*self.versions[number], *dropped})
     for number, info in enumerate(self._infos):
       lacks = "was removed" if info.get("removed") else ""
       lacks = lacks or ("" if info.get("drawn") else "does not say how it was drawn")
       if len(self.versions[number]) > 1 and lacks:
         raise ValueError(
           f"{owner} is not replayed: batch {number} has several versions and {lacks}; choose a run"
-          " with config.store.keep_used = True, without dynamic sampling"
+          " of this version of rlvr_jax, with config.store.keep_used = True"
         )
 
   @property
@@ -95,15 +106,44 @@ class RecordedRun:
     ]
     return min(needed, default=update)
 
-  def drawn(self, number: int) -> Drawn | None:
-    """How a batch was drawn; None if its run did not say so."""
-    drawn = self._infos[number].get("drawn")
-    return None if drawn is None else Drawn(**drawn)
+  def drawn(self, draw: int) -> Drawn | None:
+    """How a draw of prompts was made; None if its run did not say so."""
+    return self._draws[draw][1] if draw in self._draws else None
 
-  def token_versions(self, number: int) -> np.ndarray:
-    """i32[P, G, T], or i32[P, 1, 1] of a batch whose groups have one version each."""
+  def token_versions(self, draw: int) -> np.ndarray:
+    """Of a draw: i32[P, G, T], −1 where no policy samples; i32[P, 1, 1] with one for each group."""
+    number, drawn = self._draws[draw]
+    if drawn.token_versions is not None:
+      return decode_versions(drawn.token_versions)
     arrays = self._store.read(number).arrays
     return arrays.get("token_versions", arrays["versions"][:, None, None])
+
+
+def encode_versions(versions: np.ndarray) -> list[Any]:
+  """Versions as JSON: i32[P] of groups, or the runs of equal ones of i32[P, G, T] of tokens.
+
+  A rollout is [version, tokens, version, tokens, …] up to its last one.
+  """
+  if versions.ndim == 1:
+    return versions.tolist()
+  return [[_runs(rollout) for rollout in group] for group in versions]
+
+
+def _runs(values: np.ndarray) -> list[int]:
+  values = values[: np.flatnonzero(values != -1).max(initial=-1) + 1]
+  starts = np.flatnonzero(np.diff(values, prepend=-2))
+  return np.stack([values[starts], np.diff(starts, append=len(values))], axis=-1).ravel().tolist()
+
+
+def decode_versions(encoded: Sequence[Any]) -> np.ndarray:
+  """The inverse of `encode_versions`: i32[P, 1, 1], or i32[P, G, T], padded with −1 or more."""
+  if isinstance(encoded[0], int):
+    return np.array(encoded, np.int32)[:, None, None]
+  rollouts = [np.repeat(runs[::2], runs[1::2]) for group in encoded for runs in group]
+  versions = np.full((len(rollouts), max(map(len, rollouts)) + 1), -1, np.int32)
+  for row, values in zip(versions, rollouts, strict=True):
+    row[: len(values)] = values
+  return versions.reshape(len(encoded), -1, versions.shape[1])
 
 
 class Schedule(NamedTuple):

@@ -224,11 +224,11 @@ def test_versions_that_no_queue_gives_are_refused(versions, message):
 def test_a_batch_of_several_versions_is_sampled_when_the_newest_is_there(tmp_path):
   rewards = {"rewards": np.zeros((1, 2), np.float32)}
   several = [[0], [0], [0, 1, 2], [1, 3], [2, 3], [5]]
-  drawn = staleness.Drawn(0, {}, 0, burst_steps=16, slots=4, new_weights="switch")._asdict()
+  drawn = staleness.Drawn(0, {}, 0, burst_steps=16, slots=4, new_weights="switch")
   with RolloutStore(tmp_path / "rollouts", writable=True) as store:
     for number, (oldest, *others) in enumerate(several):
       info = {"version": oldest, "others": dict.fromkeys(map(str, others), "f")}
-      store.append(number, rewards, info | {"drawn": drawn})
+      store.append(number, rewards, info | {"drawn": drawn._replace(draw=number)._asdict()})
     without = {"version": 5, "others": {"6": "f"}}
     store.append(6, rewards, without)
   schedule = simulated(max_lag=2, updates=6, recorded=str(tmp_path))
@@ -239,6 +239,28 @@ def test_a_batch_of_several_versions_is_sampled_when_the_newest_is_there(tmp_pat
     simulated(max_lag=1, updates=6, recorded=str(tmp_path))
   with pytest.raises(ValueError, match="batch 6 has several versions and does not say how"):
     simulated(max_lag=2, updates=7, recorded=str(tmp_path))
+
+
+def test_groups_that_dynamic_sampling_drops_have_versions_too(tmp_path):
+  """A batch of two draws: the first has the versions 0 and 2 in a group that was dropped."""
+  first = np.array([[[0, 0, -1], [0, 2, 2]], [[0, 0, 0], [0, -1, 0]]], np.int32)
+  second = np.array([1, 2], np.int32)  # a version for each group
+  drawn = staleness.Drawn(0, {}, 0, burst_steps=16, slots=4, new_weights="switch")
+  draws = [
+    drawn._replace(draw=n, token_versions=staleness.encode_versions(versions))._asdict()
+    for n, versions in enumerate((first, second))
+  ]
+  assert draws[0]["token_versions"] == [[[0, 2], [0, 1, 2, 2]], [[0, 3], [0, 1, -1, 1, 0, 1]]]
+  with RolloutStore(tmp_path / "rollouts", writable=True) as store:
+    for number in range(2):
+      store.append(number, {"versions": np.zeros(2, np.int32)}, {"version": 0})
+    store.append(2, {"versions": np.zeros(2, np.int32)}, {"version": 0, "drawn": draws})
+  recorded = simulated(max_lag=2, updates=3, recorded=str(tmp_path)).recorded
+  assert recorded.versions == [[0], [0], [0, 1, 2]]
+  np.testing.assert_array_equal(recorded.token_versions(0)[..., :3], first)
+  assert (recorded.token_versions(0)[..., 3:] == -1).all()
+  assert recorded.token_versions(1).tolist() == [[[1]], [[2]]]
+  assert recorded.drawn(1).draw == 1 and recorded.drawn(2) is None
 
 
 def test_a_recorded_run_is_replayed_exactly(tmp_path):

@@ -161,6 +161,11 @@ def with_curriculum(**fields):
   return changed
 
 
+def with_dynamic_sampling(**fields):
+  """Groups that are all right or all wrong are dropped, whatever versions they have."""
+  return config(dynamic_sampling__enabled=True, warm_start__num_steps=40, **fields)
+
+
 def with_dialogues(**fields):
   of_run = dict(num_updates=UPDATES, sampling__slots=4, fleet__new_weights="switch")
   return dialogues_test.config(**of_run | fields)
@@ -173,6 +178,7 @@ def with_dialogues(**fields):
     ("switch", with_sources),
     ("recompute", with_replayed_routes),
     ("recompute", with_curriculum),
+    ("switch", with_dynamic_sampling),
     ("switch", with_dialogues),
     ("recompute", with_dialogues),
   ],
@@ -184,7 +190,10 @@ def test_other_kinds_of_runs_are_repeated(setting, make, tmp_path):
   train(build(make(fleet__new_weights=setting, schedule=schedule)), tmp_path / "again")
   assert_repeats(tmp_path / "again", tmp_path / "run")
   with RolloutStore(tmp_path / "run" / "rollouts", writable=False) as store:
-    assert any("others" in store.info(number) for number in store.numbers())
+    infos = [store.info(number) for number in store.numbers()]
+  assert any("others" in info for info in infos)
+  if make is with_dynamic_sampling:
+    assert any(info["draws"] > 1 for info in infos)
 
 
 def lose(workdir, *, checkpoints_after, batches_from):

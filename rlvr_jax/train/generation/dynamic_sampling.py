@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from rlvr_jax.rollouts.batch import FOREIGN, RolloutBatch, solve_rates
 from rlvr_jax.rollouts.collect import keep_mixed_groups
+from rlvr_jax.rollouts.staleness import encode_versions
 
 
 class DynamicSamplingError(RuntimeError):
@@ -67,8 +69,17 @@ def fill_with_mixed_groups(
     versions=versions,
     graded=graded,
     draws=len(sampled),
-    drawn=None,
+    drawn=[_drawn(batch) for batch in sampled] if last.drawn is not None else None,
     flops=sum(batch.flops for batch in sampled),
     position=last.position._replace(number=number + 1),
     timings=timings,
   )
+
+
+def _drawn(batch: RolloutBatch) -> dict[str, Any]:
+  """How a draw was made, with the versions of all its groups: those that are dropped, too."""
+  assert isinstance(batch.drawn, Mapping) and batch.graded is not None
+  assert batch.versions is not None
+  of_tokens: Any = batch.graded.train.token_versions
+  versions = batch.versions if of_tokens is None else of_tokens
+  return {**batch.drawn, "token_versions": encode_versions(versions)}

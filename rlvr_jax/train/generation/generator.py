@@ -397,7 +397,7 @@ class Generator:
     requests: list[Any] = []
     drawn: Drawn | None = None
     if sources.live:
-      drawn = self._how_to_draw(policy, number)
+      drawn = self._how_to_draw(policy)
       version = policy.version if drawn is None else drawn.version
       problems = self._problems.draw(counts.draws, version)
       seeds = seeds_for(self._parts.config.seed, "rollout", counts.draws, len(problems))
@@ -428,14 +428,14 @@ class Generator:
       drawn=None if drawn is None else drawn._asdict(),
     )
 
-  def _how_to_draw(self, policy: PolicySnapshot, number: int) -> Drawn | None:
+  def _how_to_draw(self, policy: PolicySnapshot) -> Drawn | None:
     """What a later run needs to repeat a batch that depends on the clock; None: nothing.
 
     In such a later run, the problems' order as the recorded one had it.
     """
     schedule, engines = self._parts.schedule, self._parts.sources.live
     if schedule.recorded is not None:
-      recorded = schedule.recorded.drawn(number)
+      recorded = schedule.recorded.drawn(self._counts.draws - 1)
       if recorded is not None:
         self._problems.set_state(recorded.problems)
       return recorded

@@ -29,7 +29,7 @@ class Replayed(NamedTuple):
   """The weights of the batches of a recorded run."""
 
   policies: Mapping[int, PolicySnapshot]  # by version, all that the batches need
-  token_versions: Callable[[int], np.ndarray]  # number of a batch → `RecordedRun.token_versions`
+  token_versions: Callable[[int], np.ndarray]  # number of a draw → `RecordedRun.token_versions`
   rebuilds: bool  # see `engine.ChangingWeights`
 
 
@@ -47,7 +47,7 @@ class RecordedWeights:
   def __init__(
     self,
     replayed: Replayed,
-    number_of: Callable[[Flight], int],
+    draw_of: Callable[[Flight], int],
     load: Callable[[PolicySnapshot], Params],
     use: Callable[[PolicySnapshot], None],
   ):
@@ -55,12 +55,12 @@ class RecordedWeights:
 
     Args:
       replayed: what was recorded, and its policies.
-      number_of: the number of the batch that a flight is of.
+      draw_of: the number of the draw of prompts that a flight is of.
       load: the weights of a policy, from `Engine.load`.
       use: called with every policy before it samples.
     """
     self.rebuilds = replayed.rebuilds
-    self._replayed, self._number_of, self._load, self._use = replayed, number_of, load, use
+    self._replayed, self._draw_of, self._load, self._use = replayed, draw_of, load, use
     self._loaded: dict[int, Params] = {}  # by version
     self._versions: dict[int, np.ndarray] = {}  # i32[P, G or 1, T or 1] by id of a flight
 
@@ -75,13 +75,13 @@ class RecordedWeights:
     """
     flight = group.owner
     if id(flight) not in self._versions:
-      self._versions[id(flight)] = self._replayed.token_versions(self._number_of(flight))
+      self._versions[id(flight)] = self._replayed.token_versions(self._draw_of(flight))
     of_group = self._versions[id(flight)][group.prompt_index]
     g, t = (min(i, size - 1) for i, size in zip((rollout, length), of_group.shape, strict=True))
     version = int(of_group[g, t])
     if version not in self._replayed.policies:
       raise ReplayError(
-        f"rollout {rollout} of group {group.prompt_index} in batch {self._number_of(flight)} has no"
+        f"rollout {rollout} of group {group.prompt_index} in draw {self._draw_of(flight)} has no"
         f" token {length} in the recorded run: the two differ by rounding. Replay it on the same"
         " devices, with the same versions and configuration"
       )

@@ -183,7 +183,7 @@ class Streams:
     if not source.of_this_run:
       return OneVersion(load(policy))
     if isinstance(new_weights, Replayed):
-      return RecordedWeights(new_weights, stream.number_of, load, self._use)
+      return RecordedWeights(new_weights, stream.draw_of, load, self._use)
     return NewestWeights(new_weights, policy, load, self._use)
 
   def _record(self, stream: _Stream, groups: list[Group[Flight]]) -> None:
@@ -233,9 +233,9 @@ class _Stream:
     self.begun: list[BatchInFlight] = []  # in order
     self._num_completed = 0
 
-  def number_of(self, flight: Flight) -> int:
-    """The number of the batch that a flight is of."""
-    return next(batch.number for batch in self.begun if batch.flight is flight)
+  def draw_of(self, flight: Flight) -> int:
+    """The number of the draw of prompts that a flight is of."""
+    return next(batch.draw for batch in self.begun if batch.flight is flight)
 
   def begin(self) -> Iterator[BatchInFlight | None]:
     """Begins one batch after another; None: there is none now."""

@@ -156,15 +156,20 @@ def test_other_kinds_of_runs(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["finish", "switch", "recompute"])
-def test_newer_weights_take_over_responses_and_one_program_repeats_it(setting, tmp_path):
+@pytest.mark.parametrize(
+  ("setting", "dynamic"),
+  [("finish", False), ("switch", False), ("recompute", False), ("finish", True), ("switch", True)],
+)
+def test_newer_weights_take_over_responses_and_one_program_repeats_it(setting, dynamic, tmp_path):
   fields = dict(num_updates=8, max_response_length=128)  # more than a policy takes to restore
+  if dynamic:
+    fields |= dict(dynamic_sampling__enabled=True, warm_start__num_steps=40)
   config = new_weights_test.config(fleet__new_weights=setting, **fields)
   config.fleet.samplers, config.fleet.groups_per_lease = True, 2
   with sampling(tmp_path / "run", build(config)) as errors:
     train(build(config), tmp_path / "run")
   assert errors == []
-  if setting != "finish":
+  if setting != "finish" and not dynamic:
     batches, several = new_weights_test.check_store(tmp_path / "run")
     assert batches == 8 and several > 0
   measured = [r for r in run_files.read_metrics(tmp_path / "run") if r["phase"] == "train"]
