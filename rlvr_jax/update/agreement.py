@@ -17,6 +17,7 @@ def response_logprobs(
   frozen: Params,
   prompts: Prompts,
   tokens: Array,
+  lengths: Array,
   prompt_routes: Array | None = None,
   routes: Array | None = None,
   *,
@@ -29,6 +30,7 @@ def response_logprobs(
     trained, frozen: parameters of the policy that sampled the rollouts.
     prompts: P prompts.
     tokens: i32[P, G, T].
+    lengths: i32[P, G], tokens of each response; those behind have no experts.
     prompt_routes, routes: that a mixture takes, as recorded; None: its routers choose.
     model: provides `combine`, `response_hidden` and `head`.
     sampling: the distribution.
@@ -37,7 +39,7 @@ def response_logprobs(
   taken = None
   if prompt_routes is not None and routes is not None:
     taken = routes_of_inputs(prompt_routes, routes)
-  hidden = model.response_hidden(params, prompts, tokens, taken)
+  hidden = model.response_hidden(params, prompts, tokens, taken, lengths)
   return token_logprobs(hidden, model.head(params), tokens, sampling, mesh=model.mesh)[0]
 
 

@@ -58,6 +58,7 @@ def traced(parts):
   frozen, params = parts.placement.frozen, parts.placement.state.params
   batch = abstract_update_batch(parts.method, parts.placement, parts.shape)
   rollouts = (params, frozen, batch.prompts, batch.tokens)
+  lengths = jax.ShapeDtypeStruct(batch.rewards.shape, jnp.int32)
   demonstrations = next(supervised_batches(parts))
   loaded, block = engine._loaded_shapes(params, frozen), engine.settings.shape.prompt.size
   trace = lambda program, *args, **static: program.trace(*args, **static)
@@ -67,7 +68,7 @@ def traced(parts):
     "entropy": trace(programs.mean_entropy, params, frozen, batch),
     "geometry": trace(programs.measure, state, frozen, params, batch),
     "gap": trace(programs.behavior_gap, params, frozen, batch, sampling=Sampling()),
-    "temperature 1": trace(programs.logprobs_at_temperature_1, *rollouts),
+    "temperature 1": trace(programs.logprobs_at_temperature_1, *rollouts, lengths),
     "warm start": trace(
       programs.supervised_step, jax.eval_shape(lambda: supervised_state(parts)), frozen,
       *demonstrations,

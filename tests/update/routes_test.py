@@ -17,7 +17,7 @@ from rlvr_jax.ops.route_changes import RouteChanges, change_metrics, changes_by_
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.packing import pack_batch, row_layout
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.types import Routes, Sampling
+from rlvr_jax.types import Prompts, Routes, Sampling
 from rlvr_jax.update.accumulate import policy_logprobs
 from rlvr_jax.update.agreement import response_logprobs
 from rlvr_jax.update.objective import policy_forward, recorded_routes, routes_of_inputs
@@ -237,12 +237,32 @@ def test_raw_logprobs_replay_too():
   method, params = replaying(make_method()), make_params()
   batch = draw_routes(updates.make_batch())
   raw = response_logprobs(
-    params, {}, batch.prompts, batch.tokens, batch.prompt_routes, batch.routes,
-    model=method.model, sampling=Sampling(),
+    params, {}, batch.prompts, batch.tokens, batch.mask.sum(-1).astype(np.int32),
+    batch.prompt_routes, batch.routes, model=method.model, sampling=Sampling(),
   )  # fmt: skip
   logprobs, _ = policy_logprobs(params, {}, updates.in_rows(batch, several=False), method=method)
   real = batch.mask > 0
   np.testing.assert_allclose(np.asarray(raw)[real], np.asarray(logprobs)[real], atol=1e-5)
+
+
+def test_padding_takes_no_expert_where_raw_logprobs_replay():
+  """Recorded routes are padded with 0: k times expert 0, for which blocks would have no room."""
+  rng, p, g, length = np.random.default_rng(0), 4, 4, 7
+  model = make_method(num_experts=K, expert_products="blocks").model
+  params = make_params(num_experts=K, expert_products="blocks")
+  prompts = Prompts(rng.integers(1, V, (p, 8)).astype(np.int32), np.full(p, 8, np.int32))
+  tokens = rng.integers(1, V, (p, g, length)).astype(np.int32)
+  lengths = rng.integers(1, length + 1, (p, g)).astype(np.int32)
+  both = rng.permuted(np.tile(np.arange(K, dtype=np.uint8), (p, g, length, LAYERS, 1)), axis=-1)
+  both[:, :, 0] = both[:, :1, 0]
+  before = np.tile(np.arange(K, dtype=np.uint8), (p, 8, LAYERS, 1))
+  padded = np.where((np.arange(length) > lengths[..., None])[..., None, None], np.uint8(0), both)
+  raw = functools.partial(
+    response_logprobs, params, {}, prompts, tokens, lengths, model=model, sampling=Sampling()
+  )
+  counted = np.arange(length) < lengths[..., None]
+  found, expected = (np.asarray(raw(before, routes))[counted] for routes in (padded, both))
+  np.testing.assert_array_equal(found, expected)
 
 
 def test_a_batch_without_routes_is_not_replayed():

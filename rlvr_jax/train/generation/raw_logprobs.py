@@ -59,7 +59,9 @@ def replace_with_raw(
     return graded
 
   batch = graded.train
-  inputs: tuple[Any, ...] = batch.prompts, batch.tokens
+  places = np.arange(1, mask.shape[-1] + 1, dtype=np.int32)
+  lengths = np.max(np.where(mask > 0, places, np.int32(0)), axis=-1)
+  inputs: tuple[Any, ...] = batch.prompts, batch.tokens, lengths
   if replays_routes:
     inputs += batch.prompt_routes, batch.routes
 

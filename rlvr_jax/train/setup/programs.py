@@ -162,7 +162,7 @@ def make_behavior_gap(
 def make_logprobs_at_temperature_1(
   sampler: PlacedModel, compiler_options: Options | None
 ) -> Callable:
-  """(trained, frozen, prompts, tokens) → f32[P, G, T] for the host, on the sampling devices."""
+  """(trained, frozen, prompts, tokens, lengths) → f32[P, G, T] for the host, where it samples."""
   logprobs = _bound(
     response_logprobs, sampler.model, model=sampler.model, sampling=AT_TEMPERATURE_1
   )
