@@ -2,9 +2,11 @@
 
   python experiments/benchmarks/fleet_learning.py --scratch=runs/fleet_learning
 
-For every seed: one program with the lags of `simulated_asynchronous`, a trainer with one sampler,
-and a trainer with four, all launched on this machine with at most the same lag. The last of them is
-then repeated by one program (`recorded`), whose updates must have the same numbers, bit for bit.
+For every seed: one program with the lags of `simulated_asynchronous`, one with the largest lag at
+every update (`fixed_lag`), a trainer with one sampler, and a trainer with four, all launched on
+this machine. Samplers that are faster than the trainer are always ahead, so that their lags are
+nearly those of `fixed_lag`, which is the control. The last run is then repeated by one program
+(`recorded`), whose updates must have the same numbers, bit for bit.
 Finished runs are not repeated. The table, results/fleet_learning.md with a .json file next to it,
 has held-out pass@1 at the end, differences by seed, lags, and how many samplers had groups.
 """
@@ -30,8 +32,8 @@ from rlvr_jax.evaluate.paired import mean_and_half_width
 from rlvr_jax.evaluate.run_files import read_metrics
 
 MAX_LAG = 4
-REFERENCE = "simulated_asynchronous"
-SAMPLERS = {REFERENCE: None, "1 sampler": 1, "4 samplers": 4}
+REFERENCE = "fixed_lag"
+SAMPLERS = {"simulated_asynchronous": None, REFERENCE: None, "1 sampler": 1, "4 samplers": 4}
 # Metrics of an update that the clock or the machine decides.
 _NOT_REPEATED = ("time/", "hosts/", "fleet/", "counter/", "data/passes", "agreement/", "memory/")
 
@@ -69,11 +71,13 @@ def measure_arm(arm: str, seeds: int, updates: int, scratch: pathlib.Path) -> li
   """Trains an arm with every seed; what its runs have measured."""
   found = []
   samplers = SAMPLERS[arm]
-  kind = "simulated_asynchronous" if samplers is None else "asynchronous"
+  schedule = f"asynchronous(max_lag={MAX_LAG})"
+  if samplers is None:
+    schedule = f"{arm}({'lag' if arm == REFERENCE else 'max_lag'}={MAX_LAG})"
   for seed in range(seeds):
     name = f"{arm.replace(' ', '-')}-{seed}"
     train(
-      flags_of(scratch / name, seed, updates, f"{kind}(max_lag={MAX_LAG})"),
+      flags_of(scratch / name, seed, updates, schedule),
       f"fleet-learning-{name}",
       samplers,
     )
