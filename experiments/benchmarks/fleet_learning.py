@@ -135,8 +135,8 @@ def main(argv: list[str]) -> None:
     "hardware": hardware(),
     "seeds": seeds,
     "updates": updates,
-    "intervals": "95 %, Student's t over seeds",
-    "one program that repeats the last run has the same numbers": same,
+    "intervals": "95 %, t over seeds",
+    "the last run, repeated, has the same numbers": same,
   }
   path = pathlib.Path(_FOLDER.value) / "fleet_learning"
   print(write_results(path, "Learning with samplers", rows, conditions))
