@@ -91,12 +91,19 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
     prefilled = {kind: float(rows * per_slot)}
   routes = network.routes if parts.method.records_routes else None
   per_token = 0 if routes is None else routes.size * routes.dtype.itemsize
+  trained, adapters_only = parts.placement.state.params, parts.lora is not None
+  policy = memory.shard_bytes(
+    sharding.add_shardings(published_params(trained, network, adapters_only), mesh)
+  )
+
+  def kept(policy_bytes: float) -> dict[str, float]:
+    """Of policies whose tokens are not compared yet, where newer ones take over responses."""
+    if parts.config.fleet.new_weights == "finish" or parts.schedule.max_lag is None:
+      return {}
+    return {"policies to be compared": (parts.schedule.max_lag + 1) * policy_bytes}
+
   sampler = {}
   if parts.config.fleet.samplers:  # two copies while it restores a policy
-    trained, adapters_only = parts.placement.state.params, parts.lora is not None
-    policy = memory.shard_bytes(
-      sharding.add_shardings(published_params(trained, network, adapters_only), mesh)
-    )
     sampler = {"policy that samples": policy, "policy being restored": policy}
     if adapters_only:
       sampler["frozen base"] = memory.shard_bytes(parts.placement.frozen)
@@ -109,6 +116,7 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
       "keys and values": float(slots * per_slot),
     }
     | prefilled
+    | kept(memory.shard_bytes(sharding.add_shardings(trained, mesh)))
     | {"logits of a token": memory.sampling_bytes(network, slots)}
   )
   return {
@@ -120,7 +128,7 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
       "output head": memory.output_head_bytes(network, tokens, tensor),
     },
     "generation, estimated": in_memory | generation,
-  } | ({"a sampler, estimated": sampler | generation} if sampler else {})
+  } | ({"a sampler, estimated": sampler | generation | kept(policy)} if sampler else {})
 
 
 # --- output ---------------------------------------------------------------------------------------

@@ -117,6 +117,11 @@ def test_caches_under_new_weights_are_counted():
   rows, _ = parts.programs.engine.longest_prefill()
   assert table[kind] == table["keys and values"] * rows / parts.programs.engine.settings.slots
   assert kind not in memory.estimated_bytes(build("switch"))["generation, estimated"]
+  params = jax.tree.leaves(parts.placement.state.params)
+  of_policy = sum(x.size * x.dtype.itemsize for x in params)
+  assert table["policies to be compared"] == 5 * of_policy  # max_lag = 4
+  finish = memory.estimated_bytes(build("finish"))["generation, estimated"]
+  assert "policies to be compared" not in finish
   lowered = programs.program_lowerings(parts, programs.pack_full_length(parts))
   assert lowered.keys() == {"update", "generation", "prefill"}
 
@@ -131,6 +136,10 @@ def test_a_sampler_holds_two_policies_while_it_restores_one():
   assert policy == table["policy being restored"]
   assert 2 * sum(x.size for x in params) <= policy < 2.1 * sum(x.size for x in params)
   assert "optimizer" not in table and table["keys and values"] > 0
+  config.fleet.new_weights = "switch"
+  switching = programs.build_shapes_only(config, sharding.make_mesh())
+  table = memory.estimated_bytes(switching)["a sampler, estimated"]
+  assert table["policies to be compared"] == 5 * policy
   alone = programs.build_shapes_only(tiny.config(**fields), sharding.make_mesh())
   assert "a sampler, estimated" not in memory.estimated_bytes(alone)
 
