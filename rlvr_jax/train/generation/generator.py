@@ -267,7 +267,12 @@ class Generator:
       newer = policies.look_ahead()
       if newer is not None and self._look_up() is not None:
         return
-      yield None if newer is None else self._begin_batch(newer)
+      # One that came since the last burst takes over at the next: the burst before it would sample
+      # under an older version than the bound on lags allows.
+      if newer is None or newer.version > self._streams.decoding:
+        yield None
+      else:
+        yield self._begin_batch(newer)
 
   def _goes_on(self, policy: PolicySnapshot, policies: _Policies) -> bool:
     """Whether the next batch is to be sampled from the same policy, now."""

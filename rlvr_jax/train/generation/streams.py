@@ -63,6 +63,7 @@ class Streams:
     # With `has_versions`, by version: those that have sampled tokens of unfinished batches. Without
     # parameters once they are compared with the trainer's.
     self.policies: dict[int, PolicySnapshot] = {}
+    self.decoding = -1  # version that samples now, where weights change within responses
 
   def requests(
     self, flight: Flight, policy: PolicySnapshot, *, seed: int, draw: int, group_size: int
@@ -110,6 +111,11 @@ class Streams:
   def _use(self, policy: PolicySnapshot) -> None:
     """Keeps a policy that samples until its tokens are compared."""
     self.policies.setdefault(policy.version, policy)
+
+  def _decode_with(self, policy: PolicySnapshot) -> None:
+    """Notes a policy that samples from now on."""
+    self._use(policy)
+    self.decoding = policy.version
 
   def release(self, *, before: int, compared: int) -> None:
     """Lets policies go.
@@ -184,7 +190,7 @@ class Streams:
       return OneVersion(load(policy))
     if isinstance(new_weights, Replayed):
       return RecordedWeights(new_weights, stream.draw_of, load, self._use)
-    return NewestWeights(new_weights, policy, load, self._use)
+    return NewestWeights(new_weights, policy, load, self._decode_with)
 
   def _record(self, stream: _Stream, groups: list[Group[Flight]]) -> None:
     """Writes finished groups of the batches that have begun into the journal.
