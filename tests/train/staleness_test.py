@@ -415,6 +415,31 @@ def test_a_batch_in_the_store_ends_a_stream_of_draws(trainer):
     jax.tree.map(np.testing.assert_array_equal, arrays, same)
 
 
+def test_a_batch_waits_until_the_policy_that_lets_it_begin_decodes(trainer):
+  """A policy comes just when the next batch asks for one, after the burst asked for weights."""
+  schedule = staleness.asynchronous(max_lag=1)
+  made = trainer(schedule, build(schedule="asynchronous(max_lag=1)", fleet__new_weights="switch"))
+  generator, params = made.trainer.generator, made.now.state.params
+  made_policy = lambda version: policies.sync_weights(
+    made.trainer.parts, made.trainer.frozen.sampler, params, version
+  )
+  offered = [made_policy(0)]
+
+  def next_policy(*, wait, until):
+    if generator.number == 4:
+      return None
+    if generator.number - offered[-1].version > schedule.max_lag:
+      offered.append(made_policy(generator.number - schedule.max_lag))
+    return offered[-1]
+
+  numbers = []
+  for batch in generator.batches(next_policy, newest=lambda: offered[-1]):
+    versions = batch.graded.train.token_versions
+    assert batch.number - versions[versions >= 0].min() <= schedule.max_lag
+    numbers.append(batch.number)
+  assert numbers == [0, 1, 2, 3] and [policy.version for policy in offered] == [0, 1, 2]
+
+
 def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(trainer):
   made = trainer(staleness.on_policy())
   for _ in range(2):
