@@ -118,9 +118,9 @@ def n_eff_by_formula(
 # --- real Gram matrices ---------------------------------------------------------------------------
 
 
-def measure(workdir: pathlib.Path) -> dict[str, dict[str, float]]:
-  """Feature → what the Gram matrices of a run give, over its independent batches."""
-  found: dict[str, dict[str, list[Any]]] = {}
+def measure(workdir: pathlib.Path) -> dict[str, dict[str, list[float]]]:
+  """Feature → quantity → [mean, half of its 95 % interval] over a run's independent batches."""
+  found: dict[str, dict[str, list[float]]] = {}
   for path in sorted((workdir / GEOMETRY_FOLDER).glob("*.npz")):
     with np.load(path) as file:
       arrays = {name: np.asarray(file[name], np.float64) for name in file if "gram" in name}
@@ -151,7 +151,7 @@ def measure(workdir: pathlib.Path) -> dict[str, dict[str, float]]:
       name: [round(x, 4) for x in mean_and_half_width(values)] for name, values in rows.items()
     }
     for feature, rows in found.items()
-  }  # type: ignore[return-value]
+  }
 
 
 def tables(results: Mapping[str, Any]) -> str:

@@ -92,18 +92,14 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
   routes = network.routes if parts.method.records_routes else None
   per_token = 0 if routes is None else routes.size * routes.dtype.itemsize
   trained, adapters_only = parts.placement.state.params, parts.lora is not None
-  policy = memory.shard_bytes(
-    sharding.add_shardings(published_params(trained, network, adapters_only), mesh)
-  )
-
-  def kept(policy_bytes: float) -> dict[str, float]:
-    """Of policies whose tokens are not compared yet, where newer ones take over responses."""
-    if parts.config.fleet.new_weights == "finish" or parts.schedule.max_lag is None:
-      return {}
-    return {"policies to be compared": (parts.schedule.max_lag + 1) * policy_bytes}
-
+  is_fleet = parts.config.fleet.samplers
+  published = published_params(trained, network, adapters_only) if is_fleet else trained
+  policy = memory.shard_bytes(sharding.add_shardings(published, mesh))
+  kept = {}  # where newer policies take over responses
+  if parts.config.fleet.new_weights != "finish" and parts.schedule.max_lag is not None:
+    kept = {"policies to be compared": (parts.schedule.max_lag + 1) * policy}
   sampler = {}
-  if parts.config.fleet.samplers:  # two copies while it restores a policy
+  if is_fleet:  # two copies while it restores a policy
     sampler = {"policy that samples": policy, "policy being restored": policy}
     if adapters_only:
       sampler["frozen base"] = memory.shard_bytes(parts.placement.frozen)
@@ -116,7 +112,6 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
       "keys and values": float(slots * per_slot),
     }
     | prefilled
-    | kept(memory.shard_bytes(sharding.add_shardings(trained, mesh)))
     | {"logits of a token": memory.sampling_bytes(network, slots)}
   )
   return {
@@ -127,8 +122,8 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
       "activations": memory.activation_bytes(network, tokens, tensor),
       "output head": memory.output_head_bytes(network, tokens, tensor),
     },
-    "generation, estimated": in_memory | generation,
-  } | ({"a sampler, estimated": sampler | generation | kept(policy)} if sampler else {})
+    "generation, estimated": in_memory | generation | ({} if is_fleet else kept),
+  } | ({"a sampler, estimated": sampler | generation | kept} if is_fleet else {})
 
 
 # --- output ---------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """A fleet: a trainer and samplers that meet in its workdir, launched together.
 
 A sampler is a run of its own, with a name, flags and machines. What starts, watches and ends a run
-does so for samplers too. How many samplers of a run there are to be is in a file of its folder,
-which `scale` changes.
+does so for samplers too. What `scale` needs to know of a run is noted in the run's folder.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 from rlvr_jax.launch.run import Run, parse_flags
 from rlvr_jax.launch.shell import LaunchError
 from rlvr_jax.launch.slices import find_slice
+from rlvr_jax.launch.supervise import replace_text
 
 # Fields that a sampler may have otherwise than the trainer: those of `train.fleet.roles`, which a
 # test compares.
@@ -40,7 +40,7 @@ def add_slice_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sampler_name(run: Run, number: int | str) -> str:
-  """The name of a sampler of a run; `number`: from 0, or a placeholder for it."""
+  """The name of a sampler of a run; `number`: from 0, or what stands for any."""
   return f"{run.name}-sampler-{number}"
 
 
@@ -64,20 +64,20 @@ def chosen(run: Run, number: int) -> Run:
   return run._replace(name=sampler_name(run, number))
 
 
-def write_wanted(run: Run, samplers: int) -> None:
-  """Notes on this machine how many samplers of a run there are to be."""
+def write_note(run: Run, name: str, text: str) -> None:
+  """Notes on this machine what `scale` needs to know of a run."""
   run.folder.mkdir(parents=True, exist_ok=True)
-  (run.folder / "samplers").write_text(f"{samplers}\n")
+  replace_text(run.folder / name, text)
 
 
-def read_wanted(run: Run) -> int:
-  """How many samplers there are to be.
+def read_note(run: Run, name: str) -> str:
+  """What `write_note` has noted under this name.
 
   Raises:
     LaunchError: this machine has not started the run with samplers.
   """
   try:
-    return int((run.folder / "samplers").read_text())
+    return (run.folder / name).read_text()
   except FileNotFoundError:
     raise LaunchError(
       f"{run.name} was not started with --samplers on this machine: give this command where it was"

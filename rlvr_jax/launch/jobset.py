@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pathlib
 
 from rlvr_jax.launch import fleet, image, kubernetes
 from rlvr_jax.launch.run import SHARED, Run, check_shared
@@ -75,7 +74,8 @@ _LABELS = """
   labels:
     {label}: {run}"""
 _LABEL = "rlvr-jax/samplers-of"  # of the JobSets of samplers
-_NUMBER = "@NUMBER@"  # placeholder for a sampler's number
+_TEMPLATE = "sampler.yaml"  # note of a sampler's manifest, in which this stands for its number:
+_NUMBER = "@NUMBER@"
 _SPOT = '\n              cloud.google.com/gke-spot: "true"'
 
 
@@ -121,8 +121,7 @@ def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
     own = fleet.with_slice_of_sampler(args)
     sampler = manifest(fleet.sampler_of(run, _NUMBER, own), own, trainer=run.name)
     if not shell.dry_run:
-      run.folder.mkdir(parents=True, exist_ok=True)
-      _template(run).write_text(sampler)
+      fleet.write_note(run, _TEMPLATE, sampler)
     _set_samplers(run, sampler, args.samplers, shell)
   kubernetes.watch(run, args, shell)
   if args.samplers is not None:
@@ -144,11 +143,7 @@ def logs(run: Run, args: argparse.Namespace, shell: Shell) -> None:
 
 def scale(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   """Applies the JobSets of further samplers, or deletes the last ones."""
-  if not _template(run).exists():
-    raise LaunchError(
-      f"{run.name} was not started with --samplers on this machine: give this command where it was"
-    )
-  _set_samplers(run, _template(run).read_text(), args.samplers, shell)
+  _set_samplers(run, fleet.read_note(run, _TEMPLATE), args.samplers, shell)
   say(f"{run.name}: {args.samplers} samplers")
 
 
@@ -161,11 +156,6 @@ def stop(run: Run, args: argparse.Namespace, shell: Shell) -> None:
 
 def _apply(text: str, shell: Shell) -> None:
   shell.run(["kubectl", "apply", "--filename=-"], text=text)
-
-
-def _template(run: Run) -> pathlib.Path:
-  """The manifest of a sampler, in which `_NUMBER` stands for its number."""
-  return run.folder / "sampler.yaml"
 
 
 def _set_samplers(run: Run, template: str, wanted: int, shell: Shell) -> None:

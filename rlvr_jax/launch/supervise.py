@@ -68,17 +68,18 @@ def read_run(folder: pathlib.Path) -> dict[str, Any]:
 
 def write_run(folder: pathlib.Path, run: Mapping[str, Any]) -> None:
   """Replaces FOLDER/run.json."""
-  _replace(folder / "run.json", json.dumps(run, indent=2))
+  replace_text(folder / "run.json", json.dumps(run, indent=2))
 
 
 def _write_state(folder: pathlib.Path, state: Mapping[str, Any]) -> None:
   """Replaces FOLDER/state.json if it has changed; its `pid` is this process."""
   path, text = folder / "state.json", json.dumps({"pid": os.getpid(), **state})
   if not path.exists() or path.read_text() != text:
-    _replace(path, text)
+    replace_text(path, text)
 
 
-def _replace(path: pathlib.Path, text: str) -> None:
+def replace_text(path: pathlib.Path, text: str) -> None:
+  """Replaces a file at once: a reader finds the old text or the new one."""
   temporary = path.with_name(f"{path.name}.tmp")
   temporary.write_text(text)
   temporary.replace(path)

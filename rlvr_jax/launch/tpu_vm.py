@@ -21,6 +21,7 @@ from rlvr_jax.launch.shell import CommandError, LaunchError, Shell, say
 from rlvr_jax.launch.slices import find_slice
 
 ON_HOSTS = True
+_WANTED = "samplers"  # note of how many there are to be
 _LOST = ("SUSPENDED", "FAILED")  # a preempted queued resource is suspended
 
 
@@ -63,8 +64,8 @@ def describe_command(run: Run, args: argparse.Namespace) -> list[str]:
 def samplers_command(run: Run, args: argparse.Namespace) -> list[str]:
   """The command that prints the names of the queued resources of a run's samplers."""
   command = ["gcloud", "compute", "tpus", "queued-resources", "list", *_location_flags(args)]
-  pattern = fleet.sampler_name(run, 0).removesuffix("0")
-  return [*command, f"--filter=name~/{pattern}[0-9]+$", "--format=value(name.basename())"]
+  pattern = fleet.sampler_name(run, "[0-9]+")
+  return [*command, f"--filter=name~/{pattern}$", "--format=value(name.basename())"]
 
 
 def delete_command(run: Run, args: argparse.Namespace) -> list[str]:
@@ -122,7 +123,7 @@ def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   watch = _Watch(run, args, shell)
   samplers = None
   if args.samplers is not None:
-    fleet.write_wanted(run, args.samplers)
+    fleet.write_note(run, _WANTED, str(args.samplers))
     samplers = _Samplers(run, args, shell)
   try:
     while not watch.step():
@@ -160,9 +161,9 @@ def logs(run: Run, args: argparse.Namespace, shell: Shell) -> None:
 def scale(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   """Lets the program that supervises the run have as many samplers, from its next poll on."""
   if shell.dry_run:
-    return say(f"{run.folder / 'samplers'}: {args.samplers}")
-  fleet.read_wanted(run)
-  fleet.write_wanted(run, args.samplers)
+    return say(f"{run.folder / _WANTED}: {args.samplers}")
+  fleet.read_note(run, _WANTED)
+  fleet.write_note(run, _WANTED, str(args.samplers))
   return say(f"{run.name}: {args.samplers} samplers, as soon as start has polled")
 
 
@@ -219,7 +220,7 @@ class _Samplers:
 
   def step(self) -> None:
     """Removes samplers beyond those wanted, and takes the next step of the others, all at once."""
-    wanted = range(fleet.read_wanted(self.run))
+    wanted = range(int(fleet.read_note(self.run, _WANTED)))
     try:  # from an earlier start, too; each gives its leases back
       removed = [n for n in self.with_machines() if n not in wanted]
     except CommandError as error:  # this machine is offline

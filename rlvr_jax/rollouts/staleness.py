@@ -77,8 +77,8 @@ class RecordedRun:
         one = Drawn(**fields)
         self._draws[one.draw] = number, one
         if one.token_versions is not None:
-          dropped = {*np.unique(decode_versions(one.token_versions)).tolist()} - {-1}
-          self.versions[number] = sorted({*self.versions[number], *dropped})
+          of_draw = _versions_in(one.token_versions) - {-1}
+          self.versions[number] = sorted({*self.versions[number], *of_draw})
     for number, info in enumerate(self._infos):
       lacks = "was removed" if info.get("removed") else ""
       lacks = lacks or ("" if info.get("drawn") else "does not say how it was drawn")
@@ -133,6 +133,13 @@ def _runs(values: np.ndarray) -> list[int]:
   values = values[: np.flatnonzero(values != -1).max(initial=-1) + 1]
   starts = np.flatnonzero(np.diff(values, prepend=-2))
   return np.stack([values[starts], np.diff(starts, append=len(values))], axis=-1).ravel().tolist()
+
+
+def _versions_in(encoded: Sequence[Any]) -> set[int]:
+  """The versions that `encode_versions` has encoded, −1 included."""
+  if isinstance(encoded[0], int):
+    return set(encoded)
+  return {version for group in encoded for runs in group for version in runs[::2]}
 
 
 def decode_versions(encoded: Sequence[Any]) -> np.ndarray:

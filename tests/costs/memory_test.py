@@ -140,6 +140,8 @@ def test_a_sampler_holds_two_policies_while_it_restores_one():
   switching = programs.build_shapes_only(config, sharding.make_mesh())
   table = memory.estimated_bytes(switching)["a sampler, estimated"]
   assert table["policies to be compared"] == 5 * policy
+  of_trainer = memory.estimated_bytes(switching)["generation, estimated"]  # which compares nothing
+  assert "policies to be compared" not in of_trainer
   alone = programs.build_shapes_only(tiny.config(**fields), sharding.make_mesh())
   assert "a sampler, estimated" not in memory.estimated_bytes(alone)
 
