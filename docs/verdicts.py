@@ -14,7 +14,6 @@ from experiments.mu_grpo.testbed_tables import TIGHT as _TIGHT
 from experiments.mu_grpo.testbed_tables import price_curves, value_after_first_stage
 from experiments.testbed import report
 from experiments.testbed.arms import GRPO
-from experiments.testbed.claims import late_mean
 from rlvr_jax.evaluate.compare import final_value, rise
 
 _SALT = results("salt_geometry")
@@ -84,7 +83,6 @@ def _of_far(name: str) -> OfRun:
   return lambda run: run["measured"][name]
 
 
-_LATE_FAR = late_mean(3)
 _FAR_RUNS = "quickstart, 8 seeds, 160 updates"
 _PR = _average("geometry/participation_ratio")
 _N_EFF = _average("geometry/effective_rollouts")
@@ -370,7 +368,7 @@ _OF_P3O = {
       ),
       *(_each("P3O", less=label) for label in (GRPO, "GRPO, ε = 0.6")),
       mean(_FAR["GRPO, ε = 0.2"], _of_far("ESS")),
-      *(paired(_FAR, "P3O", f"GRPO, ε = {epsilon}", _LATE_FAR) for epsilon in (0.2, 0.4, 0.6)),
+      *(paired(_FAR, "P3O", f"GRPO, ε = {epsilon}", _LATE) for epsilon in (0.2, 0.4, 0.6)),
     ),
     f"{_MISMATCH}; {_TWO_SEEDS}; {_FAR_RUNS}",
     _P3O_LINK,
@@ -461,11 +459,8 @@ _OF_P3O = {
       _each("GRPO, lag 8", report.training_mean("behavior/ess")),
       *(_each("P3O, lag 8", f, "GRPO, lag 8") for f in (_LATE, report.late_mean("eval/pass@16"))),
       *(_each(f"{method}, lag 8", less=method) for method in (GRPO, "P3O")),
-      paired(_FAR, "P3O", "GRPO, ε = 0.2", _LATE_FAR),
-      *(
-        paired(_FAR, method, f"{method}, on-policy", _LATE_FAR)
-        for method in ("P3O", "GRPO, ε = 0.2")
-      ),
+      paired(_FAR, "P3O", "GRPO, ε = 0.2", _LATE),
+      *(paired(_FAR, method, f"{method}, on-policy", _LATE) for method in ("P3O", "GRPO, ε = 0.2")),
     ),
     f"{_MISMATCH}, ε = 0.2; {_TWO_SEEDS}; {_FAR_RUNS}",
     _P3O_LINK,
@@ -635,7 +630,7 @@ _OF_MU = {
         for f in (value_after_first_stage, report.peak_value(), final_value, _start)
       ),
       mean(_FAR["relaxed"], _start),
-      *(mean(_FAR[label], _LATE_FAR) for label in ("relaxed", "GRPO, ε = 0.2")),
+      *(mean(_FAR[label], _LATE) for label in ("relaxed", "GRPO, ε = 0.2")),
     ),
     f"{_STEPWISE}; {_STEPS_RUNS}, 2 of the relaxed interval",
     _MU_LINK,
@@ -669,7 +664,7 @@ _OF_MU = {
         for f in (value_after_first_stage, final_value)
       ),
       *(
-        paired(_FAR, "relaxed, suffix vetoed", label, _LATE_FAR)
+        paired(_FAR, "relaxed, suffix vetoed", label, _LATE)
         for label in ("relaxed", "relaxed, trigger vetoed")
       ),
     ),

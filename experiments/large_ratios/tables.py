@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from experiments.large_ratios.sweep import (
   CLIPS,
@@ -21,15 +20,13 @@ from experiments.large_ratios.sweep import (
   TRIGGER,
   grpo,
 )
-from experiments.testbed import report
-from experiments.testbed.claims import Claim, claim_table, late_mean
-from experiments.testbed.report import Result
+from experiments.testbed.claims import Claim, arm_table, claim_table, write_page
+from experiments.testbed.report import Result, late_mean
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.compare import METRIC, result_curve
-from rlvr_jax.evaluate.run_files import read_metrics
 
 HOME = pathlib.Path(__file__).parent
-LATE = late_mean(3)
+LATE = late_mean()
 MEASURED = {  # heading → (metric, what of its values over the updates)
   "ESS": ("behavior/ess", statistics.mean),
   "KL(β‖π)": ("behavior/kl_k3", statistics.mean),
@@ -54,34 +51,6 @@ PANELS = {  # title → arms
 }
 
 
-def measure(workdir: str) -> dict[str, Any]:
-  """Measures a finished run: each of `MEASURED` over its updates, where the run has it."""
-  train = [r for r in read_metrics(workdir) if r["phase"] == "train"]
-  values = {metric: [r[metric] for r in train if metric in r] for metric, _ in MEASURED.values()}
-  return {
-    "measured": {
-      name: float(f"{of(values[metric]):.6g}")
-      for name, (metric, of) in MEASURED.items()
-      if values[metric]
-    }
-  }
-
-
-def arm_table(results: Sequence[Result], labels: Sequence[str]) -> str:
-  """A row for each arm: pass@1 and what was measured, as means over seeds."""
-
-  def value(name: str) -> Callable[[Result], float | None]:
-    return lambda result: result["measured"].get(name)
-
-  columns: Mapping[str, Callable[[Result], float | None]] = {
-    "pass@1 at the start": lambda r: r["evaluations"][METRIC][0],
-    "late pass@1": LATE,
-    "highest pass@1": report.peak_value(),
-    **{name: value(name) for name in MEASURED},
-  }
-  return report.table(results, labels, columns)
-
-
 def draw(results: Sequence[Result]) -> None:
   """Saves a figure of held-out pass@1, with a panel for each question."""
   runs = compare.group_by_label(results)
@@ -94,20 +63,10 @@ def draw(results: Sequence[Result]) -> None:
 
 
 def tables(results: Sequence[Result]) -> str:
-  """All tables as Markdown; that of claims once every arm has run."""
-  found = {result["label"] for result in results}
-  parts = [arm_table(results, list(PILOT))]
-  if found >= RUNS.keys():
-    parts += [claim_table(CLAIMS, results, LATE), arm_table(results, list(RUNS))]
-  return "\n\n".join(parts)
+  """All tables as Markdown."""
+  pilot, compared = (arm_table(results, list(arms), MEASURED, LATE) for arms in (PILOT, RUNS))
+  return "\n\n".join([pilot, claim_table(CLAIMS, results, LATE), compared])
 
 
 if __name__ == "__main__":
-  labels = [*PILOT, *RUNS]
-  results, are_new = report.load_results(HOME / "results.json", measure, labels)
-  if are_new and {result["label"] for result in results} >= RUNS.keys():
-    draw(results)
-  text = tables(results) + "\n\n" + compare.provenance(results).replace("\n", "; ")
-  page = HOME / "README.md"
-  page.write_text(report.insert_text(page.read_text(encoding="utf-8"), text), encoding="utf-8")
-  print(text)
+  write_page(HOME, [*PILOT, *RUNS], MEASURED, tables, draw)

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from experiments.mixtures.sweep import LAGS, METHODS, ROUTINGS, RUNS, label
-from experiments.testbed import report
-from experiments.testbed.claims import Claim, claim_table, late_mean
-from experiments.testbed.report import Result
+from experiments.testbed.claims import Claim, arm_table, claim_table, write_page
+from experiments.testbed.report import Result, late_mean
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.compare import METRIC, result_curve
-from rlvr_jax.evaluate.run_files import read_metrics
 
 HOME = pathlib.Path(__file__).parent
-LATE = late_mean(2)
+LATE = late_mean(last=2)
 MEASURED = {  # heading → (metric, what of its values over the updates)
   "choices changed": ("routing/changed", statistics.mean),
   "tokens with a change": ("routing/changed_tokens", statistics.mean),
@@ -39,32 +36,6 @@ CLAIMS = (
 )
 
 
-def measure(workdir: str) -> dict[str, Any]:
-  """Measures a finished run: each of `MEASURED` over its updates."""
-  train = [r for r in read_metrics(workdir) if r["phase"] == "train"]
-  values = {metric: [r[metric] for r in train if metric in r] for metric, _ in MEASURED.values()}
-  return {
-    "measured": {
-      name: float(f"{of(values[metric]):.6g}") for name, (metric, of) in MEASURED.items()
-    }
-  }
-
-
-def arm_table(results: Sequence[Result]) -> str:
-  """A row for each arm: pass@1 and what was measured, as means over seeds."""
-
-  def value(name: str) -> Callable[[Result], float]:
-    return lambda result: result["measured"][name]
-
-  columns: Mapping[str, Callable[[Result], float | None]] = {
-    "pass@1 at the start": lambda r: r["evaluations"][METRIC][0],
-    "late pass@1": LATE,
-    "highest pass@1": report.peak_value(),
-    **{name: value(name) for name in MEASURED},
-  }
-  return report.table(results, list(RUNS), columns)
-
-
 def draw(results: Sequence[Result]) -> None:
   """Saves a figure of held-out pass@1, with a panel for each lag and routing."""
   runs = compare.group_by_label(results)
@@ -82,14 +53,9 @@ def draw(results: Sequence[Result]) -> None:
 
 def tables(results: Sequence[Result]) -> str:
   """All tables as Markdown."""
-  return "\n\n".join([claim_table(CLAIMS, results, LATE), arm_table(results)])
+  arms = arm_table(results, list(RUNS), MEASURED, LATE)
+  return "\n\n".join([claim_table(CLAIMS, results, LATE), arms])
 
 
 if __name__ == "__main__":
-  results, are_new = report.load_results(HOME / "results.json", measure, list(RUNS))
-  if are_new:
-    draw(results)
-  text = tables(results) + "\n\n" + compare.provenance(results).replace("\n", "; ")
-  page = HOME / "README.md"
-  page.write_text(report.insert_text(page.read_text(encoding="utf-8"), text), encoding="utf-8")
-  print(text)
+  write_page(HOME, list(RUNS), MEASURED, tables, draw)

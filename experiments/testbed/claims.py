@@ -1,16 +1,21 @@
-"""Verdicts of claims that were written down before their runs: a comparison and a margin each."""
+"""Experiments whose claims were written down before their runs: a comparison and a margin each."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from experiments.testbed.report import Result
+from experiments.testbed import report
+from experiments.testbed.report import Result, RunValue
 from rlvr_jax.evaluate import compare
 from rlvr_jax.evaluate.compare import METRIC, markdown_table
+from rlvr_jax.evaluate.run_files import read_metrics
 
 MATTERS = 0.03  # of pass@1
+
+# Heading of a column → (metric, what of its values over the updates of a run).
+Measured = Mapping[str, tuple[str, Callable[[Sequence[float]], float]]]
 
 
 class Claim(NamedTuple):
@@ -26,11 +31,6 @@ class Claim(NamedTuple):
   arm: str
   control: str
   claimed: str
-
-
-def late_mean(count: int) -> Callable[[Result], float]:
-  """The mean of the last `count` evaluations of pass@1."""
-  return lambda result: statistics.mean(result["evaluations"][METRIC][-count:])
 
 
 def verdict(claimed: str, low: float, high: float, matters: float = MATTERS) -> str:
@@ -64,9 +64,7 @@ def _sign(claimed: str, low: float, high: float) -> str:
   return "undecided"
 
 
-def claim_table(
-  claims: Sequence[Claim], results: Sequence[Result], value: Callable[[Result], float]
-) -> str:
+def claim_table(claims: Sequence[Claim], results: Sequence[Result], value: RunValue) -> str:
   """The differences that claims are about, paired by seed, with their verdicts."""
   said = {"more": "more", "equal": f"within ±{MATTERS}", "not less": f"above −{MATTERS}"}
   rows = {}
@@ -84,3 +82,64 @@ def claim_table(
     ]
   headings = ["arm", "less", "difference", "95 %, t", "seeds", "claimed", "verdict"]
   return markdown_table(headings, rows, "claim")
+
+
+def arm_table(
+  results: Sequence[Result],
+  labels: Sequence[str],
+  measured: Measured,
+  value: RunValue,
+) -> str:
+  """A row for each arm: pass@1 and what was measured, as means over seeds.
+
+  Args:
+    results: with the field `measured`, which `write_page` adds.
+    labels: of the arms, in order.
+    measured: its columns.
+    value: the late pass@1 of a result.
+  """
+
+  def column(name: str) -> Callable[[Result], float | None]:
+    return lambda result: result["measured"].get(name)
+
+  columns: Mapping[str, Callable[[Result], float | None]] = {
+    "pass@1 at the start": lambda result: result["evaluations"][METRIC][0],
+    "late pass@1": value,
+    "highest pass@1": report.peak_value(),
+    **{name: column(name) for name in measured},
+  }
+  return report.table(results, labels, columns)
+
+
+def write_page(
+  home: pathlib.Path,
+  labels: Sequence[str],
+  measured: Measured,
+  tables: Callable[[Sequence[Result]], str],
+  draw: Callable[[Sequence[Result]], None],
+) -> None:
+  """Writes and prints the tables of an experiment's README.md; see `report.load_results` for flags.
+
+  Args:
+    home: folder of the experiment.
+    labels: of all its arms.
+    measured: of each run, for results.json, where the run has the metric.
+    tables: results → Markdown.
+    draw: saves the figure of new results.
+  """
+
+  def measure(workdir: str) -> dict[str, Any]:
+    train = [r for r in read_metrics(workdir) if r["phase"] == "train"]
+    found = {}
+    for name, (metric, of) in measured.items():
+      if values := [r[metric] for r in train if metric in r]:
+        found[name] = float(f"{of(values):.6g}")
+    return {"measured": found}
+
+  results, are_new = report.load_results(home / "results.json", measure, labels)
+  if are_new:
+    draw(results)
+  text = tables(results) + "\n\n" + compare.provenance(results).replace("\n", "; ")
+  page = home / "README.md"
+  page.write_text(report.insert_text(page.read_text(encoding="utf-8"), text), encoding="utf-8")
+  print(text)

@@ -163,9 +163,9 @@ def sign_agreement(
 # --- values of a run ------------------------------------------------------------------------------
 
 
-def late_mean(metric: str = compare.METRIC) -> RunValue:
-  """Mean of the last `LATE` evaluations."""
-  return lambda result: float(np.mean(result["evaluations"][metric][-LATE:]))
+def late_mean(metric: str = compare.METRIC, last: int = LATE) -> RunValue:
+  """Mean of the last evaluations, `LATE` of them on the testbed."""
+  return lambda result: float(np.mean(result["evaluations"][metric][-last:]))
 
 
 def peak_value(metric: str = compare.METRIC) -> RunValue:
