@@ -37,6 +37,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from experiments.benchmarks.page_cache import drop_from_cache
 from experiments.benchmarks.tables import Row, hardware, table
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params
@@ -132,13 +133,6 @@ def measure_load(directory: str) -> Row:
     "largest tensor GB": max(sizes) / 1e9,
     "in largest tensors": beyond / max(sizes),
   }
-
-
-def drop_from_cache(directory: pathlib.Path) -> None:
-  """Drops written files from the page cache, so that the next read is from the disk."""
-  for path in directory.iterdir():
-    with open(path, "rb") as file:
-      os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(config: TransformerConfig, shard_mib: int, scratch: pathlib.Path) -> list[Row]:

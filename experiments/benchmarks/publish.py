@@ -33,6 +33,7 @@ keep_freed_memory()
 import jax
 import numpy as np
 
+from experiments.benchmarks.page_cache import drop_from_cache
 from experiments.benchmarks.tables import Row, hardware, write_results
 from rlvr_jax.configs import quickstart
 from rlvr_jax.train.checkpointing.checkpoint_files import parameter_checksums
@@ -78,15 +79,6 @@ def read_from_disk(folder: pathlib.Path, arrays: list[np.ndarray]) -> float:
   with ThreadPoolExecutor(_THREADS) as pool:
     list(pool.map(read, range(len(arrays))))
   return time.perf_counter() - began
-
-
-def drop_from_cache(folder: pathlib.Path) -> None:
-  """Drops written files from the page cache, so that the next read is from the disk."""
-  os.sync()
-  for path in folder.rglob("*"):
-    if path.is_file():
-      with open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(rounds: int, layers: int, scratch: pathlib.Path) -> list[Row]:

@@ -9,12 +9,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from rlvr_jax.colab import staleness
+from rlvr_jax.colab import runs, staleness
 from rlvr_jax.colab import toy as toys
 from rlvr_jax.colab.toy import Recipe
 from rlvr_jax.losses import ppo_clip
 from rlvr_jax.rollouts import staleness as schedules
 from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.train.setup.build import build
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,12 @@ def test_ages_reach_from_sampling_to_the_end_of_the_stage():
   assert stages.ages == [0, 1, 2, 3] and stages._replace(length=32).ages[-1] == 31
   with pytest.raises(ValueError, match="age"):
     staleness.draw_scopes(stages, age=4)
+
+
+def test_the_fleet_of_the_notebook_is_one():
+  parts = build(runs.fleet_config())
+  assert parts.config.fleet.samplers and parts.schedule.real_time
+  assert parts.config.fleet.new_weights == "switch"
 
 
 def test_who_sampled_what(tmp_path):
