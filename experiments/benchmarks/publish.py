@@ -110,6 +110,7 @@ def measure(rounds: int, layers: int, scratch: pathlib.Path) -> list[Row]:
       if number:  # the first round compiles
         rows.append(
           {
+            "round": number,
             "GB": restoring.bytes / 1e9,
             "sums, s": sums,
             "trainer waits, s": waited,
@@ -129,12 +130,12 @@ def main(argv: list[str]) -> None:
   del argv
   with tempfile.TemporaryDirectory(dir=_SCRATCH.value) as scratch:
     rows = measure(_ROUNDS.value, _LAYERS.value, pathlib.Path(scratch))
-  median = {name: float(np.median([row[name] for row in rows])) for name in rows[0]}
+  medians = {name: float(np.median([row[name] for row in rows])) for name in rows[0]}
+  rows.append({**medians, "round": "median"})
   command = " ".join(["python experiments/benchmarks/publish.py", *sys.argv[1:]])
   path = pathlib.Path(_FOLDER.value) / f"publish_{jax.default_backend()}"
   conditions = {"hardware": hardware(), "jax": jax.__version__, "command": command}
   print(write_results(path, "Policies of a fleet, published and restored", rows, conditions))
-  print(f"medians: {', '.join(f'{name} {value:.2f}' for name, value in median.items())}")
 
 
 if __name__ == "__main__":
