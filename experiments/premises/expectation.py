@@ -1,9 +1,9 @@
 """What n_eff, PR and α are in expectation: the formulae of EXPECTATION.md, simulated and measured.
 
-  python -m experiments.premises.expectation --on_policy=WORKDIR --hotter=WORKDIR
+  python -m experiments.premises.expectation --on_policy=WORKDIR --hotter=WORKDIR --lagging=WORKDIR
 
-from the repository root. The workdirs are of the two runs on that page, whose policy does not move,
-so that their measurements are independent draws. Without them the simulation alone is done again.
+from the repository root. The workdirs are of the runs on that page. The policy of the first two
+does not move, so that their measurements are independent draws. Without a workdir its figures stay.
 Writes results/expectation.json and the tables of EXPECTATION.md.
 """
 
@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from experiments.premises import lagging_grams, tiny_policies
+from experiments.premises.tiny_policies import Outcomes, expected_energies, moments
 from experiments.testbed import report
 from rlvr_jax.evaluate.compare import markdown_table
 from rlvr_jax.evaluate.paired import mean_and_half_width
@@ -26,22 +28,6 @@ from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results" / "expectation.json"
 PAGE = HERE / "EXPECTATION.md"
-
-
-def expected_excess(gradients: np.ndarray, group_size: int, *, centred: bool) -> float:
-  """E ‖Σ A g‖² − E Σ A²‖g‖² over P groups of on-policy rollouts, by EXPECTATION.md.
-
-  Args:
-    gradients: f[P, D], μ_x = E[r g] of each prompt.
-    group_size: G.
-    centred: A = r − r̄ over the group; False: A = r.
-  """
-  G = group_size
-  one = float((gradients**2).sum())
-  whole = float((gradients.sum(0) ** 2).sum())
-  if not centred:
-    return G**2 * whole - G * one
-  return (G - 1) ** 2 * whole - (G - 1) * (G - 2) / G * one
 
 
 def sums(coefficients: np.ndarray, gram: np.ndarray) -> tuple[float, float]:
@@ -100,19 +86,19 @@ def simulate(
 def n_eff_by_formula(
   p: np.ndarray, scores: np.ndarray, rewards: np.ndarray, group_size: int, tokens: int
 ) -> float:
-  """n_eff of the means with centred advantages and `score`: 1 + excess / denominator."""
-  G = group_size
-  gradients = np.einsum("pv,pv,pvd->pd", p, rewards, scores)
-  norms = (scores**2).sum(-1)
-  mean = (p * norms).sum(-1)
-  norms = norms + (tokens - 1) * mean[:, None]  # tokens are uncorrelated, given the first one
-  rate, square = (p * rewards).sum(-1), (p * rewards**2).sum(-1)
-  own, cross = (p * rewards**2 * norms).sum(-1), (p * rewards * norms).sum(-1)
-  # E[(r_1 − r̄)² ‖g_1‖²], with r_1 − r̄ = (1 − 1/G) r_1 − (1/G) Σ_{j ≠ 1} r_j.
-  others = (G - 1) * square + (G - 1) * (G - 2) * rate**2
-  weighted = (1 - 1 / G) ** 2 * own - 2 * (1 - 1 / G) * (G - 1) / G * rate * cross
-  weighted += others / G**2 * tokens * mean
-  return 1 + expected_excess(gradients, G, centred=True) / (G * weighted.sum())
+  """n_eff of the means with centred advantages and `score`, by EXPECTATION.md."""
+  found = []
+  for outcomes in map(Outcomes, p, scores, rewards):
+    one, squares = moments(outcomes), float(outcomes.probs @ outcomes.rewards**2)
+    more = (tokens - 1) * one.energy  # further tokens: uncorrelated, with nothing of the reward
+    found.append(
+      one._replace(
+        energy=one.energy + more,
+        centered_energy=one.centered_energy + more * one.variance,
+        raw_energy=one.raw_energy + more * squares,
+      )
+    )
+  return expected_energies(found, group_size).n_eff
 
 
 # --- real Gram matrices ---------------------------------------------------------------------------
@@ -188,12 +174,23 @@ def tables(results: Mapping[str, Any]) -> str:
   }
   if columns:
     parts.append(markdown_table([f"{run}, `{feature}`" for run, feature in columns], rows, "mean"))
-  return "\n\n".join(parts)
+  if "lagging" in results:
+    parts.append(lagging_grams.tables(results["lagging"]))
+  return "\n\n".join([*parts, tiny_policies.tables(results["tiny"], results["search"])])
+
+
+def rounded(value: Any) -> Any:
+  """The value with six digits in every number."""
+  if isinstance(value, dict):
+    return {key: rounded(x) for key, x in value.items()}
+  if isinstance(value, list):
+    return [rounded(x) for x in value]
+  return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def main(argv: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__)
-  for run in ("on_policy", "hotter"):
+  for run in ("on_policy", "hotter", "lagging"):
     parser.add_argument(f"--{run}", type=pathlib.Path, help="workdir of this run")
   given = {name: path for name, path in vars(parser.parse_args(argv)).items() if path}
   results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"measured": {}}
@@ -201,6 +198,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     {"group_size": G, "prompts": P, "tokens": T, **simulate(G, P, T, draws=4000)}
     for G, P, T in ((8, 1, 1), (64, 1, 1), (8, 16, 1), (8, 1, 40), (64, 1, 40), (8, 16, 40))
   ]
+  results |= rounded({"tiny": tiny_policies.measure(), "search": tiny_policies.search()})
+  if lagging := given.pop("lagging", None):
+    results["lagging"] = rounded(lagging_grams.measure_run(lagging))
   results["measured"] |= {name.replace("_", "-"): measure(path) for name, path in given.items()}
   RESULTS.write_text(json.dumps(results, indent=1) + "\n")
   text = tables(results)

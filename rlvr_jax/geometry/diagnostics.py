@@ -131,11 +131,12 @@ def cosine_gram(gram: Array) -> Array:
 def redundancy(gram: Array, num_prompts: int) -> Redundancy:
   """Mean pairwise cosine of gradients within a prompt, and between the prompts' mean gradients.
 
-  Within a prompt, independent rollouts give 0, and at 1 G rollouts carry the information of one.
-  The mean of max(cosine, 0) counts agreement only (**open**: our reading of mean positive cosine);
-  if it is well above the mean, prompts have opposed rollouts, for example successes and failures.
-  Between prompts, values near 1 mean that all prompts push in one direction (a format, a length),
-  values below 0 that they oppose each other.
+  At 1 the G rollouts of a prompt carry the information of one. Independent rollouts have a mean
+  inner product of 0 on-policy, but not a mean cosine of 0: two answers of probabilities p and q
+  give (p − q)². The mean of max(cosine, 0) counts agreement only (**open**: our reading of mean
+  positive cosine); if it is well above the mean, prompts have opposed rollouts, for example
+  successes and failures. Between prompts, values near 1 mean that all prompts push in one direction
+  (a format, a length), values below 0 that they oppose each other.
 
   Args:
     gram: f32[B, B].

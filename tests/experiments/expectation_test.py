@@ -6,7 +6,12 @@ import json
 import numpy as np
 import pytest
 
-from experiments.premises import expectation
+from experiments.premises import expectation, lagging_grams
+from experiments.premises import tiny_policies as tiny
+from experiments.testbed.arms import GRPO
+from rlvr_jax.evaluate import compare
+
+TESTBED = expectation.HERE.parent / "salt_geometry" / "testbed.json"
 
 
 def enumerated(policy, group_size, centred):
@@ -24,24 +29,198 @@ def enumerated(policy, group_size, centred):
 
 
 @pytest.mark.parametrize(("prompts", "group_size"), [(1, 2), (1, 4), (2, 3)])
-@pytest.mark.parametrize("centred", [True, False])
-def test_the_formulae_are_the_expectations(prompts, group_size, centred):
+def test_the_formula_of_the_simulation_is_the_expectation(prompts, group_size):
   policy = expectation.softmax_policy(3, prompts, seed=3)
-  p, scores, rewards = policy
-  numerator, denominator = enumerated(policy, group_size, centred)
-  gradients = np.einsum("pv,pv,pvd->pd", p, rewards, scores)
-  excess = expectation.expected_excess(gradients, group_size, centred=centred)
-  assert numerator - denominator == pytest.approx(excess, rel=1e-9, abs=1e-12)
-  assert excess > 0 or prompts > 1
-  if centred:
-    found = expectation.n_eff_by_formula(*policy, group_size, tokens=1)
-    assert found == pytest.approx(numerator / denominator, rel=1e-9)
+  numerator, denominator = enumerated(policy, group_size, centred=True)
+  found = expectation.n_eff_by_formula(*policy, group_size, tokens=1)
+  assert found == pytest.approx(numerator / denominator, rel=1e-9)
 
 
-def test_prompts_that_oppose_one_another_are_below_one():
-  opposed = np.array([[1.0, 0.0], [-1.0, 0.0]])
-  assert expectation.expected_excess(opposed, 4, centred=True) == pytest.approx(-(3 * 2 / 4) * 2)
-  assert expectation.expected_excess(opposed[:1], 4, centred=True) > 0
+# --- tiny policies --------------------------------------------------------------------------------
+
+RIGHT = np.array([0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0])  # rewards of tiny.RESPONSES
+
+
+def policies(count, seed=0):
+  rng = np.random.default_rng(seed)
+  return [tiny.random_policy(rng, scale=rng.uniform(0.3, 2)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("estimator", [tiny.CENTERED, tiny.UNCENTERED])
+@pytest.mark.parametrize("condition", list(tiny.conditions(tiny.CONTENT)))
+def test_the_formulae_are_the_expectations(condition, estimator):
+  prompts = tiny.conditions(tiny.CONTENT)[condition]
+  G = 3 if len(prompts) == 1 else 2
+  exact = tiny.enumerate_batches(prompts, G, estimator).energies
+  found = tiny.expected_energies(
+    [tiny.moments(x) for x in prompts], G, centered=estimator == tiny.CENTERED
+  )
+  np.testing.assert_allclose(found, exact, rtol=1e-12)
+  mean = np.linalg.norm(tiny.moments(prompts[0]).mean)
+  is_score = condition.startswith("on-policy, one") or "two prompts" in condition
+  assert mean < 1e-14 if is_score else mean > 0.05
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 8, 64])
+def test_on_policy_one_prompt_is_never_below_one(group_size):
+  for policy in policies(30):
+    found = tiny.moments(tiny.make_outcomes(policy, RIGHT))
+    for centered in (True, False):
+      energies = tiny.expected_energies([found], group_size, centered=centered)
+      assert energies.together >= energies.separate * (1 - 1e-12)
+
+
+def test_any_estimator_with_the_signs_of_success_adds_up_given_the_rewards():
+  """On-policy, also with GRPO's deviation and coefficients that do not sum to 0."""
+  own = tiny.make_outcomes(policies(1)[0], RIGHT)
+  chosen = np.array(list(itertools.product(range(len(own.probs)), repeat=3)))
+  rewards = own.rewards[chosen]
+  for A in (tiny.coefficients(rewards, tiny.GRPO), np.where(rewards > 0, 0.2, -1.7)):
+    together, separate = tiny.group_sums(own, chosen, A)
+    excess = np.prod(own.probs[chosen], axis=1) * (np.sum(together**2, axis=1) - separate)
+    given = [excess[(rewards == row).all(axis=1)].sum() for row in np.unique(rewards, axis=0)]
+    assert min(given) > -1e-15 and max(given) > 1e-3
+
+
+@pytest.mark.parametrize("successes", [1, 2])
+def test_the_criterion_says_where_n_eff_is_below_one(successes):
+  signs = set()
+  for policy in policies(6, seed=2):
+    for feature in ("score", "sampled"):
+      outcomes = tiny.make_outcomes(policy, 0.4 + 0.2 * RIGHT, feature=feature)
+      given = lambda rewards: rewards.sum(axis=1) == successes
+      exact = tiny.enumerate_batches([outcomes], 3, tiny.CENTERED, given).energies
+      criterion = tiny.below_one(outcomes, successes, 3)
+      pairs = successes * (3 - successes)
+      excess = (pairs / 3) ** 2 * criterion
+      assert excess == pytest.approx(exact.together - exact.separate, rel=1e-9, abs=1e-14)
+      below = criterion < 0
+      assert below == (tiny.enumerate_batches([outcomes], 3, tiny.GRPO, given).energies.n_eff < 1)
+      assert not below or feature == "sampled"
+      signs.add(below)
+  assert signs == {True, False}
+
+
+def test_only_conflicting_prompts_are_below_one_and_drawn_ones_never():
+  own, conflicting = tiny.conditions(tiny.CONTENT)["on-policy, two prompts that conflict"]
+  pair = [tiny.moments(own), tiny.moments(conflicting)]
+  assert tiny.expected_energies(pair, 3).n_eff < 1
+  agreeing = tiny.conditions(tiny.CONTENT)["on-policy, two prompts that agree"]
+  for population in (pair, [tiny.moments(x) for x in agreeing]):
+    batches = itertools.product(population, repeat=2)
+    mean = np.mean([tiny.expected_energies(list(batch), 3) for batch in batches], axis=0)
+    drawn = tiny.drawn_energies(population, P=2, G=3)
+    np.testing.assert_allclose(drawn, mean, rtol=1e-12)
+    assert drawn.n_eff > 1
+
+
+def test_a_reward_by_luck_leaves_the_share_of_the_mean():
+  for prompts in tiny.conditions(tiny.LUCK).values():
+    found = [tiny.moments(x) for x in prompts]
+    share = sum(m.mean @ m.mean for m in found) / sum(m.energy for m in found)
+    for G in (2, 8, 64):
+      assert tiny.expected_energies(found, G).n_eff == pytest.approx(1 - share, rel=1e-9)
+
+
+def test_the_mean_of_another_sampler_is_bounded_by_its_divergence():
+  policy, older = policies(2, seed=5)
+  own = tiny.make_outcomes(policy, RIGHT)
+  other = tiny.make_outcomes(policy, RIGHT, sampler=policy._replace(head=older.head))
+  divergence = own.probs @ (other.probs / own.probs - 1) ** 2
+  largest = np.linalg.eigvalsh(tiny.second_moment(own))[-1]
+  mean = tiny.moments(other).mean
+  assert 0 < mean @ mean <= divergence * largest
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_participation_ratio_by_formula(count):
+  G = 3 - count + 1
+  prompts = tiny.conditions(tiny.CONTENT)["on-policy, two prompts that agree"][:count]
+  traces = squares = 0.0
+  lists = [range(len(x.probs)) for x in prompts for _ in range(G)]
+  for chosen in itertools.product(*[lists[0][:14]] * (G * count)):
+    rows = [prompts[n // G] for n in range(G * count)]
+    g = np.stack([x.features[i] for x, i in zip(rows, chosen, strict=True)])
+    weight = np.prod([x.probs[i] for x, i in zip(rows, chosen, strict=True)])
+    gram = g @ g.T
+    traces += weight * np.trace(gram) ** 2
+    squares += weight * np.sum(gram**2)
+  found = tiny.expected_participation_ratio(prompts, G)
+  assert found == pytest.approx(traces / squares, rel=1e-9)
+  limit = tiny.limit_participation_ratio(prompts)
+  assert tiny.expected_participation_ratio(prompts, 10**7) == pytest.approx(limit, rel=1e-5)
+
+
+def test_the_mean_cosine_of_two_answers_is_not_zero():
+  p, q = 0.9, 0.1
+  g = np.array([[-q, q], [p, -p]])  # p_t − onehot(y_t)
+  weights = np.outer([p, q], [p, q])
+  inner = g @ g.T
+  norms = np.sqrt(np.diag(inner))
+  assert np.sum(weights * inner) == pytest.approx(0, abs=1e-15)
+  assert np.sum(weights * inner / np.outer(norms, norms)) == pytest.approx((p - q) ** 2)
+
+
+# --- lagging Gram matrices ------------------------------------------------------------------------
+
+
+def test_what_chance_gives_is_that_of_all_signs():
+  rng = np.random.default_rng(0)
+  g, A = rng.normal(size=(6, 3)), rng.normal(size=6)
+  gram = g @ g.T
+  signs = np.array(list(itertools.product([-1, 1], repeat=6)))
+  n_eff = np.sum((signs * A @ g) ** 2, axis=1) / np.sum(A**2 * np.diag(gram))
+  assert n_eff.mean() == pytest.approx(1)
+  assert lagging_grams.null_deviation(gram, A) == pytest.approx(n_eff.std())
+  rank = np.mean(n_eff <= np.sum((A @ g) ** 2) / np.sum(A**2 * np.diag(gram)) + 1e-9)
+  assert lagging_grams.chance_rank(gram, A, seed=0) == pytest.approx(rank, abs=0.1)
+
+
+def test_pairs_are_counted_by_their_rewards():
+  P, G = 2, 3
+  g = np.random.default_rng(1).normal(size=(P, G, 4))
+  rewards = np.array([[1.0, 0, 1], [0, 0, 1]])
+  found = lagging_grams.pair_means(np.einsum("pif,qjf->piqj", g, g), rewards)
+  unit = np.mean(np.sum(g**2, axis=2))
+  by_kind = {"within": [], "right": [], "wrong": [], "mixed": []}
+  for p in range(P):
+    for i, j in itertools.permutations(range(G), 2):
+      kind = ("wrong", "mixed", "right")[int(rewards[p, i] + rewards[p, j])]
+      for name in (kind, "within"):
+        by_kind[name].append(g[p, i] @ g[p, j] / unit)
+  by_kind["between"] = [g[0, i] @ g[1, j] / unit for i in range(G) for j in range(G)]
+  assert found == {name: pytest.approx(np.mean(x)) for name, x in by_kind.items()}
+
+
+def write_batches(folder, steps, P=64, G=2):
+  rng = np.random.default_rng(3)
+  folder.mkdir()
+  for step in steps:
+    g = rng.normal(size=(P * G, 3)) + np.repeat(np.arange(P) >= P // 2, G)[:, None] * 2.0
+    rewards = rng.integers(2, size=(P, G)).astype(np.float32)
+    arrays = dict(gram=g @ g.T, gram_sampled=np.eye(P * G), rewards=rewards)
+    arrays |= dict(coefficients=rewards - rewards.mean(1, keepdims=True), lengths=rewards * 0 + 2)
+    np.savez(folder / f"{step:06d}.npz", **arrays)
+
+
+def test_a_run_is_measured_by_lag_and_source(tmp_path):
+  with pytest.raises(ValueError, match=r"has no geometry/\*.npz"):
+    lagging_grams.measure_run(tmp_path)
+  write_batches(tmp_path / "geometry", (0, 3, 5, 9, 14, 16))
+  found = lagging_grams.measure_run(tmp_path)
+  assert [x["batches"] for x in found.values()] == [2] * 6
+  for name, figures in found.items():
+    share, half = figures["pairs"]["within"]
+    groups = figures["n_eff"]["group"]
+    expected = 12 / 15 if "1.5" in name else 0.0  # ‖h‖²/E‖g‖² of a mean of 2 in 3 directions
+    assert abs(share - expected) < 0.25 and half > 0
+    assert abs(groups["ratio"] - (1 - expected)) < 0.4
+    assert figures["n_eff"]["group, mean over tokens"]["ratio"] == pytest.approx(groups["ratio"])
+    assert figures["n_eff"]["group, sampled"]["ratio"] == pytest.approx(1)
+    assert figures["n_eff"]["batch"]["blocks"] == 2 and 0 < groups["blocks"] < 64
+
+
+# --- simulation and page --------------------------------------------------------------------------
 
 
 def test_without_a_signal_n_eff_is_that_of_noise():
@@ -62,3 +241,39 @@ def test_a_simulation_is_near_the_formula():
 def test_the_page_has_the_tables_of_the_results():
   text = expectation.tables(json.loads(expectation.RESULTS.read_text()))
   assert text in expectation.PAGE.read_text(encoding="utf-8")
+
+
+def test_the_results_are_those_of_the_code():
+  results = json.loads(expectation.RESULTS.read_text())
+  condition = "on-policy, one prompt"
+  found = tiny.measure_condition(tiny.conditions(tiny.LUCK)[condition], seed=0)
+  recorded = results["tiny"]["luck"][condition]
+  for name in ("enumerated", "at_8", "at_64", "alpha", "pr_at_8", "sampled_n_eff"):
+    assert recorded[name] == pytest.approx(found[name], rel=1e-4)
+
+
+def test_what_the_page_says_in_words_is_in_the_results():
+  results = json.loads(expectation.RESULTS.read_text())
+  found = results["search"]
+  allowed = ("on-policy, one prompt", "on-policy, one prompt, uncentered")
+  assert all(
+    found[name]["below_1"] == 0 for name in (*allowed, "on-policy, prompts drawn from two")
+  )
+  least = min(row["least"] for name, row in found.items() if name != "`sampled`")
+  assert f"down to {least:.3f} with `score`" in expectation.PAGE.read_text(encoding="utf-8")
+  for name, figures in results["lagging"].items():
+    pairs, n_eff = figures["pairs"], figures["n_eff"]
+    assert pairs["mixed"][0] < 0 < min(pairs["right"][0], pairs["wrong"][0])
+    mean, half = pairs["within"]
+    assert abs(mean) < half if name == "lag 0" else mean > half
+    by_score = [x for scope, x in n_eff.items() if "sampled" not in scope]
+    assert all(x["ratio"] > 1 for x in by_score) and all(x["lowest"] < 0.05 for x in by_score)
+  alpha, below = expectation.n_eff_of_noise(2)
+  assert (round(alpha, 2), round(below, 2)) == (0.37, 0.63)
+
+
+def test_the_mean_cosine_of_the_page_is_that_of_the_testbed():
+  runs = compare.group_by_label(compare.read_results(TESTBED))[GRPO]
+  cell = compare.mean_cell([run["geometry"]["geometry/redundancy_within"] for run in runs])
+  text = expectation.PAGE.read_text(encoding="utf-8").replace("\n", " ")
+  assert f"it is {cell}, over the {len(runs)} seeds" in text
