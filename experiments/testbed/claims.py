@@ -64,9 +64,17 @@ def _sign(claimed: str, low: float, high: float) -> str:
   return "undecided"
 
 
-def claim_table(claims: Sequence[Claim], results: Sequence[Result], value: RunValue) -> str:
-  """The differences that claims are about, paired by seed, with their verdicts."""
-  said = {"more": "more", "equal": f"within ±{MATTERS}", "not less": f"above −{MATTERS}"}
+def claim_table(
+  claims: Sequence[Claim], results: Sequence[Result], value: RunValue, matters: float = MATTERS
+) -> str:
+  """The differences that claims are about, paired by seed, with their verdicts.
+
+  Args:
+    claims: all of one quantity.
+    results: with the runs of their arms.
+    value: the quantity, of a result.
+    matters: the difference of it that would matter.
+  """
   rows = {}
   for claim in claims:
     of_both = [r for r in results if r["label"] in (claim.arm, claim.control)]
@@ -77,10 +85,11 @@ def claim_table(claims: Sequence[Claim], results: Sequence[Result], value: RunVa
       f"{d.mean:+.3f}",
       f"[{d.low:+.3f}, {d.high:+.3f}]",
       str(d.num_seeds),
-      said[claim.claimed],
-      verdict(claim.claimed, d.low, d.high),
+      claim.claimed,
+      f"{matters:g}",
+      verdict(claim.claimed, d.low, d.high, matters),
     ]
-  headings = ["arm", "less", "difference", "95 %, t", "seeds", "claimed", "verdict"]
+  headings = ["arm", "less", "difference", "95 %, t", "seeds", "claimed", "margin", "verdict"]
   return markdown_table(headings, rows, "claim")
 
 
@@ -89,6 +98,7 @@ def arm_table(
   labels: Sequence[str],
   measured: Measured,
   value: RunValue,
+  more: Mapping[str, RunValue] = {},
 ) -> str:
   """A row for each arm: pass@1 and what was measured, as means over seeds.
 
@@ -97,6 +107,7 @@ def arm_table(
     labels: of the arms, in order.
     measured: its columns.
     value: the late pass@1 of a result.
+    more: heading → value of a result, of further columns.
   """
 
   def column(name: str) -> Callable[[Result], float | None]:
@@ -106,6 +117,7 @@ def arm_table(
     "pass@1 at the start": lambda result: result["evaluations"][METRIC][0],
     "late pass@1": value,
     "highest pass@1": report.peak_value(),
+    **more,
     **{name: column(name) for name in measured},
   }
   return report.table(results, labels, columns)

@@ -22,6 +22,7 @@ RUNS = {
   "dialogues": 10,
   "mixtures": 60,
   "large_ratios": 85,
+  "high_entropy": 71,
 }
 each_experiment = pytest.mark.parametrize("name", RUNS)
 

@@ -632,8 +632,10 @@ class Meter:
     try:
       yield
     finally:
-      self._busy_s += time.monotonic() - began
+      now = time.monotonic()
+      self._busy_s += now - began
       self._busy_since = None
+      self._waits = (self._waits[0], now, self._waits[2])  # it did not wait meanwhile
 
   def restored(self, weights: Weights) -> None:
     """Notes a restored policy."""
@@ -652,7 +654,7 @@ class Meter:
     if message != waits_for:
       self._waits = message, now, now
       say(f"sampler {self.name}: {message}")
-    elif now - said > SAY_EVERY_S:
+    elif now - max(since, said) > SAY_EVERY_S:
       self._waits = message, since, now
       say(f"sampler {self.name}: {message}, for {duration(now - since)} so far")
     time.sleep(_WAIT_S)

@@ -1,0 +1,107 @@
+"""Writes the tables and the figure of README.md: python -m experiments.high_entropy.tables.
+
+With --workdir, of a sweep, it adds the sweep's runs to results.json first.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from collections.abc import Sequence
+
+from experiments.fade.tables import peak_update
+from experiments.high_entropy.sweep import (
+  ADVANTAGES,
+  EQUAL,
+  FADE,
+  FAILURE_HEAVY,
+  PILOT,
+  STATIC,
+  SUCCESS_HEAVY,
+)
+from experiments.testbed import report
+from experiments.testbed.claims import Claim, arm_table, claim_table, write_page
+from experiments.testbed.report import Result, late_mean
+from rlvr_jax.evaluate import compare, curves
+from rlvr_jax.evaluate.compare import METRIC, result_curve
+
+HOME = pathlib.Path(__file__).parent
+LATE = late_mean()
+PASS_AT_16 = "eval/pass@16"
+ENTROPY, RANK_ONE = "entropy over the run", "head's rank-1 fraction"
+MEASURED = {  # heading → (metric, what of its values over the updates)
+  "entropy at the start": ("policy/entropy", lambda values: values[0]),
+  ENTROPY: ("policy/entropy", statistics.mean),
+  "at the end": ("policy/entropy", lambda values: values[-1]),
+  RANK_ONE: ("geometry/head_rank_one_fraction", lambda values: values[-1]),
+  "head's share": ("geometry/head_share", lambda values: values[-1]),
+  "α at the end": ("advantage/fade_alpha", lambda values: values[-1]),
+  "δ at the end": ("advantage/fade_delta", lambda values: values[-1]),
+}
+MORE = {
+  "its update": peak_update,
+  "pass@16 at the start": lambda result: result["evaluations"][PASS_AT_16][0],
+  "late pass@16": late_mean(PASS_AT_16),
+}
+CLAIMS = (  # of a quantity: title, claims, value, margin
+  (
+    f"F1, {ENTROPY} in nats",
+    (Claim("F1", EQUAL, SUCCESS_HEAVY, "more"),),
+    lambda result: result["measured"][ENTROPY],
+    0.02,
+  ),
+  (
+    f"F2, {RANK_ONE} at the end",
+    (Claim("F2", FAILURE_HEAVY, EQUAL, "more"),),
+    lambda result: result["measured"][RANK_ONE],
+    0.05,
+  ),
+  (
+    "F3, update of the highest pass@1",
+    tuple(Claim(f"F3, sooner than {label}", label, FADE, "more") for label in STATIC),
+    peak_update,
+    30,
+  ),
+  (
+    "F3, highest pass@1",
+    tuple(Claim(f"F3, as high as {label}", FADE, label, "not less") for label in STATIC),
+    report.peak_value(),
+    0.03,
+  ),
+  (
+    "F3, late pass@16",
+    tuple(Claim(f"F3, as broad as {label}", FADE, label, "not less") for label in STATIC),
+    late_mean(PASS_AT_16),
+    0.03,
+  ),
+)
+PANELS = ((METRIC, "held-out pass@1"), (PASS_AT_16, "held-out pass@16"))
+
+
+def draw(results: Sequence[Result]) -> None:
+  """Saves a figure of held-out pass@1 and pass@16."""
+  runs = compare.group_by_label(results)
+  with curves.save_figure(HOME / "curves.png", 1, len(PANELS), size=(13, 4.5), dpi=90) as row:
+    for axes, (metric, title) in zip(row.flat, PANELS, strict=True):
+      of_panel = {
+        label: [result_curve(run, metric) for run in runs.get(label, [])] for label in ADVANTAGES
+      }
+      curves.plot_curves(axes, of_panel, metric, "updates")
+      axes.set_title(title)
+
+
+def tables(results: Sequence[Result]) -> str:
+  """All tables as Markdown."""
+  pilot, compared = (
+    arm_table(results, list(arms), MEASURED, LATE, MORE) for arms in (PILOT, ADVANTAGES)
+  )
+  decided = [
+    f"{title}:\n\n{claim_table(claims, results, value, matters)}"
+    for title, claims, value, matters in CLAIMS
+    if any(result["label"] == FADE for result in results)
+  ]
+  return "\n\n".join([pilot, *decided, compared])
+
+
+if __name__ == "__main__":
+  write_page(HOME, [*PILOT, *ADVANTAGES], MEASURED, tables, draw)
