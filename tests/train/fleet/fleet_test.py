@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+import types
 import urllib.parse
 
 import gcs_emulator
@@ -16,9 +17,11 @@ from train.fleet import fleets
 from docs import glossary
 from rlvr_jax.commands.train import train
 from rlvr_jax.evaluate import run_files
+from rlvr_jax.rollouts.engine import Usage
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.places import in_bucket, parse_path
 from rlvr_jax.storage.shared import open_shared
+from rlvr_jax.train.fleet import sampler as sampler_module
 from rlvr_jax.train.fleet.roles import open_sampler
 from rlvr_jax.train.generation.agreement import AgreementError
 from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
@@ -76,6 +79,24 @@ def test_a_trainer_and_a_sampler(tmp_path, capsys, monkeypatch):
   assert max(record["update/gradient_norm"] for record in records) > 0.01
   output = capsys.readouterr().out
   assert "the trainer has all its batches" in output
+
+
+def test_a_sampler_that_samples_now_and_then_does_not_say_that_it_waits_on(capsys, monkeypatch):
+  now = [0.0]
+  clock = types.SimpleNamespace(
+    monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds)
+  )
+  monkeypatch.setattr(sampler_module, "time", clock)
+  meter = sampler_module.Meter("one", "host", Usage())
+  for _ in range(3):
+    for _ in range(400):  # 20 s
+      meter.wait("waits for groups")
+    with meter.busy():
+      clock.sleep(1)
+  assert capsys.readouterr().out == "sampler one: waits for groups\n"
+  for _ in range(700):
+    meter.wait("waits for groups")
+  assert capsys.readouterr().out == "sampler one: waits for groups, for 30 s so far\n"
 
 
 def test_a_sampler_that_computes_something_else_ends_the_run(tmp_path):
