@@ -2,29 +2,33 @@
 
 python -m docs.reproduction
 
-Verdicts are written by hand. Numbers in their evidence are not: they come from files of results.
+One comparison decides each claim, that of docs/deciding.py. The texts of the evidence are written
+by hand, their numbers are not: they come from files of results.
 """
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+from docs.deciding import DECIDED_BY, Comparison, OfRun, Result, describe, draw, verdict
 from experiments import evidence, full_size
 from experiments.testbed.arms import SEEDS, committed_runs
 from rlvr_jax.evaluate import compare
 
 ROOT = pathlib.Path(__file__).parents[1]
-EXPERIMENTS = ROOT / "experiments"
 PAGE = ROOT / "docs" / "reproduction.md"
+FIGURES = ROOT / "docs" / "images"
 COMMAND = "python -m docs.reproduction"
 VERDICTS = {  # verdict → what it says
-  "reproduced": "in kind, at small scale",
-  "in part": "some of the claim, or under some conditions",
-  "not": "tried under the stated conditions, and not found; that does not say why",
+  "found": "the interval lies where the claim says",
+  "excluded beyond the margin": (
+    "more was claimed, and the interval lies within ± the margin; or no less, and it lies below it"
+  ),
+  "reversed": "the interval lies on the other side of 0",
+  "undecided": "everything else; two seeds have no interval",
   "not testable": "at this scale, for the stated reason",
-  "queued": "not tried yet",
 }
 MINUTES = 5  # of a run on the testbed, on two quiet cores; experiments/ORDER.md
 IDS = (
@@ -39,15 +43,12 @@ PAPERS = {
   "F": "FADE, arXiv 2607.01490",
   "M": "μ-GRPO, arXiv 2605.17570",
 }
-Result = Mapping[str, Any]
-OfRun = Callable[[Result], float]
 
 
 class Verdict(NamedTuple):
-  """What became of a claim."""
+  """What is known of a claim, besides what decides it."""
 
   claim: str
-  verdict: str  # one of VERDICTS
   evidence: str  # {} stands for a value; results have no digits here
   values: tuple[str, ...] = ()  # from `mean`, `paired`, …: read from files of results
   conditions: str = ""  # task, seeds, interval
@@ -57,14 +58,6 @@ class Verdict(NamedTuple):
 
 
 # --- values ---------------------------------------------------------------------------------------
-
-
-def results(name: str) -> dict[str, list[Result]]:
-  """Label → runs, of experiments/NAME."""
-  path = EXPERIMENTS / name
-  return compare.group_by_label(
-    compare.read_results(path if path.suffix else path / "results.json")
-  )
 
 
 def mean(runs: Sequence[Result], of_run: OfRun) -> str:
@@ -108,13 +101,15 @@ def hours(runs: int) -> str:
 _INTRODUCTION = f"""# Reproduction
 
 What became of every claim of the four papers, by one codebase, on tasks of minutes. `{COMMAND}`
-writes this page: verdicts are by hand in `docs/verdicts.py`, all numbers of the evidence are read
-from committed files of results. Claims that did not hold stay.
+writes this page. One comparison with a control decides each claim, by its interval and a margin,
+the smallest difference that would matter (`docs/deciding.py`). All numbers are read from committed
+files of results. Claims that did not hold stay. What else is known is folded below each table.
 
 | verdict | meaning |
 |---|---|
 """
 _RULES = """
+A margin was committed before the runs, in the plan of their page, unless "set later" stands there.
 "A minus B" is paired by seed, with Student's 95 % interval in brackets; after ± stands half of
 that interval; both are left out where all seeds are equal. Intervals are not adjusted for their
 number. The pages of the runs on `steps` have Holm's p, for each of their tables; those of the
@@ -141,33 +136,76 @@ interval.
   4e-4, the lower one 3e-4.
 
 The quickstart's experiments came before the testbed. Some of their settings were chosen with a seed
-that is among the reported ones; their pages say which. Three seeds leave wide intervals: "not" may
-be a weak test.
+that is among the reported ones; their pages say which. Three seeds leave wide intervals.
 """
 
 
-def _links(verdict: Verdict) -> str:
-  if not verdict.link:
+def figure(prefix: str) -> pathlib.Path:
+  """Of a paper."""
+  return FIGURES / f"reproduction_{prefix}.png"
+
+
+def decided_by(prefix: str) -> dict[str, Comparison]:
+  """The comparisons of a paper's claims."""
+  return {name: found for name, found in DECIDED_BY.items() if name.startswith(prefix)}
+
+
+def verdict_of(name: str) -> str:
+  """One of VERDICTS."""
+  return verdict(DECIDED_BY[name]) if name in DECIDED_BY else "not testable"
+
+
+def _links(known: Verdict) -> str:
+  if not known.link:
     return "–"
-  first = f"[{'results' if verdict.values else 'how'}]({verdict.link})"
-  return f"{first}, [more]({verdict.also})" if verdict.also else first
+  first = f"[{'results' if known.values else 'how'}]({known.link})"
+  return f"{first}, [more]({known.also})" if known.also else first
 
 
-def _table(prefix: str, verdicts: Mapping[str, Verdict], done: set[tuple[str, int]]) -> str:
-  rows = {}
-  for name, verdict in verdicts.items():
-    if name.startswith(prefix):
-      runs = queued(verdict.arms, done)
-      rows[name] = [
-        verdict.claim,
-        f"**{verdict.verdict}**",
-        verdict.evidence.format(*verdict.values),
-        verdict.conditions or "–",
-        _links(verdict),
-        f"{runs} runs, {hours(runs)} h" if runs else "–",
-      ]
-  header = ["claim", "verdict", "evidence", "conditions", "link", "queued"]
+def _verdict_table(verdicts: Mapping[str, Verdict]) -> str:
+  rows = {
+    name: [
+      known.claim,
+      f"**{verdict_of(name)}**",
+      *(describe(DECIDED_BY[name]) if name in DECIDED_BY else 4 * ["–"]),
+    ]
+    for name, known in verdicts.items()
+  }
+  header = ["claim", "verdict", "compared", "difference, 95 %", "margin", "task"]
   return compare.markdown_table(header, rows, "id")
+
+
+def _evidence_table(verdicts: Mapping[str, Verdict], done: set[tuple[str, int]]) -> str:
+  rows = {}
+  for name, known in verdicts.items():
+    runs = queued(known.arms, done)
+    rows[name] = [
+      known.evidence.format(*known.values),
+      known.conditions or "–",
+      _links(known),
+      f"{runs} runs, {hours(runs)} h" if runs else "–",
+    ]
+  return compare.markdown_table(["evidence", "conditions", "link", "queued"], rows, "id")
+
+
+def _section(
+  prefix: str, summary: str, verdicts: Mapping[str, Verdict], done: set[tuple[str, int]]
+) -> str:
+  path = figure(prefix).relative_to(PAGE.parent)
+  return f"""## {PAPERS[prefix]}
+
+{summary}
+
+{_verdict_table(verdicts)}
+
+![The differences of the table with their intervals, in units of their margins]({path})
+
+<details markdown>
+<summary>All evidence, with its conditions</summary>
+
+{_evidence_table(verdicts, done)}
+
+</details>"""
 
 
 def _queue(done: set[tuple[str, int]]) -> str:
@@ -205,14 +243,17 @@ def page() -> str:
   done = committed_runs()
   meanings = "\n".join(f"| {name} | {meaning} |" for name, meaning in VERDICTS.items())
   parts = [_INTRODUCTION + meanings, _RULES.strip()]
-  for prefix, paper in PAPERS.items():
-    parts += [f"## {paper}", IN_SHORT[prefix], _table(prefix, VERDICTS_BY_ID, done)]
+  for prefix in PAPERS:
+    own = {name: known for name, known in VERDICTS_BY_ID.items() if name.startswith(prefix)}
+    parts.append(_section(prefix, IN_SHORT[prefix], own, done))
   parts += [_queue(done), _HARDWARE + full_size.table()]
   return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
   PAGE.write_text(page(), encoding="utf-8")
+  for prefix in PAPERS:
+    draw(figure(prefix), decided_by(prefix))
 
 
 if __name__ == "__main__":

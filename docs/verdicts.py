@@ -1,11 +1,12 @@
-"""The verdicts of docs/reproduction.md, by hand; their numbers come from files of results."""
+"""The evidence of docs/reproduction.md; its numbers come from files of results."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
-from docs.reproduction import OfRun, Result, Verdict, mean, number, paired, results
+from docs.deciding import OfRun, Result, results
+from docs.reproduction import Verdict, mean, number, paired
 from experiments.fade.tables import peak_update
 from experiments.fade.testbed import ON_TOUR
 from experiments.mu_grpo import hand_over
@@ -153,7 +154,6 @@ def _cost_of(setting: str, method: str) -> str:
 _OF_SALT = {
   "S1": Verdict(
     "under GRPO gradients are of low rank, and cancel: low n_eff, low PR",
-    "in part",
     "With the paper's feature, `score`: on the quickstart PR is {} and n_eff {}, on `steps` PR is"
     " {} and n_eff {}. With `sampled`, on `steps`: {} and {}. So the rank is low, but gradients"
     " cancel with `sampled` only. On-policy, `score` cannot cancel in expectation"
@@ -173,10 +173,9 @@ _OF_SALT = {
   ),
   "S2": Verdict(
     "SALT raises n_eff, PR and accuracy over GRPO and DAPO",
-    "in part",
     "SALT minus GRPO on the quickstart, with `score`: n_eff of A′ {}, PR {}, pass@1 {}; α is 0,"
     " since n_eff is above 1. On `steps`, with `sampled`: α is {}, the shared part has {} of ‖A‖²;"
-    " n_eff of A′ {}, PR {}, pass@1 {}. So n_eff rises; no gain of PR or accuracy is found.",
+    " n_eff of A′ {}, PR {}, pass@1 {}. So n_eff rises; a gain of accuracy is undecided.",
     (
       *(paired(_SALT, "SALT, G = 16", "GRPO, G = 16", f) for f in (_REWEIGHTED, _PR, final_value)),
       mean(_ON_STEPS["SALT, sampled"], report.training_mean("reweighting/alpha")),
@@ -197,7 +196,6 @@ _OF_SALT = {
   ),
   "S3": Verdict(
     "best PR–n_eff trade-off; one channel, no positive part and a random subspace are worse",
-    "in part",
     "SALT minus SALT in a random subspace: n_eff of A′ {}, PR {}, pass@1 {}. So the subspace"
     " matters. But α fixed at 1, minus the adaptive one, gives pass@1 {}. One channel and no"
     " positive part have not run.",
@@ -217,7 +215,6 @@ _OF_SALT = {
   ),
   "S4": Verdict(
     "a fixed α is brittle, the adaptive one is not",
-    "not",
     "SALT minus GRPO in pass@1: {} with α fixed at 1, {} with α fixed at 0, {} adaptive. The"
     " adaptive α is 0 in every measured update, so that it is as good as the worst fixed one.",
     tuple(
@@ -230,7 +227,6 @@ _OF_SALT = {
   ),
   "S5": Verdict(
     "at a fixed budget SALT uses larger groups better",
-    "not",
     "SALT minus GRPO in pass@1: {} at G = 4 and {} at G = 64, where neither learns: pass@1 rises by"
     " {} with SALT and {} with GRPO. α is {} at G = 4, {} at G = 8 and {} from G = 16 on, so that"
     " SALT's residual is nearly or wholly off. On `steps`, with `sampled`, where α is positive: {}"
@@ -252,11 +248,10 @@ _OF_SALT = {
   "S6": Verdict(
     "with G shared energy falls and the residual's rises; the bound stays, the norm falls; across"
     " prompts the norm follows the bound",
-    "not",
     "GRPO's residual energy at G = 64 minus that at G = 4: {}. On `steps`, with `sampled`, at G ="
-    " 32 minus that at G = 8: {}. So no rise is found. There the bound of the update's norm is {}"
-    " at G = 8 and {} at G = 32, the norm {} and {}: both grow. Norms of single prompts' groups"
-    " have not been measured.",
+    " 32 minus that at G = 8: {}. There the bound of the update's norm is {} at G = 8 and {} at"
+    " G = 32, the norm {} and {}: both grow. Norms of single prompts' groups have not been"
+    " measured.",
     (
       paired(_SALT, "GRPO, G = 64", "GRPO, G = 4", _RESIDUAL),
       _each("GRPO, G = 32", report.geometry_value("residual_energy", "sampled"), GRPO),
@@ -276,7 +271,6 @@ _OF_SALT = {
   ),
   "S7": Verdict(
     "LM-head and last-block geometry agree, nulls do not; signs of large entries agree",
-    "reproduced",
     "Correlation of the two matrices of cosines on the quickstart: {}, against {} for the 95 %"
     " quantile of permutations and {} for that of noise. On `steps`: {}, against {} and {}. There"
     " the signs of the largest tenth agree in a share of {}; by chance it would be {}.",
@@ -292,21 +286,18 @@ _OF_SALT = {
   ),
   "S8": Verdict(
     "low PR and n_eff persist across model families; SALT raises both",
-    "not testable",
     "The policies here are of one family, from scratch, with under a million parameters. This"
     " needs published checkpoints: see the last section.",
     link="../experiments/full_size.py",
   ),
   "S9": Verdict(
     "the same for code",
-    "not testable",
     "A policy from scratch of this size writes no programs. The tasks of"
     " [published programs](models.md) and the sandbox are there; this needs a checkpoint of 7B.",
     link="models.md",
   ),
   "S10": Verdict(
     "α adapts with G; the clip fraction stays low",
-    "in part",
     "On the quickstart α is {} at G = 4, {} at G = 8 and {} from G = 16 on; the clip fraction is {}"
     " with SALT and {} without. On `steps`, with `sampled`, α is {} at G = 8, {} at G = 32; the"
     " clip fractions are {} with SALT and {} without.",
@@ -327,7 +318,6 @@ _OF_SALT = {
   ),
   "S11": Verdict(
     "the exploration share grows with G; an entropy bonus raises PR, not n_eff",
-    "in part",
     "On the quickstart a bonus of 0.01, minus none: PR {}, n_eff {}, entropy {} nats. So small a"
     " bonus hardly acts, which is no test. On `steps` a bonus of 0.05, minus none, with `score`: PR"
     " {}, n_eff {}, entropy {} nats. The exploration share has not been measured.",
@@ -354,7 +344,6 @@ _OF_SALT = {
 _OF_P3O = {
   "P1": Verdict(
     "one P3O run matches or beats the best of GRPO with ε = 0.2, 0.4, 0.6",
-    "in part",
     "P3O minus GRPO in pass@1, both with four updates per refresh: {} with ε = 0.2, {} with ε ="
     " 0.4, {} with ε = 0.6. On `steps`: {} with ε = 0.2, {} with ε = 0.6. With sixteen large"
     " updates per refresh, where GRPO has an effective sample size of {}, with a"
@@ -377,7 +366,6 @@ _OF_P3O = {
   ),
   "P2": Verdict(
     "robust to rollouts sampled at another temperature",
-    "in part",
     "Sampled at temperature 1.5, log-probabilities exact, minus its run without this: P3O {}, a"
     " collapse through its KL term, without which it ends at {}; GRPO {}. Log-probabilities"
     " recorded as those of the policy itself, on `steps`: GRPO, minus its run without this, {}; P3O"
@@ -403,7 +391,6 @@ _OF_P3O = {
   ),
   "P3": Verdict(
     "robust to bf16 training with fp8 rollouts, where GRPO degrades",
-    "not",
     "int8 rollouts and a policy that computes in bfloat16, minus the run with neither: P3O {},"
     " GRPO {}. Neither degrades. The difference is of both changes, and of the warm start, which"
     " is in bfloat16 too: it ends at {} instead of {}. fp8 rollouts on `steps`, with training in"
@@ -424,7 +411,6 @@ _OF_P3O = {
   ),
   "P4": Verdict(
     "pass@k matches or beats the averaged GRPO sweep; with fp8 rollouts GRPO collapses",
-    "in part",
     "P3O minus GRPO in pass@16: {} with ε = 0.2, {} with ε = 0.6, so about their average; with fp8"
     " rollouts {}. With these the last evaluation of pass@1 is {} with GRPO, and {} with P3O: it is"
     " P3O of which a seed collapses. ε = 0.4 has not run.",
@@ -440,7 +426,6 @@ _OF_P3O = {
   ),
   "P5": Verdict(
     "better and steadier than GRPO in one- and two-step asynchronous pipelines",
-    "in part",
     "P3O minus GRPO: {} at lag 1, {} at lag 2. These lags are hardly a mismatch: GRPO's effective"
     " sample size is {} and {}, the KL to the policy that sampled {} and {}. GRPO minus four"
     " updates per refresh: {} and {}; but that baseline lags by up to three updates, with {} and"
@@ -473,7 +458,6 @@ _OF_P3O = {
   ),
   "P6": Verdict(
     "robust to half of the rollouts from another model",
-    "not",
     "Minus the run without them: P3O {}, GRPO {}; on `steps` P3O {}, GRPO {}. P3O loses"
     " more. The effective sample size is {}, on `steps` {}. The paper's other model is another and"
     " larger one. Ours is the same network, a finished run of another seed, which stays as it is"
@@ -491,7 +475,6 @@ _OF_P3O = {
   ),
   "P7": Verdict(
     "a second anchor, to the reference, collapses at temperature 1.2; P3O does not",
-    "in part",
     "P3O does not, but neither does the other: with rollouts at temperature 1.2, recorded raw, P3O"
     " ends at {}, with the second anchor at {}. The paper's formula is not in what we have; ours"
     " is P3O with a KL to the first policy.",
@@ -504,7 +487,6 @@ _OF_P3O = {
 _OF_FADE = {
   "F1": Verdict(
     "success-heavy mass collapses entropy",
-    "in part",
     "Under GRPO, of equal masses, entropy falls from {} to {} nats, with a mean over the run of {}."
     " Success-heavy masses lower this mean: minus GRPO {}, with {} seeds, minus FADE, which is"
     " nearer to r − r̄, {}, with {}. Failure-heavy ones raise it: {} and {}. At the end,"
@@ -541,7 +523,6 @@ _OF_FADE = {
   ),
   "F2": Verdict(
     "failure-heavy mass drives the head's update to rank one",
-    "not",
     "The share of the output head's change that lies along one direction (σ₁²/Σσ²) is {} with GRPO"
     " and {} with FADE. Minus GRPO: failure-heavy {}, success-heavy {}. But GRPO divides by the"
     " group's deviation too. Minus FADE, which is nearer to r − r̄: {} and {}. So it rises more"
@@ -563,9 +544,8 @@ _OF_FADE = {
   ),
   "F3": Verdict(
     "peaks earlier in pass@1 than the best static estimator, with the best pass@k curve",
-    "not",
-    "FADE minus GRPO: peak {}, its update {}, pass@16 {}. Minus success-heavy: {}, {} and {}. So no"
-    " difference is found. δ cannot act here: by the relative target it stays above one minus half"
+    "FADE minus GRPO: peak {}, its update {}, pass@16 {}. Minus success-heavy: {}, {} and {}. All"
+    " are undecided. δ cannot act here: by the relative target it stays above one minus half"
     " of the initial entropy, which is small. On the quickstart, minus the recipe `grpo` in pass@1:"
     " FADE {}, pass@4 training {}; but that recipe alone has a KL term, and averages the loss by"
     " response instead of by token. With an absolute target δ can act; minus GRPO: peak {},"
@@ -594,7 +574,6 @@ _OF_FADE = {
 _OF_MU = {
   "M1": Verdict(
     "reaches GRPO's accuracy 2.2 × sooner in wall-clock with four stages",
-    "not",
     "GRPO's seconds to a rise of 0.1, over those of stages: {} as it is; {} and {} if a hand-over"
     " took 30 or 60 s of a 7B run, as restarting an engine may. Stages win above {} to {} updates a"
     " hand-over. On `steps`, to a rise of 0.2: {}; {} and {}; {} to {}. Stages end lower there:"
@@ -611,7 +590,6 @@ _OF_MU = {
   ),
   "M2": Verdict(
     "at large μ the tight interval plateaus; [0, 5] gains, then collapses",
-    "in part",
     "Tight minus GRPO: {}; on `steps` {}, where it has {} after the first stage, {} at its best and"
     " {} at the last evaluation. Relaxed ends below its start with {} seeds, at a higher learning"
     " rate with {}. On `steps` it has {} after the first stage, {} at its best and {} at the last"
@@ -642,7 +620,6 @@ _OF_MU = {
   ),
   "M3": Verdict(
     "masking the triggers alone still collapses; the suffix or broader scopes are stable",
-    "in part",
     "Minus the relaxed clip in pass@1, at the higher learning rate: triggers alone {}, suffix {},"
     " both {}. At the lower one: {}, {} and {}; the complete response {}. On `steps` the suffix is"
     " not stable: pass@1 is {} after the first stage and {} at the last evaluation; with triggers"
@@ -679,7 +656,6 @@ _OF_MU = {
   ),
   "M4": Verdict(
     "four refreshes against 1024: switching overhead and memory contention go",
-    "not testable",
     "One process on one device has no engine to switch to: all hand-overs of a GRPO run take {} s,"
     " the run {} s. The price of a hand-over is a curve instead (M1).",
     (
@@ -691,7 +667,6 @@ _OF_MU = {
   ),
   "M5": Verdict(
     "reward dynamics by stage; vetoed token fraction",
-    "in part",
     "Vetoed with κ = 0.1: {} of the tokens. The trigger rate grows from {} in the first quarter of"
     " a stage to {} in the last. On `steps` {} of the tokens are vetoed in the first stage and {}"
     " in the second, the solve rate of the rollouts is {} and {}.",
@@ -720,13 +695,13 @@ VERDICTS_BY_ID = {**_OF_SALT, **_OF_P3O, **_OF_FADE, **_OF_MU}
 IN_SHORT = {  # of each paper: what held, what did not, and why as far as the runs tell
   "S": (
     "What held: the geometry. Gradients are of low rank, the output head's represent those of the"
-    " last block, and SALT raises n_eff. What did not: no gain of PR or accuracy is found. With"
-    " the paper's feature gradients do not cancel here, n_eff is above 1, so that the adaptive α"
-    " is 0 or nearly so, and costs accuracy. With `sampled` they share a direction that centered"
-    " advantages cancel. SALT then drops nearly all of its shared part and keeps most of the rest,"
-    " of the positive advantages; accuracy is that of GRPO within its interval. Larger groups and"
-    " shared energy did not go as claimed on either task, a fixed α not on the quickstart, whose"
-    " answers have four bytes."
+    " last block, and SALT raises n_eff. What did not: PR and accuracy do not rise by more than"
+    " their intervals. With the paper's feature gradients do not cancel here, n_eff is above 1, so"
+    " that the adaptive α is 0 or nearly so, and costs accuracy. With `sampled` they share a"
+    " direction that centered advantages cancel. SALT then drops nearly all of its shared part and"
+    " keeps most of the rest, of the positive advantages; accuracy is that of GRPO within its"
+    " interval. Larger groups and shared energy did not go as claimed on either task, a fixed α not"
+    " on the quickstart, whose answers have four bytes."
   ),
   "P": (
     "What held: int8 rollouts with bfloat16 training harm neither method, hotter rollouts do not"

@@ -7,30 +7,33 @@ import os
 import pathlib
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlvr_jax.colab.display import COLORS, legend_outside
 
-COLUMNS = ("id", "claim", "verdict", "evidence", "conditions", "link", "queued")  # of the page
-# Verdict → style of its squares, from reproduced to open; gray and empty squares are no findings.
+# Columns of the page's two kinds of tables.
+VERDICTS = ("id", "claim", "verdict", "compared", "difference, 95 %", "margin", "task")
+EVIDENCE = ("id", "evidence", "conditions", "link", "queued")
+# Verdict → style of its squares; gray and empty squares are no findings.
 STYLES: dict[str, dict[str, Any]] = {
-  "reproduced": dict(facecolor=COLORS["success"], edgecolor=COLORS["success"]),
-  "in part": dict(facecolor="#99C7E0", edgecolor=COLORS["success"]),  # a tint of "reproduced"
-  "not": dict(facecolor=COLORS["failure"], edgecolor=COLORS["failure"]),
+  "found": dict(facecolor=COLORS["success"], edgecolor=COLORS["success"]),
+  "excluded beyond the margin": dict(facecolor="#F2C49B", edgecolor=COLORS["failure"]),
+  "reversed": dict(facecolor=COLORS["failure"], edgecolor=COLORS["failure"]),
+  "undecided": dict(facecolor="white", edgecolor=COLORS["reference"]),
   "not testable": dict(facecolor=COLORS["reference"], edgecolor=COLORS["reference"]),
-  "queued": dict(facecolor="white", edgecolor=COLORS["reference"]),
 }
 _REMEDY = "rewrite the page with `python -m docs.reproduction`"
 
 
 class Claim(NamedTuple):
-  """One row of the page."""
+  """What the page has of a claim."""
 
   name: str  # S1 … M5
   paper: str
   claim: str
   verdict: str  # one of STYLES
+  decided_by: str  # what is compared, the difference with its interval, and the margin
   evidence: str
   conditions: str
   queued: str
@@ -41,46 +44,65 @@ def read_claims(root: str | os.PathLike[str]) -> list[Claim]:
 
   Raises:
     FileNotFoundError: `root` is not a checkout.
-    ValueError: there are no claims, or a row has wrong cells, an unknown verdict or a repeated id.
+    ValueError: there are no claims, or a row has wrong cells, an unknown verdict or a repeated id,
+      or a claim has no evidence.
   """
   path = pathlib.Path(root) / "docs" / "reproduction.md"
   if not path.is_file():
     raise FileNotFoundError(f"{path} does not exist; set root to the folder of a checkout")
   paper = ""
-  claims: list[Claim] = []
+  verdicts: list[dict[str, str]] = []
+  evidence: dict[str, dict[str, str]] = {}
   for block in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
     first, *lines = block.strip().splitlines() or [""]
+    columns = tuple(_split_cells(first))
     if first.startswith("#"):
       paper = first.lstrip("# ")
-    if tuple(_split_cells(first)) == COLUMNS:
-      claims += [_parse_claim(line, paper) for line in lines[1:]]  # lines[0] is the rule
-  if not claims:
-    raise ValueError(f"{path}: no table has the columns {list(COLUMNS)}; {_REMEDY}")
-  repeated = [name for name, n in collections.Counter(c.name for c in claims).items() if n > 1]
+    if columns == VERDICTS:  # lines[0] is the rule
+      verdicts += [_parse(line, columns) | {"paper": paper} for line in lines[1:]]
+    if columns == EVIDENCE:
+      evidence |= {row["id"]: row for row in (_parse(line, columns) for line in lines[1:])}
+  if not verdicts:
+    raise ValueError(f"{path}: no table has the columns {list(VERDICTS)}; {_REMEDY}")
+  repeated = [name for name, n in collections.Counter(r["id"] for r in verdicts).items() if n > 1]
   if repeated:
     raise ValueError(f"{path}: {repeated} occur more than once; {_REMEDY}")
-  return claims
+  if missing := [row["id"] for row in verdicts if row["id"] not in evidence]:
+    raise ValueError(f"{path}: {missing} have no evidence; {_REMEDY}")
+  return [_claim(row, evidence[row["id"]]) for row in verdicts]
 
 
 def _split_cells(line: str) -> list[str]:
   return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def _parse_claim(line: str, paper: str) -> Claim:
+def _parse(line: str, columns: Sequence[str]) -> dict[str, str]:
+  """Column → cell of a row."""
   cells = _split_cells(line)
-  if len(cells) != len(COLUMNS):
+  if len(cells) != len(columns):
     raise ValueError(
-      f"reproduction.md: {len(cells)} cells in {line!r}, which needs {len(COLUMNS)}; {_REMEDY}"
+      f"reproduction.md: {len(cells)} cells in {line!r}, which needs {len(columns)}; {_REMEDY}"
     )
-  row = dict(zip(COLUMNS, cells, strict=True))
+  return dict(zip(columns, cells, strict=True))
+
+
+def _claim(row: Mapping[str, str], evidence: Mapping[str, str]) -> Claim:
   verdict = row["verdict"].strip("*")
   if verdict not in STYLES:
     raise ValueError(
       f"reproduction.md: {row['id']} has the verdict {verdict!r}; known verdicts are"
       f" {list(STYLES)}: use one of them, or add a style in rlvr_jax/colab/reproduction.py"
     )
+  decided_by = f"{row['compared']}, {row['difference, 95 %']}; margin {row['margin']}"
   return Claim(
-    row["id"], paper, row["claim"], verdict, row["evidence"], row["conditions"], row["queued"]
+    row["id"],
+    row["paper"],
+    row["claim"],
+    verdict,
+    "" if row["compared"] == "–" else decided_by.replace("*", ""),
+    evidence["evidence"],
+    evidence["conditions"],
+    evidence["queued"],
   )
 
 
@@ -103,7 +125,7 @@ def names(claims: Iterable[Claim]) -> list[str]:
 
 
 def show_claim(claims: Iterable[Claim], claim: str) -> None:
-  """Prints a claim by its id, with verdict, evidence and conditions.
+  """Prints a claim by its id, with verdict, what decides it, evidence and conditions.
 
   Raises:
     ValueError: the claim does not exist.
@@ -114,7 +136,8 @@ def show_claim(claims: Iterable[Claim], claim: str) -> None:
   row = by_name[claim]
   text = re.sub(r"\[([^][]*)\]\([^)]*\)", r"\1", row.evidence)  # replaces links by their text
   print(f"{claim} ({row.paper}): {row.claim}")
-  print(textwrap.fill(f"{row.verdict.upper()}. {text}", 100))
+  print(textwrap.fill(f"{row.verdict.upper()}{row.decided_by and ': '}{row.decided_by}", 100))
+  print(textwrap.fill(text, 100))
   print(f"Conditions: {row.conditions}. Queued: {row.queued}.")
 
 
@@ -132,7 +155,7 @@ def draw_claims(claims: Sequence[Claim]) -> None:
     y += 1.6
     for claim in (claim for claim in claims if claim.paper == paper):
       axes.add_patch(Rectangle((0, y + 0.06), 1.6, 0.88, **STYLES[claim.verdict]))
-      color = "white" if claim.verdict in ("reproduced", "not", "not testable") else "black"
+      color = "white" if claim.verdict in ("found", "reversed", "not testable") else "black"
       axes.text(0.8, y + 0.5, claim.name, ha="center", va="center", fontsize=9, color=color)
       text = textwrap.shorten(claim.claim, 100).replace("n_eff", r"$n_\mathrm{eff}$")
       axes.text(1.9, y + 0.5, text, va="center", fontsize=10)

@@ -19,16 +19,25 @@ TABLE = """# Reproduction
 
 ## SALT, arXiv 1
 
-| id | claim | verdict | evidence | conditions | link | queued |
+| id | claim | verdict | compared | difference, 95 % | margin | task |
 |---|---|---|---|---|---|---|
-| S1 | n_eff is low | **in part** | it is [low](a.md), 0.1 | 3 seeds | – | 5 runs |
-| S2 | it rises | **not** | no | – | – | – |
+| S1 | n_eff is low | **found** | n_eff: *a* minus *b* | +0.1 | 0.03 | steps |
+| S2 | it rises | **reversed** | – | – | – | – |
+
+| id | evidence | conditions | link | queued |
+|---|---|---|---|---|
+| S1 | it is [low](a.md), 0.1 | 3 seeds | – | 5 runs |
+| S2 | no | – | – | – |
 
 ## P3O, arXiv 2
 
-| id | claim | verdict | evidence | conditions | link | queued |
+| id | claim | verdict | compared | difference, 95 % | margin | task |
 |---|---|---|---|---|---|---|
-| P1 | it wins | **not** | no | – | – | – |
+| P1 | it wins | **reversed** | – | – | – | – |
+
+| id | evidence | conditions | link | queued |
+|---|---|---|---|---|
+| P1 | no | – | – | – |
 """
 
 
@@ -57,12 +66,16 @@ def test_claims_are_read_with_their_papers(checkout, capsys):
   claims = reproduction.read_claims(checkout)
   assert reproduction.names(claims) == ["S1", "S2", "P1"]
   assert claims[0] == reproduction.Claim(
-    "S1", "SALT, arXiv 1", "n_eff is low", "in part", "it is [low](a.md), 0.1", "3 seeds", "5 runs"
+    "S1", "SALT, arXiv 1", "n_eff is low", "found", "n_eff: a minus b, +0.1; margin 0.03",
+    "it is [low](a.md), 0.1", "3 seeds", "5 runs",
+  )  # fmt: skip
+  assert reproduction.summary(claims) == (
+    "SALT, arXiv 1: 1 found, 1 reversed\nP3O, arXiv 2: 1 reversed"
   )
-  assert reproduction.summary(claims) == "SALT, arXiv 1: 1 in part, 1 not\nP3O, arXiv 2: 1 not"
   reproduction.show_claim(claims, "S1")
   assert capsys.readouterr().out == (
-    "S1 (SALT, arXiv 1): n_eff is low\nIN PART. it is low, 0.1\n"
+    "S1 (SALT, arXiv 1): n_eff is low\nFOUND: n_eff: a minus b, +0.1; margin 0.03\n"
+    "it is low, 0.1\n"
     "Conditions: 3 seeds. Queued: 5 runs.\n"
   )
   with pytest.raises(ValueError, match=r"no claim 'S9'; choose one of \['S1', 'S2', 'P1'\]"):
@@ -72,13 +85,14 @@ def test_claims_are_read_with_their_papers(checkout, capsys):
 @pytest.mark.parametrize(
   ("old", "new", "message"),
   [
-    ("| it wins | **not** |", "| it wins |", r"6 cells in '\| P1 .*, which needs 7"),
+    ("| it wins | **reversed** |", "| it wins |", r"6 cells in '\| P1 .*, which needs 7"),
     (
-      "| it wins | **not** |",
+      "| it wins | **reversed** |",
       "| it wins | **won** |",
       "P1 has the verdict 'won'; known verdicts are",
     ),
-    ("| P1 |", "| S1 |", r"\['S1'\] occur more than once"),
+    ("| P1 | it", "| S1 | it", r"\['S1'\] occur more than once"),
+    ("| P1 | no", "| P2 | no", r"\['P1'\] have no evidence"),
     ("| id |", "| name |", r"no table has the columns \['id', 'claim'"),
   ],
 )
@@ -120,7 +134,7 @@ def test_a_claim_has_the_color_of_its_verdict(checkout):
   shown = [text.get_text() for text in axes.texts]
   assert shown[:3] == ["SALT, arXiv 1", "S1", r"$n_\mathrm{eff}$ is low"]
   legend = axes.get_legend()
-  assert [text.get_text() for text in legend.get_texts()] == ["in part (1)", "not (2)"]
+  assert [text.get_text() for text in legend.get_texts()] == ["found (1)", "reversed (2)"]
 
 
 # --- runs -----------------------------------------------------------------------------------------

@@ -4,10 +4,11 @@ import importlib
 import json
 import re
 import statistics
+import subprocess
 
 import pytest
 
-from docs import reproduction
+from docs import deciding, reproduction
 from docs.verdicts import IN_SHORT, VERDICTS_BY_ID
 from experiments import evidence, full_size
 from experiments.p3o_mismatch import config as p3o_config
@@ -25,7 +26,7 @@ CONDITION = re.compile(
   r"|\b[SPFM]\d\b|P3O|30 or 60 s"
 )
 PAGE = reproduction.PAGE.read_text(encoding="utf-8")
-_P3O = reproduction.results("p3o_mismatch")
+_P3O = deciding.results("p3o_mismatch")
 SETTINGS = tuple(p3o_sweep.SETTINGS)
 
 
@@ -37,20 +38,19 @@ def test_every_claim_is_on_the_page_once():
   assert len(reproduction.IDS) == 26
   assert sorted(VERDICTS_BY_ID) == sorted(reproduction.IDS)
   rows = re.findall(r"^\| ([SPFM]\d+) \|", PAGE, re.MULTILINE)
-  assert sorted(rows) == sorted(reproduction.IDS)
+  assert sorted(rows) == sorted(2 * reproduction.IDS)  # the verdict, and the evidence
+  assert set(deciding.DECIDED_BY) <= set(reproduction.IDS)
 
 
 @pytest.mark.parametrize("name", reproduction.IDS)
 def test_a_verdict_has_its_evidence(name):
   verdict = VERDICTS_BY_ID[name]
-  assert verdict.verdict in reproduction.VERDICTS
+  assert reproduction.verdict_of(name) in reproduction.VERDICTS
   assert verdict.evidence.count("{}") == len(verdict.values)
   assert not re.findall(r"\d", CONDITION.sub("", verdict.evidence)), "a result written by hand"
   assert set(verdict.arms) <= set(evidence.CLAIMS) | set(evidence.ABLATIONS)
-  if verdict.verdict in ("reproduced", "in part", "not"):
+  if name in deciding.DECIDED_BY:
     assert verdict.values and verdict.conditions and verdict.link
-  if verdict.verdict == "queued":
-    assert verdict.arms
 
 
 def test_each_paper_has_its_summary_without_results():
@@ -137,7 +137,7 @@ def test_p5_and_p1_name_a_baseline_that_lags():
 
 def test_f1_is_over_the_complete_run():
   """An independent computation from the committed spans, of success-heavy against GRPO and FADE."""
-  runs = json.loads((reproduction.EXPERIMENTS / "fade" / "testbed.json").read_text("utf-8"))
+  runs = json.loads((deciding.EXPERIMENTS / "fade" / "testbed.json").read_text("utf-8"))
   entropy = {
     (r["label"], r["seed"]): sum(r["train"]["policy/entropy"]) / report.SPANS for r in runs
   }
@@ -156,15 +156,82 @@ def test_f1_is_over_the_complete_run():
     )
 
 
-def test_a_claim_in_part_or_not_keeps_to_the_legend():
-  """P2 and P7: a part of the claim, P3O's, holds."""
-  assert {VERDICTS_BY_ID[name].verdict for name in ("P2", "P7", "F1")} == {"in part"}
+@pytest.mark.parametrize("name", deciding.DECIDED_BY)
+def test_what_decides_a_claim_is_of_committed_runs(name):
+  """Its cells have the differences of an independent computation."""
+  comparison = deciding.DECIDED_BY[name]
+  arm, control = comparison.arm, comparison.control
+  assert arm.by_seed or control.by_seed
+  assert comparison.claimed in ("more", "not less") and comparison.margin > 0
+  gaps = [
+    arm.by_seed.get(seed, arm.number) - control.by_seed.get(seed, control.number)
+    for seed in (arm.by_seed or control.by_seed)
+    if seed in (control.by_seed or arm.by_seed)
+  ]
+  compared, number, *_ = deciding.describe(comparison)
+  assert f"*{arm.name}* minus *{control.name}*" in compared  # the control that is named
+  shown = float(number.split()[0].rstrip(","))
+  if len(gaps) < deciding.FEWEST_SEEDS:  # no interval of two seeds
+    assert "[" not in number and deciding.verdict(comparison) == "undecided"
+    assert shown == pytest.approx(gaps[0], abs=0.06)
+  else:
+    assert shown == pytest.approx(
+      statistics.mean(gaps), abs=0.0006 if comparison.margin < 1 else 0.06
+    )
+
+
+def test_margins_were_committed_before_the_runs():
+  """The page of a plan, at the commit of each of its runs, has the margin."""
+  planned = {c.plan: c for c in deciding.DECIDED_BY.values() if c.plan}
+  assert planned
+  for plan, comparison in planned.items():
+    runs = deciding.results(plan.removesuffix("/README.md"))
+    names = {comparison.arm.name, comparison.control.name}
+    for commit in {run["commit"] for label in names for run in runs[label]}:
+      found = subprocess.run(
+        ["git", "show", f"{commit}:experiments/{plan}"],
+        cwd=deciding.EXPERIMENTS,
+        capture_output=True,
+        text=True,
+        check=False,
+      )
+      if found.returncode:
+        pytest.skip(f"this checkout has no commit {commit[:8]}")
+      before_results = found.stdout.split("## Results")[0]
+      assert "written before any run" in before_results
+      assert f"{comparison.margin:g}" in before_results
+
+
+def test_a_comparison_of_three_seeds_has_an_interval_and_a_verdict():
+  first = deciding.Side("a", {0: 0.50, 1: 0.55, 2: 0.63})
+  second = deciding.Side("b", {0: 0.40, 1: 0.45, 2: 0.50, 7: 0.9})
+  comparison = deciding.Comparison("pass@1", first, second, "more", 0.03, "a task")
+  assert deciding.describe(comparison) == [
+    "pass@1: *a* minus *b*", "+0.110 [+0.067, +0.153], 3 seeds", "0.03, set later", "a task"
+  ]  # fmt: skip
+  assert deciding.verdict(comparison) == "found"
+  swapped = comparison._replace(arm=second, control=first, plan="x/README.md")
+  assert deciding.verdict(swapped) == "reversed" and deciding.describe(swapped)[2] == "0.03"
+  two = comparison._replace(arm=deciding.Side("a", {0: 0.5, 1: 0.55}))
+  assert deciding.describe(two)[1] == "+0.100 and +0.100, 2 seeds"
+  assert deciding.verdict(two) == "undecided"
+  constant = comparison._replace(control=deciding.Side("0.5", {}, 0.5))
+  assert list(deciding.differences(constant).values()) == pytest.approx([0, 0.05, 0.13])
+
+
+def test_a_figure_has_the_differences_in_margins(tmp_path):
+  deciding.draw(tmp_path / "figure.png", {"S2": deciding.DECIDED_BY["S2"]})
+  assert (tmp_path / "figure.png").stat().st_size > 5000
+  assert all(reproduction.figure(prefix).exists() for prefix in reproduction.PAPERS)
+
+
+def test_a_claim_keeps_to_the_paper():
   assert "across prompts" in VERDICTS_BY_ID["S6"].claim
   assert "have not been measured" in VERDICTS_BY_ID["S6"].evidence
 
 
 def test_s5_and_s10_have_the_alpha_of_each_group_size():
-  runs = json.loads((reproduction.EXPERIMENTS / "salt_geometry/results.json").read_text("utf-8"))
+  runs = json.loads((deciding.EXPERIMENTS / "salt_geometry/results.json").read_text("utf-8"))
   found = {}
   for r in runs:
     if re.fullmatch(r"SALT, G = \d+", r["label"]):
@@ -183,7 +250,7 @@ def test_only_pages_that_have_holm_s_p_are_said_to():
   of_steps += [f"{name}/TESTBED.md" for name in ("salt_geometry", "p3o_mismatch", "mu_grpo")]
   of_quickstart = [f"{name}/README.md" for name in ("salt_geometry", "p3o_mismatch", "mu_grpo")]
   has = {
-    name: "p, Holm" in (reproduction.EXPERIMENTS / name).read_text("utf-8")
+    name: "p, Holm" in (deciding.EXPERIMENTS / name).read_text("utf-8")
     for name in (*of_steps, *of_quickstart, "recipes/README.md")
   }
   assert {name for name, holm in has.items() if holm} == set(of_steps)

@@ -1,0 +1,338 @@
+"""The one comparison that decides each claim of docs/reproduction.md."""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from experiments.fade.tables import peak_update
+from experiments.mu_grpo.testbed_tables import price_curves
+from experiments.testbed import claims, report
+from experiments.testbed.arms import GRPO
+from rlvr_jax.evaluate import compare, curves
+from rlvr_jax.evaluate.compare import final_value
+from rlvr_jax.evaluate.figures import COLORS
+from rlvr_jax.evaluate.paired import BySeed, Difference, paired_difference
+
+EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
+FEWEST_SEEDS = 3  # for an interval
+Result = Mapping[str, Any]
+OfRun = Callable[[Result], float]
+
+
+def results(name: str) -> dict[str, list[Result]]:
+  """Label → runs, of experiments/NAME."""
+  path = EXPERIMENTS / name
+  return compare.group_by_label(
+    compare.read_results(path if path.suffix else path / "results.json")
+  )
+
+
+# --- a comparison ---------------------------------------------------------------------------------
+
+
+class Side(NamedTuple):
+  """An arm, or a number that it is compared with.
+
+  Attributes:
+    name: as the page shows it.
+    by_seed: its values, by seed; empty for a number.
+    number: where there are no values.
+  """
+
+  name: str
+  by_seed: BySeed
+  number: float = 0.0
+
+
+class Comparison(NamedTuple):
+  """Two sides, and what a difference of them says about a claim.
+
+  Attributes:
+    quantity: what is compared, with its unit.
+    arm, control: the difference is arm less control.
+    claimed: "more", or "not less".
+    margin: the smallest difference that would matter.
+    regime: task and conditions.
+    plan: page under experiments/ whose plan, with the margin, was committed before the runs; "":
+      the margin was set after them.
+  """
+
+  quantity: str
+  arm: Side
+  control: Side
+  claimed: str
+  margin: float
+  regime: str
+  plan: str = ""
+
+
+def side(found: Mapping[str, Sequence[Result]], label: str, of_run: OfRun) -> Side:
+  """The side of an arm: a value of each of its runs."""
+  return Side(label, {run["seed"]: of_run(run) for run in found[label]})
+
+
+def differences(comparison: Comparison) -> dict[int, float]:
+  """Seed → arm less control, over the seeds that both have."""
+  arm, control = comparison.arm, comparison.control
+  seeds = [s for s in (arm.by_seed or control.by_seed) if s in (control.by_seed or arm.by_seed)]
+  of = lambda side, seed: side.by_seed[seed] if side.by_seed else side.number
+  return {seed: of(arm, seed) - of(control, seed) for seed in sorted(seeds)}
+
+
+def interval(comparison: Comparison) -> Difference | None:
+  """The mean difference with its interval; None for fewer than `FEWEST_SEEDS` seeds."""
+  found = differences(comparison)
+  if len(found) < FEWEST_SEEDS:
+    return None
+  return paired_difference(found, dict.fromkeys(found, 0.0))
+
+
+def verdict(comparison: Comparison) -> str:
+  """What the interval says about the claim; see `claims.verdict`."""
+  found = interval(comparison)
+  if found is None:
+    return "undecided"
+  return claims.verdict(comparison.claimed, found.low, found.high, comparison.margin)
+
+
+def describe(comparison: Comparison) -> list[str]:
+  """Cells of the page: what is compared, the difference with its interval, margin, and regime."""
+  found, seeds = interval(comparison), differences(comparison)
+  digits = 3 if comparison.margin < 1 else 1
+  number = (
+    " and ".join(f"{value:+.{digits}f}" for value in seeds.values())
+    if found is None
+    else compare.difference_cell(found, digits)
+  )
+  return [
+    f"{comparison.quantity}: *{comparison.arm.name}* minus *{comparison.control.name}*",
+    f"{number}, {len(seeds)} seeds",
+    f"{comparison.margin:g}" + ("" if comparison.plan else ", set later"),
+    comparison.regime,
+  ]
+
+
+def draw(path: pathlib.Path, comparisons: Mapping[str, Comparison]) -> None:
+  """Saves a figure of differences with their intervals, in units of their margins.
+
+  Between −10 and 10 margins the axis is linear, and logarithmic beyond.
+  """
+  size = (8.0, 0.8 + 0.34 * len(comparisons))
+  with curves.save_figure(path, size=size, dpi=90) as axes:
+    axes.axvspan(-1, 1, color=COLORS["reference"], alpha=0.2, linewidth=0)
+    axes.axvline(0, color=COLORS["plain"], linewidth=1)
+    for row, comparison in enumerate(comparisons.values()):
+      found = interval(comparison)
+      seeds = [x / comparison.margin for x in differences(comparison).values()]
+      offset_rows = [row + 0.25] * len(seeds)  # off the interval, which would hide them
+      axes.plot(seeds, offset_rows, "o", markersize=3, color=COLORS["reference"])
+      if found is not None:
+        mean, low, high = (x / comparison.margin for x in (found.mean, found.low, found.high))
+        error = [[mean - low], [high - mean]]
+        axes.errorbar(
+          mean, row, xerr=error, fmt="D", markersize=5, capsize=3, color=COLORS["result"]
+        )
+    axes.set_xscale("symlog", linthresh=10)
+    low, high = axes.get_xlim()
+    ticks = [x for x in (-100, -30, -10, -5, -1, 0, 1, 5, 10, 30, 100) if low <= x <= high]
+    axes.set_xticks(ticks, [f"{tick}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    names = [f"{name}: {c.quantity}" for name, c in comparisons.items()]
+    axes.set_yticks(range(len(names)), names)
+    axes.set(
+      ylim=(len(names) - 0.5, -0.5),
+      xlabel="arm minus control, in margins: mean, 95 % interval, and single seeds",
+    )
+    axes.grid(axis="x", alpha=0.3)
+
+
+# --- the claims -----------------------------------------------------------------------------------
+
+_SALT, _P3O, _MU = (results(name) for name in ("salt_geometry", "p3o_mismatch", "mu_grpo"))
+_FAR = results("large_ratios")
+_ON_STEPS = {
+  label: runs
+  for name in ("salt_geometry", "p3o_mismatch", "fade", "mu_grpo", "together")
+  for label, runs in results(f"{name}/testbed.json").items()
+}
+_QUICKSTART = "quickstart, G = 16, 100 updates"
+_STEPS = "`steps`, 192 updates"
+_MISMATCH = "quickstart, 80 updates"
+_STALE = "quickstart, sixteen large updates per refresh"
+_FAR_PLAN = "large_ratios/README.md"
+_LATE = report.late_mean()
+_PASS_AT_1 = "pass@1"
+
+
+def _curve_mean(metric: str) -> OfRun:
+  """Mean over a run's measurements, of experiments/salt_geometry."""
+  return lambda run: statistics.mean(value for _, value in run["curves"][metric])
+
+
+def _number(name: str, value: float) -> Side:
+  return Side(name, {}, value)
+
+
+def _pass_at_1(
+  found: Mapping[str, Sequence[Result]],
+  arm: str,
+  control: str,
+  regime: str,
+  *,
+  claimed: str = "more",
+  value: OfRun = final_value,
+  plan: str = "",
+) -> Comparison:
+  """A comparison of held-out pass@1, where 0.03 matters."""
+  sides = side(found, arm, value), side(found, control, value)
+  return Comparison(_PASS_AT_1, *sides, claimed, claims.MATTERS, regime, plan)
+
+
+def _stale(arm: str, control: str, claimed: str = "more") -> Comparison:
+  """A comparison of experiments/large_ratios."""
+  return _pass_at_1(_FAR, arm, control, _STALE, claimed=claimed, value=_LATE, plan=_FAR_PLAN)
+
+
+def _correlation_above_chance(run: Result) -> float:
+  of = lambda name: _curve_mean(f"geometry/agreement_{name}")(run)
+  return of("correlation") - of("permutation_quantile")
+
+
+def _trigger_rate(part: slice) -> OfRun:
+  return lambda run: statistics.mean(run["trigger_rate_by_age"][part])
+
+
+def _speedup() -> Side:
+  """Of stages over GRPO, to a rise of 0.2 on `steps`, where a hand-over is free."""
+  found = price_curves([run for runs in _ON_STEPS.values() for run in runs], (0.0,))
+  return Side("stages over GRPO", {curve.seed: curve.speedup[0] for curve in found})
+
+
+_VETO = "veto suffix, κ = 0.1"
+_N_EFF = _curve_mean("geometry/effective_rollouts")
+_RESIDUAL = _curve_mean("geometry/residual_energy")
+_ALPHA = _curve_mean("reweighting/alpha")
+_ENTROPY = report.training_mean("policy/entropy")
+_RANK_ONE = report.geometry_value("head_rank_one_fraction", when="last")
+_PR = report.geometry_value("participation_ratio")
+_PASS_AT_16 = report.late_mean("eval/pass@16")
+
+DECIDED_BY = {
+  "S1": Comparison(
+    "n_eff",
+    _number("1 (they cancel)", 1.0),
+    side(_SALT, "GRPO, G = 16", _N_EFF),
+    "more",
+    0.1,
+    f"{_QUICKSTART}, `score`",
+  ),
+  "S2": _pass_at_1(_ON_STEPS, "SALT, sampled", GRPO, _STEPS, value=_LATE),
+  "S3": _pass_at_1(_SALT, "SALT, G = 16", "SALT, random subspace, G = 16", _QUICKSTART),
+  "S4": _pass_at_1(_SALT, "SALT, G = 16", "SALT, α = 1.0, G = 16", _QUICKSTART),
+  "S5": _pass_at_1(_SALT, "SALT, G = 64", "GRPO, G = 64", "quickstart, 100 updates"),
+  "S6": Comparison(
+    "residual's share of energy",
+    side(_SALT, "GRPO, G = 64", _RESIDUAL),
+    side(_SALT, "GRPO, G = 4", _RESIDUAL),
+    "more",
+    0.05,
+    "quickstart, 100 updates, `score`",
+  ),
+  "S7": Comparison(
+    "correlation of cosines",
+    side(_SALT, "GRPO, G = 8", _correlation_above_chance)._replace(name="head with last block"),
+    _number("permuted, 95 % quantile", 0.0),
+    "more",
+    0.1,
+    "quickstart, G = 8, 100 updates",
+  ),
+  "S10": Comparison(
+    "α",
+    side(_SALT, "SALT, G = 4", _ALPHA),
+    side(_SALT, "SALT, G = 16", _ALPHA),
+    "more",
+    0.1,
+    "quickstart, 100 updates, `score`",
+  ),
+  "S11": Comparison(
+    "PR",
+    side(_ON_STEPS, "entropy bonus 0.05", _PR),
+    side(_ON_STEPS, GRPO, _PR),
+    "more",
+    1.0,
+    _STEPS,
+  ),
+  "P1": _stale("P3O", "GRPO, ε = 0.2", "not less"),
+  "P2": _pass_at_1(
+    _P3O,
+    "temperature 1.5: P3O",
+    "matched: P3O",
+    f"{_MISMATCH}, recorded exactly",
+    claimed="not less",
+  ),
+  "P3": _pass_at_1(_ON_STEPS, "P3O, fp8 rollouts", "P3O", _STEPS, claimed="not less", value=_LATE),
+  "P4": Comparison(
+    "pass@16",
+    side(_ON_STEPS, "P3O", _PASS_AT_16),
+    side(_ON_STEPS, GRPO, _PASS_AT_16),
+    "not less",
+    claims.MATTERS,
+    _STEPS,
+  ),
+  "P5": _stale("P3O", "GRPO, ε = 0.2"),
+  "P6": _pass_at_1(
+    _P3O, "half from another policy: P3O", "matched: P3O", _MISMATCH, claimed="not less"
+  ),
+  "P7": _pass_at_1(
+    _ON_STEPS,
+    "P3O, temperature 1.2, raw",
+    "P3O, two anchors, temperature 1.2, raw",
+    _STEPS,
+    value=_LATE,
+  ),
+  "F1": Comparison(
+    "entropy over the run, nats",
+    side(_ON_STEPS, GRPO, _ENTROPY),
+    side(_ON_STEPS, "success-heavy", _ENTROPY),
+    "more",
+    0.02,
+    _STEPS,
+  ),
+  "F2": Comparison(
+    "head's rank-1 fraction",
+    side(_ON_STEPS, "failure-heavy", _RANK_ONE),
+    side(_ON_STEPS, GRPO, _RANK_ONE),
+    "more",
+    0.05,
+    _STEPS,
+  ),
+  "F3": Comparison(
+    "update of the highest pass@1",
+    side(_ON_STEPS, GRPO, peak_update),
+    side(_ON_STEPS, "FADE", peak_update),
+    "more",
+    32.0,
+    _STEPS,
+  ),
+  "M1": Comparison(
+    "times as fast to a rise of 0.2",
+    _speedup(),
+    _number("1", 1.0),
+    "more",
+    0.2,
+    f"{_STEPS}, hand-overs free",
+  ),
+  "M2": _pass_at_1(_FAR, "GRPO, ε = 0.2", "relaxed", _STALE, value=_LATE),
+  "M3": _stale("relaxed, suffix vetoed", "relaxed, trigger vetoed"),
+  "M5": Comparison(
+    "trigger rate in a stage",
+    side(_MU, _VETO, _trigger_rate(slice(72, 96)))._replace(name="last quarter"),
+    side(_MU, _VETO, _trigger_rate(slice(0, 24)))._replace(name="first"),
+    "more",
+    0.005,
+    "quickstart in written steps, stages of μ = 96",
+  ),
+}
