@@ -351,9 +351,10 @@ def pack(
   length, alignment = layout.length, layout.alignment
   rows, dealt, num_short = assign_micro_batches(prompt_lengths, response_lengths, layout)
   shape = (max(layout.max_micro_batches, len(dealt)), dealt.shape[1], length)
-  empty = lambda value: np.full((shape[0] * shape[1], length), value, np.int32)
-  inputs, targets, prompts, positions = empty(0), empty(0), empty(-1), empty(0)
-  starts, prompt_ends = empty(0), empty(0)
+  # Zeros take no memory before they are written: most rows of long responses stay empty.
+  zeros = lambda: np.zeros((shape[0] * shape[1], length), np.int32)
+  inputs, targets, positions, starts, prompt_ends = (zeros() for _ in range(5))
+  prompts = np.full_like(inputs, -1)
   places = np.full((P, G, T), -1, np.int32)
   is_predicted = np.ones((P, G, T), bool) if mask is None else mask
   if routes is not None:

@@ -314,6 +314,14 @@ def read_shard(path: pathlib.Path, number: int) -> Stored:
     StoreError: the shard has another format.
     Exception: of any type, if the shard is corrupted.
   """
+  info, records = _read_records(path, number)
+  groups = [decode_group(record) for record in records]
+  arrays = {name: np.stack([group[name] for group, _ in groups]) for name in groups[0][0]}
+  return Stored(arrays, info, [sample for _, samples in groups for sample in samples])
+
+
+def _read_records(path: pathlib.Path, number: int) -> tuple[dict[str, Any], list[bytes]]:
+  """The info of a shard, and its groups as records; see `read_shard`."""
   _check_threads()
   reader = ArrayRecordReader(str(path), _READER_OPTIONS)
   try:
@@ -325,13 +333,10 @@ def read_shard(path: pathlib.Path, number: int) -> Stored:
     raise ValueError("its header is damaged")
   if header["number"] != number:
     raise ValueError(f"it has batch {header['number']}")
-  groups = []
   for index, (checksum, record) in enumerate(zip(header["groups"], records[1:], strict=True)):
     if zlib.crc32(record) != checksum:
       raise ValueError(f"its group {index} does not match its checksum")
-    groups.append(decode_group(record))
-  arrays = {name: np.stack([group[name] for group, _ in groups]) for name in groups[0][0]}
-  return Stored(arrays, header["info"], [sample for _, samples in groups for sample in samples])
+  return header["info"], records[1:]
 
 
 @functools.cache
@@ -358,7 +363,7 @@ def _check_threads() -> None:
 def make_entry(path: pathlib.Path, number: int) -> dict[str, Any] | None:
   """Makes the index entry of a batch from its shard; None if the shard is corrupted."""
   try:
-    stored = read_shard(path, number)
+    info, _ = _read_records(path, number)
     size, checksum = path.stat().st_size, file_crc32(path)
   except StoreError:
     raise
@@ -371,7 +376,7 @@ def make_entry(path: pathlib.Path, number: int) -> dict[str, Any] | None:
     "file": path.name,
     "bytes": size,
     "file_crc32": checksum,
-    "info": stored.info,
+    "info": info,
   }
 
 
