@@ -44,14 +44,9 @@ STATIC = {  # label → advantage
   EQUAL: "grpo_mean",
   SUCCESS_HEAVY: "asym(delta=4.0)",  # m_S / m_F = 4
   FAILURE_HEAVY: "asym(delta=0.25)",  # m_S / m_F = 1/4
-  "MaxRL": "maxrl",
   "pass@4 training": "pass_at_k",
 }
-ADAPTIVE = {
-  FADE: "fade",  # H* is half of the entropy at the start
-  "FADE, H* = 1": "fade(target_is_relative=False, target_entropy=1.0)",
-}
-ADVANTAGES = STATIC | ADAPTIVE
+ADVANTAGES = STATIC | {FADE: "fade"}  # H* is half of the entropy at the start
 
 
 def get_sweep():

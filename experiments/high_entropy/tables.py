@@ -83,9 +83,8 @@ def draw(results: Sequence[Result]) -> None:
   runs = compare.group_by_label(results)
   with curves.save_figure(HOME / "curves.png", 1, len(PANELS), size=(13, 4.5), dpi=90) as row:
     for axes, (metric, title) in zip(row.flat, PANELS, strict=True):
-      of_panel = {
-        label: [result_curve(run, metric) for run in runs.get(label, [])] for label in ADVANTAGES
-      }
+      present = [label for label in ADVANTAGES if label in runs]
+      of_panel = {label: [result_curve(run, metric) for run in runs[label]] for label in present}
       curves.plot_curves(axes, of_panel, metric, "updates")
       axes.set_title(title)
 

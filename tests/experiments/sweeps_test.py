@@ -22,7 +22,7 @@ RUNS = {
   "dialogues": 10,
   "mixtures": 60,
   "large_ratios": 85,
-  "high_entropy": 71,
+  "high_entropy": 55,
 }
 each_experiment = pytest.mark.parametrize("name", RUNS)
 

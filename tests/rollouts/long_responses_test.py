@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from oracles import updates
-from oracles.batches import make_host_batch
+from oracles.batches import make_host_batch, random_prompts
 from oracles.sampling import sample
 from oracles.updates import relative_distance
 
@@ -51,10 +51,30 @@ def test_the_sampler_agrees_with_updates_at_full_length(length, group_size, caps
   assert 0 < mean < 1e-4  # what a run allows
 
 
+def drawn(length, prompts, group_size):
+  """A batch of random tokens; responses have different lengths, up to `length`."""
+  rng = np.random.default_rng(0)
+  lengths = rng.integers(length // 2 + 1, length + 1, (prompts, group_size))  # a row for each
+  lengths[0, 0] = length
+  tokens = rng.integers(0, V, (prompts, group_size, length)).astype(np.int32)
+  logprobs = np.log(rng.uniform(0.8, 1.25, tokens.shape) / V).astype(np.float32)
+  correct = (tokens[..., 0] < V // 2).astype(np.float32)
+  correct[:, 0], correct[:, 1] = 0, 1
+  return make_host_batch(
+    (np.arange(length) < lengths[..., None]).astype(np.float32),
+    rewards=correct,
+    prompts=random_prompts(rng, prompts, S, V),
+    tokens=tokens,
+    behavior_logprobs=logprobs,
+    reference_logprobs=logprobs,
+  )
+
+
 @pytest.mark.soak
 def test_an_update_on_16384_tokens_is_the_same_on_a_mesh():
   """Rows over data and fsdp, tokens of the residual stream and heads over tensor."""
-  params, batch = sampled(2**14, 2, 4)
+  params = updates.make_method().model.init(jax.random.key(0))
+  batch = drawn(2**14, 4, 2)
   in_rows = functools.partial(updates.in_rows, batch, rows=1, length=2**14 + 512)
   expected = updates.gradient_of(updates.make_method(), in_rows(), params)
   mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
