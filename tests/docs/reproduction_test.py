@@ -1,5 +1,6 @@
 """docs/reproduction.md: every claim once, no number of a result written by hand, up to date."""
 
+import functools
 import importlib
 import json
 import re
@@ -182,24 +183,26 @@ def test_what_decides_a_claim_is_of_committed_runs(name):
 
 def test_margins_were_committed_before_the_runs():
   """The page of a plan, at the commit of each of its runs, has the margin."""
-  planned = {c.plan: c for c in deciding.DECIDED_BY.values() if c.plan}
+  planned = [comparison for comparison in deciding.DECIDED_BY.values() if comparison.plan]
   assert planned
-  for plan, comparison in planned.items():
-    runs = deciding.results(plan.removesuffix("/README.md"))
+  for comparison in planned:
+    runs = deciding.results(comparison.plan.removesuffix("/README.md"))
     names = {comparison.arm.name, comparison.control.name}
     for commit in {run["commit"] for label in names for run in runs[label]}:
-      found = subprocess.run(
-        ["git", "show", f"{commit}:experiments/{plan}"],
-        cwd=deciding.EXPERIMENTS,
-        capture_output=True,
-        text=True,
-        check=False,
-      )
-      if found.returncode:
-        pytest.skip(f"this checkout has no commit {commit[:8]}")
-      before_results = found.stdout.split("## Results")[0]
-      assert "written before any run" in before_results
-      assert f"{comparison.margin:g}" in before_results
+      plan = page_at(commit, f"experiments/{comparison.plan}").split("## Results")[0]
+      assert "written before any run" in plan and f"{comparison.margin:g}" in plan
+
+
+@functools.cache
+def page_at(commit, path):
+  """A file at a commit; skips the test where the checkout has no such commit."""
+  command = ["git", "show", f"{commit}:{path}"]
+  found = subprocess.run(
+    command, cwd=deciding.EXPERIMENTS, capture_output=True, text=True, check=False
+  )
+  if found.returncode:
+    pytest.skip(f"this checkout has no commit {commit[:8]}")
+  return found.stdout
 
 
 def test_a_comparison_of_three_seeds_has_an_interval_and_a_verdict():
