@@ -18,10 +18,12 @@ from rlvr_jax.storage.files import DamagedFileError
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.checkpointing.workdir import WorkdirError
 from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.fleet.policies import PolicyDamagedError
 from rlvr_jax.train.fleet.sampler import RefusedError
 from rlvr_jax.train.generation.agreement import AgreementError
 from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
 from rlvr_jax.train.generation.dynamic_sampling import DynamicSamplingError
+from rlvr_jax.train.generation.new_weights import ReplayError
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.report import write_report
 from rlvr_jax.train.session import open_session
@@ -42,9 +44,11 @@ FAILURES = (
   GraderStartError,
   GradingStoppedError,
   OSError,
+  PolicyDamagedError,
   PromptError,
   RecordError,
   RefusedError,
+  ReplayError,
   StoreError,
   TornShardError,
   WorkdirError,

@@ -30,6 +30,10 @@ class RecordError(RuntimeError):
   """An object of a fleet is damaged, or of another version of this package."""
 
 
+class DamagedError(RecordError):
+  """An object of a fleet is damaged."""
+
+
 class _Json:
   """Converts a NamedTuple of JSON values to bytes and back; a mix-in of the records."""
 
@@ -43,16 +47,17 @@ class _Json:
     """The inverse of `encode`; `name`: of the object, for the message.
 
     Raises:
-      RecordError: the object is damaged or has another format.
+      DamagedError: the object is damaged.
+      RecordError: it has another format.
     """
     return cls(**_read_fields(data, name, cls._fields))  # type: ignore[attr-defined]
 
 
 def _read_fields(line: bytes, name: str, fields: tuple[str, ...]) -> dict[str, Any]:
-  """The fields of a record in a line of JSON; raises RecordError as `_Json.decode`."""
+  """The fields of a record in a line of JSON; raises as `_Json.decode`."""
   content = parse_checked_line(line)
   if content is None:
-    raise RecordError(f"fleet/{name} is damaged: remove it, and its work is done again")
+    raise DamagedError(f"fleet/{name} is damaged")
   if content.pop("format", None) != MARKER or content.keys() != set(fields):
     raise RecordError(
       f"fleet/{name} was written by another version of rlvr_jax; run one version everywhere"
@@ -65,6 +70,7 @@ class _TrainerFields(NamedTuple):
   code: str  # version and commit
   config: str  # fingerprint of the configuration
   data: str  # fingerprint of problems and tokenizer
+  settings: str  # fingerprint of what a resumed trainer may change, and samplers must follow
   policies: list[list[Any]]  # [version, fingerprint] of those that can be restored, newest last
   draws: list[int]  # the lowest draw that is still needed, and the newest that has a plan
   ended: bool  # whether all batches have been sampled
@@ -91,7 +97,7 @@ class Plan(_Json, _PlanFields):
   @property
   def id(self) -> str:
     """8 hexadecimal digits, other ones for another draw of this number."""
-    content = json.dumps([self.draw, self.problems]).encode()
+    content = json.dumps([self.draw, self.problems, self.leases]).encode()
     return f"{zlib.crc32(content):08x}"
 
 
@@ -160,7 +166,7 @@ class GradedGroup(NamedTuple):
     checksum, _, arrays = rest.partition(b"\n")
     record = GroupRecord.decode(line + b"\n", name)
     if checksum != b"%08x" % zlib.crc32(arrays):
-      raise RecordError(f"fleet/{name} is damaged: remove it, and its work is done again")
+      raise DamagedError(f"fleet/{name} is damaged")
     return cls(record, decode_group(arrays)[0])
 
 

@@ -19,6 +19,7 @@ from rlvr_jax.launch.shell import LaunchError, Shell, say
 from rlvr_jax.launch.supervise import PORT, read_run, write_run
 
 ON_HOSTS = False
+SAY_EVERY_S = 30.0  # during a wait
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +69,8 @@ def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
       cwd=folder / "code",
       start_new_session=True,  # so that it outlives this program and its terminal
     )
-  _wait_until(folder, lambda state: state["state"] != "absent" or supervisor.poll() is not None)
+  begun = lambda state: state["state"] != "absent" or supervisor.poll() is not None
+  _wait_until(folder, "the run to begin", begun)
   logs(run, args, shell)
   state = _read_state(folder)
   if state["state"] != "finished":
@@ -111,7 +113,7 @@ def stop(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   state = _read_state(folder)
   if state["state"] == "running" and not shell.dry_run:
     os.kill(state["pid"], signal.SIGTERM)
-    _wait_until(folder, lambda state: state["state"] != "running")
+    _wait_until(folder, "the run to save and end", lambda state: state["state"] != "running")
   say(f"{run.name}: {_read_state(folder)['state']}")
 
 
@@ -128,7 +130,13 @@ def scale(run: Run, args: argparse.Namespace, shell: Shell) -> None:
     raise LaunchError(f"{run.name} samples by itself: stop it, and start it with --samplers")
   write_run(folder, description | {"samplers": args.samplers})
   is_done = lambda state: state["state"] != "running" or len(state["samplers"]) == args.samplers
-  _wait_until(folder, is_done)
+  _wait_until(folder, f"{args.samplers} samplers", is_done)
+  samplers = _read_state(folder).get("samplers", {})
+  if failed := [number for number, sampler in samplers.items() if sampler["state"] == "failed"]:
+    raise LaunchError(
+      f"samplers {', '.join(failed)} of {run.name} have failed: see logs --sampler={failed[0]},"
+      " then stop the run and start it again"
+    )
   say(f"{run.name}: {args.samplers} samplers")
 
 
@@ -174,11 +182,25 @@ def _read_state(folder: pathlib.Path) -> dict:
     state = json.loads((folder / "state.json").read_text())
   except FileNotFoundError:
     return {"state": "absent"}
-  if state["state"] == "running" and not os.path.exists(f"/proc/{state['pid']}"):
+  if state["state"] == "running" and not _is_alive(state["pid"]):
     state["state"] = "killed"
   return state
 
 
-def _wait_until(folder: pathlib.Path, condition: Callable[[dict], bool]) -> None:
-  while not condition(_read_state(folder)):
+def _is_alive(pid: int) -> bool:
+  """Whether a process runs; one that has ended and waits for its parent does not."""
+  try:
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text()
+  except (FileNotFoundError, ProcessLookupError):
+    return False
+  return fields.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _wait_until(folder: pathlib.Path, what: str, condition: Callable[[dict], bool]) -> None:
+  """Waits, and says now and then for what."""
+  began = said = time.monotonic()
+  while not condition(state := _read_state(folder)):
+    if time.monotonic() - said > SAY_EVERY_S:
+      said = time.monotonic()
+      say(f"waits for {what}, for {said - began:.0f} s so far: {json.dumps(state)}")
     time.sleep(0.1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +67,7 @@ class RecordedRun:
           f"{owner} has no batch {number}, but every update"
           f" needs one; lower num_updates = {num_batches} to {number} or choose a longer run"
         ) from None
+    self._differs = False
     others = [[*map(int, info.get("others", {}))] for info in self._infos]
     firsts = [info["version"] for info in self._infos]
     self.versions = [sorted([v, *more]) for v, more in zip(firsts, others, strict=True)]
@@ -105,6 +106,23 @@ class RecordedRun:
       if newest >= update
     ]
     return min(needed, default=update)
+
+  def first_difference(self, number: int, sampled_by: Mapping[int, str | None]) -> str:
+    """Why a batch is not that of the recorded run; "" if it may be, or if an earlier one was not.
+
+    Args:
+      number: of the batch.
+      sampled_by: the fingerprints of the versions that have sampled it now.
+    """
+    info = self._infos[number]
+    recorded = {info["version"]: info.get("fingerprint")}
+    recorded |= {int(version): x for version, x in info.get("others", {}).items()}
+    for version, fingerprint in sorted(sampled_by.items()):
+      known = recorded.get(version)
+      if not self._differs and known is not None and known != fingerprint:
+        self._differs = True
+        return f"version {version} has fingerprint {fingerprint}, there it has {known}"
+    return ""
 
   def drawn(self, draw: int) -> Drawn | None:
     """How a draw of prompts was made; None if its run did not say so."""

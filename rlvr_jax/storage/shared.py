@@ -6,8 +6,8 @@ generation g of the object NAME is the file NAME.g, made by a hard link, which f
 exists; the highest number counts. A writer that finds a higher number after it has linked its own
 has lost: its generation had existed and been removed, or was replaced at once.
 
-Objects are complete or absent. What a crash of the machine may lose or damage, their checksums
-show: writes do not wait for the disk.
+Objects are complete or absent. What a crash of the machine may damage, their checksums show:
+writes do not wait for the disk. A file that it has left empty counts as absent.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class DiskFiles:
     for file, generation in self._list(self._folder / directory):
       name = f"{directory}{slash}{file}"
       newest[name] = max(generation, newest.get(name, 0))
-    exists = lambda name: newest[name] == 1 or self._size(name, newest[name]) > 0
+    exists = lambda name: self._size(name, newest[name]) > 0  # empty: removed, or lost by a crash
     found = sorted(name for name in newest if name.startswith(prefix) and exists(name))
     return {name: newest[name] for name in found}
 

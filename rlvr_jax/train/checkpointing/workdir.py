@@ -126,6 +126,9 @@ def claim_workdir(workdir: Workdir) -> WorkdirLock | BucketClaim:
 def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[str] = ()) -> None:
   """Writes `workdir`/config.json on the first run; later runs must have the same configuration.
 
+  In the fields that may differ, the file of a run with samplers follows its last start: samplers
+  read it.
+
   Args:
     workdir: a workdir after `fetch`; created if needed.
     config_json: the complete configuration, a JSON object.
@@ -144,8 +147,7 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
         " configuration is unknown without it. Put it back, or use another --workdir."
       )
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replace_file(path) as file:
-      file.write((json.dumps(new, indent=2, sort_keys=True) + "\n").encode())
+    _write_config(path, new)
     return
   old = read_config(path, f"{folder}/config.json")
   lines = [
@@ -158,6 +160,13 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
       "Use another --workdir, or the configuration of that run. A field that is absent in the"
       " workdir is newer than that run, which only its own version can resume."
     )
+  if new != old and new.get("fleet", {}).get("samplers", False):
+    _write_config(path, new)
+
+
+def _write_config(path: pathlib.Path, config: Mapping[str, Any]) -> None:
+  with replace_file(path) as file:
+    file.write((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 def differing_fields(

@@ -7,7 +7,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from rlvr_jax.fleet.records import (
@@ -26,6 +26,7 @@ from rlvr_jax.storage.bucket import MAX_CONCURRENT_REQUESTS, ChangedError, Unrea
 from rlvr_jax.storage.shared import SharedFiles
 from rlvr_jax.train.fleet.policies import Policy
 
+GONE_S = 600.0  # without a change, until a sampler's record is removed
 UNREACHABLE_S = 600.0  # without any answer of the storage, until the trainer ends
 
 
@@ -108,8 +109,11 @@ class Board:
     if others:  # updates that were lost came out differently, and a curriculum drew otherwise
       self._delete(others)
       self.discard(plan.draw)
-    with contextlib.suppress(ChangedError):  # an earlier trainer has written the same
+    try:
       self._files.put(name, plan.encode(), generation=0)
+    except ChangedError:  # an earlier trainer has written the same; its file may be damaged
+      if self._read_if_there(name) != plan.encode():
+        self._files.put(name, plan.encode())
     self._draws = [self._draws[0], plan.draw]
 
   def discard(self, draw: int, group: int | None = None, lease: int | None = None) -> None:
@@ -195,15 +199,17 @@ class Board:
   def _read_samplers(self) -> None:
     now = time.monotonic()
     present = self._files.names("samplers/")
-    for name in present:
-      with contextlib.suppress(FileNotFoundError, RecordError):
-        record = SamplerRecord.decode(self._files.read_generation(name)[0], name)
+    for name, data in self._read(present):
+      with contextlib.suppress(RecordError):
+        record = SamplerRecord.decode(data, name)
         key = name.partition("/")[2]
         before = self._found.samplers.get(key)
         if before is None or before[0] != record:
           self._found.samplers[key] = record, now
     for key in self._found.samplers.keys() - {name.partition("/")[2] for name in present}:
       del self._found.samplers[key]
+    gone = [key for key, (_, changed) in self._found.samplers.items() if now - changed > GONE_S]
+    self._delete([f"samplers/{key}" for key in gone])  # of killed ones; a live one writes it again
     for name in self._files.names("failures/"):
       message = FailureRecord.decode(self._files.read_generation(name)[0], name).message
       self._found.fail(failure=f"sampler {name.partition('/')[2]} failed: {message}")
@@ -216,16 +222,21 @@ class Board:
     names = self._files.names("groups/")
     old = [name for name in names if draw_of(name) < first]
     new = [n for n in names if n not in self._found.groups and draw_of(n) >= first]
-    with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
-      for name, data in zip(new, pool.map(self._read_if_there, new), strict=True):
-        if data is not None:
-          self._found.groups.add(name)
-          self._new.put((name, data))
+    for name, data in self._read(new):
+      self._found.groups.add(name)
+      self._new.put((name, data))
     if first != self._found.first_draw:
       others = [*self._files.names("plans/"), *self._files.names("leases/")]
       old += [name for name in others if draw_of(name) < first]
     self._delete(old)
     self._found.count_removed(old, first)
+
+  def _read(self, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of those of the objects that are there."""
+    with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
+      for name, data in zip(names, pool.map(self._read_if_there, names), strict=True):
+        if data is not None:
+          yield name, data
 
   def _read_if_there(self, name: str) -> bytes | None:
     try:

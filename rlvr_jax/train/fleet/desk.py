@@ -14,6 +14,7 @@ from typing import NamedTuple
 from rlvr_jax.fleet.leases import BEATS, Lease, LeaseBook
 from rlvr_jax.fleet.records import (
   TRAINER,
+  DamagedError,
   FailureRecord,
   Plan,
   SamplerRecord,
@@ -42,6 +43,7 @@ class View(NamedTuple):
   """What the fleet's objects say now."""
 
   trainer: TrainerRecord | None  # None: there was none yet
+  was_alive: bool  # whether the trainer's record has changed since this sampler began
   silent_s: float  # since the trainer's record changed, by this machine's clock
   plans: Mapping[str, Plan]  # by name, those that are needed
   answered: float  # when the storage last answered, by this machine's clock
@@ -174,8 +176,9 @@ class Watcher:
   def __init__(self, files: SharedFiles):
     self._files = files
     self._plans: dict[str, Plan] = {}
+    self._looked = False
     self._generation, self._changed = -1, time.monotonic()  # of the trainer's record
-    self.view = View(None, 0.0, {}, time.monotonic())
+    self.view = View(None, False, 0.0, {}, time.monotonic())
 
   def run(self, poll_s: float, closing: threading.Event) -> None:
     """Looks until it is closed."""
@@ -186,16 +189,23 @@ class Watcher:
 
   def look(self) -> None:
     """Reads what has changed."""
-    trainer, answered = self.view.trainer, self.view.answered
+    trainer, was_alive, answered = self.view.trainer, self.view.was_alive, self.view.answered
     with contextlib.suppress(UnreachableError):  # `answered` says so
+      data = b""
       with contextlib.suppress(FileNotFoundError):
         data, generation = self._files.read_generation(TRAINER)
-        if generation != self._generation:  # also where there is another plan
-          trainer = TrainerRecord.decode(data, TRAINER)
+      if data and generation != self._generation:  # also where there is another plan
+        decoded = None
+        with contextlib.suppress(DamagedError):  # it is rewritten soon
+          decoded = TrainerRecord.decode(data, TRAINER)
+        if decoded is not None:
+          trainer, was_alive = decoded, was_alive or self._looked
           self._read_plans(trainer.draws[0])
           self._generation, self._changed = generation, time.monotonic()
+      self._looked = True
       answered = time.monotonic()
-    self.view = View(trainer, time.monotonic() - self._changed, dict(self._plans), answered)
+    silent_s = time.monotonic() - self._changed
+    self.view = View(trainer, was_alive, silent_s, dict(self._plans), answered)
 
   def _read_plans(self, first_draw: int) -> None:
     names = [name for name in self._files.names("plans/") if draw_of(name) >= first_draw]
@@ -203,7 +213,13 @@ class Watcher:
     for name in names:
       if name not in self._plans:
         with contextlib.suppress(FileNotFoundError):
-          self._plans[name] = Plan.decode(self._files.read_generation(name)[0], name)
+          self._plans[name] = self._read_plan(name)
+
+  def _read_plan(self, name: str) -> Plan:
+    try:
+      return Plan.decode(self._files.read_generation(name)[0], name)
+    except DamagedError as error:
+      raise DamagedError(f"{error}; start the trainer again, which writes it anew") from error
 
 
 class Taker:
@@ -241,13 +257,16 @@ class Taker:
     while not closing.is_set():
       self._looked.clear()
       found, sought = 0, (self._version, self._watcher.view.plans.keys())
-      with contextlib.suppress(UnreachableError):
+      try:
         for work in self.find(self._version):
           self._taken.put(work)
           found += 1
           if self._taken.qsize() >= ahead or closing.is_set():
             break
-      self._looked.set()
+      except UnreachableError:  # the watcher's `answered` says so
+        pass
+      finally:
+        self._looked.set()  # also where another error ends this thread: `take` does not wait for it
       again = time.monotonic() + (0.0 if found else limit_s / BEATS)
       while time.monotonic() < again and not closing.wait(poll_s):
         if sought != (self._version, self._watcher.view.plans.keys()):

@@ -8,6 +8,7 @@ is published in bfloat16. Of a run that trains adapters it has the adapters alon
 from __future__ import annotations
 
 import os
+import pathlib
 import time
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from rlvr_jax.train.setup.programs import published_params
 from rlvr_jax.types import Params
 
 FOLDER = "policies"  # of a fleet's folder
+_REMOVAL_S = 1.0  # in which a removal that has begun is done
 KEEP = 3  # the latest ones: a sampler that begins to restore one has two updates' time to finish
 
 
@@ -46,6 +48,10 @@ class Policy(NamedTuple):
 
 class PolicyGoneError(RuntimeError):
   """A policy is no longer published: newer ones have replaced it."""
+
+
+class PolicyDamagedError(RuntimeError):
+  """The files of a published policy are damaged."""
 
 
 class PolicyPublisher:
@@ -75,15 +81,15 @@ class PolicyPublisher:
     self._checkpointer = Checkpointer(self._folder, keep=keep, workdir=workdir, short_lived=True)
     self._cast = jax.jit(lambda params: cast_to_decode(params, parts.model.config))
     self._keep, self._adapters_only = keep, parts.lora is not None
-    names = map(self._read_name, saved_steps(self._folder))
+    names = (read_name(self._folder, version) for version in saved_steps(self._folder))
     self._published = {policy.version: policy for policy in names if policy}
     self._writing: Policy | None = None
 
   def publish(self, params: Params, policy: Policy) -> dict[str, float]:
     """Copies a policy's parameters; they are written in the background.
 
-    Waits for the policy before it to be written. Later ones, of updates that were lost, are
-    removed. One that the folder has already, by its fingerprint, is not written again.
+    Waits for the policy before it to be written. Those of this version and of later ones, which an
+    earlier trainer has written, are removed: they may be damaged, or of updates that were lost.
 
     Args:
       params: the trained parameters, which may be donated when this returns.
@@ -95,12 +101,8 @@ class PolicyPublisher:
     self.wait()
     if self._beside is not None:
       self._beside.wait()
-    known = self._published.get(policy.version) == policy
-    last = policy.version if known else policy.version - 1
-    self._checkpointer.discard_after(last)
-    self._published = {v: p for v, p in self._published.items() if v <= last}
-    if known:
-      return {}
+    self._checkpointer.discard_after(policy.version - 1)
+    self._published = {v: p for v, p in self._published.items() if v < policy.version}
     saved = params if self._adapters_only else self._cast(params)
     self._checkpointer.save(policy.version, saved, host={"fingerprint": policy.fingerprint})
     self._writing = policy
@@ -130,12 +132,13 @@ class PolicyPublisher:
     """`wait`, then ends the background threads."""
     self._checkpointer.close()
 
-  def _read_name(self, version: int) -> Policy | None:
-    """The name of a policy that an earlier trainer has published; None if its files are damaged."""
-    try:
-      return Policy(version, read_manifest(self._folder / str(version))["host"]["fingerprint"])
-    except (CheckpointError, OSError, ValueError, KeyError):
-      return None
+
+def read_name(folder: pathlib.Path, version: int) -> Policy | None:
+  """The name of a published policy, by its manifest; None if that is missing or damaged."""
+  try:
+    return Policy(version, read_manifest(folder / str(version))["host"]["fingerprint"])
+  except (CheckpointError, OSError, ValueError, KeyError):
+    return None
 
 
 class Restoring(NamedTuple):
@@ -165,6 +168,7 @@ class PolicyReader:
 
     Raises:
       PolicyGoneError: it is not published any more, or was removed meanwhile.
+      PolicyDamagedError: it is there, and damaged.
       CheckpointError: it is of another network, so that this sampler cannot use it.
       UnreachableError: the bucket does not respond.
     """
@@ -184,6 +188,7 @@ class PolicyReader:
         verifies=jax.process_count() == 1,
       )
     except TornCheckpointError as error:
+      self._raise_if_damaged(policy, error)
       raise gone from error  # the trainer removes the oldest: the newest is read instead
     except ForeignCheckpointError:
       if not (folder / MANIFEST).exists():
@@ -198,12 +203,24 @@ class PolicyReader:
     """Verifies every leaf of a restored policy; all processes call it together.
 
     Raises:
-      PolicyGoneError: it was damaged, or removed meanwhile.
+      PolicyGoneError: it was removed meanwhile.
+      PolicyDamagedError: it is there, and damaged.
     """
     try:
       verify_state(self._folder / str(policy.version), params)
     except CheckpointError as error:
+      self._raise_if_damaged(policy, error)
       raise PolicyGoneError(str(error)) from error
+
+  def _raise_if_damaged(self, policy: Policy, error: Exception) -> None:
+    """Raises PolicyDamagedError if a policy that could not be read is there a moment later."""
+    time.sleep(_REMOVAL_S)
+    folder = self._folder / str(policy.version)
+    exists = (folder / MANIFEST).exists()
+    if exists and read_name(self._folder, policy.version) in (policy, None):
+      raise PolicyDamagedError(
+        f"the policy in {folder} is damaged ({error}); start the trainer again, which writes it"
+      ) from error
 
 
 def abstract_policy(parts: Parts, mesh: Mesh) -> Params:

@@ -16,7 +16,7 @@ import numpy as np
 import rlvr_jax
 from rlvr_jax.data.batches import PromptError
 from rlvr_jax.fleet.leases import BEATS
-from rlvr_jax.fleet.records import TrainerRecord, problem_checksum
+from rlvr_jax.fleet.records import DamagedError, TrainerRecord, problem_checksum
 from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.dialogues import EnvironmentStoppedError
@@ -31,7 +31,7 @@ from rlvr_jax.train.fleet import policies
 from rlvr_jax.train.fleet.board import Board
 from rlvr_jax.train.fleet.desk import Desk
 from rlvr_jax.train.fleet.generation import FleetGeneration, Limits
-from rlvr_jax.train.fleet.policies import PolicyPublisher, PolicyReader
+from rlvr_jax.train.fleet.policies import PolicyDamagedError, PolicyPublisher, PolicyReader
 from rlvr_jax.train.fleet.sampler import Identity, Meter, Sampler, Weights
 from rlvr_jax.train.generation.agreement import AgreementError
 from rlvr_jax.train.generation.generator import Generator
@@ -46,8 +46,13 @@ OF_A_SAMPLER = (
   *("mesh", "generation_mesh", "compiler_options", "sampling.slots", "logging"),
   *("grading.num_workers", "environment.processes", "generation_deadline_s"),
 )
+# Fields that a resumed run may change, and its samplers then follow.
+_SETTINGS = ("fleet", "grading", "max_behavior_gap")
 # Errors that any sampler would meet, so that the run must end.
-_OF_THE_RUN = (AgreementError, EnvironmentStoppedError, GradingStoppedError, PromptError)
+_OF_THE_RUN = (
+  *(AgreementError, EnvironmentStoppedError, GradingStoppedError, PromptError),
+  *(DamagedError, PolicyDamagedError),
+)
 _COMPARED_PROBLEMS = 16
 
 
@@ -154,6 +159,7 @@ def identify(parts: Parts) -> Identity:
     code=f"{rlvr_jax.__version__}{f' at {commit}' if commit else ''}",
     config=_fingerprint_config(parts),
     data=_fingerprint_data(parts),
+    settings=_fingerprint_settings(parts),
   )
 
 
@@ -161,6 +167,12 @@ def _fingerprint_config(parts: Parts) -> str:
   """16 hexadecimal digits of the fields that all programs of a fleet must have in common."""
   free = [*checks.may_differ(parts.config, parts.schedule), *OF_A_SAMPLER]
   return _digest(_differences({}, json.loads(parts.config.to_json_best_effort()), free))
+
+
+def _fingerprint_settings(parts: Parts) -> str:
+  """16 hexadecimal digits of the fields that samplers follow where a resumed run changes them."""
+  own = json.loads(parts.config.to_json_best_effort())
+  return _digest(_differences({}, {name: own[name] for name in _SETTINGS}, OF_A_SAMPLER))
 
 
 def _fingerprint_data(parts: Parts) -> str:
@@ -183,13 +195,14 @@ def check_same_run(parts: Parts, folder: pathlib.Path) -> None:
   path = folder / "config.json"
   if not path.exists():
     raise WorkdirError(
-      f"{folder} has no run yet; start the trainer first, with config.fleet.samplers = True"
+      f"{folder} has no run yet; start the trainer first, with config.fleet.samplers = True, or"
+      " leave --config out: then a sampler waits"
     )
   theirs = read_config(path)
   if not theirs.get("fleet", {}).get("samplers", False):
     raise WorkdirError(
-      f"{folder} belongs to a run that samples by itself; train another one, with"
-      " config.fleet.samplers = True"
+      f"{folder} belongs to a run that samples by itself; start its trainer again with"
+      " --config.fleet.samplers=True, or train another one"
     )
   ours = json.loads(parts.config.to_json_best_effort())
   if differences := _differences(theirs, ours, OF_A_SAMPLER):

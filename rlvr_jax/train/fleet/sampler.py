@@ -58,6 +58,7 @@ from rlvr_jax.types import Params, Prompts
 
 SAY_EVERY_S = 30.0
 _WAIT_S = 0.05
+ENDED_S = 60.0  # in which a run that had ended when the sampler began may go on
 UNREACHABLE_S = 600.0  # without any answer of the storage, until the sampler ends
 _KEPT_DRAWS = 8  # whose problems are kept in memory
 
@@ -72,6 +73,7 @@ class Identity(NamedTuple):
   code: str
   config: str
   data: str
+  settings: str  # that a resumed run may change
 
 
 class _Step(NamedTuple):
@@ -241,9 +243,15 @@ class Sampler:
       raise UnreachableError(f"the workdir has not answered for {duration(unanswered_s)}")
     if trainer is None:
       return _Step("wait", message="waits for a trainer to begin")
-    self._check(trainer.code, trainer.config, trainer.data)
+    theirs = Identity(trainer.code, trainer.config, trainer.data, trainer.settings)
+    if theirs != self._run.identity:
+      if not view.was_alive:  # it may be of an earlier trainer
+        return _Step("wait", message="waits for a sign of the trainer")
+      self._refuse(theirs)
     if trainer.ended:
-      return _Step("end")
+      if view.was_alive or view.silent_s > ENDED_S:
+        return _Step("end")
+      return _Step("wait", message="the run has ended: waits for a trainer that goes on")
     if newest is None:
       return _Step("wait", message="waits for the trainer's first policy")
     listed = current is not None and list(current) in trainer.policies
@@ -257,15 +265,20 @@ class Sampler:
       return _Step("wait", policy, f"waits for version {newest.version} of the policy")
     return _Step("sample", policy, "waits for groups to sample")
 
-  def _check(self, *theirs: str) -> None:
-    """Raises RefusedError unless the trainer has the code, configuration and data of this."""
-    for name, own, other in zip(Identity._fields, self._run.identity, theirs, strict=True):
-      if own != other:
-        what = {"code": "code", "config": "a configuration", "data": "problems or a tokenizer"}
-        raise RefusedError(
-          f"this sampler has {what[name]} {own}, the trainer has {other}; start the sampler again"
-          " with the trainer's code, --workdir and data"
-        )
+  def _refuse(self, theirs: Identity) -> None:
+    """Raises RefusedError for a trainer with another identity."""
+    what = Identity("code", "a configuration", "problems or a tokenizer", "settings")
+    pairs = zip(what, self._run.identity, theirs, strict=True)
+    name, own, other = next(pair for pair in pairs if pair[1] != pair[2])
+    if name == what.settings:
+      raise RefusedError(
+        "the trainer was started with other settings of config.fleet, config.grading or"
+        " config.max_behavior_gap; start the sampler again, which takes them"
+      )
+    raise RefusedError(
+      f"this sampler has {name} {own}, the trainer has {other}; start the sampler again"
+      " with the trainer's code, --workdir and data"
+    )
 
   # --- sampling -----------------------------------------------------------------------------------
 
@@ -567,7 +580,7 @@ class Weights:
     """Lets the restored policy sample; the old one if the new one has vanished meanwhile."""
     assert self._coming is not None
     (policy, future), self._coming = self._coming, None
-    restored = future.result()
+    restored = multihost.run_together(future.result)
     if multihost.any_process(restored is None):
       return
     assert restored is not None

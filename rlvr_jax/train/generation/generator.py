@@ -531,6 +531,12 @@ class Generator:
     graded = graded._replace(train=train)
     if sampled_by is None:
       sampled_by = self._sampled_by(graded, policy)
+    repeated = parts.schedule.recorded
+    if repeated is not None and (why := repeated.first_difference(batch.number, sampled_by)):
+      warn(
+        f"from batch {batch.number} on this run has the plan and the versions of {repeated.name},"
+        f" not its rollouts: {why}. The seed, the configuration, a version or the devices differ"
+      )
     if measured is None:
       graded = self._check_agreement(graded, mask, policy)
       if graded.train.token_versions is not None:

@@ -82,8 +82,8 @@ class RecordedWeights:
     if version not in self._replayed.policies:
       raise ReplayError(
         f"rollout {rollout} of group {group.prompt_index} in draw {self._draw_of(flight)} has no"
-        f" token {length} in the recorded run: the two differ by rounding. Replay it on the same"
-        " devices, with the same versions and configuration"
+        f" token {length} in the recorded run, from which this one differs. Repeat it with its seed"
+        " and configuration, on the same devices, with the same versions of this package and jax"
       )
     return version
 

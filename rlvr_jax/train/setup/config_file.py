@@ -98,6 +98,8 @@ def _with_config_of_run(argv: list[str]) -> list[str]:
   mode, checkpoint = _value_of("mode", argv), _value_of("checkpoint", argv)
   flag = "workdir" if mode == "sample" else "checkpoint"
   named = _value_of("workdir", argv) if mode == "sample" else checkpoint
+  if mode == "sample" and not named:
+    raise ValueError("--workdir is missing; --mode=sample needs the trainer's")
   if _value_of("config", argv) or not named or mode not in ("eval", "export", "sample"):
     return argv
   folder = parse_path(f"--{flag}", named)
@@ -117,7 +119,12 @@ def _wait_for_run(folder: pathlib.Path) -> pathlib.Path:
   """Waits until a trainer has begun its run in a folder; returns the run's configuration.
 
   A sampler may get its machine before the trainer has one, so it waits, and says so now and then.
+
+  Raises:
+    ValueError: the folder is a file.
   """
+  if folder.is_file():
+    raise ValueError(f"--workdir={folder} is a file; give the trainer's --workdir, a folder")
   recipe = folder / _OF_A_RUN
   said = -_SAY_EVERY_S
   while not recipe.exists():

@@ -100,9 +100,8 @@ def test_a_sampler_that_samples_now_and_then_does_not_say_that_it_waits_on(capsy
 
 
 def test_a_sampler_that_computes_something_else_ends_the_run(tmp_path):
-  parts = build(fleets.config())
-  other = build(fleets.config(max_behavior_gap=1e-12))
-  with sampling(tmp_path / "run", other) as errors:
+  parts = build(fleets.config(max_behavior_gap=1e-12))
+  with sampling(tmp_path / "run", parts) as errors:
     with pytest.raises(GeneratorStoppedError, match="AgreementError: sampler and trainer disagree"):
       train(parts, tmp_path / "run")
   assert [type(error) for error in errors] == [AgreementError]

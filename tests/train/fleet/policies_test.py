@@ -10,7 +10,13 @@ from train import tiny
 
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import ForeignCheckpointError
-from rlvr_jax.train.fleet.policies import Policy, PolicyGoneError, PolicyPublisher, PolicyReader
+from rlvr_jax.train.fleet.policies import (
+  Policy,
+  PolicyDamagedError,
+  PolicyGoneError,
+  PolicyPublisher,
+  PolicyReader,
+)
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.start.parameters import initial_params
 
@@ -36,7 +42,6 @@ def test_a_policy_is_restored_as_published(storage, parts, tmp_path, request):
     assert publisher.published() == []
     metrics = publisher.publish(params, first)
     assert metrics["fleet/published_gib"] * 2**30 == sum(x.nbytes for x in jax.tree.leaves(params))
-    assert publisher.publish(params, first) == {}  # it is there
     publisher.publish(others, second)
     publisher.wait()
     assert publisher.published() == [first, second]
@@ -52,7 +57,8 @@ def test_a_policy_is_restored_as_published(storage, parts, tmp_path, request):
   # A successor that begins before them.
   with contextlib.closing(PolicyPublisher(folder, parts, keep=2)) as publisher:
     assert publisher.published() == [second, third]
-    assert publisher.publish(others, second) == {}
+    publisher.publish(others, second)  # again: the earlier one's files may be damaged
+    publisher.wait()
     assert publisher.published() == [second]  # the update after it was lost
     publisher.publish(params, second._replace(fingerprint="other"))
     publisher.wait()
@@ -91,6 +97,17 @@ def test_what_is_incomplete_or_of_another_network_is_not_restored(parts, tmp_pat
   other = build(tiny.config(model__overrides=dict(num_layers=1, width=64, mlp_width=64)))
   with pytest.raises(ForeignCheckpointError, match="trainer's configuration"):
     PolicyReader(tmp_path, other).restore(Policy(0, "a"))
-  shutil.rmtree(tmp_path / "0" / "arrays")
+  (array,) = (tmp_path / "0" / "arrays" / "embedding").glob("0.0")
+  damaged = bytearray(array.read_bytes())
+  damaged[len(damaged) // 2] ^= 1
+  array.write_bytes(damaged)
+  reader = PolicyReader(tmp_path, parts)
+  with pytest.raises(PolicyDamagedError, match=r"is damaged .* start the trainer again"):
+    reader.restore(Policy(0, "a"))
+  with contextlib.closing(PolicyPublisher(tmp_path, parts)) as publisher:  # of its successor
+    publisher.publish(initial_params(parts), Policy(0, "a"))
+    publisher.wait()
+  assert same(reader.restore(Policy(0, "a")).params, initial_params(parts))
+  shutil.rmtree(tmp_path / "0")
   with pytest.raises(PolicyGoneError):
-    PolicyReader(tmp_path, parts).restore(Policy(0, "a"))
+    reader.restore(Policy(0, "a"))
