@@ -25,7 +25,7 @@ from train.fleet import fleets
 
 from rlvr_jax import main as program_of_runs  # noqa: F401  (defines its flags)
 from rlvr_jax.launch import __main__ as command_line
-from rlvr_jax.launch import fleet, supervise, tpu_vm
+from rlvr_jax.launch import fleet, local, supervise, tpu_vm
 from rlvr_jax.launch.package import make_package
 from rlvr_jax.launch.run import EXTRAS, Run
 from rlvr_jax.launch.shell import CommandError, LaunchError, Shell
@@ -403,6 +403,17 @@ signal.signal(signal.SIGTERM, lambda *_: (folder / "gave_back").touch() or sys.e
 while not (folder / "trained").exists():
   time.sleep(0.02)
 """
+
+
+def test_a_process_that_has_ended_is_not_alive():
+  with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    assert local._is_alive(process.pid)
+    process.stdin.close()
+    deadline = time.monotonic() + 30
+    while local._is_alive(process.pid):  # though its parent has not waited for it
+      assert time.monotonic() < deadline
+    assert process.returncode is None
+  assert not local._is_alive(process.pid)
 
 
 def test_samplers_beside_a_trainer_come_back_and_are_scaled(tmp_path, monkeypatch, launch):

@@ -71,6 +71,17 @@ def test_a_writer_of_a_generation_that_is_gone_has_lost(tmp_path):
   assert len([*(tmp_path / "a").iterdir()]) == 1
 
 
+def test_a_file_that_a_crash_left_empty_is_absent(tmp_path):
+  files = DiskFiles(tmp_path)
+  (tmp_path / "leases").mkdir()
+  (tmp_path / "leases" / "a.00000001").write_bytes(b"")
+  assert files.names("leases/") == [] and files.generations() == {}
+  with pytest.raises(FileNotFoundError):
+    files.read_generation("leases/a")
+  files.put("leases/a", b"1", generation=0)
+  assert files.names("leases/") == ["leases/a"] and files.read_generation("leases/a")[0] == b"1"
+
+
 def test_threads_and_processes_add_up(tmp_path):
   """Each adds 1 to an object on the condition that it is unchanged: no addition is lost."""
   code = (

@@ -155,6 +155,13 @@ def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train):
   counted = ["counter/", "data/passes"]  # a worker's batches are counted when they are taken
   assert updates(first, without=counted) == updates(real, without=counted)
   assert_same_run(second, first)
+  recorded = simulated().recorded
+  known = RolloutStore(real / "rollouts", writable=False).info(0)["fingerprint"]
+  assert recorded.first_difference(0, {0: known}) == ""
+  assert recorded.first_difference(0, {0: "other"}) == (
+    f"version 0 has fingerprint other, there it has {known}"
+  )
+  assert recorded.first_difference(0, {0: "other"}) == ""  # it was said
 
 
 # --- what is damaged ------------------------------------------------------------------------------

@@ -38,6 +38,23 @@ def test_a_workdir_is_held_by_one_process(tmp_path):
   WorkdirLock(tmp_path / "run").close()
 
 
+def test_config_json_follows_the_last_start_of_a_run_with_samplers(tmp_path):
+  workdir = Workdir(tmp_path / "run")
+  written = lambda: json.loads((tmp_path / "run" / "config.json").read_text())
+  alone = {"seed": 1, "fleet": {"samplers": False, "silent_s": 3}}
+  check_config(workdir, json.dumps(alone))
+  check_config(
+    workdir, json.dumps(alone | {"fleet": {"samplers": False, "silent_s": 9}}), may_differ=["fleet"]
+  )
+  assert written() == alone
+  fleet = alone | {"fleet": {"samplers": True, "silent_s": 60}}
+  check_config(workdir, json.dumps(fleet), may_differ=["fleet"])
+  assert written() == fleet
+  with pytest.raises(WorkdirError):
+    check_config(workdir, json.dumps(fleet | {"seed": 2}), may_differ=["fleet"])
+  assert written() == fleet
+
+
 def test_config_of_the_workdir(tmp_path):
   loss = "ppo_clip"
   config = {"seed": 1, "loss": loss, "ks": [1, 8], "mesh": {"data": 1}}

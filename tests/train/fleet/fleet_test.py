@@ -423,6 +423,64 @@ def test_programs_that_do_not_belong_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.slow
+def test_what_a_crash_damages_is_made_up_for(tmp_path):
+  """By the next start of the trainer; until then the run ends with the reason."""
+  with fleets.programs() as started:
+    fleet = Fleet(tmp_path / "run", tmp_path, started)
+    trainer, folder = fleet.trainer(), tmp_path / "run" / "fleet"
+    tiny.wait_for(lambda: [*folder.glob("policies/0/commit_success.txt")], trainer.process)
+    tiny.wait_for(lambda: len([*folder.glob("plans/*")]) == 3, trainer.process)
+    (array,) = folder.glob("policies/0/arrays/embedding/0.0")
+    flip(array)
+    sampler = fleet.sampler()
+    assert sampler.end() == 1 and "is damaged" in sampler.text()
+    assert trainer.end() == 1 and "start the trainer again, which writes it" in trainer.text()
+    flip(sorted(folder.glob("plans/*"))[1])
+    for name in ("leases/00000000-0001", "groups/00000000-000003"):
+      (folder / name).parent.mkdir(exist_ok=True)
+      for path in folder.glob(f"{name}.*"):
+        path.unlink()
+      (folder / f"{name}.00000001").touch()  # written and linked, but not on the disk yet
+    trainer, sampler = fleet.trainer(), fleet.sampler()
+    assert [trainer.end(), sampler.end()] == [0, 0], trainer.text() + sampler.text()
+  fleets.check_store(tmp_path / "run")
+
+
+def flip(path):
+  """Changes a bit in the middle of a file."""
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
+@pytest.mark.slow
+def test_samplers_follow_the_settings_of_a_resumed_trainer(tmp_path):
+  with fleets.programs() as started:
+    fleet = Fleet(tmp_path / "run", tmp_path, started)
+    alone = fleet.trainer("--config.fleet.samplers=False", "--config.num_updates=4")
+    assert alone.end() == 0
+    trainer = fleet.trainer("--config.max_behavior_gap=1e-12")
+    sampler = fleet.sampler()
+    assert [trainer.end(), sampler.end()] == [1, 1]
+    assert "raise config.max_behavior_gap" in trainer.text()
+    trainer = fleet.trainer("--config.fleet.silent_s=3")
+    sampler = fleet.sampler()
+    fleet.wait_for_update(trainer, 6)
+    trainer.kill()
+    trainer.end()
+    successor = fleet.trainer("--config.fleet.silent_s=4")
+    assert sampler.end() == 1 and "started with other settings" in sampler.text()
+    sampler = fleet.sampler()
+    assert [successor.end(), sampler.end()] == [0, 0]
+    # A finished run goes on, also where the sampler comes before the trainer.
+    sampler = fleet.sampler()
+    sampler.wait_for("the run has ended: waits for a trainer that goes on")
+    trainer = fleet.trainer("--config.fleet.silent_s=4", "--config.num_updates=20")
+    assert [trainer.end(), sampler.end()] == [0, 0]
+  assert trained_once(tmp_path / "run", 20)
+
+
+@pytest.mark.slow
 def test_a_sampler_of_two_processes(tmp_path):
   """The first one decides what both sample; each grades its part."""
   with fleets.programs() as started:
