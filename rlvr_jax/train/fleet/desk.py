@@ -26,7 +26,7 @@ from rlvr_jax.fleet.records import (
 )
 from rlvr_jax.storage.bucket import ChangedError, UnreachableError
 from rlvr_jax.storage.shared import SharedFiles
-from rlvr_jax.train.fleet.policies import Policy
+from rlvr_jax.train.fleet.policies import DAMAGED_S, Policy
 
 _PATIENCE_S = 0.02
 
@@ -176,6 +176,7 @@ class Watcher:
   def __init__(self, files: SharedFiles):
     self._files = files
     self._plans: dict[str, Plan] = {}
+    self._damaged: dict[str, float] = {}  # plans by name, since when
     self._looked = False
     self._generation, self._changed = -1, time.monotonic()  # of the trainer's record
     self.view = View(None, False, 0.0, {}, time.monotonic())
@@ -213,13 +214,20 @@ class Watcher:
     for name in names:
       if name not in self._plans:
         with contextlib.suppress(FileNotFoundError):
-          self._plans[name] = self._read_plan(name)
+          if plan := self._read_plan(name):
+            self._plans[name] = plan
 
-  def _read_plan(self, name: str) -> Plan:
+  def _read_plan(self, name: str) -> Plan | None:
+    """A plan; None while it is damaged, for as long as a trainer that starts may write it anew."""
     try:
-      return Plan.decode(self._files.read_generation(name)[0], name)
+      plan = Plan.decode(self._files.read_generation(name)[0], name)
     except DamagedError as error:
-      raise DamagedError(f"{error}; start the trainer again, which writes it anew") from error
+      since = self._damaged.setdefault(name, time.monotonic())
+      if time.monotonic() - since > DAMAGED_S:
+        raise DamagedError(f"{error}; start the trainer again, which writes it anew") from error
+      return None
+    self._damaged.pop(name, None)
+    return plan
 
 
 class Taker:

@@ -35,7 +35,8 @@ from rlvr_jax.train.setup.programs import published_params
 from rlvr_jax.types import Params
 
 FOLDER = "policies"  # of a fleet's folder
-_REMOVAL_S = 1.0  # in which a removal that has begun is done
+DAMAGED_S = 20.0  # in which a trainer that starts writes what is damaged anew; else the run ends
+_AGAIN_S = 1.0  # until a damaged policy is read again
 KEEP = 3  # the latest ones: a sampler that begins to restore one has two updates' time to finish
 
 
@@ -161,14 +162,15 @@ class PolicyReader:
     """
     silence_orbax()
     self._folder = make_absolute(parse_path("the folder of policies", folder))
+    self._damaged: dict[Policy, float] = {}  # since when
     self.abstract = abstract_policy(parts, parts.placement.mesh)
 
   def restore(self, policy: Policy) -> Restoring:
     """Restores a policy, and verifies every leaf; with several processes, `verify` does that.
 
     Raises:
-      PolicyGoneError: it is not published any more, or was removed meanwhile.
-      PolicyDamagedError: it is there, and damaged.
+      PolicyGoneError: it is not published any more, was removed meanwhile, or cannot be read now.
+      PolicyDamagedError: it is there, and was damaged for some time.
       CheckpointError: it is of another network, so that this sampler cannot use it.
       UnreachableError: the bucket does not respond.
     """
@@ -203,8 +205,8 @@ class PolicyReader:
     """Verifies every leaf of a restored policy; all processes call it together.
 
     Raises:
-      PolicyGoneError: it was removed meanwhile.
-      PolicyDamagedError: it is there, and damaged.
+      PolicyGoneError: it was removed meanwhile, or cannot be read now.
+      PolicyDamagedError: it is there, and was damaged for some time.
     """
     try:
       verify_state(self._folder / str(policy.version), params)
@@ -213,14 +215,17 @@ class PolicyReader:
       raise PolicyGoneError(str(error)) from error
 
   def _raise_if_damaged(self, policy: Policy, error: Exception) -> None:
-    """Raises PolicyDamagedError if a policy that could not be read is there a moment later."""
-    time.sleep(_REMOVAL_S)
+    """Raises PolicyDamagedError if a policy could not be read for some time, and is still there."""
+    since = self._damaged.setdefault(policy, time.monotonic())
     folder = self._folder / str(policy.version)
-    exists = (folder / MANIFEST).exists()
-    if exists and read_name(self._folder, policy.version) in (policy, None):
+    is_there = (folder / MANIFEST).exists()
+    is_there = is_there and read_name(self._folder, policy.version) in (policy, None)
+    if is_there and time.monotonic() - since > DAMAGED_S:
       raise PolicyDamagedError(
         f"the policy in {folder} is damaged ({error}); start the trainer again, which writes it"
       ) from error
+    if is_there:
+      time.sleep(_AGAIN_S)
 
 
 def abstract_policy(parts: Parts, mesh: Mesh) -> Params:

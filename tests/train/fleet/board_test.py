@@ -16,7 +16,7 @@ from rlvr_jax.fleet.records import (
   plan_name,
 )
 from rlvr_jax.storage.shared import DiskFiles
-from rlvr_jax.train.fleet import board
+from rlvr_jax.train.fleet import board, desk
 from rlvr_jax.train.fleet.desk import Taker, Watcher
 
 TRAINED = TrainerRecord("a", "code", "config", "data", "settings", [], [0, 0], False, 0)
@@ -52,14 +52,17 @@ def test_records_of_killed_samplers_are_removed(tmp_path, monkeypatch):
   opened.close(ended=False)
 
 
-def test_a_damaged_plan_is_written_anew(tmp_path):
+def test_a_damaged_plan_is_written_anew(tmp_path, monkeypatch):
   files = DiskFiles(tmp_path)
   files.put(plan_name(PLAN), PLAN.encode()[:-20] + b"x" * 20)
   files.put(TRAINER, TRAINED.encode())
-  with pytest.raises(
-    DamagedError, match="is damaged; start the trainer again, which writes it anew"
-  ):
-    Watcher(files).look()
+  watcher = Watcher(files)
+  watcher.look()
+  assert watcher.view.trainer == TRAINED and not watcher.view.plans
+  monkeypatch.setattr(desk, "DAMAGED_S", 0.0)
+  files.put(TRAINER, TRAINED._replace(beat=1).encode())
+  with pytest.raises(DamagedError, match="is damaged; start the trainer again, which writes it"):
+    watcher.look()
   opened = open_board(files)
   opened.publish_plan(PLAN)
   opened.close(ended=False)

@@ -10,6 +10,7 @@ from train import tiny
 
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import ForeignCheckpointError
+from rlvr_jax.train.fleet import policies
 from rlvr_jax.train.fleet.policies import (
   Policy,
   PolicyDamagedError,
@@ -90,7 +91,7 @@ def test_only_adapters_are_published_where_only_they_are_trained(tmp_path):
   assert same(PolicyReader(tmp_path, parts).restore(Policy(0, "a")).params, params)
 
 
-def test_what_is_incomplete_or_of_another_network_is_not_restored(parts, tmp_path):
+def test_what_is_incomplete_or_of_another_network_is_not_restored(parts, tmp_path, monkeypatch):
   with contextlib.closing(PolicyPublisher(tmp_path, parts)) as publisher:
     publisher.publish(initial_params(parts), Policy(0, "a"))
     publisher.wait()
@@ -102,6 +103,9 @@ def test_what_is_incomplete_or_of_another_network_is_not_restored(parts, tmp_pat
   damaged[len(damaged) // 2] ^= 1
   array.write_bytes(damaged)
   reader = PolicyReader(tmp_path, parts)
+  with pytest.raises(PolicyGoneError):  # a trainer that starts may write it now
+    reader.restore(Policy(0, "a"))
+  monkeypatch.setattr(policies, "DAMAGED_S", 0.0)
   with pytest.raises(PolicyDamagedError, match=r"is damaged .* start the trainer again"):
     reader.restore(Policy(0, "a"))
   with contextlib.closing(PolicyPublisher(tmp_path, parts)) as publisher:  # of its successor
