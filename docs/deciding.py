@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.fade.tables import peak_update
+from experiments.mu_grpo import hand_over
 from experiments.mu_grpo.testbed_tables import price_curves
 from experiments.testbed import claims, report
 from experiments.testbed.arms import GRPO
@@ -56,8 +56,8 @@ class Comparison(NamedTuple):
     claimed: "more", or "not less".
     margin: the smallest difference that would matter.
     regime: task and conditions.
-    plan: page under experiments/ whose plan, with the margin, was committed before the runs; "":
-      the margin was set after them.
+    plan: experiment and row of its README's plan, such as "large_ratios P1", where comparison and
+      margin were committed before the runs; "": they were chosen after them.
   """
 
   quantity: str
@@ -152,7 +152,7 @@ def draw(path: pathlib.Path, comparisons: Mapping[str, Comparison]) -> None:
 # --- the claims -----------------------------------------------------------------------------------
 
 _SALT, _P3O, _MU = (results(name) for name in ("salt_geometry", "p3o_mismatch", "mu_grpo"))
-_FAR = results("large_ratios")
+_FAR, _HIGH = results("large_ratios"), results("high_entropy")
 _ON_STEPS = {
   label: runs
   for name in ("salt_geometry", "p3o_mismatch", "fade", "mu_grpo", "together")
@@ -162,7 +162,7 @@ _QUICKSTART = "quickstart, G = 16, 100 updates"
 _STEPS = "`steps`, 192 updates"
 _MISMATCH = "quickstart, 80 updates"
 _STALE = "quickstart, sixteen large updates per refresh"
-_FAR_PLAN = "large_ratios/README.md"
+_ENTROPIC = "quickstart, 2500 demonstrations, 240 updates"
 _LATE = report.late_mean()
 _PASS_AT_1 = "pass@1"
 
@@ -191,9 +191,36 @@ def _pass_at_1(
   return Comparison(_PASS_AT_1, *sides, claimed, claims.MATTERS, regime, plan)
 
 
-def _stale(arm: str, control: str, claimed: str = "more") -> Comparison:
-  """A comparison of experiments/large_ratios."""
-  return _pass_at_1(_FAR, arm, control, _STALE, claimed=claimed, value=_LATE, plan=_FAR_PLAN)
+def _stale(plan: str, arm: str, control: str, claimed: str = "more") -> Comparison:
+  """A comparison of experiments/large_ratios, by its name there."""
+  plan = f"large_ratios {plan}"
+  return _pass_at_1(_FAR, arm, control, _STALE, claimed=claimed, value=_LATE, plan=plan)
+
+
+def _high(
+  plan: str,
+  quantity: str,
+  arm: str,
+  control: str,
+  value: OfRun,
+  margin: float,
+  claimed: str = "more",
+) -> Comparison:
+  """A comparison of experiments/high_entropy, by its name there."""
+  sides = side(_HIGH, arm, value), side(_HIGH, control, value)
+  return Comparison(quantity, *sides, claimed, margin, _ENTROPIC, f"high_entropy {plan}")
+
+
+def _measured(name: str) -> OfRun:
+  return lambda run: run["measured"][name]
+
+
+def _sweep_mean() -> Side:
+  """pass@16 of GRPO on `steps`, averaged over the clips that have run."""
+  clips = [side(_ON_STEPS, label, _PASS_AT_16).by_seed for label in (GRPO, "GRPO, ε = 0.6")]
+  shared = clips[0].keys() & clips[1].keys()
+  values = {seed: statistics.mean(clip[seed] for clip in clips) for seed in shared}
+  return Side("GRPO, mean of ε = 0.2 and 0.6", values)
 
 
 def _correlation_above_chance(run: Result) -> float:
@@ -206,17 +233,17 @@ def _trigger_rate(part: slice) -> OfRun:
 
 
 def _speedup() -> Side:
-  """Of stages over GRPO, to a rise of 0.2 on `steps`, where a hand-over is free."""
-  found = price_curves([run for runs in _ON_STEPS.values() for run in runs], (0.0,))
+  """Of stages over GRPO, to a rise of 0.2 on `steps`, where a hand-over restarts an engine."""
+  price = hand_over.prices_of_7b()[f"engine restart, {hand_over.RESTART_S[0]:g} s"]
+  found = price_curves([run for runs in _ON_STEPS.values() for run in runs], (price,))
   return Side("stages over GRPO", {curve.seed: curve.speedup[0] for curve in found})
 
 
 _VETO = "veto suffix, κ = 0.1"
 _N_EFF = _curve_mean("geometry/effective_rollouts")
 _RESIDUAL = _curve_mean("geometry/residual_energy")
-_ALPHA = _curve_mean("reweighting/alpha")
-_ENTROPY = report.training_mean("policy/entropy")
-_RANK_ONE = report.geometry_value("head_rank_one_fraction", when="last")
+_REWEIGHTED = _curve_mean("geometry/effective_rollouts_reweighted")
+_TRAINED_ALPHA = report.training_mean("reweighting/alpha")
 _PR = report.geometry_value("participation_ratio")
 _PASS_AT_16 = report.late_mean("eval/pass@16")
 
@@ -230,9 +257,18 @@ DECIDED_BY = {
     f"{_QUICKSTART}, `score`",
   ),
   "S2": _pass_at_1(_ON_STEPS, "SALT, sampled", GRPO, _STEPS, value=_LATE),
-  "S3": _pass_at_1(_SALT, "SALT, G = 16", "SALT, random subspace, G = 16", _QUICKSTART),
+  "S3": Comparison(
+    "n_eff of A′",
+    side(_SALT, "SALT, G = 16", _REWEIGHTED),
+    side(_SALT, "SALT, random subspace, G = 16", _REWEIGHTED),
+    "more",
+    1.0,
+    f"{_QUICKSTART}, `score`",
+  ),
   "S4": _pass_at_1(_SALT, "SALT, G = 16", "SALT, α = 1.0, G = 16", _QUICKSTART),
-  "S5": _pass_at_1(_SALT, "SALT, G = 64", "GRPO, G = 64", "quickstart, 100 updates"),
+  "S5": _pass_at_1(
+    _ON_STEPS, "SALT, sampled, G = 32", "GRPO, G = 32", f"{_STEPS}, `sampled`", value=_LATE
+  ),
   "S6": Comparison(
     "residual's share of energy",
     side(_SALT, "GRPO, G = 64", _RESIDUAL),
@@ -251,11 +287,11 @@ DECIDED_BY = {
   ),
   "S10": Comparison(
     "α",
-    side(_SALT, "SALT, G = 4", _ALPHA),
-    side(_SALT, "SALT, G = 16", _ALPHA),
+    side(_ON_STEPS, "SALT, sampled, G = 32", _TRAINED_ALPHA),
+    side(_ON_STEPS, "SALT, sampled", _TRAINED_ALPHA),
     "more",
     0.1,
-    "quickstart, 100 updates, `score`",
+    f"{_STEPS}, `sampled`",
   ),
   "S11": Comparison(
     "PR",
@@ -265,24 +301,25 @@ DECIDED_BY = {
     1.0,
     _STEPS,
   ),
-  "P1": _stale("P3O", "GRPO, ε = 0.2", "not less"),
+  "P1": _stale("P1", "P3O", "GRPO, ε = 0.2", "not less"),
   "P2": _pass_at_1(
-    _P3O,
-    "temperature 1.5: P3O",
-    "matched: P3O",
-    f"{_MISMATCH}, recorded exactly",
+    _ON_STEPS,
+    "P3O, temperature 1.5, raw",
+    "P3O",
+    f"{_STEPS}, recorded raw",
     claimed="not less",
+    value=_LATE,
   ),
   "P3": _pass_at_1(_ON_STEPS, "P3O, fp8 rollouts", "P3O", _STEPS, claimed="not less", value=_LATE),
   "P4": Comparison(
     "pass@16",
     side(_ON_STEPS, "P3O", _PASS_AT_16),
-    side(_ON_STEPS, GRPO, _PASS_AT_16),
+    _sweep_mean(),
     "not less",
     claims.MATTERS,
     _STEPS,
   ),
-  "P5": _stale("P3O", "GRPO, ε = 0.2"),
+  "P5": _pass_at_1(_P3O, "lag 1: P3O", "lag 1: GRPO, ε = 0.2", _MISMATCH),
   "P6": _pass_at_1(
     _P3O, "half from another policy: P3O", "matched: P3O", _MISMATCH, claimed="not less"
   ),
@@ -293,29 +330,30 @@ DECIDED_BY = {
     _STEPS,
     value=_LATE,
   ),
-  "F1": Comparison(
+  "F1": _high(
+    "F1",
     "entropy over the run, nats",
-    side(_ON_STEPS, GRPO, _ENTROPY),
-    side(_ON_STEPS, "success-heavy", _ENTROPY),
-    "more",
+    "r − r̄",
+    "success-heavy",
+    _measured("entropy over the run"),
     0.02,
-    _STEPS,
   ),
-  "F2": Comparison(
+  "F2": _high(
+    "F2",
     "head's rank-1 fraction",
-    side(_ON_STEPS, "failure-heavy", _RANK_ONE),
-    side(_ON_STEPS, GRPO, _RANK_ONE),
-    "more",
+    "failure-heavy",
+    "r − r̄",
+    _measured("head's rank-1 fraction"),
     0.05,
-    _STEPS,
   ),
-  "F3": Comparison(
-    "update of the highest pass@1",
-    side(_ON_STEPS, GRPO, peak_update),
-    side(_ON_STEPS, "FADE", peak_update),
-    "more",
-    32.0,
-    _STEPS,
+  "F3": _high(
+    "F3, as high",
+    "highest pass@1",
+    "FADE",
+    "success-heavy",
+    report.peak_value(),
+    claims.MATTERS,
+    "not less",
   ),
   "M1": Comparison(
     "times as fast to a rise of 0.2",
@@ -323,10 +361,10 @@ DECIDED_BY = {
     _number("1", 1.0),
     "more",
     0.2,
-    f"{_STEPS}, hand-overs free",
+    f"{_STEPS}, hand-overs of 30 s",
   ),
-  "M2": _pass_at_1(_FAR, "GRPO, ε = 0.2", "relaxed", _STALE, value=_LATE),
-  "M3": _stale("relaxed, suffix vetoed", "relaxed, trigger vetoed"),
+  "M2": _stale("M1", "relaxed, suffix vetoed", "GRPO, ε = 0.2"),
+  "M3": _stale("M3", "relaxed, suffix vetoed", "relaxed, trigger vetoed"),
   "M5": Comparison(
     "trigger rate in a stage",
     side(_MU, _VETO, _trigger_rate(slice(72, 96)))._replace(name="last quarter"),

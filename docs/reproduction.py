@@ -110,6 +110,7 @@ files of results. Claims that did not hold stay. What else is known is folded be
 """
 _RULES = """
 A margin was committed before the runs, in the plan of their page, unless "set later" stands there.
+Which comparison decides a claim was then chosen after the runs too.
 "A minus B" is paired by seed, with Student's 95 % interval in brackets; after ± stands half of
 that interval; both are left out where all seeds are equal. Intervals are not adjusted for their
 number. The pages of the runs on `steps` have Holm's p, for each of their tables; those of the
@@ -120,7 +121,8 @@ interval.
   [`steps`](../experiments/premises/README.md) has longer responses; its runs have 192 updates of
   128 rollouts, G = 8, a learning rate of 3e-4, and pass@k of 64 held-out problems × 16
   samples, the mean of the evaluations after updates 128, 160 and 192. On the quickstart pass@1 is
-  that of the last evaluation. Metrics of training "at the end" are means of the last 16 updates.
+  that of the last evaluation; where a plan was written before, the mean of the last three.
+  Metrics of training "at the end" are means of the last 16 updates.
 * ρ = π/β is the ratio of the policy to the one that sampled, A the advantage, G the group size, μ
   the updates per refresh of the rollouts, 4 where nothing else is said.
 * [SALT](methods/salt.md): `score` is the paper's gradient of a rollout, `sampled` leaves out the
@@ -128,8 +130,8 @@ interval.
   are orthogonal, and PR counts directions. A′ = P A + α (I − P) A⁺ is the coefficient in the loss:
   P projects on the shared directions, α = 1 − n_eff or 0, A⁺ is the positive part of A.
 * [P3O](methods/p3o.md): ε is GRPO's clip. Runs "with four updates per refresh" train on rollouts of
-  the policy itself that are zero to three updates old; P3O's baselines are such runs, none is
-  on-policy. [FADE](methods/fade.md): masses are the weights of
+  the policy itself that are zero to three updates old; P3O's baselines are such runs, unless
+  "on-policy" stands there. [FADE](methods/fade.md): masses are the weights of
   successes and failures, α and δ its controllers, H* its target entropy.
 * [μ-GRPO](methods/mu_grpo.md): tight is GRPO's interval of ρ, relaxed is [0, 5]. The veto drops
   tokens behind a trigger (suffix), a token with A < 0 and ρ below κ. The higher learning rate is

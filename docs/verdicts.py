@@ -28,7 +28,7 @@ _ON_STEPS = {
   **results("together/testbed.json"),
 }
 _RECIPES = results("recipes")
-_FAR = results("large_ratios")
+_FAR, _HIGH = results("large_ratios"), results("high_entropy")
 
 _QUICKSTART = "quickstart, 3 seeds, 100 updates"
 _MISMATCH = "quickstart, 3 seeds, 80 updates"
@@ -36,6 +36,7 @@ _SALT_LINK = "../experiments/salt_geometry/README.md"
 _SALT_STEPS_LINK = "../experiments/salt_geometry/TESTBED.md"
 _P3O_LINK = "../experiments/p3o_mismatch/README.md"
 _FAR_LINK = "../experiments/large_ratios/README.md"
+_HIGH_LINK = "../experiments/high_entropy/README.md"
 _P3O_STEPS_LINK = "../experiments/p3o_mismatch/TESTBED.md"
 _RECIPES_LINK = "../experiments/recipes/README.md"
 _MU_LINK = "../experiments/mu_grpo/README.md"
@@ -79,11 +80,18 @@ def _collapsed(label: str) -> str:
   return f"{sum(rise(run) < 0 for run in _MU[label])} of {len(_MU[label])}"
 
 
-def _of_far(name: str) -> OfRun:
-  """What experiments/large_ratios has measured over a run."""
+def _measured(name: str) -> OfRun:
+  """What an experiment with a plan has measured over a run."""
   return lambda run: run["measured"][name]
 
 
+def _of_high(label: str, baseline: str, of_run: OfRun) -> str:
+  """A difference of two arms of experiments/high_entropy."""
+  return paired(_HIGH, label, baseline, of_run)
+
+
+_EQUAL, _HIGH_RUNS = "r − r̄", "quickstart, 8 seeds, 240 updates, 2500 demonstrations"
+_HIGH_RANK = _measured("head's rank-1 fraction")
 _FAR_RUNS = "quickstart, 8 seeds, 160 updates"
 _PR = _average("geometry/participation_ratio")
 _N_EFF = _average("geometry/effective_rollouts")
@@ -227,8 +235,9 @@ _OF_SALT = {
   ),
   "S5": Verdict(
     "at a fixed budget SALT uses larger groups better",
-    "SALT minus GRPO in pass@1: {} at G = 4 and {} at G = 64, where neither learns: pass@1 rises by"
-    " {} with SALT and {} with GRPO. α is {} at G = 4, {} at G = 8 and {} from G = 16 on, so that"
+    "SALT minus GRPO in pass@1: {} at G = 4 and {} at G = 64, where both learn little: pass@1 rises"
+    " by {} with SALT and {} with GRPO. α is {} at G = 4, {} at G = 8 and {} from G = 16 on, so"
+    " that"
     " SALT's residual is nearly or wholly off. On `steps`, with `sampled`, where α is positive: {}"
     " at G = 8, {} at G = 32. At G = 32 minus that at G = 8 it is {} with GRPO, {} with SALT.",
     (
@@ -356,7 +365,7 @@ _OF_P3O = {
         for epsilon in (0.2, 0.4, 0.6)
       ),
       *(_each("P3O", less=label) for label in (GRPO, "GRPO, ε = 0.6")),
-      mean(_FAR["GRPO, ε = 0.2"], _of_far("ESS")),
+      mean(_FAR["GRPO, ε = 0.2"], _measured("ESS")),
       *(paired(_FAR, "P3O", f"GRPO, ε = {epsilon}", _LATE) for epsilon in (0.2, 0.4, 0.6)),
     ),
     f"{_MISMATCH}; {_TWO_SEEDS}; {_FAR_RUNS}",
@@ -369,8 +378,8 @@ _OF_P3O = {
     "Sampled at temperature 1.5, log-probabilities exact, minus its run without this: P3O {}, a"
     " collapse through its KL term, without which it ends at {}; GRPO {}. Log-probabilities"
     " recorded as those of the policy itself, on `steps`: GRPO, minus its run without this, {}; P3O"
-    " minus GRPO {}; P3O, minus its run without this, {}. So P3O is robust where the"
-    " log-probabilities do not see the temperature, as GRPO is, and not where they do.",
+    " minus GRPO {}; P3O, minus its run without this, {}. So P3O is not robust where the"
+    " log-probabilities see the temperature; where they do not, two seeds do not decide.",
     (
       _cost_of(_HOT, "P3O"),
       mean(_P3O[f"{_HOT}: P3O without its KL term"], final_value),
@@ -392,7 +401,8 @@ _OF_P3O = {
   "P3": Verdict(
     "robust to bf16 training with fp8 rollouts, where GRPO degrades",
     "int8 rollouts and a policy that computes in bfloat16, minus the run with neither: P3O {},"
-    " GRPO {}. Neither degrades. The difference is of both changes, and of the warm start, which"
+    " GRPO {}. GRPO does not degrade beyond the margin; of P3O that is undecided. The difference"
+    " is of both changes, and of the warm start, which"
     " is in bfloat16 too: it ends at {} instead of {}. fp8 rollouts on `steps`, with training in"
     " float32, minus the run without them: P3O {}, GRPO {}. P3O loses more. fp8 rollouts with"
     " training in bfloat16 are queued.",
@@ -487,13 +497,21 @@ _OF_P3O = {
 _OF_FADE = {
   "F1": Verdict(
     "success-heavy mass collapses entropy",
-    "Under GRPO, of equal masses, entropy falls from {} to {} nats, with a mean over the run of {}."
+    f"[Where entropy is high]({_HIGH_LINK}), from {{}} to {{}} nats under r − r̄, r − r̄ minus"
+    " success-heavy: {} over the run; minus failure-heavy: {}. So the other mass lowers it more. On"
+    " `steps`, where it is low: under GRPO, of equal masses, entropy falls from {} to {} nats,"
+    " with a mean over the run of {}."
     " Success-heavy masses lower this mean: minus GRPO {}, with {} seeds, minus FADE, which is"
     " nearer to r − r̄, {}, with {}. Failure-heavy ones raise it: {} and {}. At the end,"
-    " minus GRPO: success-heavy entropy {} nats, pass@1 {}; failure-heavy {} and {}. So the"
+    " minus GRPO: success-heavy entropy {} nats, pass@1 {}; failure-heavy {} and {}. There the"
     " direction is the paper's; but the change is small, and entropy falls with all masses. The"
-    " control, `grpo_mean`, is queued.",
+    " control, `grpo_mean`, is queued there.",
     (
+      *(mean(_HIGH[_EQUAL], _measured(f"entropy {at}")) for at in ("at the start", "over the run")),
+      *(
+        _of_high(_EQUAL, label, _measured("entropy over the run"))
+        for label in ("success-heavy", "failure-heavy")
+      ),
       *(mean(_ON_STEPS[GRPO], f) for f in (_first_entropy, _LAST_ENTROPY, _ENTROPY)),
       *(
         value
@@ -510,7 +528,7 @@ _OF_FADE = {
         for f, digits in ((_LAST_ENTROPY, 5), (_LATE, 3))
       ),
     ),
-    f"{_STEPS_RUNS}, ratios of masses of 4 and 1/4",
+    f"{_HIGH_RUNS}; {_STEPS_RUNS}; ratios of masses of 4 and 1/4",
     _FADE_LINK,
     (
       GRPO,
@@ -523,13 +541,19 @@ _OF_FADE = {
   ),
   "F2": Verdict(
     "failure-heavy mass drives the head's update to rank one",
-    "The share of the output head's change that lies along one direction (σ₁²/Σσ²) is {} with GRPO"
-    " and {} with FADE. Minus GRPO: failure-heavy {}, success-heavy {}. But GRPO divides by the"
+    "The share of the output head's change that lies along one direction is σ₁²/Σσ²."
+    f" [Where entropy is high]({_HIGH_LINK}) it is {{}} with r − r̄, {{}} failure-heavy and {{}}"
+    " success-heavy; failure-heavy minus r − r̄: {}. Failure-heavy runs collapse there: pass@1 ends"
+    " at {}. On `steps` it is {} with GRPO and {} with FADE. Minus GRPO: failure-heavy {},"
+    " success-heavy {}. But GRPO divides by the"
     " group's deviation too. Minus FADE, which is nearer to r − r̄: {} and {}. So it rises more"
     " with the other kind, and whether it rises with this one is open: the control, `grpo_mean`,"
-    " is queued. The head's share of the squares of all changes is {} with GRPO, {} with FADE, {}"
-    " success-heavy, {} failure-heavy.",
+    " is queued there. The head's share of the squares of all changes is {} with GRPO, {} with"
+    " FADE, {} success-heavy, {} failure-heavy.",
     (
+      *(mean(_HIGH[label], _HIGH_RANK) for label in (_EQUAL, "failure-heavy", "success-heavy")),
+      _of_high("failure-heavy", _EQUAL, _HIGH_RANK),
+      mean(_HIGH["failure-heavy"], _LATE),
       *(mean(_ON_STEPS[label], _RANK_ONE) for label in (GRPO, "FADE")),
       *(
         paired(_ON_STEPS, label, baseline, _RANK_ONE)
@@ -538,19 +562,30 @@ _OF_FADE = {
       ),
       *(mean(_ON_STEPS[label], _HEAD_SHARE) for label in _MASSES),
     ),
-    f"{_STEPS_RUNS}, ratios of masses of 4 and 1/4",
+    f"{_HIGH_RUNS}; {_STEPS_RUNS}; ratios of masses of 4 and 1/4",
     _FADE_LINK,
     (GRPO, "grpo_mean", "success-heavy", "failure-heavy"),
   ),
   "F3": Verdict(
     "peaks earlier in pass@1 than the best static estimator, with the best pass@k curve",
-    "FADE minus GRPO: peak {}, its update {}, pass@16 {}. Minus success-heavy: {}, {} and {}. All"
-    " are undecided. δ cannot act here: by the relative target it stays above one minus half"
+    f"[Where entropy is high]({_HIGH_LINK}), FADE minus success-heavy, which is the best static one"
+    " in pass@1: peak {}, its update {}, pass@16 {}; minus training for pass@4, which is the best"
+    " in"
+    " pass@16: {}, {} and {}. FADE's δ ends at {}: its target is half of the entropy at the start,"
+    " which is hardly reached. On `steps`, FADE minus GRPO: peak {}, its update {}, pass@16 {};"
+    " minus success-heavy: {}, {} and {}. All these are undecided. There δ cannot act here: by the"
+    " relative target it stays above one minus half"
     " of the initial entropy, which is small. On the quickstart, minus the recipe `grpo` in pass@1:"
     " FADE {}, pass@4 training {}; but that recipe alone has a KL term, and averages the loss by"
     " response instead of by token. With an absolute target δ can act; minus GRPO: peak {},"
     " pass@16 {}.",
     (
+      *(
+        _of_high("FADE", label, f)
+        for label in ("success-heavy", "pass@4 training")
+        for f in (report.peak_value(), peak_update, report.late_mean("eval/pass@16"))
+      ),
+      mean(_HIGH["FADE"], _measured("δ at the end")),
       *(
         paired(_ON_STEPS, "FADE", label, f)
         for label in (GRPO, "success-heavy")
@@ -562,7 +597,8 @@ _OF_FADE = {
         for f in (report.peak_value(), report.late_mean("eval/pass@16"))
       ),
     ),
-    f"{_STEPS_RUNS}, 2 with H* = 0.5, evaluated every 32; quickstart, 3 seeds, 64 updates, μ = 1",
+    f"{_HIGH_RUNS}; {_STEPS_RUNS}, 2 with H* = 0.5, evaluated every 32; quickstart, 3 seeds, 64"
+    f" updates, μ = 1",
     _FADE_LINK,
     (
       *(GRPO, "FADE", "FADE, H* = 0.5", "pass@4 training", "success-heavy", "failure-heavy"),
@@ -624,7 +660,7 @@ _OF_MU = {
     " both {}. At the lower one: {}, {} and {}; the complete response {}. On `steps` the suffix is"
     " not stable: pass@1 is {} after the first stage and {} at the last evaluation; with triggers"
     " alone {}, then {}; without a veto {}, then {}. With sixteen large updates per refresh"
-    " all three collapse: the suffix minus the relaxed clip {}, minus triggers alone {}.",
+    " all three fall far: the suffix minus the relaxed clip {}, minus triggers alone {}.",
     (
       *(
         paired(_MU, f"veto {scope}, κ = 0.1, higher rate", "relaxed clip, higher rate", final_value)
@@ -704,31 +740,33 @@ IN_SHORT = {  # of each paper: what held, what did not, and why as far as the ru
     " on the quickstart, whose answers have four bytes."
   ),
   "P": (
-    "What held: int8 rollouts with bfloat16 training harm neither method, hotter rollouts do not"
-    " where log-probabilities are recorded raw, and where rollouts lag by several updates P3O is"
-    " better than GRPO, with both seeds. What did not: it is not better with four updates per"
-    " refresh of the policy's own rollouts. Where the mismatch is larger (another policy's"
-    " rollouts, fp8) it loses more, with both seeds on `steps`. At temperature 1.5 it collapses"
-    " through its KL term on the quickstart. Lags of an update or two are hardly a mismatch for"
-    " policies of this size: the effective sample size stays near its maximum. Where updates are so"
-    " large that it falls, P3O is not worse than two of the three clips, and about even with the"
-    " best."
+    "What held: where updates are so large that the effective sample size falls, P3O is not worse"
+    " than two of three clips. Against the best one that is undecided. On `steps`, with rollouts"
+    " that lag by eight updates, P3O is better than GRPO with both seeds, which decide nothing."
+    " What did not: it is not better with four updates per refresh of the policy's own rollouts, or"
+    " at a lag of one. Where the mismatch is larger (another policy's rollouts, fp8) it loses more,"
+    " with both seeds on `steps`. At temperature 1.5 it collapses through its KL term on the"
+    " quickstart. Lags of an update or two are hardly a mismatch for policies of this size: the"
+    " effective sample size stays near its maximum."
   ),
   "F": (
-    "What held: success-heavy masses lower entropy over the run, with every seed, by a little."
-    " What did not: the head's update does not come nearer to rank one by failure-heavy masses"
-    " more than by others, and FADE gains nothing. Entropy is low after the warm start, and falls"
-    " under every estimator, so that there is little to keep. FADE's δ cannot act on so low an"
-    " entropy, and its α falls to its lower bound; so F3 is a weak test. With an absolute target"
-    " two seeds gain nothing either. Unequal masses do raise the output head's share of the"
-    " change."
+    "Where entropy is high and falls, with a plan written before: it falls as much by equal masses"
+    " as by success-heavy ones. These keep pass@1 highest, and pass@16 second to training for"
+    " pass@4,"
+    " while failure-heavy ones lose both, and their head's update is the furthest from rank one. So"
+    " the two claims on masses do not hold there, and the second is the other way round. FADE is"
+    " like GRPO: its δ stays at its bound, since entropy hardly falls below its target. It is below"
+    " the best static estimator in pass@1, which is success-heavy, and in pass@16, which is"
+    " training for pass@4. On `steps`, whose entropy is low from the start, success-heavy masses"
+    " lower it a little, with every seed."
   ),
   "M": (
     "What held: with the tight interval large μ costs accuracy. The relaxed one falls below its"
     " start, with both seeds on `steps` and with all at the higher learning rate of the quickstart,"
     " where the suffix veto ends above it."
     " What did not: on `steps` the suffix veto is not stable, and the tight interval falls late."
-    " Where updates are so large that ratios reach hundreds, every relaxed run collapses."
+    " Where updates are so large that ratios reach hundreds, the relaxed interval falls far below"
+    " the tight one with and without the veto."
     " Stages are slower by the clock, since a hand-over of weights is free in one process. At the"
     " assumed price of an engine's restart they are slower on the quickstart and about even on"
     " `steps`, to a small rise; they do not reach GRPO's final accuracy."

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 
 import pytest
+from scipy import stats
 
 from docs import deciding, reproduction
 from docs.verdicts import IN_SHORT, VERDICTS_BY_ID
@@ -159,11 +160,9 @@ def test_f1_is_over_the_complete_run():
 
 @pytest.mark.parametrize("name", deciding.DECIDED_BY)
 def test_what_decides_a_claim_is_of_committed_runs(name):
-  """Its cells have the differences of an independent computation."""
+  """Its cells and its verdict are those of an independent computation."""
   comparison = deciding.DECIDED_BY[name]
-  arm, control = comparison.arm, comparison.control
-  assert arm.by_seed or control.by_seed
-  assert comparison.claimed in ("more", "not less") and comparison.margin > 0
+  arm, control, margin = comparison.arm, comparison.control, comparison.margin
   gaps = [
     arm.by_seed.get(seed, arm.number) - control.by_seed.get(seed, control.number)
     for seed in (arm.by_seed or control.by_seed)
@@ -171,26 +170,59 @@ def test_what_decides_a_claim_is_of_committed_runs(name):
   ]
   compared, number, *_ = deciding.describe(comparison)
   assert f"*{arm.name}* minus *{control.name}*" in compared  # the control that is named
-  shown = float(number.split()[0].rstrip(","))
+  shown = [float(x) for x in re.findall(r"[+-]\d+\.\d+", number)]
+  digits = 0.0006 if margin < 1 else 0.06
   if len(gaps) < deciding.FEWEST_SEEDS:  # no interval of two seeds
-    assert "[" not in number and deciding.verdict(comparison) == "undecided"
-    assert shown == pytest.approx(gaps[0], abs=0.06)
+    assert shown == pytest.approx(gaps, abs=digits) and "[" not in number
+    assert deciding.verdict(comparison) == "undecided"
+    return
+  mean, half = statistics.mean(gaps), stats.t.ppf(0.975, len(gaps) - 1) * stats.sem(gaps)
+  low, high = mean - half, mean + half
+  assert shown == pytest.approx([mean, low, high], abs=digits)
+  if comparison.claimed == "more":
+    expected = "found" if low > 0 else "reversed" if high < 0 else "undecided"
+    if -margin < low and high < margin:
+      expected = "excluded beyond the margin"
   else:
-    assert shown == pytest.approx(
-      statistics.mean(gaps), abs=0.0006 if comparison.margin < 1 else 0.06
-    )
+    expected = "found" if low > -margin else "reversed" if high < 0 else "undecided"
+    expected = "excluded beyond the margin" if high < -margin else expected
+  assert deciding.verdict(comparison) == expected
 
 
 def test_margins_were_committed_before_the_runs():
-  """The page of a plan, at the commit of each of its runs, has the margin."""
-  planned = [comparison for comparison in deciding.DECIDED_BY.values() if comparison.plan]
-  assert planned
-  for comparison in planned:
-    runs = deciding.results(comparison.plan.removesuffix("/README.md"))
-    names = {comparison.arm.name, comparison.control.name}
-    for commit in {run["commit"] for label in names for run in runs[label]}:
-      plan = page_at(commit, f"experiments/{comparison.plan}").split("## Results")[0]
-      assert "written before any run" in plan and f"{comparison.margin:g}" in plan
+  """The plan, at the commit of each of the runs, has the row, its direction and the margin."""
+  planned = {name: c for name, c in deciding.DECIDED_BY.items() if c.plan}
+  assert {c.plan.partition(" ")[0] for c in planned.values()} == {"large_ratios", "high_entropy"}
+  for comparison in planned.values():
+    experiment, _, row_name = comparison.plan.partition(" ")
+    runs = deciding.results(experiment)
+    arm, control = comparison.arm.name, comparison.control.name
+    for commit in {run["commit"] for label in (arm, control) for run in runs[label]}:
+      page = page_at(commit, f"experiments/{experiment}/README.md")
+      plan = page.partition("written before any run")[2].partition("## Results")[0]
+      (row,) = [line for line in plan.splitlines() if line.startswith(f"| {row_name} |")]
+      of_arm, _, of_control = row.split("|")[3].partition(" less ")
+      assert of_arm.strip().endswith(arm.rpartition(", ")[2])
+      assert of_control.strip().startswith((control.partition(",")[0], "static", "trigger"))
+      margin = f"{comparison.margin:g}"
+      bound = "above 0" if comparison.claimed == "more" else f"above −{margin}"
+      assert bound in row
+      assert re.search(rf"\| {margin} .*\|$|\| {margin} \|$", row) or (
+        f"The difference that would matter is {margin}" in plan
+      )
+
+
+def test_a_swapped_or_wider_plan_is_seen(monkeypatch):
+  first = deciding.DECIDED_BY["P1"]
+  for changed in (
+    first._replace(arm=first.control, control=first.arm),
+    first._replace(margin=0.2),
+    first._replace(claimed="more"),
+    first._replace(plan="large_ratios M1"),
+  ):
+    monkeypatch.setitem(deciding.DECIDED_BY, "P1", changed)
+    with pytest.raises(AssertionError):
+      test_margins_were_committed_before_the_runs()
 
 
 @functools.cache

@@ -457,25 +457,26 @@ def flip(path):
 def test_samplers_follow_the_settings_of_a_resumed_trainer(tmp_path):
   with fleets.programs() as started:
     fleet = Fleet(tmp_path / "run", tmp_path, started)
-    alone = fleet.trainer("--config.fleet.samplers=False", "--config.num_updates=4")
+    rate = "--config.learning_rate=constant(peak=1e-3)"  # with which a run can be extended
+    alone = fleet.trainer(rate, "--config.fleet.samplers=False", "--config.num_updates=4")
     assert alone.end() == 0
-    trainer = fleet.trainer("--config.max_behavior_gap=1e-12")
+    trainer = fleet.trainer(rate, "--config.max_behavior_gap=1e-12")
     sampler = fleet.sampler()
     assert [trainer.end(), sampler.end()] == [1, 1]
     assert "raise config.max_behavior_gap" in trainer.text()
-    trainer = fleet.trainer("--config.fleet.silent_s=3")
+    trainer = fleet.trainer(rate, "--config.fleet.silent_s=3")
     sampler = fleet.sampler()
     fleet.wait_for_update(trainer, 6)
     trainer.kill()
     trainer.end()
-    successor = fleet.trainer("--config.fleet.silent_s=4")
+    successor = fleet.trainer(rate, "--config.fleet.silent_s=4")
     assert sampler.end() == 1 and "started with other settings" in sampler.text()
     sampler = fleet.sampler()
     assert [successor.end(), sampler.end()] == [0, 0]
     # A finished run goes on, also where the sampler comes before the trainer.
     sampler = fleet.sampler()
     sampler.wait_for("the run has ended: waits for a trainer that goes on")
-    trainer = fleet.trainer("--config.fleet.silent_s=4", "--config.num_updates=20")
+    trainer = fleet.trainer(rate, "--config.fleet.silent_s=4", "--config.num_updates=20")
     assert [trainer.end(), sampler.end()] == [0, 0]
   assert trained_once(tmp_path / "run", 20)
 
