@@ -416,7 +416,7 @@ def open_bucket(folder: pathlib.Path, workdir: Workdir | None = None) -> Bucket 
   """
   if not in_bucket(folder):
     return None
-  return workdir.bucket(folder.name) if workdir else Bucket(folder)
+  return Bucket(folder, workdir.guard) if workdir else Bucket(folder)
 
 
 def open_files(folder: pathlib.Path, workdir: Workdir | None = None) -> LocalFiles | BucketFiles:

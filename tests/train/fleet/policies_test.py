@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from train import tiny
 
-from rlvr_jax.storage.places import parse_path
-from rlvr_jax.train.checkpointing.checkpoint_files import ForeignCheckpointError
+from rlvr_jax.storage.places import Workdir, parse_path
+from rlvr_jax.train.checkpointing.checkpoint_files import ForeignCheckpointError, saved_steps
 from rlvr_jax.train.fleet import policies
 from rlvr_jax.train.fleet.policies import (
   Policy,
@@ -34,12 +34,14 @@ def same(found, expected):
 
 @pytest.mark.parametrize("storage", ["disk", "bucket"])
 def test_a_policy_is_restored_as_published(storage, parts, tmp_path, request):
-  folder = tmp_path if storage == "disk" else parse_path("", request.getfixturevalue("url"))
+  url = tmp_path if storage == "disk" else request.getfixturevalue("url")
+  workdir = Workdir(url)
+  folder = parse_path("", url) / "fleet" / "policies"
   params = initial_params(parts)
   others = jax.tree.map(lambda x: x + 1, params)
   first, second, third = (Policy(version, f"{version:016x}") for version in (3, 4, 5))
   reader = PolicyReader(folder, parts)
-  with contextlib.closing(PolicyPublisher(folder, parts, keep=2)) as publisher:
+  with contextlib.closing(PolicyPublisher(folder, parts, keep=2, workdir=workdir)) as publisher:
     assert publisher.published() == []
     metrics = publisher.publish(params, first)
     assert metrics["fleet/published_gib"] * 2**30 == sum(x.nbytes for x in jax.tree.leaves(params))
@@ -55,12 +57,13 @@ def test_a_policy_is_restored_as_published(storage, parts, tmp_path, request):
       reader.restore(first)
     with pytest.raises(PolicyGoneError):  # of an update that was lost, and came out differently
       reader.restore(second._replace(fingerprint="other"))
-  # A successor that begins before them.
-  with contextlib.closing(PolicyPublisher(folder, parts, keep=2)) as publisher:
+  # A successor that begins before them. What it removes is gone, in a folder of a workdir too.
+  with contextlib.closing(PolicyPublisher(folder, parts, keep=2, workdir=workdir)) as publisher:
     assert publisher.published() == [second, third]
     publisher.publish(others, second)  # again: the earlier one's files may be damaged
     publisher.wait()
     assert publisher.published() == [second]  # the update after it was lost
+    assert saved_steps(folder) == [4]
     publisher.publish(params, second._replace(fingerprint="other"))
     publisher.wait()
     assert same(reader.restore(second._replace(fingerprint="other")).params, params)
