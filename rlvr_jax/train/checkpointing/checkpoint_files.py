@@ -404,7 +404,8 @@ def silence_orbax() -> None:
   When a read fails, orbax never awaits some other reads, and closes the event loop to which threads
   of tensorstore deliver the rest: Python would print a warning or a traceback for each.
   """
-  logging.getLogger("absl").addFilter(_is_not_from_orbax)
+  for name in ("absl", "asyncio"):
+    logging.getLogger(name).addFilter(_is_not_from_orbax)
   warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
   default_hook = sys.unraisablehook
 
@@ -416,4 +417,7 @@ def silence_orbax() -> None:
 
 
 def _is_not_from_orbax(record: logging.LogRecord) -> bool:
-  return f"{os.sep}orbax{os.sep}" not in record.pathname
+  of_orbax = f"{os.sep}orbax{os.sep}"
+  if record.name == "asyncio":  # says which task's error nobody has asked for
+    return of_orbax not in record.getMessage()
+  return of_orbax not in record.pathname

@@ -1,6 +1,7 @@
 import contextlib
 import gc
 import json
+import logging
 import os
 import shutil
 import signal
@@ -395,6 +396,15 @@ def test_damage_is_reported_without_tracebacks_of_libraries(pristine, tmp_path):
   )
   assert done.stderr == ""
   assert done.stdout.count("\n") == 1 and "rerun to fall back to step 2." in done.stdout
+
+
+def test_errors_of_orbax_s_tasks_are_not_printed(caplog):
+  checkpoint_files.silence_orbax()
+  logger = logging.getLogger("asyncio")
+  logger.error("Task exception was never retrieved: coro=<x() defined at /a/orbax/b.py:3>")
+  logger.error("Task exception was never retrieved: coro=<y() defined at /a/others/b.py:3>")
+  (record,) = caplog.records
+  assert "/a/others/" in record.getMessage()
 
 
 # --- parameters alone -----------------------------------------------------------------------------
