@@ -461,10 +461,12 @@ def test_samplers_follow_the_settings_of_a_resumed_trainer(tmp_path):
     alone = fleet.trainer(rate, "--config.fleet.samplers=False", "--config.num_updates=4")
     assert alone.end() == 0
     trainer = fleet.trainer(rate, "--config.max_behavior_gap=1e-12")
+    trainer.wait_for("resumed at update 4")
     sampler = fleet.sampler()
     assert [trainer.end(), sampler.end()] == [1, 1]
     assert "raise config.max_behavior_gap" in trainer.text()
     trainer = fleet.trainer(rate, "--config.fleet.silent_s=3")
+    trainer.wait_for("resumed at update 4")
     sampler = fleet.sampler()
     fleet.wait_for_update(trainer, 6)
     trainer.kill()
