@@ -166,7 +166,10 @@ def _splash_obstacle(platform, row_length, head_dim, dtype):
   if head_dim not in _SPLASH_HEADS:
     return f"head_dim in {_SPLASH_HEADS} (head_dim={head_dim})"
   if row_length % TILE or row_length > LONGEST_ROW:
-    return f"rows of a multiple of {TILE} tokens, at most {LONGEST_ROW} (row length {row_length})"
+    return (
+      f"rows of a multiple of {TILE} tokens, at most {LONGEST_ROW} (row length {row_length}: lower"
+      " config.max_response_length, config.max_prompt_length or config.batch.tokens_per_row)"
+    )
   return None
 
 

@@ -11,6 +11,7 @@ LONGEST_ROW = 2**17  # tokens, for the splash kernel, which packs indices into b
 NO_WINDOW = 2**30
 
 _BLOCKS = (384, 512)  # tokens; smaller ones are slower
+_LONG, _BLOCK_OF_LONG = 2**15, 1024  # in longer rows smaller ones would take too much memory
 
 
 def splash_alignment(length: int) -> int:
@@ -29,8 +30,13 @@ def splash_alignment(length: int) -> int:
 
 
 def round_to_blocks(length: int) -> int:
-  """At least `length` tokens that the splash kernel's blocks of 384 or 512 tokens divide."""
-  return min(-(-length // block) * block for block in _BLOCKS)
+  """At least `length` tokens that the splash kernel's blocks divide.
+
+  They have 384 or 512 tokens. In rows above 32,768 they have 1024: the backward pass writes a
+  gradient of the queries for each block of keys.
+  """
+  blocks = _BLOCKS if length <= _LONG else (_BLOCK_OF_LONG,)
+  return min(-(-length // block) * block for block in blocks)
 
 
 def short_row(length: int) -> int:

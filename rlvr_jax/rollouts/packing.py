@@ -24,6 +24,7 @@ import numpy.typing as npt
 from rlvr_jax.ops.row_blocks import short_row
 from rlvr_jax.types import BatchShape, Packed, Rows, TrainBatch
 
+_MAX_INT32 = 2**31 - 1  # of indices of places
 _MOST_SHORT = 2  # micro-batches of short rows; three would compute nearly as much as a whole one
 
 
@@ -81,7 +82,7 @@ def row_layout(
     has_short_rows: whether the last micro-batches may have short rows. They have none if every
       batch is one micro-batch.
   Raises:
-    ValueError: no batch of these sizes has a row for every device.
+    ValueError: no batch of these sizes has a row for every device, or one has too many places.
   """
   prompt = _round_up(max_prompt_length - 1, alignment)
   rollout = _round_up(max_response_length, alignment)
@@ -99,6 +100,13 @@ def row_layout(
   rows_per_device = min(fitting_rows, -(-max_rows // devices))
   has_short_rows = has_short_rows and max_rows > devices * rows_per_device
   max_micro_batches = -(-max_rows // (devices * rows_per_device))
+  places = max_micro_batches * devices * rows_per_device * length
+  if places > _MAX_INT32:
+    raise ValueError(
+      f"config.batch: {prompts} prompts with {group_size} rollouts each may need {places} places in"
+      f" rows of {length} tokens, at most {_MAX_INT32}; lower batch.prompts, batch.group_size or"
+      " batch.tokens_per_row"
+    )
   return RowLayout(
     length=length,
     alignment=alignment,

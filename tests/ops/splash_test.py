@@ -14,7 +14,13 @@ from oracles.rows import lay_rows
 
 from rlvr_jax.ops import splash
 from rlvr_jax.ops.row_attention import RESIDUALS, row_attention
-from rlvr_jax.ops.row_blocks import is_visible, splash_alignment, visible_blocks
+from rlvr_jax.ops.row_blocks import (
+  TILE,
+  is_visible,
+  round_to_blocks,
+  splash_alignment,
+  visible_blocks,
+)
 from rlvr_jax.types import Rows
 
 L, N, K, H = 768, 4, 2, 8
@@ -143,6 +149,14 @@ def test_the_backward_pass_of_long_rows_has_larger_blocks_of_keys():
   for length, size in sizes.items():
     row = jax.tree.map(lambda x: jnp.asarray(x[0]), lay_rows(length, [(500, [512])]))
     assert splash._plan_backward(row, None).kv == size
+
+
+def test_no_long_row_has_small_blocks_of_keys():
+  """One partial gradient for each: a row of 57,216 tokens had 149 of them, one of 57,344 has 28."""
+  lengths = {round_to_blocks(least) for least in range(2**15 + 1, 2**17 + 1, 97)}
+  assert max(lengths) == 2**17 and all(length % TILE == 0 for length in lengths)
+  assert min(splash._block_size(length, 2048) for length in lengths) >= 1024
+  assert round_to_blocks(2**15) == 2**15 and round_to_blocks(9000) == 9216
 
 
 def random_row(length, alignment, seed=0):

@@ -27,9 +27,10 @@ from rlvr_jax.configs.full_size import base, p3o_qwen3_4b
 from rlvr_jax.costs.workload import Workload, count_packing
 from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.reductions import values
+from rlvr_jax.ops.row_attention import row_alignment
 from rlvr_jax.ops.splash import splash_cost
 from rlvr_jax.ops.update_metrics import batch_metrics
-from rlvr_jax.rollouts.packing import computed_rows, pack, row_layout
+from rlvr_jax.rollouts.packing import computed_rows, min_row_length, pack, row_layout
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import batch_shape
 from rlvr_jax.train.setup.programs import abstract_batch, choose_row_attention, make_row_layout
@@ -215,6 +216,31 @@ def test_rows_are_not_longer_than_the_kernel_allows(kind, limit, longest):
   mesh = jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES)
   assert make_row_layout(config.batch, batch_shape(config), kind, mesh).length == limit
   assert make_row_layout(config.batch, batch_shape(config), "reference", mesh).length > limit
+
+
+@pytest.mark.parametrize(
+  ("prompt", "response", "asked"),
+  [(257, 65_280, 65_600), (3810, 61_531, 66_318), (1107, 63_557, 66_161), (257, 65_280, 0)],
+)
+def test_rows_have_room_for_the_longest_rollout_as_they_align_it(prompt, response, asked):
+  """Rows above 65,536 tokens are aligned more coarsely than those that would do."""
+  config = base.get_config()
+  config.max_prompt_length, config.max_response_length = prompt, response
+  config.batch.tokens_per_row, config.batch.tokens_per_micro_batch = asked, 2**17
+  mesh = jax.sharding.AbstractMesh((1, 4, 1), sharding.AXES)
+  layout = make_row_layout(config.batch, batch_shape(config), "splash", mesh)
+  assert layout.length >= asked and layout.alignment == row_alignment("splash", layout.length)
+  assert min_row_length(prompt, response, alignment=layout.alignment) <= layout.length <= 2**17
+
+
+def test_places_of_rows_are_counted():
+  config = base.get_config()
+  config.max_prompt_length, config.max_response_length = 1024, 66_000
+  config.batch.prompts, config.batch.group_size = 16_500, 1
+  config.batch.tokens_per_row = config.batch.tokens_per_micro_batch = 2**17
+  mesh = jax.sharding.AbstractMesh((1, 4, 1), sharding.AXES)
+  with pytest.raises(ValueError, match=r"may need 216\d+ places in rows of 131072 tokens"):
+    make_row_layout(config.batch, batch_shape(config), "splash", mesh)
 
 
 def test_a_soft_cap_keeps_a_network_from_cudnn(monkeypatch):

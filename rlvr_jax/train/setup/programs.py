@@ -281,6 +281,9 @@ def make_row_layout(
   several = prompt + beside * rollout
   several = min(several, settings.tokens_per_micro_batch, longest_row(kind))
   length = row_length(kind, int(max(longest, settings.tokens_per_row or several)))
+  # A row that is longer than the least one may be aligned more coarsely.
+  while (least := min_row_length(*sizes, alignment=row_alignment(kind, length))) > length:
+    length = row_length(kind, least)
   return row_layout(
     **shape._asdict(),
     length=length,
