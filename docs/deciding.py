@@ -4,9 +4,32 @@ from __future__ import annotations
 
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from docs.runs import (
+  ALPHA_ON_STEPS,
+  EQUAL,
+  FAR,
+  FIRST_QUARTER,
+  HIGH,
+  HIGH_RANK,
+  LAST_QUARTER,
+  LATE,
+  LATE_16,
+  MU,
+  N_EFF,
+  ON_STEPS,
+  P3O,
+  RESIDUAL,
+  REWEIGHTED,
+  SALT,
+  OfRun,
+  Result,
+  average,
+  measured,
+  trigger_rate,
+)
 from experiments.mu_grpo import hand_over
 from experiments.mu_grpo.testbed_tables import price_curves
 from experiments.testbed import claims, report
@@ -16,18 +39,7 @@ from rlvr_jax.evaluate.compare import final_value
 from rlvr_jax.evaluate.figures import COLORS
 from rlvr_jax.evaluate.paired import BySeed, Difference, paired_difference
 
-EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
 FEWEST_SEEDS = 3  # for an interval
-Result = Mapping[str, Any]
-OfRun = Callable[[Result], float]
-
-
-def results(name: str) -> dict[str, list[Result]]:
-  """Label → runs, of experiments/NAME."""
-  path = EXPERIMENTS / name
-  return compare.group_by_label(
-    compare.read_results(path if path.suffix else path / "results.json")
-  )
 
 
 # --- a comparison ---------------------------------------------------------------------------------
@@ -116,64 +128,69 @@ def describe(comparison: Comparison) -> list[str]:
 
 
 def draw(path: pathlib.Path, comparisons: Mapping[str, Comparison]) -> None:
-  """Saves a figure of differences with their intervals, in units of their margins.
+  """Saves the figure of `plot`."""
+  size = (8.0, 0.8 + 0.34 * len(comparisons))
+  with curves.save_figure(path, size=size, dpi=90) as axes:
+    plot(axes, comparisons)
+
+
+def plot(axes: Any, comparisons: Mapping[str, Comparison]) -> None:
+  """Plots differences with their intervals, in units of their margins, a row for each.
 
   Between −10 and 10 margins the axis is linear, and logarithmic beyond.
   """
-  size = (8.0, 0.8 + 0.34 * len(comparisons))
-  with curves.save_figure(path, size=size, dpi=90) as axes:
-    axes.axvspan(-1, 1, color=COLORS["reference"], alpha=0.2, linewidth=0)
-    axes.axvline(0, color=COLORS["plain"], linewidth=1)
-    for row, comparison in enumerate(comparisons.values()):
-      found = interval(comparison)
-      seeds = [x / comparison.margin for x in differences(comparison).values()]
-      offset_rows = [row + 0.25] * len(seeds)  # off the interval, which would hide them
-      axes.plot(seeds, offset_rows, "o", markersize=3, color=COLORS["reference"])
-      if found is not None:
-        mean, low, high = (x / comparison.margin for x in (found.mean, found.low, found.high))
-        error = [[mean - low], [high - mean]]
-        axes.errorbar(
-          mean, row, xerr=error, fmt="D", markersize=5, capsize=3, color=COLORS["result"]
-        )
-    axes.set_xscale("symlog", linthresh=10)
-    low, high = axes.get_xlim()
-    ticks = [x for x in (-100, -30, -10, -5, -1, 0, 1, 5, 10, 30, 100) if low <= x <= high]
-    axes.set_xticks(ticks, [f"{tick}" for tick in ticks])
-    axes.set_xticks([], minor=True)
-    names = [f"{name}: {c.quantity}" for name, c in comparisons.items()]
-    axes.set_yticks(range(len(names)), names)
-    axes.set(
-      ylim=(len(names) - 0.5, -0.5),
-      xlabel="arm minus control, in margins: mean, 95 % interval, and single seeds",
-    )
-    axes.grid(axis="x", alpha=0.3)
+  axes.axvspan(-1, 1, color=COLORS["reference"], alpha=0.2, linewidth=0)
+  axes.axvline(0, color=COLORS["plain"], linewidth=1)
+  for row, comparison in enumerate(comparisons.values()):
+    found = interval(comparison)
+    seeds = [x / comparison.margin for x in differences(comparison).values()]
+    offset_rows = [row + 0.25] * len(seeds)  # off the interval, which would hide them
+    axes.plot(seeds, offset_rows, "o", markersize=3, color=COLORS["reference"])
+    if found is not None:
+      mean, low, high = (x / comparison.margin for x in (found.mean, found.low, found.high))
+      error = [[mean - low], [high - mean]]
+      axes.errorbar(mean, row, xerr=error, fmt="D", markersize=5, capsize=3, color=COLORS["result"])
+  axes.set_xscale("symlog", linthresh=10)
+  low, high = axes.get_xlim()
+  ticks = [x for x in (-100, -30, -10, -5, -1, 0, 1, 5, 10, 30, 100) if low <= x <= high]
+  axes.set_xticks(ticks, [f"{tick}" for tick in ticks])
+  axes.set_xticks([], minor=True)
+  names = [f"{name}: {c.quantity}" for name, c in comparisons.items()]
+  axes.set_yticks(range(len(names)), names)
+  axes.set(
+    ylim=(len(names) - 0.5, -0.5),
+    xlabel="arm minus control, in margins: mean, 95 % interval, and single seeds",
+  )
+  axes.grid(axis="x", alpha=0.3)
 
 
 # --- the claims -----------------------------------------------------------------------------------
 
-_SALT, _P3O, _MU = (results(name) for name in ("salt_geometry", "p3o_mismatch", "mu_grpo"))
-_FAR, _HIGH = results("large_ratios"), results("high_entropy")
-_ON_STEPS = {
-  label: runs
-  for name in ("salt_geometry", "p3o_mismatch", "fade", "mu_grpo", "together")
-  for label, runs in results(f"{name}/testbed.json").items()
-}
 _QUICKSTART = "quickstart, G = 16, 100 updates"
 _STEPS = "`steps`, 192 updates"
 _MISMATCH = "quickstart, 80 updates"
 _STALE = "quickstart, sixteen large updates per refresh"
 _ENTROPIC = "quickstart, 2500 demonstrations, 240 updates"
-_LATE = report.late_mean()
-_PASS_AT_1 = "pass@1"
-
-
-def _curve_mean(metric: str) -> OfRun:
-  """Mean over a run's measurements, of experiments/salt_geometry."""
-  return lambda run: statistics.mean(value for _, value in run["curves"][metric])
 
 
 def _number(name: str, value: float) -> Side:
   return Side(name, {}, value)
+
+
+def _between(
+  quantity: str,
+  found: Mapping[str, Sequence[Result]],
+  arm: str,
+  control: str,
+  value: OfRun,
+  margin: float,
+  regime: str,
+  claimed: str = "more",
+  plan: str = "",
+) -> Comparison:
+  """A comparison of two arms by one value."""
+  sides = side(found, arm, value), side(found, control, value)
+  return Comparison(quantity, *sides, claimed, margin, regime, plan)
 
 
 def _pass_at_1(
@@ -187,14 +204,13 @@ def _pass_at_1(
   plan: str = "",
 ) -> Comparison:
   """A comparison of held-out pass@1, where 0.03 matters."""
-  sides = side(found, arm, value), side(found, control, value)
-  return Comparison(_PASS_AT_1, *sides, claimed, claims.MATTERS, regime, plan)
+  return _between("pass@1", found, arm, control, value, claims.MATTERS, regime, claimed, plan)
 
 
 def _stale(plan: str, arm: str, control: str, claimed: str = "more") -> Comparison:
   """A comparison of experiments/large_ratios, by its name there."""
   plan = f"large_ratios {plan}"
-  return _pass_at_1(_FAR, arm, control, _STALE, claimed=claimed, value=_LATE, plan=plan)
+  return _pass_at_1(FAR, arm, control, _STALE, claimed=claimed, value=LATE, plan=plan)
 
 
 def _high(
@@ -207,143 +223,134 @@ def _high(
   claimed: str = "more",
 ) -> Comparison:
   """A comparison of experiments/high_entropy, by its name there."""
-  sides = side(_HIGH, arm, value), side(_HIGH, control, value)
-  return Comparison(quantity, *sides, claimed, margin, _ENTROPIC, f"high_entropy {plan}")
-
-
-def _measured(name: str) -> OfRun:
-  return lambda run: run["measured"][name]
+  plan = f"high_entropy {plan}"
+  return _between(quantity, HIGH, arm, control, value, margin, _ENTROPIC, claimed, plan)
 
 
 def _sweep_mean() -> Side:
   """pass@16 of GRPO on `steps`, averaged over the clips that have run."""
-  clips = [side(_ON_STEPS, label, _PASS_AT_16).by_seed for label in (GRPO, "GRPO, ε = 0.6")]
+  clips = [side(ON_STEPS, label, LATE_16).by_seed for label in (GRPO, "GRPO, ε = 0.6")]
   shared = clips[0].keys() & clips[1].keys()
   values = {seed: statistics.mean(clip[seed] for clip in clips) for seed in shared}
   return Side("GRPO, mean of ε = 0.2 and 0.6", values)
 
 
 def _correlation_above_chance(run: Result) -> float:
-  of = lambda name: _curve_mean(f"geometry/agreement_{name}")(run)
+  of = lambda name: average(f"geometry/agreement_{name}")(run)
   return of("correlation") - of("permutation_quantile")
-
-
-def _trigger_rate(part: slice) -> OfRun:
-  return lambda run: statistics.mean(run["trigger_rate_by_age"][part])
 
 
 def _speedup() -> Side:
   """Of stages over GRPO, to a rise of 0.2 on `steps`, where a hand-over restarts an engine."""
   price = hand_over.prices_of_7b()[f"engine restart, {hand_over.RESTART_S[0]:g} s"]
-  found = price_curves([run for runs in _ON_STEPS.values() for run in runs], (price,))
+  found = price_curves([run for runs in ON_STEPS.values() for run in runs], (price,))
   return Side("stages over GRPO", {curve.seed: curve.speedup[0] for curve in found})
 
 
 _VETO = "veto suffix, κ = 0.1"
-_N_EFF = _curve_mean("geometry/effective_rollouts")
-_RESIDUAL = _curve_mean("geometry/residual_energy")
-_REWEIGHTED = _curve_mean("geometry/effective_rollouts_reweighted")
-_TRAINED_ALPHA = report.training_mean("reweighting/alpha")
 _PR = report.geometry_value("participation_ratio")
-_PASS_AT_16 = report.late_mean("eval/pass@16")
 
 DECIDED_BY = {
   "S1": Comparison(
     "n_eff",
     _number("1 (they cancel)", 1.0),
-    side(_SALT, "GRPO, G = 16", _N_EFF),
+    side(SALT, "GRPO, G = 16", N_EFF),
     "more",
     0.1,
     f"{_QUICKSTART}, `score`",
   ),
-  "S2": _pass_at_1(_ON_STEPS, "SALT, sampled", GRPO, _STEPS, value=_LATE),
-  "S3": Comparison(
+  "S2": _pass_at_1(ON_STEPS, "SALT, sampled", GRPO, _STEPS, value=LATE),
+  "S3": _between(
     "n_eff of A′",
-    side(_SALT, "SALT, G = 16", _REWEIGHTED),
-    side(_SALT, "SALT, random subspace, G = 16", _REWEIGHTED),
-    "more",
+    SALT,
+    "SALT, G = 16",
+    "SALT, random subspace, G = 16",
+    REWEIGHTED,
     1.0,
     f"{_QUICKSTART}, `score`",
   ),
-  "S4": _pass_at_1(_SALT, "SALT, G = 16", "SALT, α = 1.0, G = 16", _QUICKSTART),
+  "S4": _pass_at_1(SALT, "SALT, G = 16", "SALT, α = 1.0, G = 16", _QUICKSTART),
   "S5": _pass_at_1(
-    _ON_STEPS, "SALT, sampled, G = 32", "GRPO, G = 32", f"{_STEPS}, `sampled`", value=_LATE
+    ON_STEPS, "SALT, sampled, G = 32", "GRPO, G = 32", f"{_STEPS}, `sampled`", value=LATE
   ),
-  "S6": Comparison(
+  "S6": _between(
     "residual's share of energy",
-    side(_SALT, "GRPO, G = 64", _RESIDUAL),
-    side(_SALT, "GRPO, G = 4", _RESIDUAL),
-    "more",
+    SALT,
+    "GRPO, G = 64",
+    "GRPO, G = 4",
+    RESIDUAL,
     0.05,
     "quickstart, 100 updates, `score`",
   ),
   "S7": Comparison(
     "correlation of cosines",
-    side(_SALT, "GRPO, G = 8", _correlation_above_chance)._replace(name="head with last block"),
+    side(SALT, "GRPO, G = 8", _correlation_above_chance)._replace(name="head with last block"),
     _number("permuted, 95 % quantile", 0.0),
     "more",
     0.1,
     "quickstart, G = 8, 100 updates",
   ),
-  "S10": Comparison(
+  "S10": _between(
     "α",
-    side(_ON_STEPS, "SALT, sampled, G = 32", _TRAINED_ALPHA),
-    side(_ON_STEPS, "SALT, sampled", _TRAINED_ALPHA),
-    "more",
+    ON_STEPS,
+    "SALT, sampled, G = 32",
+    "SALT, sampled",
+    ALPHA_ON_STEPS,
     0.1,
     f"{_STEPS}, `sampled`",
   ),
-  "S11": Comparison(
+  "S11": _between(
     "PR",
-    side(_ON_STEPS, "entropy bonus 0.05", _PR),
-    side(_ON_STEPS, GRPO, _PR),
-    "more",
+    ON_STEPS,
+    "entropy bonus 0.05",
+    GRPO,
+    _PR,
     1.0,
     _STEPS,
   ),
   "P1": _stale("P1", "P3O", "GRPO, ε = 0.2", "not less"),
   "P2": _pass_at_1(
-    _ON_STEPS,
+    ON_STEPS,
     "P3O, temperature 1.5, raw",
     "P3O",
     f"{_STEPS}, recorded raw",
     claimed="not less",
-    value=_LATE,
+    value=LATE,
   ),
-  "P3": _pass_at_1(_ON_STEPS, "P3O, fp8 rollouts", "P3O", _STEPS, claimed="not less", value=_LATE),
+  "P3": _pass_at_1(ON_STEPS, "P3O, fp8 rollouts", "P3O", _STEPS, claimed="not less", value=LATE),
   "P4": Comparison(
     "pass@16",
-    side(_ON_STEPS, "P3O", _PASS_AT_16),
+    side(ON_STEPS, "P3O", LATE_16),
     _sweep_mean(),
     "not less",
     claims.MATTERS,
     _STEPS,
   ),
-  "P5": _pass_at_1(_P3O, "lag 1: P3O", "lag 1: GRPO, ε = 0.2", _MISMATCH),
+  "P5": _pass_at_1(P3O, "lag 1: P3O", "lag 1: GRPO, ε = 0.2", _MISMATCH),
   "P6": _pass_at_1(
-    _P3O, "half from another policy: P3O", "matched: P3O", _MISMATCH, claimed="not less"
+    P3O, "half from another policy: P3O", "matched: P3O", _MISMATCH, claimed="not less"
   ),
   "P7": _pass_at_1(
-    _ON_STEPS,
+    ON_STEPS,
     "P3O, temperature 1.2, raw",
     "P3O, two anchors, temperature 1.2, raw",
     _STEPS,
-    value=_LATE,
+    value=LATE,
   ),
   "F1": _high(
     "F1",
     "entropy over the run, nats",
-    "r − r̄",
+    EQUAL,
     "success-heavy",
-    _measured("entropy over the run"),
+    measured("entropy over the run"),
     0.02,
   ),
   "F2": _high(
     "F2",
     "head's rank-1 fraction",
     "failure-heavy",
-    "r − r̄",
-    _measured("head's rank-1 fraction"),
+    EQUAL,
+    HIGH_RANK,
     0.05,
   ),
   "F3": _high(
@@ -367,8 +374,8 @@ DECIDED_BY = {
   "M3": _stale("M3", "relaxed, suffix vetoed", "relaxed, trigger vetoed"),
   "M5": Comparison(
     "trigger rate in a stage",
-    side(_MU, _VETO, _trigger_rate(slice(72, 96)))._replace(name="last quarter"),
-    side(_MU, _VETO, _trigger_rate(slice(0, 24)))._replace(name="first"),
+    side(MU, _VETO, trigger_rate(LAST_QUARTER))._replace(name="last quarter"),
+    side(MU, _VETO, trigger_rate(FIRST_QUARTER))._replace(name="first"),
     "more",
     0.005,
     "quickstart in written steps, stages of μ = 96",

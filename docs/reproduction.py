@@ -12,7 +12,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from docs.deciding import DECIDED_BY, Comparison, OfRun, Result, describe, draw, verdict
+from docs.deciding import DECIDED_BY, Comparison, describe, draw, verdict
+from docs.runs import OfRun, Result
 from experiments import evidence, full_size
 from experiments.testbed.arms import SEEDS, committed_runs
 from rlvr_jax.evaluate import compare

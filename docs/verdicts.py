@@ -5,8 +5,31 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from docs.deciding import OfRun, Result, results
 from docs.reproduction import Verdict, mean, number, paired
+from docs.runs import (
+  ALPHA_ON_STEPS,
+  EQUAL,
+  FAR,
+  FIRST_QUARTER,
+  HIGH,
+  HIGH_RANK,
+  LAST_QUARTER,
+  LATE,
+  LATE_16,
+  MU,
+  N_EFF,
+  ON_STEPS,
+  P3O,
+  RESIDUAL,
+  REWEIGHTED,
+  SALT,
+  OfRun,
+  Result,
+  average,
+  measured,
+  results,
+  trigger_rate,
+)
 from experiments.fade.tables import peak_update
 from experiments.fade.testbed import ON_TOUR
 from experiments.mu_grpo import hand_over
@@ -17,18 +40,7 @@ from experiments.testbed import report
 from experiments.testbed.arms import GRPO
 from rlvr_jax.evaluate.compare import final_value, rise
 
-_SALT = results("salt_geometry")
-_P3O = results("p3o_mismatch")
-_MU = results("mu_grpo")
-_ON_STEPS = {
-  **results("salt_geometry/testbed.json"),
-  **results("p3o_mismatch/testbed.json"),
-  **results("fade/testbed.json"),
-  **results("mu_grpo/testbed.json"),
-  **results("together/testbed.json"),
-}
 _RECIPES = results("recipes")
-_FAR, _HIGH = results("large_ratios"), results("high_entropy")
 
 _QUICKSTART = "quickstart, 3 seeds, 100 updates"
 _MISMATCH = "quickstart, 3 seeds, 80 updates"
@@ -47,11 +59,6 @@ _TWO_SEEDS = "`steps`, 192 updates, 2 seeds"
 _STEPWISE = "quickstart in written steps, two stages of μ = 96, 3 seeds"
 _LARGE = ("GRPO, G = 32", "SALT, sampled, G = 32")
 _SIZES = ("GRPO, G = 16", "GRPO, G = 64", "SALT, sampled, G = 16", "SALT, sampled, G = 64")
-
-
-def _average(metric: str):
-  """Mean over a run's measurements, of experiments/salt_geometry."""
-  return lambda run: statistics.mean(value for _, value in run["curves"][metric])
 
 
 def _first_entropy(run: Result) -> float:
@@ -77,44 +84,34 @@ def _field(name: str):
 
 def _collapsed(label: str) -> str:
   """How many runs end below their start."""
-  return f"{sum(rise(run) < 0 for run in _MU[label])} of {len(_MU[label])}"
-
-
-def _measured(name: str) -> OfRun:
-  """What an experiment with a plan has measured over a run."""
-  return lambda run: run["measured"][name]
+  return f"{sum(rise(run) < 0 for run in MU[label])} of {len(MU[label])}"
 
 
 def _of_high(label: str, baseline: str, of_run: OfRun) -> str:
   """A difference of two arms of experiments/high_entropy."""
-  return paired(_HIGH, label, baseline, of_run)
+  return paired(HIGH, label, baseline, of_run)
 
 
-_EQUAL, _HIGH_RUNS = "r − r̄", "quickstart, 8 seeds, 240 updates, 2500 demonstrations"
-_HIGH_RANK = _measured("head's rank-1 fraction")
+_HIGH_RUNS = "quickstart, 8 seeds, 240 updates, 2500 demonstrations"
 _FAR_RUNS = "quickstart, 8 seeds, 160 updates"
-_PR = _average("geometry/participation_ratio")
-_N_EFF = _average("geometry/effective_rollouts")
-_REWEIGHTED = _average("geometry/effective_rollouts_reweighted")
-_RESIDUAL = _average("geometry/residual_energy")
-_CLIP = _average("loss/clip_fraction")
+_PR = average("geometry/participation_ratio")
+_CLIP = average("loss/clip_fraction")
 _RANK_ONE = report.geometry_value("head_rank_one_fraction", when="last")
 _ENTROPY = report.training_mean("policy/entropy")
 _AGREEMENT = ("correlation", "permutation_quantile", "noise_quantile")
 _ALPHAS = (  # at G = 4, at G = 8, at all larger G
-  *(mean(_SALT[f"SALT, G = {size}"], _average("reweighting/alpha")) for size in (4, 8)),
-  mean([r for G in (16, 32, 64) for r in _SALT[f"SALT, G = {G}"]], _average("reweighting/alpha")),
+  *(mean(SALT[f"SALT, G = {size}"], average("reweighting/alpha")) for size in (4, 8)),
+  mean([r for G in (16, 32, 64) for r in SALT[f"SALT, G = {G}"]], average("reweighting/alpha")),
 )
 _HEAD_SHARE = report.geometry_value("head_share", when="last")
 _MASSES = (GRPO, "FADE", "success-heavy", "failure-heavy")
 _LAST_ENTROPY = report.end_mean("policy/entropy")
 _HOT = "temperature 1.5"
 _ON_POLICY = ("GRPO, on-policy", "P3O, on-policy")
-_LATE = report.late_mean()
 _EPSILON = "GRPO, ε = 0.2"
 _AT = (0.0, *hand_over.prices_of_7b().values())
 _PRICES = hand_over.quickstart_curves(_AT)
-_PRICES_ON_STEPS = price_curves([run for runs in _ON_STEPS.values() for run in runs], _AT)
+_PRICES_ON_STEPS = price_curves([run for runs in ON_STEPS.values() for run in runs], _AT)
 
 
 def _speedups(curves: Sequence[hand_over.Curve]) -> tuple[str, ...]:
@@ -130,33 +127,33 @@ def _break_even(curves: Sequence[hand_over.Curve]) -> tuple[str, str]:
 
 def _ess(setting: str) -> str:
   """Of GRPO, over training."""
-  return mean(_P3O[f"{setting}: {_EPSILON}"], lambda run: run["ess"])
+  return mean(P3O[f"{setting}: {_EPSILON}"], lambda run: run["ess"])
 
 
 def _against(setting: str) -> str:
   """P3O less GRPO with ε = 0.2 in a setting."""
-  return paired(_P3O, f"{setting}: P3O", f"{setting}: {_EPSILON}", final_value)
+  return paired(P3O, f"{setting}: P3O", f"{setting}: {_EPSILON}", final_value)
 
 
-def _each(label: str, of_run: OfRun = _LATE, less: str | None = None) -> str:
+def _each(label: str, of_run: OfRun = LATE, less: str | None = None) -> str:
   """Of every seed on `steps`, less another arm's where that is given: too few for an interval."""
-  values = {run["seed"]: of_run(run) for run in _ON_STEPS[label]}
+  values = {run["seed"]: of_run(run) for run in ON_STEPS[label]}
   if less is None:
     return " and ".join(f"{value:.3f}" for value in values.values())
-  others = {run["seed"]: of_run(run) for run in _ON_STEPS[less]}
+  others = {run["seed"]: of_run(run) for run in ON_STEPS[less]}
   return " and ".join(f"{values[seed] - others[seed]:+.3f}" for seed in values if seed in others)
 
 
 def _lower(label: str, baseline: str, of_run: OfRun) -> str:
   """How many seeds on `steps` have a lower value than the other arm's same seed."""
-  others = {run["seed"]: of_run(run) for run in _ON_STEPS[baseline]}
-  lower = [of_run(run) < others[run["seed"]] for run in _ON_STEPS[label]]
+  others = {run["seed"]: of_run(run) for run in ON_STEPS[baseline]}
+  lower = [of_run(run) < others[run["seed"]] for run in ON_STEPS[label]]
   return f"{sum(lower)} of {len(lower)}"
 
 
 def _cost_of(setting: str, method: str) -> str:
   """Final pass@1 less that of the run with four updates per refresh and nothing else."""
-  return paired(_P3O, f"{setting}: {method}", f"matched: {method}", final_value)
+  return paired(P3O, f"{setting}: {method}", f"matched: {method}", final_value)
 
 
 _OF_SALT = {
@@ -167,9 +164,9 @@ _OF_SALT = {
     " cancel with `sampled` only. On-policy, `score` cannot cancel in expectation"
     " ([why](../experiments/premises/EXPECTATION.md)).",
     (
-      *(mean(_SALT["GRPO, G = 16"], column) for column in (_PR, _N_EFF)),
+      *(mean(SALT["GRPO, G = 16"], column) for column in (_PR, N_EFF)),
       *(
-        mean(_ON_STEPS[GRPO], report.geometry_value(metric, feature))
+        mean(ON_STEPS[GRPO], report.geometry_value(metric, feature))
         for feature in ("score", "sampled")
         for metric in ("participation_ratio", "effective_rollouts")
       ),
@@ -185,15 +182,15 @@ _OF_SALT = {
     " since n_eff is above 1. On `steps`, with `sampled`: α is {}, the shared part has {} of ‖A‖²;"
     " n_eff of A′ {}, PR {}, pass@1 {}. So n_eff rises; a gain of accuracy is undecided.",
     (
-      *(paired(_SALT, "SALT, G = 16", "GRPO, G = 16", f) for f in (_REWEIGHTED, _PR, final_value)),
-      mean(_ON_STEPS["SALT, sampled"], report.training_mean("reweighting/alpha")),
-      mean(_ON_STEPS["SALT, sampled"], report.training_mean("reweighting/shared_share")),
+      *(paired(SALT, "SALT, G = 16", "GRPO, G = 16", f) for f in (REWEIGHTED, _PR, final_value)),
+      mean(ON_STEPS["SALT, sampled"], ALPHA_ON_STEPS),
+      mean(ON_STEPS["SALT, sampled"], report.training_mean("reweighting/shared_share")),
       *(
-        paired(_ON_STEPS, "SALT, sampled", GRPO, f)
+        paired(ON_STEPS, "SALT, sampled", GRPO, f)
         for f in (
           report.geometry_value("effective_rollouts_reweighted", "sampled"),
           report.geometry_value("participation_ratio", "sampled"),
-          report.late_mean(),
+          LATE,
         )
       ),
     ),
@@ -209,10 +206,10 @@ _OF_SALT = {
     " positive part have not run.",
     (
       *(
-        paired(_SALT, "SALT, G = 16", "SALT, random subspace, G = 16", f)
-        for f in (_REWEIGHTED, _PR, final_value)
+        paired(SALT, "SALT, G = 16", "SALT, random subspace, G = 16", f)
+        for f in (REWEIGHTED, _PR, final_value)
       ),
-      paired(_SALT, "SALT, α = 1.0, G = 16", "SALT, G = 16", final_value),
+      paired(SALT, "SALT, α = 1.0, G = 16", "SALT, G = 16", final_value),
     ),
     f"{_QUICKSTART}, G = 16",
     _SALT_LINK,
@@ -226,7 +223,7 @@ _OF_SALT = {
     "SALT minus GRPO in pass@1: {} with α fixed at 1, {} with α fixed at 0, {} adaptive. The"
     " adaptive α is 0 in every measured update, so that it is as good as the worst fixed one.",
     tuple(
-      paired(_SALT, label, "GRPO, G = 16", final_value)
+      paired(SALT, label, "GRPO, G = 16", final_value)
       for label in ("SALT, α = 1.0, G = 16", "SALT, α = 0.0, G = 16", "SALT, G = 16")
     ),
     f"{_QUICKSTART}, G = 16",
@@ -241,10 +238,10 @@ _OF_SALT = {
     " SALT's residual is nearly or wholly off. On `steps`, with `sampled`, where α is positive: {}"
     " at G = 8, {} at G = 32. At G = 32 minus that at G = 8 it is {} with GRPO, {} with SALT.",
     (
-      *(paired(_SALT, f"SALT, G = {size}", f"GRPO, G = {size}", final_value) for size in (4, 64)),
-      *(mean(_SALT[label], rise) for label in ("SALT, G = 64", "GRPO, G = 64")),
+      *(paired(SALT, f"SALT, G = {size}", f"GRPO, G = {size}", final_value) for size in (4, 64)),
+      *(mean(SALT[label], rise) for label in ("SALT, G = 64", "GRPO, G = 64")),
       *_ALPHAS,
-      paired(_ON_STEPS, "SALT, sampled", GRPO, _LATE),
+      paired(ON_STEPS, "SALT, sampled", GRPO, LATE),
       _each("SALT, sampled, G = 32", less="GRPO, G = 32"),
       _each("GRPO, G = 32", less=GRPO),
       _each("SALT, sampled, G = 32", less="SALT, sampled"),
@@ -262,13 +259,13 @@ _OF_SALT = {
     " G = 32, the norm {} and {}: both grow. Norms of single prompts' groups have not been"
     " measured.",
     (
-      paired(_SALT, "GRPO, G = 64", "GRPO, G = 4", _RESIDUAL),
+      paired(SALT, "GRPO, G = 64", "GRPO, G = 4", RESIDUAL),
       _each("GRPO, G = 32", report.geometry_value("residual_energy", "sampled"), GRPO),
       *(
         value
         for metric in ("update_norm_bound", "update_norm")
         for value in (
-          mean(_ON_STEPS[GRPO], report.geometry_value(metric, "sampled")),
+          mean(ON_STEPS[GRPO], report.geometry_value(metric, "sampled")),
           _each("GRPO, G = 32", report.geometry_value(metric, "sampled")),
         )
       ),
@@ -284,9 +281,9 @@ _OF_SALT = {
     " quantile of permutations and {} for that of noise. On `steps`: {}, against {} and {}. There"
     " the signs of the largest tenth agree in a share of {}; by chance it would be {}.",
     (
-      *(mean(_SALT["GRPO, G = 8"], _average(f"geometry/agreement_{name}")) for name in _AGREEMENT),
-      *(mean(_ON_STEPS[GRPO], report.geometry_value(f"agreement_{name}")) for name in _AGREEMENT),
-      *(mean(_ON_STEPS[GRPO], _field(name)) for name in ("signs", "signs_by_chance")),
+      *(mean(SALT["GRPO, G = 8"], average(f"geometry/agreement_{name}")) for name in _AGREEMENT),
+      *(mean(ON_STEPS[GRPO], report.geometry_value(f"agreement_{name}")) for name in _AGREEMENT),
+      *(mean(ON_STEPS[GRPO], _field(name)) for name in ("signs", "signs_by_chance")),
     ),
     f"{_QUICKSTART}, G = 8; {_STEPS_RUNS}",
     _SALT_STEPS_LINK,
@@ -312,11 +309,11 @@ _OF_SALT = {
     " clip fractions are {} with SALT and {} without.",
     (
       *_ALPHAS,
-      *(mean(_SALT[label], _CLIP) for label in ("SALT, G = 16", "GRPO, G = 16")),
-      mean(_ON_STEPS["SALT, sampled"], report.training_mean("reweighting/alpha")),
-      _each("SALT, sampled, G = 32", report.training_mean("reweighting/alpha")),
+      *(mean(SALT[label], _CLIP) for label in ("SALT, G = 16", "GRPO, G = 16")),
+      mean(ON_STEPS["SALT, sampled"], ALPHA_ON_STEPS),
+      _each("SALT, sampled, G = 32", ALPHA_ON_STEPS),
       *(
-        mean(_ON_STEPS[label], report.training_mean("loss/clip_fraction"))
+        mean(ON_STEPS[label], report.training_mean("loss/clip_fraction"))
         for label in ("SALT, sampled", GRPO)
       ),
     ),
@@ -332,8 +329,8 @@ _OF_SALT = {
     " {}, n_eff {}, entropy {} nats. The exploration share has not been measured.",
     (
       *(
-        paired(_SALT, "GRPO + entropy bonus, G = 16", "GRPO, G = 16", f)
-        for f in (_PR, _N_EFF, _average("policy/entropy"))
+        paired(SALT, "GRPO + entropy bonus, G = 16", "GRPO, G = 16", f)
+        for f in (_PR, N_EFF, average("policy/entropy"))
       ),
       *(
         _each("entropy bonus 0.05", f, GRPO)
@@ -361,12 +358,12 @@ _OF_P3O = {
     " best one that is undecided.",
     (
       *(
-        paired(_P3O, "matched: P3O", f"matched: GRPO, ε = {epsilon}", final_value)
+        paired(P3O, "matched: P3O", f"matched: GRPO, ε = {epsilon}", final_value)
         for epsilon in (0.2, 0.4, 0.6)
       ),
       *(_each("P3O", less=label) for label in (GRPO, "GRPO, ε = 0.6")),
-      mean(_FAR["GRPO, ε = 0.2"], _measured("ESS")),
-      *(paired(_FAR, "P3O", f"GRPO, ε = {epsilon}", _LATE) for epsilon in (0.2, 0.4, 0.6)),
+      mean(FAR["GRPO, ε = 0.2"], measured("ESS")),
+      *(paired(FAR, "P3O", f"GRPO, ε = {epsilon}", LATE) for epsilon in (0.2, 0.4, 0.6)),
     ),
     f"{_MISMATCH}; {_TWO_SEEDS}; {_FAR_RUNS}",
     _P3O_LINK,
@@ -382,10 +379,10 @@ _OF_P3O = {
     " log-probabilities see the temperature; where they do not, two seeds do not decide.",
     (
       _cost_of(_HOT, "P3O"),
-      mean(_P3O[f"{_HOT}: P3O without its KL term"], final_value),
+      mean(P3O[f"{_HOT}: P3O without its KL term"], final_value),
       _cost_of(_HOT, _EPSILON),
-      paired(_ON_STEPS, f"GRPO, {_HOT}, raw", GRPO, report.late_mean()),
-      paired(_ON_STEPS, f"P3O, {_HOT}, raw", f"GRPO, {_HOT}, raw", report.late_mean()),
+      paired(ON_STEPS, f"GRPO, {_HOT}, raw", GRPO, LATE),
+      paired(ON_STEPS, f"P3O, {_HOT}, raw", f"GRPO, {_HOT}, raw", LATE),
       _each(f"P3O, {_HOT}, raw", less="P3O"),
     ),
     f"{_MISMATCH}, GRPO with ε = 0.2; {_STEPS_RUNS}, 2 of P3O's own",
@@ -408,7 +405,7 @@ _OF_P3O = {
     " training in bfloat16 are queued.",
     (
       *(_cost_of("int8 rollouts", method) for method in ("P3O", _EPSILON)),
-      *(mean(_P3O[f"{setting}: P3O"], _start) for setting in ("int8 rollouts", "matched")),
+      *(mean(P3O[f"{setting}: P3O"], _start) for setting in ("int8 rollouts", "matched")),
       *(_each(f"{method}, fp8 rollouts", less=method) for method in ("P3O", GRPO)),
     ),
     f"{_MISMATCH}, ε = 0.2; {_TWO_SEEDS}",
@@ -425,9 +422,9 @@ _OF_P3O = {
     " rollouts {}. With these the last evaluation of pass@1 is {} with GRPO, and {} with P3O: it is"
     " P3O of which a seed collapses. ε = 0.4 has not run.",
     (
-      _each("P3O", report.late_mean("eval/pass@16"), GRPO),
-      _each("P3O", report.late_mean("eval/pass@16"), "GRPO, ε = 0.6"),
-      _each("P3O, fp8 rollouts", report.late_mean("eval/pass@16"), "GRPO, fp8 rollouts"),
+      _each("P3O", LATE_16, GRPO),
+      _each("P3O", LATE_16, "GRPO, ε = 0.6"),
+      _each("P3O, fp8 rollouts", LATE_16, "GRPO, fp8 rollouts"),
       *(_each(f"{method}, fp8 rollouts", final_value) for method in (GRPO, "P3O")),
     ),
     _TWO_SEEDS,
@@ -447,15 +444,15 @@ _OF_P3O = {
     (
       *(_against(setting) for setting in ("lag 1", "lag 2")),
       *(_ess(setting) for setting in ("lag 1", "lag 2")),
-      *(mean(_P3O[f"{setting}: {_EPSILON}"], _field("kl")) for setting in ("lag 1", "lag 2")),
+      *(mean(P3O[f"{setting}: {_EPSILON}"], _field("kl")) for setting in ("lag 1", "lag 2")),
       *(_cost_of(setting, _EPSILON) for setting in ("lag 1", "lag 2")),
       _ess("matched"),
-      mean(_P3O[f"matched: {_EPSILON}"], _field("kl")),
+      mean(P3O[f"matched: {_EPSILON}"], _field("kl")),
       _each("GRPO, lag 8", report.training_mean("behavior/ess")),
-      *(_each("P3O, lag 8", f, "GRPO, lag 8") for f in (_LATE, report.late_mean("eval/pass@16"))),
+      *(_each("P3O, lag 8", f, "GRPO, lag 8") for f in (LATE, LATE_16)),
       *(_each(f"{method}, lag 8", less=method) for method in (GRPO, "P3O")),
-      paired(_FAR, "P3O", "GRPO, ε = 0.2", _LATE),
-      *(paired(_FAR, method, f"{method}, on-policy", _LATE) for method in ("P3O", "GRPO, ε = 0.2")),
+      paired(FAR, "P3O", "GRPO, ε = 0.2", LATE),
+      *(paired(FAR, method, f"{method}, on-policy", LATE) for method in ("P3O", "GRPO, ε = 0.2")),
     ),
     f"{_MISMATCH}, ε = 0.2; {_TWO_SEEDS}; {_FAR_RUNS}",
     _P3O_LINK,
@@ -507,25 +504,25 @@ _OF_FADE = {
     " direction is the paper's; but the change is small, and entropy falls with all masses. The"
     " control, `grpo_mean`, is queued there.",
     (
-      *(mean(_HIGH[_EQUAL], _measured(f"entropy {at}")) for at in ("at the start", "over the run")),
+      *(mean(HIGH[EQUAL], measured(f"entropy {at}")) for at in ("at the start", "over the run")),
       *(
-        _of_high(_EQUAL, label, _measured("entropy over the run"))
+        _of_high(EQUAL, label, measured("entropy over the run"))
         for label in ("success-heavy", "failure-heavy")
       ),
-      *(mean(_ON_STEPS[GRPO], f) for f in (_first_entropy, _LAST_ENTROPY, _ENTROPY)),
+      *(mean(ON_STEPS[GRPO], f) for f in (_first_entropy, _LAST_ENTROPY, _ENTROPY)),
       *(
         value
         for label in (GRPO, "FADE")
         for value in (
-          paired(_ON_STEPS, "success-heavy", label, _ENTROPY, 5),
+          paired(ON_STEPS, "success-heavy", label, _ENTROPY, 5),
           _lower("success-heavy", label, _ENTROPY),
         )
       ),
-      *(paired(_ON_STEPS, "failure-heavy", label, _ENTROPY, 5) for label in (GRPO, "FADE")),
+      *(paired(ON_STEPS, "failure-heavy", label, _ENTROPY, 5) for label in (GRPO, "FADE")),
       *(
-        paired(_ON_STEPS, label, GRPO, f, digits)
+        paired(ON_STEPS, label, GRPO, f, digits)
         for label in ("success-heavy", "failure-heavy")
-        for f, digits in ((_LAST_ENTROPY, 5), (_LATE, 3))
+        for f, digits in ((_LAST_ENTROPY, 5), (LATE, 3))
       ),
     ),
     f"{_HIGH_RUNS}; {_STEPS_RUNS}; ratios of masses of 4 and 1/4",
@@ -551,16 +548,16 @@ _OF_FADE = {
     " is queued there. The head's share of the squares of all changes is {} with GRPO, {} with"
     " FADE, {} success-heavy, {} failure-heavy.",
     (
-      *(mean(_HIGH[label], _HIGH_RANK) for label in (_EQUAL, "failure-heavy", "success-heavy")),
-      _of_high("failure-heavy", _EQUAL, _HIGH_RANK),
-      mean(_HIGH["failure-heavy"], _LATE),
-      *(mean(_ON_STEPS[label], _RANK_ONE) for label in (GRPO, "FADE")),
+      *(mean(HIGH[label], HIGH_RANK) for label in (EQUAL, "failure-heavy", "success-heavy")),
+      _of_high("failure-heavy", EQUAL, HIGH_RANK),
+      mean(HIGH["failure-heavy"], LATE),
+      *(mean(ON_STEPS[label], _RANK_ONE) for label in (GRPO, "FADE")),
       *(
-        paired(_ON_STEPS, label, baseline, _RANK_ONE)
+        paired(ON_STEPS, label, baseline, _RANK_ONE)
         for baseline in (GRPO, "FADE")
         for label in ("failure-heavy", "success-heavy")
       ),
-      *(mean(_ON_STEPS[label], _HEAD_SHARE) for label in _MASSES),
+      *(mean(ON_STEPS[label], _HEAD_SHARE) for label in _MASSES),
     ),
     f"{_HIGH_RUNS}; {_STEPS_RUNS}; ratios of masses of 4 and 1/4",
     _FADE_LINK,
@@ -583,19 +580,16 @@ _OF_FADE = {
       *(
         _of_high("FADE", label, f)
         for label in ("success-heavy", "pass@4 training")
-        for f in (report.peak_value(), peak_update, report.late_mean("eval/pass@16"))
+        for f in (report.peak_value(), peak_update, LATE_16)
       ),
-      mean(_HIGH["FADE"], _measured("δ at the end")),
+      mean(HIGH["FADE"], measured("δ at the end")),
       *(
-        paired(_ON_STEPS, "FADE", label, f)
+        paired(ON_STEPS, "FADE", label, f)
         for label in (GRPO, "success-heavy")
-        for f in (report.peak_value(), peak_update, report.late_mean("eval/pass@16"))
+        for f in (report.peak_value(), peak_update, LATE_16)
       ),
       *(paired(_RECIPES, label, "grpo", final_value) for label in ("fade", "pass_at_k")),
-      *(
-        _each("FADE, H* = 0.5", f, GRPO)
-        for f in (report.peak_value(), report.late_mean("eval/pass@16"))
-      ),
+      *(_each("FADE, H* = 0.5", f, GRPO) for f in (report.peak_value(), LATE_16)),
     ),
     f"{_HIGH_RUNS}; {_STEPS_RUNS}, 2 with H* = 0.5, evaluated every 32; quickstart, 3 seeds, 64"
     f" updates, μ = 1",
@@ -617,7 +611,7 @@ _OF_MU = {
     (
       *(*_speedups(_PRICES), *_break_even(_PRICES)),
       *(*_speedups(_PRICES_ON_STEPS), *_break_even(_PRICES_ON_STEPS)),
-      paired(_ON_STEPS, _SUFFIX, GRPO, report.late_mean()),
+      paired(ON_STEPS, _SUFFIX, GRPO, LATE),
     ),
     f"{_STEPWISE}; {_STEPS_RUNS}; suffix veto, κ = 0.1",
     _PRICE_LINK,
@@ -632,10 +626,10 @@ _OF_MU = {
     " evaluation, from {} at the start. With sixteen large updates per refresh, from {} at"
     " the start, relaxed ends at {}, and ε = 0.2 at {}.",
     (
-      paired(_MU, "tight clip", "GRPO, μ = 4", final_value),
-      paired(_ON_STEPS, _TIGHT, GRPO, report.late_mean()),
+      paired(MU, "tight clip", "GRPO, μ = 4", final_value),
+      paired(ON_STEPS, _TIGHT, GRPO, LATE),
       *(
-        mean(_ON_STEPS[_TIGHT], f)
+        mean(ON_STEPS[_TIGHT], f)
         for f in (value_after_first_stage, report.peak_value(), final_value)
       ),
       *(_collapsed(label) for label in ("relaxed clip", "relaxed clip, higher rate")),
@@ -643,8 +637,8 @@ _OF_MU = {
         _each("relaxed, μ = 96", f)
         for f in (value_after_first_stage, report.peak_value(), final_value, _start)
       ),
-      mean(_FAR["relaxed"], _start),
-      *(mean(_FAR[label], _LATE) for label in ("relaxed", "GRPO, ε = 0.2")),
+      mean(FAR["relaxed"], _start),
+      *(mean(FAR[label], LATE) for label in ("relaxed", "GRPO, ε = 0.2")),
     ),
     f"{_STEPWISE}; {_STEPS_RUNS}, 2 of the relaxed interval",
     _MU_LINK,
@@ -663,21 +657,21 @@ _OF_MU = {
     " all three fall far: the suffix minus the relaxed clip {}, minus triggers alone {}.",
     (
       *(
-        paired(_MU, f"veto {scope}, κ = 0.1, higher rate", "relaxed clip, higher rate", final_value)
+        paired(MU, f"veto {scope}, κ = 0.1, higher rate", "relaxed clip, higher rate", final_value)
         for scope in ("trigger", "suffix", "trigger_and_suffix")
       ),
       *(
-        paired(_MU, f"veto {scope}, κ = 0.1", "relaxed clip", final_value)
+        paired(MU, f"veto {scope}, κ = 0.1", "relaxed clip", final_value)
         for scope in ("trigger", "suffix", "trigger_and_suffix", "response")
       ),
-      *(mean(_ON_STEPS[_SUFFIX], f) for f in (value_after_first_stage, final_value)),
+      *(mean(ON_STEPS[_SUFFIX], f) for f in (value_after_first_stage, final_value)),
       *(
         _each(f"{veto}, μ = 96", f)
         for veto in ("trigger", "relaxed")
         for f in (value_after_first_stage, final_value)
       ),
       *(
-        paired(_FAR, "relaxed, suffix vetoed", label, _LATE)
+        paired(FAR, "relaxed, suffix vetoed", label, LATE)
         for label in ("relaxed", "relaxed, trigger vetoed")
       ),
     ),
@@ -695,8 +689,8 @@ _OF_MU = {
     "One process on one device has no engine to switch to: all hand-overs of a GRPO run take {} s,"
     " the run {} s. The price of a hand-over is a curve instead (M1).",
     (
-      mean(_MU["GRPO, μ = 4"], lambda run: run["phase_seconds"]["sync_weights"]),
-      mean(_MU["GRPO, μ = 4"], _field("elapsed_seconds")),
+      mean(MU["GRPO, μ = 4"], lambda run: run["phase_seconds"]["sync_weights"]),
+      mean(MU["GRPO, μ = 4"], _field("elapsed_seconds")),
     ),
     _STEPWISE,
     _PRICE_LINK,
@@ -707,16 +701,13 @@ _OF_MU = {
     " a stage to {} in the last. On `steps` {} of the tokens are vetoed in the first stage and {}"
     " in the second, the solve rate of the rollouts is {} and {}.",
     (
-      mean(_MU["veto suffix, κ = 0.1"], _field("vetoed")),
+      mean(MU["veto suffix, κ = 0.1"], _field("vetoed")),
       *(
-        mean(
-          _MU["veto suffix, κ = 0.1"],
-          lambda run, part=part: statistics.mean(run["trigger_rate_by_age"][part]),
-        )
-        for part in (slice(0, 24), slice(72, 96))
+        mean(MU["veto suffix, κ = 0.1"], trigger_rate(part))
+        for part in (FIRST_QUARTER, LAST_QUARTER)
       ),
       *(
-        mean(_ON_STEPS[_SUFFIX], _of_stage(metric, stage))
+        mean(ON_STEPS[_SUFFIX], _of_stage(metric, stage))
         for metric in ("veto/token_fraction", "reward/pass_rate")
         for stage in (0, 1)
       ),

@@ -87,7 +87,4 @@ if __name__ == "__main__":
   results, are_new = report.load_results(HOME / "results.json", lambda workdir: {}, list(RUNS))
   if are_new:
     draw(results)
-  text = tables(results) + "\n\n" + compare.provenance(results).replace("\n", "; ")
-  page = HOME / "README.md"
-  page.write_text(report.insert_text(page.read_text(encoding="utf-8"), text), encoding="utf-8")
-  print(text)
+  report.write_tables(HOME / "README.md", tables(results), results)

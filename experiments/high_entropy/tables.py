@@ -83,8 +83,7 @@ def draw(results: Sequence[Result]) -> None:
   runs = compare.group_by_label(results)
   with curves.save_figure(HOME / "curves.png", 1, len(PANELS), size=(13, 4.5), dpi=90) as row:
     for axes, (metric, title) in zip(row.flat, PANELS, strict=True):
-      present = [label for label in ADVANTAGES if label in runs]
-      of_panel = {label: [result_curve(run, metric) for run in runs[label]] for label in present}
+      of_panel = {label: [result_curve(run, metric) for run in runs[label]] for label in ADVANTAGES}
       curves.plot_curves(axes, of_panel, metric, "updates")
       axes.set_title(title)
 
@@ -97,7 +96,6 @@ def tables(results: Sequence[Result]) -> str:
   decided = [
     f"{title}:\n\n{claim_table(claims, results, value, matters)}"
     for title, claims, value, matters in CLAIMS
-    if any(result["label"] == FADE for result in results)
   ]
   return "\n\n".join([pilot, *decided, compared])
 

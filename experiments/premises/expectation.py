@@ -203,9 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results["lagging"] = rounded(lagging_grams.measure_run(lagging))
   results["measured"] |= {name.replace("_", "-"): measure(path) for name, path in given.items()}
   RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-  text = tables(results)
-  PAGE.write_text(report.insert_text(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
-  print(text)
+  report.write_tables(PAGE, tables(results))
 
 
 if __name__ == "__main__":

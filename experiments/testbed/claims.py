@@ -151,7 +151,4 @@ def write_page(
   results, are_new = report.load_results(home / "results.json", measure, labels)
   if are_new:
     draw(results)
-  text = tables(results) + "\n\n" + compare.provenance(results).replace("\n", "; ")
-  page = home / "README.md"
-  page.write_text(report.insert_text(page.read_text(encoding="utf-8"), text), encoding="utf-8")
-  print(text)
+  report.write_tables(home / "README.md", tables(results), results)

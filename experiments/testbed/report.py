@@ -376,6 +376,18 @@ def write_page(
   if results:
     draw_panels(results, panels, page.parent / "testbed.png")
     text += f"\n\n![{'; '.join(panel.title for panel in panels)}](testbed.png)"
+  write_tables(page, text, results)
+
+
+def write_tables(page: pathlib.Path, text: str, results: Sequence[Result] = ()) -> None:
+  """Prints the tables of a page, and writes them into it.
+
+  Args:
+    page: with the two comments between which they stand.
+    text: the tables, as Markdown.
+    results: whose commits and devices stand below them; () for none.
+  """
+  if results:
     text += "\n\n" + compare.provenance(results).replace("\n", "; ")
   with replace_file(page) as file:
     file.write(insert_text(page.read_text(encoding="utf-8"), text).encode())

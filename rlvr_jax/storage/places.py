@@ -268,9 +268,9 @@ class Workdir:
     """Seconds for which this process certainly may write; raises if it may not."""
     return self._guard()
 
-  def bucket(self, folder: str = "") -> Bucket:
-    """The objects of a folder in the workdir, which must be in a bucket."""
-    return Bucket(self.path / folder, self.guard)
+  def bucket(self) -> Bucket:
+    """The objects of the workdir, which must be in a bucket."""
+    return Bucket(self.path, self.guard)
 
   def fetch(self) -> None:
     """Copies from a bucket into the staging folder the files of its own that a run reads.

@@ -8,9 +8,11 @@ import statistics
 import subprocess
 
 import pytest
+from matplotlib.figure import Figure
 from scipy import stats
 
 from docs import deciding, reproduction
+from docs import runs as committed
 from docs.verdicts import IN_SHORT, VERDICTS_BY_ID
 from experiments import evidence, full_size
 from experiments.p3o_mismatch import config as p3o_config
@@ -28,7 +30,7 @@ CONDITION = re.compile(
   r"|\b[SPFM]\d\b|P3O|30 or 60 s"
 )
 PAGE = reproduction.PAGE.read_text(encoding="utf-8")
-_P3O = deciding.results("p3o_mismatch")
+_P3O = committed.results("p3o_mismatch")
 SETTINGS = tuple(p3o_sweep.SETTINGS)
 
 
@@ -139,7 +141,7 @@ def test_p5_and_p1_name_a_baseline_that_lags():
 
 def test_f1_is_over_the_complete_run():
   """An independent computation from the committed spans, of success-heavy against GRPO and FADE."""
-  runs = json.loads((deciding.EXPERIMENTS / "fade" / "testbed.json").read_text("utf-8"))
+  runs = json.loads((committed.EXPERIMENTS / "fade" / "testbed.json").read_text("utf-8"))
   entropy = {
     (r["label"], r["seed"]): sum(r["train"]["policy/entropy"]) / report.SPANS for r in runs
   }
@@ -195,7 +197,7 @@ def test_margins_were_committed_before_the_runs():
   assert {c.plan.partition(" ")[0] for c in planned.values()} == {"large_ratios", "high_entropy"}
   for comparison in planned.values():
     experiment, _, row_name = comparison.plan.partition(" ")
-    runs = deciding.results(experiment)
+    runs = committed.results(experiment)
     arm, control = comparison.arm.name, comparison.control.name
     for commit in {run["commit"] for label in (arm, control) for run in runs[label]}:
       page = page_at(commit, f"experiments/{experiment}/README.md")
@@ -230,7 +232,7 @@ def page_at(commit, path):
   """A file at a commit; skips the test where the checkout has no such commit."""
   command = ["git", "show", f"{commit}:{path}"]
   found = subprocess.run(
-    command, cwd=deciding.EXPERIMENTS, capture_output=True, text=True, check=False
+    command, cwd=committed.EXPERIMENTS, capture_output=True, text=True, check=False
   )
   if found.returncode:
     pytest.skip(f"this checkout has no commit {commit[:8]}")
@@ -254,9 +256,21 @@ def test_a_comparison_of_three_seeds_has_an_interval_and_a_verdict():
   assert list(deciding.differences(constant).values()) == pytest.approx([0, 0.05, 0.13])
 
 
-def test_a_figure_has_the_differences_in_margins(tmp_path):
-  deciding.draw(tmp_path / "figure.png", {"S2": deciding.DECIDED_BY["S2"]})
-  assert (tmp_path / "figure.png").stat().st_size > 5000
+def test_a_figure_has_the_differences_in_margins():
+  decided = {name: deciding.DECIDED_BY[name] for name in ("S2", "S11")}  # five seeds, and two
+  axes = Figure().subplots()
+  deciding.plot(axes, decided)
+  assert [label.get_text() for label in axes.get_yticklabels()] == ["S2: pass@1", "S11: PR"]
+  dots = [line.get_xdata() for line in axes.lines if line.get_marker() == "o"]
+  for comparison, shown in zip(decided.values(), dots, strict=True):
+    gaps = deciding.differences(comparison).values()
+    assert list(shown) == pytest.approx([gap / comparison.margin for gap in gaps])
+  (bar,) = axes.containers  # two seeds have no interval
+  found = deciding.interval(decided["S2"])
+  (segment,) = bar.lines[2][0].get_segments()
+  assert [*bar.lines[0].get_xdata(), *segment[:, 0]] == pytest.approx(
+    [x / 0.03 for x in (found.mean, found.low, found.high)]
+  )
   assert all(reproduction.figure(prefix).exists() for prefix in reproduction.PAPERS)
 
 
@@ -266,7 +280,7 @@ def test_a_claim_keeps_to_the_paper():
 
 
 def test_s5_and_s10_have_the_alpha_of_each_group_size():
-  runs = json.loads((deciding.EXPERIMENTS / "salt_geometry/results.json").read_text("utf-8"))
+  runs = json.loads((committed.EXPERIMENTS / "salt_geometry/results.json").read_text("utf-8"))
   found = {}
   for r in runs:
     if re.fullmatch(r"SALT, G = \d+", r["label"]):
@@ -285,7 +299,7 @@ def test_only_pages_that_have_holm_s_p_are_said_to():
   of_steps += [f"{name}/TESTBED.md" for name in ("salt_geometry", "p3o_mismatch", "mu_grpo")]
   of_quickstart = [f"{name}/README.md" for name in ("salt_geometry", "p3o_mismatch", "mu_grpo")]
   has = {
-    name: "p, Holm" in (deciding.EXPERIMENTS / name).read_text("utf-8")
+    name: "p, Holm" in (committed.EXPERIMENTS / name).read_text("utf-8")
     for name in (*of_steps, *of_quickstart, "recipes/README.md")
   }
   assert {name for name, holm in has.items() if holm} == set(of_steps)

@@ -215,7 +215,10 @@ class PolicyReader:
       raise PolicyGoneError(str(error)) from error
 
   def _raise_if_damaged(self, policy: Policy, error: Exception) -> None:
-    """Raises PolicyDamagedError if a policy could not be read for some time, and is still there."""
+    """Raises PolicyDamagedError if a policy is there and could not be read for `DAMAGED_S`.
+
+    Before that it waits a moment, so that the next attempt is not made at once.
+    """
     since = self._damaged.setdefault(policy, time.monotonic())
     folder = self._folder / str(policy.version)
     is_there = (folder / MANIFEST).exists()
