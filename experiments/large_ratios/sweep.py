@@ -1,8 +1,8 @@
 """Ratios that leave every clip range: P3O, and the veto of μ-GRPO; see README.md."""
 
 CONFIG = "experiments/p3o_mismatch/config.py"
-SEEDS = range(8)
-RATE = "1e-3"  # chosen by the pilot
+RATE, SEEDS = "1e-3", range(8)  # chosen by the pilot
+LOWER, LOWER_SEEDS = "6e-4", range(10)  # where GRPO learns well
 STALE = {  # 16 updates on the rollouts of one policy, ten times
   "schedule": "updates_per_refresh(batches=16)",
   "num_updates": 160,
@@ -23,9 +23,14 @@ def grpo(epsilon: float) -> str:
   return f"GRPO, ε = {epsilon}"
 
 
+def at_lower(label: str) -> str:
+  """Label of an arm at the lower rate."""
+  return f"{label}, rate {LOWER}"
+
+
 P3O, RELAXED = "P3O", "relaxed"
 SUFFIX, TRIGGER = "relaxed, suffix vetoed", "relaxed, trigger vetoed"
-ON_POLICY = "on-policy"
+ON_POLICY, LAG = "on-policy", "lag 1"
 
 
 def _veto(scope: str) -> dict[str, object]:
@@ -49,19 +54,31 @@ RUNS = {  # label → fields of the configuration
   f"{grpo(0.2)}, {ON_POLICY}": {"config": _GRPO, "schedule": "on_policy"},
   f"{P3O}, {ON_POLICY}": {"config": _P3O, "schedule": "on_policy"},
 }
+_LAGGING = {"schedule": "fixed_lag(lag=1)"}
+LOWER_RUNS = {
+  at_lower(label): fields
+  for label, fields in {
+    **RUNS,
+    f"{grpo(0.2)}, {LAG}": {"config": _GRPO, **_LAGGING},
+    f"{P3O}, {LAG}": {"config": _P3O, **_LAGGING},
+  }.items()
+}
+
+
+def _seed_by_seed(arms, seeds, rate):
+  fields_of_all = {**STALE, "learning_rate": f"constant(peak={rate})"}
+  return [
+    {"label": label, "seed": seed, **fields_of_all, **fields}
+    for seed in seeds
+    for label, fields in arms.items()
+  ]
 
 
 def get_sweep():
-  """The pilot, then the comparison, whose outer loop are the seeds."""
+  """The pilot, then the comparisons at the two rates."""
   pilot = [
-    {"label": rate, "seed": seed, **STALE, "config": _GRPO}
-    | {"learning_rate": f"constant(peak={rate})"}
+    run
     for rate, seeds in PILOT.items()
-    for seed in seeds
+    for run in _seed_by_seed({rate: {"config": _GRPO}}, seeds, rate)
   ]
-  compared = [
-    {"label": label, "seed": seed, **STALE, "learning_rate": f"constant(peak={RATE})", **fields}
-    for seed in SEEDS
-    for label, fields in RUNS.items()
-  ]
-  return pilot + compared
+  return pilot + _seed_by_seed(RUNS, SEEDS, RATE) + _seed_by_seed(LOWER_RUNS, LOWER_SEEDS, LOWER)

@@ -71,10 +71,10 @@ def cost_to(result: Mapping[str, Any], level: float, mu: int) -> Cost | None:
     return None
   seconds = float(np.interp(updates, columns["updates"], columns["seconds"]))
   seconds_per_update = (columns["seconds"][-1] - columns["seconds"][0]) / columns["updates"][-1]
-  return Cost(updates, seconds, _refreshes(updates, mu), seconds_per_update)
+  return Cost(updates, seconds, refreshes(updates, mu), seconds_per_update)
 
 
-def _refreshes(updates: float, mu: int) -> int:
+def refreshes(updates: float, mu: int) -> int:
   """⌈u/μ⌉, with a tolerance for rounding of the interpolation."""
   return math.ceil(updates / mu - 1e-6)
 
@@ -85,8 +85,8 @@ def recorded_cost(result: Mapping[str, Any], mu: int) -> Cost | None:
   if cost["updates"] is None or cost["seconds"] is None:
     return None
   seconds_per_update = result["elapsed_seconds"] / result["evaluations"]["updates"][-1]
-  refreshes = _refreshes(cost["updates"], mu)
-  return Cost(cost["updates"], cost["seconds"], refreshes, seconds_per_update)
+  hand_overs = refreshes(cost["updates"], mu)
+  return Cost(cost["updates"], cost["seconds"], hand_overs, seconds_per_update)
 
 
 def total_seconds(cost: Cost, price: float) -> float:

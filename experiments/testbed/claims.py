@@ -70,13 +70,16 @@ def claim_table(
   """The differences that claims are about, paired by seed, with their verdicts.
 
   Args:
-    claims: all of one quantity.
+    claims: all of one quantity; those whose arms have not run are left out.
     results: with the runs of their arms.
     value: the quantity, of a result.
     matters: the difference of it that would matter.
   """
   rows = {}
+  have_run = {result["label"] for result in results}
   for claim in claims:
+    if not {claim.arm, claim.control} <= have_run:
+      continue
     of_both = [r for r in results if r["label"] in (claim.arm, claim.control)]
     d = compare.differences(of_both, claim.control, value)[claim.arm]
     rows[claim.name] = [

@@ -21,7 +21,7 @@ RUNS = {
   "p3o_mismatch": 76,
   "dialogues": 10,
   "mixtures": 60,
-  "large_ratios": 85,
+  "large_ratios": 195,
   "high_entropy": 55,
 }
 each_experiment = pytest.mark.parametrize("name", RUNS)
