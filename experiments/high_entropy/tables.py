@@ -20,7 +20,7 @@ from experiments.high_entropy.sweep import (
   SUCCESS_HEAVY,
 )
 from experiments.testbed import report
-from experiments.testbed.claims import Claim, arm_table, claim_table, write_page
+from experiments.testbed.claims import Claim, Quantity, arm_table, quantity_tables, write_page
 from experiments.testbed.report import Result, late_mean
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.compare import METRIC, result_curve
@@ -43,32 +43,32 @@ MORE = {
   "pass@16 at the start": lambda result: result["evaluations"][PASS_AT_16][0],
   "late pass@16": late_mean(PASS_AT_16),
 }
-CLAIMS = (  # of a quantity: title, claims, value, margin
-  (
+QUANTITIES = (
+  Quantity(
     f"F1, {ENTROPY} in nats",
     (Claim("F1", EQUAL, SUCCESS_HEAVY, "more"),),
     lambda result: result["measured"][ENTROPY],
     0.02,
   ),
-  (
+  Quantity(
     f"F2, {RANK_ONE} at the end",
     (Claim("F2", FAILURE_HEAVY, EQUAL, "more"),),
     lambda result: result["measured"][RANK_ONE],
     0.05,
   ),
-  (
+  Quantity(
     "F3, update of the highest pass@1",
     tuple(Claim(f"F3, sooner than {label}", label, FADE, "more") for label in STATIC),
     peak_update,
     30,
   ),
-  (
+  Quantity(
     "F3, highest pass@1",
     tuple(Claim(f"F3, as high as {label}", FADE, label, "not less") for label in STATIC),
     report.peak_value(),
     0.03,
   ),
-  (
+  Quantity(
     "F3, late pass@16",
     tuple(Claim(f"F3, as broad as {label}", FADE, label, "not less") for label in STATIC),
     late_mean(PASS_AT_16),
@@ -93,11 +93,7 @@ def tables(results: Sequence[Result]) -> str:
   pilot, compared = (
     arm_table(results, list(arms), MEASURED, LATE, MORE) for arms in (PILOT, ADVANTAGES)
   )
-  decided = [
-    f"{title}:\n\n{claim_table(claims, results, value, matters)}"
-    for title, claims, value, matters in CLAIMS
-  ]
-  return "\n\n".join([pilot, *decided, compared])
+  return "\n\n".join([pilot, *quantity_tables(QUANTITIES, results), compared])
 
 
 if __name__ == "__main__":

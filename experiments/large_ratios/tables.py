@@ -27,7 +27,14 @@ from experiments.large_ratios.sweep import (
   grpo,
 )
 from experiments.mu_grpo.hand_over import GRID, RESTART_S, prices_of_7b, refreshes
-from experiments.testbed.claims import Claim, arm_table, claim_table, verdict, write_page
+from experiments.testbed.claims import (
+  HEADINGS,
+  Claim,
+  arm_table,
+  claim_row,
+  claim_table,
+  write_page,
+)
 from experiments.testbed.report import Result, late_mean
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.compare import METRIC, markdown_table, result_curve
@@ -116,21 +123,19 @@ def price_table(results: Sequence[Result]) -> str:
     found = speedups(results, label, PRICE)
     if not found:
       continue
-    d = paired_difference(found, dict.fromkeys(found, 1.0))
     free, dear = (statistics.mean(speedups(results, label, p).values()) for p in (0.0, 100.0))
     rows[name] = [
-      label,
-      f"{d.mean:+.3f}",
-      f"[{d.low:+.3f}, {d.high:+.3f}]",
-      f"{sum(x > 0 for x in found.values())} of {d.num_seeds}",
-      f"{SOONER:g}",
-      verdict("more", d.low, d.high, SOONER),
+      *claim_row(
+        Claim(name, label, "1", "more"),
+        paired_difference(found, dict.fromkeys(found, 1.0)),
+        SOONER,
+      ),
+      f"{sum(x > 0 for x in found.values())} of {len(found)}",
       f"{free:.2f}",
       f"{dear:.2f}",
     ]
-  headings = ["arm", f"speed-up less 1, p = {PRICE:.2f}", "95 %, t", "seeds that get there"]
-  headings += ["margin", "verdict", "speed-up, p = 0", "p = 100"]
-  return markdown_table(headings, rows, "claim")
+  more = ["seeds that get there", "speed-up, p = 0", "speed-up, p = 100"]
+  return markdown_table([*HEADINGS, *more], rows, "claim")
 
 
 def _draw_price(axes: Any, results: Sequence[Result]) -> None:

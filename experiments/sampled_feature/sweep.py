@@ -1,7 +1,8 @@
-"""SALT by the sampled feature, by which gradients cancel: group sizes, bases and α; see README.md."""
+"""SALT by the sampled feature, by which gradients cancel: sizes, bases, α; see README.md."""
 
 CONFIG = "experiments/mu_grpo/config.py:refresh"  # the quickstart in written steps
 SEEDS = range(8)
+UPDATES = 144  # of the comparison; of the pilot as the configuration has it, 192
 ROLLOUTS = 128  # per update, whatever the group size
 SIZES = (4, 16, 64)
 BASE_SIZE = 16  # of all arms but those of other sizes
@@ -75,7 +76,7 @@ def get_sweep():
     for seed in seeds
   ]
   compared = [
-    {"label": label, "seed": seed, **FIELDS, **fields}
+    {"label": label, "seed": seed, **FIELDS, "num_updates": UPDATES, **fields}
     for seed in SEEDS
     for label, fields in RUNS.items()
   ]

@@ -10,6 +10,7 @@ from experiments.testbed import report
 from experiments.testbed.report import Result, RunValue
 from rlvr_jax.evaluate import compare
 from rlvr_jax.evaluate.compare import METRIC, markdown_table
+from rlvr_jax.evaluate.paired import Difference
 from rlvr_jax.evaluate.run_files import read_metrics
 
 MATTERS = 0.03  # of pass@1
@@ -64,6 +65,29 @@ def _sign(claimed: str, low: float, high: float) -> str:
   return "undecided"
 
 
+HEADINGS = ["arm", "less", "difference", "95 %, t", "seeds", "claimed", "margin", "verdict"]
+
+
+def claim_row(claim: Claim, found: Difference, matters: float = MATTERS) -> list[str]:
+  """Cells of a claim, for the columns of `HEADINGS`.
+
+  Args:
+    claim: what is claimed.
+    found: the difference of its arms.
+    matters: the difference that would matter.
+  """
+  return [
+    claim.arm,
+    claim.control,
+    f"{found.mean:+.3f}",
+    f"[{found.low:+.3f}, {found.high:+.3f}]",
+    str(found.num_seeds),
+    claim.claimed,
+    f"{matters:g}",
+    verdict(claim.claimed, found.low, found.high, matters),
+  ]
+
+
 def claim_table(
   claims: Sequence[Claim], results: Sequence[Result], value: RunValue, matters: float = MATTERS
 ) -> str:
@@ -78,22 +102,35 @@ def claim_table(
   rows = {}
   have_run = {result["label"] for result in results}
   for claim in claims:
-    if not {claim.arm, claim.control} <= have_run:
-      continue
-    of_both = [r for r in results if r["label"] in (claim.arm, claim.control)]
-    d = compare.differences(of_both, claim.control, value)[claim.arm]
-    rows[claim.name] = [
-      claim.arm,
-      claim.control,
-      f"{d.mean:+.3f}",
-      f"[{d.low:+.3f}, {d.high:+.3f}]",
-      str(d.num_seeds),
-      claim.claimed,
-      f"{matters:g}",
-      verdict(claim.claimed, d.low, d.high, matters),
-    ]
-  headings = ["arm", "less", "difference", "95 %, t", "seeds", "claimed", "margin", "verdict"]
-  return markdown_table(headings, rows, "claim")
+    if {claim.arm, claim.control} <= have_run:
+      of_both = [r for r in results if r["label"] in (claim.arm, claim.control)]
+      found = compare.differences(of_both, claim.control, value)[claim.arm]
+      rows[claim.name] = claim_row(claim, found, matters)
+  return markdown_table(HEADINGS, rows, "claim")
+
+
+class Quantity(NamedTuple):
+  """What claims are about.
+
+  Attributes:
+    title: of its table.
+    claims: about it.
+    value: of a result.
+    matters: the difference that would matter.
+  """
+
+  title: str
+  claims: Sequence[Claim]
+  value: RunValue
+  matters: float = MATTERS
+
+
+def quantity_tables(quantities: Sequence[Quantity], results: Sequence[Result]) -> list[str]:
+  """A `claim_table` for each quantity, below its title."""
+  return [
+    f"{title}:\n\n{claim_table(claims, results, value, matters)}"
+    for title, claims, value, matters in quantities
+  ]
 
 
 def arm_table(

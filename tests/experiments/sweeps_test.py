@@ -23,6 +23,7 @@ RUNS = {
   "mixtures": 60,
   "large_ratios": 195,
   "high_entropy": 55,
+  "sampled_feature": 95,
 }
 each_experiment = pytest.mark.parametrize("name", RUNS)
 
