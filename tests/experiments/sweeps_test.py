@@ -24,6 +24,7 @@ RUNS = {
   "large_ratios": 195,
   "high_entropy": 55,
   "sampled_feature": 95,
+  "other_samplers": 50,
 }
 each_experiment = pytest.mark.parametrize("name", RUNS)
 

@@ -1,0 +1,53 @@
+"""Writes the tables and the figure of README.md: python -m experiments.other_samplers.tables.
+
+With --workdir, of a sweep, it adds the sweep's runs to results.json first.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from collections.abc import Sequence
+
+from experiments.other_samplers.sweep import EQUAL, LARGER, OTHERS, RUNS, half_from
+from experiments.testbed.claims import Claim, arm_table, claim_table, write_page
+from experiments.testbed.report import Result, late_mean
+from rlvr_jax.evaluate import compare, curves
+from rlvr_jax.evaluate.compare import METRIC, result_curve
+
+HOME = pathlib.Path(__file__).parent
+LATE = late_mean()
+MEASURED = {  # heading → (metric, what of its values over the updates)
+  "ESS": ("behavior/ess", statistics.mean),
+  "KL(β‖π)": ("behavior/kl_k3", statistics.mean),
+  "largest ratio": ("behavior/ratio_max", max),
+  "clipped": ("loss/clip_fraction", statistics.mean),
+  "entropy at the end": ("policy/entropy", lambda values: values[-1]),
+}
+CLAIMS = tuple(
+  claim
+  for model in (LARGER, EQUAL)
+  for claim in (
+    Claim(f"P6, {model}", half_from(model, "P3O"), "P3O", "not less"),
+    Claim(f"P6, {model}, GRPO degrades", "GRPO", half_from(model, "GRPO"), "more"),
+    Claim(f"P6, {model}, against GRPO", half_from(model, "P3O"), half_from(model, "GRPO"), "more"),
+  )
+)
+
+
+def draw(results: Sequence[Result]) -> None:
+  """Saves a figure of held-out pass@1."""
+  runs = compare.group_by_label(results)
+  with curves.save_figure(HOME / "curves.png", size=(8, 4.5), dpi=90) as axes:
+    of_arms = {label: [result_curve(run) for run in runs[label]] for label in RUNS}
+    curves.plot_curves(axes, of_arms, METRIC, "updates")
+
+
+def tables(results: Sequence[Result]) -> str:
+  """All tables as Markdown."""
+  others, compared = (arm_table(results, list(arms), MEASURED, LATE) for arms in (OTHERS, RUNS))
+  return "\n\n".join([others, claim_table(CLAIMS, results, LATE), compared])
+
+
+if __name__ == "__main__":
+  write_page(HOME, [*OTHERS, *RUNS], MEASURED, tables, draw)
