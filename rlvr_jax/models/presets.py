@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlvr_jax.models.huggingface_config import checkpoint_config
@@ -141,11 +141,16 @@ def preset(name: str, **overrides: Any) -> TransformerConfig:
   if name not in _PRESETS:
     similar = difflib.get_close_matches(name, _PRESETS) or sorted(_PRESETS)
     raise ValueError(f"config.model.preset = {name!r} is unknown; did you mean one of {similar}?")
-  _check_overrides(overrides)
+  check_overrides(overrides)
   return TransformerConfig(**{**_PRESETS[name], **overrides})
 
 
-def _check_overrides(overrides: Mapping[str, Any]) -> None:
+def check_overrides(overrides: Iterable[str]) -> None:
+  """Checks names of fields to replace.
+
+  Raises:
+    ValueError: a network has no such field; the message suggests similar names.
+  """
   fields = [field.name for field in dataclasses.fields(TransformerConfig)]
   for field in overrides:
     if field not in fields:
@@ -174,7 +179,7 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
   name, checkpoint, overrides = model["preset"], model["checkpoint"], given_overrides(model)
   if not checkpoint:
     return preset(name, **overrides)
-  _check_overrides(overrides)
+  check_overrides(overrides)
   of_computing = {field: value for field, value in overrides.items() if field in _OF_COMPUTING}
   if not name and len(of_computing) < len(overrides):
     raise ValueError(

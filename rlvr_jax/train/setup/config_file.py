@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import inspect
@@ -215,7 +216,7 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
   given = next((arg for arg in argv if arg.partition("=")[0].endswith(f".{name}")), "--config")
   return (
     f"{given}: the configuration has no field {near} (configs/base.py and the recipe list them;"
-    " only kwargs and overrides take fields of your own)"
+    " only task.kwargs and model.overrides take others)"
   )
 
 
@@ -229,7 +230,7 @@ def _needed_type(message: str) -> str:
 
 
 class Parser(config_flags.ConfigFileFlagParser):
-  """Reads a recipe; besides its fields, the command line can set every keyword of the task."""
+  """Reads a recipe; the command line also sets any keyword of the task and field of the model."""
 
   def __init__(self, name: str, argv: Sequence[str]):
     """`name` is the flag's name, `argv` the complete command line."""
@@ -246,11 +247,13 @@ class Parser(config_flags.ConfigFileFlagParser):
     given = overrides(self.name, self._argv)
     if message := _inside_a_string(self.name, config, given):
       sys.exit(f"error: {message}")
-    if "task" in config:
-      try:
+    try:
+      if "task" in config:
         open_task(config, given)
-      except ValueError as error:
-        sys.exit(f"error: {error}")
+      if "model" in config:
+        open_model(config, given)
+    except ValueError as error:
+      sys.exit(f"error: {error}")
     return config
 
   def _of_run(self, path: str) -> ConfigDict:
@@ -414,6 +417,36 @@ def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
       task.kwargs = ConfigDict()
     for keyword in missing:
       task.kwargs[keyword] = placeholder(_type_of(factory, keyword))
+
+
+def open_model(config: ConfigDict, given: Mapping[str, Any]) -> None:
+  """Adds placeholders to `config.model.overrides` for the fields that a command line sets.
+
+  Recipes set the overrides as a dict, which has the fields of that recipe alone.
+
+  Args:
+    config: of the recipe; changed in place.
+    given: see `overrides`.
+  Raises:
+    ValueError: a network has no such field, or none that a command line can set.
+  """
+  paths = [path.split(".")[2:] for path in given if path.startswith("model.overrides.")]
+  missing = [field for field, *_ in paths if field not in config.model.overrides]
+  if not missing:
+    return
+  from rlvr_jax.models.presets import check_overrides  # here, for the reason above
+  from rlvr_jax.models.transformer import TransformerConfig
+
+  check_overrides(missing)
+  annotations = {field.name: str(field.type) for field in dataclasses.fields(TransformerConfig)}
+  with config.unlocked():
+    for field in missing:
+      kind = _TYPES.get(re.split(r"\[| \|", annotations[field])[0])
+      if kind is None:
+        raise ValueError(
+          f"config.model.overrides.{field} is a {annotations[field]}; set it in the recipe"
+        )
+      config.model.overrides[field] = placeholder(kind)
 
 
 def _type_of(factory: Callable[..., Any], keyword: str) -> type:

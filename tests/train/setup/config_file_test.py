@@ -194,6 +194,22 @@ def test_keywords_of_the_task_that_the_recipe_does_not_list():
   assert c.is_locked and c.task.kwargs.is_locked
 
 
+def test_fields_of_the_model_that_the_recipe_does_not_list():
+  recipe = "experiments/mu_grpo/config.py"  # whose overrides are a dict of its own
+  given = [f"--config.model.overrides.{x}" for x in
+           ("compute_dtype=bfloat16", "norm_epsilon=1e-5", "tied_head=False", "query_scale=2")]  # fmt: skip
+  found = parsed(*given, recipe=recipe).model.overrides
+  assert (found.compute_dtype, found.norm_epsilon, found.tied_head) == ("bfloat16", 1e-5, False)
+  assert found.query_scale == 2.0 and found.width == parsed(recipe=recipe).model.overrides.width
+  full_size = "configs/full_size/p3o_qwen3_4b.py"
+  found = parsed("--config.model.overrides.attention=dense", recipe=full_size).model.overrides
+  assert found.attention == "dense" and found.remat == "full"
+  told = refused("--config.model.overrides.compute_type=bfloat16", recipe=recipe)
+  assert "compute_type is not a field; did you mean one of ['compute_dtype']" in told
+  told = refused("--config.model.overrides.rope_scaling=3", recipe=recipe)
+  assert "rope_scaling is a RopeScaling | YarnScaling | None; set it in the recipe" in told
+
+
 def test_under_another_task_s_name_the_recipe_s_keywords_are_dropped():
   c = parsed("--config.task.name=published", "--config.task.kwargs.dataset=gsm8k",
              "--config.task.kwargs.data_dir=7")  # fmt: skip
