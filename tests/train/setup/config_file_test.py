@@ -196,8 +196,8 @@ def test_keywords_of_the_task_that_the_recipe_does_not_list():
 
 def test_fields_of_the_model_that_the_recipe_does_not_list():
   recipe = "experiments/mu_grpo/config.py"  # whose overrides are a dict of its own
-  given = [f"--config.model.overrides.{x}" for x in
-           ("compute_dtype=bfloat16", "norm_epsilon=1e-5", "tied_head=False", "query_scale=2")]  # fmt: skip
+  fields = ("compute_dtype=bfloat16", "norm_epsilon=1e-5", "tied_head=False", "query_scale=2")
+  given = [f"--config.model.overrides.{field}" for field in fields]
   found = parsed(*given, recipe=recipe).model.overrides
   assert (found.compute_dtype, found.norm_epsilon, found.tied_head) == ("bfloat16", 1e-5, False)
   assert found.query_scale == 2.0 and found.width == parsed(recipe=recipe).model.overrides.width
