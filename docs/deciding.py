@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from docs.runs import (
-  ALPHA_ON_STEPS,
   EQUAL,
   FAR,
   FIRST_QUARTER,
@@ -20,18 +19,21 @@ from docs.runs import (
   MU,
   N_EFF,
   ON_STEPS,
-  P3O,
-  RESIDUAL,
+  OTHERS,
   REWEIGHTED,
   SALT,
+  SAMPLED,
   OfRun,
   Result,
   average,
   measured,
   trigger_rate,
 )
-from experiments.mu_grpo import hand_over
-from experiments.mu_grpo.testbed_tables import price_curves
+from experiments.large_ratios.sweep import LOWER, at_lower
+from experiments.large_ratios.tables import PRICE, SOONER, speedups
+from experiments.other_samplers.sweep import LARGER, half_from
+from experiments.sampled_feature.sweep import BONUS, SIZES, fixed, grpo, salt
+from experiments.sampled_feature.tables import gain_of_size
 from experiments.testbed import claims, report
 from experiments.testbed.arms import GRPO
 from rlvr_jax.evaluate import compare, curves
@@ -170,6 +172,8 @@ _QUICKSTART = "quickstart, G = 16, 100 updates"
 _STEPS = "`steps`, 192 updates"
 _MISMATCH = "quickstart, 80 updates"
 _STALE = "quickstart, sixteen large updates per refresh"
+_WRITTEN = "quickstart in written steps, `sampled`, 144 updates"
+_OTHERS = "quickstart, half of the rollouts from a larger, better model"
 _ENTROPIC = "quickstart, 2500 demonstrations, 240 updates"
 
 
@@ -208,9 +212,18 @@ def _pass_at_1(
 
 
 def _stale(plan: str, arm: str, control: str, claimed: str = "more") -> Comparison:
-  """A comparison of experiments/large_ratios, by its name there."""
-  plan = f"large_ratios {plan}"
+  """A comparison of experiments/large_ratios at its lower rate, by its name there."""
+  plan = f"large_ratios {plan}, rate {LOWER}"
+  arm, control = at_lower(arm), at_lower(control)
   return _pass_at_1(FAR, arm, control, _STALE, claimed=claimed, value=LATE, plan=plan)
+
+
+def _sampled(
+  plan: str, quantity: str, arm: str, control: str, value: OfRun, margin: float
+) -> Comparison:
+  """A comparison of experiments/sampled_feature, by its name there."""
+  plan = f"sampled_feature {plan}"
+  return _between(quantity, SAMPLED, arm, control, value, margin, _WRITTEN, plan=plan)
 
 
 def _high(
@@ -241,14 +254,19 @@ def _correlation_above_chance(run: Result) -> float:
 
 
 def _speedup() -> Side:
-  """Of stages over GRPO, to a rise of 0.2 on `steps`, where a hand-over restarts an engine."""
-  price = hand_over.prices_of_7b()[f"engine restart, {hand_over.RESTART_S[0]:g} s"]
-  found = price_curves([run for runs in ON_STEPS.values() for run in runs], (price,))
-  return Side("stages over GRPO", {curve.seed: curve.speedup[0] for curve in found})
+  """Of stale rollouts with the suffix vetoed over fresh ones, where a hand-over has a price."""
+  runs = [run for found in FAR.values() for run in found]
+  return Side("relaxed, suffix vetoed", speedups(runs, at_lower("relaxed, suffix vetoed"), PRICE))
+
+
+def _larger_groups(name: str, label: Callable[[int], str]) -> Side:
+  """What larger groups do for a method's pass@1, in experiments/sampled_feature."""
+  runs = [run for found in SAMPLED.values() for run in found]
+  gains = gain_of_size(runs, {size: label(size) for size in SIZES})
+  return Side(f"{name}, G = 64 less 4", gains)
 
 
 _VETO = "veto suffix, κ = 0.1"
-_PR = report.geometry_value("participation_ratio")
 
 DECIDED_BY = {
   "S1": Comparison(
@@ -259,7 +277,7 @@ DECIDED_BY = {
     0.1,
     f"{_QUICKSTART}, `score`",
   ),
-  "S2": _pass_at_1(ON_STEPS, "SALT, sampled", GRPO, _STEPS, value=LATE),
+  "S2": _sampled("S2", "pass@1", salt(16), grpo(16), LATE, claims.MATTERS),
   "S3": _between(
     "n_eff of A′",
     SALT,
@@ -269,18 +287,18 @@ DECIDED_BY = {
     1.0,
     f"{_QUICKSTART}, `score`",
   ),
-  "S4": _pass_at_1(SALT, "SALT, G = 16", "SALT, α = 1.0, G = 16", _QUICKSTART),
-  "S5": _pass_at_1(
-    ON_STEPS, "SALT, sampled, G = 32", "GRPO, G = 32", f"{_STEPS}, `sampled`", value=LATE
+  "S4": _sampled("S4, α = 1", "pass@1", salt(16), fixed(1.0), LATE, claims.MATTERS),
+  "S5": Comparison(
+    "gain of pass@1 by larger groups",
+    _larger_groups("SALT", salt),
+    _larger_groups("GRPO", grpo),
+    "more",
+    claims.MATTERS,
+    _WRITTEN,
+    "sampled_feature S5",
   ),
-  "S6": _between(
-    "residual's share of energy",
-    SALT,
-    "GRPO, G = 64",
-    "GRPO, G = 4",
-    RESIDUAL,
-    0.05,
-    "quickstart, 100 updates, `score`",
+  "S6": _sampled(
+    "S6", "residual's share of energy", grpo(64), grpo(4), measured("residual energy"), 0.05
   ),
   "S7": Comparison(
     "correlation of cosines",
@@ -290,25 +308,9 @@ DECIDED_BY = {
     0.1,
     "quickstart, G = 8, 100 updates",
   ),
-  "S10": _between(
-    "α",
-    ON_STEPS,
-    "SALT, sampled, G = 32",
-    "SALT, sampled",
-    ALPHA_ON_STEPS,
-    0.1,
-    f"{_STEPS}, `sampled`",
-  ),
-  "S11": _between(
-    "PR",
-    ON_STEPS,
-    "entropy bonus 0.05",
-    GRPO,
-    _PR,
-    1.0,
-    _STEPS,
-  ),
-  "P1": _stale("P1", "P3O", "GRPO, ε = 0.2", "not less"),
+  "S10": _sampled("S10", "α", salt(64), salt(4), measured("α"), 0.1),
+  "S11": _sampled("S11", "PR by `score`", BONUS, grpo(16), measured("PR, score"), 1.0),
+  "P1": _stale("P1, ε = 0.2", "P3O", "GRPO, ε = 0.2", "not less"),
   "P2": _pass_at_1(
     ON_STEPS,
     "P3O, temperature 1.5, raw",
@@ -326,9 +328,15 @@ DECIDED_BY = {
     claims.MATTERS,
     _STEPS,
   ),
-  "P5": _pass_at_1(P3O, "lag 1: P3O", "lag 1: GRPO, ε = 0.2", _MISMATCH),
+  "P5": _stale("P5, lag 1", "P3O, lag 1", "GRPO, ε = 0.2, lag 1"),
   "P6": _pass_at_1(
-    P3O, "half from another policy: P3O", "matched: P3O", _MISMATCH, claimed="not less"
+    OTHERS,
+    half_from(LARGER, "P3O"),
+    "P3O",
+    _OTHERS,
+    claimed="not less",
+    value=LATE,
+    plan="other_samplers P6, larger model",
   ),
   "P7": _pass_at_1(
     ON_STEPS,
@@ -363,12 +371,13 @@ DECIDED_BY = {
     "not less",
   ),
   "M1": Comparison(
-    "times as fast to a rise of 0.2",
+    "times as fast to a rise of 0.1",
     _speedup(),
     _number("1", 1.0),
     "more",
-    0.2,
-    f"{_STEPS}, hand-overs of 30 s",
+    SOONER,
+    f"{_STALE}, hand-overs of {PRICE:.2f} updates",
+    "large_ratios price, vetoed",
   ),
   "M2": _stale("M1", "relaxed, suffix vetoed", "GRPO, ε = 0.2"),
   "M3": _stale("M3", "relaxed, suffix vetoed", "relaxed, trigger vetoed"),

@@ -25,6 +25,7 @@ def results(name: str) -> dict[str, list[Result]]:
 
 SALT, P3O, MU = (results(name) for name in ("salt_geometry", "p3o_mismatch", "mu_grpo"))
 FAR, HIGH = results("large_ratios"), results("high_entropy")
+SAMPLED, OTHERS = results("sampled_feature"), results("other_samplers")
 ON_STEPS = {
   label: runs
   for name in ("salt_geometry", "p3o_mismatch", "fade", "mu_grpo", "together")

@@ -19,10 +19,12 @@ from docs.runs import (
   MU,
   N_EFF,
   ON_STEPS,
+  OTHERS,
   P3O,
   RESIDUAL,
   REWEIGHTED,
   SALT,
+  SAMPLED,
   OfRun,
   Result,
   average,
@@ -32,10 +34,15 @@ from docs.runs import (
 )
 from experiments.fade.tables import peak_update
 from experiments.fade.testbed import ON_TOUR
+from experiments.large_ratios.sweep import at_lower
+from experiments.large_ratios.tables import PRICE, STAGES, speedups
 from experiments.mu_grpo import hand_over
 from experiments.mu_grpo.testbed_tables import SUFFIX as _SUFFIX
 from experiments.mu_grpo.testbed_tables import TIGHT as _TIGHT
 from experiments.mu_grpo.testbed_tables import price_curves, value_after_first_stage
+from experiments.other_samplers.sweep import EQUAL as EQUAL_MODEL
+from experiments.other_samplers.sweep import LARGER, half_from
+from experiments.sampled_feature.sweep import BONUS, SIZES, fixed, grpo, salt
 from experiments.testbed import report
 from experiments.testbed.arms import GRPO
 from rlvr_jax.evaluate.compare import final_value, rise
@@ -49,6 +56,8 @@ _SALT_STEPS_LINK = "../experiments/salt_geometry/TESTBED.md"
 _P3O_LINK = "../experiments/p3o_mismatch/README.md"
 _FAR_LINK = "../experiments/large_ratios/README.md"
 _HIGH_LINK = "../experiments/high_entropy/README.md"
+_SAMPLED_LINK = "../experiments/sampled_feature/README.md"
+_OTHERS_LINK = "../experiments/other_samplers/README.md"
 _P3O_STEPS_LINK = "../experiments/p3o_mismatch/TESTBED.md"
 _RECIPES_LINK = "../experiments/recipes/README.md"
 _MU_LINK = "../experiments/mu_grpo/README.md"
@@ -93,7 +102,9 @@ def _of_high(label: str, baseline: str, of_run: OfRun) -> str:
 
 
 _HIGH_RUNS = "quickstart, 8 seeds, 240 updates, 2500 demonstrations"
-_FAR_RUNS = "quickstart, 8 seeds, 160 updates"
+_FAR_RUNS = "quickstart, 160 updates, 10 seeds at a rate of 6e-4, 8 at 1e-3"
+_SAMPLED_RUNS = "quickstart in written steps, 144 updates, 8 seeds"
+_OTHERS_RUNS = "quickstart, 80 updates, 8 seeds"
 _PR = average("geometry/participation_ratio")
 _CLIP = average("loss/clip_fraction")
 _RANK_ONE = report.geometry_value("head_rank_one_fraction", when="last")
@@ -123,6 +134,12 @@ def _break_even(curves: Sequence[hand_over.Curve]) -> tuple[str, str]:
   """The lowest and the highest, in updates."""
   found = [curve.break_even for curve in curves]
   return number(min(found)), number(max(found))
+
+
+def _speedup(label: str, price: float) -> str:
+  """Of stale rollouts over fresh ones, of experiments/large_ratios, by a hand-over's price."""
+  found = speedups([run for runs in FAR.values() for run in runs], label, price)
+  return f"{statistics.mean(found.values()):.2f}"
 
 
 def _ess(setting: str) -> str:
@@ -178,11 +195,19 @@ _OF_SALT = {
   ),
   "S2": Verdict(
     "SALT raises n_eff, PR and accuracy over GRPO and DAPO",
-    "SALT minus GRPO on the quickstart, with `score`: n_eff of A′ {}, PR {}, pass@1 {}; α is 0,"
-    " since n_eff is above 1. On `steps`, with `sampled`: α is {}, the shared part has {} of ‖A‖²;"
-    " n_eff of A′ {}, PR {}, pass@1 {}. So n_eff rises; a gain of accuracy is undecided.",
+    "In written steps, with `sampled`, by which gradients cancel, with a"
+    f" [plan written before]({_SAMPLED_LINK}): SALT minus GRPO has n_eff of A′ {{}}, PR {{}} and"
+    " pass@1 {}; SALT on DAPO minus DAPO {}, {} and {}. α is {}, GRPO's n_eff {}. On `steps`, with"
+    " `sampled`: α is {}, the shared part has {} of ‖A‖²; n_eff of A′ {}, PR {}, pass@1 {}. On the"
+    " quickstart, with `score`: {}, {} and {}; α is 0, since n_eff is above 1.",
     (
-      *(paired(SALT, "SALT, G = 16", "GRPO, G = 16", f) for f in (REWEIGHTED, _PR, final_value)),
+      *(
+        paired(SAMPLED, arm, control, f)
+        for arm, control in ((salt(16), grpo(16)), ("SALT on DAPO", "DAPO"))
+        for f in (measured("n_eff of A′"), measured("PR"), LATE)
+      ),
+      mean(SAMPLED[salt(16)], measured("α")),
+      mean(SAMPLED[grpo(16)], measured("n_eff")),
       mean(ON_STEPS["SALT, sampled"], ALPHA_ON_STEPS),
       mean(ON_STEPS["SALT, sampled"], report.training_mean("reweighting/shared_share")),
       *(
@@ -193,11 +218,12 @@ _OF_SALT = {
           LATE,
         )
       ),
+      *(paired(SALT, "SALT, G = 16", "GRPO, G = 16", f) for f in (REWEIGHTED, _PR, final_value)),
     ),
-    f"{_QUICKSTART}, G = 16; {_STEPS_RUNS}; DAPO not tried",
-    _SALT_STEPS_LINK,
+    f"{_SAMPLED_RUNS}, G = 16; {_STEPS_RUNS}; {_QUICKSTART}, G = 16",
+    _SAMPLED_LINK,
     ("SALT, sampled", "SALT, score", "DAPO", "SALT on DAPO"),
-    also=_SALT_LINK,
+    also=_SALT_STEPS_LINK,
   ),
   "S3": Verdict(
     "best PR–n_eff trade-off; one channel, no positive part and a random subspace are worse",
@@ -220,45 +246,64 @@ _OF_SALT = {
   ),
   "S4": Verdict(
     "a fixed α is brittle, the adaptive one is not",
-    "SALT minus GRPO in pass@1: {} with α fixed at 1, {} with α fixed at 0, {} adaptive. The"
-    " adaptive α is 0 in every measured update, so that it is as good as the worst fixed one.",
-    tuple(
-      paired(SALT, label, "GRPO, G = 16", final_value)
-      for label in ("SALT, α = 1.0, G = 16", "SALT, α = 0.0, G = 16", "SALT, G = 16")
+    "In written steps, with `sampled`, where the adaptive α is {}, with a"
+    f" [plan written before]({_SAMPLED_LINK}), SALT minus GRPO in pass@1: {{}} with α fixed at 1,"
+    " {} with α fixed at 0, {} adaptive. On the quickstart, with `score`: {}, {} and {}. There the"
+    " adaptive α is 0 in every measured update.",
+    (
+      mean(SAMPLED[salt(16)], measured("α")),
+      *(paired(SAMPLED, label, grpo(16), LATE) for label in (fixed(1), fixed(0), salt(16))),
+      *(
+        paired(SALT, label, "GRPO, G = 16", final_value)
+        for label in ("SALT, α = 1.0, G = 16", "SALT, α = 0.0, G = 16", "SALT, G = 16")
+      ),
     ),
-    f"{_QUICKSTART}, G = 16",
-    _SALT_LINK,
+    f"{_SAMPLED_RUNS}, G = 16; {_QUICKSTART}, G = 16",
+    _SAMPLED_LINK,
     tuple(f"SALT, α = {alpha}" for alpha in (0.0, 0.5, 1.0)),
+    also=_SALT_LINK,
   ),
   "S5": Verdict(
     "at a fixed budget SALT uses larger groups better",
-    "SALT minus GRPO in pass@1: {} at G = 4 and {} at G = 64, where both learn little: pass@1 rises"
-    " by {} with SALT and {} with GRPO. α is {} at G = 4, {} at G = 8 and {} from G = 16 on, so"
-    " that"
-    " SALT's residual is nearly or wholly off. On `steps`, with `sampled`, where α is positive: {}"
-    " at G = 8, {} at G = 32. At G = 32 minus that at G = 8 it is {} with GRPO, {} with SALT.",
+    "In written steps, with `sampled`, where α is positive, with a"
+    f" [plan written before]({_SAMPLED_LINK}), pass@1 at G = 64 minus that at G = 4: {{}} with"
+    " SALT, {} with GRPO. SALT minus GRPO: {} at G = 4, {} at G = 16, {} at G = 64. On `steps`: {}"
+    " at G = 8, {} at G = 32; at G = 32 minus that at G = 8 it is {} with GRPO, {} with SALT. On"
+    " the quickstart, with `score`: {} at G = 4 and {} at G = 64, where both learn little: pass@1"
+    " rises by {} with SALT and {} with GRPO. There α is {} at G = 4, {} at G = 8 and {} from"
+    " G = 16 on, so that SALT's residual is nearly or wholly off.",
     (
-      *(paired(SALT, f"SALT, G = {size}", f"GRPO, G = {size}", final_value) for size in (4, 64)),
-      *(mean(SALT[label], rise) for label in ("SALT, G = 64", "GRPO, G = 64")),
-      *_ALPHAS,
+      *(paired(SAMPLED, label(64), label(4), LATE) for label in (salt, grpo)),
+      *(paired(SAMPLED, salt(size), grpo(size), LATE) for size in SIZES),
       paired(ON_STEPS, "SALT, sampled", GRPO, LATE),
       _each("SALT, sampled, G = 32", less="GRPO, G = 32"),
       _each("GRPO, G = 32", less=GRPO),
       _each("SALT, sampled, G = 32", less="SALT, sampled"),
+      *(paired(SALT, f"SALT, G = {size}", f"GRPO, G = {size}", final_value) for size in (4, 64)),
+      *(mean(SALT[label], rise) for label in ("SALT, G = 64", "GRPO, G = 64")),
+      *_ALPHAS,
     ),
-    f"{_QUICKSTART}, 256 rollouts; {_STEPS_RUNS}, 2 with G = 32, 128 rollouts",
-    _SALT_LINK,
+    f"{_SAMPLED_RUNS}; {_STEPS_RUNS}, 2 with G = 32, 128 rollouts; {_QUICKSTART}, 256 rollouts",
+    _SAMPLED_LINK,
     (GRPO, "SALT, sampled", *_LARGE, *_SIZES),
     also=_SALT_STEPS_LINK,
   ),
   "S6": Verdict(
     "with G shared energy falls and the residual's rises; the bound stays, the norm falls; across"
     " prompts the norm follows the bound",
-    "GRPO's residual energy at G = 64 minus that at G = 4: {}. On `steps`, with `sampled`, at G ="
-    " 32 minus that at G = 8: {}. There the bound of the update's norm is {} at G = 8 and {} at"
-    " G = 32, the norm {} and {}: both grow. Norms of single prompts' groups have not been"
-    " measured.",
+    "GRPO's residual energy at G = 64 minus that at G = 4: in written steps, with `sampled`, with a"
+    f" [plan written before]({_SAMPLED_LINK}), {{}}; there the bound of the update's norm goes from"
+    " {} to {}, the norm from {} to {}. On the quickstart, with `score`: {}. On `steps`, with"
+    " `sampled`, at G = 32 minus that at G = 8: {}. There the bound of the update's norm is {} at"
+    " G = 8 and {} at G = 32, the norm {} and {}: both grow. Norms of single prompts' groups have"
+    " not been measured.",
     (
+      paired(SAMPLED, grpo(64), grpo(4), measured("residual energy")),
+      *(
+        mean(SAMPLED[grpo(size)], measured(name))
+        for name in ("its bound", "update norm")
+        for size in (4, 64)
+      ),
       paired(SALT, "GRPO, G = 64", "GRPO, G = 4", RESIDUAL),
       _each("GRPO, G = 32", report.geometry_value("residual_energy", "sampled"), GRPO),
       *(
@@ -270,8 +315,8 @@ _OF_SALT = {
         )
       ),
     ),
-    f"{_QUICKSTART}; {_STEPS_RUNS}, 2 with G = 32",
-    _SALT_LINK,
+    f"{_SAMPLED_RUNS}; {_QUICKSTART}; {_STEPS_RUNS}, 2 with G = 32",
+    _SAMPLED_LINK,
     (GRPO, *_LARGE, *_SIZES),
     also=_SALT_STEPS_LINK,
   ),
@@ -304,10 +349,15 @@ _OF_SALT = {
   ),
   "S10": Verdict(
     "α adapts with G; the clip fraction stays low",
-    "On the quickstart α is {} at G = 4, {} at G = 8 and {} from G = 16 on; the clip fraction is {}"
+    "In written steps, with `sampled`, with a"
+    f" [plan written before]({_SAMPLED_LINK}), α is {{}} at G = 4, {{}} at G = 16 and {{}} at"
+    " G = 64; with G = 16 the clip fraction is {} with SALT and {} without. On the quickstart, with"
+    " `score`, α is {} at G = 4, {} at G = 8 and {} from G = 16 on; the clip fraction is {}"
     " with SALT and {} without. On `steps`, with `sampled`, α is {} at G = 8, {} at G = 32; the"
     " clip fractions are {} with SALT and {} without.",
     (
+      *(mean(SAMPLED[salt(size)], measured("α")) for size in SIZES),
+      *(mean(SAMPLED[label(16)], measured("clipped")) for label in (salt, grpo)),
       *_ALPHAS,
       *(mean(SALT[label], _CLIP) for label in ("SALT, G = 16", "GRPO, G = 16")),
       mean(ON_STEPS["SALT, sampled"], ALPHA_ON_STEPS),
@@ -317,17 +367,24 @@ _OF_SALT = {
         for label in ("SALT, sampled", GRPO)
       ),
     ),
-    f"{_QUICKSTART}, G = 16 for the clip fraction; {_STEPS_RUNS}, 2 with G = 32",
-    _SALT_LINK,
+    f"{_SAMPLED_RUNS}; {_QUICKSTART}, G = 16 for the clip fraction; {_STEPS_RUNS}, 2 with G = 32",
+    _SAMPLED_LINK,
     ("SALT, sampled", "SALT, sampled, G = 32", "SALT, sampled, G = 16", "SALT, sampled, G = 64"),
     also=_SALT_STEPS_LINK,
   ),
   "S11": Verdict(
     "the exploration share grows with G; an entropy bonus raises PR, not n_eff",
-    "On the quickstart a bonus of 0.01, minus none: PR {}, n_eff {}, entropy {} nats. So small a"
+    "In written steps a bonus of 0.05, minus none, with a"
+    f" [plan written before]({_SAMPLED_LINK}): PR {{}} and n_eff {{}} by `score`, {{}} and {{}} by"
+    " `sampled`, entropy {} nats."
+    " On the quickstart a bonus of 0.01, minus none: PR {}, n_eff {}, entropy {} nats. So small a"
     " bonus hardly acts, which is no test. On `steps` a bonus of 0.05, minus none, with `score`: PR"
     " {}, n_eff {}, entropy {} nats. The exploration share has not been measured.",
     (
+      *(
+        paired(SAMPLED, BONUS, grpo(16), measured(name))
+        for name in ("PR, score", "n_eff, score", "PR", "n_eff", "entropy")
+      ),
       *(
         paired(SALT, "GRPO + entropy bonus, G = 16", "GRPO, G = 16", f)
         for f in (_PR, N_EFF, average("policy/entropy"))
@@ -341,8 +398,8 @@ _OF_SALT = {
         )
       ),
     ),
-    f"{_QUICKSTART}, G = 16; {_TWO_SEEDS}",
-    _SALT_LINK,
+    f"{_SAMPLED_RUNS}, G = 16; {_QUICKSTART}, G = 16; {_TWO_SEEDS}",
+    _SAMPLED_LINK,
     (GRPO, "entropy bonus 0.05", "GRPO, G = 32", "entropy bonus 0.05, G = 32"),
     also=_SALT_STEPS_LINK,
   ),
@@ -350,25 +407,32 @@ _OF_SALT = {
 _OF_P3O = {
   "P1": Verdict(
     "one P3O run matches or beats the best of GRPO with ε = 0.2, 0.4, 0.6",
-    "P3O minus GRPO in pass@1, both with four updates per refresh: {} with ε = 0.2, {} with ε ="
-    " 0.4, {} with ε = 0.6. On `steps`: {} with ε = 0.2, {} with ε = 0.6. With sixteen large"
-    " updates per refresh, where GRPO has an effective sample size of {}, with a"
-    f" [plan written before]({_FAR_LINK}): {{}} with ε = 0.2, {{}} with ε = 0.4,"
-    " {} with ε = 0.6. There it is not worse than two of the three, beyond the margin; against the"
-    " best one that is undecided.",
+    "P3O minus GRPO in pass@1, with sixteen large updates per refresh, with"
+    f" [plans written before]({_FAR_LINK}): at a rate of 6e-4, where GRPO has an effective sample"
+    " size of {} and learns from {} to {}, {} with ε = 0.2, {} with ε = 0.4, {} with ε = 0.6; at a"
+    " rate of 1e-3, with {}, from {} to {}, {}, {} and {}. With four updates per refresh: {}, {}"
+    " and {}. On `steps`: {} with ε = 0.2, {} with ε = 0.6.",
     (
+      *(
+        value
+        for rate in (at_lower, str)
+        for value in (
+          mean(FAR[rate(_EPSILON)], measured("ESS")),
+          mean(FAR[rate(_EPSILON)], _start),
+          mean(FAR[rate(_EPSILON)], LATE),
+          *(paired(FAR, rate("P3O"), rate(f"GRPO, ε = {e}"), LATE) for e in (0.2, 0.4, 0.6)),
+        )
+      ),
       *(
         paired(P3O, "matched: P3O", f"matched: GRPO, ε = {epsilon}", final_value)
         for epsilon in (0.2, 0.4, 0.6)
       ),
       *(_each("P3O", less=label) for label in (GRPO, "GRPO, ε = 0.6")),
-      mean(FAR["GRPO, ε = 0.2"], measured("ESS")),
-      *(paired(FAR, "P3O", f"GRPO, ε = {epsilon}", LATE) for epsilon in (0.2, 0.4, 0.6)),
     ),
-    f"{_MISMATCH}; {_TWO_SEEDS}; {_FAR_RUNS}",
-    _P3O_LINK,
+    f"{_FAR_RUNS}; {_MISMATCH}; {_TWO_SEEDS}",
+    _FAR_LINK,
     (GRPO, "P3O", "GRPO, ε = 0.6", "GRPO, ε = 0.4", *_ON_POLICY),
-    also=_P3O_STEPS_LINK,
+    also=_P3O_LINK,
   ),
   "P2": Verdict(
     "robust to rollouts sampled at another temperature",
@@ -402,7 +466,7 @@ _OF_P3O = {
     " is of both changes, and of the warm start, which"
     " is in bfloat16 too: it ends at {} instead of {}. fp8 rollouts on `steps`, with training in"
     " float32, minus the run without them: P3O {}, GRPO {}. P3O loses more. fp8 rollouts with"
-    " training in bfloat16 are queued.",
+    " training in bfloat16 have not run.",
     (
       *(_cost_of("int8 rollouts", method) for method in ("P3O", _EPSILON)),
       *(mean(P3O[f"{setting}: P3O"], _start) for setting in ("int8 rollouts", "matched")),
@@ -433,29 +497,32 @@ _OF_P3O = {
   ),
   "P5": Verdict(
     "better and steadier than GRPO in one- and two-step asynchronous pipelines",
-    "P3O minus GRPO: {} at lag 1, {} at lag 2. These lags are hardly a mismatch: GRPO's effective"
-    " sample size is {} and {}, the KL to the policy that sampled {} and {}. GRPO minus four"
-    " updates per refresh: {} and {}; but that baseline lags by up to three updates, with {} and"
-    " {}, more than lag 1. On `steps` at lag 8 the effective sample size is {}, and P3O is better"
-    " than GRPO: pass@1 {}, pass@16 {}. Minus four updates per refresh: GRPO {}, P3O {}. What a"
-    " lag costs against on-policy runs is queued there. With sixteen large updates per refresh,"
-    f" [where the effective sample size is far lower]({_FAR_LINK}): P3O minus GRPO {{}}; minus"
-    " on-policy: P3O {}, GRPO {}.",
+    f"At a rate of 6e-4, with a [plan written before]({_FAR_LINK}): at lag 1 P3O minus GRPO {{}};"
+    " minus its on-policy run P3O {} and GRPO {}. With lags up to 15, where the effective sample"
+    " size is lower: {}; {} and {}. At a rate of 1e-3: {}; {} and {}. At a rate of 4e-4 P3O minus"
+    " GRPO is {} at lag 1 and {} at lag 2. Such lags are hardly a mismatch: GRPO's effective sample"
+    " size is {} and {}, the KL to the policy that sampled {} and {}. On `steps` at lag 8 the"
+    " effective sample size is {}, and P3O minus GRPO: pass@1 {}, pass@16 {}.",
     (
+      *(
+        value
+        for rate, stale in ((at_lower, "{}, lag 1"), (at_lower, "{}"), (str, "{}"))
+        for value in (
+          paired(FAR, rate(stale.format("P3O")), rate(stale.format(_EPSILON)), LATE),
+          *(
+            paired(FAR, rate(stale.format(method)), rate(f"{method}, on-policy"), LATE)
+            for method in ("P3O", _EPSILON)
+          ),
+        )
+      ),
       *(_against(setting) for setting in ("lag 1", "lag 2")),
       *(_ess(setting) for setting in ("lag 1", "lag 2")),
       *(mean(P3O[f"{setting}: {_EPSILON}"], _field("kl")) for setting in ("lag 1", "lag 2")),
-      *(_cost_of(setting, _EPSILON) for setting in ("lag 1", "lag 2")),
-      _ess("matched"),
-      mean(P3O[f"matched: {_EPSILON}"], _field("kl")),
       _each("GRPO, lag 8", report.training_mean("behavior/ess")),
       *(_each("P3O, lag 8", f, "GRPO, lag 8") for f in (LATE, LATE_16)),
-      *(_each(f"{method}, lag 8", less=method) for method in (GRPO, "P3O")),
-      paired(FAR, "P3O", "GRPO, ε = 0.2", LATE),
-      *(paired(FAR, method, f"{method}, on-policy", LATE) for method in ("P3O", "GRPO, ε = 0.2")),
     ),
-    f"{_MISMATCH}, ε = 0.2; {_TWO_SEEDS}; {_FAR_RUNS}",
-    _P3O_LINK,
+    f"{_FAR_RUNS}; {_MISMATCH}, ε = 0.2; {_TWO_SEEDS}",
+    _FAR_LINK,
     (
       *_ON_POLICY,
       *("GRPO, lag 8", "P3O, lag 8", "GRPO, lag 1", "P3O, lag 1", "GRPO, lag 2", "P3O, lag 2"),
@@ -465,18 +532,27 @@ _OF_P3O = {
   ),
   "P6": Verdict(
     "robust to half of the rollouts from another model",
-    "Minus the run without them: P3O {}, GRPO {}; on `steps` P3O {}, GRPO {}. P3O loses"
-    " more. The effective sample size is {}, on `steps` {}. The paper's other model is another and"
-    " larger one. Ours is the same network, a finished run of another seed, which stays as it is"
-    " while the policy goes on: an equal that falls behind.",
+    "With half from a larger model, which ends at {} where the learner ends at {}, with a"
+    f" [plan written before]({_OTHERS_LINK}), minus the run without them: P3O {{}}, GRPO {{}}; P3O"
+    " minus GRPO there {}. The effective sample size is {}. With half from an equal model: {}, {}"
+    " and {}, with {}. Before, on `steps`, with half from a finished run of another seed: P3O {},"
+    " GRPO {}.",
     (
-      *(_cost_of("half from another policy", method) for method in ("P3O", _EPSILON)),
+      mean(OTHERS[LARGER], final_value),
+      mean(OTHERS["P3O"], LATE),
+      *(
+        value
+        for model in (LARGER, EQUAL_MODEL)
+        for value in (
+          *(paired(OTHERS, half_from(model, m), m, LATE) for m in ("P3O", "GRPO")),
+          paired(OTHERS, half_from(model, "P3O"), half_from(model, "GRPO"), LATE),
+          mean(OTHERS[half_from(model, "GRPO")], measured("ESS")),
+        )
+      ),
       *(_each(f"{method}, half from another policy", less=method) for method in ("P3O", GRPO)),
-      _ess("half from another policy"),
-      _each("GRPO, half from another policy", report.training_mean("behavior/ess")),
     ),
-    f"{_MISMATCH}, ε = 0.2; {_TWO_SEEDS}; another seed's policy",
-    _P3O_LINK,
+    f"{_OTHERS_RUNS}; {_TWO_SEEDS}",
+    _OTHERS_LINK,
     ("GRPO, half from another policy", "P3O, half from another policy"),
     also=_P3O_STEPS_LINK,
   ),
@@ -502,7 +578,7 @@ _OF_FADE = {
     " nearer to r − r̄, {}, with {}. Failure-heavy ones raise it: {} and {}. At the end,"
     " minus GRPO: success-heavy entropy {} nats, pass@1 {}; failure-heavy {} and {}. There the"
     " direction is the paper's; but the change is small, and entropy falls with all masses. The"
-    " control, `grpo_mean`, is queued there.",
+    " control, `grpo_mean`, has not run there.",
     (
       *(mean(HIGH[EQUAL], measured(f"entropy {at}")) for at in ("at the start", "over the run")),
       *(
@@ -545,7 +621,7 @@ _OF_FADE = {
     " success-heavy {}. But GRPO divides by the"
     " group's deviation too. Minus FADE, which is nearer to r − r̄: {} and {}. So it rises more"
     " with the other kind, and whether it rises with this one is open: the control, `grpo_mean`,"
-    " is queued there. The head's share of the squares of all changes is {} with GRPO, {} with"
+    " has not run there. The head's share of the squares of all changes is {} with GRPO, {} with"
     " FADE, {} success-heavy, {} failure-heavy.",
     (
       *(mean(HIGH[label], HIGH_RANK) for label in (EQUAL, "failure-heavy", "success-heavy")),
@@ -604,27 +680,35 @@ _OF_FADE = {
 _OF_MU = {
   "M1": Verdict(
     "reaches GRPO's accuracy 2.2 × sooner in wall-clock with four stages",
-    "GRPO's seconds to a rise of 0.1, over those of stages: {} as it is; {} and {} if a hand-over"
-    " took 30 or 60 s of a 7B run, as restarting an engine may. Stages win above {} to {} updates a"
-    " hand-over. On `steps`, to a rise of 0.2: {}; {} and {}; {} to {}. Stages end lower there:"
-    " pass@1 minus GRPO's {}.",
+    "With sixteen large updates per refresh at a rate of 6e-4, with a"
+    f" [plan written before]({_FAR_LINK}): updates and hand-overs to a rise of 0.1 by on-policy"
+    " GRPO, over those of stale rollouts, if a hand-over costs as much as {} updates, 30 s of a 7B"
+    " run as restarting an engine may: {} with the suffix vetoed, {} with the tight clip; {} and {}"
+    " if it costs nothing. In written steps GRPO's seconds to that rise, over those of stages, are"
+    " {} as it is; {} and {} if a hand-over took 30 or 60 s of a 7B run. Stages win above {} to {}"
+    " updates a hand-over. On `steps`, to a rise of 0.2: {}; {} and {}; {} to {}. Stages end lower"
+    " there: pass@1 minus GRPO's {}.",
     (
+      number(PRICE),
+      *(_speedup(label, price) for price in (PRICE, 0.0) for label in STAGES.values()),
       *(*_speedups(_PRICES), *_break_even(_PRICES)),
       *(*_speedups(_PRICES_ON_STEPS), *_break_even(_PRICES_ON_STEPS)),
       paired(ON_STEPS, _SUFFIX, GRPO, LATE),
     ),
-    f"{_STEPWISE}; {_STEPS_RUNS}; suffix veto, κ = 0.1",
-    _PRICE_LINK,
+    f"{_FAR_RUNS}; {_STEPWISE}; {_STEPS_RUNS}; suffix veto, κ = 0.1",
+    _FAR_LINK,
     (GRPO, "suffix, μ = 96", "suffix, μ = 32"),
-    also=_MU_LINK,
+    also=_PRICE_LINK,
   ),
   "M2": Verdict(
     "at large μ the tight interval plateaus; [0, 5] gains, then collapses",
     "Tight minus GRPO: {}; on `steps` {}, where it has {} after the first stage, {} at its best and"
     " {} at the last evaluation. Relaxed ends below its start with {} seeds, at a higher learning"
     " rate with {}. On `steps` it has {} after the first stage, {} at its best and {} at the last"
-    " evaluation, from {} at the start. With sixteen large updates per refresh, from {} at"
-    " the start, relaxed ends at {}, and ε = 0.2 at {}.",
+    " evaluation, from {} at the start. With sixteen large updates per refresh, with"
+    f" [plans written before]({_FAR_LINK}), at a rate of 6e-4: from {{}} at the start ε = 0.2 ends"
+    " at {}, relaxed at {}, with the suffix vetoed at {}, on-policy GRPO at {}. At a rate of 1e-3:"
+    " from {} they end at {}, {}, {} and {}.",
     (
       paired(MU, "tight clip", "GRPO, μ = 4", final_value),
       paired(ON_STEPS, _TIGHT, GRPO, LATE),
@@ -637,11 +721,23 @@ _OF_MU = {
         _each("relaxed, μ = 96", f)
         for f in (value_after_first_stage, report.peak_value(), final_value, _start)
       ),
-      mean(FAR["relaxed"], _start),
-      *(mean(FAR[label], LATE) for label in ("relaxed", "GRPO, ε = 0.2")),
+      *(
+        value
+        for rate in (at_lower, str)
+        for value in (
+          mean(FAR[rate("relaxed")], _start),
+          *(
+            mean(FAR[rate(label)], LATE)
+            for label in (
+              *(_EPSILON, "relaxed", "relaxed, suffix vetoed"),
+              f"{_EPSILON}, on-policy",
+            )
+          ),
+        )
+      ),
     ),
-    f"{_STEPWISE}; {_STEPS_RUNS}, 2 of the relaxed interval",
-    _MU_LINK,
+    f"{_STEPWISE}; {_STEPS_RUNS}, 2 of the relaxed interval; {_FAR_RUNS}",
+    _FAR_LINK,
     (
       *(GRPO, "tight, μ = 96", "relaxed, μ = 96", "tight, μ = 96, learning rate 1e-3"),
       *("relaxed, μ = 96, learning rate 1e-3", "GRPO, learning rate 1e-3"),
@@ -653,8 +749,9 @@ _OF_MU = {
     "Minus the relaxed clip in pass@1, at the higher learning rate: triggers alone {}, suffix {},"
     " both {}. At the lower one: {}, {} and {}; the complete response {}. On `steps` the suffix is"
     " not stable: pass@1 is {} after the first stage and {} at the last evaluation; with triggers"
-    " alone {}, then {}; without a veto {}, then {}. With sixteen large updates per refresh"
-    " all three fall far: the suffix minus the relaxed clip {}, minus triggers alone {}.",
+    " alone {}, then {}; without a veto {}, then {}. With sixteen large updates per refresh, with"
+    f" [plans written before]({_FAR_LINK}), the suffix minus the relaxed clip is {{}}, minus"
+    " triggers alone {} at a rate of 6e-4; {} and {} at a rate of 1e-3.",
     (
       *(
         paired(MU, f"veto {scope}, κ = 0.1, higher rate", "relaxed clip, higher rate", final_value)
@@ -671,12 +768,13 @@ _OF_MU = {
         for f in (value_after_first_stage, final_value)
       ),
       *(
-        paired(FAR, "relaxed, suffix vetoed", label, LATE)
+        paired(FAR, rate("relaxed, suffix vetoed"), rate(label), LATE)
+        for rate in (at_lower, str)
         for label in ("relaxed", "relaxed, trigger vetoed")
       ),
     ),
-    f"{_STEPWISE}; {_STEPS_RUNS}, 2 with triggers alone and without a veto; κ = 0.1",
-    _MU_LINK,
+    f"{_STEPWISE}; {_STEPS_RUNS}, 2 with triggers alone and without a veto; {_FAR_RUNS}; κ = 0.1",
+    _FAR_LINK,
     (
       *("relaxed, μ = 96", "suffix, μ = 96", "trigger, μ = 96", "response, μ = 96"),
       *("trigger and suffix, μ = 96", "suffix, μ = 96, learning rate 1e-3"),

@@ -15,6 +15,8 @@ from docs import deciding, reproduction
 from docs import runs as committed
 from docs.verdicts import IN_SHORT, VERDICTS_BY_ID
 from experiments import evidence, full_size
+from experiments.large_ratios.sweep import LOWER, at_lower
+from experiments.large_ratios.tables import FRESH
 from experiments.p3o_mismatch import config as p3o_config
 from experiments.p3o_mismatch import sweep as p3o_sweep
 from experiments.p3o_mismatch import testbed as p3o_testbed
@@ -27,7 +29,7 @@ from rlvr_jax.ops import caches
 CONDITION = re.compile(
   r"\b[GUS] = \d+|[εκμα] = [\d.]+|pass@\d+|α is 0\b|above 1\b|α fixed at [01]|int8|fp8|bf(loat)?16"
   r"|float32|(temperature|bonus of|rise of|lag) [\d.]+|95 %|1024|256 rollouts|\[0, 5\]|of (a )?7B"
-  r"|\b[SPFM]\d\b|P3O|30 or 60 s"
+  r"|\b[SPFM]\d\b|P3O|30 or 60 s|30 s of|rate of \de-\d|up to 15"
 )
 PAGE = reproduction.PAGE.read_text(encoding="utf-8")
 _P3O = committed.results("p3o_mismatch")
@@ -52,7 +54,7 @@ def test_a_verdict_has_its_evidence(name):
   assert reproduction.verdict_of(name) in reproduction.VERDICTS
   assert verdict.evidence.count("{}") == len(verdict.values)
   assert not re.findall(r"\d", CONDITION.sub("", verdict.evidence)), "a result written by hand"
-  assert set(verdict.arms) <= set(evidence.CLAIMS) | set(evidence.ABLATIONS)
+  assert set(verdict.arms) <= set(evidence.NEEDED) | set(evidence.REST)
   if name in deciding.DECIDED_BY:
     assert verdict.values and verdict.conditions and verdict.link
 
@@ -122,21 +124,28 @@ def test_p3_names_what_the_int8_runs_differ_in():
 
 
 def test_p5_and_p1_name_a_baseline_that_lags():
-  """Until on-policy runs are there: rollouts of the baselines are up to three updates old."""
+  """Rollouts of a baseline with four updates per refresh are up to three updates old."""
   assert "without lag" not in PAGE and "the policy's own" not in VERDICTS_BY_ID["P1"].evidence
   on_steps = testbed_config.get_config().schedule
   on_quickstart = p3o_config.get_config("grpo,refresh").schedule
   assert on_steps == on_quickstart == "updates_per_refresh(batches=4)"
   ess = {name: [r["ess"] for r in _P3O[f"{name}: GRPO, ε = 0.2"]] for name in SETTINGS}
   assert all(a < b for a, b in zip(ess["matched"], ess["lag 1"], strict=True))
-  arms = {**p3o_testbed.CLAIMS, **p3o_testbed.ABLATIONS}
-  for name in ("P1", "P5"):
-    assert {"GRPO, on-policy", "P3O, on-policy"} <= set(VERDICTS_BY_ID[name].arms)
-  assert {arms[f"{method}, on-policy"]["schedule"] for method in ("GRPO", "P3O")} == {"on_policy"}
-  done = {label for label, _ in committed_runs()}
-  assert not {"GRPO, on-policy", "P3O, on-policy", "grpo_mean"} & done, (
-    "these runs are there now: change the verdicts P1, P5, F1 and F2, which call them queued"
-  )
+  assert "minus its on-policy run" in VERDICTS_BY_ID["P5"].evidence
+
+
+def test_what_is_queued_first_decides_a_claim():
+  """Each is an arm of a claim that runs on `steps` decide, and that lacks seeds."""
+  done = committed_runs()
+  lacking = {label for label in evidence.NEEDED if any((label, seed) not in done for seed in SEEDS)}
+  of_claims = {
+    label
+    for name, comparison in deciding.DECIDED_BY.items()
+    if comparison.regime.startswith("`steps`")
+    and len(deciding.differences(comparison)) < len(SEEDS)
+    for label in VERDICTS_BY_ID[name].arms
+  }
+  assert lacking <= of_claims
 
 
 def test_f1_is_over_the_complete_run():
@@ -191,27 +200,38 @@ def test_what_decides_a_claim_is_of_committed_runs(name):
   assert deciding.verdict(comparison) == expected
 
 
+DERIVED = {  # a side that is of several arms → their labels
+  "1": (FRESH,),
+  "relaxed, suffix vetoed": (at_lower("relaxed, suffix vetoed"),),
+  "SALT, G = 64 less 4": ("SALT, G = 64", "SALT, G = 4"),
+  "GRPO, G = 64 less 4": ("GRPO, G = 64", "GRPO, G = 4"),
+}
+
+
 def test_margins_were_committed_before_the_runs():
-  """The plan, at the commit of each of the runs, has the row, its direction and the margin."""
+  """The plan, at the commit of each of the runs, has the row, its arms, direction and margin."""
   planned = {name: c for name, c in deciding.DECIDED_BY.items() if c.plan}
-  assert {c.plan.partition(" ")[0] for c in planned.values()} == {"large_ratios", "high_entropy"}
+  experiments = {c.plan.partition(" ")[0] for c in planned.values()}
+  assert experiments == {"large_ratios", "high_entropy", "sampled_feature", "other_samplers"}
   for comparison in planned.values():
     experiment, _, row_name = comparison.plan.partition(" ")
     runs = committed.results(experiment)
     arm, control = comparison.arm.name, comparison.control.name
-    for commit in {run["commit"] for label in (arm, control) for run in runs[label]}:
+    labels = [label for name in (arm, control) for label in DERIVED.get(name, (name,))]
+    for commit in {run["commit"] for label in labels for run in runs[label]}:
       page = page_at(commit, f"experiments/{experiment}/README.md")
       plan = page.partition("written before any run")[2].partition("## Results")[0]
       (row,) = [line for line in plan.splitlines() if line.startswith(f"| {row_name} |")]
-      of_arm, _, of_control = row.split("|")[3].partition(" less ")
-      assert of_arm.strip().endswith(arm.rpartition(", ")[2])
-      assert of_control.strip().startswith((control.partition(",")[0], "static", "trigger"))
+      of_arm = arm.removesuffix(f", rate {LOWER}")
+      of_control = control.removesuffix(f", rate {LOWER}")
+      assert any(
+        re.search(rf"\b{re.escape(of_arm)} less {re.escape(x)}( is |, in )", row)
+        for x in (of_control, "static")  # each of the static ones
+      )
       margin = f"{comparison.margin:g}"
       bound = "above 0" if comparison.claimed == "more" else f"above −{margin}"
       assert bound in row
-      assert re.search(rf"\| {margin} .*\|$|\| {margin} \|$", row) or (
-        f"The difference that would matter is {margin}" in plan
-      )
+      assert re.search(rf"\| {margin} .*\|$|\| {margin} \|$", row)
 
 
 def test_a_swapped_or_wider_plan_is_seen(monkeypatch):
@@ -220,7 +240,7 @@ def test_a_swapped_or_wider_plan_is_seen(monkeypatch):
     first._replace(arm=first.control, control=first.arm),
     first._replace(margin=0.2),
     first._replace(claimed="more"),
-    first._replace(plan="large_ratios M1"),
+    first._replace(plan="large_ratios M1, rate 6e-4"),
   ):
     monkeypatch.setitem(deciding.DECIDED_BY, "P1", changed)
     with pytest.raises(AssertionError):
