@@ -829,14 +829,14 @@ IN_SHORT = {  # of each paper: what held, what did not, and why as far as the ru
     " on the quickstart, whose answers have four bytes."
   ),
   "P": (
-    "What held: where updates are so large that the effective sample size falls, P3O is not worse"
-    " than two of three clips. Against the best one that is undecided. On `steps`, with rollouts"
-    " that lag by eight updates, P3O is better than GRPO with both seeds, which decide nothing."
-    " What did not: it is not better with four updates per refresh of the policy's own rollouts, or"
-    " at a lag of one. Where the mismatch is larger (another policy's rollouts, fp8) it loses more,"
-    " with both seeds on `steps`. At temperature 1.5 it collapses through its KL term on the"
-    " quickstart. Lags of an update or two are hardly a mismatch for policies of this size: the"
-    " effective sample size stays near its maximum."
+    "What held: at a rate of 6e-4, with sixteen large updates per refresh, P3O is not worse than the"
+    " widest of three clips. What did not: it ends a little below the best one there, as it does"
+    " with four updates per refresh. At a lag of one it falls far below GRPO, which is itself better"
+    " than on-policy: a small lag lets the clip act. With half of the rollouts from a larger and"
+    " better model it loses most of what it would learn; so does GRPO. With half from an equal model"
+    " GRPO loses less. With fp8 rollouts P3O loses more than GRPO, with both seeds on `steps`. At"
+    " temperature 1.5 it collapses through its KL term on the quickstart. Wherever rollouts are not"
+    " the policy's own it clips most tokens, so that its cap and its pull hold it back."
   ),
   "F": (
     "Where entropy is high and falls, with a plan written before: it falls as much by equal masses"
@@ -850,14 +850,13 @@ IN_SHORT = {  # of each paper: what held, what did not, and why as far as the ru
     " lower it a little, with every seed."
   ),
   "M": (
-    "What held: with the tight interval large μ costs accuracy. The relaxed one falls below its"
-    " start, with both seeds on `steps` and with all at the higher learning rate of the quickstart,"
-    " where the suffix veto ends above it."
-    " What did not: on `steps` the suffix veto is not stable, and the tight interval falls late."
-    " Where updates are so large that ratios reach hundreds, the relaxed interval falls far below"
-    " the tight one with and without the veto."
-    " Stages are slower by the clock, since a hand-over of weights is free in one process. At the"
-    " assumed price of an engine's restart they are slower on the quickstart and about even on"
-    " `steps`, to a small rise; they do not reach GRPO's final accuracy."
+    "What held: stale rollouts reach a small rise sooner than fresh ones if a hand-over of weights"
+    " costs as much as an engine's restart may, with the tight interval sooner than with the"
+    " relaxed one and its veto. With the tight interval large μ costs accuracy. The trigger rate"
+    " grows within a stage. What did not: with sixteen large updates per refresh the relaxed"
+    " interval ends below the tight one, with and without the veto, at a rate at which GRPO learns"
+    " and at a higher one; vetoing the suffix is worse than vetoing the trigger alone. On `steps`"
+    " the suffix veto is not stable. Stages are slower where a hand-over is free, as in one"
+    " process."
   ),
 }
