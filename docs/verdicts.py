@@ -829,14 +829,14 @@ IN_SHORT = {  # of each paper: what held, what did not, and why as far as the ru
     " on the quickstart, whose answers have four bytes."
   ),
   "P": (
-    "What held: at a rate of 6e-4, with sixteen large updates per refresh, P3O is not worse than the"
-    " widest of three clips. What did not: it ends a little below the best one there, as it does"
-    " with four updates per refresh. At a lag of one it falls far below GRPO, which is itself better"
-    " than on-policy: a small lag lets the clip act. With half of the rollouts from a larger and"
-    " better model it loses most of what it would learn; so does GRPO. With half from an equal model"
-    " GRPO loses less. With fp8 rollouts P3O loses more than GRPO, with both seeds on `steps`. At"
-    " temperature 1.5 it collapses through its KL term on the quickstart. Wherever rollouts are not"
-    " the policy's own it clips most tokens, so that its cap and its pull hold it back."
+    "What held: at a rate of 6e-4, with sixteen large updates per refresh, P3O is not worse than "
+    "the widest of three clips. What did not: it ends a little below the best one there, as it "
+    "does with four updates per refresh. At a lag of one it falls far below GRPO, which is itself "
+    "better than on-policy: such a lag lets the clip act. With half of the rollouts from a larger "
+    "and better model it loses most of what it would learn; so does GRPO. With half from an equal "
+    "model GRPO loses less. With fp8 rollouts P3O loses more than GRPO, with both seeds on "
+    "`steps`. At temperature 1.5 it collapses through its KL term on the quickstart. Wherever "
+    "rollouts are not the policy's own it caps most tokens, which may be what holds it back."
   ),
   "F": (
     "Where entropy is high and falls, with a plan written before: it falls as much by equal masses"
