@@ -64,6 +64,18 @@ LOWER_RUNS = {
   }.items()
 }
 
+REFRESHED = at_lower(f"{grpo(0.2)}, four updates per refresh")
+REFRESHED_RUNS = {REFRESHED: {"config": _GRPO, "schedule": "updates_per_refresh(batches=4)"}}
+FREE, CAP, PULL = (
+  at_lower(f"{label}, {LAG}") for label in ("GRPO without a clip", "P3O's cap", "P3O's pull")
+)
+WHY_RUNS = {  # of what a lag of one does
+  FREE: {"config": _GRPO, **_LAGGING, "loss": "ppo_clip(epsilon_low=1.0, epsilon_high=1e6)"},
+  CAP: {"config": _P3O, **_LAGGING, "loss": "p3o(kl_term=False)"},
+  PULL: {"config": _P3O, **_LAGGING, "loss": "p3o(cap='none')"},
+}
+WHY_SEEDS = range(5)
+
 
 def _seed_by_seed(arms, seeds, rate):
   fields_of_all = {**STALE, "learning_rate": f"constant(peak={rate})"}
@@ -81,4 +93,10 @@ def get_sweep():
     for rate, seeds in PILOT.items()
     for run in _seed_by_seed({rate: {"config": _GRPO}}, seeds, rate)
   ]
-  return pilot + _seed_by_seed(RUNS, SEEDS, RATE) + _seed_by_seed(LOWER_RUNS, LOWER_SEEDS, LOWER)
+  return (
+    pilot
+    + _seed_by_seed(RUNS, SEEDS, RATE)
+    + _seed_by_seed(LOWER_RUNS, LOWER_SEEDS, LOWER)
+    + _seed_by_seed(REFRESHED_RUNS, LOWER_SEEDS, LOWER)
+    + _seed_by_seed(WHY_RUNS, WHY_SEEDS, LOWER)
+  )

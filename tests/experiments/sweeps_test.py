@@ -21,7 +21,7 @@ RUNS = {
   "p3o_mismatch": 76,
   "dialogues": 10,
   "mixtures": 60,
-  "large_ratios": 195,
+  "large_ratios": 220,
   "high_entropy": 55,
   "sampled_feature": 95,
   "other_samplers": 50,
