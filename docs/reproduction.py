@@ -220,8 +220,8 @@ def _queue(done: set[tuple[str, int]]) -> str:
         --sweep=experiments/evidence.py --workdir=runs/evidence --minutes=100
 
 This one command, with `JAX_PLATFORMS=cpu`, runs what the column "queued" counts, in sittings, seed
-by seed, in [an order fixed beforehand](../experiments/ORDER.md). Arms that decide a claim:
-{of_claims} runs, {hours(of_claims)} hours on two quiet cores; the rest, which would say more but
+by seed, in [an order fixed beforehand](../experiments/ORDER.md). Arms of claims that lack
+seeds: {of_claims} runs, {hours(of_claims)} hours on two quiet cores; the rest, which would say more but
 decide none: {of_rest} runs, {hours(of_rest)} hours. Claims share runs, so that the column adds up
 to more."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from docs.reproduction import Verdict, mean, number, paired
 from docs.runs import (
@@ -34,8 +34,8 @@ from docs.runs import (
 )
 from experiments.fade.tables import peak_update
 from experiments.fade.testbed import ON_TOUR
-from experiments.large_ratios.sweep import at_lower
-from experiments.large_ratios.tables import PRICE, STAGES, speedups
+from experiments.large_ratios.sweep import CAP, FREE, PULL, at_lower
+from experiments.large_ratios.tables import PRICE, RACES, speedups
 from experiments.mu_grpo import hand_over
 from experiments.mu_grpo.testbed_tables import SUFFIX as _SUFFIX
 from experiments.mu_grpo.testbed_tables import TIGHT as _TIGHT
@@ -120,6 +120,7 @@ _LAST_ENTROPY = report.end_mean("policy/entropy")
 _HOT = "temperature 1.5"
 _ON_POLICY = ("GRPO, on-policy", "P3O, on-policy")
 _EPSILON = "GRPO, ε = 0.2"
+_LAGGING = at_lower(f"{_EPSILON}, lag 1")
 _AT = (0.0, *hand_over.prices_of_7b().values())
 _PRICES = hand_over.quickstart_curves(_AT)
 _PRICES_ON_STEPS = price_curves([run for runs in ON_STEPS.values() for run in runs], _AT)
@@ -136,10 +137,32 @@ def _break_even(curves: Sequence[hand_over.Curve]) -> tuple[str, str]:
   return number(min(found)), number(max(found))
 
 
-def _speedup(label: str, price: float) -> str:
-  """Of stale rollouts over fresh ones, of experiments/large_ratios, by a hand-over's price."""
-  found = speedups([run for runs in FAR.values() for run in runs], label, price)
+def _speedup(race: str, price: float) -> str:
+  """Of stale rollouts over fresher ones, of experiments/large_ratios, by a hand-over's price."""
+  found = speedups([run for runs in FAR.values() for run in runs], RACES[race], price)
   return f"{statistics.mean(found.values()):.2f}"
+
+
+def _arrived(race: str) -> str:
+  """How many seeds of the stale rollouts reach the level."""
+  found = speedups([run for runs in FAR.values() for run in runs], RACES[race], PRICE)
+  return f"{sum(x > 0 for x in found.values())} of {len(found)}"
+
+
+def _stale_costs(rate: Callable[[str], str], stale: str) -> tuple[str, ...]:
+  """Of experiments/large_ratios: P3O less GRPO, then each less its on-policy run.
+
+  Args:
+    rate: label → label at a rate.
+    stale: label of a method's stale runs, with {} for the method.
+  """
+  return (
+    paired(FAR, rate(stale.format("P3O")), rate(stale.format(_EPSILON)), LATE),
+    *(
+      paired(FAR, rate(stale.format(method)), rate(f"{method}, on-policy"), LATE)
+      for method in ("P3O", _EPSILON)
+    ),
+  )
 
 
 def _ess(setting: str) -> str:
@@ -410,8 +433,9 @@ _OF_P3O = {
     "P3O minus GRPO in pass@1, with sixteen large updates per refresh, with"
     f" [plans written before]({_FAR_LINK}): at a rate of 6e-4, where GRPO has an effective sample"
     " size of {} and learns from {} to {}, {} with ε = 0.2, {} with ε = 0.4, {} with ε = 0.6; at a"
-    " rate of 1e-3, with {}, from {} to {}, {}, {} and {}. With four updates per refresh: {}, {}"
-    " and {}. On `steps`: {} with ε = 0.2, {} with ε = 0.6.",
+    " rate of 1e-3, with {}, from {} to {}, {}, {} and {}. Which clip is the best was seen in the"
+    " same runs, which favors GRPO. With four updates per refresh: {}, {} and {}, and in other"
+    " runs {} with ε = 0.2. On `steps`: {} with ε = 0.2, {} with ε = 0.6.",
     (
       *(
         value
@@ -427,9 +451,10 @@ _OF_P3O = {
         paired(P3O, "matched: P3O", f"matched: GRPO, ε = {epsilon}", final_value)
         for epsilon in (0.2, 0.4, 0.6)
       ),
+      paired(OTHERS, "P3O", "GRPO", LATE),
       *(_each("P3O", less=label) for label in (GRPO, "GRPO, ε = 0.6")),
     ),
-    f"{_FAR_RUNS}; {_MISMATCH}; {_TWO_SEEDS}",
+    f"{_FAR_RUNS}; {_MISMATCH}; {_OTHERS_RUNS}; {_TWO_SEEDS}",
     _FAR_LINK,
     (GRPO, "P3O", "GRPO, ε = 0.6", "GRPO, ε = 0.4", *_ON_POLICY),
     also=_P3O_LINK,
@@ -498,23 +523,18 @@ _OF_P3O = {
   "P5": Verdict(
     "better and steadier than GRPO in one- and two-step asynchronous pipelines",
     f"At a rate of 6e-4, with a [plan written before]({_FAR_LINK}): at lag 1 P3O minus GRPO {{}};"
-    " minus its on-policy run P3O {} and GRPO {}. With lags up to 15, where the effective sample"
-    " size is lower: {}; {} and {}. At a rate of 1e-3: {}; {} and {}. At a rate of 4e-4 P3O minus"
+    " minus its on-policy run P3O {} and GRPO {}, whose effective sample size is {}. There GRPO"
+    " without its clip, minus GRPO, is {}, P3O's cap alone {}, its pull alone {}. With"
+    " lags up to 15: {}; {} and {}. At a rate of 1e-3: {}; {} and {}. At a rate of 4e-4 P3O minus"
     " GRPO is {} at lag 1 and {} at lag 2. Such lags are hardly a mismatch: GRPO's effective sample"
     " size is {} and {}, the KL to the policy that sampled {} and {}. On `steps` at lag 8 the"
     " effective sample size is {}, and P3O minus GRPO: pass@1 {}, pass@16 {}.",
     (
-      *(
-        value
-        for rate, stale in ((at_lower, "{}, lag 1"), (at_lower, "{}"), (str, "{}"))
-        for value in (
-          paired(FAR, rate(stale.format("P3O")), rate(stale.format(_EPSILON)), LATE),
-          *(
-            paired(FAR, rate(stale.format(method)), rate(f"{method}, on-policy"), LATE)
-            for method in ("P3O", _EPSILON)
-          ),
-        )
-      ),
+      *_stale_costs(at_lower, "{}, lag 1"),
+      mean(FAR[_LAGGING], measured("ESS")),
+      *(paired(FAR, label, _LAGGING, LATE) for label in (FREE, CAP, PULL)),
+      *_stale_costs(at_lower, "{}"),
+      *_stale_costs(str, "{}"),
       *(_against(setting) for setting in ("lag 1", "lag 2")),
       *(_ess(setting) for setting in ("lag 1", "lag 2")),
       *(mean(P3O[f"{setting}: {_EPSILON}"], _field("kl")) for setting in ("lag 1", "lag 2")),
@@ -680,22 +700,29 @@ _OF_FADE = {
 _OF_MU = {
   "M1": Verdict(
     "reaches GRPO's accuracy 2.2 × sooner in wall-clock with four stages",
-    "With sixteen large updates per refresh at a rate of 6e-4, with a"
-    f" [plan written before]({_FAR_LINK}): updates and hand-overs to a rise of 0.1 by on-policy"
-    " GRPO, over those of stale rollouts, if a hand-over costs as much as {} updates, 30 s of a 7B"
-    " run as restarting an engine may: {} with the suffix vetoed, {} with the tight clip; {} and {}"
-    " if it costs nothing. In written steps GRPO's seconds to that rise, over those of stages, are"
-    " {} as it is; {} and {} if a hand-over took 30 or 60 s of a 7B run. Stages win above {} to {}"
-    " updates a hand-over. On `steps`, to a rise of 0.2: {}; {} and {}; {} to {}. Stages end lower"
-    " there: pass@1 minus GRPO's {}.",
+    "Stale rollouts, with sixteen large updates per refresh at a rate of 6e-4, against GRPO with"
+    f" four, with a [plan written before]({_FAR_LINK}): updates and hand-overs to GRPO's own late"
+    " pass@1, over those of the stale run, 0 where it never gets there. If a hand-over costs {}"
+    " updates, at most what 30 s of a 7B run are, it is {} with the suffix vetoed, where {} seeds"
+    " get there, and {} with the tight clip, where {} do. If it costs nothing: {} and {}. To a rise"
+    " of 0.1, against on-policy GRPO: {} and {}; {} and {} if it costs nothing. In written steps"
+    " GRPO's seconds to that rise, over those of stages, are {} as it is; {} and {} if a hand-over"
+    " took 30 or 60 s of a 7B run. Stages win above {} to {} updates a hand-over. On `steps`, to a"
+    " rise of 0.2: {}; {} and {}; {} to {}. Stages end lower there: pass@1 minus GRPO's {}.",
     (
       number(PRICE),
-      *(_speedup(label, price) for price in (PRICE, 0.0) for label in STAGES.values()),
+      *(
+        of("accuracy, " + clip)
+        for clip in ("vetoed", "tight")
+        for of in (lambda race: _speedup(race, PRICE), _arrived)
+      ),
+      *(_speedup(f"accuracy, {clip}", 0.0) for clip in ("vetoed", "tight")),
+      *(_speedup(f"price, {clip}", p) for p in (PRICE, 0.0) for clip in ("vetoed", "tight")),
       *(*_speedups(_PRICES), *_break_even(_PRICES)),
       *(*_speedups(_PRICES_ON_STEPS), *_break_even(_PRICES_ON_STEPS)),
       paired(ON_STEPS, _SUFFIX, GRPO, LATE),
     ),
-    f"{_FAR_RUNS}; {_STEPWISE}; {_STEPS_RUNS}; suffix veto, κ = 0.1",
+    f"quickstart, 160 updates, 10 seeds; {_STEPWISE}; {_STEPS_RUNS}; suffix veto, κ = 0.1",
     _FAR_LINK,
     (GRPO, "suffix, μ = 96", "suffix, μ = 32"),
     also=_PRICE_LINK,
@@ -706,9 +733,10 @@ _OF_MU = {
     " {} at the last evaluation. Relaxed ends below its start with {} seeds, at a higher learning"
     " rate with {}. On `steps` it has {} after the first stage, {} at its best and {} at the last"
     " evaluation, from {} at the start. With sixteen large updates per refresh, with"
-    f" [plans written before]({_FAR_LINK}), at a rate of 6e-4: from {{}} at the start ε = 0.2 ends"
-    " at {}, relaxed at {}, with the suffix vetoed at {}, on-policy GRPO at {}. At a rate of 1e-3:"
-    " from {} they end at {}, {}, {} and {}.",
+    f" [plans written before]({_FAR_LINK}), at a rate of 6e-4: from {{}} at the start relaxed rises"
+    " to {} at its best; ε = 0.2 ends at {}, relaxed at {}, with the suffix vetoed at {}, on-policy"
+    " GRPO at {}. The suffix vetoed minus ε = 0.2: {}. At a rate of 1e-3: from {}, at best {}, they"
+    " end at {}, {}, {} and {}; {}.",
     (
       paired(MU, "tight clip", "GRPO, μ = 4", final_value),
       paired(ON_STEPS, _TIGHT, GRPO, LATE),
@@ -725,7 +753,7 @@ _OF_MU = {
         value
         for rate in (at_lower, str)
         for value in (
-          mean(FAR[rate("relaxed")], _start),
+          *(mean(FAR[rate("relaxed")], f) for f in (_start, report.peak_value())),
           *(
             mean(FAR[rate(label)], LATE)
             for label in (
@@ -733,6 +761,7 @@ _OF_MU = {
               f"{_EPSILON}, on-policy",
             )
           ),
+          paired(FAR, rate("relaxed, suffix vetoed"), rate(_EPSILON), LATE),
         )
       ),
     ),

@@ -8,21 +8,28 @@ from __future__ import annotations
 import math
 import pathlib
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from experiments import full_size
 from experiments.large_ratios.sweep import (
+  CAP,
   CLIPS,
+  FREE,
   LAG,
   LOWER,
   LOWER_RUNS,
   ON_POLICY,
   P3O,
   PILOT,
+  PULL,
+  REFRESHED,
+  REFRESHED_RUNS,
   RELAXED,
   RUNS,
   SUFFIX,
   TRIGGER,
+  WHY_RUNS,
   at_lower,
   grpo,
 )
@@ -73,79 +80,130 @@ CLAIMS_AT_LOWER = tuple(
   Claim(f"{c.name}, rate {LOWER}", at_lower(c.arm), at_lower(c.control), c.claimed)
   for c in AT_LOWER
 )
-_RATES = {  # suffix of a panel's title → label of an arm there
-  "": str,
-  f", rate {LOWER}": at_lower,
-}
-PANELS = {  # title → arms
-  f"{title}{suffix}": tuple(map(label, arms))
-  for suffix, label in _RATES.items()
-  for title, arms in {
+_AT_LAG = at_lower(f"{grpo(0.2)}, {LAG}")
+WHY = (
+  Claim("no clip at lag 1", _AT_LAG, FREE, "more"),
+  Claim("cap at lag 1", CAP, _AT_LAG, "not less"),
+  Claim("pull at lag 1", PULL, _AT_LAG, "not less"),
+)
+
+
+def _panels(suffix: str, label: Callable[[str], str]) -> dict[str, tuple[str, ...]]:
+  """Title → arms, of a panel for each question at one rate."""
+  questions = {
     "P3O and GRPO's clips": (*map(grpo, CLIPS), P3O),
     "the veto": (grpo(0.2), RELAXED, SUFFIX, TRIGGER),
     "on-policy": (grpo(0.2), f"{grpo(0.2)}, {ON_POLICY}", P3O, f"{P3O}, {ON_POLICY}"),
-  }.items()
+  }
+  return {f"{title}{suffix}": tuple(map(label, arms)) for title, arms in questions.items()}
+
+
+PANELS = {
+  **_panels("", str),
+  f"a lag of one, rate {LOWER}": (_AT_LAG, FREE, at_lower(f"{P3O}, {LAG}"), CAP, PULL),
+  **_panels(f", rate {LOWER}", at_lower),
 }
 
 
 # --- the price of a hand-over ---------------------------------------------------------------------
 
-RISE = 0.1  # of held-out pass@1, to the level that is reached sooner
-FRESH = at_lower(f"{grpo(0.2)}, {ON_POLICY}")
-UPDATES_PER_HAND_OVER = 16
-STAGES = {"price, vetoed": at_lower(SUFFIX), "price, tight": at_lower(grpo(0.2))}  # claim → arm
+UPDATES_PER_HAND_OVER = 16  # of stale runs
 PRICE = prices_of_7b()[f"engine restart, {RESTART_S[0]:g} s"]  # in updates
+SHOWN_PRICES = (0.0, PRICE * full_size.OF_PEAK, PRICE, 100.0)  # the second at a third of the peak
 SOONER = 0.2  # of a speed-up, the difference that would matter
 
 
-def cost(result: Result, updates_per_hand_over: int, price: float) -> float:
-  """Updates, and hand-overs in units of them, until pass@1 has risen by `RISE`; ∞ for never."""
+def risen(result: Result) -> float:
+  """pass@1 0.1 above its start."""
+  return result["evaluations"][METRIC][0] + 0.1
+
+
+class Race(NamedTuple):
+  """Which of two runs of a seed is sooner at a level.
+
+  Attributes:
+    name: of the claim.
+    stale: label, of runs with `UPDATES_PER_HAND_OVER`.
+    fresh: label, of runs with fewer.
+    updates_per_hand_over: theirs.
+    level: pass@1 to be reached, of the fresh run.
+  """
+
+  name: str
+  stale: str
+  fresh: str
+  updates_per_hand_over: int
+  level: Callable[[Result], float]
+
+
+_VETOED, _TIGHT = at_lower(SUFFIX), at_lower(grpo(0.2))
+_FRESH = at_lower(f"{grpo(0.2)}, {ON_POLICY}")
+RACES = {
+  race.name: race
+  for race in (
+    Race("price, vetoed", _VETOED, _FRESH, 1, risen),
+    Race("price, tight", _TIGHT, _FRESH, 1, risen),
+    Race("accuracy, vetoed", _VETOED, REFRESHED, 4, LATE),
+    Race("accuracy, tight", _TIGHT, REFRESHED, 4, LATE),
+  )
+}
+
+
+def cost(result: Result, level: float, updates_per_hand_over: int, price: float) -> float:
+  """Updates, and hand-overs in units of them, until pass@1 first reaches a level; ∞ for never."""
   evaluations = result["evaluations"]
-  level = evaluations[METRIC][0] + RISE
   updates = curves.first_crossing(evaluations["updates"], evaluations[METRIC], level)
   if math.isnan(updates):
     return math.inf
   return updates + price * refreshes(updates, updates_per_hand_over)
 
 
-def speedups(results: Sequence[Result], label: str, price: float) -> dict[int, float]:
-  """Seed → cost of fresh rollouts over that of stale ones; 0 where these never get there."""
+def speedups(results: Sequence[Result], race: Race, price: float) -> dict[int, float]:
+  """Seed → cost of fresh rollouts over that of stale ones; 0 where these never get there.
+
+  Seeds whose fresh run never gets there are left out.
+  """
   runs = compare.group_by_label(results)
-  fresh = {run["seed"]: cost(run, 1, price) for run in runs.get(FRESH, [])}
-  stale = {run["seed"]: cost(run, UPDATES_PER_HAND_OVER, price) for run in runs.get(label, [])}
-  return {seed: fresh[seed] / stale[seed] for seed in sorted(fresh.keys() & stale.keys())}
+  stale = {run["seed"]: run for run in runs.get(race.stale, [])}
+  found = {}
+  for run in runs.get(race.fresh, []):
+    level = race.level(run)
+    of_fresh = cost(run, level, race.updates_per_hand_over, price)
+    if run["seed"] in stale and math.isfinite(of_fresh):
+      found[run["seed"]] = of_fresh / cost(stale[run["seed"]], level, UPDATES_PER_HAND_OVER, price)
+  return found
 
 
 def price_table(results: Sequence[Result]) -> str:
   """Speed-ups at the price of the plan, their verdicts, and how many seeds get there."""
   rows = {}
-  for name, label in STAGES.items():
-    found = speedups(results, label, PRICE)
+  for name, race in RACES.items():
+    found = speedups(results, race, PRICE)
     if not found:
       continue
-    free, dear = (statistics.mean(speedups(results, label, p).values()) for p in (0.0, 100.0))
+    at = lambda price, race=race: statistics.mean(speedups(results, race, price).values())
     rows[name] = [
       *claim_row(
-        Claim(name, label, "1", "more"),
+        Claim(name, race.stale, "1", "more"),
         paired_difference(found, dict.fromkeys(found, 1.0)),
         SOONER,
       ),
       f"{sum(x > 0 for x in found.values())} of {len(found)}",
-      f"{free:.2f}",
-      f"{dear:.2f}",
+      *(f"{at(price):.2f}" for price in SHOWN_PRICES),
     ]
-  more = ["seeds that get there", "speed-up, p = 0", "speed-up, p = 100"]
+  more = ["seeds that get there", *(f"speed-up, p = {price:.3g}" for price in SHOWN_PRICES)]
   return markdown_table([*HEADINGS, *more], rows, "claim")
 
 
 def _draw_price(axes: Any, results: Sequence[Result]) -> None:
-  for label in STAGES.values():
-    means = [statistics.mean(speedups(results, label, price).values()) for price in GRID]
-    axes.plot(GRID, means, label=label)
+  for name, race in RACES.items():
+    if speedups(results, race, PRICE):
+      means = [statistics.mean(speedups(results, race, price).values()) for price in GRID]
+      axes.plot(GRID, means, label=name)
   axes.axhline(1, color="black", linewidth=0.8)
   axes.axvline(PRICE, color="gray", linewidth=0.8)
   axes.set_xscale("log")
-  axes.set(xlabel="price of a hand-over, updates", ylabel="cost of on-policy GRPO / of stale runs")
+  axes.set(xlabel="price of a hand-over, updates", ylabel="cost of fresh over that of stale runs")
   axes.set_title("the price of a hand-over")
   axes.legend(fontsize=7)
 
@@ -157,30 +215,27 @@ def draw(results: Sequence[Result]) -> None:
   """Saves a figure of held-out pass@1, a panel for each question and rate, and of the price."""
   runs = compare.group_by_label(results)
   with curves.save_figure(HOME / "curves.png", 2, 4, size=(20, 7.6), dpi=80) as rows:
-    questions = [*rows[0][:3], *rows[1][:3]]
+    *questions, of_price = rows.flat
     for axes, (title, labels) in zip(questions, PANELS.items(), strict=True):
       of_panel = {label: [result_curve(r) for r in runs.get(label, [])] for label in labels}
       curves.plot_curves(axes, of_panel, METRIC, "updates")
       axes.sharey(rows.flat[0])
       axes.set_title(title)
-    rows[0][3].axis("off")
-    _draw_price(rows[1][3], results)
+    _draw_price(of_price, results)
 
 
 def tables(results: Sequence[Result]) -> str:
   """All tables as Markdown."""
+  later = {**LOWER_RUNS, **REFRESHED_RUNS, **WHY_RUNS}
   pilot, compared, lower = (
-    arm_table(results, list(arms), MEASURED, LATE) for arms in (PILOT, RUNS, LOWER_RUNS)
+    arm_table(results, list(arms), MEASURED, LATE) for arms in (PILOT, RUNS, later)
   )
   parts = [pilot, claim_table(CLAIMS, results, LATE), compared]
-  parts += [
-    f"At {LOWER}:",
-    claim_table(CLAIMS_AT_LOWER, results, LATE),
-    price_table(results),
-    lower,
-  ]
+  parts += [f"At {LOWER}:", claim_table(CLAIMS_AT_LOWER, results, LATE)]
+  parts += ["A lag of one:", claim_table(WHY, results, LATE)]
+  parts += [f"Speed-up at a price of {PRICE:.2f} updates:", price_table(results), lower]
   return "\n\n".join(parts)
 
 
 if __name__ == "__main__":
-  write_page(HOME, [*PILOT, *RUNS, *LOWER_RUNS], MEASURED, tables, draw)
+  write_page(HOME, [*PILOT, *RUNS, *LOWER_RUNS, *REFRESHED_RUNS, *WHY_RUNS], MEASURED, tables, draw)

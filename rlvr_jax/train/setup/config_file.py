@@ -431,9 +431,12 @@ def open_model(config: ConfigDict, given: Mapping[str, Any]) -> None:
     ValueError: a network has no such field, or none that a command line can set.
   """
   paths = [path.split(".")[2:] for path in given if path.startswith("model.overrides.")]
-  missing = [field for field, *_ in paths if field not in config.model.overrides]
-  if not missing:
+  listed = config.model.get("overrides")
+  if not isinstance(listed, ConfigDict) or all(field in listed for field, *_ in paths):
     return
+  if inner := [".".join(path) for path in paths if len(path) > 1]:
+    raise ValueError(f"config.model.overrides.{inner[0]}: a field of a network has no fields")
+  missing = [field for field, *_ in paths if field not in listed]
   from rlvr_jax.models.presets import check_overrides  # here, for the reason above
   from rlvr_jax.models.transformer import TransformerConfig
 
@@ -446,7 +449,7 @@ def open_model(config: ConfigDict, given: Mapping[str, Any]) -> None:
         raise ValueError(
           f"config.model.overrides.{field} is a {annotations[field]}; set it in the recipe"
         )
-      config.model.overrides[field] = placeholder(kind)
+      listed[field] = placeholder(kind)
 
 
 def _type_of(factory: Callable[..., Any], keyword: str) -> type:

@@ -208,6 +208,8 @@ def test_fields_of_the_model_that_the_recipe_does_not_list():
   assert "compute_type is not a field; did you mean one of ['compute_dtype']" in told
   told = refused("--config.model.overrides.rope_scaling=3", recipe=recipe)
   assert "rope_scaling is a RopeScaling | YarnScaling | None; set it in the recipe" in told
+  told = refused("--config.model.overrides.head_dim.x=3", recipe=recipe)
+  assert "overrides.head_dim.x: a field of a network has no fields" in told
 
 
 def test_under_another_task_s_name_the_recipe_s_keywords_are_dropped():
