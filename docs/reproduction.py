@@ -118,7 +118,8 @@ number. The pages of the runs on `steps` have Holm's p, for each of their tables
 quickstart have none. Where only two seeds have run, both stand there, as "A and B", without an
 interval.
 
-* Tasks: the quickstart is sums of three numbers below ten, answered in at most four bytes.
+* Tasks: the quickstart is sums of three numbers below ten, answered in at most four bytes. In
+  written steps its answers have about twenty.
   [`steps`](../experiments/premises/README.md) has longer responses; its runs have 192 updates of
   128 rollouts, G = 8, a learning rate of 3e-4, and pass@k of 64 held-out problems × 16
   samples, the mean of the evaluations after updates 128, 160 and 192. On the quickstart pass@1 is
@@ -220,8 +221,8 @@ def _queue(done: set[tuple[str, int]]) -> str:
         --sweep=experiments/evidence.py --workdir=runs/evidence --minutes=100
 
 This one command, with `JAX_PLATFORMS=cpu`, runs what the column "queued" counts, in sittings, seed
-by seed, in [an order fixed beforehand](../experiments/ORDER.md). Arms of claims that lack
-seeds: {of_claims} runs, {hours(of_claims)} hours on two quiet cores; the rest, which would say more but
+by seed, in [an order fixed beforehand](../experiments/ORDER.md). Arms of claims that lack seeds:
+{of_claims} runs, {hours(of_claims)} hours on two quiet cores; the rest, which would say more but
 decide none: {of_rest} runs, {hours(of_rest)} hours. Claims share runs, so that the column adds up
 to more."""
 

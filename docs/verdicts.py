@@ -558,7 +558,7 @@ _OF_P3O = {
     " and {}, with {}. Before, on `steps`, with half from a finished run of another seed: P3O {},"
     " GRPO {}.",
     (
-      mean(OTHERS[LARGER], final_value),
+      number(final_value(OTHERS[LARGER][0])),
       mean(OTHERS["P3O"], LATE),
       *(
         value
@@ -702,7 +702,8 @@ _OF_MU = {
     "reaches GRPO's accuracy 2.2 × sooner in wall-clock with four stages",
     "Stale rollouts, with sixteen large updates per refresh at a rate of 6e-4, against GRPO with"
     f" four, with a [plan written before]({_FAR_LINK}): updates and hand-overs to GRPO's own late"
-    " pass@1, over those of the stale run, 0 where it never gets there. If a hand-over costs {}"
+    " pass@1, over those of the stale run, 0 where it never gets there. The stale runs were known"
+    " before that plan. If a hand-over costs {}"
     " updates, at most what 30 s of a 7B run are, it is {} with the suffix vetoed, where {} seeds"
     " get there, and {} with the tight clip, where {} do. If it costs nothing: {} and {}. To a rise"
     " of 0.1, against on-policy GRPO: {} and {}; {} and {} if it costs nothing. In written steps"
@@ -858,14 +859,14 @@ IN_SHORT = {  # of each paper: what held, what did not, and why as far as the ru
     "of energy do not depend on the group size there."
   ),
   "P": (
-    "What held: at a rate of 6e-4, with sixteen large updates per refresh, P3O is not worse than "
-    "the widest of three clips. What did not: it ends a little below the best one there, as it "
-    "does with four updates per refresh. At a lag of one it falls far below GRPO, which is itself "
-    "better than on-policy: such a lag lets the clip act. With half of the rollouts from a larger "
-    "and better model it loses most of what it would learn; so does GRPO. With half from an equal "
-    "model GRPO loses less. With fp8 rollouts P3O loses more than GRPO, with both seeds on "
-    "`steps`. At temperature 1.5 it collapses through its KL term on the quickstart. Wherever "
-    "rollouts are not the policy's own it caps most tokens, which may be what holds it back."
+    "What held: at a rate of 6e-4, with sixteen large updates per refresh, P3O is not worse "
+    "than the widest of three clips. What did not: it ends a little below the best one there, "
+    "as it does with four updates per refresh. At a lag of one it falls far below GRPO, which "
+    "is itself better than on-policy, since such a lag lets its clip act: without the clip GRPO "
+    "ends as low. With half of the rollouts from a larger and better model P3O loses most of "
+    "what it would learn; so does GRPO. With half from an equal model GRPO loses less. With fp8 "
+    "rollouts P3O loses more than GRPO, with both seeds on `steps`. At temperature 1.5 it "
+    "collapses through its KL term on the quickstart."
   ),
   "F": (
     "Where entropy is high and falls, with a plan written before: it falls as much by equal masses"
@@ -879,13 +880,13 @@ IN_SHORT = {  # of each paper: what held, what did not, and why as far as the ru
     " lower it a little, with every seed."
   ),
   "M": (
-    "What held: stale rollouts reach a small rise sooner than fresh ones if a hand-over of weights"
-    " costs as much as an engine's restart may, with the tight interval sooner than with the"
-    " relaxed one and its veto. With the tight interval large μ costs accuracy. The trigger rate"
-    " grows within a stage. What did not: with sixteen large updates per refresh the relaxed"
-    " interval ends below the tight one, with and without the veto, at a rate at which GRPO learns"
-    " and at a higher one; vetoing the suffix is worse than vetoing the trigger alone. On `steps`"
-    " the suffix veto is not stable. Stages are slower where a hand-over is free, as in one"
-    " process."
+    "What held: the trigger rate grows within a stage. If a hand-over of weights costs as much "
+    "as an engine's restart may, stale rollouts reach a small rise sooner than on-policy GRPO, "
+    "with the tight interval sooner than with the relaxed one and its veto. What did not: with "
+    "sixteen large updates per refresh no stale run reaches the accuracy of GRPO with four, at "
+    "any price. The relaxed interval ends below the tight one, with and without the veto. It "
+    "collapses at the higher rate, and does not at the rate at which GRPO learns. Vetoing the "
+    "suffix is not better than vetoing the trigger alone. On `steps` the suffix veto is not "
+    "stable, and with stages of 96 updates the tight interval costs accuracy."
   ),
 }
