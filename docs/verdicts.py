@@ -702,9 +702,9 @@ _OF_MU = {
     "reaches GRPO's accuracy 2.2 × sooner in wall-clock with four stages",
     "Stale rollouts, with sixteen large updates per refresh at a rate of 6e-4, against GRPO with"
     f" four, with a [plan written before]({_FAR_LINK}): updates and hand-overs to GRPO's own late"
-    " pass@1, over those of the stale run, 0 where it never gets there. The stale runs were known"
-    " before that plan. If a hand-over costs {}"
-    " updates, at most what 30 s of a 7B run are, it is {} with the suffix vetoed, where {} seeds"
+    " pass@1, over those of the stale run, zero where it never gets there. The stale runs were"
+    " known before that plan. If a hand-over costs {} updates, at most what 30 s are to a run of"
+    " 7B, it is {} with the suffix vetoed, where {} seeds"
     " get there, and {} with the tight clip, where {} do. If it costs nothing: {} and {}. To a rise"
     " of 0.1, against on-policy GRPO: {} and {}; {} and {} if it costs nothing. In written steps"
     " GRPO's seconds to that rise, over those of stages, are {} as it is; {} and {} if a hand-over"
@@ -854,9 +854,9 @@ IN_SHORT = {  # of each paper: what held, what did not, and why as far as the ru
     "gradients do not cancel, and the adaptive α is 0 or nearly so, which costs accuracy. With "
     "`sampled` they do cancel. SALT then raises n_eff over GRPO and over DAPO, with eight seeds "
     "and a plan written before, but neither PR nor accuracy by what would matter. The adaptive "
-    "α is as good as one fixed at 1 and far better than none. It falls as groups grow, since "
-    "n_eff grows with them, so that SALT loses far more by large groups than GRPO does. Shares "
-    "of energy do not depend on the group size there."
+    "one is about as good as α fixed at 1, and far better than α fixed at 0. It falls as groups "
+    "grow, since n_eff grows with them, and SALT loses far more by large groups than GRPO does. "
+    "Shares of energy do not depend on the group size there."
   ),
   "P": (
     "What held: at a rate of 6e-4, with sixteen large updates per refresh, P3O is not worse "
@@ -887,6 +887,6 @@ IN_SHORT = {  # of each paper: what held, what did not, and why as far as the ru
     "any price. The relaxed interval ends below the tight one, with and without the veto. It "
     "collapses at the higher rate, and does not at the rate at which GRPO learns. Vetoing the "
     "suffix is not better than vetoing the trigger alone. On `steps` the suffix veto is not "
-    "stable, and with stages of 96 updates the tight interval costs accuracy."
+    "stable, and with stages of μ = 96 the tight interval costs accuracy."
   ),
 }

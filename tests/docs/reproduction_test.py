@@ -28,7 +28,7 @@ from rlvr_jax.ops import caches
 CONDITION = re.compile(
   r"\b[GUS] = \d+|[εκμα] = [\d.]+|pass@\d+|α is 0\b|above 1\b|α fixed at [01]|int8|fp8|bf(loat)?16"
   r"|float32|(temperature|bonus of|rise of|lag) [\d.]+|95 %|1024|256 rollouts|\[0, 5\]|of (a )?7B"
-  r"|\b[SPFM]\d\b|P3O|30 or 60 s|30 s of|rate of \de-\d|up to 15"
+  r"|\b[SPFM]\d\b|P3O|30 or 60 s|30 s are|rate of \de-\d|up to 15"
 )
 PAGE = reproduction.PAGE.read_text(encoding="utf-8")
 _P3O = committed.results("p3o_mismatch")
@@ -188,7 +188,8 @@ def test_what_decides_a_claim_is_of_committed_runs(name):
     return
   mean, half = statistics.mean(gaps), stats.t.ppf(0.975, len(gaps) - 1) * stats.sem(gaps)
   low, high = mean - half, mean + half
-  assert shown == pytest.approx([mean, low, high], abs=digits)
+  expected = [mean, low, high] if low < high else [mean]
+  assert shown == pytest.approx(expected, abs=digits)
   if comparison.claimed == "more":
     expected = "found" if low > 0 else "reversed" if high < 0 else "undecided"
     if -margin < low and high < margin:
@@ -203,6 +204,7 @@ PLANNED = {  # row of a plan → labels of the runs that it came before, if not 
   "accuracy, vetoed": (REFRESHED,),  # it says that the stale runs were known
   "S5": tuple(f"{method}, G = {size}" for method in ("SALT", "GRPO") for size in (64, 4)),
 }
+SHORT = {"M3": ("suffix vetoed", "trigger vetoed")}  # row of a plan → how it calls the arms
 
 
 def test_margins_were_committed_before_the_runs():
@@ -219,8 +221,8 @@ def test_margins_were_committed_before_the_runs():
       page = page_at(commit, f"experiments/{experiment}/README.md")
       plan = page.partition("written before any run")[2].partition("## Results")[0]
       (row,) = [line for line in plan.splitlines() if line.startswith(f"| {row_name} |")]
-      of_arm = arm.removesuffix(f", rate {LOWER}")
-      of_control = control.removesuffix(f", rate {LOWER}")
+      sides = SHORT.get(row_name, (arm, control))
+      of_arm, of_control = (side.removesuffix(f", rate {LOWER}") for side in sides)
       assert any(
         re.search(rf"\b{re.escape(of_arm)} less {re.escape(x)}( is |, in )", row)
         for x in (of_control, "static")  # each of the static ones
@@ -228,7 +230,9 @@ def test_margins_were_committed_before_the_runs():
       margin = f"{comparison.margin:g}"
       bound = "above 0" if comparison.claimed == "more" else f"above −{margin}"
       assert bound in row
-      assert re.search(rf"\| {margin} .*\|$|\| {margin} \|$", row)
+      assert re.search(rf"\| {margin} .*\|$|\| {margin} \|$", row) or (
+        f"The difference that would matter is {margin}" in plan
+      )
 
 
 def test_a_swapped_or_wider_plan_is_seen(monkeypatch):
@@ -274,10 +278,10 @@ def test_a_comparison_of_three_seeds_has_an_interval_and_a_verdict():
 
 
 def test_a_figure_has_the_differences_in_margins():
-  decided = {name: deciding.DECIDED_BY[name] for name in ("S2", "S11")}  # five seeds, and two
+  decided = {name: deciding.DECIDED_BY[name] for name in ("S2", "P7")}  # eight seeds, and two
   axes = Figure().subplots()
   deciding.plot(axes, decided)
-  assert [label.get_text() for label in axes.get_yticklabels()] == ["S2: pass@1", "S11: PR"]
+  assert [label.get_text() for label in axes.get_yticklabels()] == ["S2: pass@1", "P7: pass@1"]
   dots = [line.get_xdata() for line in axes.lines if line.get_marker() == "o"]
   for comparison, shown in zip(decided.values(), dots, strict=True):
     gaps = deciding.differences(comparison).values()
@@ -305,7 +309,7 @@ def test_s5_and_s10_have_the_alpha_of_each_group_size():
       found.setdefault(int(r["label"].split()[-1]), []).append(statistics.mean(alphas))
   assert all(min(found[size]) > 0 for size in (4,)) and max(found[8]) > 0
   assert all(max(found[size]) == 0 for size in (16, 32, 64))
-  four, eight, larger = VERDICTS_BY_ID["S10"].values[:3]
+  four, eight, larger = VERDICTS_BY_ID["S10"].values[5:8]
   assert four.startswith(f"{statistics.mean(found[4]):.3g} ±") and larger == "0"
   assert eight.startswith(f"{statistics.mean(found[8]):.3g} ±")
   assert "every G" not in PAGE
