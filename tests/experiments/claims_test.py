@@ -2,7 +2,9 @@
 
 import pytest
 
-from experiments.testbed.claims import verdict
+from experiments.large_ratios.tables import Race, speedups
+from experiments.sampled_feature.tables import gain_of_size
+from experiments.testbed.claims import Claim, Quantity, claim_table, quantity_tables, verdict
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,40 @@ from experiments.testbed.claims import verdict
 )
 def test_the_verdict_of_an_interval(claimed, low, high, expected):
   assert verdict(claimed, low, high, matters=0.03) == expected
+
+
+def run(label, seed, *values):
+  evaluations = {"updates": [16 * i for i in range(len(values))], "eval/pass@1": list(values)}
+  return {"label": label, "seed": seed, "evaluations": evaluations}
+
+
+def test_a_claim_whose_arms_have_not_run_has_no_row():
+  claims = (Claim("one", "a", "b", "more"), Claim("two", "a", "c", "more"))
+  results = [run(label, seed, 0.0, at) for label, at in (("a", 0.5), ("b", 0.4)) for seed in (0, 1)]
+  final = lambda result: result["evaluations"]["eval/pass@1"][-1]
+  table = claim_table(claims, results, final)
+  assert "| one | a | b | +0.100 |" in table and "two" not in table
+  (text,) = quantity_tables([Quantity("pass@1", claims, final, 0.2)], results)
+  assert text.startswith("pass@1:\n\n") and "| 0.2 | excluded beyond the margin |" in text
+
+
+def test_a_stale_run_that_never_gets_there_has_no_speed():
+  race = Race("x", "stale", "fresh", 4, lambda result: 0.4)
+  results = [
+    run("fresh", 0, 0.2, 0.4),  # 16 updates, four hand-overs
+    run("stale", 0, 0.2, 0.3, 0.4),  # 32 updates, two hand-overs
+    run("fresh", 1, 0.2, 0.4),
+    run("stale", 1, 0.2, 0.3, 0.3),
+    run("fresh", 2, 0.2, 0.3),  # never there: no level to race to
+    run("stale", 2, 0.2, 0.4),
+  ]
+  assert speedups(results, race, 0.0) == {0: 0.5, 1: 0.0}
+  assert speedups(results, race, 8.0) == {0: (16 + 4 * 8) / (32 + 2 * 8), 1: 0.0}
+  assert speedups(results[:1], race, 8.0) == {}
+
+
+def test_what_larger_groups_do_is_late_pass_at_1():
+  sizes = {4: "small", 16: "middle", 64: "large"}
+  results = [run("small", 0, 0.9, 0.3, 0.4, 0.5), run("large", 0, 0.9, 0.1, 0.2, 0.3)]
+  results += [run("large", 1, 0.1, 0.1, 0.1, 0.1)]  # without its counterpart
+  assert gain_of_size(results, sizes) == {0: pytest.approx(-0.2)}
