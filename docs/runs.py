@@ -56,3 +56,8 @@ RESIDUAL = average("geometry/residual_energy")
 ALPHA_ON_STEPS = report.training_mean("reweighting/alpha")
 HIGH_RANK = measured("head's rank-1 fraction")
 LATE, LATE_16 = report.late_mean(), report.late_mean("eval/pass@16")
+
+
+def fall(run: Result) -> float:
+  """Of pass@1, from the highest to the late one."""
+  return report.peak_value()(run) - LATE(run)

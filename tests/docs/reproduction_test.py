@@ -15,7 +15,7 @@ from docs import deciding, reproduction
 from docs import runs as committed
 from docs.verdicts import IN_SHORT, VERDICTS_BY_ID
 from experiments import evidence, full_size
-from experiments.large_ratios.sweep import LOWER, REFRESHED
+from experiments.large_ratios.sweep import LOWER
 from experiments.p3o_mismatch import config as p3o_config
 from experiments.p3o_mismatch import sweep as p3o_sweep
 from experiments.p3o_mismatch import testbed as p3o_testbed
@@ -28,7 +28,7 @@ from rlvr_jax.ops import caches
 CONDITION = re.compile(
   r"\b[GUS] = \d+|[εκμα] = [\d.]+|pass@\d+|α is 0\b|above 1\b|α fixed at [01]|int8|fp8|bf(loat)?16"
   r"|float32|(temperature|bonus of|rise of|lag) [\d.]+|95 %|1024|256 rollouts|\[0, 5\]|of (a )?7B"
-  r"|\b[SPFM]\d\b|P3O|30 or 60 s|30 s are|rate of \de-\d|up to 15"
+  r"|\b[SPFM]\d\b|P3O|\b[36]0 s\b|160 updates|rate of \de-\d|up to 15"
 )
 PAGE = reproduction.PAGE.read_text(encoding="utf-8")
 _P3O = committed.results("p3o_mismatch")
@@ -201,7 +201,6 @@ def test_what_decides_a_claim_is_of_committed_runs(name):
 
 
 PLANNED = {  # row of a plan → labels of the runs that it came before, if not those of the two arms
-  "accuracy, vetoed": (REFRESHED,),  # it says that the stale runs were known
   "S5": tuple(f"{method}, G = {size}" for method in ("SALT", "GRPO") for size in (64, 4)),
 }
 SHORT = {"M3": ("suffix vetoed", "trigger vetoed")}  # row of a plan → how it calls the arms

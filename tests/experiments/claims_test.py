@@ -57,6 +57,8 @@ def test_a_stale_run_that_never_gets_there_has_no_speed():
   ]
   assert speedups(results, race, 0.0) == {0: 0.5, 1: 0.0}
   assert speedups(results, race, 8.0) == {0: (16 + 4 * 8) / (32 + 2 * 8), 1: 0.0}
+  bound = speedups(results, race, 8.0, at_most=True)  # as if it had got there with update 32
+  assert bound == {0: 1.0, 1: 1.0} and speedups(results, race, 0.0, at_most=True)[1] == 0.5
   assert speedups(results[:1], race, 8.0) == {}
 
 
