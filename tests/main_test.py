@@ -232,7 +232,7 @@ CONFIG_FILES = [  # get_config's body, what follows --config=FILE, the message
   ("", [":unknown"], r"wrong\.py:unknown: TypeError: get_config\(\) takes 0 .* 1 was given"),
   ("", ["x"], r"--config=.*wrong\.pyx: there is no such file\. The recipes are configs/NAME\.py, "),
   ("", ["", "--config.batch.prompts=abc"], r"batch\.prompts=abc: needs an integer, such"),
-  ("", ["", "--config.model.overrides.width=3"], r"overrides\.width=3: .* no field 'width' "),
+  ("", ["", "--config.model.overrides.widht=3"], r"overrides\.widht is not a field; .*'width'"),
 ]  # fmt: skip
 
 
