@@ -172,7 +172,6 @@ def plot(axes: Any, comparisons: Mapping[str, Comparison]) -> None:
 
 _QUICKSTART = "quickstart, G = 16, 100 updates"
 _STEPS = "`steps`, 192 updates"
-_MISMATCH = "quickstart, 80 updates"
 _STALE = "quickstart, sixteen large updates per refresh"
 _WRITTEN = "quickstart in written steps, `sampled`, 144 updates"
 _OTHERS = "quickstart, half of the rollouts from a larger, better model"

@@ -121,6 +121,7 @@ _LAST_ENTROPY = report.end_mean("policy/entropy")
 _HOT = "temperature 1.5"
 _ON_POLICY = ("GRPO, on-policy", "P3O, on-policy")
 _EPSILON = "GRPO, ε = 0.2"
+_ALL_FAR = [run for runs in FAR.values() for run in runs]
 _LAGGING = at_lower(f"{_EPSILON}, lag 1")
 _AT = (0.0, *hand_over.prices_of_7b().values())
 _PRICES = hand_over.quickstart_curves(_AT)
@@ -140,13 +141,13 @@ def _break_even(curves: Sequence[hand_over.Curve]) -> tuple[str, str]:
 
 def _speedup(race: str, *, at_most: bool = False) -> str:
   """Of stale rollouts over fresher ones, of experiments/large_ratios; see `speedups`."""
-  runs = [run for found in FAR.values() for run in found]
-  return f"{statistics.mean(speedups(runs, RACES[race], PRICE, at_most=at_most).values()):.2f}"
+  found = speedups(_ALL_FAR, RACES[race], PRICE, at_most=at_most)
+  return f"{statistics.mean(found.values()):.2f}"
 
 
 def _arrived(race: str) -> str:
   """How many seeds of the stale rollouts reach the level."""
-  found = speedups([run for runs in FAR.values() for run in runs], RACES[race], PRICE)
+  found = speedups(_ALL_FAR, RACES[race], PRICE)
   return f"{sum(x > 0 for x in found.values())} of {len(found)}"
 
 

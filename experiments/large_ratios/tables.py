@@ -36,24 +36,22 @@ from experiments.large_ratios.sweep import (
 from experiments.mu_grpo.hand_over import GRID, RESTART_S, prices_of_7b, refreshes
 from experiments.testbed.claims import (
   HEADINGS,
+  MISMATCH,
   Claim,
   arm_table,
   claim_row,
   claim_table,
   write_page,
 )
-from experiments.testbed.report import Result, late_mean
+from experiments.testbed.report import Panel, Result, late_mean, plot_panel
 from rlvr_jax.evaluate import compare, curves
-from rlvr_jax.evaluate.compare import METRIC, markdown_table, result_curve
+from rlvr_jax.evaluate.compare import METRIC, markdown_table
 from rlvr_jax.evaluate.paired import paired_difference
 
 HOME = pathlib.Path(__file__).parent
 LATE = late_mean()
 MEASURED = {  # heading → (metric, what of its values over the updates)
-  "ESS": ("behavior/ess", statistics.mean),
-  "KL(β‖π)": ("behavior/kl_k3", statistics.mean),
-  "largest ratio": ("behavior/ratio_max", max),
-  "clipped": ("loss/clip_fraction", statistics.mean),
+  **MISMATCH,
   "vetoed": ("veto/token_fraction", statistics.mean),
   "entropy at the start": ("policy/entropy", lambda values: values[0]),
   "at the end": ("policy/entropy", lambda values: values[-1]),
@@ -235,7 +233,7 @@ def _draw_price(axes: Any, results: Sequence[Result]) -> None:
   axes.set_xscale("log")
   axes.set(xlabel="price of a hand-over, updates", ylabel="cost of fresh over that of stale runs")
   axes.set_title("the price of a hand-over")
-  axes.legend(fontsize=7)
+  axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0))
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -244,13 +242,11 @@ def _draw_price(axes: Any, results: Sequence[Result]) -> None:
 def draw(results: Sequence[Result]) -> None:
   """Saves a figure of held-out pass@1, a panel for each question and rate, and of the price."""
   runs = compare.group_by_label(results)
-  with curves.save_figure(HOME / "curves.png", 2, 4, size=(20, 7.6), dpi=80) as rows:
+  with curves.save_figure(HOME / "curves.png", 4, 2, size=(14, 14), dpi=80) as rows:
     *questions, of_price = rows.flat
     for axes, (title, labels) in zip(questions, PANELS.items(), strict=True):
-      of_panel = {label: [result_curve(r) for r in runs.get(label, [])] for label in labels}
-      curves.plot_curves(axes, of_panel, METRIC, "updates")
+      plot_panel(axes, Panel(title, METRIC, labels), runs)
       axes.sharey(rows.flat[0])
-      axes.set_title(title)
     _draw_price(of_price, results)
 
 

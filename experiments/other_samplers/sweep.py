@@ -1,5 +1,7 @@
 """P3O and GRPO where half of the rollouts are another model's, larger or equal; see README.md."""
 
+from rlvr_jax.commands.sweep import Run
+
 CONFIG = "experiments/p3o_mismatch/config.py"
 SEEDS = range(8)
 UPDATES = 80
@@ -18,10 +20,10 @@ def half_from(model: str, method: str) -> str:
 
 
 def _half(model: str) -> dict[str, object]:
-  folder = model.replace(" ", "_")
+  folder = Run(model, OTHER_SEED, ()).name
   return {
     "sources.checkpoint.fraction": 0.5,
-    "sources.checkpoint.workdir": f"{{workdir}}/{folder}_{OTHER_SEED}",
+    "sources.checkpoint.workdir": f"{{workdir}}/{folder}",
   }
 
 

@@ -6,11 +6,10 @@ With --workdir, of a sweep, it adds the sweep's runs to results.json first.
 from __future__ import annotations
 
 import pathlib
-import statistics
 from collections.abc import Sequence
 
 from experiments.other_samplers.sweep import EQUAL, LARGER, OTHERS, RUNS, half_from
-from experiments.testbed.claims import Claim, arm_table, claim_table, write_page
+from experiments.testbed.claims import MISMATCH, Claim, arm_table, claim_table, write_page
 from experiments.testbed.report import Result, late_mean
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.compare import METRIC, result_curve
@@ -18,10 +17,7 @@ from rlvr_jax.evaluate.compare import METRIC, result_curve
 HOME = pathlib.Path(__file__).parent
 LATE = late_mean()
 MEASURED = {  # heading → (metric, what of its values over the updates)
-  "ESS": ("behavior/ess", statistics.mean),
-  "KL(β‖π)": ("behavior/kl_k3", statistics.mean),
-  "largest ratio": ("behavior/ratio_max", max),
-  "clipped": ("loss/clip_fraction", statistics.mean),
+  **MISMATCH,
   "entropy at the end": ("policy/entropy", lambda values: values[-1]),
 }
 CLAIMS = tuple(

@@ -29,9 +29,9 @@ from experiments.testbed.claims import (
   quantity_tables,
   write_page,
 )
-from experiments.testbed.report import Result, RunValue, late_mean
-from rlvr_jax.evaluate import compare, curves
-from rlvr_jax.evaluate.compare import METRIC, markdown_table, result_curve
+from experiments.testbed.report import Panel, Result, RunValue, draw_panels, late_mean
+from rlvr_jax.evaluate import compare
+from rlvr_jax.evaluate.compare import METRIC, markdown_table
 from rlvr_jax.evaluate.paired import paired_difference
 
 HOME = pathlib.Path(__file__).parent
@@ -99,11 +99,15 @@ QUANTITIES = (
   Quantity("α", (Claim("S10", salt(LARGE), salt(SMALL), "more"),), measured(ALPHA), 0.1),
 )
 LARGER = Claim("S5", f"SALT, G = {LARGE} less {SMALL}", f"GRPO, G = {LARGE} less {SMALL}", "more")
-PANELS = {  # title → arms
-  "group sizes": [label(size) for size in SIZES for label in (grpo, salt)],
-  "bases": [grpo(BASE_SIZE), salt(BASE_SIZE), "DAPO", "SALT on DAPO"],
-  "α, and an entropy bonus": [grpo(BASE_SIZE), salt(BASE_SIZE), *map(fixed, ALPHAS), BONUS],
-}
+PANELS = (
+  Panel("group sizes", METRIC, [label(size) for size in SIZES for label in (grpo, salt)]),
+  Panel("bases", METRIC, [grpo(BASE_SIZE), salt(BASE_SIZE), "DAPO", "SALT on DAPO"]),
+  Panel(
+    "α, and an entropy bonus",
+    METRIC,
+    [grpo(BASE_SIZE), salt(BASE_SIZE), *map(fixed, ALPHAS), BONUS],
+  ),
+)
 
 
 def gain_of_size(results: Sequence[Result], label: Mapping[int, str]) -> dict[int, float]:
@@ -131,13 +135,7 @@ def size_table(results: Sequence[Result]) -> str:
 
 def draw(results: Sequence[Result]) -> None:
   """Saves a figure of held-out pass@1, with a panel for each question."""
-  runs = compare.group_by_label(results)
-  with curves.save_figure(HOME / "curves.png", 1, len(PANELS), size=(16, 4.2), dpi=90) as row:
-    for axes, (title, labels) in zip(row.flat, PANELS.items(), strict=True):
-      of_panel = {label: [result_curve(r) for r in runs.get(label, [])] for label in labels}
-      curves.plot_curves(axes, of_panel, METRIC, "updates")
-      axes.sharey(row.flat[0])
-      axes.set_title(title)
+  draw_panels(results, PANELS, HOME / "curves.png")
 
 
 def tables(results: Sequence[Result]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,12 @@ MATTERS = 0.03  # of pass@1
 
 # Heading of a column → (metric, what of its values over the updates of a run).
 Measured = Mapping[str, tuple[str, Callable[[Sequence[float]], float]]]
+MISMATCH: Measured = {  # of the policy and the one that sampled
+  "ESS": ("behavior/ess", statistics.mean),
+  "KL(β‖π)": ("behavior/kl_k3", statistics.mean),
+  "largest ratio": ("behavior/ratio_max", max),
+  "clipped": ("loss/clip_fraction", statistics.mean),
+}
 
 
 class Claim(NamedTuple):
@@ -94,15 +101,15 @@ def claim_table(
   """The differences that claims are about, paired by seed, with their verdicts.
 
   Args:
-    claims: all of one quantity; those whose arms have not run are left out.
+    claims: all of one quantity; there are no rows as long as none of their arms has run.
     results: with the runs of their arms.
     value: the quantity, of a result.
     matters: the difference of it that would matter.
   """
   rows = {}
   have_run = {result["label"] for result in results}
-  for claim in claims:
-    if {claim.arm, claim.control} <= have_run:
+  if any(claim.arm in have_run for claim in claims):
+    for claim in claims:
       of_both = [r for r in results if r["label"] in (claim.arm, claim.control)]
       found = compare.differences(of_both, claim.control, value)[claim.arm]
       rows[claim.name] = claim_row(claim, found, matters)

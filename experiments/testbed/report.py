@@ -276,12 +276,23 @@ def draw_panels(results: Sequence[Result], panels: Sequence[Panel], path: pathli
   size = (5.0 * len(panels), 3.6)
   with curves.save_figure(path, 1, len(panels), size=size, dpi=90) as row:
     for axes, panel in zip(np.ravel(row), panels, strict=True):
-      metric_curves = {
-        label: _metric_curves(by_label.get(label, []), panel.metric) for label in panel.labels
-      }
-      present = {label: pairs for label, pairs in metric_curves.items() if pairs}
-      curves.plot_curves(axes, present, panel.metric, "updates")
-      axes.set_title(panel.title)
+      plot_panel(axes, panel, by_label)
+
+
+def plot_panel(axes: Any, panel: Panel, by_label: Mapping[str, Sequence[Result]]) -> None:
+  """Plots the curves of a panel's labels that have run.
+
+  Args:
+    axes: matplotlib's.
+    panel: which metric, of which labels.
+    by_label: label → results.
+  """
+  metric_curves = {
+    label: _metric_curves(by_label.get(label, []), panel.metric) for label in panel.labels
+  }
+  present = {label: pairs for label, pairs in metric_curves.items() if pairs}
+  curves.plot_curves(axes, present, panel.metric, "updates")
+  axes.set_title(panel.title)
 
 
 def _metric_curves(

@@ -188,8 +188,7 @@ def test_what_decides_a_claim_is_of_committed_runs(name):
     return
   mean, half = statistics.mean(gaps), stats.t.ppf(0.975, len(gaps) - 1) * stats.sem(gaps)
   low, high = mean - half, mean + half
-  expected = [mean, low, high] if low < high else [mean]
-  assert shown == pytest.approx(expected, abs=digits)
+  assert shown == pytest.approx([mean, low, high], abs=digits)
   if comparison.claimed == "more":
     expected = "found" if low > 0 else "reversed" if high < 0 else "undecided"
     if -margin < low and high < margin:

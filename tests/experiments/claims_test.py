@@ -35,14 +35,17 @@ def run(label, seed, *values):
   return {"label": label, "seed": seed, "evaluations": evaluations}
 
 
-def test_a_claim_whose_arms_have_not_run_has_no_row():
+def test_a_table_has_all_its_claims_once_their_runs_have_begun():
   claims = (Claim("one", "a", "b", "more"), Claim("two", "a", "c", "more"))
   results = [run(label, seed, 0.0, at) for label, at in (("a", 0.5), ("b", 0.4)) for seed in (0, 1)]
   final = lambda result: result["evaluations"]["eval/pass@1"][-1]
-  table = claim_table(claims, results, final)
-  assert "| one | a | b | +0.100 |" in table and "two" not in table
-  (text,) = quantity_tables([Quantity("pass@1", claims, final, 0.2)], results)
-  assert text.startswith("pass@1:\n\n") and "| 0.2 | excluded beyond the margin |" in text
+  (text,) = quantity_tables([Quantity("pass@1", claims[:1], final, 0.2)], results)
+  assert text.startswith("pass@1:\n\n") and "| one | a | b | +0.100 |" in text
+  assert "| 0.2 | excluded beyond the margin |" in text
+  with pytest.raises(ValueError, match="no run has the label 'c'"):  # no claim is left out without a word
+    claim_table(claims, results, final)
+  before = claim_table(claims, [run("pilot", 0, 0.5)], final)
+  assert "one" not in before and before.startswith("| claim |")
 
 
 def test_a_stale_run_that_never_gets_there_has_no_speed():

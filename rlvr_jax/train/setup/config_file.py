@@ -437,7 +437,8 @@ def open_model(config: ConfigDict, given: Mapping[str, Any]) -> None:
   if inner := [".".join(path) for path in paths if len(path) > 1]:
     raise ValueError(f"config.model.overrides.{inner[0]}: a field of a network has no fields")
   missing = [field for field, *_ in paths if field not in listed]
-  from rlvr_jax.models.presets import check_overrides  # here, for the reason above
+  # Here, so that other command lines do not wait for the imports.
+  from rlvr_jax.models.presets import check_overrides
   from rlvr_jax.models.transformer import TransformerConfig
 
   check_overrides(missing)
