@@ -42,7 +42,8 @@ def test_a_table_has_all_its_claims_once_their_runs_have_begun():
   (text,) = quantity_tables([Quantity("pass@1", claims[:1], final, 0.2)], results)
   assert text.startswith("pass@1:\n\n") and "| one | a | b | +0.100 |" in text
   assert "| 0.2 | excluded beyond the margin |" in text
-  with pytest.raises(ValueError, match="no run has the label 'c'"):  # no claim is left out without a word
+  # No claim is left out without a word.
+  with pytest.raises(ValueError, match="no run has the label 'c'"):
     claim_table(claims, results, final)
   before = claim_table(claims, [run("pilot", 0, 0.5)], final)
   assert "one" not in before and before.startswith("| claim |")
