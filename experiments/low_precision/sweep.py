@@ -1,0 +1,83 @@
+"""Training in float32 and bfloat16, with rollouts of the policy or an 8-bit copy; see README.md."""
+
+CONFIG = "experiments/mu_grpo/config.py:refresh"  # the quickstart in written steps
+SEEDS = range(8)
+PILOT_SEEDS = (100, 101)  # which no comparison uses
+FIELDS = {
+  "config": CONFIG,
+  "num_updates": 144,
+  "batch.group_size": 8,
+  "batch.prompts": 16,
+  "evaluation.num_samples": 8,
+  "evaluation.ks": (1, 8),
+  "store.keep_used": False,
+}
+METHODS = {"GRPO": {}, "P3O": {"loss": "p3o"}}
+TRAINING = ("float32", "bfloat16")
+FORMATS = {  # of rollouts → of the copy of the policy that samples them
+  "int8 rollouts": "int8",
+  "fp8 rollouts": "float8_e4m3fn",
+}
+CLIPS = (0.2, 0.4, 0.6)  # GRPO's is the first where no label says otherwise
+HOT = "temperature 1.2"  # of rollouts; log-probabilities are recorded without it
+ANCHORS = "P3O, two anchors"
+
+
+def label(method: str, training: str = TRAINING[0], rollouts: str = "") -> str:
+  """Label of a method, of a dtype to train in, and of a format of rollouts if they have one."""
+  return ", ".join(part for part in (method, training, rollouts) if part)
+
+
+def clip(epsilon: float) -> str:
+  """Label of GRPO with a clip, trained in float32."""
+  return label("GRPO") if epsilon == CLIPS[0] else label(f"GRPO, ε = {epsilon}")
+
+
+def _copy(rollouts: str) -> dict[str, object]:
+  form = FORMATS.get(rollouts)
+  if form is None:
+    return {}
+  return {"sources.quantized.fraction": 1.0, "sources.quantized.format": form}
+
+
+PRECISION = {  # label → fields
+  label(method, training, rollouts): {
+    "model.overrides.compute_dtype": training,
+    **fields,
+    **_copy(rollouts),
+  }
+  for method, fields in METHODS.items()
+  for training in TRAINING
+  for rollouts in ("", *FORMATS)
+}
+CLIPPED = {
+  clip(epsilon): {"loss": f"ppo_clip(epsilon_low={epsilon}, epsilon_high={epsilon})"}
+  for epsilon in CLIPS[1:]
+}
+_TWO = {**METHODS["P3O"], "reference.kl_coefficient": 0.04}
+_HOT = {
+  "sources.temperature.fraction": 1.0,
+  "sources.temperature.temperature": 1.2,
+  "sources.temperature.recorded": "raw",
+}
+ANCHORED = {
+  label(ANCHORS): _TWO,
+  f"{label('P3O')}, {HOT}": {**METHODS["P3O"], **_HOT},
+  f"{label(ANCHORS)}, {HOT}": {**_TWO, **_HOT},
+}
+RUNS = {**PRECISION, **CLIPPED, **ANCHORED}
+PILOT = {
+  f"pilot, {training}{', fp8' if rollouts else ''}": PRECISION[label("GRPO", training, rollouts)]
+  for training in TRAINING
+  for rollouts in ("", "fp8 rollouts")
+}
+
+
+def get_sweep():
+  """The pilot, then the comparison, whose outer loop are the seeds."""
+  return [
+    {"label": name, "seed": seed, **FIELDS, **fields}
+    for arms, seeds in ((PILOT, PILOT_SEEDS), (RUNS, SEEDS))
+    for seed in seeds
+    for name, fields in arms.items()
+  ]

@@ -1,0 +1,136 @@
+"""Writes the tables and the figure of README.md: python -m experiments.low_precision.tables.
+
+With --workdir, of a sweep, it adds the sweep's runs to results.json first.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from collections.abc import Sequence
+
+from experiments.low_precision.sweep import (
+  ANCHORED,
+  ANCHORS,
+  CLIPPED,
+  CLIPS,
+  FORMATS,
+  HOT,
+  METHODS,
+  PILOT,
+  PRECISION,
+  RUNS,
+  TRAINING,
+  clip,
+  label,
+)
+from experiments.testbed.claims import (
+  HEADINGS,
+  MISMATCH,
+  Claim,
+  Quantity,
+  arm_table,
+  claim_row,
+  quantity_tables,
+  write_page,
+)
+from experiments.testbed.report import Panel, Result, draw_panels, late_mean
+from rlvr_jax.evaluate import compare
+from rlvr_jax.evaluate.compare import METRIC, markdown_table
+from rlvr_jax.evaluate.paired import BySeed, paired_difference
+
+HOME = pathlib.Path(__file__).parent
+LATE, LATE_8 = late_mean(), late_mean("eval/pass@8")
+MEASURED = {  # heading → (metric, what of its values over the updates)
+  **MISMATCH,
+  "entropy at the end": ("policy/entropy", lambda values: values[-1]),
+}
+GRPO, P3O = METHODS
+_CELLS = tuple((training, rollouts) for training in TRAINING for rollouts in FORMATS)
+_HOT_P3O, _HOT_ANCHORS = (f"{label(method)}, {HOT}" for method in (P3O, ANCHORS))
+QUANTITIES = (
+  Quantity(
+    "Late pass@1",
+    (
+      *(Claim(f"P3, {t}, {r}", label(P3O, t, r), label(P3O, t), "not less") for t, r in _CELLS),
+      *(
+        Claim(f"P3, GRPO degrades, {t}, {r}", label(GRPO, t), label(GRPO, t, r), "more")
+        for t, r in _CELLS
+      ),
+      *(
+        Claim(f"P3, against GRPO, {t}, {r}", label(P3O, t, r), label(GRPO, t, r), "more")
+        for t, r in _CELLS
+      ),
+      *(
+        Claim(f"P3, bfloat16, {method}", label(method, TRAINING[1]), label(method), "not less")
+        for method in METHODS
+      ),
+      Claim("P7", _HOT_P3O, _HOT_ANCHORS, "more"),
+      Claim("P7, one anchor is robust", _HOT_P3O, label(P3O), "not less"),
+      Claim("P7, two anchors peak alike", label(ANCHORS), label(P3O), "not less"),
+    ),
+    LATE,
+  ),
+  Quantity(
+    "Late pass@8",
+    (
+      Claim(
+        "P4, GRPO collapses",
+        label(GRPO, TRAINING[1]),
+        label(GRPO, TRAINING[1], "fp8 rollouts"),
+        "more",
+      ),
+    ),
+    LATE_8,
+  ),
+)
+SWEEP = Claim("P4", label(P3O), "GRPO, mean of the clips", "not less")
+PANELS = (
+  *(
+    Panel(
+      f"training in {training}",
+      METRIC,
+      [label(method, training, rollouts) for method in METHODS for rollouts in ("", *FORMATS)],
+    )
+    for training in TRAINING
+  ),
+  Panel("clips: pass@8", "eval/pass@8", [*map(clip, CLIPS), label(P3O)]),
+  Panel(f"anchors, {HOT}", METRIC, [label(P3O), *ANCHORED]),
+)
+
+
+def sweep_mean(results: Sequence[Result]) -> BySeed:
+  """Seed → late pass@8 of GRPO trained in float32, averaged over its clips."""
+  runs = compare.group_by_label(results)
+  by_clip = [{run["seed"]: LATE_8(run) for run in runs.get(clip(x), [])} for x in CLIPS]
+  shared = set.intersection(*(set(found) for found in by_clip))
+  return {seed: statistics.mean(found[seed] for found in by_clip) for seed in sorted(shared)}
+
+
+def sweep_table(results: Sequence[Result]) -> str:
+  """P3O's late pass@8, less that of GRPO averaged over its clips."""
+  of_p3o = {run["seed"]: LATE_8(run) for run in results if run["label"] == SWEEP.arm}
+  of_grpo, rows = sweep_mean(results), {}
+  if of_grpo:
+    rows[SWEEP.name] = claim_row(SWEEP, paired_difference(of_p3o, of_grpo))
+  return markdown_table(HEADINGS, rows, "claim")
+
+
+def draw(results: Sequence[Result]) -> None:
+  """Saves a figure of held-out pass@1, with a panel for each question."""
+  draw_panels(results, PANELS, HOME / "curves.png")
+
+
+def tables(results: Sequence[Result]) -> str:
+  """All tables as Markdown."""
+  of_arms = [
+    arm_table(results, list(arms), MEASURED, LATE, {"late pass@8": LATE_8})
+    for arms in (PILOT, PRECISION, {**CLIPPED, **ANCHORED})
+  ]
+  pilot, *compared = of_arms
+  mean = f"Late pass@8, less the mean of GRPO's clips:\n\n{sweep_table(results)}"
+  return "\n\n".join([pilot, *quantity_tables(QUANTITIES, results), mean, *compared])
+
+
+if __name__ == "__main__":
+  write_page(HOME, [*PILOT, *RUNS], MEASURED, tables, draw)
