@@ -75,6 +75,26 @@ WHY_RUNS = {  # of what a lag of one does
   PULL: {"config": _P3O, **_LAGGING, "loss": "p3o(cap='none')"},
 }
 WHY_SEEDS = range(5)
+LONGER = 256  # updates of a stale run that cost as much as GRPO's 160 with four per refresh
+
+
+def longer(label: str) -> str:
+  """Label of a stale run at the lower rate that goes on for as long as GRPO."""
+  return at_lower(f"{label}, {LONGER} updates")
+
+
+LONGER_RUNS = {
+  longer(label): {**RUNS[label], "num_updates": LONGER} for label in (grpo(0.2), SUFFIX)
+}
+NEW_SEEDS = range(8, 24)  # which the first comparison has not seen
+
+
+def with_new_seeds(label: str) -> str:
+  """Label of an arm of the first comparison, with other seeds."""
+  return f"{label}, seeds {NEW_SEEDS[0]} to {NEW_SEEDS[-1]}"
+
+
+VETO_RUNS = {with_new_seeds(label): RUNS[label] for label in (SUFFIX, TRIGGER)}
 
 
 def _seed_by_seed(arms, seeds, rate):
@@ -99,4 +119,6 @@ def get_sweep():
     + _seed_by_seed(LOWER_RUNS, LOWER_SEEDS, LOWER)
     + _seed_by_seed(REFRESHED_RUNS, LOWER_SEEDS, LOWER)
     + _seed_by_seed(WHY_RUNS, WHY_SEEDS, LOWER)
+    + _seed_by_seed(LONGER_RUNS, LOWER_SEEDS, LOWER)
+    + _seed_by_seed(VETO_RUNS, NEW_SEEDS, RATE)
   )
