@@ -376,6 +376,19 @@ def mixed_groups():
   return build(dynamic_sampling=dict(enabled=True, max_batches=60), sampling__slots=24)
 
 
+def graded_at_once(made):
+  """Waits for the grades of each group, so that no clock decides how far the slots are by then."""
+  collector = made.trainer.collector
+
+  def submit(*work):
+    submitted = collector.submit(*work)
+    collector.results([submitted])
+    return submitted
+
+  made.with_submit(submit)
+  return made
+
+
 def fill(made, count, end):
   """Fills batches from the first policy by dynamic sampling; returns the store's contents."""
   params = made.now.state.params
@@ -390,8 +403,8 @@ def fill(made, count, end):
 def test_dynamic_sampling_fills_the_batches_of_a_refresh_from_one_stream(trainer):
   """They are those that are filled one after another, and no draw is sampled in vain."""
   mixed = mixed_groups()
-  streamed, batches = fill(trainer(staleness.on_policy(), mixed), count=4, end=4)
-  alone, apart = fill(trainer(staleness.on_policy(), mixed), count=4, end=None)
+  of_end = lambda end: fill(graded_at_once(trainer(staleness.on_policy(), mixed)), count=4, end=end)
+  (streamed, batches), (alone, apart) = of_end(4), of_end(None)
   for (arrays, info, samples), (expected, expected_info, expected_samples) in zip(
     streamed, alone, strict=True
   ):
