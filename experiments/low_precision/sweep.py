@@ -50,6 +50,7 @@ PRECISION = {  # label → fields
   for training in TRAINING
   for rollouts in ("", *FORMATS)
 }
+_HARDEST = (TRAINING[1], "fp8 rollouts")
 CLIPPED = {
   clip(epsilon): {"loss": f"ppo_clip(epsilon_low={epsilon}, epsilon_high={epsilon})"}
   for epsilon in CLIPS[1:]
@@ -66,6 +67,15 @@ ANCHORED = {
   f"{label(ANCHORS)}, {HOT}": {**_TWO, **_HOT},
 }
 RUNS = {**PRECISION, **CLIPPED, **ANCHORED}
+WHY_SEEDS = range(5)
+WHY = {  # of what fp8 rollouts do
+  label(name, *_HARDEST): {**PRECISION[label("GRPO", *_HARDEST)], "loss": loss}
+  for name, loss in (
+    ("GRPO without a clip", "ppo_clip(epsilon_low=1.0, epsilon_high=1e6)"),
+    ("P3O's cap", "p3o(kl_term=False)"),
+    ("P3O's pull", "p3o(cap='none')"),
+  )
+}
 PILOT = {
   f"pilot, {training}{', fp8' if rollouts else ''}": PRECISION[label("GRPO", training, rollouts)]
   for training in TRAINING
@@ -74,10 +84,10 @@ PILOT = {
 
 
 def get_sweep():
-  """The pilot, then the comparison, whose outer loop are the seeds."""
+  """The pilot, then the comparisons, whose outer loop are the seeds."""
   return [
     {"label": name, "seed": seed, **FIELDS, **fields}
-    for arms, seeds in ((PILOT, PILOT_SEEDS), (RUNS, SEEDS))
+    for arms, seeds in ((PILOT, PILOT_SEEDS), (RUNS, SEEDS), (WHY, WHY_SEEDS))
     for seed in seeds
     for name, fields in arms.items()
   ]

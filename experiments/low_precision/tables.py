@@ -21,6 +21,7 @@ from experiments.low_precision.sweep import (
   PRECISION,
   RUNS,
   TRAINING,
+  WHY,
   clip,
   label,
 )
@@ -31,13 +32,14 @@ from experiments.testbed.claims import (
   Quantity,
   arm_table,
   claim_row,
+  claim_table,
   quantity_tables,
   write_page,
 )
 from experiments.testbed.report import Panel, Result, draw_panels, late_mean, peak_value
 from rlvr_jax.evaluate import compare
 from rlvr_jax.evaluate.compare import METRIC, markdown_table
-from rlvr_jax.evaluate.paired import BySeed, paired_difference
+from rlvr_jax.evaluate.paired import BySeed, Difference, paired_difference
 
 HOME = pathlib.Path(__file__).parent
 LATE, LATE_8 = late_mean(), late_mean("eval/pass@8")
@@ -46,27 +48,27 @@ MEASURED = {  # heading → (metric, what of its values over the updates)
   "entropy at the end": ("policy/entropy", lambda values: values[-1]),
 }
 GRPO, P3O = METHODS
-_CELLS = tuple((training, rollouts) for training in TRAINING for rollouts in FORMATS)
-_HOT_P3O, _HOT_ANCHORS = (f"{label(method)}, {HOT}" for method in (P3O, ANCHORS))
+CELLS = tuple((training, rollouts) for training in TRAINING for rollouts in FORMATS)
+HOT_P3O, HOT_ANCHORS = (f"{label(method)}, {HOT}" for method in (P3O, ANCHORS))
 QUANTITIES = (
   Quantity(
     "Late pass@1",
     (
-      *(Claim(f"P3, {t}, {r}", label(P3O, t, r), label(P3O, t), "not less") for t, r in _CELLS),
+      *(Claim(f"P3, {t}, {r}", label(P3O, t, r), label(P3O, t), "not less") for t, r in CELLS),
       *(
         Claim(f"P3, GRPO degrades, {t}, {r}", label(GRPO, t), label(GRPO, t, r), "more")
-        for t, r in _CELLS
+        for t, r in CELLS
       ),
       *(
         Claim(f"P3, against GRPO, {t}, {r}", label(P3O, t, r), label(GRPO, t, r), "more")
-        for t, r in _CELLS
+        for t, r in CELLS
       ),
       *(
         Claim(f"P3, bfloat16, {method}", label(method, TRAINING[1]), label(method), "not less")
         for method in METHODS
       ),
-      Claim("P7", _HOT_P3O, _HOT_ANCHORS, "more"),
-      Claim("P7, one anchor is robust", _HOT_P3O, label(P3O), "not less"),
+      Claim("P7", HOT_P3O, HOT_ANCHORS, "more"),
+      Claim("P7, one anchor is robust", HOT_P3O, label(P3O), "not less"),
     ),
     LATE,
   ),
@@ -88,6 +90,13 @@ QUANTITIES = (
     LATE_8,
   ),
 )
+_FREE, _CAP, _PULL = WHY
+_OF_GRPO, _OF_P3O = (label(method, TRAINING[1], "fp8 rollouts") for method in METHODS)
+REASONS = (
+  Claim("no clip", _FREE, _OF_GRPO, "more"),
+  Claim("cap", _CAP, _OF_P3O, "not less"),
+  Claim("pull", _PULL, _OF_P3O, "not less"),
+)
 SWEEP = Claim("P4", label(P3O), "GRPO, mean of the clips", "not less")
 PANELS = (
   *(
@@ -100,6 +109,7 @@ PANELS = (
   ),
   Panel("clips: pass@8", "eval/pass@8", [*map(clip, CLIPS), label(P3O)]),
   Panel(f"anchors, {HOT}", METRIC, [label(P3O), *ANCHORED]),
+  Panel("training in bfloat16, fp8 rollouts", METRIC, [_OF_GRPO, _OF_P3O, *WHY]),
 )
 
 
@@ -111,12 +121,17 @@ def sweep_mean(results: Sequence[Result]) -> BySeed:
   return {seed: statistics.mean(found[seed] for found in by_clip) for seed in sorted(shared)}
 
 
-def sweep_table(results: Sequence[Result]) -> str:
+def less_sweep_mean(results: Sequence[Result]) -> Difference:
   """P3O's late pass@8, less that of GRPO averaged over its clips."""
   of_p3o = {run["seed"]: LATE_8(run) for run in results if run["label"] == SWEEP.arm}
-  of_grpo, rows = sweep_mean(results), {}
-  if of_grpo:
-    rows[SWEEP.name] = claim_row(SWEEP, paired_difference(of_p3o, of_grpo))
+  return paired_difference(of_p3o, sweep_mean(results))
+
+
+def sweep_table(results: Sequence[Result]) -> str:
+  """What `less_sweep_mean` says of its claim, once its runs have begun."""
+  rows = {}
+  if sweep_mean(results):
+    rows[SWEEP.name] = claim_row(SWEEP, less_sweep_mean(results))
   return markdown_table(HEADINGS, rows, "claim")
 
 
@@ -129,12 +144,13 @@ def tables(results: Sequence[Result]) -> str:
   """All tables as Markdown."""
   of_arms = [
     arm_table(results, list(arms), MEASURED, LATE, {"late pass@8": LATE_8})
-    for arms in (PILOT, PRECISION, {**CLIPPED, **ANCHORED})
+    for arms in (PILOT, PRECISION, {**CLIPPED, **ANCHORED, **WHY})
   ]
   pilot, *compared = of_arms
+  why = f"What fp8 rollouts do, in late pass@1:\n\n{claim_table(REASONS, results, LATE)}"
   mean = f"Late pass@8, less the mean of GRPO's clips:\n\n{sweep_table(results)}"
-  return "\n\n".join([pilot, *quantity_tables(QUANTITIES, results), mean, *compared])
+  return "\n\n".join([pilot, *quantity_tables(QUANTITIES, results), mean, why, *compared])
 
 
 if __name__ == "__main__":
-  write_page(HOME, [*PILOT, *RUNS], MEASURED, tables, draw)
+  write_page(HOME, [*PILOT, *RUNS, *WHY], MEASURED, tables, draw)

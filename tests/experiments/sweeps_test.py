@@ -21,10 +21,11 @@ RUNS = {
   "p3o_mismatch": 76,
   "dialogues": 10,
   "mixtures": 60,
-  "large_ratios": 220,
+  "large_ratios": 272,
   "high_entropy": 55,
   "sampled_feature": 95,
   "other_samplers": 50,
+  "low_precision": 159,
 }
 each_experiment = pytest.mark.parametrize("name", RUNS)
 
