@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from docs.runs import (
   HIGH_RANK,
   LAST_QUARTER,
   LATE,
-  LATE_16,
+  LOW,
   MU,
   N_EFF,
   ON_STEPS,
@@ -26,18 +25,19 @@ from docs.runs import (
   OfRun,
   Result,
   average,
+  every,
   fall,
   measured,
+  start,
   trigger_rate,
 )
-from experiments.large_ratios.sweep import LOWER, at_lower
-from experiments.large_ratios.tables import PRICE, SOONER
-from experiments.mu_grpo.testbed_tables import price_curves
+from experiments.large_ratios.sweep import LOWER, SUFFIX, at_lower, with_new_seeds
+from experiments.large_ratios.tables import PRICE, RACES, SOONER, speedups
+from experiments.low_precision import tables as low
 from experiments.other_samplers.sweep import LARGER, half_from
 from experiments.sampled_feature.sweep import BONUS, SIZES, fixed, grpo, salt
 from experiments.sampled_feature.tables import gain_of_size
 from experiments.testbed import claims, report
-from experiments.testbed.arms import GRPO
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.compare import final_value
 from rlvr_jax.evaluate.figures import COLORS
@@ -173,6 +173,7 @@ def plot(axes: Any, comparisons: Mapping[str, Comparison]) -> None:
 _QUICKSTART = "quickstart, G = 16, 100 updates"
 _STEPS = "`steps`, 192 updates"
 _STALE = "quickstart, sixteen large updates per refresh"
+_SMALL_GROUPS = "quickstart in written steps, G = 8, 144 updates"
 _WRITTEN = "quickstart in written steps, `sampled`, 144 updates"
 _OTHERS = "quickstart, half of the rollouts from a larger, better model"
 _ENTROPIC = "quickstart, 2500 demonstrations, 240 updates"
@@ -241,29 +242,21 @@ def _high(
   return _between(quantity, HIGH, arm, control, value, margin, _ENTROPIC, claimed, plan)
 
 
-def _sweep_mean() -> Side:
-  """pass@16 of GRPO on `steps`, averaged over the clips that have run."""
-  clips = [side(ON_STEPS, label, LATE_16).by_seed for label in (GRPO, "GRPO, ε = 0.6")]
-  shared = clips[0].keys() & clips[1].keys()
-  values = {seed: statistics.mean(clip[seed] for clip in clips) for seed in shared}
-  return Side("GRPO, mean of ε = 0.2 and 0.6", values)
-
-
 def _correlation_above_chance(run: Result) -> float:
   of = lambda name: average(f"geometry/agreement_{name}")(run)
   return of("correlation") - of("permutation_quantile")
 
 
-def _speedup() -> Side:
-  """Of stages over GRPO, to a rise of 0.2 on `steps`, where a hand-over restarts an engine."""
-  found = price_curves([run for runs in ON_STEPS.values() for run in runs], (PRICE,))
-  return Side("stages", {curve.seed: curve.speedup[0] for curve in found})
+def _speedup(name: str) -> Side:
+  """Of a race of experiments/large_ratios, of stale rollouts over fresher ones."""
+  race = RACES[name]
+  found = speedups(every(FAR), race, PRICE, at_most=race.bounded)
+  return Side(f"speed-up {'at most ' if race.bounded else ''}of {race.stale}", found)
 
 
 def _larger_groups(name: str, label: Callable[[int], str]) -> Side:
   """What larger groups do for a method's pass@1, in experiments/sampled_feature."""
-  runs = [run for found in SAMPLED.values() for run in found]
-  gains = gain_of_size(runs, {size: label(size) for size in SIZES})
+  gains = gain_of_size(every(SAMPLED), {size: label(size) for size in SIZES})
   return Side(f"{name}, G = 64 less 4", gains)
 
 
@@ -320,14 +313,23 @@ DECIDED_BY = {
     claimed="not less",
     value=LATE,
   ),
-  "P3": _pass_at_1(ON_STEPS, "P3O, fp8 rollouts", "P3O", _STEPS, claimed="not less", value=LATE),
+  "P3": _pass_at_1(
+    LOW,
+    low.label(low.P3O, "bfloat16", "fp8 rollouts"),
+    low.label(low.P3O, "bfloat16"),
+    _SMALL_GROUPS,
+    claimed="not less",
+    value=LATE,
+    plan="low_precision P3, bfloat16, fp8 rollouts",
+  ),
   "P4": Comparison(
-    "pass@16",
-    side(ON_STEPS, "P3O", LATE_16),
-    _sweep_mean(),
+    "pass@8",
+    side(LOW, low.SWEEP.arm, low.LATE_8),
+    Side(low.SWEEP.control, low.sweep_mean(every(LOW))),
     "not less",
     claims.MATTERS,
-    _STEPS,
+    _SMALL_GROUPS,
+    "low_precision P4",
   ),
   "P5": _at_lower(
     "P5, lag 1", "P3O, lag 1", "GRPO, ε = 0.2, lag 1", "quickstart, a lag of one update, rate 6e-4"
@@ -342,11 +344,7 @@ DECIDED_BY = {
     plan="other_samplers P6, larger model",
   ),
   "P7": _pass_at_1(
-    ON_STEPS,
-    "P3O, temperature 1.2, raw",
-    "P3O, two anchors, temperature 1.2, raw",
-    _STEPS,
-    value=LATE,
+    LOW, low.HOT_P3O, low.HOT_ANCHORS, _SMALL_GROUPS, value=LATE, plan="low_precision P7"
   ),
   "F1": _high(
     "F1",
@@ -374,12 +372,13 @@ DECIDED_BY = {
     "not less",
   ),
   "M1": Comparison(
-    "times as fast as GRPO to a rise of 0.2",
-    _speedup(),
+    "times as fast as GRPO to its accuracy, at most",
+    _speedup("M1, vetoed"),
     _number("1", 1.0),
     "more",
     SOONER,
-    f"{_STEPS}, hand-overs of {PRICE:.2f} updates",
+    f"{_STALE}, rate 6e-4, hand-overs of {PRICE:.2f} updates",
+    "large_ratios M1, vetoed",
   ),
   "M2": _between(
     "fall of pass@1 from its highest",
@@ -390,13 +389,13 @@ DECIDED_BY = {
     claims.MATTERS,
     f"{_STALE}, rate 6e-4",
   ),
-  "M3": _pass_at_1(
-    FAR,
-    "relaxed, suffix vetoed",
-    "relaxed, trigger vetoed",
+  "M3": Comparison(
+    "pass@1",
+    side(FAR, with_new_seeds(SUFFIX), LATE),
+    side(FAR, with_new_seeds(SUFFIX), start)._replace(name="its start"),
+    "not less",
+    claims.MATTERS,
     f"{_STALE}, rate 1e-3",
-    value=LATE,
-    plan="large_ratios M3",
   ),
   "M5": Comparison(
     "trigger rate in a stage",

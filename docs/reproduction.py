@@ -215,18 +215,16 @@ def _section(
 
 
 def _queue(done: set[tuple[str, int]]) -> str:
-  of_claims = queued(list(evidence.NEEDED), done)
-  of_rest = queued(list(evidence.REST), done)
+  left = queued(list(evidence.FIRST) + list(evidence.REST), done)
   return f"""## Queued
 
     python -m rlvr_jax.main --mode=sweep --config=experiments/testbed/config.py \\
         --sweep=experiments/evidence.py --workdir=runs/evidence --minutes=100
 
 This one command, with `JAX_PLATFORMS=cpu`, runs what the column "queued" counts, in sittings, seed
-by seed, in [an order fixed beforehand](../experiments/ORDER.md). Arms of claims that lack seeds:
-{of_claims} runs, {hours(of_claims)} hours on two quiet cores; the rest, which would say more but
-decide none: {of_rest} runs, {hours(of_rest)} hours. Claims share runs, so that the column adds up
-to more."""
+by seed, in [a fixed order](../experiments/ORDER.md): {left} runs, {hours(left)} hours on two quiet
+cores. They would say more, but decide no claim. Claims share runs, so that the column adds up to
+more."""
 
 
 _HARDWARE = f"""## On hardware, with a published checkpoint

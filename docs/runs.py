@@ -26,12 +26,18 @@ def results(name: str) -> dict[str, list[Result]]:
 SALT, P3O, MU = (results(name) for name in ("salt_geometry", "p3o_mismatch", "mu_grpo"))
 FAR, HIGH = results("large_ratios"), results("high_entropy")
 SAMPLED, OTHERS = results("sampled_feature"), results("other_samplers")
+LOW = results("low_precision")
 ON_STEPS = {
   label: runs
   for name in ("salt_geometry", "p3o_mismatch", "fade", "mu_grpo", "together")
   for label, runs in results(f"{name}/testbed.json").items()
 }
 EQUAL = "r − r̄"  # label of equal masses, of experiments/high_entropy
+
+
+def every(found: Mapping[str, list[Result]]) -> list[Result]:
+  """The runs of all labels."""
+  return [run for runs in found.values() for run in runs]
 
 
 def average(metric: str) -> OfRun:
@@ -56,6 +62,11 @@ RESIDUAL = average("geometry/residual_energy")
 ALPHA_ON_STEPS = report.training_mean("reweighting/alpha")
 HIGH_RANK = measured("head's rank-1 fraction")
 LATE, LATE_16 = report.late_mean(), report.late_mean("eval/pass@16")
+
+
+def start(run: Result) -> float:
+  """Held-out pass@1 before the first update."""
+  return run["evaluations"][compare.METRIC][0]
 
 
 def fall(run: Result) -> float:

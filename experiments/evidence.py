@@ -10,30 +10,16 @@ from experiments.together import testbed as together
 EXPERIMENTS = (salt_geometry, p3o_mismatch, fade, mu_grpo, together)
 CLAIMS = merge_arms(experiment.CLAIMS for experiment in EXPERIMENTS)
 _ALL = merge_arms([CLAIMS, *(experiment.ABLATIONS for experiment in EXPERIMENTS)])
-_DECISIVE = (  # one comparison of each paper, which runs first, with five seeds
+_FIRST = (  # one comparison of each paper, another clip, and all four methods at once
   *("GRPO", "SALT, sampled"),
-  *("GRPO, temperature 1.5, raw", "P3O, temperature 1.5, raw"),
+  *("P3O", "GRPO, temperature 1.5, raw", "P3O, temperature 1.5, raw", "GRPO, ε = 0.6"),
   *("FADE", "success-heavy", "failure-heavy"),
   *("tight, μ = 96", "suffix, μ = 96"),
   "all four",
 )
-_ELSEWHERE = (  # what they were for has been decided on other tasks since, docs/deciding.py
-  *("SALT, score", "GRPO, G = 32", "SALT, sampled, G = 32", "entropy bonus 0.05"),
-  *("GRPO, half from another policy", "P3O, half from another policy"),
-  *("GRPO, lag 8", "P3O, lag 8", "GRPO, on-policy", "P3O, on-policy"),
-  *("grpo_mean", "pass@4 training", "FADE, H* = 0.5"),
-  *("relaxed, μ = 96", "trigger, μ = 96"),
-)
-_ADDED = ("P3O, temperature 1.2, raw", "P3O, two anchors, temperature 1.2, raw")  # P7's
-DECISIVE = {label: CLAIMS[label] for label in _DECISIVE}
-FURTHER = {
-  label: fields
-  for label, fields in _ALL.items()
-  if label in _ADDED or (label in CLAIMS and label not in (*_DECISIVE, *_ELSEWHERE))
-}
-NEEDED = {**DECISIVE, **FURTHER}  # of claims that these runs decide
-REST = {label: fields for label, fields in _ALL.items() if label not in NEEDED}
-IN_ORDER = runs(DECISIVE) + p3o_mismatch.FIRST + runs(FURTHER) + runs(REST)
+FIRST = {label: CLAIMS[label] for label in _FIRST}
+REST = {label: fields for label, fields in _ALL.items() if label not in FIRST}
+IN_ORDER = runs(FIRST) + p3o_mismatch.FIRST + runs(REST)
 
 
 def get_sweep():

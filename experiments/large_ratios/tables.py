@@ -109,6 +109,8 @@ PANELS = {
   **_panels("", str),
   f"a lag of one, rate {LOWER}": (_AT_LAG, FREE, at_lower(f"{P3O}, {LAG}"), CAP, PULL),
   **_panels(f", rate {LOWER}", at_lower),
+  f"the cost of GRPO's 160 updates, rate {LOWER}": (REFRESHED, *LONGER_RUNS),
+  "the veto, other seeds": tuple(VETO_RUNS),
 }
 
 
@@ -217,19 +219,19 @@ def price_table(results: Sequence[Result]) -> str:
   """Speed-ups at the price of the plan, their verdicts, and how many seeds get there."""
   rows = {}
   for name, race in RACES.items():
-    arriving = speedups(results, race, PRICE)
-    if not arriving:
+    zero_if_never = speedups(results, race, PRICE)
+    if not zero_if_never:
       continue
     means = [statistics.mean(speedups(results, race, p).values()) for p in SHOWN_PRICES]
     at_most = speedups(results, race, PRICE, at_most=True)
-    found = at_most if race.bounded else arriving
+    found = at_most if race.bounded else zero_if_never
     rows[name] = [
       *claim_row(
         Claim(name, race.stale, "1", "more"),
         paired_difference(found, dict.fromkeys(found, 1.0)),
         SOONER,
       ),
-      f"{sum(x > 0 for x in arriving.values())} of {len(arriving)}",
+      f"{sum(x > 0 for x in zero_if_never.values())} of {len(zero_if_never)}",
       f"{statistics.mean(at_most.values()):.2f}",
       *(f"{mean:.2f}" for mean in means),
     ]
@@ -241,8 +243,9 @@ def price_table(results: Sequence[Result]) -> str:
 def _draw_price(axes: Any, results: Sequence[Result]) -> None:
   for name, race in RACES.items():
     if speedups(results, race, PRICE):
-      means = [statistics.mean(speedups(results, race, price).values()) for price in GRID]
-      axes.plot(GRID, means, label=name)
+      at = lambda price, race=race: speedups(results, race, price, at_most=race.bounded)
+      means = [statistics.mean(at(price).values()) for price in GRID]
+      axes.plot(GRID, means, label=f"{name}, at most" if race.bounded else name)
   axes.axhline(1, color="black", linewidth=0.8)
   axes.axvline(PRICE, color="gray", linewidth=0.8)
   axes.set_xscale("log")
@@ -257,7 +260,7 @@ def _draw_price(axes: Any, results: Sequence[Result]) -> None:
 def draw(results: Sequence[Result]) -> None:
   """Saves a figure of held-out pass@1, a panel for each question and rate, and of the price."""
   runs = compare.group_by_label(results)
-  with curves.save_figure(HOME / "curves.png", 4, 2, size=(14, 14), dpi=80) as rows:
+  with curves.save_figure(HOME / "curves.png", 5, 2, size=(14, 17.5), dpi=80) as rows:
     *questions, of_price = rows.flat
     for axes, (title, labels) in zip(questions, PANELS.items(), strict=True):
       plot_panel(axes, Panel(title, METRIC, labels), runs)

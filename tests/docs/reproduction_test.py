@@ -15,7 +15,8 @@ from docs import deciding, reproduction
 from docs import runs as committed
 from docs.verdicts import IN_SHORT, VERDICTS_BY_ID
 from experiments import evidence, full_size
-from experiments.large_ratios.sweep import LOWER
+from experiments.large_ratios.sweep import LOWER, SUFFIX, longer
+from experiments.low_precision import sweep as low_precision
 from experiments.p3o_mismatch import config as p3o_config
 from experiments.p3o_mismatch import sweep as p3o_sweep
 from experiments.p3o_mismatch import testbed as p3o_testbed
@@ -28,7 +29,7 @@ from rlvr_jax.ops import caches
 CONDITION = re.compile(
   r"\b[GUS] = \d+|[εκμα] = [\d.]+|pass@\d+|α is 0\b|above 1\b|α fixed at [01]|int8|fp8|bf(loat)?16"
   r"|float32|(temperature|bonus of|rise of|lag) [\d.]+|95 %|1024|256 rollouts|\[0, 5\]|of (a )?7B"
-  r"|\b[SPFM]\d\b|P3O|\b[36]0 s\b|160 updates|rate of \de-\d|up to 15"
+  r"|\b[SPFM]\d\b|P3O|\b[36]0 s\b|160 updates|256 updates|rate of \de-\d|up to 15"
 )
 PAGE = reproduction.PAGE.read_text(encoding="utf-8")
 _P3O = committed.results("p3o_mismatch")
@@ -53,7 +54,7 @@ def test_a_verdict_has_its_evidence(name):
   assert reproduction.verdict_of(name) in reproduction.VERDICTS
   assert verdict.evidence.count("{}") == len(verdict.values)
   assert not re.findall(r"\d", CONDITION.sub("", verdict.evidence)), "a result written by hand"
-  assert set(verdict.arms) <= set(evidence.NEEDED) | set(evidence.REST)
+  assert set(verdict.arms) <= set(evidence.FIRST) | set(evidence.REST)
   if name in deciding.DECIDED_BY:
     assert verdict.values and verdict.conditions and verdict.link
 
@@ -108,7 +109,8 @@ def test_f3_names_what_the_quickstart_recipes_differ_in():
 def test_p3_names_what_the_int8_runs_differ_in():
   """Their policy computes in bfloat16, from the warm start on; no other setting changes it."""
   evidence = VERDICTS_BY_ID["P3"].evidence
-  assert "int8 rollouts and a policy that computes in bfloat16" in evidence
+  assert "int8 rollouts and a policy that computes in bfloat16, warm start included," in evidence
+  assert "in written steps the warm start is in bfloat16 too" in evidence
   dtype = "model.overrides.compute_dtype"
   found = {name: fields.get(dtype) for name, (_, fields) in p3o_sweep.SETTINGS.items()}
   assert found.pop("int8 rollouts") == "bfloat16" and set(found.values()) == {None}
@@ -133,18 +135,12 @@ def test_p5_and_p1_name_a_baseline_that_lags():
   assert "minus its on-policy run" in VERDICTS_BY_ID["P5"].evidence
 
 
-def test_what_is_queued_first_decides_a_claim():
-  """Each is an arm of a claim that runs on `steps` decide, and that lacks seeds."""
-  done = committed_runs()
-  lacking = {label for label in evidence.NEEDED if any((label, seed) not in done for seed in SEEDS)}
-  of_claims = {
-    label
-    for name, comparison in deciding.DECIDED_BY.items()
-    if comparison.regime.startswith("`steps`")
-    and len(deciding.differences(comparison)) < len(SEEDS)
-    for label in VERDICTS_BY_ID[name].arms
-  }
-  assert lacking <= of_claims
+def test_what_decides_a_claim_is_not_queued():
+  """Both sides of a comparison on `steps` are among the first arms, which have all their seeds."""
+  on_steps = [c for c in deciding.DECIDED_BY.values() if c.regime.startswith("`steps`")]
+  arms = {side.name for comparison in on_steps for side in (comparison.arm, comparison.control)}
+  assert arms and arms <= set(evidence.FIRST)
+  assert reproduction.queued(list(evidence.FIRST), committed_runs()) == 0
 
 
 def test_f1_is_over_the_complete_run():
@@ -201,15 +197,18 @@ def test_what_decides_a_claim_is_of_committed_runs(name):
 
 PLANNED = {  # row of a plan → labels of the runs that it came before, if not those of the two arms
   "S5": tuple(f"{method}, G = {size}" for method in ("SALT", "GRPO") for size in (64, 4)),
+  "P4": ("P3O, float32", *map(low_precision.clip, low_precision.CLIPS)),
+  "M1, vetoed": (longer(SUFFIX),),  # what it is compared with had run before, as the plan says
 }
-SHORT = {"M3": ("suffix vetoed", "trigger vetoed")}  # row of a plan → how it calls the arms
 
 
 def test_margins_were_committed_before_the_runs():
   """The plan, at the commit of each of the runs, has the row, its arms, direction and margin."""
   planned = {name: c for name, c in deciding.DECIDED_BY.items() if c.plan}
   experiments = {c.plan.partition(" ")[0] for c in planned.values()}
-  assert experiments == {"large_ratios", "high_entropy", "sampled_feature", "other_samplers"}
+  assert experiments == {
+    *("large_ratios", "high_entropy", "sampled_feature", "other_samplers", "low_precision")
+  }
   for comparison in planned.values():
     experiment, _, row_name = comparison.plan.partition(" ")
     runs = committed.results(experiment)
@@ -219,8 +218,7 @@ def test_margins_were_committed_before_the_runs():
       page = page_at(commit, f"experiments/{experiment}/README.md")
       plan = page.partition("written before any run")[2].partition("## Results")[0]
       (row,) = [line for line in plan.splitlines() if line.startswith(f"| {row_name} |")]
-      sides = SHORT.get(row_name, (arm, control))
-      of_arm, of_control = (side.removesuffix(f", rate {LOWER}") for side in sides)
+      of_arm, of_control = (side.removesuffix(f", rate {LOWER}") for side in (arm, control))
       assert any(
         re.search(rf"\b{re.escape(of_arm)} less {re.escape(x)}( is |, in )", row)
         for x in (of_control, "static")  # each of the static ones
@@ -276,10 +274,12 @@ def test_a_comparison_of_three_seeds_has_an_interval_and_a_verdict():
 
 
 def test_a_figure_has_the_differences_in_margins():
-  decided = {name: deciding.DECIDED_BY[name] for name in ("S2", "P7")}  # eight seeds, and two
+  first = deciding.DECIDED_BY["S2"]  # of eight seeds
+  of_two = {seed: first.arm.by_seed[seed] for seed in (0, 1)}
+  decided = {"S2": first, "two": first._replace(arm=deciding.Side("two seeds", of_two))}
   axes = Figure().subplots()
   deciding.plot(axes, decided)
-  assert [label.get_text() for label in axes.get_yticklabels()] == ["S2: pass@1", "P7: pass@1"]
+  assert [label.get_text() for label in axes.get_yticklabels()] == ["S2: pass@1", "two: pass@1"]
   dots = [line.get_xdata() for line in axes.lines if line.get_marker() == "o"]
   for comparison, shown in zip(decided.values(), dots, strict=True):
     gaps = deciding.differences(comparison).values()

@@ -1,8 +1,12 @@
 """What an interval says about a claim that was written down before its runs."""
 
+import math
+
 import pytest
 
-from experiments.large_ratios.tables import Race, speedups
+from experiments.large_ratios.tables import PRICE, RACES, Race, price_table, speedups
+from experiments.low_precision.sweep import CLIPS, clip
+from experiments.low_precision.tables import sweep_mean
 from experiments.sampled_feature.tables import gain_of_size
 from experiments.testbed.claims import Claim, Quantity, claim_table, quantity_tables, verdict
 
@@ -64,6 +68,29 @@ def test_a_stale_run_that_never_gets_there_has_no_speed():
   bound = speedups(results, race, 8.0, at_most=True)  # as if it had got there with update 32
   assert bound == {0: 1.0, 1: 1.0} and speedups(results, race, 0.0, at_most=True)[1] == 0.5
   assert speedups(results[:1], race, 8.0) == {}
+
+
+def test_a_bound_counts_runs_that_never_get_there_as_if_they_did():
+  race = RACES["M1, tight"]
+  assert race.bounded and not RACES["accuracy, tight"].bounded
+  results = [run(race.fresh, seed, 0.25, 0.5, 0.5, 0.5) for seed in (0, 1)]
+  results += [run(race.stale, 0, 0.25, 0.5), run(race.stale, 1, *8 * [0.25])]
+  (row,) = [line for line in price_table(results).splitlines() if line.startswith("| M1, tight |")]
+  cost = lambda updates, μ: updates + PRICE * math.ceil(updates / μ)
+  speeds = cost(16, 4) / cost(16, 16), cost(16, 4) / cost(7 * 16, 16)
+  mean = f"{sum(speeds) / 2:.2f}"
+  assert f"| {sum(speeds) / 2 - 1:+.3f} |" in row and f"| 1 of 2 | {mean} |" in row
+
+
+def test_the_mean_of_the_clips_is_of_seeds_that_all_have():
+  late = lambda label, seed, value: {
+    "label": label,
+    "seed": seed,
+    "evaluations": {"updates": [0, 1, 2, 3], "eval/pass@8": [0.9, *3 * [value]]},
+  }
+  results = [late(clip(x), 0, value) for x, value in zip(CLIPS, (0.3, 0.4, 0.8), strict=True)]
+  results.append(late(clip(CLIPS[0]), 1, 0.1))
+  assert sweep_mean(results) == {0: pytest.approx(0.5)} and sweep_mean([]) == {}
 
 
 def test_what_larger_groups_do_is_late_pass_at_1():

@@ -29,7 +29,7 @@ from rlvr_jax.train.setup.build import (
 )
 
 CONFIG = "experiments/testbed/config.py"
-ARMS = {**evidence.NEEDED, **evidence.REST}
+ARMS = {**evidence.FIRST, **evidence.REST}
 
 
 @pytest.fixture(autouse=True)
@@ -51,11 +51,11 @@ def _configs(tmp_path_factory):
 
 def test_seeds_are_the_outer_loop_of_each_part():
   found = [(run["label"], run["seed"]) for run in evidence.IN_ORDER]
-  parts = (evidence.DECISIVE, evidence.FURTHER, evidence.REST)
+  parts = (evidence.FIRST, evidence.REST)
   in_order = [(label, seed) for part in parts for seed in SEEDS for label in part]
-  in_order.insert(len(evidence.DECISIVE) * len(SEEDS), ("other policy", 1000))
+  in_order.insert(len(evidence.FIRST) * len(SEEDS), ("other policy", 1000))
   assert found == in_order
-  assert [len(part) for part in parts] == [10, 6, 86]  # as ORDER.md says
+  assert [len(part) for part in parts] == [12, 90]  # as ORDER.md says
   assert found[0] == (GRPO, 0) and list(SEEDS) == [0, 1, 2, 3, 4]
   folders = {sweep.Run(label, seed, ()).name for label, seed in found}
   assert len(folders) == len(found)

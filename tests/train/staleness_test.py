@@ -377,7 +377,7 @@ def mixed_groups():
 
 
 def graded_at_once(made):
-  """Waits for the grades of each group, so that no clock decides how far the slots are by then."""
+  """Has a trainer's collector wait for the grades of each group."""
   collector = made.trainer.collector
 
   def submit(*work):
@@ -401,10 +401,13 @@ def fill(made, count, end):
 
 
 def test_dynamic_sampling_fills_the_batches_of_a_refresh_from_one_stream(trainer):
-  """They are those that are filled one after another, and no draw is sampled in vain."""
-  mixed = mixed_groups()
-  of_end = lambda end: fill(graded_at_once(trainer(staleness.on_policy(), mixed)), count=4, end=end)
-  (streamed, batches), (alone, apart) = of_end(4), of_end(None)
+  """They are those that are filled one after another, and no draw is sampled in vain.
+
+  Groups are graded at once, so that no clock decides how many draws begin.
+  """
+  made = lambda: graded_at_once(trainer(staleness.on_policy(), mixed_groups()))
+  streamed, batches = fill(made(), count=4, end=4)
+  alone, apart = fill(made(), count=4, end=None)
   for (arrays, info, samples), (expected, expected_info, expected_samples) in zip(
     streamed, alone, strict=True
   ):
