@@ -222,7 +222,7 @@ def _queue(done: set[tuple[str, int]]) -> str:
         --sweep=experiments/evidence.py --workdir=runs/evidence --minutes=100
 
 This one command, with `JAX_PLATFORMS=cpu`, runs what the column "queued" counts, in sittings, seed
-by seed, in [a fixed order](../experiments/ORDER.md): {left} runs, {hours(left)} hours on two quiet
+by seed, in [this order](../experiments/ORDER.md): {left} runs, {hours(left)} hours on two quiet
 cores. They would say more, but decide no claim. Claims share runs, so that the column adds up to
 more."""
 

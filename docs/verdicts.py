@@ -505,11 +505,14 @@ _OF_P3O = {
     f"With a [plan written before]({_LOW_LINK}), each minus its run with the policy's own rollouts:"
     " training in float32 with int8 rollouts P3O {}, GRPO {}; with fp8 rollouts P3O {}, GRPO {};"
     " training in bfloat16 with int8 rollouts P3O {}, GRPO {}; with fp8 rollouts P3O {}, GRPO {}."
-    " P3O minus GRPO in these four: {}; {}; {}; {}. bfloat16 minus float32, without a copy: P3O {},"
-    " GRPO {}; in written steps the warm start is in bfloat16 too, and ends at {} instead of {}."
-    " With fp8 rollouts GRPO's effective sample size is {} in float32 and {} in bfloat16. Before,"
-    " int8 rollouts and a policy that computes in bfloat16, warm start included, minus the run with"
-    " neither: P3O {}, GRPO {}. fp8 rollouts on `steps`, training in float32: P3O {}, GRPO {}.",
+    " P3O minus GRPO in these four: {}; {}; {}; {}. In the last of them GRPO without its clip,"
+    " minus GRPO, is {}; P3O's cap alone, minus P3O, {}, its pull alone {}. bfloat16 minus"
+    " float32, both with the policy's own rollouts: P3O {}, GRPO {}; in written steps the warm"
+    " start is in bfloat16 too, and ends at {} instead of {}. With fp8 rollouts GRPO's effective"
+    " sample size is {} in float32 and {} in bfloat16. In earlier runs, int8 rollouts and a"
+    " policy that computes in bfloat16, warm start included, minus the run with neither: P3O {},"
+    " GRPO {}. fp8 rollouts on `steps`, training in float32: P3O {}, GRPO {}. There it is P3O"
+    " that loses more, with both seeds, and one of them collapses.",
     (
       *(
         paired(LOW, low.label(method, training, copy), low.label(method, training), LATE)
@@ -519,6 +522,10 @@ _OF_P3O = {
       *(
         paired(LOW, low.label(low.P3O, *cell), low.label(low.GRPO, *cell), LATE)
         for cell in low.CELLS
+      ),
+      *(
+        paired(LOW, part, low.label(method, *low.CELLS[-1]), LATE)
+        for part, method in zip(low.WHY, (low.GRPO, low.P3O, low.P3O), strict=True)
       ),
       *(
         paired(LOW, low.label(method, "bfloat16"), low.label(method), LATE)
@@ -532,7 +539,7 @@ _OF_P3O = {
       *(_cost_of("int8 rollouts", method) for method in ("P3O", _EPSILON)),
       *(_each(f"{method}, fp8 rollouts", less=method) for method in ("P3O", GRPO)),
     ),
-    f"{_LOW_RUNS}, G = 8; {_MISMATCH}, ε = 0.2; {_TWO_SEEDS}",
+    f"{_LOW_RUNS}, G = 8, 5 seeds of the parts; {_MISMATCH}, ε = 0.2; {_TWO_SEEDS}",
     _LOW_LINK,
     (
       *("GRPO, fp8 rollouts", "P3O, fp8 rollouts"),
@@ -545,9 +552,9 @@ _OF_P3O = {
     f"In written steps, with a [plan written before]({_LOW_LINK}), pass@8: P3O minus the mean of"
     " GRPO's three clips {}, minus GRPO with ε = 0.2 {}, with ε = 0.4 {}, with ε = 0.6 {}. Training"
     " in bfloat16 with fp8 rollouts, minus the run without: GRPO {}, P3O {}: a loss of GRPO's, but"
-    " no collapse. On `steps`, pass@16: P3O minus GRPO {} with ε = 0.2, {} with ε = 0.6; with fp8"
-    " rollouts {}. With these the last evaluation of pass@1 is {} with GRPO, and {} with P3O: it is"
-    " P3O of which a seed collapses.",
+    " no collapse, since it ends about where it began. On `steps`, pass@16: P3O minus GRPO {}"
+    " with ε = 0.2, {} with ε = 0.6; with fp8 rollouts {}. With these the last evaluation of"
+    " pass@1 is {} with GRPO, and {} with P3O: it is P3O of which a seed collapses.",
     (
       compare.difference_cell(low.less_sweep_mean(every(LOW))),
       *(paired(LOW, low.label(low.P3O), low.clip(x), low.LATE_8) for x in low.CLIPS),
@@ -632,7 +639,8 @@ _OF_P3O = {
     f"In written steps, with a [plan written before]({_LOW_LINK}), at temperature 1.2, recorded"
     " raw: P3O ends at {}, with the second anchor at {}; minus their runs at temperature 1 {} and"
     " {}. At temperature 1 the second anchor's highest pass@1, minus P3O's, is {}. On `steps` at"
-    " temperature 1.2 P3O ends at {}, with the second anchor at {}. The paper's formula is not in"
+    " temperature 1.2 P3O ends at {}, with the second anchor at {}. Raw log-probabilities do not"
+    " see the temperature, and nothing collapses. The paper's formula is not in"
     " what we have; ours is P3O with a KL to the first policy.",
     (
       *(mean(LOW[arm], LATE) for arm in (low.HOT_P3O, low.HOT_ANCHORS)),
@@ -771,8 +779,9 @@ _OF_MU = {
     " as fast as on-policy GRPO with the suffix vetoed, {} with the tight clip. Against GRPO with"
     " four updates per refresh they are {} and {} times as fast to that rise, which no plan asked."
     " Stale runs of 256 updates, which cost as much, minus that GRPO in pass@1: {} and {}. To its"
-    " late pass@1 {} and {} seeds get; if the others did with their last update, they would be {}"
-    " and {} times as fast. If they learned alike per update they would be {}, no more.",
+    " late pass@1 get {} and {} seeds; if the others did with their last update, they would be {}"
+    " and {} times as fast. If they learned as much per update as GRPO they would be {} times as"
+    " fast, by computation, which is the most that this setting allows.",
     (
       *(*_speedups(_PRICES), *_break_even(_PRICES)),
       *(*_speedups(_PRICES_ON_STEPS), *_break_even(_PRICES_ON_STEPS)),
@@ -845,9 +854,10 @@ _OF_MU = {
     " not stable: pass@1 is {} after the first stage and {} at the last evaluation; with triggers"
     " alone {}, then {}; without a veto {}, then {}. With sixteen large updates per refresh, with"
     f" [plans written before]({_FAR_LINK}), the suffix minus the relaxed clip is {{}}, minus"
-    " triggers alone {} at a rate of 6e-4; {} and {} at a rate of 1e-3. There other seeds have {}"
-    " for the latter. They fall with the suffix vetoed by {} from their start, with triggers alone"
-    " by {}.",
+    " triggers alone {} at a rate of 6e-4; {} and {} at a rate of 1e-3. Other seeds there, against"
+    " triggers alone: {}. So the suffix is not better by what would matter. Late pass@1, minus that"
+    " at the start: at a rate of 1e-3 the suffix {}, triggers alone {}; at a rate of 6e-4 {} and"
+    " {}. So both collapse at the one rate, and neither at the other.",
     (
       *(
         paired(MU, f"veto {scope}, κ = 0.1, higher rate", "relaxed clip, higher rate", final_value)
@@ -870,7 +880,8 @@ _OF_MU = {
       ),
       paired(FAR, with_new_seeds(VETOED), with_new_seeds(TRIGGER), LATE),
       *(
-        mean(FAR[with_new_seeds(label)], lambda run: start(run) - LATE(run))
+        mean(FAR[rate(label)], lambda run: LATE(run) - start(run))
+        for rate in (with_new_seeds, at_lower)
         for label in (VETOED, TRIGGER)
       ),
     ),
@@ -933,18 +944,21 @@ IN_SHORT = {  # of each paper: what held, what did not, and why as far as the ru
   ),
   "P": (
     "What held: in written steps P3O withstands training in bfloat16 with fp8 rollouts, where "
-    "GRPO loses half of what it would learn, with eight seeds and a plan written before. int8 "
-    "rollouts cost neither what would matter. In pass@8 P3O matches the mean of three clips. On "
-    "`steps` it is robust to a hotter sampler whose log-probabilities do not see it. At a rate of "
-    "6e-4, with sixteen large updates per refresh, P3O is not worse than the widest of three "
-    "clips. What did not: it ends a little below the best one there, as it does with four updates "
-    "per refresh. At a lag of one it falls far below GRPO, which is itself better than on-policy, "
-    "since such a lag lets its clip act: without it GRPO loses that gain. P3O's cap and its pull, "
-    "each alone, end far below GRPO as well. With half of the rollouts from a larger and better "
-    "model P3O loses most of what it would learn; so does GRPO. With half from an equal model "
-    "GRPO loses less than P3O. A second anchor changes nothing at temperature 1.2. On `steps`, "
-    "with two seeds, it is P3O that loses more with fp8 rollouts, and P3O that is better at lag "
-    "8. At temperature 1.5 it collapses through its KL term on the quickstart."
+    "GRPO loses half of what it would learn, with eight seeds and a plan written before. Most of "
+    "that loss is by GRPO's clip: without it GRPO ends near P3O, and either part of P3O does as "
+    "well alone. int8 rollouts cost neither method what would matter. On `steps`, with two seeds, "
+    "it is the other way round: P3O loses more by fp8 rollouts, and one seed of it collapses. In "
+    "pass@8 P3O is not worse than the mean of three clips; with fp8 rollouts GRPO gains nothing "
+    "in it, but does not collapse. On `steps` P3O is robust to a hotter sampler whose "
+    "log-probabilities do not see it. At a rate of 6e-4, with sixteen large updates per refresh, "
+    "P3O is not worse than the widest of three clips. What did not: it ends a little below the "
+    "best one there, as it does with four updates per refresh. At a lag of one it falls far below "
+    "GRPO, which is itself better than on-policy, since such a lag lets its clip act: without it "
+    "GRPO loses that gain. P3O's cap and its pull, each alone, end far below GRPO as well. With "
+    "half of the rollouts from a larger and better model P3O loses most of what it would learn; "
+    "so does GRPO. With half from an equal model GRPO loses less than P3O. A second anchor does "
+    "not change pass@1 at temperature 1.2 by what would matter. On `steps`, with two seeds, P3O "
+    "is better at lag 8. At temperature 1.5 it collapses through its KL term on the quickstart."
   ),
   "F": (
     "Where entropy is high and falls, with a plan written before: it falls as much by equal "
@@ -960,13 +974,14 @@ IN_SHORT = {  # of each paper: what held, what did not, and why as far as the ru
     "What held: the trigger rate grows within a stage, and with stages of μ = 96 the tight "
     "interval costs accuracy. What did not: on the quickstart with sixteen large updates per "
     "refresh the relaxed interval ends below the tight one, with and without the veto. At a rate "
-    "of 6e-4 it gains, and with some seeds falls back later; at a rate of 1e-3 it collapses "
-    "without a gain, with the suffix vetoed as without. Vetoing the suffix is not better than "
-    "vetoing the trigger alone; in written steps that is undecided. On `steps`, where the relaxed "
-    "interval collapses, the suffix veto is not stable. Whether stages are sooner depends on the "
-    "price of a hand-over of weights, which is free in one process. At an engine's restart of 30 "
-    "s it is undecided on `steps`. On the quickstart stale runs are then sooner at a small rise "
-    "than on-policy GRPO, but not than GRPO with four updates per refresh. At the same cost they "
-    "end below it: with the veto no seed gets to its accuracy, with the tight clip some do."
+    "of 6e-4 it gains; with the suffix vetoed two of ten seeds have lost the gain after 256 "
+    "updates. At a rate of 1e-3 it collapses without a gain, with the suffix vetoed too. There "
+    "vetoing the suffix is not better by what would matter than vetoing the trigger alone; in "
+    "written steps that is undecided. On `steps`, where the relaxed interval collapses, the "
+    "suffix veto is not stable. Whether stages are sooner depends on the price of a hand-over of "
+    "weights, which is free in one process. At an engine's restart of 30 s it is undecided on "
+    "`steps`. On the quickstart stale runs are then sooner at a small rise than on-policy GRPO, "
+    "but not than GRPO with four updates per refresh. At the same cost they end below it: with "
+    "the veto no seed gets to its accuracy, with the tight clip some do."
   ),
 }

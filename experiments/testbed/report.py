@@ -271,12 +271,19 @@ class Panel(NamedTuple):
 
 
 def draw_panels(results: Sequence[Result], panels: Sequence[Panel], path: pathlib.Path) -> None:
-  """Saves a figure of the panels: single seeds, and their means with 95 % intervals."""
+  """Saves a figure of the panels: single seeds, and their means with 95 % intervals.
+
+  Up to three panels stand side by side.
+  """
   by_label = compare.group_by_label(results)
-  size = (5.0 * len(panels), 3.6)
-  with curves.save_figure(path, 1, len(panels), size=size, dpi=90) as row:
-    for axes, panel in zip(np.ravel(row), panels, strict=True):
+  columns = min(len(panels), 3)
+  rows = -(-len(panels) // columns)
+  with curves.save_figure(path, rows, columns, size=(5.0 * columns, 3.6 * rows), dpi=90) as found:
+    of_all = np.ravel(found)
+    for axes, panel in zip(of_all, panels, strict=False):
       plot_panel(axes, panel, by_label)
+    for axes in of_all[len(panels) :]:
+      axes.set_axis_off()
 
 
 def plot_panel(axes: Any, panel: Panel, by_label: Mapping[str, Sequence[Result]]) -> None:
