@@ -1,5 +1,7 @@
 """Training in float32 and bfloat16, with rollouts of the policy or an 8-bit copy; see README.md."""
 
+from experiments.p3o_mismatch import testbed
+
 CONFIG = "experiments/mu_grpo/config.py:refresh"  # the quickstart in written steps
 SEEDS = range(8)
 PILOT_SEEDS = (100, 101)  # which no comparison uses
@@ -12,7 +14,7 @@ FIELDS = {
   "evaluation.ks": (1, 8),
   "store.keep_used": False,
 }
-METHODS = {"GRPO": {}, "P3O": {"loss": "p3o"}}
+METHODS = {"GRPO": {}, "P3O": testbed.P3O}
 TRAINING = ("float32", "bfloat16")
 FORMATS = {  # of rollouts → of the copy of the policy that samples them
   "int8 rollouts": "int8",
@@ -33,34 +35,20 @@ def clip(epsilon: float) -> str:
   return label("GRPO") if epsilon == CLIPS[0] else label(f"GRPO, ε = {epsilon}")
 
 
-def _copy(rollouts: str) -> dict[str, object]:
-  form = FORMATS.get(rollouts)
-  if form is None:
-    return {}
-  return {"sources.quantized.fraction": 1.0, "sources.quantized.format": form}
-
-
 PRECISION = {  # label → fields
   label(method, training, rollouts): {
     "model.overrides.compute_dtype": training,
     **fields,
-    **_copy(rollouts),
+    **(testbed.quantized(FORMATS[rollouts]) if rollouts else {}),
   }
   for method, fields in METHODS.items()
   for training in TRAINING
   for rollouts in ("", *FORMATS)
 }
-_HARDEST = (TRAINING[1], "fp8 rollouts")
-CLIPPED = {
-  clip(epsilon): {"loss": f"ppo_clip(epsilon_low={epsilon}, epsilon_high={epsilon})"}
-  for epsilon in CLIPS[1:]
-}
+HARDEST = (TRAINING[1], "fp8 rollouts")  # dtype and rollouts of the paper's claim
+CLIPPED = {clip(epsilon): testbed.clip(epsilon) for epsilon in CLIPS[1:]}
 _TWO = {**METHODS["P3O"], "reference.kl_coefficient": 0.04}
-_HOT = {
-  "sources.temperature.fraction": 1.0,
-  "sources.temperature.temperature": 1.2,
-  "sources.temperature.recorded": "raw",
-}
+_HOT = testbed.temperature(1.2, "raw")
 ANCHORED = {
   label(ANCHORS): _TWO,
   f"{label('P3O')}, {HOT}": {**METHODS["P3O"], **_HOT},
@@ -69,7 +57,7 @@ ANCHORED = {
 RUNS = {**PRECISION, **CLIPPED, **ANCHORED}
 WHY_SEEDS = range(5)
 WHY = {  # of what fp8 rollouts do
-  label(name, *_HARDEST): {**PRECISION[label("GRPO", *_HARDEST)], "loss": loss}
+  label(name, *HARDEST): {**PRECISION[label("GRPO", *HARDEST)], "loss": loss}
   for name, loss in (
     ("GRPO without a clip", "ppo_clip(epsilon_low=1.0, epsilon_high=1e6)"),
     ("P3O's cap", "p3o(kl_term=False)"),

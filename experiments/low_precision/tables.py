@@ -15,6 +15,7 @@ from experiments.low_precision.sweep import (
   CLIPPED,
   CLIPS,
   FORMATS,
+  HARDEST,
   HOT,
   METHODS,
   PILOT,
@@ -79,19 +80,12 @@ QUANTITIES = (
   ),
   Quantity(
     "Late pass@8",
-    (
-      Claim(
-        "P4, GRPO collapses",
-        label(GRPO, TRAINING[1]),
-        label(GRPO, TRAINING[1], "fp8 rollouts"),
-        "more",
-      ),
-    ),
+    (Claim("P4, GRPO collapses", label(GRPO, TRAINING[1]), label(GRPO, *HARDEST), "more"),),
     LATE_8,
   ),
 )
 _FREE, _CAP, _PULL = WHY
-_OF_GRPO, _OF_P3O = (label(method, TRAINING[1], "fp8 rollouts") for method in METHODS)
+_OF_GRPO, _OF_P3O = (label(method, *HARDEST) for method in METHODS)
 REASONS = (
   Claim("no clip", _FREE, _OF_GRPO, "more"),
   Claim("cap", _CAP, _OF_P3O, "not less"),
