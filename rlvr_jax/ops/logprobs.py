@@ -95,7 +95,7 @@ class _SoftmaxTerms(NamedTuple):
 
 def _softmax_terms(logits: Array, sampling: Sampling) -> _SoftmaxTerms:
   """The terms of logits/temperature, [..., V]."""
-  smallest = _smallest_kept(logits, sampling)
+  smallest = smallest_kept(logits, sampling)
   if smallest is not None:
     logits = jnp.where(logits >= smallest[..., None], logits, -jnp.inf)
   largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
@@ -111,7 +111,7 @@ def _log_softmax(logits: Array, terms: _SoftmaxTerms) -> Array:
   return jnp.where(logits >= terms.smallest_kept[..., None], logprobs, -jnp.inf)
 
 
-def _smallest_kept(logits: Array, sampling: Sampling) -> Array | None:
+def smallest_kept(logits: Array, sampling: Sampling) -> Array | None:
   """The smallest of logits/temperature [..., V] that top-k, top-p and min-p keep; None: all."""
   smallest = None
   if sampling.top_k:

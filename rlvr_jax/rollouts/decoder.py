@@ -26,9 +26,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Pages, Part, Reach, read_back
 from rlvr_jax.ops.decoding import cached_attention
+from rlvr_jax.ops.draw import draw_tokens, random_bits
 from rlvr_jax.ops.layers import rows_of, take_rows
-from rlvr_jax.ops.logprobs import distribution, head_logits
-from rlvr_jax.types import Array, Params, Sampling
+from rlvr_jax.ops.logprobs import head_logits
+from rlvr_jax.types import Array, Head, Params, Sampling
 
 _SLOTS = ("data", "fsdp")  # axes of the mesh over which the slots are split
 _CACHES: dict[str, Any] = {"blocks": Cache, "pages": Pages}
@@ -411,28 +412,16 @@ def fill_slots(state: State, *, settings: Settings) -> State:
   )
 
 
-def _sample(settings, hidden, head, keys, position):
+def _sample(
+  settings: Settings, hidden: Array, head: Head, keys: Array, position: Array
+) -> tuple[Array, Array]:
   """Samples tokens i32[slots] from hidden [slots, D]; returns their log-probabilities too."""
   with jax.named_scope("head"):
-    logprobs = distribution(head_logits(hidden, head), settings.sampling)
-  if settings.sampling.temperature == 0:
-    tokens = jnp.argmax(logprobs, axis=-1)
-  else:
-    draw_noise = lambda key, t: jax.random.gumbel(jax.random.fold_in(key, t), logprobs.shape[-1:])
-    noise = jax.vmap(draw_noise)(jax.random.wrap_key_data(keys), position)
-    tokens = _first_largest(jax.lax.optimization_barrier(logprobs + noise))
-  token_logprobs = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-  return tokens.astype(jnp.int32), token_logprobs
-
-
-def _first_largest(x: Array) -> Array:
-  """The argmax of every row of x[R, V], in two reductions that XLA on CPU can vectorize.
-
-  A row with NaN gives V − 1. If XLA may fuse the computation of x into the reductions, a barrier
-  must prevent that, since they could round x differently.
-  """
-  last = x.shape[-1] - 1
-  return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(last + 1), last), -1)
+    logits = head_logits(hidden, head)
+  tensor = _tensor_size(settings)
+  shards = tensor if logits.shape[-1] % tensor == 0 else 1
+  bits = random_bits(keys, position)
+  return draw_tokens(logits, settings.sampling, bits, shards=shards)
 
 
 def _record_token(

@@ -15,7 +15,6 @@ from oracles.sampling import sample
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
-from rlvr_jax.rollouts.decoder import _first_largest
 from rlvr_jax.rollouts.engine import Engine, Request, Usage, make_requests
 from rlvr_jax.types import Prompts, Sampling
 
@@ -384,11 +383,3 @@ def test_the_caches_are_written_in_place(cache_format, dtype):
   copied = "copy|transpose|concatenate|convert"
   copies = re.findall(rf"= \w+\[(?:{of_cache})\]\S* (?:{copied})\(", program)
   assert not copies
-
-
-def test_the_first_of_the_largest_is_sampled():
-  rows = [[0, 2, 1, 2], [-np.inf, -np.inf, 3, -np.inf], [-np.inf] * 4, [5, np.inf, 0, np.inf]]
-  np.testing.assert_array_equal(_first_largest(jnp.asarray(rows)), [1, 2, 0, 1])
-  assert 0 <= int(_first_largest(jnp.asarray([[0, np.nan, 1]]))[0]) < 3
-  x = jax.random.normal(jax.random.key(0), (50, 97))
-  np.testing.assert_array_equal(_first_largest(x), jnp.argmax(x, axis=-1))
