@@ -140,8 +140,8 @@ def _first_above(sums: _Pair, target: _Pair) -> tuple[Array, _Pair]:
   number = jnp.sum(~is_above, axis=-1, dtype=jnp.int32)
   number = jnp.minimum(number, is_above.shape[-1] - 1)
   take = lambda x: jnp.take_along_axis(x, jnp.maximum(number - 1, 0)[:, None], axis=-1)[:, 0]
-  before = tuple(jnp.where(number > 0, take(x), 0).astype(jnp.uint32) for x in sums)
-  return number, before
+  before = lambda x: jnp.where(number > 0, take(x), 0).astype(jnp.uint32)
+  return number, (before(sums[0]), before(sums[1]))
 
 
 def _multiply_high(a: _Pair, b: _Pair) -> _Pair:

@@ -1,0 +1,40 @@
+"""GRPO teaches a small pretrained language model to add and subtract.
+
+The policy is SmolLM2-135M-Instruct, dequantized from 4 bits (`make pretrained-model`). Asked in chat
+"What is 23 + 8?", with the system message "Answer with the number only.", it talks, and is right one
+time in FIXME. Its only feedback is right or wrong, by the last number of a response. Held-out
+problems have numbers that no training problem has.
+
+  make pretrained
+
+Hardware: 2 CPU cores. Time: FIXME. Memory: FIXME.
+Expected held-out pass@1: FIXME
+Controls: experiments/pretrained/README.md.
+"""
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.configs import base
+
+
+def get_config() -> ConfigDict:
+  c = base.get_config()
+  c.num_updates = 60
+
+  c.model.preset = ""
+  c.model.checkpoint = "~/.cache/rlvr_jax/pretrained/SmolLM2-135M-Instruct"
+  c.tokenizer = "checkpoint"
+  c.task = dict(name="experiments.pretrained.task:sums", kwargs=dict())
+  c.prompts.format = "chat"
+  c.prompts.system = "Answer with the number only."
+  c.max_prompt_length = 48  # tokens; a question takes 30
+  c.max_response_length = 16
+  c.warm_start.num_steps = 0
+
+  c.batch.prompts, c.batch.group_size = 8, 8
+  c.learning_rate = "constant(peak=1e-5)"
+
+  c.evaluation.every = 20
+  c.evaluation.batch_prompts = 16
+  c.checkpoint.every = 20
+  return c

@@ -1,0 +1,52 @@
+"""Sums and differences of two numbers, for a policy that chats."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+from rlvr_jax.data.problems import Problem, Task
+from rlvr_jax.data.task_utils import warn_of_common_answer
+from rlvr_jax.ops.checks import check_integer
+
+
+def sums(*, largest: int = 40, held_out_numbers: int = 10, split_seed: int = 0) -> Task:
+  """Makes a task of questions such as "What is 23 + 8?" and "What is 31 - 17?".
+
+  Some numbers are held out: they stand in held-out problems alone, and no other number does, so
+  that training shows neither a question nor a number of them. No difference is negative.
+
+  Args:
+    largest: the numbers are 1 … `largest`.
+    held_out_numbers: how many of them are held out.
+    split_seed: seed of the choice of those.
+  Raises:
+    ValueError: an argument is out of range.
+  """
+  check_integer("sums", "largest", largest, low=2)
+  check_integer("sums", "held_out_numbers", held_out_numbers, low=1, high=largest - 1)
+  numbers = range(1, largest + 1)
+  held_out = set(random.Random(split_seed).sample(numbers, held_out_numbers))
+  trained = [number for number in numbers if number not in held_out]
+  task = Task(
+    name="sums",
+    train=tuple(_problems(trained)),
+    warm_start=(),
+    held_out=tuple(_problems(sorted(held_out))),
+    grader="gsm8k",  # the last number of a response is its answer
+  )
+  return warn_of_common_answer(task)
+
+
+def _problems(numbers: Sequence[int]) -> Iterator[Problem]:
+  """All sums of two of the numbers in either order, and all differences from 0 up."""
+  for a, b in itertools.product(numbers, repeat=2):
+    yield _problem(f"What is {a} + {b}?", a + b)
+    if a >= b:
+      yield _problem(f"What is {a} - {b}?", a - b)
+
+
+def _problem(question: str, answer: int) -> Problem:
+  reference = {"answer": str(answer)}
+  return Problem(question=question, answer=str(answer), solution="", reference=reference)
