@@ -55,25 +55,35 @@ from rlvr_jax.train.session import logged_run
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.start import parameters
 
+_SMALL = dict(preset="small", rope_theta=1_000_000.0, tokens_per_micro_batch=1152)
+_SMOLLM = dict(
+  **dict(preset="small", width=576, num_layers=30, num_heads=9, num_kv_heads=3, mlp_width=1536),
+  **dict(qk_norm=False, norm_epsilon=1e-5, rope_theta=100_000.0, tokens_per_micro_batch=1152),
+)
+_QWEN = dict(preset="qwen2.5_0.5b", compute_dtype="float32", tokens_per_micro_batch=1152)
 _WORKLOADS = {
-  "w1": dict(prompts=16, group_size=8, response_length=64),
-  "w2": dict(prompts=4, group_size=32, response_length=128),
-  "w3": dict(prompts=8, group_size=8, response_length=512),
+  "w1": dict(prompts=16, group_size=8, response_length=64, vocab_size=512, **_SMALL),
+  "w2": dict(prompts=4, group_size=32, response_length=128, vocab_size=512, **_SMALL),
+  "w3": dict(prompts=8, group_size=8, response_length=512, vocab_size=128, **_SMALL),
+  "w4": dict(prompts=8, group_size=8, response_length=64, vocab_size=49_152, **_SMOLLM),
+  "w5": dict(prompts=2, group_size=4, response_length=32, vocab_size=151_936, **_QWEN),
 }
+_OF_BATCH = ("prompts", "group_size", "response_length", "tokens_per_micro_batch", "preset")
 PROMPT_LENGTH = 32
 _WARMUP_STEPS = 2
 
 _WORKLOAD = flags.DEFINE_enum("workload", "w1", sorted(_WORKLOADS), "Shapes of the step.")
 _STEPS = flags.DEFINE_integer("steps", 8, "Measured steps.", lower_bound=1)
-_TOKENS = flags.DEFINE_integer("tokens_per_micro_batch", 1152, "More exceed the caches of a CPU.")
+_TOKENS = flags.DEFINE_integer("tokens_per_micro_batch", None, "By default the workload's.")
 _SLOTS = flags.DEFINE_integer("slots", 0, "Responses decoded at a time; 0 for all.")
 
 
 class EndlessTokenizer(ByteTokenizer):
   """Tokenizer with a stop token outside the vocabulary, so that all responses have full length."""
 
-  vocab_size = 512
-  stop_ids = (512,)
+  def __init__(self, vocab_size: int):
+    self.vocab_size = vocab_size
+    self.stop_ids = (vocab_size,)
 
 
 class StoppingTokenizer(ByteTokenizer):
@@ -91,15 +101,15 @@ def count_e(completion: str, reference: dict) -> Grade:
   return Grade(Outcome.WRONG, share)
 
 
-def make_config(workload: str, tokens_per_micro_batch: int = 1152):
+def make_config(workload: str, tokens_per_micro_batch: int | None = None):
+  """The run of a workload; None: with the tokens per micro-batch that suit it on a CPU."""
   shape = _WORKLOADS[workload]
   c = base.get_config()
-  c.model.preset = "small"
-  vocab_size = make_tokenizer(workload).vocab_size
-  c.model.overrides = dict(vocab_size=vocab_size, rope_theta=1_000_000.0)
+  c.model.preset = shape["preset"]
+  c.model.overrides = {field: x for field, x in shape.items() if field not in _OF_BATCH}
   c.max_prompt_length, c.max_response_length = PROMPT_LENGTH, shape["response_length"]
   c.batch.prompts, c.batch.group_size = shape["prompts"], shape["group_size"]
-  c.batch.tokens_per_micro_batch = tokens_per_micro_batch
+  c.batch.tokens_per_micro_batch = tokens_per_micro_batch or shape["tokens_per_micro_batch"]
   c.learning_rate = "constant(peak=1e-5, warmup=0)"
   c.warm_start.num_steps = 0
   c.grading.outcomes.wrong = "score"
@@ -108,7 +118,9 @@ def make_config(workload: str, tokens_per_micro_batch: int = 1152):
 
 
 def make_tokenizer(workload: str) -> ByteTokenizer:
-  return StoppingTokenizer() if workload == "w3" else EndlessTokenizer()
+  if workload == "w3":
+    return StoppingTokenizer()
+  return EndlessTokenizer(_WORKLOADS[workload]["vocab_size"])
 
 
 def make_task() -> Task:
@@ -153,6 +165,12 @@ def measure_steps(trainer: Trainer, now: RunState, num_steps: int) -> dict[str, 
     measurements["tokens"].append(int(lengths.sum()))
     measurements["of_lockstep"].append(slot_steps / float(lengths.size * lengths.max()))
   return measurements
+
+
+def peak_rss_mib() -> float:
+  """Most resident memory of this process, or of the largest of its children that have ended."""
+  kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+  return round(max(resource.getrusage(kind).ru_maxrss for kind in kinds) / 1024, 1)
 
 
 def main(argv: list[str]) -> None:
@@ -204,7 +222,7 @@ def main(argv: list[str]) -> None:
     "update_sequence_tokens_per_s": round(
       (count * PROMPT_LENGTH + median(tokens)) / median(updates), 1
     ),
-    "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+    "peak_rss_mib": peak_rss_mib(),
     "all_step_s": [round(s, 3) for s in steps],
     "all_rollout_s": [round(s, 3) for s in rollouts],
     "all_update_s": [round(s, 3) for s in updates],

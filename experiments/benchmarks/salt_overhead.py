@@ -328,7 +328,11 @@ def random_batch(key: Array, shapes: TrainBatch, vocabulary: int) -> TrainBatch:
   )
 
 
-def time_interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def time_interleaved(
+  calls: Mapping[str, Callable[[], Any]],
+  rounds: int,
+  clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
   """Times each call in every round, after one call that compiles; the order rotates."""
   for call in calls.values():
     jax.block_until_ready(call())
@@ -337,9 +341,9 @@ def time_interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dic
   for turn in range(rounds):
     shift = turn % len(names)
     for name in names[shift:] + names[:shift]:
-      start = time.perf_counter()
+      start = clock()
       jax.block_until_ready(calls[name]())
-      times[name].append(time.perf_counter() - start)
+      times[name].append(clock() - start)
   return times
 
 

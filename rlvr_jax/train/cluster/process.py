@@ -45,7 +45,7 @@ def keep_freed_memory() -> None:
   if usable_cores() <= _FEW_CORES:
     # In another arena than the first, 64 MiB and more are mapped anew each time all the same.
     libc.mallopt(_M_ARENA_MAX, 1)
-  libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+  libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never; 2**31 - 1 would return all of 2 GiB and more
   libc.mallopt(_M_TOP_PAD, 2**26)
 
 

@@ -175,18 +175,19 @@ def test_the_limit_on_open_files_is_named_whoever_met_it():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="sets options of glibc")
-def test_threads_reuse_freed_memory():
-  code = """
+@pytest.mark.parametrize("mib", [128, 3072])  # more than an arena of a thread, or 2 GiB, holds
+def test_threads_reuse_freed_memory(mib):
+  code = f"""
 import ctypes, resource, threading
 from rlvr_jax.train.cluster import process
 process.keep_freed_memory()
-libc, size = ctypes.CDLL("libc.so.6"), 2**27  # more than an arena of a thread holds
+libc, size, end = ctypes.CDLL("libc.so.6"), {mib} * 2**20, 2**26
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 faults = []
 def use():
   before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
   buffer = libc.malloc(ctypes.c_size_t(size))
-  ctypes.memset(buffer, 1, size)
+  ctypes.memset(buffer + size - end, 1, end)
   libc.free(buffer)
   faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 for _ in range(2):
