@@ -64,7 +64,10 @@ def _is_full_size(name):
 
 
 def _with_sample_data(config, folder):
-  """Puts three problems in place of a data set that is not in the repository."""
+  """Puts small ones in place of weights and of a data set that are not in the repository."""
+  if config.model.checkpoint:
+    config.model.checkpoint, config.model.preset = "", "tiny"
+    config.tokenizer, config.prompts.format, config.prompts.system = "bytes", "plain", ""
   if config.task.name == "published":
     lines = [
       json.dumps({"question": f"1 and {n}?", "answer": f"1+{n}={n + 1}\n#### {n + 1}"})

@@ -21,6 +21,7 @@ import numpy as np
 from experiments.testbed.arms import GRPO, Arms
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.evaluate import compare, curves
+from rlvr_jax.evaluate.paired import mean_and_half_width
 from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, read_metrics
 from rlvr_jax.geometry.diagnostics import cosine_gram
 from rlvr_jax.ops.groups import group_mean
@@ -260,6 +261,53 @@ def table(
 
 
 # --- figures --------------------------------------------------------------------------------------
+
+
+def rise_table(
+  results: Sequence[Result], labels: Sequence[str], starts: Mapping[int, Result]
+) -> str:
+  """A Markdown table of held-out pass@1: a row per run, and the mean rise of labels with seeds.
+
+  Args:
+    results: of the runs with these labels.
+    labels: in the order of the rows.
+    starts: seed → the run whose first evaluation is the start of the seed's runs.
+  """
+  lines = ["| run | seed | start | end | rise | seconds |", "|---|---|---|---|---|---|"]
+  for label in labels:
+    rises = []
+    for result in (r for r in results if r["label"] == label):
+      start = starts[result["seed"]]
+      rises.append(compare.final_value(result) - start["evaluations"][compare.METRIC][0])
+      lines.append(
+        f"| {label} | {result['seed']} | {compare.interval_cell(start, 0)}"
+        f" | {compare.interval_cell(result, -1)} | {rises[-1]:+.3f} | {result['seconds']:.0f} |"
+      )
+    if len(rises) > 1:
+      mean, half = mean_and_half_width(rises)
+      interval = f"[{mean - half:+.3f}, {mean + half:+.3f}]"
+      lines.append(f"| **{label}** | mean | | | **{mean:+.3f}** {interval} | |")
+  return "\n".join(lines)
+
+
+def draw_rises(results: Sequence[Result], labels: Sequence[str], path: pathlib.Path) -> None:
+  """Saves a figure of held-out pass@1 over updates, a line per seed.
+
+  A label whose runs have no updates is a level, the mean of their only evaluations.
+  """
+  with curves.save_figure(path, size=(6, 3.6), dpi=100) as axes:
+    for color, label in enumerate(labels):
+      style = dict(color=f"C{color}")
+      evaluations = [r["evaluations"] for r in results if r["label"] == label]
+      if len(evaluations[0]["updates"]) == 1:
+        end = np.mean([e[compare.METRIC][-1] for e in evaluations])
+        axes.axhline(end, linestyle="--", label=f"{label} (mean)", **style)
+        continue
+      for index, columns in enumerate(evaluations):
+        name = label if index == 0 else None  # once in the legend
+        axes.plot(columns["updates"], columns[compare.METRIC], label=name, alpha=0.8, **style)
+    axes.set(xlabel="update", ylabel="held-out pass@1", ylim=(0, 1))
+    axes.legend(fontsize="small")
 
 
 class Panel(NamedTuple):
