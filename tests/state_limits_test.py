@@ -29,6 +29,7 @@ OUTSIDE = {
   "data/byte_pairs.py": {"tokenizer", "parser"},
   "data/huggingface_tokenizer.py": {"self._tokenizer"},
   "integrations/tunix/salt.py": {"trunk"},
+  "models/gguf.py": {"tokenizer", "parser"},
   "rewards/worker.py": {"deadlines"},
   "ops/precision.py": {"traced"},
   "train/checkpointing/checkpoint_files.py": {"sys"},

@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles import gguf_files
 from oracles.checkpoints import old_style
 
+from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.gguf import convert
 from rlvr_jax.models.huggingface import load_params, save_checkpoint
 from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
 from rlvr_jax.models.rotary import inverse_frequencies, rotary_tables
@@ -43,9 +46,9 @@ def loaded(directory):
   return model, load_params(directory, shapes, sparse_layers=config.sparse_layers)
 
 
-def their_logits(directory, ids, mask):
+def their_logits(directory, ids, mask, **options):
   model = transformers.AutoModelForCausalLM.from_pretrained(
-    directory, dtype=torch.float32, attn_implementation="eager"
+    directory, dtype=torch.float32, attn_implementation="eager", **options
   ).eval()
   ids, mask = torch.as_tensor(ids), torch.as_tensor(mask)
   positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -254,6 +257,29 @@ def test_random_checkpoints_survive_the_way_through_here(tmp_path, family):
   expected = their_logits(tmp_path / "in", ids, mask)
   found = their_logits(tmp_path / "out", ids, mask)
   np.testing.assert_allclose(found[mask == 1], expected[mask == 1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_file_has_transformers_logits_and_tokens(tmp_path, tied):
+  name = "tiny.gguf"
+  gguf_files.write(tmp_path / name, gguf_files.random_tensors(0, tied=tied), quantization="Q4_1")
+  convert(tmp_path / name, tmp_path / "out")
+  ids, mask = batch(len(gguf_files.TOKENS))
+  theirs = their_logits(tmp_path, ids, mask, gguf_file=name)
+  assert theirs.std() > 0.5
+  found = their_logits(tmp_path / "out", ids, mask)
+  np.testing.assert_array_equal(found[mask == 1], theirs[mask == 1])
+  ours = our_logits(tmp_path / "out", ids, mask)
+  np.testing.assert_allclose(ours, theirs[:, _PROMPT - 1 :], atol=1e-4, rtol=1e-4)
+  tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=name)
+  encode = HuggingFaceTokenizer(tmp_path / "out").encode
+  # No two digits that a merge joins: transformers does not know that smollm keeps them apart.
+  for text in ("hello, don't  shell\n\n\tout", "naïve 漢字 🙂", "2 + 3 = 5.0; 21"):
+    assert encode(text) == tokenizer.encode(text)
+  messages = [dict(role="user", content="hello")]
+  chat = HuggingFaceTokenizer(tmp_path / "out", prompt_format="chat").encode_prompt("hello")
+  prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+  assert chat == prompt
 
 
 @pytest.mark.slow
