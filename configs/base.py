@@ -79,8 +79,9 @@ def get_config() -> ConfigDict:
     prompts=32,  # P, per update
     group_size=8,  # G, rollouts per prompt
     # Rollouts are packed into rows of tokens, and rows into micro-batches whose gradients add up.
-    tokens_per_micro_batch=4096,  # on each device; rounded down to whole rows, at least one
-    tokens_per_row=0,  # at least; 0: 8 times as many response tokens as prompt tokens
+    # 0 for both: as suits the lengths of the first batch and the device; the run then keeps them.
+    tokens_per_micro_batch=0,  # on each device; rounded down to whole rows, at least one
+    tokens_per_row=0,  # at least; 0 beside the other: 8 times as many response as prompt tokens
   )
   # Which policy samples which rollouts: on_policy, updates_per_refresh, stages, fixed_lag,
   # simulated_asynchronous, asynchronous; docs/staleness.md.

@@ -54,6 +54,7 @@ from rlvr_jax.train.reporting.writer import MetricWriter
 from rlvr_jax.train.session import logged_run
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.start import parameters
+from rlvr_jax.train.start.rows import RunRows
 
 _SMALL = dict(preset="small", rope_theta=1_000_000.0, tokens_per_micro_batch=1152)
 _SMOLLM = dict(
@@ -191,7 +192,8 @@ def main(argv: list[str]) -> None:
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
     log = RunLog(logged_run(parts), writer)
     collector = parts.make_collector(pool)
-    trainer = make_trainer(parts, frozen, log, checkpointer, collector, store, initial=params)
+    rows = RunRows(parts, None)
+    trainer = make_trainer(parts, rows, frozen, log, checkpointer, collector, store, initial=params)
     state = jax.block_until_ready(parameters.first_state(parts, params, 0.0))
     now = RunState(0, state, trainer.generator.position())
     measurements = measure_steps(trainer, now, _WARMUP_STEPS + _STEPS.value)

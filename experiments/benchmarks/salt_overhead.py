@@ -53,6 +53,7 @@ from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup import build, programs
+from rlvr_jax.train.setup.programs import make_row_layout
 from rlvr_jax.types import Array, Forward, Head, Params, Prompts, TrainBatch, TrainState
 from rlvr_jax.update.objective import Method, policy_forward
 from rlvr_jax.update.step import initial_state, train_step
@@ -197,7 +198,7 @@ def abstract_batch(config: ml_collections.ConfigDict) -> TrainBatch:
   """Shapes of a batch of full-length responses, each in a separate row."""
   mesh = sharding.make_mesh(**config.mesh)
   shape = build.batch_shape(config)
-  layout = programs.make_row_layout(config.batch, shape, "reference", mesh)
+  layout = make_row_layout(config.batch, shape, "reference", mesh)
   return dataclasses.replace(programs.abstract_batch(shape, layout, mesh), packed=None)
 
 

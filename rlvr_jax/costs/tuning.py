@@ -31,7 +31,7 @@ from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.checks import check_shapes, sampling_splits
-from rlvr_jax.train.setup.programs import least_row_length, make_row_layout
+from rlvr_jax.train.setup.programs import RowTokens, least_row_length, make_row_layout
 
 Overrides = Mapping[str, Any]  # dotted name of a field of the configuration → value
 
@@ -132,11 +132,8 @@ def _layouts(parts: Parts, mesh: Mesh) -> dict[tuple[int, int], RowLayout]:
     if length > longest_row(kind):
       continue
     for rows in _ROWS:
-      settings = ml_collections.ConfigDict(
-        dict(tokens_per_row=length, tokens_per_micro_batch=rows * length)
-      )
       try:
-        layout = make_row_layout(settings, shape, kind, mesh)
+        layout = make_row_layout(RowTokens(length, rows * length), shape, kind, mesh)
       except ValueError:  # fewer rows than devices
         continue
       if layout.rows_per_device == rows:

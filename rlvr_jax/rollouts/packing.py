@@ -13,6 +13,8 @@ computes only a third.
 
 from __future__ import annotations
 
+import bisect
+import collections
 import dataclasses
 import functools
 from collections.abc import Container, Sequence
@@ -192,25 +194,26 @@ def _assign(
   rollout_places = _round_up(responses, alignment)
   if (most := int((prompt_places[:, None] + rollout_places).max())) > length:
     raise ValueError(f"a rollout with its prompt takes {most} places, a row has {length}")
-  tokens = prompts + responses.sum(1)
-  order = [
-    (p, g)
-    for p in sorted(range(len(prompts)), key=lambda p: (-tokens[p], p))
-    for g in sorted(range(responses.shape[1]), key=lambda g: (-responses[p, g], g))
-    if responses[p, g] > 0
-  ]
+  groups = np.argsort(-(prompts + responses.sum(1)), kind="stable")
+  of_group = np.argsort(-responses, axis=1, kind="stable")
+  order = [(p, g) for p in groups.tolist() for g in of_group[p].tolist() if responses[p, g] > 0]
   if most_whole is not None:
     fits_short = prompt_places[:, None] + rollout_places <= short_row(length)
     order.sort(key=lambda rollout: bool(fits_short[rollout]))
+  of_prompt, of_rollout = prompt_places.tolist(), rollout_places.tolist()
   rows: list[dict[int, list[int]]] = []
   sizes: list[int] = []
   free: list[int] = []
+  by_room: list[tuple[int, int]] = []  # (free places, row), ascending
+  rows_of: dict[int, list[int]] = collections.defaultdict(list)  # by prompt
   for p, g in order:
-    places, prompt = int(rollout_places[p, g]), int(prompt_places[p])
-    with_prompt = [r for r, row in enumerate(rows) if p in row and places <= free[r]]
-    candidates = with_prompt or [r for r in range(len(rows)) if prompt + places <= free[r]]
-    if candidates:
-      row = min(candidates, key=lambda r: (free[r], r))
+    places, prompt = of_rollout[p][g], of_prompt[p]
+    with_prompt = [(free[r], r) for r in rows_of[p] if places <= free[r]]
+    fullest = bisect.bisect_left(by_room, (prompt + places, -1))
+    if with_prompt:
+      row = min(with_prompt)[1]
+    elif fullest < len(by_room):
+      row = by_room[fullest][1]
     else:
       row, is_short = len(rows), most_whole is not None and sizes.count(length) == most_whole
       if is_short and not fits_short[p, g]:
@@ -218,8 +221,15 @@ def _assign(
       rows.append({})
       sizes.append(short_row(length) if is_short else length)
       free.append(sizes[row])
-    free[row] -= places + (0 if p in rows[row] else prompt)
-    rows[row].setdefault(p, []).append(g)
+      bisect.insort(by_room, (free[row], row))
+    del by_room[bisect.bisect_left(by_room, (free[row], row))]
+    if p not in rows[row]:
+      rows_of[p].append(row)
+      rows[row][p] = []
+      free[row] -= prompt
+    rows[row][p].append(g)
+    free[row] -= places
+    bisect.insort(by_room, (free[row], row))
   return [
     Row(blocks, size - left, is_short=size < length)
     for blocks, size, left in zip(rows, sizes, free, strict=True)
@@ -313,8 +323,6 @@ def pack_batch(
     batch: NumPy arrays.
     own_rows: see `pack`.
   """
-  counts = np.asarray(batch.mask) > 0
-  lengths = np.where(counts.any(-1), counts.shape[-1] - np.argmax(counts[..., ::-1], axis=-1), 0)
   prompts = batch.prompts
   routes = None
   if batch.routes is not None:
@@ -323,13 +331,19 @@ def pack_batch(
     np.asarray(prompts.tokens),
     np.asarray(prompts.lengths),
     np.asarray(batch.tokens),
-    lengths,
+    packed_lengths(batch),
     layout,
-    mask=counts,
+    mask=np.asarray(batch.mask) > 0,
     routes=routes,
     own_rows=own_rows,
   )
   return dataclasses.replace(batch, packed=packed, routes=None, prompt_routes=None)
+
+
+def packed_lengths(batch: TrainBatch) -> np.ndarray:
+  """i64[P, G], tokens of each response up to its last one in the loss."""
+  counts = np.asarray(batch.mask) > 0
+  return np.where(counts.any(-1), counts.shape[-1] - np.argmax(counts[..., ::-1], axis=-1), 0)
 
 
 def pack(

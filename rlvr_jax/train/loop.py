@@ -41,6 +41,7 @@ from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.start import parameters
 from rlvr_jax.train.start.restore import Resumed, describe_layout
+from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params, TrainState
 
 
@@ -60,6 +61,7 @@ class Trainer:
 
   Attributes:
     parts: the run's parts.
+    rows: where its rollouts lie in rows.
     frozen: the parameters that are not trained.
     generator: makes batches.
     queue: batches that updates will train on.
@@ -71,6 +73,7 @@ class Trainer:
   """
 
   parts: Parts
+  rows: RunRows
   frozen: parameters.Frozen
   generator: Generator
   queue: RolloutQueue
@@ -184,7 +187,7 @@ class Trainer:
 
   def update(self, now: RunState) -> RunState:
     """Dispatches one update, then reads the metrics of the previous one."""
-    parts, schedule, programs = self.parts, self.parts.schedule, self.parts.programs
+    schedule, programs = self.parts.schedule, self.parts.programs
     number = schedule.batch(now.step)
     with multihost.phase("an update"):
       self.queue.check_fingerprint(number)
@@ -194,13 +197,13 @@ class Trainer:
       rollouts, batch = self.scorer.prepare(rollouts, now.state, now.step)
       self.queue.update(rollouts)
       dispatched = time.perf_counter()
-      on_devices = parts.placement.pack_to_devices(batch)
+      on_devices = self.rows.placement(batch).pack_to_devices(batch)
       measured, arrays = self.scorer.measure(now.state, on_devices, now.step)
       state, metrics = programs.train_step(now.state, self.frozen.trainer, on_devices)
       if measured:
         entropy = programs.mean_entropy(state.params, self.frozen.trainer, on_devices)
         metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
-      self.log.count_trained(batch, state.params if parts.lora else None)
+      self.log.count_trained(batch, state.params if self.parts.lora else None)
       host = self.log.host_metrics(statistics, now.step)
       self.queue.release(number)
       now = now._replace(step=now.step + 1, state=state)
@@ -280,7 +283,7 @@ class Trainer:
       counters=self.log.counters,
       evaluation=dict(now.evaluation),
       evaluated=now.evaluated,
-      layout=describe_layout(self.parts),
+      layout=describe_layout(self.parts, self.rows),
       queue=queue,
       written=self.log.writer.written(now.step),
     )
@@ -303,6 +306,7 @@ class Trainer:
 
 def make_trainer(
   parts: Parts,
+  rows: RunRows,
   frozen: parameters.Frozen,
   log: RunLog,
   checkpointer: Checkpointer,
@@ -315,7 +319,7 @@ def make_trainer(
   """The trainer of a run.
 
   Args:
-    parts, log, checkpointer, collector, store: of the run.
+    parts, rows, log, checkpointer, collector, store: of the run.
     frozen: from `parameters.load_frozen`.
     initial: trained parameters before the first update.
     workdir: of the run; None where no other program reads it.
@@ -323,16 +327,18 @@ def make_trainer(
   clock = modes.clock_of_generation(parts.schedule, log.clock)
   return Trainer(
     parts=parts,
+    rows=rows,
     frozen=frozen,
     generator=Generator(
       parts,
+      rows,
       frozen.sampler,
       collector_of_graded(collector) if parts.config.fleet.samplers else collector,
       store,
       clock,
     ),
     queue=RolloutQueue(store),
-    scorer=Scorer(parts, frozen.trainer, initial, log),
+    scorer=Scorer(parts, rows, frozen.trainer, initial, log),
     collector=collector,
     log=log,
     checkpointer=checkpointer,

@@ -31,6 +31,7 @@ from rlvr_jax.train.setup.grading import (
   check_first_messages,
   start_pools,
 )
+from rlvr_jax.train.setup.programs import RowTokens
 from rlvr_jax.train.start import parameters, warm_start_cache
 from rlvr_jax.train.start.first_params import make_first_params, warm_start
 from rlvr_jax.train.start.restore import (
@@ -40,6 +41,7 @@ from rlvr_jax.train.start.restore import (
   last_records,
   restore_sources,
 )
+from rlvr_jax.train.start.rows import ROWS_FILE, RunRows, read_rows, write_rows
 
 ROLLOUTS_FOLDER = "rollouts"
 
@@ -82,8 +84,13 @@ def open_session(
     stack.enter_context(_report_shutdown())
     stack.enter_context(deadline())
     folder, files = open_workdir(workdir, enter)
-    multihost.run_on_first(lambda: _check_config(folder, files, parts), None)
+    first = multihost.run_on_first(lambda: _check_config(folder, files, parts), None)
     parts = restore_sources(parts, folder.local)
+    rows = RunRows(
+      parts,
+      RowTokens(*recorded) if (recorded := multihost.exchange(first)[0]) else None,
+      lambda tokens: _record_rows(folder, parts, tokens),
+    )
     logged = logged_run(parts)
     raw_logprobs.announce(parts.sources)
     announce_partial_credit(parts.outcome_policy, parts.task, parts.config.environment.name)
@@ -101,7 +108,7 @@ def open_session(
     keep = parts.config.checkpoint.keep
     checkpointer = enter(Checkpointer(folder.path / "checkpoints", keep=keep, workdir=folder))
     store = _open_store(folder, enter)
-    resumed = find_resumable(checkpointer, parts, store)
+    resumed = find_resumable(checkpointer, parts, store, rows)
     no_writer = NoWriter(folder.local)
     records = last_records(resumed, warm)
     writer = multihost.run_on_first(
@@ -124,7 +131,7 @@ def open_session(
       profile=enter(machines.Profile(profile, folder.local, folder.path)),
     )
     trainer = make_trainer(
-      *(parts, frozen, log, checkpointer, collector, store), initial=params, workdir=folder
+      *(parts, rows, frozen, log, checkpointer, collector, store), initial=params, workdir=folder
     )
     now = trainer.resume(resumed) if resumed else trainer.begin(params)
     del params, warm, resumed  # the trainer keeps what it needs
@@ -161,16 +168,37 @@ def _report_shutdown() -> Iterator[None]:
     raise
 
 
-def _check_config(workdir: Workdir, files: StartFiles, parts: Parts) -> None:
-  """Raises WorkdirError unless the workdir is new or its run has this configuration."""
+def _check_config(workdir: Workdir, files: StartFiles, parts: Parts) -> RowTokens | None:
+  """Raises WorkdirError unless the workdir is new or its run has this configuration.
+
+  Returns:
+    The rows that the run began with, see `read_rows`.
+  """
   workdir.fetch()
+  rows = read_rows(workdir.local)  # first, since config.json may follow this start
   allowed = checks.may_differ(parts.config, parts.schedule)
   # From here on, a failed start removes the files that it wrote.
   files.check_config(parts.config.to_json_best_effort(), allowed)
+  if rows is not None and not (workdir.local / ROWS_FILE).exists():
+    write_rows(workdir.local, rows)
   parameters.check_start(parts.config.start, parts.config.lora.adapters, workdir.path)
   warm_start_cache.check(parts.config.warm_start.cache)
+  _write_layout(workdir, parts, rows)
+  return rows
+
+
+def _record_rows(workdir: Workdir, parts: Parts, tokens: RowTokens) -> None:
+  """Records the rows that the first batch has chosen."""
+  write_rows(workdir.local, tokens)
+  _write_layout(workdir, parts, tokens)
+  workdir.publish(ROWS_FILE, LAYOUT_FILE)
+
+
+def _write_layout(workdir: Workdir, parts: Parts, rows: RowTokens | None) -> None:
+  """Says which machine has started or resumed the run, and how work is laid out there."""
+  layout = describe_layout(parts, RunRows(parts, rows))
   with replace_file(workdir.local / LAYOUT_FILE) as file:
-    file.write((json.dumps(describe_layout(parts)) + "\n").encode())
+    file.write((json.dumps(layout) + "\n").encode())
 
 
 def _open_store(workdir: Workdir, enter: Enter) -> RolloutStore:

@@ -80,8 +80,7 @@ def first_phase(
 ) -> Constants:
   """Phase 1 under accumulation, with a separate forward pass if anything needs one."""
   scores, forward = None, None
-  needs_scores = method.loss.statistics is not None or method.expert_balance > 0
-  if method.reweighting.needs_gram or needs_scores:
+  if method.has_first_phase:
     scores, forward = batch_forward(trained, frozen, batch, method=method)
   coefficients, metrics = reweight(
     trained, frozen, batch, forward, coefficients, key, method=method

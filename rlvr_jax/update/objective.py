@@ -85,6 +85,12 @@ class Method(NamedTuple):
   records_routes: bool = False
   replays_routes: bool = False
 
+  @property
+  def has_first_phase(self) -> bool:
+    """Whether a batch of several micro-batches needs a forward pass before that of the gradient."""
+    needs_scores = self.loss.statistics is not None or self.expert_balance > 0
+    return self.reweighting.needs_gram or needs_scores
+
 
 def rows_if_accumulating(batch: TrainBatch) -> Packed | None:
   """The packed rows if batches of these shapes may have several micro-batches, otherwise None.

@@ -26,7 +26,14 @@ class RecordingPlacement(Placement):
 
 @pytest.mark.slow
 def test_a_resumed_run_repeats_itself_and_compiles_one_update(tmp_path):
-  parts = build(tiny.config(num_updates=4, warm_start__num_steps=0, evaluation__every=4))
+  parts = build(
+    tiny.config(
+      num_updates=4,
+      warm_start__num_steps=0,
+      evaluation__every=4,
+      batch__tokens_per_micro_batch=36,
+    )
+  )
   names = [field.name for field in dataclasses.fields(Placement)]
   fields = {name: getattr(parts.placement, name) for name in names}
   layout = row_layout(

@@ -33,6 +33,7 @@ from rlvr_jax.train.setup import build as building
 from rlvr_jax.train.setup.behavior_sources import Source, Sources
 from rlvr_jax.train.setup.programs import PlacedModel, make_behavior_gap
 from rlvr_jax.train.start import parameters, restore
+from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Sampling
 
 UPDATES = 8
@@ -261,7 +262,11 @@ def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
     RolloutStore(workdir / "rollouts", writable=True) as store,
   ):
     assert saved.steps()[-2:] == [4, 6]
-    assert restore.find_resumable(saved, parts, store).step == saved.steps()[-1] == 4
+    assert (
+      restore.find_resumable(saved, parts, store, RunRows(parts, None)).step
+      == saved.steps()[-1]
+      == 4
+    )
 
 
 @pytest.mark.slow
@@ -331,7 +336,9 @@ class Steps:
     """Goes on with graders that are given work by `submit`, and nothing generated."""
     old = self.trainer
     collector = dataclasses.replace(old.collector, submit=submit)
-    generator = Generator(old.parts, old.frozen.sampler, collector, old.queue.store, old.log.clock)
+    generator = Generator(
+      old.parts, old.rows, old.frozen.sampler, collector, old.queue.store, old.log.clock
+    )
     self.trainer = dataclasses.replace(old, collector=collector, generator=generator)
     self.generation = self.trainer.start_generation()
 
@@ -358,7 +365,8 @@ def trainer(parts, on_policy, tmp_path):
     frozen = parameters.load_frozen(these)
     log = RunLog(logged_run(these), writer)
     collector = these.make_collector(pool)
-    made = loop.make_trainer(these, frozen, log, saved, collector, store, initial=warm.state)
+    rows = RunRows(these, None)
+    made = loop.make_trainer(these, rows, frozen, log, saved, collector, store, initial=warm.state)
     steps = Steps(made, made.begin(warm.state))
     if submit:
       steps.with_submit(submit)

@@ -45,6 +45,8 @@ from rlvr_jax.train.reporting.progress import warn
 from rlvr_jax.train.reporting.run_log import DeviceClock
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.checks import scores_partly, shaped_outcomes
+from rlvr_jax.train.setup.placement import Placement
+from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params
 
 
@@ -122,6 +124,13 @@ class _Counts(NamedTuple):
   version: int = 0  # of the policy that sampled the last batch
 
 
+class _Comparison(NamedTuple):
+  """What the log-probabilities of samples are computed anew with."""
+
+  rows: RunRows
+  frozen: Params  # the parameters that are not trained, on the devices that generate
+
+
 class Generator:
   """Makes batches from the policies that it is given.
 
@@ -136,6 +145,7 @@ class Generator:
   def __init__(
     self,
     parts: Parts,
+    rows: RunRows,
     frozen: Params,
     collector: Collector,
     store: RolloutStore,
@@ -144,13 +154,14 @@ class Generator:
     """Binds a run's objects; nothing is sampled yet.
 
     Args:
-      parts: the run's parts.
+      parts, rows: of the run.
       frozen: the parameters that are not trained, on the devices that generate.
       collector: decodes and grades.
       store: gets every batch.
       clock: of the devices that generate.
     """
-    self._parts, self._frozen, self._collector, self._store = parts, frozen, collector, store
+    self._parts, self._comparison = parts, _Comparison(rows, frozen)
+    self._collector, self._store = collector, store
     self._clock = clock
     # The groups of a fleet are sampled by other programs, see `train.fleet.generation`.
     live = [] if parts.config.fleet.samplers else parts.sources.live
@@ -529,6 +540,7 @@ class Generator:
     rate: Any = mean_solve_rate(graded.train, versions)
     train = dataclasses.replace(graded.train, sources=source_of_group, solve_rate=rate)
     graded = graded._replace(train=train)
+    placement = self._comparison.rows.placement(train)
     if sampled_by is None:
       sampled_by = self._sampled_by(graded, policy)
     repeated = parts.schedule.recorded
@@ -538,7 +550,7 @@ class Generator:
         f" not its rollouts: {why}. The seed, the configuration, a version or the devices differ"
       )
     if measured is None:
-      graded = self._check_agreement(graded, mask, policy)
+      graded = self._check_agreement(graded, mask, policy, placement)
       if graded.train.token_versions is not None:
         compared = self._counts.checked_version
         # In a repeated fleet a later batch may have older versions.
@@ -551,9 +563,9 @@ class Generator:
       graded,
       mask,
       policy.params,
-      self._frozen,
+      self._comparison.frozen,
       sources=sources,
-      placement=parts.placement,
+      placement=placement,
       replays_routes=parts.method.replays_routes,
       logprobs_at_temperature_1=parts.programs.logprobs_at_temperature_1,
     )
@@ -579,7 +591,9 @@ class Generator:
       policies = {version: self._streams.policies[version] for version in used} or policies
     return {version: policy.fingerprint() for version, policy in policies.items()}
 
-  def _check_agreement(self, graded: Graded, mask: np.ndarray, policy: PolicySnapshot) -> Graded:
+  def _check_agreement(
+    self, graded: Graded, mask: np.ndarray, policy: PolicySnapshot, placement: Placement
+  ) -> Graded:
     """Compares log-probabilities of sampler and trainer on a policy's first batch; adds metrics."""
     parts, counts = self._parts, self._counts
     if graded.train.token_versions is not None:
@@ -594,9 +608,9 @@ class Generator:
       graded.train,
       mask,
       policies,
-      self._frozen,
+      self._comparison.frozen,
       sources=parts.sources,
-      placement=parts.placement,
+      placement=placement,
       programs=parts.programs,
       mixes_caches=parts.config.fleet.new_weights == SWITCH,
     )

@@ -16,23 +16,24 @@ from rlvr_jax.rollouts.engine import make_requests
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.run_log import RunLog
 from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params, TrainBatch, TrainState
 
 
 class Scorer:
   """Computes log-probabilities of batches under the current and the initial policy."""
 
-  def __init__(self, parts: Parts, frozen: Params, initial: Params, log: RunLog):
+  def __init__(self, parts: Parts, rows: RunRows, frozen: Params, initial: Params, log: RunLog):
     """Keeps `initial` only if it is needed.
 
     Args:
-      parts: of the run.
+      parts, rows: of the run.
       frozen: the parameters that are not trained.
       initial: the trained parameters before the first update.
       log: counts the forward passes.
     """
     c = parts.config
-    self._parts, self._frozen, self._log = parts, frozen, log
+    self._parts, self._rows, self._frozen, self._log = parts, rows, frozen, log
     # Kept only if they are used: they take as much memory as the policy.
     keep = c.reference.kl_coefficient or c.diagnostics.every
     self._initial = initial if keep else None
@@ -56,9 +57,8 @@ class Scorer:
     for _ in serve_graded(engine, engine.load(params, self._frozen), pending, collector):
       pass
     batch = collector.finish(flight, [0] * len(problems)).train
-    _, entropy = parts.programs.score(
-      params, self._frozen, parts.placement.pack_to_devices(drop_scores(batch))
-    )
+    packed = self._rows.placement(batch).pack_to_devices(drop_scores(batch))
+    _, entropy = parts.programs.score(params, self._frozen, packed)
     return float(np.sum(sharding.to_host(entropy) * batch.mask) / max(batch.mask.sum(), 1))
 
   def prepare(
@@ -108,7 +108,7 @@ class Scorer:
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
     self._log.count_scored(batch)
-    scored = self._parts.placement.pack_to_devices(drop_scores(batch))
+    scored = self._rows.placement(batch).pack_to_devices(drop_scores(batch))
     return sharding.to_host(self._parts.programs.score(params, self._frozen, scored)[0])
 
   def measure(

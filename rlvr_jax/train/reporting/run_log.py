@@ -309,10 +309,10 @@ class RunLog:
       batch = self._run.batch
       warn(
         f"{1 - filled:.0%} of the positions in update {step} are padding: its rollouts do not fill"
-        " a micro-batch on every device. Lower"
-        f" config.batch.tokens_per_micro_batch = {batch.tokens_per_micro_batch} or"
-        f" config.batch.tokens_per_row = {batch.tokens_per_row} (0: set by the maximum lengths), or"
-        f" raise config.batch.prompts = {batch.prompts}"
+        " a micro-batch on every device. Set a lower"
+        f" config.batch.tokens_per_micro_batch (now {batch.tokens_per_micro_batch}) or"
+        f" config.batch.tokens_per_row (now {batch.tokens_per_row}; both 0: as suited the first"
+        f" batch), or raise config.batch.prompts = {batch.prompts}"
       )
 
   def _warn_of_warm_start(self, values: Mapping[str, float]) -> None:

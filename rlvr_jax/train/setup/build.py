@@ -30,7 +30,7 @@ from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.engine import Engine
-from rlvr_jax.rollouts.packing import layout_of_few
+from rlvr_jax.rollouts.packing import RowLayout, layout_of_few
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.sampling import sampling_of
 from rlvr_jax.train.cluster import sharding
@@ -209,7 +209,7 @@ def build(
     state=state,
     base=base,
     frozen={} if adapters is None else base,
-    scored_groups=scored_groups(config.batch.tokens_per_micro_batch, shape, sampler.mesh),
+    scored_groups=scored_groups(row_layout, shape, sampler.mesh),
   )
   diagnose = make_measure(config.diagnostics, method, make_gram(config.gram))
   checks.check_update(
@@ -270,10 +270,11 @@ def batch_shape(config: ml_collections.ConfigDict) -> BatchShape:
   )
 
 
-def scored_groups(tokens_per_micro_batch: int, shape: BatchShape, mesh: Mesh) -> int:
+def scored_groups(layout: RowLayout, shape: BatchShape, mesh: Mesh) -> int:
   """`Placement.scored_groups`: groups of full length that fill a micro-batch on every device."""
   group = shape.group_size * (shape.max_prompt_length + shape.max_response_length)
-  return max(tokens_per_micro_batch // group, 1) * mesh.shape["data"] * mesh.shape["fsdp"]
+  groups = max(layout.rows_per_device * layout.length // group, 1)
+  return groups * mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def make_sampler(

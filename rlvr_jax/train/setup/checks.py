@@ -40,7 +40,7 @@ MAX_WORKERS = 1024  # processes of graders, or of environments
 _MAX_INT32 = 2**31 - 1  # of indices and counters on the devices
 _AT_LEAST_ONE = {
   "": "max_prompt_length max_skipped_in_a_row",
-  "batch": "prompts group_size tokens_per_micro_batch",
+  "batch": "prompts group_size",
   "evaluation": "every num_samples batch_prompts",
   "grading": "memory_mib",
   "checkpoint": "every keep",
@@ -98,7 +98,8 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
         f" and config.max_response_length = {config.max_response_length} are {tokens} tokens, a"
         f" batch may have {_MAX_INT32}; lower one of them"
       )
-  check_integer("config.batch", "tokens_per_row", batch.tokens_per_row, low=0, high=_MAX_INT32)
+  for name in ("tokens_per_row", "tokens_per_micro_batch"):
+    check_integer("config.batch", name, batch[name], low=0, high=_MAX_INT32)
   ks, limit = list(config.evaluation.ks), config.evaluation.num_samples
   wrong = [k for k in ks if not isinstance(k, int) or not 1 <= k <= limit]
   if wrong or not ks:

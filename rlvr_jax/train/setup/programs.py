@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from rlvr_jax import geometry, specs
 from rlvr_jax.models import lora
@@ -69,6 +69,13 @@ class Programs(NamedTuple):
   mean_entropy: Callable  # (trained, frozen, batch) → f32[], nats per token
   score: Callable  # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
   merge: Callable  # (trained, frozen) → all parameters of the network as arrays
+
+
+class RowTokens(NamedTuple):
+  """The sizes of `config.batch`, in tokens on each device; 0: not given."""
+
+  tokens_per_row: int
+  tokens_per_micro_batch: int
 
 
 class PlacedModel(NamedTuple):
@@ -256,9 +263,7 @@ def least_row_length(kind: str, shape: BatchShape) -> int:
   return least
 
 
-def make_row_layout(
-  settings: ml_collections.ConfigDict, shape: BatchShape, kind: str, mesh: Mesh
-) -> RowLayout:
+def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mesh) -> RowLayout:
   """How the rollouts of a training batch lie in rows, for an implementation of attention.
 
   By default a row has room for eight times as many response tokens as prompt tokens: a prompt is
@@ -266,7 +271,8 @@ def make_row_layout(
   rows, see `rollouts.packing`. Elsewhere they have none, so that results stay what they were.
 
   Args:
-    settings: `config.batch`, with the tokens of a row and of a micro-batch.
+    settings: or `config.batch`. A micro-batch of 0 has as many as `choose_row_layout` takes at
+      most.
     shape: of the largest batch.
     kind: implementation of attention, from `choose_row_attention`.
     mesh: that makes updates.
@@ -279,7 +285,8 @@ def make_row_layout(
   beside = min(-(-8 * prompt // rollout), shape.group_size)
   beside = max(1, min(beside, shape.responses // devices))  # a row for each device
   several = prompt + beside * rollout
-  several = min(several, settings.tokens_per_micro_batch, longest_row(kind))
+  tokens = settings.tokens_per_micro_batch or most_places(mesh)
+  several = min(several, tokens, longest_row(kind))
   length = row_length(kind, int(max(longest, settings.tokens_per_row or several)))
   # A row that is longer than the least one may be aligned more coarsely.
   while (least := min_row_length(*sizes, alignment=row_alignment(kind, length))) > length:
@@ -289,9 +296,22 @@ def make_row_layout(
     length=length,
     alignment=row_alignment(kind, length),
     devices=devices,
-    tokens_per_micro_batch=settings.tokens_per_micro_batch,
+    tokens_per_micro_batch=tokens,
     has_short_rows=kind == "splash" and short_row(length) % TILE == 0,
   )
+
+
+def most_places(mesh: Mesh | AbstractMesh) -> int:
+  """Places of a micro-batch on a device, at most, unless a rollout needs more.
+
+  Larger ones are slower on a CPU, whose caches are small, and take more memory.
+  """
+  return 1024 if is_on_cpu(mesh) else 4096
+
+
+def is_on_cpu(mesh: Mesh | AbstractMesh) -> bool:
+  """Whether a mesh is of CPUs; one without devices stands for accelerators."""
+  return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
 def abstract_batch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from rlvr_jax.train.checkpointing.workdir import WorkdirError, run_file_names
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.progress import progress, say, warn
 from rlvr_jax.train.setup.build import Parts, pin_sources
+from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import TrainState
 
 SOURCES_FILE = "sources.json"
@@ -79,7 +80,9 @@ class Resumed(NamedTuple):
   damaged: list[int]  # pending batches that are to be sampled again
 
 
-def find_resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> Resumed | None:
+def find_resumable(
+  checkpointer: Checkpointer, parts: Parts, store: RolloutStore, rows: RunRows
+) -> Resumed | None:
   """The latest checkpoint whose pending rollouts are intact; None if there is no checkpoint.
 
   Later checkpoints are removed. From an earlier checkpoint the run repeats itself bit for bit: it
@@ -102,7 +105,7 @@ def find_resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore
       # The next resume would use later ones, although their records are gone.
       checkpointer.discard_after(step)
       multihost.run_on_first(functools.partial(_report_damaged, store, host), None)
-      _report_move(host, parts)
+      _report_move(host, describe_layout(parts, rows))
       return Resumed(step, restored.state, host, restored.arrays, damaged)
     warn(
       f"rollouts {damaged} of {store.directory}, pending at update {step}, are damaged or missing;"
@@ -117,8 +120,11 @@ def find_resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore
   return None
 
 
-def describe_layout(parts: Parts) -> dict[str, Any]:
-  """What changes a run's results by rounding alone: its machine, and how work is laid out there."""
+def describe_layout(parts: Parts, rows: RunRows) -> dict[str, Any]:
+  """What changes a run's results by rounding alone: its machine, and how work is laid out there.
+
+  Rows that are not chosen yet are None.
+  """
   c = parts.config
   meshes = {"mesh": parts.placement.mesh, "generation_mesh": parts.placement.generation_mesh}
   return {
@@ -126,8 +132,7 @@ def describe_layout(parts: Parts) -> dict[str, Any]:
     "device": jax.devices()[0].device_kind,
     **{name: dict(mesh.shape) for name, mesh in meshes.items()},
     "sampling.slots": c.sampling.slots,
-    "batch.tokens_per_row": c.batch.tokens_per_row,
-    "batch.tokens_per_micro_batch": c.batch.tokens_per_micro_batch,
+    **rows.fields,
   }
 
 
@@ -141,12 +146,13 @@ def _host_state(restored: Restored, checkpointer: Checkpointer) -> HostState:
     ) from error
 
 
-def _report_move(host: HostState, parts: Parts) -> None:
+def _report_move(host: HostState, now: Mapping[str, Any]) -> None:
   """Says whether the checkpoint was saved on another machine, or with another layout."""
-  now = describe_layout(parts)
   then = host.layout
   changed = [
-    f"{name} {then.get(name)} → {now[name]}" for name in now if then.get(name) != now[name]
+    f"{name} {then.get(name)} → {now[name]}"
+    for name in now
+    if then.get(name) != now[name] and then.get(name, 0) is not None  # rows not chosen yet
   ]
   if changed:
     say(

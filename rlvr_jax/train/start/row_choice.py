@@ -1,0 +1,157 @@
+"""Chooses the rows and micro-batches that suit a run's lengths of rollouts, and its devices.
+
+Rows always have room for the longest rollout that the configuration allows, so that every batch
+fits. Which length of theirs computes least depends on the lengths that rollouts really have, and on
+the device: what a micro-batch costs apart from its places, and how many places it takes at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import AbstractMesh, Mesh
+
+from rlvr_jax.ops.row_attention import row_length
+from rlvr_jax.rollouts.packing import Row, RowLayout, assign_micro_batches, assign_rows
+from rlvr_jax.train.setup.programs import (
+  RowTokens,
+  is_on_cpu,
+  least_row_length,
+  make_row_layout,
+  most_places,
+)
+from rlvr_jax.types import BatchShape
+
+_LEAST_PLACES = 64  # of a row; shorter ones are many and save nothing
+_MOST_WHOLE = 4096  # places of a micro-batch that has all of a batch
+_MOST_PADDING = 1.25  # places for each that is used, where any layout has as few
+_LENGTHS_PER_OCTAVE = 8  # of rows that are tried
+_ROWS = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128)  # of a micro-batch on a device, likewise
+# Later batches are others, and may be longer.
+_GROWTHS = (1.0, 1.06, 1.12, 1.18, 1.24, 1.3, 1.4, 1.5)  # of responses
+_BATCHES, _TRIED_ROLLOUTS = 4, 1024  # of each growth that are tried, at most
+_DENSE = 512  # places of a row beyond which attention leaves out more and more of it
+
+
+def choose_row_layout(
+  shape: BatchShape,
+  kind: str,
+  mesh: Mesh,
+  prompt_lengths: npt.ArrayLike,
+  response_lengths: npt.ArrayLike,
+  *,
+  width: int,
+  has_first_phase: bool,
+) -> RowLayout:
+  """The layout in which batches with lengths such as these are computed fastest.
+
+  It packs this batch, and others that are drawn from its groups, some with longer responses. Of the
+  layouts with little padding it takes the one of the least cost. A place costs 1, and more in long
+  rows whose attention computes all scores; a micro-batch costs some places besides.
+
+  Args:
+    shape, kind, mesh: as of `make_row_layout`.
+    prompt_lengths: i[P], tokens.
+    response_lengths: i[P, G], tokens, up to the last one in the loss.
+    width: of the network.
+    has_first_phase: whether the method needs a forward pass of its own where a batch may have
+      several micro-batches, see `update.accumulate`.
+  """
+  batches = list(_similar_batches(prompt_lengths, response_lengths, shape))
+  overhead = _overhead(mesh, width)
+
+  @functools.cache
+  def count_rows(length: int, alignment: int) -> list[tuple[int, int]]:
+    """Rows of every batch, and their places that are used."""
+    sizes = dict(length=length, alignment=alignment)
+    return [_used(assign_rows(*batch, **sizes)) for batch in batches]
+
+  def count(layout: RowLayout) -> list[_Count]:
+    if layout.has_short_rows:
+      dealt = [assign_micro_batches(*batch, layout) for batch in batches]
+      return [_Count(len(x.dealt), x.num_short, _used(x.rows)[1]) for x in dealt]
+    step = layout.devices * layout.rows_per_device
+    rows = count_rows(layout.length, layout.alignment)
+    return [_Count(-(-number // step), 0, used) for number, used in rows]
+
+  def judge(layout: RowLayout) -> tuple[float, float]:
+    """Places for each that is used, of the growth with most of them; and the cost of an update."""
+    counts = count(layout)
+    places = np.array([layout.count_places(x.micro_batches, x.short) for x in counts])
+    padding = (places / [x.used for x in counts]).reshape(len(_GROWTHS), -1).mean(1)
+    micro_batches = np.mean([x.micro_batches for x in counts])
+    scores = 0.0 if kind == "splash" else min(layout.length, _DENSE) / (4 * width)
+    passes = 4 if has_first_phase and layout.max_micro_batches > 1 else 3
+    cost = passes * (places.mean() * (1 + scores) + overhead * layout.devices * micro_batches)
+    return float(padding.max()), float(cost)
+
+  judged = {layout: judge(layout) for layout in _candidates(shape, kind, mesh)}
+  allowed = max(_MOST_PADDING, 1.05 * min(padding for padding, _ in judged.values()))
+  costs = {x: cost for x, (padding, cost) in judged.items() if padding <= allowed}
+  if has_first_phase:  # as much padding may cost less than another pass
+    whole = make_row_layout(RowTokens(0, _MOST_WHOLE), shape, kind, mesh)
+    if whole.max_micro_batches == 1:
+      costs[whole] = judge(whole)[1]
+  return min(costs, key=lambda layout: costs[layout])
+
+
+def _candidates(shape: BatchShape, kind: str, mesh: Mesh) -> Iterator[RowLayout]:
+  """Layouts that hold every batch."""
+  least = row_length(kind, max(least_row_length(kind, shape), _LEAST_PLACES))
+  most = max(most_places(mesh), least)
+  lengths = {
+    row_length(kind, int(least * 2 ** (step / _LENGTHS_PER_OCTAVE)))
+    for step in range(int(_LENGTHS_PER_OCTAVE * math.log2(most / least)) + 1)
+  }
+  for length in sorted(x for x in lengths if x <= most):
+    for number in (x for x in _ROWS if x * length <= most):
+      with contextlib.suppress(ValueError):  # fewer rows than devices
+        layout = make_row_layout(RowTokens(length, number * length), shape, kind, mesh)
+        if layout.max_micro_batches == 1 or layout.rows_per_device == number:
+          yield layout
+
+
+class _Count(NamedTuple):
+  """What a layout makes of a batch."""
+
+  micro_batches: int
+  short: int  # of them, those with short rows
+  used: int  # places
+
+
+def _used(rows: Sequence[Row]) -> tuple[int, int]:
+  """The number of rows, and their places that are used."""
+  return len(rows), sum(row.used for row in rows)
+
+
+def _similar_batches(
+  prompt_lengths: npt.ArrayLike, response_lengths: npt.ArrayLike, shape: BatchShape
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+  """The batch itself, then others of groups that are drawn from it, whose responses are longer."""
+  prompts = np.maximum(prompt_lengths, 1)
+  responses = np.maximum(response_lengths, 1)
+  random = np.random.default_rng(0)
+  groups = np.arange(len(prompts))
+  number = min(max(_TRIED_ROLLOUTS // responses.size, 1), _BATCHES)
+  for growth in np.repeat(_GROWTHS, number):
+    more = (growth - 1) * responses[groups] + random.random(responses.shape)  # rounds at random
+    longer = responses[groups] + more.astype(np.int64)
+    yield prompts[groups], np.minimum(longer, shape.max_response_length)
+    groups = random.integers(0, len(prompts), len(prompts))
+
+
+def _overhead(mesh: Mesh | AbstractMesh, width: int) -> float:
+  """Places that take as long as what a micro-batch costs besides its places.
+
+  Its weights are read, and its gradient is added to the others'. That takes a CPU of two cores 50
+  places, whatever the network; and small products are work for one of its cores. Accelerators have
+  more arithmetic for each byte that they read: 28 bytes of a parameter take an H100 or a TPU v5p
+  as long as its 6 FLOPs of 300 to 500 places.
+  """
+  return 48 + 2**14 / width if is_on_cpu(mesh) else 512

@@ -1,0 +1,132 @@
+"""The rows of a run: chosen by its first batch, recorded, and taken by every later start."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from rlvr_jax.rollouts.packing import layout_of_few, packed_lengths
+from rlvr_jax.storage.files import is_as_written, replace_file, with_crc32
+from rlvr_jax.train.checkpointing.workdir import WorkdirError, read_config
+from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.reporting.progress import say
+from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.placement import Placement
+from rlvr_jax.train.setup.programs import RowTokens, make_row_layout
+from rlvr_jax.train.start.row_choice import choose_row_layout
+from rlvr_jax.types import TrainBatch
+
+ROWS_FILE = "rows.json"
+
+
+def read_rows(workdir: Path) -> RowTokens | None:
+  """What a run began with; None if its first batch has yet to choose it.
+
+  Fields that config.json sets count too: before rows were chosen, every run had such fields.
+
+  Raises:
+    WorkdirError: the record is damaged.
+  """
+  path = workdir / ROWS_FILE
+  if path.exists():
+    try:
+      record = json.loads(path.read_text())
+      if not isinstance(record, dict) or not is_as_written(record):
+        raise ValueError("it does not match its checksum")
+      return RowTokens(**{name: record[name] for name in RowTokens._fields})
+    except (OSError, ValueError) as error:
+      raise WorkdirError(
+        f"{path}, which says the rows that this run began with, cannot be read: {error}. Put back a"
+        " copy, or remove it: then the next batch chooses rows, and results differ by rounding"
+      ) from error
+  if not (workdir / "config.json").exists():
+    return None
+  batch = read_config(workdir / "config.json").get("batch", {})
+  given = RowTokens(*(int(batch.get(name, 0)) for name in RowTokens._fields))
+  return given if any(given) else None
+
+
+def write_rows(workdir: Path, tokens: RowTokens) -> None:
+  """Records what a run has chosen; the file survives a crash of the machine."""
+  with replace_file(workdir / ROWS_FILE) as file:
+    file.write((json.dumps(with_crc32(tokens._asdict())) + "\n").encode())
+
+
+class RunRows:
+  """Where the rollouts of a run lie in rows, from its first batch on."""
+
+  def __init__(
+    self,
+    parts: Parts,
+    recorded: RowTokens | None,
+    record: Callable[[RowTokens], None] = lambda _: None,
+  ):
+    """Takes the rows that are configured, or else recorded.
+
+    Args:
+      parts: of the run.
+      recorded: from `read_rows`.
+      record: called on the first process with what the first batch chooses, before it is used.
+    """
+    configured = RowTokens(*(parts.config.batch[name] for name in RowTokens._fields))
+    self._parts, self._record = parts, record
+    self._tokens: RowTokens | None = None
+    self._placement: Placement | None = None
+    if any(configured):
+      self._tokens, self._placement = configured, parts.placement
+    elif recorded is not None:
+      # Otherwise this machine has more devices than there may be such rows.
+      with contextlib.suppress(ValueError):
+        self._tokens, self._placement = recorded, self._place(recorded)
+
+  @property
+  def fields(self) -> dict[str, int | None]:
+    """The fields of the configuration that give these rows; None before they are chosen."""
+    values = self._tokens._asdict() if self._tokens else dict.fromkeys(RowTokens._fields)
+    return {f"batch.{name}": value for name, value in values.items()}
+
+  def placement(self, batch: TrainBatch) -> Placement:
+    """The run's placement, with rows that the first batch it is called with chooses.
+
+    In several processes all make the first call together.
+
+    Args:
+      batch: NumPy arrays.
+    """
+    if self._placement is None:
+      # The arrays on the devices must have the same shapes on all processes.
+      chosen = RowTokens(*multihost.exchange(self._choose(batch))[0])
+      multihost.run_on_first(lambda: self._record(chosen), None)
+      self._tokens, self._placement = chosen, self._place(chosen)
+    return self._placement
+
+  def _choose(self, batch: TrainBatch) -> RowTokens:
+    parts, lengths = self._parts, packed_lengths(batch)
+    network = parts.model.config
+    layout = choose_row_layout(
+      parts.shape,
+      network.attention,
+      parts.placement.mesh,
+      np.asarray(batch.prompts.lengths),
+      lengths,
+      width=network.width,
+      has_first_phase=parts.method.has_first_phase,
+    )
+    say(
+      f"rows of {layout.length} tokens, {layout.rows_per_device} to a micro-batch"
+      f"{' on each device' if layout.devices > 1 else ''}, for responses of"
+      f" {lengths.mean():.0f} tokens on average; config.batch.tokens_per_row and"
+      " tokens_per_micro_batch set them"
+    )
+    return RowTokens(layout.length, layout.rows_per_device * layout.length)
+
+  def _place(self, tokens: RowTokens) -> Placement:
+    placement, shape = self._parts.placement, self._parts.shape
+    layout = make_row_layout(tokens, shape, self._parts.model.config.attention, placement.mesh)
+    few = layout_of_few(layout, shape, placement.compared_layout.devices)
+    return dataclasses.replace(placement, row_layout=layout, compared_layout=few)
