@@ -2,19 +2,25 @@
 
   python experiments/benchmarks/grpo_step.py --workload=w1 --steps=8
 
-Model: Qwen 3 architecture, width 256, 4 layers, 4 heads, 2 key/value heads of 64, MLP 768,
-vocabulary 512, tied, float32, 3.28 M parameters. w1: 16 prompts × 8 rollouts of 64 tokens; w2:
-4 prompts × 32 rollouts of 128; prompts of 24 to 32 tokens, all responses of full length (the stop
-token is outside the vocabulary). w3: 8 prompts × 8 rollouts of up to 512 tokens, with a stop token
-in a vocabulary of 128, so that lengths are nearly geometric; with these random weights their mean
-is 190, so compare seconds per token. One AdamW update per batch, no reference policy, a grader in
+The small model has Qwen 3's architecture, width 256, 4 layers, 4 heads, 2 key/value heads of 64,
+MLP 768, vocabulary 512, tied, 3.28 M parameters. All compute in float32, with random weights:
+
+  w1  16 prompts × 8 rollouts of 64 tokens, the small model
+  w2  4 prompts × 32 rollouts of 128
+  w3  8 prompts × 8 rollouts of up to 512, with a stop token in a vocabulary of 128
+  w4  8 prompts × 8 rollouts of 64, the shape of SmolLM2-135M (Llama)
+  w5  2 prompts × 4 rollouts of 32, the shape of Qwen2.5-0.5B
+
+Prompts have 24 to 32 tokens. Responses of w3 have nearly geometric lengths; with these random
+weights their mean is 190, so compare seconds per token. All others have full length, since the stop
+token is outside the vocabulary. One AdamW update per batch, no reference policy, a grader in
 constant time. A step includes data, rollout, decoding to text, grading in a worker process, the
 update, and metrics in metrics.jsonl and TensorBoard.
 
 The last line is one JSON object; seconds are medians over the steps after two warm-up steps.
 `slot_steps_of_lockstep` are decoding steps times slots, divided by those of rows that all decode
-until the longest response ends. Quote ratios to another system measured in the same session, not
-single times.
+until the longest response ends. `peak_rss_mib` is of the largest process. Quote ratios to another
+system measured in the same session, not single times.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ import string
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 
 _STARTED = time.perf_counter()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -59,7 +66,8 @@ from rlvr_jax.train.start.rows import RunRows
 _SMALL = dict(preset="small", rope_theta=1_000_000.0, tokens_per_micro_batch=1152)
 _SMOLLM = dict(
   **dict(preset="small", width=576, num_layers=30, num_heads=9, num_kv_heads=3, mlp_width=1536),
-  **dict(qk_norm=False, norm_epsilon=1e-5, rope_theta=100_000.0, tokens_per_micro_batch=1152),
+  **dict(qk_norm=False, norm_epsilon=1e-5, rope_theta=100_000.0),
+  **dict(remat="dots", tokens_per_micro_batch=1152),
 )
 _QWEN = dict(preset="qwen2.5_0.5b", compute_dtype="float32", tokens_per_micro_batch=1152)
 _WORKLOADS = {
@@ -80,11 +88,17 @@ _SLOTS = flags.DEFINE_integer("slots", 0, "Responses decoded at a time; 0 for al
 
 
 class EndlessTokenizer(ByteTokenizer):
-  """Tokenizer with a stop token outside the vocabulary, so that all responses have full length."""
+  """Tokenizer with a stop token outside the vocabulary, so that all responses have full length.
+
+  Every id is decoded as a letter, so that rewards differ in a vocabulary of any size.
+  """
 
   def __init__(self, vocab_size: int):
     self.vocab_size = vocab_size
     self.stop_ids = (vocab_size,)
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return "".join(chr(ord("a") + id % 26) for id in ids)
 
 
 class StoppingTokenizer(ByteTokenizer):
@@ -208,7 +222,7 @@ def main(argv: list[str]) -> None:
   result = {
     "workload": _WORKLOAD.value,
     "steps": _STEPS.value,
-    "tokens_per_micro_batch": _TOKENS.value,
+    "tokens_per_micro_batch": config.batch.tokens_per_micro_batch,
     "slots": parts.programs.engine.settings.slots,
     "parameters": num_parameters,
     "jax": jax.__version__,
@@ -224,6 +238,7 @@ def main(argv: list[str]) -> None:
     "update_sequence_tokens_per_s": round(
       (count * PROMPT_LENGTH + median(tokens)) / median(updates), 1
     ),
+    "step_new_tokens_per_s": round(median(tokens) / median(steps), 1),
     "peak_rss_mib": peak_rss_mib(),
     "all_step_s": [round(s, 3) for s in steps],
     "all_rollout_s": [round(s, 3) for s in rollouts],

@@ -6,7 +6,9 @@
 Run it and `grpo_step.py` in turn, and compare only seconds from one session. The model has the same
 shape and random weights; prompts have 24 to 32 tokens of one character each. Both peers use their
 best settings on a CPU: freed memory is kept, TRL computes without bf16 and without gradient
-checkpointing, Tunix's KV cache is just long enough. Timers wrap the peers' own methods:
+checkpointing, Tunix's KV cache is just long enough, and both sample a batch at once. An update has
+`--micro` micro-batches, by default the fewest that fit beside the weights. Timers wrap the peers'
+own methods:
 
 * rollout: TRL's `_generate`, Tunix's `RLCluster.generate`
 * update: from the end of TRL's `_prepare_inputs` to the end of its step; Tunix's `update_actor`
@@ -17,23 +19,50 @@ The last line is one JSON object with medians over the steps after two warm-up s
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.metadata
 import json
 import os
 import random
+import resource
 import statistics
 import string
 import sys
 import tempfile
 import time
 
+SMALL = dict(
+  **dict(architecture="Qwen3", width=256, layers=4, heads=4, kv_heads=2, mlp=768),
+  **dict(rope_theta=1_000_000, epsilon=1e-6, micro=1),
+)
+SMOLLM = dict(
+  **dict(architecture="Llama", width=576, layers=30, heads=9, kv_heads=3, mlp=1536),
+  **dict(rope_theta=100_000, epsilon=1e-5, micro=4),
+)
+QWEN = dict(
+  **dict(architecture="Qwen2", width=896, layers=24, heads=14, kv_heads=2, mlp=4864),
+  **dict(rope_theta=1_000_000, epsilon=1e-6, micro=1),
+)
+HEAD_DIM = 64
 WORKLOADS = {
-  "w1": dict(prompts=16, group_size=8, new=64, vocab_size=512, stop=None),
-  "w2": dict(prompts=4, group_size=32, new=128, vocab_size=512, stop=None),
-  "w3": dict(prompts=8, group_size=8, new=512, vocab_size=128, stop=127),
+  "w1": dict(prompts=16, group_size=8, new=64, vocab_size=512, stop=None, **SMALL),
+  "w2": dict(prompts=4, group_size=32, new=128, vocab_size=512, stop=None, **SMALL),
+  "w3": dict(prompts=8, group_size=8, new=512, vocab_size=128, stop=127, **SMALL),
+  "w4": dict(prompts=8, group_size=8, new=64, vocab_size=49_152, stop=None, **SMOLLM),
+  "w5": dict(prompts=2, group_size=4, new=32, vocab_size=151_936, stop=None, **QWEN),
 }
+# The package of each architecture in Tunix, and its setting for an output head tied to embeddings.
+TUNIX = dict(
+  Qwen3=("qwen3", "use_tied_embedding"),
+  Llama=("llama3", "weight_tying"),
+  Qwen2=("qwen2", "use_tied_embedding"),
+)
 PROMPT_LENGTH = 32
 WARMUP = 2
-KEEP = dict(MALLOC_MMAP_MAX_="0", MALLOC_ARENA_MAX="1", MALLOC_TRIM_THRESHOLD_=str(1 << 40))
+KEEP = dict(
+  **dict(MALLOC_MMAP_MAX_="0", MALLOC_ARENA_MAX="1"),
+  **dict(MALLOC_TRIM_THRESHOLD_=str(1 << 40), MALLOC_TOP_PAD_=str(1 << 26)),
+)
 
 
 class Timer:
@@ -45,6 +74,13 @@ class Timer:
 
   def add(self, name: str, since: float) -> None:
     self.seconds.setdefault(name, []).append(time.perf_counter() - since)
+
+  def per_step(self, name: str, steps: int) -> list[float]:
+    """Seconds of each step, which may have several calls of a method."""
+    seconds = self.seconds[name]
+    calls = len(seconds) // steps
+    assert calls * steps == len(seconds), f"{name}: {len(seconds)} calls in {steps} steps"
+    return [sum(seconds[step * calls : (step + 1) * calls]) for step in range(steps)]
 
   def wrap(self, thing, method: str, name: str, after=lambda result: None) -> None:
     call = getattr(thing, method)
@@ -71,7 +107,7 @@ def make_assets(folder: str, shape: dict) -> list[str]:
   letters = string.ascii_lowercase + " "
   # One token per character; the other tokens never occur in texts.
   vocabulary = {letter: index for index, letter in enumerate(letters)}
-  vocabulary |= {chr(0x4E00 + i): i for i in range(len(letters), size) if i not in (pad, stop)}
+  vocabulary |= {chr(0x10000 + i): i for i in range(len(letters), size) if i not in (pad, stop)}
   vocabulary |= {"<pad>": pad, "<stop>": stop}
   words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
   words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
@@ -80,22 +116,25 @@ def make_assets(folder: str, shape: dict) -> list[str]:
     tokenizer_object=words, pad_token="<pad>", eos_token="<stop>", padding_side="left"
   ).save_pretrained(folder)
   torch.manual_seed(0)
-  config = transformers.Qwen3Config(
-    vocab_size=size, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024,
-    tie_word_embeddings=True, rope_theta=1e6,
-    pad_token_id=pad, eos_token_id=stop, bos_token_id=None,
+  architecture = shape["architecture"]
+  config = getattr(transformers, f"{architecture}Config")(
+    vocab_size=size, hidden_size=shape["width"], intermediate_size=shape["mlp"],
+    num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"],
+    num_key_value_heads=shape["kv_heads"], head_dim=HEAD_DIM, max_position_embeddings=1024,
+    tie_word_embeddings=True, rope_theta=float(shape["rope_theta"]),
+    rms_norm_eps=shape["epsilon"], pad_token_id=pad, eos_token_id=stop, bos_token_id=None,
   )  # fmt: skip
-  transformers.Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder)
+  network = getattr(transformers, f"{architecture}ForCausalLM")(config)
+  network.to(torch.float32).save_pretrained(folder)
   rng = random.Random(0)
   lengths = [PROMPT_LENGTH if i % 4 == 0 else rng.randint(24, PROMPT_LENGTH) for i in range(64)]
   return ["".join(rng.choices(letters, k=length)) for length in lengths]
 
 
 def count_e(prompts, completions, **_) -> list[float]:
-  """A reward in constant time."""
+  """A reward in constant time; in a large vocabulary too, one token in 26 counts as an e."""
   del prompts
-  return [float(text.count("e")) for text in completions]
+  return [float(sum((ord(x) - ord("e")) % 26 == 0 for x in text)) for text in completions]
 
 
 def make_trl_settings(folder: str, shape: dict, steps: int):
@@ -107,7 +146,8 @@ def make_trl_settings(folder: str, shape: dict, steps: int):
     bf16=False,
     fp16=False,
     gradient_checkpointing=False,
-    per_device_train_batch_size=shape["prompts"] * shape["group_size"],
+    per_device_train_batch_size=shape["prompts"] * shape["group_size"] // shape["micro"],
+    gradient_accumulation_steps=shape["micro"],
     max_steps=steps,
     num_generations=shape["group_size"],
     max_completion_length=shape["new"],
@@ -140,7 +180,7 @@ def run_trl(folder: str, prompts: list[str], shape: dict, steps: int, timer: Tim
 
   class StepTimer(transformers.TrainerCallback):
     def on_step_begin(self, *args, **kwargs):
-      self.start = time.perf_counter()
+      self.start, self.prepared = time.perf_counter(), None
 
     def on_step_end(self, *args, **kwargs):
       timer.add("update", self.prepared)
@@ -161,7 +201,8 @@ def run_trl(folder: str, prompts: list[str], shape: dict, steps: int, timer: Tim
 
   def prepare_and_mark(batch):
     out = prepare(batch)
-    step_timer.prepared = time.perf_counter()
+    # The first micro-batch of a step waits for the rollouts of all.
+    step_timer.prepared = step_timer.prepared or time.perf_counter()
     return out
 
   trainer._prepare_inputs = prepare_and_mark
@@ -173,20 +214,20 @@ def load_tunix_model(folder: str, shape: dict):
   """Loads the model; returns it and a mesh of one device."""
   import jax
   import jax.numpy as jnp
-  from tunix.models.qwen3 import model as qwen3
-  from tunix.models.qwen3 import params as qwen3_params
 
   auto = (jax.sharding.AxisType.Auto,) * 2
   mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=auto)
-  config = qwen3.ModelConfig(
-    num_layers=4, vocab_size=shape["vocab_size"], embed_dim=256, hidden_dim=768, num_heads=4,
-    head_dim=64, num_kv_heads=2, rope_theta=1_000_000, norm_eps=1e-6, use_tied_embedding=True,
-    dtype=jnp.float32, param_dtype=jnp.float32,
+  package, tied = TUNIX[shape["architecture"]]
+  network = importlib.import_module(f"tunix.models.{package}.model")
+  params = importlib.import_module(f"tunix.models.{package}.params")
+  config = network.ModelConfig(  # in float32 by default
+    num_layers=shape["layers"], vocab_size=shape["vocab_size"], embed_dim=shape["width"],
+    hidden_dim=shape["mlp"], num_heads=shape["heads"], head_dim=HEAD_DIM,
+    num_kv_heads=shape["kv_heads"], rope_theta=shape["rope_theta"], norm_eps=shape["epsilon"],
+    **{tied: True},
   )  # fmt: skip
   with mesh:
-    return qwen3_params.create_model_from_safe_tensors(
-      folder, config, mesh, dtype=jnp.float32
-    ), mesh
+    return params.create_model_from_safe_tensors(folder, config, mesh, dtype=jnp.float32), mesh
 
 
 def make_tunix_settings(mesh, shape: dict, steps: int):
@@ -205,7 +246,9 @@ def make_tunix_settings(mesh, shape: dict, steps: int):
       eval_every_n_steps=10**9,
       max_steps=steps,
       mini_batch_size=batch,
-      train_micro_batch_size=batch,
+      train_micro_batch_size=batch // shape["micro"],
+      rollout_micro_batch_size=batch,
+      compute_logps_micro_batch_size=batch,
     ),
     rollout_config=base_rollout.RolloutConfig(
       max_tokens_to_generate=shape["new"],
@@ -219,8 +262,6 @@ def make_tunix_settings(mesh, shape: dict, steps: int):
 
 
 def run_tunix(folder: str, prompts: list[str], shape: dict, steps: int, timer: Timer) -> dict:
-  import importlib.metadata
-
   import jax
   import numpy as np
   import transformers
@@ -251,26 +292,49 @@ def run_tunix(folder: str, prompts: list[str], shape: dict, steps: int, timer: T
   return {"tunix": importlib.metadata.version("google-tunix"), "jax": jax.__version__}
 
 
+def summarize(timer: Timer, shape: dict, steps: int) -> dict[str, float]:
+  """Medians of the steps after the warm-up, tokens per second, and the peak of memory."""
+  medians = {
+    name: statistics.median(timer.per_step(name, steps)[WARMUP:]) for name in timer.seconds
+  }
+  length = statistics.mean(timer.lengths[WARMUP:])
+  responses = shape["prompts"] * shape["group_size"]
+  tokens = responses * length
+  kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+  return {f"{name}_s_median": round(median, 4) for name, median in medians.items()} | {
+    "mean_length": length,
+    "rollout_new_tokens_per_s": round(tokens / medians["rollout"], 1),
+    "update_sequence_tokens_per_s": round(
+      (responses * PROMPT_LENGTH + tokens) / medians["update"], 1
+    ),
+    "step_new_tokens_per_s": round(tokens / medians["step"], 1),
+    "peak_rss_mib": round(max(resource.getrusage(kind).ru_maxrss for kind in kinds) / 1024, 1),
+  }
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--peer", choices=["trl", "tunix"], required=True)
   parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
   parser.add_argument("--steps", type=int, default=8)
+  parser.add_argument("--micro", type=int, help="micro-batches of an update, in whole groups")
   args = parser.parse_args()
   if os.environ.get("MALLOC_MMAP_MAX_") != "0":  # malloc reads these at process start
     os.environ.update(KEEP, JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     os.execv(sys.executable, [sys.executable, *sys.argv])
   shape = WORKLOADS[args.workload]
+  micro = shape["micro"] if args.micro is None else args.micro
+  if micro < 1 or shape["prompts"] % micro:
+    parser.error(f"--micro={micro} must divide the {shape['prompts']} prompts of {args.workload}")
+  shape = shape | {"micro": micro}
   timer = Timer()
   run = {"trl": run_trl, "tunix": run_tunix}[args.peer]
+  steps = WARMUP + args.steps
   with tempfile.TemporaryDirectory() as folder:
-    versions = run(folder, make_assets(folder, shape), shape, WARMUP + args.steps, timer)
-  medians = {
-    f"{name}_s_median": round(statistics.median(seconds[WARMUP:]), 4)
-    for name, seconds in timer.seconds.items()
-  }
-  settings = {"peer": args.peer, "workload": args.workload, "versions": versions}
-  print(json.dumps(settings | medians | {"mean_length": statistics.mean(timer.lengths[WARMUP:])}))
+    versions = run(folder, make_assets(folder, shape), shape, steps, timer)
+  print(
+    json.dumps(vars(args) | {"micro": micro, "versions": versions} | summarize(timer, shape, steps))
+  )
 
 
 if __name__ == "__main__":

@@ -1,26 +1,20 @@
 """The benchmark of SALT's cost: its limits, its parts, its tables."""
 
-import importlib.util
 import json
 import math
-import pathlib
 
 import jax
 import numpy as np
 import pytest
 from oracles.gram_cases import make_case
 
+from experiments.benchmarks import salt_overhead
 from rlvr_jax.geometry import streaming
 
-_FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "salt_overhead.py"
 
-
-@pytest.fixture(scope="session")  # its flags can be defined once in a process
+@pytest.fixture
 def module():
-  spec = importlib.util.spec_from_file_location("salt_overhead", _FILE)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return salt_overhead
 
 
 def tiny_config(module, *, layers=2):
