@@ -102,6 +102,9 @@ def hours(runs: int) -> str:
 
 _INTRODUCTION = f"""# Reproduction
 
+Recorded with an earlier sampler, whose tokens differ ([changelog](../CHANGELOG.md)): the same seed
+gives another run today, from the same distribution.
+
 What became of every claim of the four papers, by one codebase, on tasks of minutes. `{COMMAND}`
 writes this page. One comparison with a control decides each claim, by its interval and a margin,
 the smallest difference that would matter (`docs/deciding.py`). All numbers are read from committed
