@@ -61,7 +61,7 @@ def get_config() -> ConfigDict:
       # max_behavior_gap is then that of bfloat16. bfloat16 networks have default only.
       matmul_precision=placeholder(str),
       param_dtype=placeholder(str),
-      remat=placeholder(str),  # none, dots, full
+      remat=placeholder(str),  # none, dots, full; of a checkpoint None means dots
       unroll_layers=placeholder(int),
       attention=placeholder(str),  # auto, reference, splash, cudnn; docs/models.md
       expert_products=placeholder(str),  # auto, reference, blocks, megablox; docs/models.md

@@ -132,6 +132,10 @@ _OF_COMPUTING = (
 )
 
 
+# All that a layer computes would take twice the memory, and is no faster to read than to compute.
+_REMAT_OF_CHECKPOINTS = "dots"
+
+
 def preset(name: str, **overrides: Any) -> TransformerConfig:
   """The settings of a named model, with some fields replaced.
 
@@ -187,7 +191,7 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
       f" = {checkpoint!r}; with a checkpoint only {list(_OF_COMPUTING)} may be set"
     )
   try:
-    of_checkpoint = checkpoint_config(checkpoint, **of_computing)
+    of_checkpoint = checkpoint_config(checkpoint, **{"remat": _REMAT_OF_CHECKPOINTS} | of_computing)
   except (OSError, ValueError) as error:
     raise ValueError(f"config.model.checkpoint = {checkpoint!r}: {error}") from error
   if not name:

@@ -28,7 +28,11 @@ from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.cluster.process import EndRequestedError, restart_deadline
+from rlvr_jax.train.cluster.process import (
+  EndRequestedError,
+  restart_deadline,
+  return_freed_memory,
+)
 from rlvr_jax.train.fleet.generation import collector_of_graded
 from rlvr_jax.train.fleet.roles import start_fleet
 from rlvr_jax.train.generation import modes
@@ -189,6 +193,7 @@ class Trainer:
     """Dispatches one update, then reads the metrics of the previous one."""
     schedule, programs = self.parts.schedule, self.parts.programs
     number = schedule.batch(now.step)
+    return_freed_memory()
     with multihost.phase("an update"):
       self.queue.check_fingerprint(number)
       rollouts = multihost.run_together(lambda: self.queue.load(number))
@@ -244,6 +249,7 @@ class Trainer:
   def evaluate(self, now: RunState) -> RunState:
     """Measures held-out accuracy with the current parameters."""
     self.log.read_update()
+    return_freed_memory()
     settings, began = self.parts.config.evaluation, time.perf_counter()
     engine, batches = self.parts.programs.held_out_engine, []
     with multihost.phase("an evaluation"):
@@ -277,6 +283,7 @@ class Trainer:
   def save(self, now: RunState) -> None:
     """Saves everything that determines the rest of the run, except the rollouts in the store."""
     self.log.read_update()
+    return_freed_memory()
     c, (queue, arrays) = self.parts.config, self.queue.state()
     host = HostState(
       position=now.position,

@@ -26,6 +26,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params, save_checkpoint
 from rlvr_jax.models.huggingface_config import MIXTURES, checkpoint_config, config_fields
 from rlvr_jax.models.huggingface_export import published_config
+from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.safetensors import SINGLE, Tensor
 from rlvr_jax.models.transformer import TransformerConfig
@@ -349,6 +350,13 @@ def test_overrides_replace_what_was_found(tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
   found = checkpoint_config(tmp_path, compute_dtype="bfloat16", remat="full")
   assert (found.compute_dtype, found.remat) == ("bfloat16", "full")
+
+
+def test_a_checkpoint_trains_with_its_products_kept_only_unless_it_is_said_otherwise(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
+  model = dict(preset="", checkpoint=str(tmp_path))
+  assert model_settings({**model, "overrides": {"remat": None}}).remat == "dots"
+  assert model_settings({**model, "overrides": {"remat": "none"}}).remat == "none"
 
 
 # --- in -------------------------------------------------------------------------------------------

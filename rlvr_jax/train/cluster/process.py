@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 DEADLINE_S = 3600.0  # seconds between calls of `restart_deadline`; longer than any program takes
 
@@ -28,6 +28,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 COMMIT = "RLVR_JAX_COMMIT"  # environment variable: the commit, where the code is not in a checkout
 _FEW_CORES = 8  # whose threads can share one lock of malloc
+_MUCH_FREED = 2**29  # bytes
 _YOUNG_OBJECTS = 10_000
 
 
@@ -47,6 +48,35 @@ def keep_freed_memory() -> None:
     libc.mallopt(_M_ARENA_MAX, 1)
   libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never; 2**31 - 1 would return all of 2 GiB and more
   libc.mallopt(_M_TOP_PAD, 2**26)
+
+
+class _Malloc(ctypes.Structure):
+  """glibc's `struct mallinfo2`."""
+
+  _fields_: ClassVar = [
+    (name, ctypes.c_size_t)
+    for name in (
+      *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+      *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+    )
+  ]
+
+
+def return_freed_memory() -> None:
+  """Returns what `keep_freed_memory` has kept to the kernel, if that is much.
+
+  The buffer of a program is one piece, which may find no place between what other programs have
+  left, so that kept memory adds up over the phases of an update. Small networks keep all of it: at
+  every step their page faults would cost more.
+  """
+  if platform.libc_ver()[0] != "glibc":
+    return
+  libc = ctypes.CDLL("libc.so.6")
+  if not hasattr(libc, "mallinfo2"):  # before glibc 2.33
+    return
+  count_bytes = ctypes.CFUNCTYPE(_Malloc)(("mallinfo2", libc))
+  if count_bytes().fordblks > _MUCH_FREED:
+    libc.malloc_trim(0)
 
 
 def collect_garbage_less_often() -> None:

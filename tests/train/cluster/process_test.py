@@ -198,3 +198,27 @@ print(faults[1] < faults[0] / 10)
 """
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+@pytest.mark.parametrize(("pieces", "returned"), [(24, True), (6, False)])
+def test_much_freed_memory_is_returned_although_some_above_it_is_in_use(pieces, returned):
+  """Of a heap whose last piece is used nothing would be returned without being asked for."""
+  code = f"""
+import ctypes, pathlib
+from rlvr_jax.train.cluster import process
+process.keep_freed_memory()
+libc, size = ctypes.CDLL("libc.so.6"), 2**25
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+resident = lambda: int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
+buffers = [libc.malloc(ctypes.c_size_t(size)) for _ in range({pieces} + 1)]
+for buffer in buffers:
+  ctypes.memset(buffer, 1, size)
+for buffer in buffers[:-1]:
+  libc.free(buffer)
+before = resident()
+process.return_freed_memory()
+print(before - resident() > {pieces} * size / 2)
+"""
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+  assert done.stdout == f"{returned}\n", done.stderr
