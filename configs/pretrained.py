@@ -22,7 +22,6 @@ def get_config() -> ConfigDict:
 
   c.model.preset = ""
   c.model.checkpoint = "~/.cache/rlvr_jax/pretrained/SmolLM2-135M-Instruct"
-  c.model.overrides.remat = "dots"  # half of the memory, and no slower on two cores
   c.tokenizer = "checkpoint"
   c.task = dict(name="experiments.pretrained.task:sums", kwargs=dict())
   c.prompts.format = "chat"
