@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import collections.abc
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -257,13 +256,8 @@ class Generator:
         continue
       groups = None if end is None else (end - self.number) * self._parts.sources.num_live
       begun = self._begin_batches(policy, policies)
-      stream = self._sample_batches(begun, policy, policies, groups)
-      for sampled in stream:
+      for sampled in self._sample_batches(begun, policy, policies, groups):
         in_flight.extend(sampled)
-        if sampled and self._is_over(sampled[-1], policy, policies):
-          # An update may follow at once: the weights and caches of sampling make room for it.
-          stream.close()
-          break
         while in_flight and may_finish(in_flight):
           yield self._finish(in_flight.popleft())
 
@@ -294,12 +288,6 @@ class Generator:
   def _goes_on(self, policy: PolicySnapshot, policies: _Policies) -> bool:
     """Whether the next batch is to be sampled from the same policy, now."""
     return policies.look_ahead() is policy and self._look_up() is None
-
-  def _is_over(self, sampled: BatchInFlight, policy: PolicySnapshot, policies: _Policies) -> bool:
-    """Whether a stream has sampled its last batch, and no other of its policy may begin now."""
-    if isinstance(policies.new_weights, NewWeights) or sampled.number + 1 != self.number:
-      return False
-    return not self._goes_on(policy, policies)
 
   def _finish(self, batch: BatchInFlight) -> RolloutBatch:
     """Waits for the batch's grades and writes it to the store."""
@@ -485,7 +473,7 @@ class Generator:
     policy: PolicySnapshot,
     policies: _Policies,
     groups: int | None = None,
-  ) -> collections.abc.Generator[list[BatchInFlight], None, None]:
+  ) -> Iterator[list[BatchInFlight]]:
     """As `Streams.sample`, with the time that each batch has taken."""
     counted = dataclasses.replace(self._streams.usage)
     for complete in self._streams.sample(batches, policy, groups, policies.new_weights):
