@@ -25,6 +25,7 @@ DIALOGUES = dict(
   max_response_length=9,
   num_updates=4,
   checkpoint__keep=10,
+  evaluation__num_samples=8,  # few would leave it to chance whether a first guess is right
 )
 SCORED = dict(
   environment__name=f"train.scored_guess:scored_guess(high={HIGH})",

@@ -15,6 +15,7 @@ from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.batch import permute_rewards
 from rlvr_jax.train.setup.build import build
 
+SEED = 2  # some rewards of the first batch differ, so that its update has a signal
 MESH = ("--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2")
 
 
@@ -27,19 +28,21 @@ def workdirs(tmp_path_factory):
 def run(workdirs):
   """(workdir, output) of the tiny run, with every compilation logged."""
   workdir = workdirs / "run"
-  return workdir, tiny.run(workdir, JAX_LOG_COMPILES="1")
+  return workdir, tiny.run(workdir, f"--config.seed={SEED}", JAX_LOG_COMPILES="1")
 
 
 @pytest.fixture(scope="module")
 def parts():
   """Those of the tiny run, compiled once for what runs in this process."""
-  return build(tiny.get_config())
+  config = tiny.get_config()
+  config.seed = SEED
+  return build(config)
 
 
 @pytest.fixture(scope="module")
 def mesh_run(workdirs):
   workdir = workdirs / "mesh"
-  return workdir, tiny.run(workdir, *MESH, JAX_LOG_COMPILES="1")
+  return workdir, tiny.run(workdir, f"--config.seed={SEED}", *MESH, JAX_LOG_COMPILES="1")
 
 
 # --- what a run leaves ----------------------------------------------------------------------------
@@ -290,7 +293,8 @@ def test_rewards_are_permuted_among_valid_rollouts():
 def test_a_control_run_has_the_same_rewards_on_other_rollouts(run, parts, workdirs):
   workdir = workdirs / "control"
   train(
-    dataclasses.replace(parts, config=tiny.config(permute_rewards=True, num_updates=1)), workdir
+    dataclasses.replace(parts, config=tiny.config(permute_rewards=True, num_updates=1, seed=SEED)),
+    workdir,
   )
   ours, control = tiny.records(run[0], "train")[0], tiny.records(workdir, "train")[0]
   for name in ("reward/mean", "reward/pass_rate", "outcome/correct", "policy/entropy"):
