@@ -31,6 +31,7 @@ from rlvr_jax.models.huggingface import open_tensors
 from rlvr_jax.storage.files import list_files, locate, replace_file
 from rlvr_jax.storage.places import BucketFiles, LocalFiles, in_bucket, open_files, parse_path
 from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.cluster.process import memory_limit
 from rlvr_jax.train.reporting.data_use import plan_warm_start, warm_start_warning
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts, build, make_task
@@ -322,12 +323,13 @@ class Preflight:
     return Finding(OK, text or "its processes are on the first host")
 
   def check_memory(self) -> Finding:
-    """The run fits into the memory of these devices, by the numbers of --mode=fits."""
+    """The run fits into the memory of these devices, by the numbers of --mode=fits; or a CPU's."""
     parts = _require(self.parts, "the configuration has failed")
+    if jax.default_backend() == "cpu":
+      return _check_host_memory(parts)
     limit = _device_memory_limit()
-    tables = memory.estimated_bytes(parts)
-    if jax.default_backend() != "cpu":  # the run will find the compiled programs in the cache
-      tables |= memory.compiled_bytes(parts)
+    # The run will find the compiled programs in the cache.
+    tables = memory.estimated_bytes(parts) | memory.compiled_bytes(parts)
     totals = {name: sum(table.values()) for name, table in tables.items()}
     text = ", ".join(f"{name}: {size / _GIB:.1f} GiB" for name, size in totals.items())
     if limit is None:
@@ -335,9 +337,29 @@ class Preflight:
     text += f", of {limit / _GIB:.1f} on each device"
     compiled = [size for name, size in totals.items() if name.endswith("compiled")]
     if max(compiled or totals.values()) > limit:
-      remedy = "lower config.batch.tokens_per_micro_batch or the lengths, or raise config.mesh"
-      return Finding(FAIL, f"{text}: {remedy} (docs/models.md)")
+      layout = parts.placement.row_layout
+      remedy = f"set config.batch.tokens_per_micro_batch below {layout.device_places}, lower the"
+      return Finding(FAIL, f"{text}: {remedy} lengths, or raise config.mesh (docs/models.md)")
     return Finding(OK, text)
+
+
+def _check_host_memory(parts: Parts) -> Finding:
+  """The processes of the run fit into this host's memory."""
+  limit = memory_limit()
+  tables = memory.resident_bytes(parts)
+  totals = {name: sum(table.values()) for name, table in tables.items()}
+  text = ", ".join(f"{name}: {size / _GIB:.1f}" for name, size in totals.items())
+  text = f"{max(totals.values()) / _GIB:.1f} of {limit / _GIB:.1f} GiB at the peak ({text})"
+  if max(totals.values()) <= limit:
+    return Finding(OK, text)
+  remedies = {
+    "warm start": "lower config.warm_start.batch_size",
+    "generation": "lower config.sampling.slots or the lengths",
+  }
+  layout = parts.placement.row_layout
+  lower = f"set config.batch.tokens_per_micro_batch below {layout.device_places}, or lower lengths"
+  remedy = remedies.get(max(totals, key=lambda name: totals[name]), lower)
+  return Finding(FAIL, f"{text}: {remedy}, or take a smaller network (docs/models.md)")
 
 
 def _require(value: Any, reason: str) -> Any:

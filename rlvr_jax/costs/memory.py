@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 
+import jax
+
 from rlvr_jax.costs import programs
 from rlvr_jax.costs.chips import find_chip
 from rlvr_jax.models import memory
+from rlvr_jax.rewards.pool import default_workers
 from rlvr_jax.rollouts.decoder import slot_bytes
 from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.cluster.process import MUCH_FREED
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.programs import published_params
 
 COMPILER_FACTOR = 1.5  # compiled bytes over estimated bytes, above 5 GiB, in docs/models.md
 _GIB = 2**30
+_PROGRAM = 0.8 * _GIB  # Python, jax, and what XLA takes to compile an update, on a CPU
+_WORKER = 2**26  # bytes of a grading process, or an environment's
 
 Table = dict[str, float]  # kind of memory → bytes per chip
 
@@ -76,7 +82,7 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
   if parts.lora is not None:
     in_memory["frozen base"] = memory.shard_bytes(parts.placement.frozen)
   num_gradients = 2 if layout.max_micro_batches > 1 else 1  # sum and newest micro-batch
-  tokens = layout.rows_per_device * layout.length
+  tokens = layout.device_places
   tensor = parts.placement.mesh.shape["tensor"]
   engine = parts.programs.engine.settings
   mesh = engine.model.mesh  # of config.generation_mesh, if set
@@ -124,6 +130,49 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
     },
     "generation, estimated": in_memory | generation | ({} if is_fleet else kept),
   } | ({"a sampler, estimated": sampler | generation | kept} if is_fleet else {})
+
+
+def resident_bytes(parts: Parts) -> dict[str, Table]:
+  """Bytes of the processes of a run on a host whose devices are its CPUs, in each of its phases.
+
+  The largest phase is what the run takes at its peak, within 1.3 times of what was measured.
+  """
+  state, network, layout = parts.placement.state, parts.model.config, parts.placement.row_layout
+  tables = {name.removesuffix(", estimated"): x for name, x in estimated_bytes(parts).items()}
+  kept = {
+    "parameters": memory.shard_bytes(state.params),
+    "optimizer": memory.shard_bytes(state.opt_state),
+  }
+  written = sum(kept.values())
+  if parts.lora is not None:
+    kept["frozen base"] = memory.shard_bytes(parts.placement.frozen)
+  if parts.config.reference.kl_coefficient or parts.config.diagnostics.every:
+    kept["first policy"] = kept["parameters"]
+  tables["checkpoint"] = {"copy that is written": written}
+  tokens, length = layout.device_places, layout.length
+  tables["update"]["other activations"] = memory.unfused_bytes(network, tokens, length)
+  if parts.config.warm_start.num_steps:
+    length = parts.shape.max_prompt_length + parts.shape.max_response_length
+    tokens = parts.config.warm_start.batch_size * length / layout.devices
+    tables["warm start"] = {
+      "gradients": kept["parameters"],
+      "activations": memory.activation_bytes(network, tokens, 1),
+      "other activations": memory.unfused_bytes(network, tokens, length),
+      "output head": memory.output_head_bytes(network, tokens, 1),
+    }
+  devices = parts.placement.mesh.size // jax.process_count()
+  settings = parts.config.grading, parts.config.environment
+  workers = settings[0].num_workers or default_workers()
+  if settings[1].name:
+    workers += settings[1].processes or default_workers()
+  for name, table in tables.items():
+    temporary = devices * sum(size for kind, size in table.items() if kind not in kept)
+    tables[name] = {kind: devices * size for kind, size in (kept | table).items()} | {
+      "program and compiler": _PROGRAM,
+      "freed, not yet returned": min(MUCH_FREED, temporary / 4),
+      "graders and environments": float(workers * _WORKER),
+    }
+  return tables
 
 
 # --- output ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import default_chunk_rows
+from rlvr_jax.ops.row_attention import DENSE
 
 
 def shard_bytes(tree: Any) -> float:
@@ -42,7 +43,7 @@ def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
   return shard_bytes(jax.tree.map(gather, base))
 
 
-def activation_bytes(config: TransformerConfig, tokens: int, tensor: int) -> float:
+def activation_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
   """Bytes that the forward pass saves for the backward pass, plus twice those of one layer.
 
   Args:
@@ -56,6 +57,23 @@ def activation_bytes(config: TransformerConfig, tokens: int, tensor: int) -> flo
   return tokens * numbers * jnp.dtype(config.compute_dtype).itemsize / tensor
 
 
+def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> float:
+  """Bytes that a CPU's compiler saves besides `activation_bytes` where nothing is recomputed.
+
+  These are further operands of a layer's element-wise operations, about as many as results of
+  products, and the scores of attention: of short rows, those of all pairs of their places.
+
+  Args:
+    config, tokens: see `activation_bytes`.
+    row_length: of the rows, tokens.
+  """
+  if config.remat != "none":
+    return 0.0
+  products = sum(_product_widths(config, sparse=sparse) for sparse in config.sparse)
+  scores = config.num_layers * config.num_heads * row_length if row_length < DENSE else 0
+  return float(tokens * (products + scores) * jnp.dtype(config.compute_dtype).itemsize)
+
+
 def _product_widths(config: TransformerConfig, *, sparse: bool) -> int:
   """Numbers per token in the results of a layer's products."""
   heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -66,7 +84,7 @@ def _product_widths(config: TransformerConfig, *, sparse: bool) -> int:
   return heads + config.width + config.num_experts + chosen
 
 
-def output_head_bytes(config: TransformerConfig, tokens: int, tensor: int) -> float:
+def output_head_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
   """Bytes of a chunk's float32 logits and their gradient, the kernel and its gradient.
 
   Args:

@@ -40,6 +40,11 @@ class RowLayout(NamedTuple):
   max_micro_batches: int  # micro-batches that arrays have room for
   has_short_rows: bool = False  # whether the last micro-batches may have rows of `short_row` places
 
+  @property
+  def device_places(self) -> int:
+    """Places of a micro-batch on each device."""
+    return self.rows_per_device * self.length
+
   def count_places(self, micro_batches: int, short: int) -> int:
     """Places that an update computes in so many micro-batches, some of them of short rows."""
     lengths = (micro_batches - short) * self.length + short * short_row(self.length)

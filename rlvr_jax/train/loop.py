@@ -43,6 +43,7 @@ from rlvr_jax.train.generation.scoring import Scorer
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog
 from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.programs import is_on_cpu
 from rlvr_jax.train.start import parameters
 from rlvr_jax.train.start.restore import Resumed, describe_layout
 from rlvr_jax.train.start.rows import RunRows
@@ -193,8 +194,9 @@ class Trainer:
     """Dispatches one update, then reads the metrics of the previous one."""
     schedule, programs = self.parts.schedule, self.parts.programs
     number = schedule.batch(now.step)
-    return_freed_memory()
     with multihost.phase("an update"):
+      if is_on_cpu(self.parts.placement.mesh):
+        self.log.read_update()  # so that its buffer is free before this update takes one
       self.queue.check_fingerprint(number)
       rollouts = multihost.run_together(lambda: self.queue.load(number))
       assert rollouts.graded is not None  # a loaded batch has its contents
@@ -203,6 +205,7 @@ class Trainer:
       self.queue.update(rollouts)
       dispatched = time.perf_counter()
       on_devices = self.rows.placement(batch).pack_to_devices(batch)
+      return_freed_memory()
       measured, arrays = self.scorer.measure(now.state, on_devices, now.step)
       state, metrics = programs.train_step(now.state, self.frozen.trainer, on_devices)
       if measured:

@@ -42,7 +42,8 @@ def test_a_run_that_will_work(capsys, tmp_path):
     "1000 training problems, 80 warm-start problems, 10 held-out problems"
   )
   assert "graders: rewards.user_graders:unhurried" in lines["grader"][1]
-  assert "update, estimated: 0.0 GiB" in lines["memory"][1]
+  phases = r"\(update: \1, generation: .*, checkpoint: .*, warm start: .*\)"
+  assert re.fullmatch(rf"(\d\.\d) of [\d.]+ GiB at the peak {phases}", lines["memory"][1])
   assert list((tmp_path / "run").iterdir()) == []  # nothing of it is left
 
 
@@ -58,6 +59,8 @@ def test_a_run_that_will_work(capsys, tmp_path):
      "config.start.checkpoint=/nonexistent has no checkpoint; give"),
     ("grader", dict(**MESH, grading__grader="rewards.faulty_graders:faulty"),
      "crashed on the answer"),
+    ("memory", dict(**MESH, model__overrides__num_layers=2000, model__overrides__mlp_width=10**7),
+     "lower config.warm_start.batch_size, or take a smaller network"),
   ],
 )  # fmt: skip
 def test_what_fails_is_named_with_its_remedy(capsys, tmp_path, name, fields, text):

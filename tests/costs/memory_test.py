@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from train import tiny
 
+from rlvr_jax.configs import base
 from rlvr_jax.costs import chips, memory, programs
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.train.cluster import sharding
@@ -105,6 +106,54 @@ def test_the_estimate_counts_what_is_there(cache_format, itemsize, scale):
   vectors = slots.slots * steps * c.num_layers * c.num_kv_heads * 2
   staged = vectors * (c.head_dim * itemsize + scale)
   assert generation["keys and values"] == caches + staged
+
+
+def test_a_host_has_the_largest_phase_of_a_run_and_its_processes():
+  config = tiny.config(warm_start__batch_size=64, grading__num_workers=3)
+  parts = programs.build_shapes_only(config, sharding.make_mesh())
+  tables = memory.resident_bytes(parts)
+  assert tables.keys() == {"update", "generation", "checkpoint"}  # no step of a warm start
+  size = memory.memory.shard_bytes(parts.placement.state.params)
+  estimated = memory.estimated_bytes(parts)["update, estimated"]
+  for table in tables.values():
+    assert table["parameters"] == table["first policy"] == size  # of the KL
+    assert table["graders and environments"] == 3 * 2**26
+  assert {kind: tables["update"][kind] for kind in estimated} == estimated
+  assert tables["checkpoint"]["copy that is written"] == size + estimated["optimizer"]
+
+
+SMOLLM2 = dict(
+  vocab_size=49_152, width=576, num_layers=30, num_heads=9, num_kv_heads=3, mlp_width=1536,
+  head_dim=64, qk_norm=False, remat="dots",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("preset", "overrides", "prompts", "tokens", "warm", "measured"),
+  [
+    ("tiny", {}, 64, 4, 0, 1.10),
+    ("base", {}, 8, 64, 0, 2.08),
+    ("base", {}, 8, 64, 16, 2.91),
+    ("base", SMOLLM2, 8, 48, 0, 5.4),
+  ],
+)
+def test_the_estimate_of_a_host_is_near_what_runs_took(
+  preset, overrides, prompts, tokens, warm, measured
+):
+  """GiB of all processes of a run at their peak, on two cores, with rows that the run chose.
+
+  The constants were set by the runs without a warm start, of 0.8, 25 and 135 M parameters.
+  """
+  config = base.get_config()
+  config.model.preset, config.grading.num_workers = preset, 2
+  config.model.unlock().overrides.update(overrides)
+  config.batch.prompts, config.max_response_length = prompts, tokens
+  parts = programs.build_shapes_only(config, sharding.make_mesh())
+  parts.config.warm_start.update(num_steps=min(warm, 1), batch_size=max(warm, 1))
+  tables = memory.resident_bytes(parts)
+  peak = max(sum(table.values()) for table in tables.values()) / 2**30
+  assert measured / 1.3 <= peak <= 1.3 * measured
+  assert ("warm start" in tables) == (warm > 0)
 
 
 def test_caches_under_new_weights_are_counted():

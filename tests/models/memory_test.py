@@ -41,6 +41,17 @@ def test_activations_are_those_that_remat_saves():
   assert memory.activation_bytes(dots, tokens=64, tensor=1) == expected + more
 
 
+def test_where_nothing_is_recomputed_scores_and_further_operands_are_saved():
+  config = preset("tiny", compute_dtype="float32", remat="none")
+  products = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+  products += 2 * config.width + 2 * config.mlp_width
+  short = 64 * config.num_layers * (products + config.num_heads * 100) * 4
+  assert memory.unfused_bytes(config, tokens=64, row_length=100) == short
+  long = 64 * config.num_layers * products * 4
+  assert memory.unfused_bytes(config, tokens=64, row_length=1024) == long
+  assert memory.unfused_bytes(preset("tiny", remat="dots"), tokens=64, row_length=100) == 0
+
+
 def test_activations_of_experts_are_those_of_the_chosen_ones():
   mixture = dict(num_experts=8, experts_per_token=2, expert_width=48)
   config = preset("tiny", compute_dtype="float32", remat="dots", **mixture)

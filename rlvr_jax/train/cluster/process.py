@@ -28,7 +28,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 COMMIT = "RLVR_JAX_COMMIT"  # environment variable: the commit, where the code is not in a checkout
 _FEW_CORES = 8  # whose threads can share one lock of malloc
-_MUCH_FREED = 2**29  # bytes
+MUCH_FREED = 2**29  # bytes; more are returned to the kernel between the phases of a run
 _YOUNG_OBJECTS = 10_000
 
 
@@ -75,7 +75,7 @@ def return_freed_memory() -> None:
   if not hasattr(libc, "mallinfo2"):  # before glibc 2.33
     return
   count_bytes = ctypes.CFUNCTYPE(_Malloc)(("mallinfo2", libc))
-  if count_bytes().fordblks > _MUCH_FREED:
+  if count_bytes().fordblks > MUCH_FREED:
     libc.malloc_trim(0)
 
 
@@ -119,6 +119,14 @@ def usable_cores() -> int:
   """Number of cores that this process may use."""
   limited = hasattr(os, "sched_getaffinity")
   return len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
+
+
+def memory_limit() -> int:
+  """Bytes of memory that the processes of this host may use together, by its control group too."""
+  group = pathlib.Path("/sys/fs/cgroup/memory.max")
+  text = group.read_text().strip() if group.exists() else "max"
+  total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  return min(total, int(text)) if text.isdigit() else total
 
 
 def enable_compilation_cache(workdir: str) -> None:

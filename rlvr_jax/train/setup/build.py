@@ -273,7 +273,7 @@ def batch_shape(config: ml_collections.ConfigDict) -> BatchShape:
 def scored_groups(layout: RowLayout, shape: BatchShape, mesh: Mesh) -> int:
   """`Placement.scored_groups`: groups of full length that fill a micro-batch on every device."""
   group = shape.group_size * (shape.max_prompt_length + shape.max_response_length)
-  groups = max(layout.rows_per_device * layout.length // group, 1)
+  groups = max(layout.device_places // group, 1)
   return groups * mesh.shape["data"] * mesh.shape["fsdp"]
 
 

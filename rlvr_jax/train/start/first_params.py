@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import jax
+
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.cluster.process import return_freed_memory
 from rlvr_jax.train.reporting.progress import progress, say
 from rlvr_jax.train.reporting.writer import MetricWriter
 from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.programs import is_on_cpu
 from rlvr_jax.train.start import parameters, warm_start_cache
 from rlvr_jax.types import Params
 from rlvr_jax.update import supervised
@@ -94,11 +98,18 @@ def train_on_demonstrations(
       _record(writer, index, loss)
       multihost.raise_if_shutdown_requested()
 
+    def step(state: Any, *arguments: Any) -> Any:
+      if not is_on_cpu(parts.placement.mesh):
+        return parts.programs.supervised_step(state, *arguments)
+      # A step's buffer is free before the next batch is made, and the next step takes one.
+      return_freed_memory()
+      return jax.block_until_ready(parts.programs.supervised_step(state, *arguments))
+
     params = supervised.warm_start(
       state,
       frozen,
       map(parts.placement.to_devices, parameters.supervised_batches(parts)),
-      parts.programs.supervised_step,
+      step,
       num_steps=num_steps,
       report=report,
     )

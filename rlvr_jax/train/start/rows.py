@@ -123,7 +123,7 @@ class RunRows:
       f" {lengths.mean():.0f} tokens on average; config.batch.tokens_per_row and"
       " tokens_per_micro_batch set them"
     )
-    return RowTokens(layout.length, layout.rows_per_device * layout.length)
+    return RowTokens(layout.length, layout.device_places)
 
   def _place(self, tokens: RowTokens) -> Placement:
     placement, shape = self._parts.placement, self._parts.shape
