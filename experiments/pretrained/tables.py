@@ -23,7 +23,8 @@ def tables(results: Sequence[Result]) -> str:
 
 def draw(results: Sequence[Result], home: pathlib.Path) -> None:
   """Saves a figure of held-out pass@1 over updates."""
-  report.draw_rises(results, list(RUNS), home / "curves.png")
+  run = [label for label in RUNS if any(r["label"] == label for r in results)]
+  report.draw_rises(results, run, home / "curves.png")
 
 
 if __name__ == "__main__":
