@@ -124,7 +124,9 @@ def make_config(workload: str, tokens_per_micro_batch: int | None = None):
   c.model.overrides = {field: x for field, x in shape.items() if field not in _OF_BATCH}
   c.max_prompt_length, c.max_response_length = PROMPT_LENGTH, shape["response_length"]
   c.batch.prompts, c.batch.group_size = shape["prompts"], shape["group_size"]
-  c.batch.tokens_per_micro_batch = tokens_per_micro_batch or shape["tokens_per_micro_batch"]
+  if tokens_per_micro_batch is None:
+    tokens_per_micro_batch = shape["tokens_per_micro_batch"]
+  c.batch.tokens_per_micro_batch = tokens_per_micro_batch
   c.learning_rate = "constant(peak=1e-5, warmup=0)"
   c.warm_start.num_steps = 0
   c.grading.outcomes.wrong = "score"

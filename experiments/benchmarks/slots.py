@@ -48,7 +48,7 @@ GROUP = 16  # rollouts per prompt: 32 prompts at a time
 def simulate(lengths: np.ndarray, slots: int, steps: int = STEPS) -> Usage:
   """Simulates the usage of slots for responses of these lengths, in this order."""
   one_prompt = Workload(np.ones(1, np.int64), np.reshape(lengths, (1, -1, 1)))
-  cache = CacheShape.of(1, CAP)._replace(steps=steps)
+  cache = CacheShape.of(1, CAP, pages=True)._replace(steps=steps)
   return sample_in_slots([one_prompt], cache, slots).usage
 
 
@@ -62,7 +62,7 @@ def stream_seconds(batches: Sequence[Workload], slots: int, *, cap: int) -> Seco
     model,
     sharding.add_shardings(shapes, mesh),
     mesh,
-    CacheShape.of(int(max(batch.prompts.max() for batch in batches)), cap),
+    CacheShape.of(int(max(batch.prompts.max() for batch in batches)), cap, pages=True),
     CHIPS["v5p"],
     slots=slots,
     pages=True,

@@ -19,7 +19,7 @@ from rlvr_jax.models import memory
 from rlvr_jax.models.flops import forward_flops
 from rlvr_jax.models.functional import Model
 from rlvr_jax.ops.caches import CacheShape
-from rlvr_jax.rollouts.decoder import slot_bytes
+from rlvr_jax.rollouts.decoder import token_bytes
 from rlvr_jax.rollouts.dialogues import DialogueUsage
 from rlvr_jax.rollouts.engine import PATIENCE_S
 from rlvr_jax.types import Params
@@ -70,7 +70,7 @@ def refresh(
     cache: of a slot.
     chip: its peaks.
     slots: over all devices of the mesh.
-    pages: whether a slot reads the blocks of its own cache, or all read as far as the longest.
+    pages: whether a slot reads the blocks of its own cache, or all read as the longest needs.
     cache_format: `config.sampling.cache_format`.
   """
   network, tensor = model.config, mesh.shape["tensor"]
@@ -78,7 +78,7 @@ def refresh(
   of_embedding = () if network.tied_head else ("embedding",)  # otherwise the head reads it
   read = {name: leaf for name, leaf in base.items() if name not in of_embedding}
   weight_bytes = memory.decoding_copy_bytes(read, network.compute_dtype)
-  token_bytes = slot_bytes(network, cache, tensor, cache_format) / cache.tokens
+  of_token = token_bytes(network, tensor, cache_format)
   width_bytes = network.width * np.dtype(network.compute_dtype).itemsize
   sums = 2 * _LAYER_SUMS * network.num_layers * width_bytes * (tensor - 1) / tensor
   per_device = -(-slots // devices)
@@ -86,12 +86,10 @@ def refresh(
 
   def needed(cached: np.ndarray) -> tuple[float, float, float]:
     """Seconds of a decoding step, by resource, that reads so many tokens in every slot."""
-    if not pages:
-      cached = np.full_like(cached, cached.max())
     tokens = cached.reshape(devices, per_device).sum(1).max()
     return (
       per_device * one_token / tensor / chip.flops,
-      (weight_bytes + tokens * token_bytes) / chip.hbm_bytes_per_s,
+      (weight_bytes + tokens * of_token) / chip.hbm_bytes_per_s,
       per_device * sums / chip.interconnect_bytes_per_s,
     )
 
@@ -101,7 +99,7 @@ def refresh(
 
   def sampled(of_resources: Callable[[tuple[float, float, float]], float]) -> Sampled:
     step_s = lambda cached: of_resources(needed(cached))
-    return sample_in_slots(batches, cache, per_device * devices, step_s, prefill_s)
+    return sample_in_slots(batches, cache, per_device * devices, step_s, prefill_s, pages=pages)
 
   prompts = prefill_s(np.concatenate([batch.prompts for batch in batches]))
   sync = memory.decoding_copy_bytes(base, network.compute_dtype) / chip.interconnect_bytes_per_s
@@ -138,11 +136,13 @@ def sample_in_slots(
   slots: int,
   step_s: Callable[[np.ndarray], float] = lambda cached: 0.0,
   prefill_s: Callable[[np.ndarray], float] = lambda lengths: 0.0,
+  *,
+  pages: bool = True,
 ) -> Sampled:
   """Decodes all rollouts in slots; those that have a reply come before those that have not begun.
 
   Args:
-    batches, cache, slots: as for `refresh`.
+    batches, cache, slots, pages: as for `refresh`.
     step_s: seconds of a decoding step, from the cached tokens i64[slots] that it reads.
     prefill_s: seconds of computing caches of these lengths, after replies.
   """
@@ -194,8 +194,12 @@ def sample_in_slots(
         continue
       return Sampled(now, usage)
     steps = min(cache.steps, int(left.max()))
-    read = blocks(prompt, cache.prompt) + blocks(generated, cache.response) + cache.steps
-    burst_s = steps * step_s(np.where(is_busy, read, 0))
+    if pages:
+      cached = blocks(prompt, cache.prompt) + blocks(generated, cache.response)
+      read = np.where(is_busy, cached + cache.steps, 0)
+    else:
+      read = np.full(slots, _longest_read(cache, prompt[is_busy], generated[is_busy]))
+    burst_s = steps * step_s(read)
     now += burst_s
     advanced = np.minimum(left, steps)
     tokens = int((advanced - repeated).sum())
@@ -213,3 +217,9 @@ def sample_in_slots(
         response = int(generated[slot]) + reply[0]
         rollout = rollout._replace(response=response, turns=tuple(reply[1:]))
         waiting.append((now + rollout.reply_s, rollout))
+
+
+def _longest_read(cache: CacheShape, prompts: np.ndarray, responses: np.ndarray) -> int:
+  """Tokens that every slot reads of a `Cache` that has so many tokens of the running slots."""
+  parts = (cache.prompt, int(prompts.max())), (cache.response, int(responses.max()))
+  return sum(part.read_for(tokens) * part.size for part, tokens in parts) + cache.steps

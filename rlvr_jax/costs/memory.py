@@ -10,7 +10,7 @@ from rlvr_jax.costs import programs
 from rlvr_jax.costs.chips import find_chip
 from rlvr_jax.models import memory
 from rlvr_jax.rewards.pool import default_workers
-from rlvr_jax.rollouts.decoder import slot_bytes
+from rlvr_jax.rollouts.decoder import slot_bytes, token_bytes
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.cluster.process import MUCH_FREED
 from rlvr_jax.train.reporting.progress import say
@@ -55,7 +55,7 @@ def compiled_bytes(parts: Parts) -> dict[str, Table]:
   """
   # The optimizer's state stays in memory while rollouts are sampled.
   optimizer = {"optimizer, resident": memory.shard_bytes(parts.placement.state.opt_state)}
-  resident = {"generation": optimizer, "prefill": optimizer}
+  resident = {"generation": optimizer | _copied_caches(parts), "prefill": optimizer}
   tables = {}
   lowerings = programs.program_lowerings(parts, programs.pack_full_length(parts))
   for name, lower in lowerings.items():
@@ -65,6 +65,17 @@ def compiled_bytes(parts: Parts) -> dict[str, Table]:
       table = programs.memory_bytes(program)
     tables[f"{name}, compiled"] = resident.get(name, {}) | table
   return tables
+
+
+def _copied_caches(parts: Parts) -> Table:
+  """What a burst that reads a half of the caches takes more than the one of everything."""
+  engine = parts.programs.engine.settings
+  mesh = engine.model.mesh
+  if engine.cache == "pages" or not engine.shape.copied_tokens:
+    return {}
+  slots = engine.slots // (mesh.shape["data"] * mesh.shape["fsdp"])
+  token = token_bytes(parts.model.config, mesh.shape["tensor"], engine.cache_format)
+  return {"keys and values, read in part": float(slots * engine.shape.copied_tokens * token)}
 
 
 # --- estimated ------------------------------------------------------------------------------------
@@ -88,7 +99,8 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
   mesh = engine.model.mesh  # of config.generation_mesh, if set
   slots = engine.slots // (mesh.shape["data"] * mesh.shape["fsdp"])
   generating = sharding.add_shardings(parts.placement.base, mesh)
-  per_slot = slot_bytes(network, engine.shape, mesh.shape["tensor"], engine.cache_format)
+  of_cache = network, engine.shape, mesh.shape["tensor"], engine.cache_format, engine.cache
+  per_slot = slot_bytes(*of_cache)
   prefilled = {}
   rebuilds = parts.config.fleet.new_weights == "recompute"
   if engine.has_replies or rebuilds:  # any slot may take a row, so every device has all of them

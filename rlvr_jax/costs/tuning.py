@@ -231,7 +231,7 @@ def generation_candidates(parts: Parts, lengths: Lengths, chip: Chip) -> list[Ca
     while slots >= groups:
       on_device = slots // groups
       total = resident + weights + memory.sampling_bytes(network, on_device)
-      total += on_device * slot_bytes(network, cache, tensor, cache_format)
+      total += on_device * slot_bytes(network, cache, tensor, cache_format, engine.cache)
       taken = refresh(
         batches,
         parts.model,

@@ -2,7 +2,9 @@
 
 A slot is one row of a batch that decodes. Its cache has three parts: the prompt, the response, and
 the tokens staged since the burst of decoding steps began, which are written to the cache after it.
-`Cache` is for XLA, `Pages` for a kernel on TPUs that reads only each slot's own blocks.
+`Cache` is for XLA: a burst reads the same number of blocks, `Read`, of all slots. That number is
+compiled in, so that no layer of a step has a loop. `Pages` is for a kernel on TPUs that reads only
+each slot's own blocks.
 
 A `Cache` may keep 8-bit integers, with one scale per token and head. What enters it is rounded at
 once, staged tokens too. So what later tokens read does not depend on where bursts end.
@@ -26,6 +28,7 @@ _LARGEST = 127  # of int8, so that a sign changes no magnitude
 _LANES = 128  # of a TPU's registers
 _STEPS = 16  # the most decoding steps of a burst; divides _TILE
 _TILE = 32  # keys; XLA on CPU multiplies with 48 as slowly as with 96
+_BLOCKS = 4  # of each part of a `Cache`; a burst reads one, two or all of them
 
 
 class Blocks(NamedTuple):
@@ -45,6 +48,18 @@ class Blocks(NamedTuple):
   def tokens(self) -> int:
     return self.size * self.number
 
+  def read_for(self, tokens: int) -> int:
+    """The blocks to read for the first `tokens` tokens: a quarter of all, a half, or all."""
+    numbers = (-(-self.number // 4), -(-self.number // 2), self.number)
+    return next(number for number in numbers if number * self.size >= min(tokens, self.tokens))
+
+
+class Read(NamedTuple):
+  """The blocks of every slot that a burst reads, from the first on; static."""
+
+  prompt: int
+  response: int
+
 
 class CacheShape(NamedTuple):
   """Sizes of a slot's cache; static.
@@ -61,11 +76,16 @@ class CacheShape(NamedTuple):
 
   @classmethod
   def of(
-    cls, max_prompt_length: int, max_new_tokens: int, *, has_replies: bool = False
+    cls,
+    max_prompt_length: int,
+    max_new_tokens: int,
+    *,
+    has_replies: bool = False,
+    pages: bool = False,
   ) -> CacheShape:
-    """The cache for S prompt and T response tokens: about 16 blocks, of 32 to 512 tokens.
+    """The cache for S prompt and T response tokens: at most four blocks for each, of 32 or more.
 
-    XLA on CPU copies a block before it reads it, unless the block is the only one of its part.
+    Pages, which a kernel reads for every slot by itself, are some 16 together, of 32 to 512 tokens.
 
     Of dialogues (`has_replies`), a burst has at most T / 8 tokens, since turns begin and end within
     bursts: steps before a turn's first token and behind its last are lost.
@@ -73,15 +93,31 @@ class CacheShape(NamedTuple):
     steps = min(_STEPS, max_new_tokens)
     if has_replies:  # a power of two, as _STEPS
       steps = min(_STEPS, 1 << max(max_new_tokens // 8, 1).bit_length() - 1)
-    block_size = min(max((max_prompt_length + max_new_tokens) // 16 // _TILE, 1) * _TILE, 512)
+    page = min(max((max_prompt_length + max_new_tokens) // 16 // _TILE, 1) * _TILE, 512)
+    block_size = lambda tokens: page if pages else -(-tokens // (_BLOCKS * _TILE)) * _TILE
+    cached_prompt = max(max_prompt_length - 1, 1)
     cached_response = (max_new_tokens - 1) // steps * steps  # the last burst is only staged
-    prompt = Blocks.of(max(max_prompt_length - 1, 1), block_size, steps)
-    return cls(prompt, Blocks.of(cached_response, block_size, steps), steps)
+    return cls(
+      Blocks.of(cached_prompt, block_size(cached_prompt), steps),
+      Blocks.of(cached_response, block_size(cached_response), steps),
+      steps,
+    )
 
   @property
   def tokens(self) -> int:
     """Number of keys of a slot, including staged ones."""
     return self.prompt.tokens + self.response.tokens + self.steps
+
+  @property
+  def everything(self) -> Read:
+    """All blocks."""
+    return Read(self.prompt.number, self.response.number)
+
+  @property
+  def copied_tokens(self) -> int:
+    """The most keys of a slot that a burst copies, since it does not read all blocks of a part."""
+    parts = (self.prompt, self.response)
+    return sum(-(-part.number // 2) * part.size for part in parts if part.number > 1)
 
 
 def round_to_int8(x: Array) -> tuple[Array, Array]:
@@ -147,6 +183,10 @@ class Cache(NamedTuple):
     put = lambda x, new, axis: jax.lax.dynamic_update_slice_in_dim(x, new, step, axis)
     return self._put(put, token, (3, 2, 2, 2))
 
+  def first(self, blocks: int) -> Cache:
+    """The first blocks of every slot."""
+    return jax.tree.map(lambda x: x[:, :blocks], self)
+
   def flush(self, staged: Cache, slot: Array, start: Array) -> Cache:
     """Copies the cache, writing a slot's staged tokens after `start` tokens of its response."""
     # One integer dtype, also under x64.
@@ -184,6 +224,11 @@ class Pages(NamedTuple):
     blocks = (x.reshape(R, S // block, block, K, H).astype(dtype) for x in (keys, values))
     return cls(*(jnp.transpose(x, (3, 1, 0, 2, 4)) for x in blocks))
 
+  def first(self, blocks: int) -> Pages:
+    """All pages, since the kernel reads as many as each slot has filled."""
+    del blocks
+    return self
+
   def flush(self, staged: Cache, slot: Array, start: Array) -> Pages:
     """Copies the cache, writing a slot's staged tokens after `start` tokens of its response."""
     size = self.values.shape[3]
@@ -202,15 +247,11 @@ class Reach(NamedTuple):
 
   prompt: Array  # i32[slots], cached tokens of the prompt
   response: Array  # i32[slots], cached tokens of the response
-  prompt_blocks: Array  # i32[], number of blocks that a running slot has reached
-  response_blocks: Array  # i32[], the same for responses
 
   @classmethod
-  def of(cls, shape: CacheShape, prompt: Array, response: Array, running: Array) -> Reach:
-    """Counts tokens and blocks to read; slots that are not running count as empty."""
-    prompt, response = (jnp.where(running, lengths, 0) for lengths in (prompt, response))
-    blocks = lambda lengths, part: -(-jnp.max(lengths) // part.size)
-    return cls(prompt, response, blocks(prompt, shape.prompt), blocks(response, shape.response))
+  def of(cls, prompt: Array, response: Array, running: Array) -> Reach:
+    """The tokens to read; slots that are not running count as empty."""
+    return cls(*(jnp.where(running, lengths, 0) for lengths in (prompt, response)))
 
 
 def choose_cache(

@@ -1,14 +1,17 @@
-"""Attention of one query per slot over cached keys, read in blocks up to the longest slot.
+"""Attention of one query per slot over cached keys.
 
-The blocks of a slot's prompt are accumulated first, then those of its response, then its staged
-keys (`ops.caches`). A block without a visible key leaves a slot's sums bitwise unchanged, so that a
-row's result does not depend on the number of blocks that other rows need.
+Keys lie in blocks: a slot's prompt, its response, and its staged keys (`ops.caches`). The largest
+score of all is found first. Each block is then summed by itself, and the blocks' sums are added in
+order. A block without a visible key adds zeros, so that a row's bits do not depend on the number of
+blocks that other rows need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import chex
 import jax
@@ -17,27 +20,15 @@ import jax.numpy as jnp
 from rlvr_jax.ops.caches import Cache, Pages, Part, Reach
 from rlvr_jax.types import Array
 
-# Far below any score, and the initial peak far above it, so that exp(masked − peak) is exactly 0.
-_MASKED, _LOWEST_PEAK = -1e30, -1e20
+_MASKED = -1e30  # far below any score, so that exp(masked − largest) is exactly 0
 
 
 class _Sums(NamedTuple):
-  """A softmax in progress."""
+  """A softmax that is not divided yet."""
 
   peak: Array  # [K, slots, n], the largest score
   total: Array  # [K, slots, n], Σ exp(score − peak)
   mixed: Array  # [K, slots, n, H], Σ exp(score − peak)·v
-
-  def add(self, scores: Array, cache: Cache, dtype: Any) -> _Sums:
-    """Adds scores [K, slots, n, J] and values [K, slots, J, H], with a product in `dtype`."""
-    peak = jnp.maximum(self.peak, jnp.max(scores, axis=-1))
-    weights, decay = jnp.exp(scores - peak[..., None]), jnp.exp(self.peak - peak)
-    total = self.total * decay + jnp.sum(weights, axis=-1)
-    if cache.value_scales is not None:
-      weights = weights * cache.value_scales[:, :, None]
-    values = cache.values.astype(dtype)
-    mixed = jnp.matmul(weights.astype(dtype), values, preferred_element_type=scores.dtype)
-    return _Sums(peak, total, self.mixed * decay[..., None] + mixed)
 
   def join(self, other: _Sums) -> _Sums:
     """Joins the sums over two sets of keys."""
@@ -45,6 +36,21 @@ class _Sums(NamedTuple):
     decay, other_decay = jnp.exp(self.peak - peak), jnp.exp(other.peak - peak)
     mixed = self.mixed * decay[..., None] + other.mixed * other_decay[..., None]
     return _Sums(peak, self.total * decay + other.total * other_decay, mixed)
+
+
+class _Keys(NamedTuple):
+  """Cached tokens and their positions."""
+
+  cache: Cache  # [K, blocks, slots, …]
+  positions: Array  # i32[blocks, slots, block]
+  exists: Array  # bool[blocks, slots, block]
+
+  @classmethod
+  def of(cls, cache: Cache, first: Array, length: Array) -> _Keys:
+    """The first `length` tokens of every slot, whose positions begin at `first`; i32[slots]."""
+    _, blocks, _, size, _ = cache.values.shape
+    index = jnp.arange(blocks)[:, None, None] * size + jnp.arange(size)
+    return cls(cache, first[:, None] + index, index < length[:, None])
 
 
 def cached_attention(
@@ -67,7 +73,7 @@ def cached_attention(
 
   Args:
     queries: [slots, N, H].
-    prompt, response: of the layer; only blocks that a running slot has reached are read.
+    prompt, response: of the layer; all their blocks are read, of pages those with tokens.
     staged: keys and values of the burst's tokens 0 … step.
     reach: of all slots at the start of the burst.
     step: i32[], index of the query's token in the burst.
@@ -82,59 +88,68 @@ def cached_attention(
   slots, N, H = queries.shape
   K = staged.keys.shape[0]
   rows = jnp.transpose(queries.reshape(slots, K, N // K, H), (1, 0, 2, 3))
-  dtype = jnp.promote_types(queries.dtype, jnp.float32)
   start = reach.prompt + reach.response  # position of the burst's first token
-
-  def add(sums: _Sums, cache: Cache, positions: Array, exists: Array) -> _Sums:
-    """Adds keys [K, slots, H, J] and their values, at positions i32[slots, J]."""
-    keys = cache.keys.astype(rows.dtype)
-    score = jnp.matmul(rows, keys, preferred_element_type=dtype) * scale
-    if cache.key_scales is not None:
-      score = score * cache.key_scales[:, :, None]
-    if soft_cap is not None:
-      score = soft_cap * jnp.tanh(score / soft_cap)
-    visible = exists & ((start + step)[:, None] - positions < window)
-    return sums.add(jnp.where(visible[None, :, None], score, _MASKED), cache, rows.dtype)
-
-  zeros = jnp.zeros((K, slots, N // K), dtype)
-  sums = _Sums(jnp.full_like(zeros, _LOWEST_PEAK), zeros, jnp.zeros((K, slots, N // K, H), dtype))
-  for part, length, blocks, first in (
-    (prompt, reach.prompt, reach.prompt_blocks, jnp.zeros_like(reach.prompt)),
-    (response, reach.response, reach.response_blocks, reach.prompt),
+  keys, pages = [], []
+  for part, first, length in (
+    (prompt, jnp.zeros_like(start), reach.prompt),
+    (response, reach.prompt, reach.response),
   ):
+    if not part.keys.size:
+      continue
     if isinstance(part, Pages):
-      sums = _add_pages(sums, queries * scale, part, length, cores)
+      pages.append((part, length))
     else:
-      sums = _add_blocks(sums, add, part, blocks, length, first)
-  index = jnp.arange(staged.values.shape[2])
-  sums = add(sums, staged, start[:, None] + index, index <= step)
+      keys.append(_Keys.of(part, first, length))
+  one_block = jax.tree.map(lambda x: x[:, None], staged)
+  keys.append(_Keys.of(one_block, start, jnp.full_like(start, step + 1)))
+  sums = _sum_blocks(rows, keys, start + step, scale, window, soft_cap)
+  for part, length in pages:
+    sums = sums.join(_sum_pages(queries * scale, part, length, cores))
   out = sums.mixed / sums.total[..., None]
   return jnp.transpose(out, (1, 0, 2, 3)).reshape(slots, N, H).astype(queries.dtype)
 
 
-def _add_blocks(
-  sums: _Sums,
-  add: Callable[[_Sums, Cache, Array, Array], _Sums],
-  part: Cache,
-  blocks: Array,
-  length: Array,
-  first: Array,
+def _sum_blocks(
+  rows: Array,
+  parts: Sequence[_Keys],
+  position: Array,
+  scale: float,
+  window: int,
+  soft_cap: float | None,
 ) -> _Sums:
-  """Adds a part of the cache, whose first tokens are at positions `first`."""
-  size = part.values.shape[3]
+  """Sums over all blocks for queries `rows` [K, slots, n, H] at positions i32[slots]."""
+  dtype = jnp.promote_types(rows.dtype, jnp.float32)
 
-  def add_block(j: Array, sums: _Sums) -> _Sums:
-    block = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, 1, keepdims=False), part)
-    index = j * size + jnp.arange(size)
-    return add(sums, block, first[:, None] + index, index < length[:, None])
+  def score(keys: _Keys) -> Array:
+    """[K, blocks, slots, n, block]."""
+    of_blocks = keys.cache.keys.astype(rows.dtype)
+    scores = jnp.matmul(rows[:, None], of_blocks, preferred_element_type=dtype) * scale
+    if keys.cache.key_scales is not None:
+      scores = scores * keys.cache.key_scales[:, :, :, None]
+    if soft_cap is not None:
+      scores = soft_cap * jnp.tanh(scores / soft_cap)
+    visible = keys.exists & (position[:, None] - keys.positions < window)
+    return jnp.where(visible[None, :, :, None], scores, _MASKED)
 
-  return jax.lax.fori_loop(0, blocks, add_block, sums) if part.keys.size else sums
+  scores = [score(keys) for keys in parts]
+  # The newest token sees itself, so that the largest score is one of a visible key.
+  peak = functools.reduce(jnp.maximum, [jnp.max(x, axis=(1, 4)) for x in scores])
+  totals, mixed = [], []
+  for keys, scored in zip(parts, scores, strict=True):
+    weights = jnp.exp(scored - peak[:, None, ..., None])
+    # Block by block: how XLA on CPU adds numbers depends on how many such sums there are.
+    totals += [jnp.sum(weights[:, block], axis=-1) for block in range(weights.shape[1])]
+    if keys.cache.value_scales is not None:
+      weights = weights * keys.cache.value_scales[:, :, :, None]
+    values = keys.cache.values.astype(rows.dtype)
+    products = jnp.matmul(weights.astype(rows.dtype), values, preferred_element_type=dtype)
+    mixed += [products[:, block] for block in range(products.shape[1])]
+  add_in_order = functools.partial(functools.reduce, operator.add)
+  return _Sums(peak, add_in_order(totals), add_in_order(mixed))
 
 
-def _add_pages(sums: _Sums, queries: Array, part: Pages, length: Array, cores: int) -> _Sums:
-  """Adds every slot's own pages, up to its own length."""
+def _sum_pages(queries: Array, part: Pages, length: Array, cores: int) -> _Sums:
+  """Sums over every slot's own pages, up to its own length."""
   from rlvr_jax.ops.paged import paged_sums  # experimental in jax, so imported only on use
 
-  if not part.keys.size:
-    return sums
-  return sums.join(_Sums(*paged_sums(queries, part, length, cores=cores)))
+  return _Sums(*paged_sums(queries, part, length, cores=cores))

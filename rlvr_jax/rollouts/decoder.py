@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Pages, Part, Reach, read_back
+from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Pages, Part, Reach, Read, read_back
 from rlvr_jax.ops.decoding import cached_attention
 from rlvr_jax.ops.draw import draw_tokens, random_bits
 from rlvr_jax.ops.layers import rows_of, take_rows
@@ -281,7 +281,7 @@ def resume(state: State, halted: Array, token: Array, known: Known | None = None
 
 
 def burst(
-  params: Params, state: State, *, settings: Settings, has_halted: bool = False
+  params: Params, state: State, *, settings: Settings, read: Read, has_halted: bool = False
 ) -> tuple[State, Emitted]:
   """Decodes up to `shape.steps` tokens in every slot; ends early when no slot is running.
 
@@ -292,10 +292,11 @@ def burst(
     params: from `Model.decoding_params`.
     state: of the slots.
     settings: compiled in.
+    read: the blocks of the caches that a running slot may have reached; compiled in.
     has_halted: whether slots that are not running keep their caches, for `resume`.
   """
   c, shape, slots = settings.model.config, settings.shape, settings.slots
-  reach = Reach.of(shape, state.prompt, state.generated, state.running)
+  reach = Reach.of(state.prompt, state.generated, state.running)
   head = settings.model.head(params)
   axes = (cached_heads(c, _tensor_size(settings)), slots)
   dtype = cache_dtype(c, settings.cache_format)
@@ -311,7 +312,10 @@ def burst(
     routes=_no_routes(settings),
   )
 
-  caches = tuple(zip(state.prompts, state.responses, strict=True))
+  caches = tuple(
+    (prompt.first(read.prompt), response.first(read.response))
+    for prompt, response in zip(state.prompts, state.responses, strict=True)
+  )
   tables = rotary_tables(reach, settings=settings)
 
   def step(carry):
@@ -394,22 +398,12 @@ def _make_attention(settings: Settings, attention_settings: dict[str, Any]) -> C
   mesh = settings.model.mesh
   if settings.cache == "blocks" or mesh is None or mesh.size == 1:
     return attend
-  heads, slots = _heads_axis(settings), PartitionSpec(_SLOTS)
+  heads = _heads_axis(settings)
+  slots: Any = PartitionSpec(_SLOTS)
   queries, cache = PartitionSpec(_SLOTS, heads), PartitionSpec(heads, None, _SLOTS)
-  reach: Any = slots, slots, PartitionSpec(), PartitionSpec()
-  specs = (queries, cache, cache, PartitionSpec(heads, _SLOTS), Reach(*reach), PartitionSpec())
+  reach = Reach(slots, slots)
+  specs = (queries, cache, cache, PartitionSpec(heads, _SLOTS), reach, PartitionSpec())
   return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=queries, check_vma=False)
-
-
-def fill_slots(state: State, *, settings: Settings) -> State:
-  """Sets the slots to the last burst of the longest responses to the longest prompts."""
-  shape = settings.shape
-  constant = lambda value: jnp.full(settings.slots, value)
-  return state._replace(
-    prompt=constant(shape.prompt.tokens),
-    generated=constant(shape.response.tokens),
-    running=constant(True),
-  )
 
 
 def _sample(
@@ -488,21 +482,29 @@ def _flush_staged(
   return run(*arguments)
 
 
-def slot_bytes(network: Any, shape: CacheShape, tensor: int, cache_format: str = "") -> int:
-  """Bytes of a slot's KV cache, staged keys and values included, on one device.
+def slot_bytes(
+  network: Any, shape: CacheShape, tensor: int, cache_format: str = "", cache: str = "blocks"
+) -> int:
+  """Bytes of a slot's KV cache on one device, with staged and copied keys and values.
 
   Args:
     network: `TransformerConfig`.
     shape: sizes of the cache.
     tensor: devices that share a slot.
     cache_format: one of `caches.FORMATS`.
+    cache: as in `Settings`.
   """
+  copied = shape.copied_tokens if cache == "blocks" else 0
+  return (shape.tokens + copied) * token_bytes(network, tensor, cache_format)
+
+
+def token_bytes(network: Any, tensor: int, cache_format: str = "") -> int:
+  """Bytes of a token's keys and values on one device, in all layers; see `slot_bytes`."""
   heads = cached_heads(network, tensor)
   heads_per_device = heads // tensor if heads % tensor == 0 else heads
   dtype = cache_dtype(network, cache_format)
   token = jax.eval_shape(lambda: Cache.zeros((heads_per_device,), 1, network.head_dim, dtype))
-  token_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(token))
-  return network.num_layers * token_bytes * shape.tokens
+  return network.num_layers * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(token))
 
 
 def cache_dtype(network: Any, cache_format: str) -> str:

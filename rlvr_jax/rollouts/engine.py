@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -13,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import jax
 import numpy as np
 
-from rlvr_jax.ops.caches import CacheShape
+from rlvr_jax.ops.caches import CacheShape, Read
 from rlvr_jax.ops.layers import rows_of, take_rows
 from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.rollouts import decoder
@@ -432,6 +433,69 @@ class Programs(NamedTuple):
   burst: jax.stages.Wrapped
 
 
+class Bursts:
+  """The burst programs of an engine: at most four, by the blocks of the caches that they read.
+
+  Three read the prompts of the first burst, and a quarter, a half or all blocks of the responses.
+  The fourth reads everything, where later prompts need more blocks than the first ones.
+  """
+
+  def __init__(self, burst: jax.stages.Wrapped, settings: Settings, *, compiles_ahead: bool):
+    """Nothing is compiled yet.
+
+    Args:
+      burst: `decoder.burst`, jitted.
+      settings: of the engine.
+      compiles_ahead: whether a thread compiles the program for more blocks of the responses while
+        one runs, so that responses that grow do not wait for it. On CPUs it would slow that one.
+    """
+    self._burst, self._shape, self._compiles_ahead = burst, settings.shape, compiles_ahead
+    self._reads_all = settings.cache == "pages"  # the kernel does not read what is not filled
+    self._prompt_blocks: int | None = None  # of the first burst
+    self._compiled: dict[Read, concurrent.futures.Future[jax.stages.Compiled]] = {}
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, "compiles the next burst")
+
+  def run(
+    self, params: Params, state: decoder.State, *, prompt: int, response: int, has_halted: bool
+  ) -> tuple[decoder.State, Emitted]:
+    """Runs `decoder.burst`; donates `state`.
+
+    Args:
+      params, state, has_halted: see `decoder.burst`.
+      prompt, response: the most tokens that the cache of a running slot has.
+    """
+    read = self._choose(prompt, response)
+    following = self._shape.response.read_for(read.response * self._shape.response.size + 1)
+    if self._compiles_ahead and following > read.response and not has_halted:
+      self._compile(read._replace(response=following), params, state)
+    if read in self._compiled and not has_halted:
+      return self._compiled[read].result()(params, state)
+    return self._burst(params, state, read=read, **({"has_halted": True} if has_halted else {}))
+
+  def _choose(self, prompt: int, response: int) -> Read:
+    shape = self._shape
+    if self._reads_all:
+      return shape.everything
+    needed = Read(shape.prompt.read_for(prompt), shape.response.read_for(response))
+    if self._prompt_blocks is None:
+      self._prompt_blocks = needed.prompt
+    if needed.prompt > self._prompt_blocks:
+      return shape.everything
+    return needed._replace(prompt=self._prompt_blocks)
+
+  def _compile(self, read: Read, params: Params, state: decoder.State) -> None:
+    """Begins to compile the program that reads so many blocks, if no one has."""
+    if read in self._compiled:
+      return
+    shapes = jax.tree.map(_shape_on_devices, (params, state))
+    compile_it = lambda: self._burst.lower(*shapes, read=read).compile()
+    self._compiled[read] = self._thread.submit(compile_it)
+
+
+def _shape_on_devices(x: Array) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
 class Engine:
   """The functions of `rollouts.decoder`, for one policy, one distribution and a number of slots.
 
@@ -457,6 +521,7 @@ class Engine:
     records_routes: bool = False,
     to_host: Callable[[Any], Any] = jax.device_get,
     compiler_options: dict[str, bool | int | float | str] | None = None,
+    compiles_ahead: bool = False,
   ):
     """Binds the functions; nothing is compiled yet.
 
@@ -475,6 +540,7 @@ class Engine:
       records_routes: whether groups have the routes of a mixture.
       to_host: a tree of device arrays → NumPy; called once per burst.
       compiler_options: of all programs, as `jax.jit` takes them.
+      compiles_ahead: whether the next burst program is compiled while one runs, see `Bursts`.
     """
     self._batch_devices = (
       1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
@@ -485,7 +551,9 @@ class Engine:
       model=model,
       sampling=sampling,
       slots=self._round_up(-(-slots // cores)) * cores,
-      shape=CacheShape.of(max_prompt_length, max_new_tokens, has_replies=has_replies),
+      shape=CacheShape.of(
+        max_prompt_length, max_new_tokens, has_replies=has_replies, pages=cache == "pages"
+      ),
       max_new_tokens=max_new_tokens,
       stop_tokens=stop_tokens,
       cache=cache,
@@ -520,9 +588,10 @@ class Engine:
         bind(decoder.burst),
         donate_argnums=1,
         out_shardings=(state, host),
-        static_argnames="has_halted",
+        static_argnames=("read", "has_halted"),
       ),
     )
+    self._bursts = Bursts(self.programs.burst, self.settings, compiles_ahead=compiles_ahead)
 
   def load(self, trained: Params, frozen: Params) -> Params:
     """Converts parameters to those that `serve` takes, resharded for the mesh that generates."""
@@ -534,18 +603,20 @@ class Engine:
     return {**programs.load_others(trained, frozen), "blocks": loaded}
 
   def lower_burst(self, trained: Params, frozen: Params) -> jax.stages.Lowered:
-    """Lowers the last burst of the longest responses, for parameters or their shapes.
+    """Lowers a burst that reads complete caches, for parameters or their shapes.
 
     The trainer's parameters are arguments as well, since they stay in memory.
     """
     settings = self.settings
     state, host = decoder.shardings(settings)
 
-    def last_burst(trained: Params, frozen: Params, params: Params, state: decoder.State) -> Any:
-      return decoder.burst(params, decoder.fill_slots(state, settings=settings), settings=settings)
+    def longest_burst(
+      trained: Params, frozen: Params, params: Params, state: decoder.State
+    ) -> tuple[decoder.State, Emitted]:
+      return decoder.burst(params, state, settings=settings, read=settings.shape.everything)
 
     jitted = self._jit(
-      with_matmul_precision(last_burst, settings.model.config.precision),
+      with_matmul_precision(longest_burst, settings.model.config.precision),
       donate_argnums=3,
       out_shardings=(state, host),
       keep_unused=True,
@@ -678,8 +749,12 @@ class Engine:
       halted = {slot: busy.pop(slot) for slot, v in versions.items() if v != version}
       if halted:
         state = self.programs.halt(state, self._mask(halted))
-      state, emitted = self.programs.burst(
-        weights.params(version), state, **({"has_halted": True} if halted else {})
+      state, emitted = self._bursts.run(
+        weights.params(version),
+        state,
+        prompt=max(len(rollout.prompt) - 1 for rollout in busy.values()),
+        response=max(rollout.cached for rollout in busy.values()),
+        has_halted=bool(halted),
       )
       emitted, routes = self._to_host((emitted, [routes for routes, _ in stream.prefilled]))
       stream.record_prefilled(routes)

@@ -17,7 +17,7 @@ NETWORK = TransformerConfig(
   vocab_size=512, width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_width=128,
   compute_dtype="bfloat16", tied_head=False,
 )  # fmt: skip
-CACHE = CacheShape.of(129, 1024)  # in blocks of 64 tokens, bursts of 16
+CACHE = CacheShape.of(129, 1024, pages=True)  # in blocks of 64 tokens, bursts of 16
 TOKEN = 2 * 2 * 2 * 16 * 2  # bytes: layers, keys and values, heads, width of a head, bfloat16
 FAST = Chip(1e30, 1e30, 1e30, 1.0, 1.0)
 MODEL = transformer(NETWORK)
@@ -29,7 +29,8 @@ def estimate(turns, chip, *, slots, pages=True, tensor=1, data=1, reply_s=0.0, c
   base = sharding.add_shardings(SHAPES, mesh)
   batch = Workload(np.full(len(turns), 129), np.asarray(turns), reply_s)
   kind = dict(slots=slots, pages=pages, cache_format=cache_format)
-  return refresh([batch], MODEL, base, mesh, CACHE, chip, **kind)
+  cache = CACHE if pages else CacheShape.of(129, 1024)
+  return refresh([batch], MODEL, base, mesh, cache, chip, **kind)
 
 
 def seconds(lengths, chip, **settings):
@@ -56,7 +57,7 @@ def test_a_step_reads_the_weights_and_the_caches_of_its_slots():
   bursts = [2 * cached(129, 0), cached(129, steps) + cached(129, 0)]
   expected = sum(steps * (read_bytes() + tokens * TOKEN) for tokens in bursts)
   assert found.overlapped == pytest.approx(expected, rel=1e-9)
-  longest = [2 * cached(129, 0), 2 * cached(129, steps)]
+  longest = [2 * (128 + 256 + steps)] * 2  # all blocks of prompts, the first of responses
   rounded = TOKEN // 2 + 2 * 2 * 2 * 4  # 8 bits, and a scale for each head's keys and values
   for cache_format, token in (("", TOKEN), ("int8", rounded)):
     expected = sum(steps * (read_bytes() + tokens * token) for tokens in longest)

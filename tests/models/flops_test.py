@@ -105,7 +105,7 @@ def test_generation_with_a_cache_costs_the_same(config):
     empty = Cache.zeros((config.num_kv_heads, 0, P * G), S - 1, config.head_dim, jnp.float32)
     caches = [(layer, empty) for layer in prompt]
     staged = tuple(zeros() for _ in caches)
-    reach = Reach(jnp.full(P * G, S - 1), jnp.zeros(P * G, jnp.int32), 1, 0)
+    reach = Reach(jnp.full(P * G, S - 1), jnp.zeros(P * G, jnp.int32))
     tables = decoder.rotary_tables(reach, settings=settings)
     token, logits = jnp.ones(P * G, jnp.int32), []
     for t in range(T):

@@ -117,7 +117,7 @@ def test_logits_of_cached_decoding_equal_the_published_models(case):
   def decoded(params):
     params = model.decoding_params(params)
     prompts = decoder.prefill(params, unpadded, settings=settings).prompts
-    reach = Reach.of(shape, lengths - 1, lengths * 0, lengths > 0)
+    reach = Reach.of(lengths - 1, lengths * 0, lengths > 0)
     tables = decoder.rotary_tables(reach, settings=settings)
     c = model.config
     axes = (c.num_kv_heads, len(ids))

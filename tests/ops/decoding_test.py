@@ -1,5 +1,7 @@
 """A cache filled one token at a time, and attention over it against a direct softmax."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +60,7 @@ def test_equals_a_direct_softmax(x64, window, soft_cap):
     one = np.stack([x[:, n + t] for x, n in zip(found, PROMPT + RESPONSE, strict=True)], axis=1)
     staged = staged.stage(*map(jnp.asarray, one), jnp.int32(t))
   queries = np.random.default_rng(1).normal(size=(3, N, H))
-  reach = Reach.of(SHAPE, *map(jnp.asarray, (PROMPT, RESPONSE, np.ones(3, bool))))
+  reach = Reach(jnp.asarray(PROMPT), jnp.asarray(RESPONSE))
   ours = cached_attention(
     jnp.asarray(queries), *filled(found), staged, reach, jnp.int32(step),
     scale=0.4, window=window, soft_cap=soft_cap,
@@ -73,18 +75,34 @@ def test_equals_a_direct_softmax(x64, window, soft_cap):
       np.testing.assert_allclose(ours[slot, head], expected, rtol=1e-10, atol=1e-12)
 
 
-def test_blocks_that_other_slots_need_change_no_bit():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_blocks_that_other_slots_need_change_no_bit(dtype):
   found = tokens(PROMPT + RESPONSE)
-  cache = jax.tree.map(lambda x: x.astype(jnp.float32), filled(found))
-  staged = Cache.zeros((K, 3), SHAPE.steps, H, jnp.float32)
-  queries = jnp.asarray(np.random.default_rng(1).normal(size=(3, N, H)), jnp.float32)
+  cast = lambda x: Cache.of(jnp.swapaxes(x.keys, 3, 4), x.values, dtype)
+  prompt, response = map(cast, filled(found))
+  staged = Cache.zeros((K, 3), SHAPE.steps, H, dtype)
+  computed = jnp.float32 if dtype == jnp.int8 else dtype
+  queries = jnp.asarray(np.random.default_rng(1).normal(size=(3, N, H)), computed)
 
-  def of_first(running):
-    reach = Reach.of(SHAPE, jnp.asarray(PROMPT), jnp.asarray(RESPONSE), jnp.asarray(running))
+  @functools.partial(jax.jit, static_argnames="blocks")
+  def of_first(running, blocks):
+    reach = Reach.of(jnp.asarray(PROMPT), jnp.asarray(RESPONSE), running)
+    caches = prompt.first(blocks[0]), response.first(blocks[1])
     settings = dict(scale=0.4, window=2**30)
-    out = cached_attention(queries, *cache, staged, reach, jnp.int32(0), **settings)
-    return np.asarray(out[0]), int(reach.response_blocks)
+    return cached_attention(queries, *caches, staged, reach, jnp.int32(0), **settings)[0]
 
-  (alone, blocks), (together, more) = of_first([True, False, False]), of_first([True] * 3)
-  assert more > blocks
-  np.testing.assert_array_equal(alone, together)
+  alone = of_first(jnp.array([True, False, False]), (2, 1))
+  for blocks in ((2, 3), (3, 1), (3, 3)):
+    np.testing.assert_array_equal(alone, of_first(jnp.ones(3, bool), blocks))
+
+
+@pytest.mark.parametrize(
+  ("number", "tokens", "expected"),
+  [(4, 0, 1), (4, 8, 1), (4, 9, 2), (4, 17, 4), (4, 33, 4), (3, 9, 2), (3, 17, 3), (1, 9, 1)],
+)
+def test_a_burst_reads_a_quarter_a_half_or_all(number, tokens, expected):
+  assert Blocks(8, number).read_for(tokens) == expected
+
+
+def test_no_block_is_read_where_there_is_none():
+  assert Blocks(8, 0).read_for(3) == 0

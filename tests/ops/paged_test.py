@@ -40,7 +40,7 @@ def test_pages_equal_blocks(heads):
   parts = [[rounded(rng, K, count, slots, BLOCK, H) for _ in range(2)] for count in (2, 3)]
   staged = Cache(rounded(rng, K, slots, H, STEPS), rounded(rng, K, slots, STEPS, H))
   queries = jnp.asarray(rng.normal(size=(slots, K * heads, H)), jnp.float32)
-  reach = Reach(jnp.asarray(PROMPT), jnp.asarray(RESPONSE), jnp.int32(2), jnp.int32(3))
+  reach = Reach(jnp.asarray(PROMPT), jnp.asarray(RESPONSE))
   attend = lambda kind: cached_attention(
     queries, *caches(kind, parts), staged, reach, jnp.int32(5), scale=0.1, window=2**30
   )

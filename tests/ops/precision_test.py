@@ -74,7 +74,10 @@ def traced(parts):
       *demonstrations,
     ),
     "prefill": trace(engine.programs.prefill, loaded, jax.ShapeDtypeStruct((4, block), jnp.int32)),
-    "decoding": trace(engine.programs.burst, loaded, jax.eval_shape(engine.programs.empty_slots)),
+    "decoding": trace(
+      engine.programs.burst, loaded, jax.eval_shape(engine.programs.empty_slots),
+      read=engine.settings.shape.everything,
+    ),
   }  # fmt: skip
 
 

@@ -108,6 +108,7 @@ def make_engine(
     ):
       return sharding.to_host(tree)
 
+  cache = _cache(settings, model)
   return Engine(
     model,
     sampling,
@@ -117,6 +118,7 @@ def make_engine(
       model,
       trainer,
       batches=batches,
+      cache=cache,
       cache_format=settings.cache_format,
       has_replies=has_replies,
     ),
@@ -125,10 +127,11 @@ def make_engine(
     max_new_tokens=shape.max_response_length,
     stop_tokens=tokenizer.stop_ids,
     pad_token=tokenizer.pad_id,
-    cache=_cache(settings, model),
+    cache=cache,
     cache_format=settings.cache_format,
     to_host=to_host,
     compiler_options=compiler_options,
+    compiles_ahead=sampling_platform(model) != "cpu",
     has_replies=has_replies,
     records_routes=records_routes,
   )
@@ -162,6 +165,7 @@ def choose_slots(
   limit: int | None = None,
   *,
   batches: int = 1,
+  cache: str = "blocks",
   cache_format: str = "",
   has_replies: bool = False,
 ) -> int:
@@ -177,6 +181,7 @@ def choose_slots(
     trainer: of the run.
     limit: bytes of a device; None: as the device says.
     batches: that are sampled as one stream.
+    cache: "blocks" or "pages", as `caches.choose_cache` returned it.
     cache_format: `config.sampling.cache_format`.
     has_replies: whether rollouts are dialogues.
   Raises:
@@ -187,12 +192,13 @@ def choose_slots(
     return configured or shape.responses
   mesh = sharding.make_mesh() if model.mesh is None else model.mesh
   base = sharding.add_shardings(jax.eval_shape(model.init, jax.random.key(0)), mesh)
-  cache = CacheShape.of(shape.max_prompt_length, shape.max_response_length, has_replies=has_replies)
+  lengths = shape.max_prompt_length, shape.max_response_length
+  sizes = CacheShape.of(*lengths, has_replies=has_replies, pages=cache == "pages")
   decoded = memory.decoding_copy_bytes(base, model.config.compute_dtype)
   # A number that the user has chosen need not leave room for temporary buffers.
   usable = limit if configured else _USABLE * limit
   free = max(0, usable - decoded - _resident_bytes(model, base, trainer))
-  per_slot = slot_bytes(model.config, cache, mesh.shape["tensor"], cache_format)
+  per_slot = slot_bytes(model.config, sizes, mesh.shape["tensor"], cache_format, cache)
   per_slot += memory.sampling_bytes(model.config, 1)
   slots = int(free // per_slot) * mesh.shape["data"] * mesh.shape["fsdp"]
   if slots < (configured or 1):
