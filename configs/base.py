@@ -63,7 +63,7 @@ def get_config() -> ConfigDict:
       param_dtype=placeholder(str),
       remat=placeholder(str),  # none, dots, full; of a checkpoint None means dots
       unroll_layers=placeholder(int),
-      attention=placeholder(str),  # auto, reference, splash, cudnn; docs/models.md
+      attention=placeholder(str),  # auto, reference, whole, splash, cudnn; docs/models.md
       expert_products=placeholder(str),  # auto, reference, blocks, megablox; docs/models.md
     ),
   )

@@ -34,7 +34,8 @@ _GIB = 2**30
 
 _TRUST = """Seconds go from the largest of three times, if computation, HBM and links overlap, to
 their sum, if they do not. Computation is the compiler's cycles, and what the kernels other than
-XLA's need by the published peaks. Generation is by roofline. Grading, checkpoints, the scores of a
+XLA's need by the published peaks; of GPUs, for which the compiler estimates no cycles, it is the
+FLOPs of products by the published peaks. Generation is by roofline. Grading, checkpoints, the scores of a
 reference policy, further draws of dynamic sampling and the time of the host are left out."""
 
 
@@ -287,19 +288,21 @@ def _format(
     for program in measured
   ]
   rows = {}
+  has_cycles = target.chip.cycles_per_s is not None
   best = tuning.pareto(figures, tuple(figures[0]))
   for program, is_best in zip(measured, best, strict=True):
     cost, seconds = program.cost, program.seconds
     rows[_describe(program.overrides)] = [
       f"{seconds.overlapped:.3g} to {seconds.in_turn:.3g}",
-      f"{cost['cycles'] / 1e9:.3g}",
+      *([f"{cost['cycles'] / 1e9:.3g}"] if has_cycles else []),
       f"{100 * cost['model_flops_utilization']:.1f} %",
       f"{program.gib:.1f}",
       f"{cost['received_bytes'] / 1e9:,.3g}",
       f"{cost['hbm_bytes'] / 1e12:.3g}",
       "yes" if is_best else "",
     ]
-  header = ["s", "cycles, 10⁹", "MFU at most", "GiB", "received GB", "HBM TB", "Pareto set"]
+  cycles = ["cycles, 10⁹"] if has_cycles else []
+  header = ["s", *cycles, "MFU at most", "GiB", "received GB", "HBM TB", "Pareto set"]
   fitting = target.fitting(candidates)
   compiled = [program.overrides.items() for program in measured]
   left = [c for c in fitting if not any(c.overrides.items() <= found for found in compiled)]

@@ -1,4 +1,4 @@
-"""Published peak performance of TPU chips."""
+"""Published peak performance of TPU chips and of GPUs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ class Chip(NamedTuple):
   hbm_bytes_per_s: float  # reads and writes together
   interconnect_bytes_per_s: float  # received from other chips, over all links together
   hbm_gib: float  # memory that XLA may use
-  flops_per_cycle: float  # bfloat16 matrix multiplication
+  flops_per_cycle: float | None  # bfloat16 matrix multiplication; None: no cycles are estimated
 
   @property
-  def cycles_per_s(self) -> float:
-    return self.flops / self.flops_per_cycle
+  def cycles_per_s(self) -> float | None:
+    """To convert the compiler's estimates of cycles; None: it makes none."""
+    return None if self.flops_per_cycle is None else self.flops / self.flops_per_cycle
 
 
 def _halve(chip: Chip) -> Chip:
   """Returns the peaks of one core of a chip whose two cores are separate devices."""
-  return Chip(*(peak / 2 for peak in chip))
+  return Chip(*(None if peak is None else peak / 2 for peak in chip))
 
 
 # Peaks of one device, by the first part of a topology's name.
@@ -37,11 +38,19 @@ CHIPS = {
   "v5p": Chip(459e12, 2765e9, 600e9, 95, 2**18),
   "v6e": Chip(918e12, 1638e9, 400e9, 32, 2**19),
   "tpu7x": _halve(Chip(2307e12, 7380e9, 600e9, 192, 2**20)),
+  # GPUs, each a device. NVIDIA's data sheets of the A100 80GB SXM, H100 SXM, H200 SXM and HGX B200,
+  # read in November 2026: dense bfloat16, without sparsity, and half of NVLink's bandwidth of both
+  # directions. A program may use three quarters of the memory, unless the variable
+  # XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; the peak is all of it.
+  "a100": Chip(312e12, 2039e9, 300e9, 79.2, None),
+  "h100": Chip(989.4e12, 3352e9, 450e9, 79.1, None),
+  "h200": Chip(989.4e12, 4800e9, 450e9, 139.7, None),
+  "b200": Chip(2250e12, 8000e9, 900e9, 178.8, None),
 }
 
 
 def find_chip(topology: str) -> Chip:
-  """Returns the peaks of each device of a slice such as "v5e:4x4".
+  """Returns the peaks of each device of a slice such as "v5e:4x4", or of "h100:8".
 
   Raises:
     ValueError: the peaks are not known.
@@ -50,6 +59,6 @@ def find_chip(topology: str) -> Chip:
   if kind not in CHIPS:
     raise ValueError(
       f"--topology={topology}: the peaks of chip {kind!r} are not known; allowed:"
-      f" {sorted(CHIPS)}, such as v5e:4x4"
+      f" {sorted(CHIPS)}, such as v5e:4x4 or h100:8"
     )
   return CHIPS[kind]

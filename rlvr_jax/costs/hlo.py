@@ -23,6 +23,7 @@ from rlvr_jax.costs.hlo_text import (
   convolution_flops,
   dimensions,
   dtype,
+  library_flops,
   parse_program,
 )
 
@@ -37,6 +38,7 @@ COLLECTIVES = (
 OTHER = "other"  # part of instructions outside of all named scopes
 OPEN_LOOP = "while"  # opcode of the item of a loop of unknown length
 
+_TRIP_COUNT = r'"known_trip_count":\{"n":"(\d+)"'
 _BRANCH = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
 # Instructions that move no data, or whose transfer counts at the instruction that starts it.
 _FREE = {
@@ -101,6 +103,23 @@ def walk(
   return list(program.items(program.entry, 1, OTHER, None))
 
 
+class LoopLength(NamedTuple):
+  """Iterations of a loop, at most."""
+
+  at_most: int | None  # None: it depends on the data
+  is_fixed: bool  # whether it never ends earlier, so that the host need not ask
+
+
+def find_loops(text: str, lengths: Mapping[str, int] | None = None) -> list[LoopLength]:
+  """All loops, in the order in which they begin.
+
+  Args:
+    text, lengths: as for `walk`.
+  """
+  program = _Program(text, re.compile("$^"), lengths or {})
+  return list(program.loops_within(program.entry, None))
+
+
 class _Program:
   """A parsed program, its parts, and the loops found so far."""
 
@@ -140,6 +159,16 @@ class _Program:
       elif i.opcode not in _FREE and not i.opcode.endswith("-done"):
         yield from self._item(computation, i, times, here)
 
+  def loops_within(self, computation: str, known: _Values | None) -> Iterator[LoopLength]:
+    """Yields the loops of a computation, each before those of its body."""
+    for i in self.computations[computation].values():
+      if i.opcode == "while":
+        loop = self._loop(computation, i, known)
+        yield LoopLength(loop.length, bool(i.attribute(_TRIP_COUNT)))
+        yield from self.loops_within(i.attribute(r"body=%?([\w.\-]+)"), loop.constants)
+      elif i.opcode in ("call", "async-start") and i.calls:
+        yield from self.loops_within(i.calls, None)
+
   def _item(self, computation: str, i: Instruction, times: int, part: str) -> Iterator[Item]:
     target = i.attribute(r'custom_call_target="([^"]*)"')
     if target in _FREE_CALLS:
@@ -176,6 +205,9 @@ class _Program:
   def _flops(self, computation: str, i: Instruction) -> int:
     if i.opcode == "fusion":
       return sum(self._flops(i.calls, inner) for inner in self.computations[i.calls].values())
+    if i.opcode == "custom-call":
+      operands = [dimensions(self._shape(computation, name)) for name in i.operands]
+      return library_flops(i, operands)
     if i.opcode not in ("dot", "convolution"):
       return 0
     left, right = (dimensions(self._shape(computation, name)) for name in i.operands[:2])
@@ -325,7 +357,7 @@ class _Program:
     return self.loops[key]
 
   def _length(self, i: Instruction, before: _Values, after: _Values) -> int | None:
-    if trip_count := i.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+    if trip_count := i.attribute(_TRIP_COUNT):
       return int(trip_count)
     condition = i.attribute(r"condition=%?([\w.\-]+)")
     for first, limit, step in self._bounds(condition, before, after):

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Sequence
 
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
@@ -170,3 +171,24 @@ def _count_pairs(
     for y in range(outputs)
     for k in range(taps)
   )
+
+
+def library_flops(i: Instruction, operands: Sequence[list[int]]) -> int:
+  """FLOPs of a call of cuBLAS or of cuDNN's attention; 0 of other calls.
+
+  Args:
+    i: a custom call.
+    operands: the sizes of its operands. Of attention queries [B, T, N, H] and keys [B, S, K, H],
+      whose scores count in half if they are causal.
+  """
+  target = i.attribute(r'custom_call_target="([^"]*)"')
+  if target.startswith("__cublas$"):
+    contracted = i.attribute(r'"lhs_contracting_dimensions":\[([\d",]*)\]')
+    depth = math.prod(operands[0][int(d)] for d in re.findall(r"\d+", contracted))
+    return 2 * math.prod(dimensions(i.shape)) * depth
+  if target.startswith("__cudnn$fmha"):
+    (rows, queries, heads, width), keys = operands[0], operands[1][1]
+    products = 5 if target.endswith("Backward") else 2
+    scores = rows * heads * queries * keys // (2 if '"CAUSAL"' in i.text else 1)
+    return 2 * products * scores * width
+  return 0

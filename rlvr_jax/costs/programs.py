@@ -9,7 +9,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import ml_collections
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from rlvr_jax.costs.gpus import gpu_devices, is_gpu
 from rlvr_jax.costs.workload import longest, pack_workload
 from rlvr_jax.data import ByteTokenizer, Task
 from rlvr_jax.train.cluster import sharding
@@ -27,11 +28,13 @@ from rlvr_jax.types import Packed
 
 
 def topology_devices(name: str) -> list[Any]:
-  """Descriptions of the devices of a TPU slice; the slice itself is not needed.
+  """Descriptions of the devices of a TPU slice or of GPUs; they themselves are not needed.
 
   Raises:
     ValueError: the compiler is not installed, or the slice is unknown.
   """
+  if is_gpu(name):
+    return gpu_devices(name)
   # The first setting prevents libtpu from querying a metadata server, which exists on Cloud TPU
   # machines only; the second lets several processes compile at the same time.
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -52,7 +55,7 @@ def topology_devices(name: str) -> list[Any]:
 
 
 def make_topology_mesh(config: ml_collections.ConfigDict, topology: str | None) -> Any:
-  """Makes the mesh of `config.mesh` over the devices of a TPU slice, as a run on it does.
+  """Makes the mesh of `config.mesh` over the devices of a TPU slice or of GPUs, as a run does.
 
   Args:
     config: configuration of the run.
@@ -151,16 +154,33 @@ def compile_program(name: str, lower: Callable[[], Any], **options: Any) -> Any:
   return program
 
 
-def compile_with_text(name: str, lower: Callable[[], Any]) -> tuple[Any, str]:
-  """Compiles for a TPU as `compile_program`; also returns the text of the optimized program.
+class CompiledText(NamedTuple):
+  """A compiled program, and the compiler's own dumps of it."""
 
-  The text is the compiler's own dump, "" if the program is None: `as_text()` parses a program
-  again, and jaxlib cannot parse everything that a newer compiler writes.
+  program: Any  # `jax.stages.Compiled`; None if the compiler reports too little memory
+  text: str  # of the optimized program; "" without one
+  thunks: str  # what it launches, see `launches`; "" for TPUs
+  seconds: float  # to compile
+
+
+def compile_with_text(name: str, lower: Callable[[], Any]) -> CompiledText:
+  """Compiles for a TPU or a GPU as `compile_program`.
+
+  The texts are the compiler's dumps: `as_text()` parses a program again, and jaxlib cannot parse
+  everything that a newer compiler writes.
   """
   with tempfile.TemporaryDirectory() as folder:
+    start = time.perf_counter()
     program = compile_program(name, lower, xla_dump_to=folder, xla_dump_hlo_as_text=True)
-    dumps = sorted(pathlib.Path(folder).glob("*.after_codegen.txt"), key=os.path.getsize)
-    return program, dumps[-1].read_text(encoding="utf-8") if program else ""
+    seconds = time.perf_counter() - start
+
+    def read(*endings: str) -> str:
+      found = [path for ending in endings for path in pathlib.Path(folder).glob(f"*.{ending}.txt")]
+      largest = max(found, key=os.path.getsize, default=None)
+      return largest.read_text(encoding="utf-8") if program and largest else ""
+
+    text = read("after_codegen", "*gpu_after_optimizations")
+    return CompiledText(program, text, read("thunk_sequence_after_thunk_passes"), seconds)
 
 
 def memory_bytes(program: Any) -> dict[str, float]:

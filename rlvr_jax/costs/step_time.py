@@ -16,8 +16,9 @@ import numpy as np
 
 from rlvr_jax.costs import workload
 from rlvr_jax.costs.chips import Chip, find_chip
-from rlvr_jax.costs.hlo import COLLECTIVES, OPEN_LOOP, Item, walk
+from rlvr_jax.costs.hlo import COLLECTIVES, OPEN_LOOP, Item, find_loops, walk
 from rlvr_jax.costs.hlo_text import dimensions
+from rlvr_jax.costs.launches import read_launches, summarize
 from rlvr_jax.costs.programs import compile_with_text, memory_bytes, program_lowerings
 from rlvr_jax.geometry import by_rollout
 from rlvr_jax.models.flops import forward_flops, update_flops
@@ -51,7 +52,9 @@ bfloat16 peak. Cycles are the compiler's estimate, for comparison with one anoth
 roofline lower bounds from the published peaks, each resource by itself: a slice whose links do not
 form a torus in all dimensions is slower. A conditional counts as its most expensive branch, and a
 loop that may end early counts to its limit. Kernels other than XLA's own are listed. They count as
-their operands and results once, with no FLOPs, unless an analytic count is given."""
+their operands and results once, with no FLOPs, unless an analytic count is given; products of cuBLAS
+and cuDNN's attention have one. Of GPUs, kernels are those of XLA's list of thunks. Products have not
+been tuned, for which the device is needed, so that kernels may differ from those of a run."""
 
 
 def report(
@@ -142,12 +145,16 @@ def program_cost(
   loops: Mapping[str, int] | None = None,
 ) -> Cost | None:
   """`cost` of one of `programs.program_lowerings`; None if it does not fit into memory."""
-  program, text = compile_with_text(name, lower)
-  if program is None:
+  compiled = compile_with_text(name, lower)
+  if compiled.program is None:
     return None
-  items = apply_kernel_costs(walk(text, PARTS, loops), kernels or {})
-  chip = find_chip(topology)
-  return cost(items, chip, useful_flops=useful_flops, memory=memory_bytes(program))
+  items = apply_kernel_costs(walk(compiled.text, PARTS, loops), kernels or {})
+  chip, memory = find_chip(topology), memory_bytes(compiled.program)
+  found = cost(items, chip, useful_flops=useful_flops, memory=memory)
+  found["compile_seconds"] = compiled.seconds
+  if compiled.thunks:
+    found["launches"] = summarize(read_launches(compiled.thunks, find_loops(compiled.text, loops)))
+  return found
 
 
 def write_report(
@@ -418,10 +425,34 @@ def format_markdown(conditions: Mapping[str, Any], costs: Mapping[str, Cost]) ->
     if cost["custom_calls"]:
       lines += ["", "Kernels and calls other than XLA's own:", ""]
       lines += _format_table([_format_row(row) for row in cost["custom_calls"]])
+    if "launches" in cost:
+      lines += ["", *_launch_lines(cost["launches"])]
     if cost["loops_of_unknown_length"]:
       lines += ["", "Loops whose length depends on the data, counted as one iteration:", ""]
       lines += _format_table([_format_row(row) for row in cost["loops_of_unknown_length"]])
   return "\n".join([*lines, "", _TRUST])
+
+
+def _launch_lines(launches: Mapping[str, Any]) -> list[str]:
+  """Lines on what a GPU is asked to launch."""
+  rows = [
+    {
+      "depth of loops": str(body["depth"]),
+      "iterations": "as the data say" if (n := body["iterations"]) is None else str(n),
+      "host asks for each": "yes" if body["waits"] else "no",
+      "kernels": str(body["kernels"]),
+      "launches outside command buffers": str(body["launches"]),
+      "command buffers": str(body["command_buffers"]),
+      "copies to the host": str(body["copies_to_host"]),
+    }
+    for body in launches["bodies"]
+  ]
+  return [
+    f"Launches: {launches['launches']:,} of {launches['kernels']:,} kernels. Each iteration of the"
+    " program (depth 0) and of its loops, in the order in which they begin, launches:",
+    "",
+    *_format_table(rows),
+  ]
 
 
 def _dialogue_lines(c: Mapping[str, Any]) -> list[str]:
@@ -443,6 +474,7 @@ def _format_summary(name: str, cost: Cost) -> dict[str, str]:
     "HBM GB": f"{cost['hbm_bytes'] / 1e9:.4g}",
     "received GB": f"{cost['received_bytes'] / 1e9:.4g}",
     "memory GiB": f"{gib:.1f}",
+    "compiled in s": f"{cost['compile_seconds']:.0f}",
     **{f"{resource}, s": f"{seconds:.3g}" for resource, seconds in cost["seconds"].items()},
     "bound by": cost["bound_by"],
     "MFU at most": f"{100 * cost['model_flops_utilization']:.1f} %",

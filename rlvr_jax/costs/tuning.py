@@ -261,17 +261,21 @@ def compiled_seconds(cost: step_time.Cost, chip: Chip) -> Seconds:
   """Seconds of a compiled program.
 
   Computation takes the compiler's cycles, which leave out the kernels other than XLA's; of these,
-  the larger of what their FLOPs and their bytes need.
+  the larger of what their FLOPs and their bytes need. For GPUs, whose cycles no compiler estimates,
+  it takes what the FLOPs need.
 
   Args:
     cost: from `step_time.cost`.
     chip: its peaks.
   """
+  cycles_per_s = chip.cycles_per_s
   kernels = sum(
     max(row["flops"] / chip.flops, row["hbm_bytes"] / chip.hbm_bytes_per_s)
     for row in cost["custom_calls"]
   )
-  compute = cost["cycles"] / chip.cycles_per_s + kernels
+  compute = cost["seconds"]["compute"]
+  if cycles_per_s is not None:
+    compute = cost["cycles"] / cycles_per_s + kernels
   needed = compute, cost["seconds"]["HBM"], cost["seconds"]["interconnect"]
   return Seconds(max(needed), sum(needed))
 

@@ -12,6 +12,7 @@ once, staged tokens too. So what later tokens read does not depend on where burs
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -187,7 +188,18 @@ class Cache(NamedTuple):
     """The first blocks of every slot."""
     return jax.tree.map(lambda x: x[:, :blocks], self)
 
-  def flush(self, staged: Cache, slot: Array, start: Array) -> Cache:
+  def flush(self, staged: Cache, start: Array, flushed: Array | None = None) -> Cache:
+    """Copies the cache, writing staged tokens after those of the responses that it has.
+
+    Args:
+      staged: of a burst.
+      start: i32[slots], cached tokens of each response.
+      flushed: bool[slots], the slots that are written; None: all.
+    """
+    write = functools.partial(_write_tokens, start=start, flushed=flushed)
+    return self._put(write, staged, (4, 3, 3, 3))
+
+  def flush_slot(self, staged: Cache, slot: Array, start: Array) -> Cache:
     """Copies the cache, writing a slot's staged tokens after `start` tokens of its response."""
     # One integer dtype, also under x64.
     at = lambda *index: [jnp.asarray(i, jnp.int32) for i in index]
@@ -229,14 +241,49 @@ class Pages(NamedTuple):
     del blocks
     return self
 
-  def flush(self, staged: Cache, slot: Array, start: Array) -> Pages:
-    """Copies the cache, writing a slot's staged tokens after `start` tokens of its response."""
+  def flush(self, staged: Cache, start: Array, flushed: Array | None = None) -> Pages:
+    """See `Cache.flush`."""
+    new = jnp.swapaxes(staged.keys, 2, 3), staged.values
+    write = functools.partial(_write_tokens, axis=3, start=start, flushed=flushed)
+    return Pages(*(write(x, part) for x, part in zip(self, new, strict=True)))
+
+  def flush_slot(self, staged: Cache, slot: Array, start: Array) -> Pages:
+    """See `Cache.flush_slot`."""
     size = self.values.shape[3]
     at = [jnp.asarray(i, jnp.int32) for i in (0, start // size, slot, start % size, 0)]
     of_slot = lambda x: jax.lax.dynamic_index_in_dim(x, slot, 1)[:, None]
     new = jnp.swapaxes(of_slot(staged.keys), 3, 4), of_slot(staged.values)
     put = jax.lax.dynamic_update_slice
     return Pages(*(put(x, part, at) for x, part in zip(self, new, strict=True)))
+
+
+def _write_tokens(
+  cached: Array, staged: Array, axis: int, *, start: Array, flushed: Array | None
+) -> Array:
+  """Copies an array of a cache, writing each slot's staged tokens, as one scatter.
+
+  Args:
+    cached: [K, blocks, slots, …], with the tokens of a block along `axis`.
+    staged: [K, slots, …], with tokens along `axis` − 1.
+    start, flushed: see `Cache.flush`.
+  """
+  blocks, slots, size = cached.shape[1], cached.shape[2], cached.shape[axis]
+  block = start // size
+  if flushed is not None:
+    block = jnp.where(flushed, block, blocks)  # behind the last one: nothing is written there
+  places = jnp.stack([block, jnp.arange(slots, dtype=start.dtype), start % size], axis=1)
+  return jax.lax.scatter(
+    cached,
+    places,
+    jnp.moveaxis(staged, 1, 0),
+    jax.lax.ScatterDimensionNumbers(
+      update_window_dims=tuple(range(1, staged.ndim)),
+      inserted_window_dims=(1, 2),
+      scatter_dims_to_operand_dims=(1, 2, axis),
+    ),
+    unique_indices=True,
+    mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
+  )
 
 
 Part = Cache | Pages  # the cached prompts, or the cached responses, of one layer

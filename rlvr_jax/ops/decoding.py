@@ -132,8 +132,9 @@ def _sum_blocks(
     return jnp.where(visible[None, :, :, None], scores, _MASKED)
 
   scores = [score(keys) for keys in parts]
+  by_row = [jnp.moveaxis(x, 1, 3).reshape(*rows.shape[:3], -1) for x in scores]
   # The newest token sees itself, so that the largest score is one of a visible key.
-  peak = functools.reduce(jnp.maximum, [jnp.max(x, axis=(1, 4)) for x in scores])
+  peak = jnp.max(jnp.concatenate(by_row, axis=-1), axis=-1)
   totals, mixed = [], []
   for keys, scored in zip(parts, scores, strict=True):
     weights = jnp.exp(scored - peak[:, None, ..., None])

@@ -11,6 +11,7 @@ Integers of 64 bits are pairs (high, low) of uint32, since jax has none of its o
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +126,23 @@ def _subtract(a: _Pair, b: _Pair) -> _Pair:
 
 
 def _cumulative(values: _Pair) -> _Pair:
-  """The sums of all values up to each, along the last axis."""
-  return jax.lax.associative_scan(_add, values, axis=-1)
+  """The sums of all values [R, n] up to each; in runs of √n, since a GPU launches every operation."""
+  count = values[0].shape[-1]
+  run = math.isqrt(count - 1) + 1
+  in_runs = lambda x: jnp.pad(x, [(0, 0), (0, -count % run)]).reshape(len(x), -1, run)
+  runs = tuple(map(in_runs, values))
+  within = _sums_until(runs, include=True)
+  before = _sums_until(tuple(x[..., -1] for x in within), include=False)
+  high, low = _add(tuple(x[..., None] for x in before), within)
+  return tuple(x.reshape(len(x), -1)[:, :count] for x in (high, low))
+
+
+def _sums_until(values: _Pair, *, include: bool) -> _Pair:
+  """The sums of the values before each along the last axis, or up to each: all pairs are looked at."""
+  index = jnp.arange(values[0].shape[-1])
+  counts = index[:, None] >= index + (not include)
+  masked = tuple(jnp.where(counts, x[..., None, :], 0) for x in values)
+  return jax.lax.reduce(masked, (jnp.uint32(0),) * 2, _add, (masked[0].ndim - 1,))
 
 
 def _first_above(sums: _Pair, target: _Pair) -> tuple[Array, _Pair]:

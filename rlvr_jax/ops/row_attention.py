@@ -1,8 +1,9 @@
-"""Grouped-query attention within rows of packed sequences: one function, three implementations.
+"""Grouped-query attention within rows of packed sequences: one function, four implementations.
 
-`reference` uses XLA's operations on any platform: float32 scores, in long rows block by block and
-only for blocks with a visible key. `splash` is the flash kernel for TPUs; `cudnn` is that of NVIDIA
-GPUs, which computes a row's full triangle of scores under a mask.
+`reference` uses XLA's operations on any platform: float32 scores, block by block, in long rows only
+for blocks with a visible key. `whole` computes all scores of a row in one product: few kernels, for
+GPUs. `splash` is the flash kernel for TPUs; `cudnn` is that of NVIDIA GPUs, which computes a row's
+full triangle of scores under a mask.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rlvr_jax.ops.row_blocks import (
 )
 from rlvr_jax.types import Array, Rows
 
-KINDS = ("auto", "reference", "splash", "cudnn")
+KINDS = ("auto", "reference", "whole", "splash", "cudnn")
 RESIDUALS = "attention"  # checkpoint_name of the backward pass's residuals besides its inputs
 
 _BLOCK = TILE  # queries or keys per block, in the reference
@@ -37,6 +38,7 @@ DENSE = 1024  # tokens of a row from which the reference skips blocks
 _DENSE_BLOCK = 64  # queries per block, in shorter rows
 _MASKED = -1e30  # finite, so that no difference of two masked scores is NaN
 _SPLASH_HEADS = (32, 64, 80, 96, 128, 256)  # widths that were compiled for a TPU
+_LONGEST_WHOLE = 2**11  # tokens of a row of `whole` as auto chooses it; scores grow with its square
 _LONGEST_MASK = 2**14  # tokens of a row; its mask and the mask's gradient take half a GiB each
 
 
@@ -65,7 +67,7 @@ def row_attention(
     window: tokens of its own sequence that a query attends to, itself included; None: all.
     slides: whether this layer has the window; may be traced, as in a scan over layers.
     soft_cap: c of c·tanh(score/c) (Gemma 2); None for no cap.
-    kind: "reference", "splash" or "cudnn", as `choose_attention` returned it.
+    kind: one of `KINDS` but "auto", as `choose_attention` returned it.
     mesh: None, or axes (data, fsdp, tensor); tensor divides K, and data · fsdp divides R.
   Returns:
     [R, L, N, H] in the queries' dtype; at padding, finite values that depend on padding only.
@@ -102,7 +104,7 @@ def choose_attention(
   dtype: str,
   soft_cap: float | None = None,
 ) -> str:
-  """Chooses the implementation; `auto` chooses a TPU's kernel if possible, or warns.
+  """Chooses the implementation; `auto` chooses a device's kernel if possible, or warns.
 
   Args:
     wanted: one of `KINDS`, from config.model.overrides.attention.
@@ -110,7 +112,7 @@ def choose_attention(
     row_length: L.
     head_dim, dtype, soft_cap: of the network; dtype is the one it computes in.
   Returns:
-    "reference", "splash" or "cudnn".
+    One of `KINDS` but "auto".
   Raises:
     ValueError: the requested implementation does not support this network or platform.
   """
@@ -123,15 +125,21 @@ def choose_attention(
   if obstacle := obstacles.get(wanted):
     raise ValueError(
       f"config.model.overrides.attention={wanted!r} needs {obstacle}; change that, or choose one of"
-      " ['auto', 'reference']"
+      " ['auto', 'reference', 'whole']"
     )
   if wanted != "auto":
     return wanted
-  if not obstacles["splash"]:
-    return "splash"
+  for kernel, obstacle in obstacles.items():
+    if not obstacle:
+      return kernel
+  if platform == "gpu" and row_length <= _LONGEST_WHOLE:
+    return "whole"
   if platform == "gpu":
-    but = f"would need {obstacles['cudnn']}" if obstacles["cudnn"] else "has not been timed yet"
-    logging.warning("attention=auto takes the reference; attention='cudnn' %s", but)
+    logging.warning(
+      "attention=auto takes the slower reference: cudnn needs %s, whole would take memory for all"
+      " scores of rows of %d tokens",
+      *(obstacles["cudnn"], row_length),
+    )
   elif platform != "cpu":
     logging.warning(
       "attention=auto takes the slower reference: splash needs %s", obstacles["splash"]
@@ -155,7 +163,8 @@ def row_length(kind: str, least: int) -> int:
 
 def longest_row(kind: str) -> float:
   """The most tokens of a row; ∞ without a limit."""
-  return {"splash": LONGEST_ROW, "cudnn": _LONGEST_MASK}.get(kind, math.inf)
+  limits = {"splash": LONGEST_ROW, "cudnn": _LONGEST_MASK, "whole": _LONGEST_WHOLE}
+  return limits.get(kind, math.inf)
 
 
 def _splash_obstacle(platform, row_length, head_dim, dtype):
@@ -237,7 +246,13 @@ def _reference(queries, keys, values, rows, slides, *, scale, window, soft_cap):
   return jax.lax.map(attend_row, (queries, keys, values, rows))
 
 
-def _attend_densely(queries, keys, values, rows, window, scale, soft_cap):
+def _whole(queries, keys, values, rows, slides, *, scale, window, soft_cap):
+  window = _layer_window(window, slides)
+  length = queries.shape[1]
+  return _attend_densely(queries, keys, values, rows, window, scale, soft_cap, block_size=length)
+
+
+def _attend_densely(queries, keys, values, rows, window, scale, soft_cap, block_size=_DENSE_BLOCK):
   """Attends in all rows at once, block by block of queries: keys after a block are not visible."""
   R, L, N, H = queries.shape
   K = keys.shape[2]
@@ -246,7 +261,7 @@ def _attend_densely(queries, keys, values, rows, window, scale, soft_cap):
   keys, values = jnp.transpose(keys, (0, 2, 3, 1)), jnp.swapaxes(values, 1, 2)
 
   def attend_block(first):
-    block, until = slice(first, first + _DENSE_BLOCK), slice(min(first + _DENSE_BLOCK, L))
+    block, until = slice(first, first + block_size), slice(min(first + block_size, L))
     q = grouped[:, :, block]
     score = _product(q.reshape(R, K, -1, H), keys[..., until]) * scale
     if soft_cap is not None:
@@ -261,7 +276,7 @@ def _attend_densely(queries, keys, values, rows, window, scale, soft_cap):
     mixed = _product(weights, values[:, :, until])
     return mixed.reshape(q.shape) / total
 
-  out = jnp.concatenate([attend_block(first) for first in range(0, L, _DENSE_BLOCK)], axis=2)
+  out = jnp.concatenate([attend_block(first) for first in range(0, L, block_size)], axis=2)
   out = jnp.swapaxes(out, 1, 2).reshape(queries.shape).astype(queries.dtype)
   return checkpoint_name(out, RESIDUALS)
 
@@ -407,4 +422,9 @@ def _join(x: Array) -> Array:
   return x.reshape(blocks * _BLOCK, -1, H)
 
 
-_BY_KIND: dict[str, Callable] = {"reference": _reference, "splash": _splash, "cudnn": _cudnn}
+_BY_KIND: dict[str, Callable] = {
+  "reference": _reference,
+  "whole": _whole,
+  "splash": _splash,
+  "cudnn": _cudnn,
+}

@@ -458,17 +458,24 @@ def _flush_staged(
     flushed: bool[slots], those that are written; None: all.
   """
 
-  def on_device(caches, staged, response, flushed=None):
+  def at_once(caches, staged, response, flushed=None):
+    pairs = zip(caches, staged, strict=True)
+    return tuple(cache.flush(x, response, flushed) for cache, x in pairs)
+
+  def slot_by_slot(caches, staged, response, flushed=None):
     def flush_slot(slot, caches):
       start = response[slot]
-      flush = lambda caches: tuple(
-        cache.flush(x, slot, start) for cache, x in zip(caches, staged, strict=True)
-      )
+      pairs = lambda caches: zip(caches, staged, strict=True)
+      flush = lambda caches: tuple(cache.flush_slot(x, slot, start) for cache, x in pairs(caches))
       if flushed is None:
         return flush(caches)
       return jax.lax.cond(flushed[slot], flush, lambda caches: caches, caches)
 
     return jax.lax.fori_loop(0, response.size, flush_slot, caches)
+
+  def on_device(*arguments):
+    # A loop over slots is thousands of launches on a GPU; a scatter is a slower loop elsewhere.
+    return jax.lax.platform_dependent(*arguments, cuda=at_once, default=slot_by_slot)
 
   arguments = (caches, staged, response, *([] if flushed is None else [flushed]))
 

@@ -24,6 +24,7 @@ from rlvr_jax.train.reporting.run_log import LoggedRun, RunLog
 from rlvr_jax.train.reporting.writer import MetricWriter, NoWriter
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.compiler_options import announce_defaults
 from rlvr_jax.train.setup.grading import (
   announce_partial_credit,
   check_first_dialogue,
@@ -94,6 +95,7 @@ def open_session(
     logged = logged_run(parts)
     raw_logprobs.announce(parts.sources)
     announce_partial_credit(parts.outcome_policy, parts.task, parts.config.environment.name)
+    announce_defaults(parts.compiler_options, parts.config.compiler_options)
     data_use.announce(
       parts.schedule,
       logged.warm_start,

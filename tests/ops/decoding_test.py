@@ -35,8 +35,11 @@ def filled(found):
       at = np.minimum(PROMPT + start + step, [x.shape[1] - 1 for x in found])
       one = np.stack([x[:, i] for x, i in zip(found, at, strict=True)], axis=1)
       staged = staged.stage(*map(jnp.asarray, one), jnp.int32(step))
-    for slot in np.flatnonzero(RESPONSE > start):
-      response = response.flush(staged, jnp.int32(slot), jnp.int32(start))
+    runs = RESPONSE > start
+    at_once = response.flush(staged, jnp.full(3, start), jnp.asarray(runs))
+    for slot in np.flatnonzero(runs):
+      response = response.flush_slot(staged, jnp.int32(slot), jnp.int32(start))
+    jax.tree.map(np.testing.assert_array_equal, at_once, response)
   return prompt, response
 
 

@@ -238,3 +238,12 @@ def test_a_vocabulary_that_is_too_large_is_refused():
   bits = jax.ShapeDtypeStruct((1, 2), jnp.uint32)
   with pytest.raises(ValueError, match="1048577"):
     jax.eval_shape(lambda x, b: draw_tokens(x, PLAIN, b), shape, bits)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 192, 594])
+def test_cumulative_sums_are_exact(count):
+  values = np.random.default_rng(0).integers(0, 2**52, (3, count), dtype=np.uint64)
+  halves = (values >> 32).astype(np.uint32), values.astype(np.uint32)
+  high, low = jax.jit(draw._cumulative)(tuple(map(jnp.asarray, halves)))
+  found = (np.asarray(high).astype(np.uint64) << 32) | np.asarray(low)
+  np.testing.assert_array_equal(found, np.cumsum(values, axis=-1))

@@ -59,7 +59,10 @@ def test_what_is_flushed_and_prefilled_lies_in_pages_as_in_blocks():
     empty = kind.zeros((K, 2, 3), BLOCK, H, jnp.float32)
     assert jax.tree.map(jnp.shape, cache) == jax.tree.map(jnp.shape, empty)
     assert not any(map(np.any, empty))
-    found.append(cache.flush(jax.tree.map(jnp.float32, staged), jnp.int32(1), jnp.int32(48)))
+    tokens = jax.tree.map(jnp.float32, staged)
+    found.append(cache.flush(tokens, jnp.array([0, 48, 16])))
+    one = cache.flush_slot(tokens, jnp.int32(1), jnp.int32(48))
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[:, :, 1], y[:, :, 1]), found[-1], one)
   blocks, pages = found
   np.testing.assert_array_equal(pages.keys, jnp.swapaxes(blocks.keys, 3, 4))
   np.testing.assert_array_equal(pages.values, blocks.values)

@@ -273,13 +273,34 @@ def test_auto_takes_the_kernel_of_the_platform(caplog):
   assert not caplog.records
 
 
-def test_a_gpu_gets_the_reference_and_is_told(caplog):
+def test_a_gpu_gets_cudnn_or_few_products(caplog):
   on_gpu = POSSIBLE | dict(platform="gpu")
-  assert choose_attention("auto", **on_gpu) == "reference"
-  assert "attention='cudnn' has not been timed yet" in caplog.text
-  assert choose_attention("auto", **on_gpu | dict(head_dim=256)) == "reference"
-  assert "attention='cudnn' would need a head_dim" in caplog.text
-  assert choose_attention("cudnn", **on_gpu) == "cudnn"
+  assert choose_attention("auto", **on_gpu) == "cudnn"
+  short = on_gpu | dict(row_length=2048)
+  assert choose_attention("auto", **short | dict(dtype="float32")) == "whole"
+  assert choose_attention("auto", **short | dict(head_dim=256)) == "whole"
+  assert not caplog.records
+  assert choose_attention("auto", **on_gpu | dict(dtype="float32")) == "reference"
+  assert "slower reference: cudnn needs compute_dtype bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (150, None), (150, 0.5)])
+def test_whole_rows_equal_the_reference(window, soft_cap):
+  *operands, rows = jax.tree.map(lambda x: x[:, :640], _inputs(np.float32))
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def value_and_gradients(kind):
+    attend = lambda *x: row_attention(
+      *x, rows, kind=kind, scale=0.4, window=window, soft_cap=soft_cap
+    )
+    out, backward = jax.vjp(attend, *operands)
+    weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+    real = rows.prompts[:, :, None, None] >= 0
+    return jnp.where(real, out, 0), *backward(jnp.where(real, weights, 0))
+
+  results = zip(value_and_gradients("whole"), value_and_gradients("reference"), strict=True)
+  for mine, theirs in results:
+    np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize(
@@ -311,7 +332,7 @@ def test_what_cudnn_does_not_support_is_named(changed, named):
 def test_what_splash_does_not_support_is_named(changed, named, caplog):
   with pytest.raises(ValueError, match=re.escape(named)) as raised:
     choose_attention("splash", **POSSIBLE | changed)
-  assert "choose one of ['auto', 'reference']" in str(raised.value)
+  assert "choose one of ['auto', 'reference', 'whole']" in str(raised.value)
   assert choose_attention("auto", **POSSIBLE | changed) == "reference"
   if changed != dict(platform="cpu"):
     assert named in caplog.text

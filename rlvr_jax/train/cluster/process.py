@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -130,16 +131,47 @@ def memory_limit() -> int:
 
 
 def enable_compilation_cache(workdir: str) -> None:
-  """Puts jax's compilation cache into `workdir`, so that a resumed run does not compile again.
+  """Keeps what jax compiles, so that a resumed run does not compile again.
 
-  All hosts of a pod access the workdir: process 0 writes, all read. Does nothing if
-  JAX_COMPILATION_CACHE_DIR is set. JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
+  JAX_COMPILATION_CACHE_DIR goes before the folder of `compilation_cache`.
+  JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
   """
   import jax
 
   if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    jax.config.update("jax_compilation_cache_dir", os.path.join(workdir, "compilation_cache"))
+    folder = compilation_cache(workdir, jax.default_backend(), jax.process_count())
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def compilation_cache(workdir: str, backend: str, processes: int) -> str:
+  """The folder of compiled programs.
+
+  On accelerators, where a program takes up to minutes, all runs of a user share one: a second run,
+  or another arm of a sweep, finds what the first one compiled. A run of several processes has it in
+  its workdir, which all its hosts access: process 0 writes, all read.
+
+  Args:
+    workdir: of the run.
+    backend: "tpu", "gpu" or "cpu".
+    processes: of the run.
+  """
+  of_run = os.path.join(workdir, "compilation_cache")
+  if backend == "cpu" or processes > 1:
+    return of_run
+  shared = pathlib.Path("~/.cache/rlvr_jax/compiled").expanduser()
+  try:
+    shared.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=shared):
+      return str(shared)
+  except OSError as error:
+    from rlvr_jax.train.reporting.progress import warn  # loads what --help does not need
+
+    warn(
+      f"{shared}, where compiled programs are kept for all runs, cannot be written: {error}. This"
+      f" run keeps its own in {of_run}; JAX_COMPILATION_CACHE_DIR names another folder"
+    )
+    return of_run
 
 
 def open_closed_streams() -> None:

@@ -38,6 +38,7 @@ from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.adapters import make_lora
 from rlvr_jax.train.setup.behavior_sources import Sources, make_sources
 from rlvr_jax.train.setup.compiler_options import (
+  add_defaults,
   CompilerOptions,
   Options,
   check_compiler_options,
@@ -65,6 +66,7 @@ from rlvr_jax.train.setup.programs import (
   Programs,
   abstract_state,
   choose_expert_products,
+  choose_loop_of_layers,
   choose_row_attention,
   make_gram,
   make_measure,
@@ -149,6 +151,7 @@ def build(
   check_environment(config.environment, tokenizer)
   adapters = make_lora(config.lora)
   network = make_network(config.model, config.tokenizer, tokenizer.vocab_size)
+  network = choose_loop_of_layers(network, mesh, config.model)
   make_model_on = functools.partial(
     make_model, network, adapters, shape, tokens_per_row=config.batch.tokens_per_row
   )
@@ -177,6 +180,7 @@ def build(
   check_compiler_options(
     "config.compiler_options.generation", compiler_options.generation, sampler.mesh
   )
+  compiler_options = add_defaults(compiler_options, mesh, sampler.mesh)
   method = make_method(config, model, mesh)
   base = abstract_params(model, mesh)
   trained = trained_params(adapters, base)

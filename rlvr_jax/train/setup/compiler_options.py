@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import ml_collections
 from jax.sharding import Mesh
 
+from rlvr_jax.train.reporting.progress import say
+
 Options = dict[str, bool | int | float | str]
 
 
@@ -18,6 +20,61 @@ class CompilerOptions(NamedTuple):
 
   training: Options | None
   generation: Options | None
+
+
+# What suits runs on GPUs. No product is tuned: tuning takes a minute of each start, and may choose
+# other products, so other bits, at the next one.
+_ON_GPUS = CompilerOptions(
+  training={
+    "xla_gpu_autotune_level": 0,
+    # Products by cuBLAS: hundreds of Triton's take minutes to compile, and some in float32 cannot
+    # be compiled without tuning.
+    "xla_gpu_enable_triton_gemm": False,
+    # Gradients of equal tokens are added in a fixed order, attention's likewise.
+    "xla_gpu_deterministic_ops": True,
+  },
+  generation={
+    "xla_gpu_autotune_level": 0,
+    # Products by Triton, which are parts of command buffers, so that a step is launched as a whole.
+    # They are not merged: in every step that would first copy weights side by side.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+  },
+)
+
+
+def add_defaults(configured: CompilerOptions, training: Mesh, generation: Mesh) -> CompilerOptions:
+  """The configured options, and those that suit the devices where none are configured.
+
+  Args:
+    configured: from `parse_compiler_options`; they replace defaults of the same name.
+    training, generation: the meshes; those without devices have no defaults.
+  """
+
+  def add(options: Options | None, defaults: Options | None, mesh: Mesh) -> Options | None:
+    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "gpu":
+      return options
+    known = {name: x for name, x in (defaults or {}).items() if _refusal({name: x}, mesh) is None}
+    return {**known, **(options or {})}
+
+  meshes = (training, generation)
+  return CompilerOptions(*map(add, configured, _ON_GPUS, meshes))
+
+
+def format_options(options: Options | None) -> str:
+  """The options as `config.compiler_options` has them."""
+  lower = lambda value: str(value).lower() if isinstance(value, bool) else str(value)
+  return " ".join(f"{name}={lower(value)}" for name, value in (options or {}).items())
+
+
+def announce_defaults(options: CompilerOptions, settings: ml_collections.ConfigDict) -> None:
+  """Says which options a run has that `config.compiler_options` does not name."""
+  for kind, wanted in options._asdict().items():
+    given = _parse(f"config.compiler_options.{kind}", settings[kind]) or {}
+    added = {name: value for name, value in (wanted or {}).items() if name not in given}
+    if added:
+      say(
+        f"{kind} is compiled with {format_options(added)}; config.compiler_options.{kind} goes first"
+      )
 
 
 def parse_compiler_options(settings: ml_collections.ConfigDict) -> CompilerOptions:
@@ -67,6 +124,16 @@ def check_compiler_options(field: str, options: Options | None, mesh: Mesh) -> N
   """
   if options is None or not isinstance(mesh, Mesh):
     return
+  reason = _refusal(options, mesh)
+  if reason is not None:
+    raise ValueError(
+      f"{field}: the compiler for {mesh.devices.flat[0].device_kind} does not accept it: {reason};"
+      " remove the option, or run where it exists"
+    )
+
+
+def _refusal(options: Options, mesh: Mesh) -> str | None:
+  """Why the compiler for a mesh's devices does not accept the options; None if it does."""
   device = mesh.devices.flat[0]
   argument = jax.ShapeDtypeStruct(
     (), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device)
@@ -74,8 +141,5 @@ def check_compiler_options(field: str, options: Options | None, mesh: Mesh) -> N
   try:
     jax.jit(lambda x: x + 1, compiler_options=options).lower(argument).compile()
   except jax.errors.JaxRuntimeError as error:
-    reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
-    raise ValueError(
-      f"{field}: the compiler for {device.device_kind} does not accept it: {reason}; remove the"
-      " option, or run where it exists"
-    ) from error
+    return str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+  return None

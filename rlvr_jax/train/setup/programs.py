@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from rlvr_jax import geometry, specs
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model, cast_to_decode
 from rlvr_jax.models.linear import merge_low_rank
+from rlvr_jax.models.presets import given_overrides
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.grouped import choose_products
@@ -234,6 +236,20 @@ def choose_row_attention(
     dtype=network.compute_dtype,
     soft_cap=network.attention_soft_cap,
   )
+
+
+def choose_loop_of_layers(
+  network: TransformerConfig, mesh: Mesh, settings: ml_collections.ConfigDict
+) -> TransformerConfig:
+  """The network with one layer per iteration of its loop on GPUs, unless `config.model` says more.
+
+  Small presets unroll their layers, which saves copies on a CPU. Compiled for a GPU every layer
+  adds seconds.
+  """
+  is_given = given_overrides(settings).get("unroll_layers") is not None
+  if is_given or _platform(mesh) != "gpu":
+    return network
+  return dataclasses.replace(network, unroll_layers=1)
 
 
 def choose_expert_products(network: TransformerConfig, mesh: Mesh) -> str:

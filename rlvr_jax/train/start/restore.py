@@ -132,6 +132,11 @@ def describe_layout(parts: Parts, rows: RunRows) -> dict[str, Any]:
     "device": jax.devices()[0].device_kind,
     **{name: dict(mesh.shape) for name, mesh in meshes.items()},
     "sampling.slots": c.sampling.slots,
+    **{
+      f"compiler_options.{kind}": format_options(options)
+      for kind, options in parts.compiler_options._asdict().items()
+      if options
+    },
     **rows.fields,
   }
 

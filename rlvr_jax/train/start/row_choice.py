@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import AbstractMesh, Mesh
 
-from rlvr_jax.ops.row_attention import row_length
+from rlvr_jax.ops.row_attention import longest_row, row_length
 from rlvr_jax.rollouts.packing import Row, RowLayout, assign_micro_batches, assign_rows
 from rlvr_jax.train.setup.programs import (
   RowTokens,
@@ -109,7 +109,8 @@ def _candidates(shape: BatchShape, kind: str, mesh: Mesh) -> Iterator[RowLayout]
     row_length(kind, int(least * 2 ** (step / _LENGTHS_PER_OCTAVE)))
     for step in range(int(_LENGTHS_PER_OCTAVE * math.log2(most / least)) + 1)
   }
-  for length in sorted(x for x in lengths if x <= most):
+  longest = max(min(most, longest_row(kind)), min(lengths))
+  for length in sorted(x for x in lengths if x <= longest):
     for number in (x for x in _ROWS if x * length <= most):
       with contextlib.suppress(ValueError):  # fewer rows than devices
         layout = make_row_layout(RowTokens(length, number * length), shape, kind, mesh)

@@ -73,5 +73,5 @@ def test_reports_compile_with_them(kind, tmp_path):
   for lower in program_lowerings(parts, pack_full_length(parts)).values():
     lower().compile()
   written = {path.name.split(".")[1] for path in tmp_path.glob("module_*")}
-  expected = {"training": "jit_update", "generation": "jit_last_burst"}
+  expected = {"training": "jit_update", "generation": "jit_longest_burst"}
   assert written & {*expected.values()} == {expected[kind]}

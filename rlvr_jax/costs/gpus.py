@@ -1,0 +1,101 @@
+"""NVIDIA GPUs that XLA compiles for on a machine without one.
+
+jax's CUDA plugin compiles for a GPU that is described to it. It needs no driver: only the wheels of
+the extra `cuda13`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, NamedTuple
+
+from jax.experimental import topologies
+
+_PER_HOST = 8  # GPUs of one machine
+_WITHOUT_DRIVER = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # the plugin else looks for a driver
+
+
+class _Gpu(NamedTuple):
+  """What XLA asks of a device; published figures, and those of CUDA's tables by its capability."""
+
+  name: str
+  capability: tuple[int, int]
+  multiprocessors: int
+  clock_ghz: float
+  memory_bytes: int
+  bytes_per_s: int
+  l2_bytes: int
+  shared_bytes: int  # of a multiprocessor
+
+
+# H100: of a machine that had one. The others: NVIDIA's data sheets of the A100 80GB SXM, the H200
+# SXM and the HGX B200, and the tables of technical specifications by compute capability in the CUDA
+# C++ programming guide, read in November 2026.
+_GPUS = {
+  "a100": _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 85_000_000_000, 2_039_000_000_000,
+               41_943_040, 167_936),
+  "h100": _Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 84_929_347_584, 3_352_320_000_000,
+               52_428_800, 233_472),
+  "h200": _Gpu("NVIDIA H200", (9, 0), 132, 1.98, 150_000_000_000, 4_800_000_000_000, 52_428_800,
+               233_472),
+  "b200": _Gpu("NVIDIA B200", (10, 0), 148, 1.965, 192_000_000_000, 8_000_000_000_000, 132_644_864,
+               233_472),
+}  # fmt: skip
+
+
+def is_gpu(topology: str) -> bool:
+  """Whether a topology such as "h100:8" names GPUs."""
+  return topology.partition(":")[0] in _GPUS
+
+
+def gpu_devices(topology: str) -> list[Any]:
+  """Descriptions of the GPUs of one machine, or of several with eight each.
+
+  Args:
+    topology: kind and number, such as "h100:8".
+  Raises:
+    ValueError: the number is not possible, or the compiler is not installed.
+  """
+  kind, _, text = topology.partition(":")
+  number = int(text) if re.fullmatch(r"\d{1,6}", text) else 0
+  if not number or (number > _PER_HOST and number % _PER_HOST):
+    raise ValueError(
+      f"--topology={topology}: give a number of GPUs, 1 to {_PER_HOST} or a multiple of"
+      f" {_PER_HOST}, such as {kind}:1 or {kind}:8"
+    )
+  os.environ.setdefault(_WITHOUT_DRIVER, "1")  # read when the plugin is loaded
+  hosts, on_each = -(-number // _PER_HOST), min(number, _PER_HOST)
+  try:
+    described = topologies.get_topology_desc(
+      platform="cuda", target_config=_describe(_GPUS[kind]), topology=f"{hosts}x1x{on_each}"
+    )
+    return list(described.devices)
+  except Exception as error:  # the plugin's errors have no common class
+    raise ValueError(
+      f"cannot compile for --topology={topology}: {str(error)[:300]}. pip install -e"
+      ' ".[cuda13]" installs the compiler, which needs no GPU'
+    ) from error
+
+
+def _describe(gpu: _Gpu) -> str:
+  """A description in XLA's text format."""
+  major, minor = gpu.capability
+  return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  core_count: {gpu.multiprocessors}  fpus_per_core: {64 if major == 8 else 128}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {gpu.memory_bytes}  memory_bandwidth: {gpu.bytes_per_s}
+  l2_cache_size: {gpu.l2_bytes}
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: {gpu.shared_bytes - 1024}
+  shared_memory_per_core: {gpu.shared_bytes}
+  registers_per_block_limit: 65536  registers_per_core_limit: 65536
+  threads_per_block_limit: 1024  threads_per_core_limit: 2048  threads_per_warp: 32
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 patch: 0 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{gpu.name}"
+"""
