@@ -14,7 +14,7 @@ OF_THEN := 'protobuf>=5.29.1,<6' 'tensorflow-metadata>=1.17,<1.18'
 # Tests start programs, which find their modules compiled.
 PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder
 
-.PHONY: quickstart pretrained pretrained-model test test-slow test-soak test-lowest test-torch test-openenv test-tunix test-tpu lint docs
+.PHONY: quickstart pretrained pretrained-model test test-slow test-soak test-lowest test-torch test-openenv test-tunix test-tpu test-gpu lint docs
 
 quickstart: $(READY)  ## learn from verifiable rewards, a few minutes on two cores
 	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
@@ -55,6 +55,10 @@ test-tunix: $(TUNIX)/ready  ## the plug-in for google-tunix, which the extra dev
 test-tpu: $(READY)  ## budgets of programs compiled for TPUs; `make test-slow` then runs the long ones too
 	$(BIN)/python -m pip install --quiet --editable '.[tpu]'
 	$(PYTEST) tests/costs/costs_tpu_test.py
+
+test-gpu: $(READY)  ## budgets of programs compiled for GPUs; the compiler takes 4 GB
+	$(BIN)/python -m pip install --quiet --editable '.[cuda13]'
+	$(PYTEST) tests/costs/costs_gpu_test.py
 
 docs: $(READY)  ## the documentation as a site; any broken link is an error. Serve it: python -m http.server -d build/site
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

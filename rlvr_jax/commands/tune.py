@@ -34,9 +34,10 @@ _GIB = 2**30
 
 _TRUST = """Seconds go from the largest of three times, if computation, HBM and links overlap, to
 their sum, if they do not. Computation is the compiler's cycles, and what the kernels other than
-XLA's need by the published peaks; of GPUs, for which the compiler estimates no cycles, it is the
-FLOPs of products by the published peaks. Generation is by roofline. Grading, checkpoints, the scores of a
-reference policy, further draws of dynamic sampling and the time of the host are left out."""
+XLA's need by the published peaks. For GPUs, for which no compiler estimates cycles, it is what the
+FLOPs of products need by the published peaks. Generation is by roofline. Grading, checkpoints, the
+scores of a reference policy, further draws of dynamic sampling and the time of the host are left
+out."""
 
 
 class Target(NamedTuple):

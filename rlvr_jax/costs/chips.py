@@ -22,7 +22,13 @@ class Chip(NamedTuple):
 
 def _halve(chip: Chip) -> Chip:
   """Returns the peaks of one core of a chip whose two cores are separate devices."""
-  return Chip(*(None if peak is None else peak / 2 for peak in chip))
+  return Chip(
+    flops=chip.flops / 2,
+    hbm_bytes_per_s=chip.hbm_bytes_per_s / 2,
+    interconnect_bytes_per_s=chip.interconnect_bytes_per_s / 2,
+    hbm_gib=chip.hbm_gib / 2,
+    flops_per_cycle=chip.flops_per_cycle and chip.flops_per_cycle / 2,
+  )
 
 
 # Peaks of one device, by the first part of a topology's name.

@@ -52,9 +52,9 @@ bfloat16 peak. Cycles are the compiler's estimate, for comparison with one anoth
 roofline lower bounds from the published peaks, each resource by itself: a slice whose links do not
 form a torus in all dimensions is slower. A conditional counts as its most expensive branch, and a
 loop that may end early counts to its limit. Kernels other than XLA's own are listed. They count as
-their operands and results once, with no FLOPs, unless an analytic count is given; products of cuBLAS
-and cuDNN's attention have one. Of GPUs, kernels are those of XLA's list of thunks. Products have not
-been tuned, for which the device is needed, so that kernels may differ from those of a run."""
+their operands and results once, with no FLOPs, unless an analytic count is given, as for products
+of cuBLAS and cuDNN's attention. Launches of a GPU are those of XLA's list of thunks. Products were
+not tuned, for which the device is needed: where a run tunes them, its kernels may differ."""
 
 
 def report(

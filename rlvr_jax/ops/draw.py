@@ -126,22 +126,23 @@ def _subtract(a: _Pair, b: _Pair) -> _Pair:
 
 
 def _cumulative(values: _Pair) -> _Pair:
-  """The sums of all values [R, n] up to each; in runs of √n, since a GPU launches every operation."""
+  """The sums of all values [R, n] up to each, in runs of √n: few operations for a GPU to launch."""
   count = values[0].shape[-1]
   run = math.isqrt(count - 1) + 1
   in_runs = lambda x: jnp.pad(x, [(0, 0), (0, -count % run)]).reshape(len(x), -1, run)
-  runs = tuple(map(in_runs, values))
-  within = _sums_until(runs, include=True)
-  before = _sums_until(tuple(x[..., -1] for x in within), include=False)
-  high, low = _add(tuple(x[..., None] for x in before), within)
-  return tuple(x.reshape(len(x), -1)[:, :count] for x in (high, low))
+  high, low = _sums_until((in_runs(values[0]), in_runs(values[1])), include=True)
+  before = _sums_until((high[..., -1], low[..., -1]), include=False)
+  high, low = _add((before[0][..., None], before[1][..., None]), (high, low))
+  whole = lambda x: x.reshape(len(x), -1)[:, :count]
+  return whole(high), whole(low)
 
 
 def _sums_until(values: _Pair, *, include: bool) -> _Pair:
-  """The sums of the values before each along the last axis, or up to each: all pairs are looked at."""
+  """The sums of the values before each along the last axis, or up to each, by all pairs."""
   index = jnp.arange(values[0].shape[-1])
   counts = index[:, None] >= index + (not include)
-  masked = tuple(jnp.where(counts, x[..., None, :], 0) for x in values)
+  mask = lambda x: jnp.where(counts, x[..., None, :], 0)
+  masked = mask(values[0]), mask(values[1])
   return jax.lax.reduce(masked, (jnp.uint32(0),) * 2, _add, (masked[0].ndim - 1,))
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -433,6 +433,33 @@ class Programs(NamedTuple):
   burst: jax.stages.Wrapped
 
 
+class Ahead:
+  """Versions of a program that a thread compiles while the devices run another."""
+
+  def __init__(self, program: jax.stages.Wrapped):
+    self._program = program
+    self._compiled: dict[Hashable, concurrent.futures.Future[jax.stages.Compiled]] = {}
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, "compiles ahead")
+
+  def begin(self, key: Hashable, *arguments: Any, **static: Any) -> None:
+    """Begins to compile for arguments or their shapes, unless it has been begun."""
+    if key in self._compiled:
+      return
+    shapes = jax.tree.map(_shape_on_devices, arguments)
+    compile_it = lambda: self._program.lower(*shapes, **static).compile()
+    self._compiled[key] = self._thread.submit(compile_it)
+
+  def find(self, key: Hashable) -> jax.stages.Compiled | None:
+    """What was begun, as soon as it is compiled; None if nothing was."""
+    begun = self._compiled.get(key)
+    return None if begun is None else begun.result()
+
+
+def _shape_on_devices(x: Any) -> jax.ShapeDtypeStruct:
+  sharding = x.sharding if isinstance(x, jax.Array) else None
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
 class Bursts:
   """The burst programs of an engine: at most four, by the blocks of the caches that they read.
 
@@ -452,8 +479,7 @@ class Bursts:
     self._burst, self._shape, self._compiles_ahead = burst, settings.shape, compiles_ahead
     self._reads_all = settings.cache == "pages"  # the kernel does not read what is not filled
     self._prompt_blocks: int | None = None  # of the first burst
-    self._compiled: dict[Read, concurrent.futures.Future[jax.stages.Compiled]] = {}
-    self._thread = concurrent.futures.ThreadPoolExecutor(1, "compiles the next burst")
+    self._ahead = Ahead(burst)
 
   def run(
     self, params: Params, state: decoder.State, *, prompt: int, response: int, has_halted: bool
@@ -466,11 +492,14 @@ class Bursts:
     """
     read = self._choose(prompt, response)
     following = self._shape.response.read_for(read.response * self._shape.response.size + 1)
-    if self._compiles_ahead and following > read.response and not has_halted:
-      self._compile(read._replace(response=following), params, state)
-    if read in self._compiled and not has_halted:
-      return self._compiled[read].result()(params, state)
-    return self._burst(params, state, read=read, **({"has_halted": True} if has_halted else {}))
+    if has_halted:
+      return self._burst(params, state, read=read, has_halted=True)
+    if self._compiles_ahead and following > read.response:
+      needed = read._replace(response=following)
+      self._ahead.begin(needed, params, state, read=needed)
+    if compiled := self._ahead.find(read):
+      return compiled(params, state)
+    return self._burst(params, state, read=read)
 
   def _choose(self, prompt: int, response: int) -> Read:
     shape = self._shape
@@ -482,18 +511,6 @@ class Bursts:
     if needed.prompt > self._prompt_blocks:
       return shape.everything
     return needed._replace(prompt=self._prompt_blocks)
-
-  def _compile(self, read: Read, params: Params, state: decoder.State) -> None:
-    """Begins to compile the program that reads so many blocks, if no one has."""
-    if read in self._compiled:
-      return
-    shapes = jax.tree.map(_shape_on_devices, (params, state))
-    compile_it = lambda: self._burst.lower(*shapes, read=read).compile()
-    self._compiled[read] = self._thread.submit(compile_it)
-
-
-def _shape_on_devices(x: Array) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 class Engine:
@@ -540,7 +557,8 @@ class Engine:
       records_routes: whether groups have the routes of a mixture.
       to_host: a tree of device arrays → NumPy; called once per burst.
       compiler_options: of all programs, as `jax.jit` takes them.
-      compiles_ahead: whether the next burst program is compiled while one runs, see `Bursts`.
+      compiles_ahead: whether a thread compiles programs that will be needed while others run: the
+        prefills of shorter and longer prompts, and the next burst, see `Bursts`.
     """
     self._batch_devices = (
       1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
@@ -592,6 +610,8 @@ class Engine:
       ),
     )
     self._bursts = Bursts(self.programs.burst, self.settings, compiles_ahead=compiles_ahead)
+    self._compiles_ahead = compiles_ahead
+    self._prefills = Ahead(self.programs.prefill)
 
   def load(self, trained: Params, frozen: Params) -> Params:
     """Converts parameters to those that `serve` takes, resharded for the mesh that generates."""
@@ -910,7 +930,10 @@ class Engine:
         prompts[row] = context.prompt
       of_responses = (prompts,) if has_response else ()
       params = stream.weights.params(version)
-      prefilled = self.programs.prefill(params, tokens, lengths, *of_responses)
+      if self._compiles_ahead:
+        self._begin_prefills(params, length)
+      prefill = self._prefills.find((size, length, has_response)) or self.programs.prefill
+      prefilled = prefill(params, tokens, lengths, *of_responses)
       if prefilled.routes is not None:
         stream.prefilled.append((prefilled.routes, members))
       late: list[_Context] = []  # newer weights have come before there was a slot
@@ -921,6 +944,18 @@ class Engine:
             break
           yield _Pending(rollout._replace(version=version), prefilled, row)
       waiting = late + waiting
+
+  def _begin_prefills(self, params: Params, first: int) -> None:
+    """Begins to compile the prefills of prompts of all padded lengths, the one needed first."""
+    blocks = self.settings.shape.prompt
+    lengths, length = {blocks.tokens}, blocks.size
+    while length < blocks.tokens:
+      lengths.add(length)
+      length *= 2
+    for length in sorted(lengths, key=lambda length: (length != first, length)):
+      size = self._prefill_rows(length)
+      tokens, numbers = np.zeros((size, length), np.int32), np.zeros(size, np.int32)
+      self._prefills.begin((size, length, False), params, tokens, numbers)
 
   def _kind(self, context: _Context, stream: _Stream) -> tuple[int, bool, int]:
     """Contexts of one kind are prefilled together.

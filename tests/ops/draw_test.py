@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlvr_jax.ops import draw
 from rlvr_jax.ops.draw import draw_tokens, random_bits
 from rlvr_jax.ops.logprobs import distribution
 from rlvr_jax.sampling import Sampling

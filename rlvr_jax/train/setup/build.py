@@ -38,9 +38,9 @@ from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.adapters import make_lora
 from rlvr_jax.train.setup.behavior_sources import Sources, make_sources
 from rlvr_jax.train.setup.compiler_options import (
-  add_defaults,
   CompilerOptions,
   Options,
+  add_defaults,
   check_compiler_options,
   parse_compiler_options,
 )

@@ -72,9 +72,8 @@ def announce_defaults(options: CompilerOptions, settings: ml_collections.ConfigD
     given = _parse(f"config.compiler_options.{kind}", settings[kind]) or {}
     added = {name: value for name, value in (wanted or {}).items() if name not in given}
     if added:
-      say(
-        f"{kind} is compiled with {format_options(added)}; config.compiler_options.{kind} goes first"
-      )
+      field = f"config.compiler_options.{kind}"
+      say(f"{kind} is compiled with {format_options(added)}; {field} goes first")
 
 
 def parse_compiler_options(settings: ml_collections.ConfigDict) -> CompilerOptions:

@@ -20,6 +20,7 @@ from rlvr_jax.train.checkpointing.workdir import WorkdirError, run_file_names
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.progress import progress, say, warn
 from rlvr_jax.train.setup.build import Parts, pin_sources
+from rlvr_jax.train.setup.compiler_options import format_options
 from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import TrainState
 
