@@ -10,14 +10,16 @@ MLP 768, vocabulary 512, tied, 3.28 M parameters. All compute in float32, with r
   w3  8 prompts × 8 rollouts of up to 512, with a stop token in a vocabulary of 128
   w4  8 prompts × 8 rollouts of 64, the shape of SmolLM2-135M (Llama)
   w5  2 prompts × 4 rollouts of 32, the shape of Qwen2.5-0.5B
+  w6  32 prompts of 128 tokens × 8 rollouts of 256, the same shape; for accelerators
 
-Prompts have 24 to 32 tokens. Responses of w3 have nearly geometric lengths; with these random
+Other prompts have 24 to 32 tokens. Responses of w3 have nearly geometric lengths; with these random
 weights their mean is 190, so compare seconds per token. All others have full length, since the stop
 token is outside the vocabulary. One AdamW update per batch, no reference policy, a grader in
 constant time. A step includes data, rollout, decoding to text, grading in a worker process, the
 update, and metrics in metrics.jsonl and TensorBoard.
 
 The last line is one JSON object; seconds are medians over the steps after two warm-up steps.
+`--compute_dtype=bfloat16` is for accelerators; JAX_PLATFORMS names the device, a CPU by default.
 `slot_steps_of_lockstep` are decoding steps times slots, divided by those of rows that all decode
 until the longest response ends. `peak_rss_mib` is of the largest process. Quote ratios to another
 system measured in the same session, not single times.
@@ -70,14 +72,19 @@ _SMOLLM = dict(
   **dict(remat="dots", tokens_per_micro_batch=1152),
 )
 _QWEN = dict(preset="qwen2.5_0.5b", compute_dtype="float32", tokens_per_micro_batch=1152)
+_LARGE = dict(preset="qwen2.5_0.5b", prompt_length=128, tokens_per_micro_batch=0)
 _WORKLOADS = {
   "w1": dict(prompts=16, group_size=8, response_length=64, vocab_size=512, **_SMALL),
   "w2": dict(prompts=4, group_size=32, response_length=128, vocab_size=512, **_SMALL),
   "w3": dict(prompts=8, group_size=8, response_length=512, vocab_size=128, **_SMALL),
   "w4": dict(prompts=8, group_size=8, response_length=64, vocab_size=49_152, **_SMOLLM),
   "w5": dict(prompts=2, group_size=4, response_length=32, vocab_size=151_936, **_QWEN),
+  "w6": dict(prompts=32, group_size=8, response_length=256, vocab_size=151_936, **_LARGE),
 }
-_OF_BATCH = ("prompts", "group_size", "response_length", "tokens_per_micro_batch", "preset")
+_OF_BATCH = (
+  *("prompts", "group_size", "prompt_length", "response_length", "tokens_per_micro_batch"),
+  "preset",
+)
 PROMPT_LENGTH = 32
 _WARMUP_STEPS = 2
 
@@ -85,6 +92,8 @@ _WORKLOAD = flags.DEFINE_enum("workload", "w1", sorted(_WORKLOADS), "Shapes of t
 _STEPS = flags.DEFINE_integer("steps", 8, "Measured steps.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens_per_micro_batch", None, "By default the workload's.")
 _SLOTS = flags.DEFINE_integer("slots", 0, "Responses decoded at a time; 0 for all.")
+_DTYPE = flags.DEFINE_string("compute_dtype", "", "Of the network; by default the workload's.")
+_TRACE = flags.DEFINE_string("trace", "", "Folder of a trace of the last step; none by default.")
 
 
 class EndlessTokenizer(ByteTokenizer):
@@ -122,7 +131,8 @@ def make_config(workload: str, tokens_per_micro_batch: int | None = None):
   c = base.get_config()
   c.model.preset = shape["preset"]
   c.model.overrides = {field: x for field, x in shape.items() if field not in _OF_BATCH}
-  c.max_prompt_length, c.max_response_length = PROMPT_LENGTH, shape["response_length"]
+  c.max_prompt_length = shape.get("prompt_length", PROMPT_LENGTH)
+  c.max_response_length = shape["response_length"]
   c.batch.prompts, c.batch.group_size = shape["prompts"], shape["group_size"]
   if tokens_per_micro_batch is None:
     tokens_per_micro_batch = shape["tokens_per_micro_batch"]
@@ -140,12 +150,13 @@ def make_tokenizer(workload: str) -> ByteTokenizer:
   return EndlessTokenizer(_WORKLOADS[workload]["vocab_size"])
 
 
-def make_task() -> Task:
+def make_task(longest: int = PROMPT_LENGTH) -> Task:
+  """Questions of 24 to 32 tokens; three quarters of `longest` to all of it."""
   rng = np.random.default_rng(0)
   letters = list(string.ascii_lowercase + " ")
 
   def make_problem(index: int) -> Problem:
-    length = PROMPT_LENGTH if index % 4 == 0 else int(rng.integers(24, PROMPT_LENGTH + 1))
+    length = longest if index % 4 == 0 else int(rng.integers(3 * longest // 4, longest + 1))
     question = "".join(rng.choice(letters, size=length))
     return Problem(question=question, answer="", solution="", reference={})
 
@@ -165,7 +176,9 @@ def measure_steps(trainer: Trainer, now: RunState, num_steps: int) -> dict[str, 
     name: [] for name in ("steps", "rollouts", "updates", "tokens", "of_lockstep")
   }
   generation = trainer.start_generation()
-  for _ in range(num_steps):
+  for number in range(num_steps):
+    if _TRACE.value and number == num_steps - 1:
+      jax.profiler.start_trace(_TRACE.value)
     start = time.perf_counter()
     trainer.offer_weights(now, generation)
     now = trainer.take_batches(now, generation)
@@ -181,6 +194,8 @@ def measure_steps(trainer: Trainer, now: RunState, num_steps: int) -> dict[str, 
     measurements["updates"].append(end - update_start)
     measurements["tokens"].append(int(lengths.sum()))
     measurements["of_lockstep"].append(slot_steps / float(lengths.size * lengths.max()))
+  if _TRACE.value:
+    jax.profiler.stop_trace()
   return measurements
 
 
@@ -195,7 +210,10 @@ def main(argv: list[str]) -> None:
   imported = time.perf_counter() - _STARTED
   config = make_config(_WORKLOAD.value, _TOKENS.value)
   config.sampling.slots = _SLOTS.value
-  parts = build(config, task=make_task(), tokenizer=make_tokenizer(_WORKLOAD.value))
+  if _DTYPE.value:
+    config.model.overrides["compute_dtype"] = _DTYPE.value
+  task, tokenizer = make_task(config.max_prompt_length), make_tokenizer(_WORKLOAD.value)
+  parts = build(config, task=task, tokenizer=tokenizer)
   with (
     tempfile.TemporaryDirectory() as workdir,
     GraderPool(parts.task.grader) as pool,
@@ -238,10 +256,13 @@ def main(argv: list[str]) -> None:
     "response_tokens_mean": statistics.mean(tokens[_WARMUP_STEPS:]) / count,
     "rollout_new_tokens_per_s": round(median(tokens) / median(rollouts), 1),
     "update_sequence_tokens_per_s": round(
-      (count * PROMPT_LENGTH + median(tokens)) / median(updates), 1
+      (count * config.max_prompt_length + median(tokens)) / median(updates), 1
     ),
     "step_new_tokens_per_s": round(median(tokens) / median(steps), 1),
     "peak_rss_mib": peak_rss_mib(),
+    "peak_device_mib": round(
+      (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**20, 1
+    ),
     "all_step_s": [round(s, 3) for s in steps],
     "all_rollout_s": [round(s, 3) for s in rollouts],
     "all_update_s": [round(s, 3) for s in updates],

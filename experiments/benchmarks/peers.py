@@ -8,7 +8,7 @@ shape and random weights; prompts have 24 to 32 tokens of one character each. Bo
 best settings on a CPU: freed memory is kept, TRL computes without bf16 and without gradient
 checkpointing, Tunix's KV cache is just long enough, and both sample a batch at once. An update has
 `--micro` micro-batches, by default the fewest that fit beside the weights. Timers wrap the peers'
-own methods:
+own methods. `--device=cuda --bf16` times TRL on a GPU, with transformers' generate:
 
 * rollout: TRL's `_generate`, Tunix's `RLCluster.generate`
 * update: from the end of TRL's `_prepare_inputs` to the end of its step; Tunix's `update_actor`
@@ -142,8 +142,8 @@ def make_trl_settings(folder: str, shape: dict, steps: int):
 
   return trl.GRPOConfig(
     output_dir=os.path.join(folder, "out"),
-    use_cpu=True,
-    bf16=False,
+    use_cpu=shape["device"] == "cpu",
+    bf16=shape["bf16"],
     fp16=False,
     gradient_checkpointing=False,
     per_device_train_batch_size=shape["prompts"] * shape["group_size"] // shape["micro"],
@@ -317,6 +317,8 @@ def main() -> None:
   parser.add_argument("--peer", choices=["trl", "tunix"], required=True)
   parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
   parser.add_argument("--steps", type=int, default=8)
+  parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of TRL")
+  parser.add_argument("--bf16", action="store_true", help="bfloat16 over float32 weights, of TRL")
   parser.add_argument("--micro", type=int, help="micro-batches of an update, in whole groups")
   args = parser.parse_args()
   if os.environ.get("MALLOC_MMAP_MAX_") != "0":  # malloc reads these at process start
@@ -326,7 +328,9 @@ def main() -> None:
   micro = shape["micro"] if args.micro is None else args.micro
   if micro < 1 or shape["prompts"] % micro:
     parser.error(f"--micro={micro} must divide the {shape['prompts']} prompts of {args.workload}")
-  shape = shape | {"micro": micro}
+  if args.peer != "trl" and (args.bf16 or args.device != "cpu"):
+    parser.error("--device and --bf16 are for --peer=trl")
+  shape = shape | {"micro": micro, "device": args.device, "bf16": args.bf16}
   timer = Timer()
   run = {"trl": run_trl, "tunix": run_tunix}[args.peer]
   steps = WARMUP + args.steps

@@ -474,7 +474,7 @@ def _format_summary(name: str, cost: Cost) -> dict[str, str]:
     "HBM GB": f"{cost['hbm_bytes'] / 1e9:.4g}",
     "received GB": f"{cost['received_bytes'] / 1e9:.4g}",
     "memory GiB": f"{gib:.1f}",
-    "compiled in s": f"{cost['compile_seconds']:.0f}",
+    **({"compiled in s": f"{s:.0f}"} if (s := cost.get("compile_seconds")) is not None else {}),
     **{f"{resource}, s": f"{seconds:.3g}" for resource, seconds in cost["seconds"].items()},
     "bound by": cost["bound_by"],
     "MFU at most": f"{100 * cost['model_flops_utilization']:.1f} %",

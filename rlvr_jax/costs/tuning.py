@@ -273,8 +273,9 @@ def compiled_seconds(cost: step_time.Cost, chip: Chip) -> Seconds:
     max(row["flops"] / chip.flops, row["hbm_bytes"] / chip.hbm_bytes_per_s)
     for row in cost["custom_calls"]
   )
-  compute = cost["seconds"]["compute"]
-  if cycles_per_s is not None:
+  if cycles_per_s is None:
+    compute = cost["seconds"]["compute"]
+  else:
     compute = cost["cycles"] / cycles_per_s + kernels
   needed = compute, cost["seconds"]["HBM"], cost["seconds"]["interconnect"]
   return Seconds(max(needed), sum(needed))

@@ -219,7 +219,7 @@ def test_numbers_and_tables_are_written(tmp_path):
   ("topology", "message"),
   [
     (None, "--mode=costs needs --topology"),
-    ("v2:2x2", r"chip 'v2' .*; allowed: \['tpu7x', 'v4'"),
+    ("v2:2x2", r"chip 'v2' .*; allowed: \['a100', .*'tpu7x', 'v4'"),
   ],
 )
 def test_what_a_report_needs(topology, message):
