@@ -4,8 +4,8 @@
   python -m experiments.gpu --out=runs/gpu --model=SmolLM2-135M.gguf --stages=model
 
 from the repository root. Every stage is a process with a time limit. When it ends, or is killed
-with its children, a line of results.jsonl says what it found. The exit status is 1 if a stage failed.
-With --tiny all sizes are tiny, to try the program on a CPU.
+with its children, a line of results.jsonl says what it found. The exit status is 1 if a stage
+failed. With --tiny all sizes are tiny, to try the program on a CPU.
 """
 
 from __future__ import annotations
