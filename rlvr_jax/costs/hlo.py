@@ -151,9 +151,8 @@ class _Program:
         length = 1 if loop.length is None else loop.length
         yield from self.items(body, times * length, here, loop.constants)
       elif i.opcode == "conditional":
-        names = re.findall(r"[\w.\-]+", i.attribute(r"branch_computations=\{([^}]*)\}"))
-        branches = names or _BRANCH.findall(i.text)
-        yield from max((list(self.items(b, times, here, None)) for b in branches), key=_cost)
+        branches = (list(self.items(branch, times, here, None)) for branch in _branches(i))
+        yield from max(branches, key=_cost)
       elif i.opcode in ("call", "async-start") and i.calls:
         yield from self.items(i.calls, times, here, None)
       elif i.opcode not in _FREE and not i.opcode.endswith("-done"):
@@ -166,6 +165,9 @@ class _Program:
         loop = self._loop(computation, i, known)
         yield LoopLength(loop.length, bool(i.attribute(_TRIP_COUNT)))
         yield from self.loops_within(i.attribute(r"body=%?([\w.\-]+)"), loop.constants)
+      elif i.opcode == "conditional":
+        for branch in _branches(i):
+          yield from self.loops_within(branch, None)
       elif i.opcode in ("call", "async-start") and i.calls:
         yield from self.loops_within(i.calls, None)
 
@@ -428,6 +430,12 @@ class _Program:
     if len(numbers) < len(values) or i.opcode not in _SCALAR:
       return None
     return _SCALAR[i.opcode](*numbers)
+
+
+def _branches(conditional: Instruction) -> list[str]:
+  """Names of the computations of a conditional."""
+  listed = conditional.attribute(r"branch_computations=\{([^}]*)\}")
+  return re.findall(r"[\w.\-]+", listed) or _BRANCH.findall(conditional.text)
 
 
 def _cost(items: list[Item]) -> tuple[float, float]:

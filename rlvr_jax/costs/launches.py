@@ -7,6 +7,7 @@ it in every iteration.
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from rlvr_jax.costs.hlo import LoopLength
 
 _THUNK = re.compile(r"^ *\d+: k(\w+) ")
-_BODY = re.compile(r"^( *)body:$")
+_BODY = re.compile(r"^ *body:$")
 _CONDITION = re.compile(r"^ *condition:$")
 _BUFFER, _LOOP = "CommandBuffer", "While"
 _OF_OTHERS = ("Conditional", "DynamicSliceFusion")  # what they launch is listed below them
@@ -43,69 +44,60 @@ def read_launches(text: str, loops: Sequence[LoopLength]) -> list[Body]:
   Raises:
     ValueError: the program has another number of loops.
   """
-  bodies = [_Counts(depth=0, indent=-1)]
-  stack = [bodies[0]]
-  pending: list[_Counts] = []  # loops whose body has not begun
+  counts = [collections.Counter[str]()]  # of each body, in the order in which they begin
+  indents, outer = [-1], [-1]  # of its label, and its outer body
+  stack, pending = [0], list[int]()  # bodies that are being read; loops whose body is to come
+  in_condition = False
   buffer_indent: int | None = None
-  in_condition: _Counts | None = None
   for line in text.splitlines():
     indent = len(line) - len(line.lstrip(" "))
     if _CONDITION.match(line):
-      in_condition, buffer_indent = pending[-1], None
-      continue
-    if body := _BODY.match(line):
-      entered = pending.pop()
-      entered.indent, in_condition, buffer_indent = len(body.group(1)), None, None
-      stack.append(entered)
-      continue
-    if not (thunk := _THUNK.match(line)):
-      continue
-    kind = thunk.group(1)
-    if in_condition is not None:
-      in_condition.launches += kind not in (_BUFFER, _LOOP)
-      continue
-    while indent <= stack[-1].indent:
-      stack.pop()
-    if buffer_indent is not None and indent <= buffer_indent:
-      buffer_indent = None
-    now = stack[-1]
-    if kind == _LOOP:
-      loop = _Counts(depth=len(stack), indent=indent, outer=now)
-      bodies.append(loop)
-      pending.append(loop)
-    elif kind == _BUFFER:
-      now.command_buffers += 1
-      buffer_indent = indent
-    elif kind not in _OF_OTHERS:
-      now.kernels += 1
-      now.launches += buffer_indent is None
-      now.copies_to_host += bool(_TO_HOST.search(kind))
-  if len(bodies) - 1 != len(loops):
-    raise ValueError(f"the program has {len(loops)} loops, its list of thunks {len(bodies) - 1}")
-  for body, loop in zip(bodies[1:], loops, strict=True):
-    assert body.outer is not None  # only the program itself has none
-    body.iterations, body.waits = loop.at_most, not loop.is_fixed
-    body.runs = body.outer.runs * (1 if loop.at_most is None else loop.at_most)
-  return [body.finish() for body in bodies]
-
-
-class _Counts:
-  """A `Body` that is being counted."""
-
-  def __init__(self, depth: int, indent: int, outer: _Counts | None = None):
-    self.depth, self.indent, self.outer = depth, indent, outer
-    self.kernels = self.launches = self.command_buffers = self.copies_to_host = 0
-    self.iterations: int | None = 1
-    self.waits = False
-    self.runs = 1
-
-  def finish(self) -> Body:
-    return Body(**{name: getattr(self, name) for name in Body._fields})
-
-
-def innermost_step(bodies: Sequence[Body]) -> Body:
-  """Of a burst, the body of the loop on the token: the one with most kernels."""
-  return max((body for body in bodies if body.depth), key=lambda body: body.kernels)
+      in_condition, buffer_indent = True, None
+    elif _BODY.match(line):
+      in_condition, buffer_indent = False, None
+      stack.append(pending.pop())
+      indents[stack[-1]] = indent
+    elif thunk := _THUNK.match(line):
+      kind = thunk.group(1)
+      if in_condition:
+        counts[pending[-1]]["launches"] += kind not in (_BUFFER, _LOOP)
+        continue
+      while indent <= indents[stack[-1]]:
+        stack.pop()
+      if buffer_indent is not None and indent <= buffer_indent:
+        buffer_indent = None
+      now = counts[stack[-1]]
+      if kind == _LOOP:
+        pending.append(len(counts))
+        counts.append(collections.Counter())
+        indents.append(indent)
+        outer.append(stack[-1])
+      elif kind == _BUFFER:
+        now["command_buffers"] += 1
+        buffer_indent = indent
+      elif kind not in _OF_OTHERS:
+        now["kernels"] += 1
+        now["launches"] += buffer_indent is None
+        now["copies_to_host"] += bool(_TO_HOST.search(kind))
+  if len(counts) - 1 != len(loops):
+    raise ValueError(f"the program has {len(loops)} loops, its list of thunks {len(counts) - 1}")
+  bodies = list[Body]()
+  for number, (count, around) in enumerate(zip(counts, outer, strict=True)):
+    loop = loops[number - 1] if number else LoopLength(1, is_fixed=True)
+    within = bodies[around] if number else Body(-1, 0, 0, 0, 0, 1, waits=False, runs=1)
+    bodies.append(
+      Body(
+        depth=within.depth + 1,
+        kernels=count["kernels"],
+        launches=count["launches"],
+        command_buffers=count["command_buffers"],
+        copies_to_host=count["copies_to_host"],
+        iterations=loop.at_most,
+        waits=not loop.is_fixed,
+        runs=within.runs * (1 if loop.at_most is None else loop.at_most),
+      )
+    )
+  return bodies
 
 
 def summarize(bodies: Sequence[Body]) -> dict[str, Any]:

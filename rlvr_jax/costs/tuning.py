@@ -129,7 +129,7 @@ def _layouts(parts: Parts, mesh: Mesh) -> dict[tuple[int, int], RowLayout]:
   lengths = {row_length(kind, int(factor * least)) for factor in _ROW_LENGTHS}
   layouts = {}
   for length in sorted(lengths):
-    if length > longest_row(kind):
+    if length > max(longest_row(kind), min(lengths)):
       continue
     for rows in _ROWS:
       try:

@@ -454,9 +454,15 @@ class Ahead:
     begun = self._compiled.get(key)
     return None if begun is None else begun.result()
 
+  @property
+  def is_idle(self) -> bool:
+    """Whether all that was begun is compiled: then the end of the program waits for nothing."""
+    return all(begun.done() for begun in self._compiled.values())
+
 
 def _shape_on_devices(x: Any) -> jax.ShapeDtypeStruct:
-  sharding = x.sharding if isinstance(x, jax.Array) else None
+  # Where arrays may be is not said of those that are not held to a device.
+  sharding = x.sharding if isinstance(x, jax.Array) and x.committed else None
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
@@ -511,6 +517,40 @@ class Bursts:
     if needed.prompt > self._prompt_blocks:
       return shape.everything
     return needed._replace(prompt=self._prompt_blocks)
+
+
+class Prefills:
+  """The prefill programs of an engine, by the shape of the prompts."""
+
+  def __init__(self, prefill: jax.stages.Wrapped, expected: Sequence[tuple[int, int]]):
+    """Nothing is compiled yet.
+
+    Args:
+      prefill: `decoder.prefill`, jitted.
+      expected: shapes that a thread compiles for, one at a time, once there are parameters.
+    """
+    self._prefill, self._expected, self._ahead = prefill, [*expected], Ahead(prefill)
+
+  def find(self, shape: tuple[int, ...], params: Params, has_response: bool) -> Callable:
+    """The program for prompts of this shape."""
+    if has_response:
+      return self._prefill
+    compiled = self._ahead.find(shape)
+    if compiled is None and shape in self._expected:
+      self._expected.remove(shape)  # it is compiled by this call
+    if self._expected and self._ahead.is_idle:
+      expected = self._expected.pop(0)
+      tokens, lengths = np.zeros(expected, np.int32), np.zeros(expected[0], np.int32)
+      self._ahead.begin(expected, params, tokens, lengths)
+    return compiled or self._prefill
+
+
+class _Compiled(NamedTuple):
+  """What compiles an engine's programs."""
+
+  jit: Callable
+  bursts: Bursts
+  prefills: Prefills
 
 
 class Engine:
@@ -589,29 +629,37 @@ class Engine:
     state, host = decoder.shardings(self.settings)
     loaded = decoder.loaded_shardings(model)
     others = {**loaded, "blocks": ()} if loaded else None
-    self._jit = functools.partial(jax.jit, compiler_options=compiler_options)
+    jit = functools.partial(jax.jit, compiler_options=compiler_options)
     self.programs = Programs(
-      take_layer=self._jit(with_model(decoder.take_layer)),
+      take_layer=jit(with_model(decoder.take_layer)),
       load_layer={
-        sparse: self._jit(with_model(decoder.load_layer), out_shardings=_of_layer(loaded, sparse))
+        sparse: jit(with_model(decoder.load_layer), out_shardings=_of_layer(loaded, sparse))
         for sparse in set(model.config.sparse)
       },
-      load_others=self._jit(with_model(decoder.load_others), out_shardings=others),
-      empty_slots=self._jit(bind(decoder.empty_slots), out_shardings=state),
-      prefill=self._jit(bind(decoder.prefill)),
-      insert=self._jit(bind(decoder.insert), donate_argnums=0, out_shardings=state),
-      halt=self._jit(decoder.halt, donate_argnums=0, out_shardings=state),
-      resume=self._jit(decoder.resume, donate_argnums=0, out_shardings=state),
-      burst=self._jit(
+      load_others=jit(with_model(decoder.load_others), out_shardings=others),
+      empty_slots=jit(bind(decoder.empty_slots), out_shardings=state),
+      prefill=jit(bind(decoder.prefill)),
+      insert=jit(bind(decoder.insert), donate_argnums=0, out_shardings=state),
+      halt=jit(decoder.halt, donate_argnums=0, out_shardings=state),
+      resume=jit(decoder.resume, donate_argnums=0, out_shardings=state),
+      burst=jit(
         bind(decoder.burst),
         donate_argnums=1,
         out_shardings=(state, host),
         static_argnames=("read", "has_halted"),
       ),
     )
-    self._bursts = Bursts(self.programs.burst, self.settings, compiles_ahead=compiles_ahead)
-    self._compiles_ahead = compiles_ahead
-    self._prefills = Ahead(self.programs.prefill)
+    blocks, lengths = self.settings.shape.prompt, list[int]()
+    while not lengths or lengths[-1] < blocks.tokens:
+      lengths.append(min(2 * lengths[-1] if lengths else blocks.size, blocks.tokens))
+    self._compiled = _Compiled(
+      jit,
+      Bursts(self.programs.burst, self.settings, compiles_ahead=compiles_ahead),
+      Prefills(
+        self.programs.prefill,
+        [(self._prefill_rows(length), length) for length in lengths] if compiles_ahead else [],
+      ),
+    )
 
   def load(self, trained: Params, frozen: Params) -> Params:
     """Converts parameters to those that `serve` takes, resharded for the mesh that generates."""
@@ -635,7 +683,7 @@ class Engine:
     ) -> tuple[decoder.State, Emitted]:
       return decoder.burst(params, state, settings=settings, read=settings.shape.everything)
 
-    jitted = self._jit(
+    jitted = self._compiled.jit(
       with_matmul_precision(longest_burst, settings.model.config.precision),
       donate_argnums=3,
       out_shardings=(state, host),
@@ -662,7 +710,7 @@ class Engine:
     ) -> Prefilled:
       return decoder.prefill(params, tokens, lengths, prompts, settings=settings)
 
-    jitted = self._jit(
+    jitted = self._compiled.jit(
       with_matmul_precision(prefill, settings.model.config.precision), keep_unused=True
     )
     return jitted.lower(
@@ -769,7 +817,7 @@ class Engine:
       halted = {slot: busy.pop(slot) for slot, v in versions.items() if v != version}
       if halted:
         state = self.programs.halt(state, self._mask(halted))
-      state, emitted = self._bursts.run(
+      state, emitted = self._compiled.bursts.run(
         weights.params(version),
         state,
         prompt=max(len(rollout.prompt) - 1 for rollout in busy.values()),
@@ -930,9 +978,7 @@ class Engine:
         prompts[row] = context.prompt
       of_responses = (prompts,) if has_response else ()
       params = stream.weights.params(version)
-      if self._compiles_ahead:
-        self._begin_prefills(params, length)
-      prefill = self._prefills.find((size, length, has_response)) or self.programs.prefill
+      prefill = self._compiled.prefills.find(tokens.shape, params, has_response)
       prefilled = prefill(params, tokens, lengths, *of_responses)
       if prefilled.routes is not None:
         stream.prefilled.append((prefilled.routes, members))
@@ -944,18 +990,6 @@ class Engine:
             break
           yield _Pending(rollout._replace(version=version), prefilled, row)
       waiting = late + waiting
-
-  def _begin_prefills(self, params: Params, first: int) -> None:
-    """Begins to compile the prefills of prompts of all padded lengths, the one needed first."""
-    blocks = self.settings.shape.prompt
-    lengths, length = {blocks.tokens}, blocks.size
-    while length < blocks.tokens:
-      lengths.add(length)
-      length *= 2
-    for length in sorted(lengths, key=lambda length: (length != first, length)):
-      size = self._prefill_rows(length)
-      tokens, numbers = np.zeros((size, length), np.int32), np.zeros(size, np.int32)
-      self._prefills.begin((size, length, False), params, tokens, numbers)
 
   def _kind(self, context: _Context, stream: _Stream) -> tuple[int, bool, int]:
     """Contexts of one kind are prefilled together.

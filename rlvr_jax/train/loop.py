@@ -183,12 +183,17 @@ class Trainer:
     with multihost.phase("generation"):
       multihost.raise_if_shutdown_requested()
       # Before a wait the last update's metrics are read, so that its time does not include it.
-      for batch in generation.take(self.parts.schedule.batch(now.step), self.log.read_update):
+      for batch in generation.take(self.parts.schedule.batch(now.step), self._end_update):
         assert batch.position is not None  # every batch that was generated has one
         self.log.count_sampled(batch, now.step)
         self.queue.put(batch)
         position = batch.position
     return now._replace(position=position)
+
+  def _end_update(self) -> None:
+    """Reads the last update's metrics; its buffer is then free for what comes next."""
+    self.log.read_update()
+    return_freed_memory()
 
   def update(self, now: RunState) -> RunState:
     """Dispatches one update, then reads the metrics of the previous one."""
@@ -251,8 +256,7 @@ class Trainer:
 
   def evaluate(self, now: RunState) -> RunState:
     """Measures held-out accuracy with the current parameters."""
-    self.log.read_update()
-    return_freed_memory()
+    self._end_update()
     settings, began = self.parts.config.evaluation, time.perf_counter()
     engine, batches = self.parts.programs.held_out_engine, []
     with multihost.phase("an evaluation"):
@@ -285,8 +289,7 @@ class Trainer:
 
   def save(self, now: RunState) -> None:
     """Saves everything that determines the rest of the run, except the rollouts in the store."""
-    self.log.read_update()
-    return_freed_memory()
+    self._end_update()
     c, (queue, arrays) = self.parts.config, self.queue.state()
     host = HostState(
       position=now.position,

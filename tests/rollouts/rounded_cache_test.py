@@ -90,7 +90,7 @@ def test_a_token_is_rounded_alike_wherever_it_enters():
     for step in range(steps):
       staged = staged.stage(keys[:, start + step], values[:, start + step], jnp.int32(step))
     for slot in range(slots):
-      decoded = decoded.flush(staged, jnp.int32(slot), jnp.int32(start))
+      decoded = decoded.flush_slot(staged, jnp.int32(slot), jnp.int32(start))
   assert len(jax.tree.leaves(decoded)) == 4
   jax.tree.map(np.testing.assert_array_equal, decoded, prefilled)
   shown = np.asarray(prefilled.values) * np.asarray(prefilled.value_scales)[..., None]

@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import ClassVar, NoReturn
 
+from absl import logging
+
 DEADLINE_S = 3600.0  # seconds between calls of `restart_deadline`; longer than any program takes
 
 # glibc's <malloc.h>
@@ -159,17 +161,17 @@ def compilation_cache(workdir: str, backend: str, processes: int) -> str:
   of_run = os.path.join(workdir, "compilation_cache")
   if backend == "cpu" or processes > 1:
     return of_run
-  shared = pathlib.Path("~/.cache/rlvr_jax/compiled").expanduser()
+  shared = pathlib.Path("~/.cache/rlvr_jax/compiled")
   try:
+    shared = shared.expanduser()
     shared.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=shared):
       return str(shared)
-  except OSError as error:
-    from rlvr_jax.train.reporting.progress import warn  # loads what --help does not need
-
-    warn(
-      f"{shared}, where compiled programs are kept for all runs, cannot be written: {error}. This"
-      f" run keeps its own in {of_run}; JAX_COMPILATION_CACHE_DIR names another folder"
+  except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    logging.warning(
+      "%s, where compiled programs are kept for all runs, cannot be written: %s. This run keeps its"
+      " own in %s; JAX_COMPILATION_CACHE_DIR names another folder",
+      *(shared, error, of_run),
     )
     return of_run
 

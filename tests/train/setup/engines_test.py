@@ -47,7 +47,7 @@ def test_an_evaluation_has_slots_for_its_own_batch(monkeypatch):
   assert programs.held_out_engine.settings.slots == 8 * 4
 
 
-def choose_for(config, model, responses, limit, batches=1, cache_format=""):
+def choose_for(config, model, responses, limit, batches=1, cache_format="", cache="pages"):
   """Slots of a run that is trained on another mesh of as many devices."""
   trainer = TrainerLayout(
     sharding.make_mesh(**config.mesh),
@@ -56,9 +56,8 @@ def choose_for(config, model, responses, limit, batches=1, cache_format=""):
     bytes_per_trained=12.0,
   )
   shape = batch_shape(config)._replace(prompts=responses, group_size=1)
-  return choose_slots(
-    config.sampling.slots, shape, model, trainer, limit, batches=batches, cache_format=cache_format
-  )
+  kind = dict(batches=batches, cache=cache, cache_format=cache_format)
+  return choose_slots(config.sampling.slots, shape, model, trainer, limit, **kind)
 
 
 def test_slots_are_limited_by_the_devices_memory():
@@ -74,6 +73,9 @@ def test_slots_are_limited_by_the_devices_memory():
   # 8 bits and a scale per head of 128; the logits of a token stay.
   rounded = choose_for(config, model, 4096, 95 * 10**9, cache_format="int8")
   assert rounded == pytest.approx(slots * 134 / (134 - 132 * (1 - 66 / 128)), rel=0.01)
+  # Half of the blocks are copied by a burst that reads no more.
+  blocks = choose_for(config, model, 4096, 95 * 10**9, cache="blocks")
+  assert blocks == pytest.approx(slots / 1.5, rel=0.02)
   assert choose_for(config, model, 100, None) == 100  # a CPU has no limit
   # A stream of several batches: as many as it has responses, as long as there is memory.
   assert choose_for(config, model, 100, 95 * 10**9, batches=4) == 400
