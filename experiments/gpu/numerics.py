@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,10 +22,17 @@ import numpy as np
 
 from rlvr_jax.configs import base
 from rlvr_jax.data import ByteTokenizer, Task
-from rlvr_jax.rollouts.engine import make_requests, stack_groups
+from rlvr_jax.rollouts.engine import (
+  Engine,
+  Group,
+  Request,
+  make_requests,
+  row_keys,
+  stack_groups,
+)
 from rlvr_jax.rollouts.packing import pack_batch
 from rlvr_jax.train.setup.build import Parts, build
-from rlvr_jax.types import Prompts, TrainBatch
+from rlvr_jax.types import Prompts, Sampling, TrainBatch
 from rlvr_jax.update.step import initial_state
 
 VOCABULARY = 384
@@ -121,6 +129,30 @@ def sampler_gap(parts: Parts) -> float:
   return float(np.abs(trained - rollouts.behavior_logprobs)[exists].max())
 
 
+def differing_rollouts(parts: Parts) -> int:
+  """Rollouts whose bits differ between programs that read a part of the caches, or all of them."""
+  params, random = make_params(parts), np.random.default_rng(2)
+  lengths = (5, 30, 17)
+  keys = row_keys(jax.random.key(3), len(lengths) + 1, 4)
+  prompt = lambda length: random.integers(0, VOCABULARY, length).astype(np.int32)
+  short = [Request(None, i, prompt(n), keys[i]) for i, n in enumerate(lengths)]
+  long = Request(None, len(lengths), prompt(129), keys[-1])
+
+  def serve(requests: Sequence[Request]) -> dict[int, Group]:
+    engine = Engine(
+      parts.model, Sampling(), slots=4, prefill_rows=2, max_prompt_length=129, max_new_tokens=257,
+      stop_tokens=(3,), pad_token=0, compiler_options=parts.compiler_options.generation,
+    )  # fmt: skip
+    served = engine.serve(engine.load(params, {}), requests)
+    return {group.prompt_index: group for groups in served for group in groups}
+
+  # The long prompt comes first, so that the programs for it read everything.
+  some, all_of_them = serve(short), serve([long, *reversed(short)])
+  pairs = [(some[i], all_of_them[i]) for i in range(len(lengths))]
+  same = lambda a, b: (a.tokens == b.tokens) & (a.behavior_logprobs == b.behavior_logprobs)
+  return sum(int((~same(a, b).all(axis=-1)).sum()) for a, b in pairs)
+
+
 def flatten(tree: Any) -> np.ndarray:
   return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
 
@@ -140,7 +172,9 @@ def main() -> None:
   with np.load(path) as expected:
     error = lambda x, y: float(np.linalg.norm(x - y) / np.linalg.norm(y))
     errors = {name: error(x, expected[name]) for name, x in found.items()}
-  errors["sampler against trainer, nats"] = sampler_gap(make_parts(args.dtype, attention))
+  parts = make_parts(args.dtype, attention)
+  errors["sampler against trainer, nats"] = sampler_gap(parts)
+  errors["rollouts that differ between programs"] = differing_rollouts(parts)
   print(json.dumps(errors))
 
 

@@ -102,6 +102,7 @@ def numerics(args: argparse.Namespace) -> dict[str, Any]:
     for what, error in errors.items():
       # The signs of a sketch are others in float64.
       allowed = 0.3 if "sketch" in what or "bfloat16" in name else 3e-4
+      allowed = 0 if "differ" in what else allowed
       if not error <= allowed:
         raise Failed(f"{name}: {what} has an error of {error}, above {allowed}: {found}")
   return found
