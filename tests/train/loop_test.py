@@ -172,6 +172,8 @@ def test_a_mesh_gives_the_metrics_of_one_device(run, mesh_run):
   early = lambda records: [r for r in records if r["phase"] == "warm_start" or r["step"] <= 4]
   for a, b in zip(early(ours), early(theirs), strict=True):
     assert a.pop("phase") == b.pop("phase")
+    for record in (a, b):
+      record.pop("rows/filled", None)  # rows suit the number of devices
     assert b == pytest.approx(a, rel=1e-3, abs=1e-5), a["step"]
   assert tiny.rollouts(run[0]).splitlines()[:18] == tiny.rollouts(mesh_run[0]).splitlines()[:18]
 
