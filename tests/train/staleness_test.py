@@ -799,7 +799,8 @@ def test_what_is_used_may_be_removed(train, parts):
   workdir = train(staleness.on_policy(), "tidy", tidy)
   kept = [int(path.name.split(".")[0]) for path in (workdir / "rollouts").glob("*.array_record")]
   steps = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
-  assert sorted(kept) == list(range(steps[0], UPDATES))
+  # The last one is for resumes; an earlier one is kept if its policy is the best.
+  assert len(steps) <= 2 and sorted(kept) == list(range(steps[-1], UPDATES))
   assert json.loads((workdir / "config.json").read_text())["store"]["keep_used"] is False
 
 
@@ -831,7 +832,8 @@ def test_asked_to_end_while_a_stage_is_sampled(trainer, parts, on_policy, staged
   made.trainer.queue.store.close()  # there is one writer at a time
   workdir = made.workdir.rename(tmp_path / "run")
   shutil.copytree(on_policy / "warm_start", workdir / "warm_start")
-  shutil.copy(on_policy / "config.json", workdir)
+  for name in ("config.json", "rows.json"):
+    shutil.copy(on_policy / name, workdir)
   train(schedule)
   assert {n: shard(workdir, n).stat().st_mtime_ns for n in numbers} == written
   assert updates(workdir) == updates(staged)
