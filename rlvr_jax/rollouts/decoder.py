@@ -465,8 +465,9 @@ def _flush_staged(
   def slot_by_slot(caches, staged, response, flushed=None):
     def flush_slot(slot, caches):
       start = response[slot]
-      pairs = lambda caches: zip(caches, staged, strict=True)
-      flush = lambda caches: tuple(cache.flush_slot(x, slot, start) for cache, x in pairs(caches))
+      flush = lambda caches: tuple(
+        cache.flush_slot(x, slot, start) for cache, x in zip(caches, staged, strict=True)
+      )
       if flushed is None:
         return flush(caches)
       return jax.lax.cond(flushed[slot], flush, lambda caches: caches, caches)

@@ -545,6 +545,14 @@ class Prefills:
     return compiled or self._prefill
 
 
+def _padded_lengths(block: int, longest: int) -> list[int]:
+  """Lengths to which prompts are padded: a block's tokens, twice as many and so on, `longest`."""
+  lengths = [min(block, longest)]
+  while lengths[-1] < longest:
+    lengths.append(min(2 * lengths[-1], longest))
+  return lengths
+
+
 class _Compiled(NamedTuple):
   """What compiles an engine's programs."""
 
@@ -649,9 +657,7 @@ class Engine:
         static_argnames=("read", "has_halted"),
       ),
     )
-    blocks, lengths = self.settings.shape.prompt, list[int]()
-    while not lengths or lengths[-1] < blocks.tokens:
-      lengths.append(min(2 * lengths[-1] if lengths else blocks.size, blocks.tokens))
+    lengths = _padded_lengths(self.settings.shape.prompt.size, self.settings.shape.prompt.tokens)
     self._compiled = _Compiled(
       jit,
       Bursts(self.programs.burst, self.settings, compiles_ahead=compiles_ahead),
@@ -1003,10 +1009,9 @@ class Engine:
   def _padded_length(self, context: _Context) -> int:
     """A block's size times the least power of two that holds the context, capped."""
     blocks = self.settings.shape.prompt
-    length = blocks.size
-    while length < len(context.tokens):
-      length *= 2
-    return min(length, self.longest_prefill()[1] if context.has_response else blocks.tokens)
+    longest = self.longest_prefill()[1] if context.has_response else blocks.tokens
+    lengths = _padded_lengths(blocks.size, longest)
+    return next(length for length in lengths if length >= len(context.tokens))
 
   def _by_prefilled_batch(
     self, new: Iterable[tuple[int, _Pending]]

@@ -53,7 +53,9 @@ def add_defaults(configured: CompilerOptions, training: Mesh, generation: Mesh) 
   def add(options: Options | None, defaults: Options | None, mesh: Mesh) -> Options | None:
     if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "gpu":
       return options
-    known = {name: x for name, x in (defaults or {}).items() if _refusal({name: x}, mesh) is None}
+    known = defaults or {}
+    if _refusal(known, mesh) is not None:  # by another version of the compiler: some are unknown
+      known = {name: x for name, x in known.items() if _refusal({name: x}, mesh) is None}
     return {**known, **(options or {})}
 
   meshes = (training, generation)

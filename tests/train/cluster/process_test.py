@@ -222,3 +222,18 @@ print(before - resident() > {pieces} * size / 2)
 """
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert done.stdout == f"{returned}\n", done.stderr
+
+
+def test_runs_on_accelerators_share_what_is_compiled(tmp_path, monkeypatch, caplog):
+  home, of_run = tmp_path / "home", str(tmp_path / "run" / "compilation_cache")
+  monkeypatch.setenv("HOME", str(home))
+  cache = lambda backend, processes=1: process.compilation_cache(
+    str(tmp_path / "run"), backend, processes
+  )
+  assert cache("cpu") == cache("gpu", processes=2) == of_run
+  assert cache("gpu") == cache("tpu") == str(home / ".cache" / "rlvr_jax" / "compiled")
+  assert not caplog.records
+  home.rename(tmp_path / "moved")
+  home.write_text("a file, in which no folder can be made")
+  assert cache("gpu") == of_run
+  assert "cannot be written" in caplog.text and "JAX_COMPILATION_CACHE_DIR" in caplog.text
