@@ -25,7 +25,7 @@ def _bits(values):
   return jnp.asarray([[value >> 32, value & 0xFFFFFFFF] for value in values], jnp.uint32)
 
 
-def _drawing(logits, sampling=PLAIN, rows=128):
+def _drawing(logits, sampling, rows):
   """A function from up to `rows` integers of 64 bits to the tokens and log-probabilities drawn."""
   logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, len(logits)))
   program = optimized(lambda bits: draw_tokens(logits, sampling, bits))
@@ -37,11 +37,12 @@ def _drawing(logits, sampling=PLAIN, rows=128):
   return draw
 
 
-def _first_bits(logits, tokens, sampling=PLAIN, rows=128):
+def _first_bits(logits, tokens, sampling=PLAIN):
   """The least integers whose bits draw a token at or behind each of `tokens`, by bisection.
 
   The drawn token grows with its bits, so that these are all that there is to know of a draw.
   """
+  rows = min(len(tokens), 128)
   draw = _drawing(logits, sampling, rows)
   found = []
   for start in range(0, len(tokens), rows):
@@ -67,7 +68,7 @@ def _shares(logits, tokens, sampling=PLAIN):
 
 def _recorded(logits, tokens, sampling=PLAIN):
   """exp of the log-probability that is recorded with each of some tokens."""
-  drawn, logprobs = _drawing(logits, sampling)(_first_bits(logits, tokens, sampling))
+  drawn, logprobs = _drawing(logits, sampling, len(tokens))(_first_bits(logits, tokens, sampling))
   np.testing.assert_array_equal(drawn, tokens)
   return np.exp(logprobs.astype(np.float64))
 
@@ -208,9 +209,11 @@ def test_random_bits_depend_on_key_and_counter_alone():
 def _chi_square_of_draws(logits, draws, seed):
   """(statistic, degrees of freedom) of so many draws; rare tokens are one class."""
   p = np.exp(np.asarray(distribution(jnp.asarray(logits, jnp.float32), PLAIN), np.float64))
-  rows = 500
-  logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, len(p)))
-  draw = optimized(lambda key: draw_tokens(logits, PLAIN, jax.random.bits(key, (rows, 2)))[0])
+  rows = 5000
+  logits = jnp.asarray(logits, jnp.float32)[None]
+  # The weights, those of a single row, are computed once for all draws.
+  draw_one = lambda bits: draw_tokens(logits, PLAIN, bits[None])[0][0]
+  draw = optimized(lambda key: jax.vmap(draw_one)(jax.random.bits(key, (rows, 2))))
   keys = jax.random.split(jax.random.key(seed), draws // rows)
   observed = sum(np.bincount(np.asarray(draw(key)), minlength=len(p)) for key in keys)
   common = draws * p >= 10
