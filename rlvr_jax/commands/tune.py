@@ -170,7 +170,7 @@ def tune(
 
 def _too_large(target: Target, what: str) -> ValueError:
   return ValueError(
-    f"--topology={target.topology}: no {what} fits into {target.chip.hbm_gib} GiB per chip; choose"
+    f"--topology={target.topology}: no {what} fits into {target.chip.hbm_gib:.4g} GiB per chip; choose"
     " a larger slice, or lower config.max_response_length"
   )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from rlvr_jax.costs.gpus import GPUS
+
 
 class Chip(NamedTuple):
   """Published peaks of one jax device: a chip, or a core of it."""
@@ -44,14 +46,11 @@ CHIPS = {
   "v5p": Chip(459e12, 2765e9, 600e9, 95, 2**18),
   "v6e": Chip(918e12, 1638e9, 400e9, 32, 2**19),
   "tpu7x": _halve(Chip(2307e12, 7380e9, 600e9, 192, 2**20)),
-  # GPUs, each a device. NVIDIA's data sheets of the A100 80GB SXM, H100 SXM, H200 SXM and HGX B200,
-  # read in November 2026: dense bfloat16, without sparsity, and half of NVLink's bandwidth of both
-  # directions. A program may use three quarters of the memory, unless the variable
-  # XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; the peak is all of it.
-  "a100": Chip(312e12, 2039e9, 300e9, 79.2, None),
-  "h100": Chip(989.4e12, 3352e9, 450e9, 79.1, None),
-  "h200": Chip(989.4e12, 4800e9, 450e9, 139.7, None),
-  "b200": Chip(2250e12, 8000e9, 900e9, 178.8, None),
+  # GPUs, each a device. By default jax takes three quarters of a GPU's memory.
+  **{
+    name: Chip(gpu.flops, gpu.memory_bytes_per_s, gpu.link_bytes_per_s, 0.75 * gpu.memory_gib, None)
+    for name, gpu in GPUS.items()
+  },
 }
 
 

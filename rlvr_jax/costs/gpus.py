@@ -16,7 +16,7 @@ _PER_HOST = 8  # GPUs of one machine
 _WITHOUT_DRIVER = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # the plugin else looks for a driver
 
 
-class _Gpu(NamedTuple):
+class Gpu(NamedTuple):
   """What XLA asks of a device; published figures, and those of CUDA's tables by its capability."""
 
   name: str
@@ -24,29 +24,48 @@ class _Gpu(NamedTuple):
   multiprocessors: int
   clock_ghz: float
   memory_bytes: int
-  bytes_per_s: int
+  memory_bytes_per_s: int
+  link_bytes_per_s: float  # received over NVLink
+  flops: float  # dense products in bfloat16, per second
   l2_bytes: int
   shared_bytes: int  # of a multiprocessor
 
+  @property
+  def memory_gib(self) -> float:
+    return self.memory_bytes / 2**30
 
-# H100: of a machine that had one. The others: NVIDIA's data sheets of the A100 80GB SXM, the H200
-# SXM and the HGX B200, and the tables of technical specifications by compute capability in the CUDA
-# C++ programming guide, read in November 2026.
-_GPUS = {
-  "a100": _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 85_000_000_000, 2_039_000_000_000,
-               41_943_040, 167_936),
-  "h100": _Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 84_929_347_584, 3_352_320_000_000,
-               52_428_800, 233_472),
-  "h200": _Gpu("NVIDIA H200", (9, 0), 132, 1.98, 150_000_000_000, 4_800_000_000_000, 52_428_800,
-               233_472),
-  "b200": _Gpu("NVIDIA B200", (10, 0), 148, 1.965, 192_000_000_000, 8_000_000_000_000, 132_644_864,
-               233_472),
-}  # fmt: skip
+
+# H100: of a machine that had one. The others, all links and all FLOPs: NVIDIA's data sheets of the
+# A100 80GB SXM, H100 SXM, H200 SXM and HGX B200 (half of NVLink's bandwidth of both directions),
+# and the tables of technical specifications by compute capability in the CUDA C++ programming
+# guide, read in November 2026.
+GPUS = {
+  "a100": Gpu(
+    **dict(name="NVIDIA A100-SXM4-80GB", capability=(8, 0), multiprocessors=108, clock_ghz=1.41),
+    **dict(memory_bytes=85_000_000_000, memory_bytes_per_s=2_039_000_000_000),
+    **dict(link_bytes_per_s=300e9, flops=312e12, l2_bytes=41_943_040, shared_bytes=167_936),
+  ),
+  "h100": Gpu(
+    **dict(name="NVIDIA H100 80GB HBM3", capability=(9, 0), multiprocessors=132, clock_ghz=1.98),
+    **dict(memory_bytes=84_929_347_584, memory_bytes_per_s=3_352_320_000_000),
+    **dict(link_bytes_per_s=450e9, flops=989.4e12, l2_bytes=52_428_800, shared_bytes=233_472),
+  ),
+  "h200": Gpu(
+    **dict(name="NVIDIA H200", capability=(9, 0), multiprocessors=132, clock_ghz=1.98),
+    **dict(memory_bytes=150_000_000_000, memory_bytes_per_s=4_800_000_000_000),
+    **dict(link_bytes_per_s=450e9, flops=989.4e12, l2_bytes=52_428_800, shared_bytes=233_472),
+  ),
+  "b200": Gpu(
+    **dict(name="NVIDIA B200", capability=(10, 0), multiprocessors=148, clock_ghz=1.965),
+    **dict(memory_bytes=192_000_000_000, memory_bytes_per_s=8_000_000_000_000),
+    **dict(link_bytes_per_s=900e9, flops=2250e12, l2_bytes=132_644_864, shared_bytes=233_472),
+  ),
+}
 
 
 def is_gpu(topology: str) -> bool:
   """Whether a topology such as "h100:8" names GPUs."""
-  return topology.partition(":")[0] in _GPUS
+  return topology.partition(":")[0] in GPUS
 
 
 def gpu_devices(topology: str) -> list[Any]:
@@ -68,7 +87,7 @@ def gpu_devices(topology: str) -> list[Any]:
   hosts, on_each = -(-number // _PER_HOST), min(number, _PER_HOST)
   try:
     described = topologies.get_topology_desc(
-      platform="cuda", target_config=_describe(_GPUS[kind]), topology=f"{hosts}x1x{on_each}"
+      platform="cuda", target_config=_describe(GPUS[kind]), topology=f"{hosts}x1x{on_each}"
     )
     return list(described.devices)
   except Exception as error:  # the plugin's errors have no common class
@@ -78,7 +97,7 @@ def gpu_devices(topology: str) -> list[Any]:
     ) from error
 
 
-def _describe(gpu: _Gpu) -> str:
+def _describe(gpu: Gpu) -> str:
   """A description in XLA's text format."""
   major, minor = gpu.capability
   return f"""
@@ -86,7 +105,7 @@ gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   core_count: {gpu.multiprocessors}  fpus_per_core: {64 if major == 8 else 128}
   clock_rate_ghz: {gpu.clock_ghz}
-  device_memory_size: {gpu.memory_bytes}  memory_bandwidth: {gpu.bytes_per_s}
+  device_memory_size: {gpu.memory_bytes}  memory_bandwidth: {gpu.memory_bytes_per_s}
   l2_cache_size: {gpu.l2_bytes}
   shared_memory_per_block: 49152  shared_memory_per_block_optin: {gpu.shared_bytes - 1024}
   shared_memory_per_core: {gpu.shared_bytes}

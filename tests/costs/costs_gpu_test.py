@@ -4,6 +4,8 @@ A decoding step must be launched as a whole, and no program may wait for its dev
 Numbers are those of launches, kernels, bytes and memory: seconds are printed by the benchmarks.
 """
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -92,6 +94,19 @@ def test_an_update_never_waits(name, costs):
   assert launches["launches"] <= LAUNCHES[name]
 
 
+@pytest.mark.parametrize("program", ["update", "generation"])
+def test_no_scatter_adds_in_an_order_of_its_own(program):
+  """Atomics would add equal tokens' gradients in the order in which threads come."""
+  config = quickstart.get_config()
+  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, ONE))
+  lower = programs.program_lowerings(parts, programs.pack_full_length(parts))[program]
+  wanted = re.findall(r"stablehlo.scatter.*unique_indices = false", lower().as_text())
+  assert bool(wanted) == (program == "update")
+  compiled = re.findall(r" scatter\(.*", programs.compile_with_text(program, lower).text)
+  assert len(compiled) >= len(wanted)
+  assert all("unique_indices=true" in scatter for scatter in compiled)
+
+
 def test_products_of_libraries_count(costs):
   """cuBLAS's and cuDNN's: all FLOPs of an update, as many as the places of its rows need."""
   parts, found = costs("w4")
@@ -108,7 +123,7 @@ def test_an_update_fits_beside_what_is_generated(costs):
   for name in CONFIGS:
     _, found = costs(name)
     for cost in found.values():
-      assert sum(cost["memory_bytes"].values()) < 0.75 * find_chip(ONE).hbm_gib * 2**30
+      assert sum(cost["memory_bytes"].values()) < find_chip(ONE).hbm_gib * 2**30
 
 
 def test_a_mesh_of_eight():
