@@ -99,7 +99,7 @@ def tune(
     ValueError: no setting fits into the memory of a chip.
     TimeLimitError: the time is over; what was found until then has been written.
   """
-  count = _MAX_MESHES + len(tuning.COMPILER_OPTIONS) - 1 + _MAX_ROWS + _MAX_LAYOUTS
+  count = _MAX_MESHES + len(tuning.compiler_options(topology)) - 1 + _MAX_ROWS + _MAX_LAYOUTS
   say(
     f"compiles about {count} programs for {topology}, {duration(count * _COMPILE_S)} for 7B on two"
     " cores; the same command continues a search that was stopped"
@@ -170,8 +170,8 @@ def tune(
 
 def _too_large(target: Target, what: str) -> ValueError:
   return ValueError(
-    f"--topology={target.topology}: no {what} fits into {target.chip.hbm_gib:.4g} GiB per chip; choose"
-    " a larger slice, or lower config.max_response_length"
+    f"--topology={target.topology}: no {what} fits into {target.chip.hbm_gib:.4g} GiB per chip;"
+    " choose a larger slice, or lower config.max_response_length"
   )
 
 
@@ -190,7 +190,7 @@ def _compile_updates(
   Returns:
     The programs that fit, fastest first, and whether none was left out for time.
   """
-  defaults, *others = tuning.COMPILER_OPTIONS.values()
+  defaults, *others = tuning.compiler_options(target.topology)
   measured: list[Measured] = []
   complete = True
 

@@ -20,6 +20,7 @@ from rlvr_jax.costs.hlo_text import (
   Instruction,
   array_bytes,
   array_shapes,
+  computed_shape,
   convolution_flops,
   dimensions,
   dtype,
@@ -272,7 +273,7 @@ class _Program:
 
   def _hbm_bytes(self, computation: str, i: Instruction) -> float:
     operands = [array_bytes(self._shape(computation, x), hbm=True) for x in i.operands]
-    result = array_bytes(i.shape, hbm=True)
+    result = array_bytes(computed_shape(i), hbm=True)
     if i.opcode == "fusion":
       read, written = self._fused_bytes(i.calls)
       operands = [min(size, read.get(n, size)) for n, size in enumerate(operands)]

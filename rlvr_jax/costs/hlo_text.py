@@ -173,6 +173,13 @@ def _count_pairs(
   )
 
 
+def computed_shape(i: Instruction) -> str:
+  """The shape of an instruction's result, without the workspace of cuBLAS and cuDNN."""
+  if not i.attribute(r'custom_call_target="([^"]*)"').startswith("__cu"):
+    return i.shape
+  return re.sub(r", [su]8\[\d+\][^,]*\)$", ")", i.shape)
+
+
 def library_flops(i: Instruction, operands: Sequence[list[int]]) -> int:
   """FLOPs of a call of cuBLAS or of cuDNN's attention; 0 of other calls.
 

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from rlvr_jax.costs import step_time
 from rlvr_jax.costs.chips import Chip
 from rlvr_jax.costs.generation_time import Refresh, Seconds, refresh
+from rlvr_jax.costs.gpus import is_gpu
 from rlvr_jax.costs.workload import Lengths, Packing, Workload, count_packing
 from rlvr_jax.models import memory
 from rlvr_jax.models.flops import forward_flops, update_flops
@@ -49,6 +50,12 @@ USABLE = 0.92  # of a chip's memory; the rest is for what the compiler does not 
 _ROW_LENGTHS = (1, 1.5, 2, 3, 4, 6, 8)  # times the shortest row that is allowed
 _ROWS = (1, 2, 4)  # of a micro-batch on a device
 _DRAWS = 3  # batches that an estimate packs
+
+
+def compiler_options(topology: str) -> list[str]:
+  """The options to compare, the defaults first: alone on GPUs, since the others are for TPUs."""
+  first, *others = COMPILER_OPTIONS.values()
+  return [first] if is_gpu(topology) else [first, *others]
 
 
 class Candidate(NamedTuple):

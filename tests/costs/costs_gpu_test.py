@@ -4,6 +4,7 @@ A decoding step must be launched as a whole, and no program may wait for its dev
 Numbers are those of launches, kernels, bytes and memory: seconds are printed by the benchmarks.
 """
 
+import json
 import re
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from train import tiny
 
 from experiments.benchmarks import grpo_step
+from rlvr_jax.commands import tune
 from rlvr_jax.configs import quickstart
 from rlvr_jax.configs.full_size import fade_qwen25_7b
 from rlvr_jax.costs import memory, programs, step_time
@@ -137,6 +139,16 @@ def test_a_mesh_of_eight():
   tables = memory.compiled_bytes(parts)
   assert {*tables} == {"update, compiled", "generation, compiled"}
   assert all(np.isfinite(sum(table.values())) for table in tables.values())
+
+
+def test_settings_are_compared(tmp_path, monkeypatch):
+  """By what FLOPs and bytes need; options of TPUs' compiler are not tried."""
+  for name in ("_MAX_MESHES", "_MAX_ROWS", "_MAX_LAYOUTS"):
+    monkeypatch.setattr(tune, name, 1)
+  overrides = tune.tune(tiny.config(), ONE, tmp_path, lengths="lognormal(mean=3)")
+  assert overrides["compiler_options.training"] == "" and overrides["sampling.slots"] > 0
+  result = json.loads((tmp_path / "tune_h100_1.json").read_text())
+  assert 0 < result["step_seconds"]["overlapped"] < result["step_seconds"]["in_turn"]
 
 
 @pytest.mark.parametrize("topology", ["h100:0", "h100:12", "h100:2x2", "h100"])

@@ -410,3 +410,20 @@ def test_an_instruction_over_several_lines_is_one():
   computations, entry = hlo_text.parse_program(text.replace("{kernel_metadata={", broken))
   assert computations[entry]["kernel"].op_name == "attention/splash"
   assert computations[entry]["out"].root
+
+
+@pytest.mark.parametrize(
+  "target, workspace, written",
+  [("__cublas$lt$matmul", "s8[1000]{0}", 64), ("mine", "s8[1000]{0}", 1064)],
+)
+def test_the_workspace_of_a_library_is_not_written(target, workspace, written):
+  found = items(
+    [
+      "%a = f32[4,8] parameter(0)",
+      "%b = f32[8,4] parameter(1)",
+      f"ROOT %product = (f32[4,4]{{1,0}}, {workspace}) custom-call(%a, %b),"
+      f' custom_call_target="{target}", backend_config={{"lhs_contracting_dimensions":["1"]}}',
+    ]
+  )
+  assert found["product"].hbm_bytes == 2 * 4 * 8 * 4 + written
+  assert found["product"].flops == (2 * 4 * 4 * 8 if target != "mine" else 0)
