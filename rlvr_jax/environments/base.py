@@ -44,7 +44,8 @@ _MAX_SCORE = 1e30  # rewards are float32
 Problem: TypeAlias = Mapping[str, Any]
 # {"role": "system" or "user", "content": text}
 Message: TypeAlias = Mapping[str, str]
-# From the policy's text to (the outcome's value, such as "correct" or "wrong"; score; detail).
+# From the policy's text to (the outcome's value, such as "correct" or "wrong"; score; feedback, the
+# text that the grader lets the policy read, or ""). If the grader crashes, it raises RuntimeError.
 Grade: TypeAlias = Callable[[str], tuple[str, float, str]]
 
 

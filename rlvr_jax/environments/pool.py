@@ -26,8 +26,8 @@ _GRADE_S = 3600.0  # limit for a grade
 _MAX_IDLE_DEATHS = 3  # of workers in a row without a result or a dialogue that caused it
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
-# From texts and references to a future of their grades, which have `outcome`, `score` and `detail`:
-# `GraderPool.submit`.
+# From texts and references to a future of their grades, which have `outcome`, `score`, `detail` and
+# `feedback`: `GraderPool.submit`.
 SubmitGrades: TypeAlias = Callable[[Sequence[str], Sequence[Any]], "Future[Any]"]
 
 
@@ -545,7 +545,9 @@ class _Dispatcher:
   ) -> None:
     try:
       (grade,) = done.result(0)
-      answer = [str(grade.outcome), float(grade.score), str(grade.detail)]
+      if grade.outcome == "crashed":  # no verdict, and no policy can cause that
+        raise RuntimeError(grade.detail)
+      answer = [str(grade.outcome), float(grade.score), str(grade.feedback)]
     except Exception as error:
       if place.worker is worker:
         self._send_grade(place, number, {"error": f"{type(error).__name__}: {error}"})

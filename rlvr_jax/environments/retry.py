@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from rlvr_jax.environments.base import Environment, Grade, Problem, Turn
 from rlvr_jax.ops.checks import check_between, check_integer
 
@@ -12,7 +10,6 @@ _VERDICTS = {
   "unparseable": "No answer was found in it.",
   "timeout": "It took too long.",
 }
-_ALLOWED = re.compile(r"(?:test \d+ of \d+, |program: |memory limit exceeded\Z)")
 
 
 class _Retry:
@@ -29,20 +26,14 @@ class _Retry:
 
   def step(self, text: str) -> Turn:
     """Grades the policy's text as a try."""
-    outcome, score, detail = self._grade(text)
-    if outcome != "correct" and outcome not in _VERDICTS:
-      raise RuntimeError(f"the grader gave no verdict: {outcome} ({detail})")
+    outcome, score, feedback = self._grade(text)
     score *= self._discount**self._num_done
     self._num_done += 1
     if outcome == "correct" or self._num_done == self._tries:
       return Turn(done=True, score=score, correct=outcome == "correct")
     left = self._tries - self._num_done
-    parts = [_VERDICTS[outcome]]
-    # Details of other graders may have the reference's answer, or only repeat the policy's.
-    if _ALLOWED.match(detail):
-      parts.append(f"{detail}.")
-    parts.append(f"Try again; {left} {'try is' if left == 1 else 'tries are'} left.")
-    return Turn("\n".join(parts))
+    again = f"Try again; {left} {'try is' if left == 1 else 'tries are'} left."
+    return Turn("\n".join(filter(None, (_VERDICTS[outcome], feedback, again))))
 
 
 def retry(*, grade: Grade, tries: int = 3, discount: float = 1.0) -> Environment:
@@ -50,8 +41,8 @@ def retry(*, grade: Grade, tries: int = 3, discount: float = 1.0) -> Environment
 
   A right answer ends the dialogue with the grade's score · discount^(earlier tries). So does the
   last try if it is wrong, with the score that its grader gives to wrong answers, normally 0. A
-  reply has the outcome. For programs it also has the first failing test, with its expected output:
-  k tries show at most k − 1 tests. It never has another grader's detail.
+  reply has the outcome and the grader's feedback, if it gives one. That of programs is the first
+  failing test, with its expected output: k tries show at most k − 1 tests.
 
   Args:
     grade: the task's grader for the problem, from the run.

@@ -185,8 +185,8 @@ class _Worker:
     del self._grades[dialogue]
     if "error" in message:
       raise RuntimeError(f"grading failed: {message['error']}")
-    outcome, score, detail = message["grade"]
-    return outcome, score, detail
+    outcome, score, feedback = message["grade"]
+    return outcome, score, feedback
 
 
 def _test(settings: dict[str, Any]) -> list[str]:

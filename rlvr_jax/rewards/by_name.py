@@ -161,7 +161,8 @@ def convert_to_grade(value: Any) -> Grade:
     score = math.nan
   if not math.isfinite(score):
     raise ValueError(f"the grader returned score {value.score!r:.200}, expected a finite number")
-  return Grade(value.outcome, score, str(value.detail), str(value.answer))
+  texts = str(value.detail), str(value.answer), str(value.feedback)
+  return Grade(value.outcome, score, *texts)
 
 
 # --- graders that call others --------------------------------------------------------------------
@@ -191,8 +192,8 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
     completion: text.
     reference: "parts", at least one {"grader": its string, "weight": w, "reference": {…}}.
   Returns:
-    The first part's outcome and answer, with the sum as the score for any outcome; crashed if a
-    part crashed, since the sum would then lack a term.
+    The first part's outcome and answer, with the sum as the score for any outcome, and the parts'
+    feedback; crashed if a part crashed, since the sum would then lack a term.
   Raises:
     ValueError: "parts" is empty.
   """
@@ -208,7 +209,8 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
   )
   if crashed:
     return Grade(Outcome.CRASHED, detail=detail)
-  return Grade(grades[0].outcome, score, detail, grades[0].answer)
+  feedback = "\n".join(grade.feedback for grade in grades if grade.feedback)
+  return Grade(grades[0].outcome, score, detail, grades[0].answer, feedback)
 
 
 def weighted_reference(

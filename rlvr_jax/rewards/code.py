@@ -47,7 +47,8 @@ def code(completion: str, reference: Mapping[str, Any], *, reward: str = "all") 
       it passes for "fraction".
   Returns:
     correct (score 1) if all tests pass; otherwise wrong, with the score that `reward` selects;
-    timeout; or unparseable if there is no program.
+    timeout; or unparseable if there is no program. The feedback of a wrong program is its first
+    failing test, with the expected output.
   Raises:
     SandboxError: the sandbox does not work, so the program was not judged.
     ValueError, KeyError: the reference or the reward is invalid.
@@ -69,13 +70,18 @@ def _grade_verdict(verdict: Mapping[str, Any], reward: str) -> Grade:
   if "timeout" in verdict:
     return Grade(Outcome.TIMEOUT, detail="time limit exceeded")
   if "memory" in verdict:
-    return Grade(Outcome.WRONG, detail="memory limit exceeded")
+    return _grade_wrong("memory limit exceeded")
   if "died" in verdict:
     return Grade(Outcome.WRONG, detail=f"the program broke its judge (status {verdict['died']})")
   if verdict["passed"] == verdict["total"]:
     return Grade(Outcome.CORRECT, 1.0)
   score = 0.0 if reward == "all" else verdict["passed"] / verdict["total"]
-  return Grade(Outcome.WRONG, score, verdict["failure"])
+  return _grade_wrong(verdict["failure"], score)
+
+
+def _grade_wrong(failure: str, score: float = 0.0) -> Grade:
+  """The grade of a program whose failure its policy may read."""
+  return Grade(Outcome.WRONG, score, failure, feedback=failure)
 
 
 _sandbox: sandboxes.Sandbox | None = None  # of this process; opened at the first item

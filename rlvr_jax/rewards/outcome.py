@@ -46,12 +46,15 @@ class Grade:
     detail: human-readable, such as the extracted answer or the exception.
     answer: normal form of the extracted answer, for majority votes; "" if there is no answer. For
       the same reference, equal answers have equal outcomes.
+    feedback: what a policy that tries again may read, such as the first failing test. The other
+      texts may have the reference's answer, and are for people.
   """
 
   outcome: Outcome
   score: float = 0.0
   detail: str = ""
   answer: str = ""
+  feedback: str = ""
 
 
 class GradingStoppedError(RuntimeError):

@@ -2,7 +2,7 @@
 
 `GraderPool` starts it as `python -m rlvr_jax.rewards.worker SETTINGS`. It first writes
 {"ready": true} or {"error": text}. Then it answers each {"completion", "reference"} line, in order,
-with {"outcome", "score", "detail", "answer"}. Before an answer, {"longer_s"} lines may extend the
+with {"outcome", "score", "detail", "answer", "feedback"}. Before an answer, {"longer_s"} lines may extend the
 item's limit by that many seconds. An {"asleep"} line reports that the item uses no core: other
 workers get the items after it, and this worker drops them, up to `deadlines.GO_ON`. The worker ends
 when its stdin does.
@@ -46,6 +46,7 @@ def _make_reply(grade: Grade) -> dict[str, Any]:
     "score": grade.score,
     "detail": grade.detail[:MAX_DETAIL],
     "answer": _shorten(grade.answer),
+    "feedback": grade.feedback[:MAX_DETAIL],
   }
 
 

@@ -239,7 +239,7 @@ def _parse_reply(line: bytes) -> Grade:
   """Parses a worker's reply; raises _WorkerDiedError if it is broken."""
   try:
     reply = json.loads(line)
-    texts = str(reply["detail"]), str(reply["answer"])
+    texts = [str(reply[name]) for name in ("detail", "answer", "feedback")]
     return Grade(Outcome(reply["outcome"]), float(reply["score"]), *texts)
   except (ValueError, KeyError, TypeError) as error:
     raise _WorkerDiedError(f"the grader's process sent a broken reply {line[:200]!r}") from error

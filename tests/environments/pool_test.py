@@ -288,8 +288,9 @@ class _Grade:
   outcome = "wrong"
   score = 0.25
 
-  def __init__(self, detail):
-    self.detail = detail
+  def __init__(self, feedback):
+    self.feedback = feedback
+    self.detail = "not for a policy"
 
 
 class _Grader:
