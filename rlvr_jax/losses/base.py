@@ -123,17 +123,17 @@ def score_function(weights: Array | float, tokens: Tokens) -> Array:
   return -jax.lax.stop_gradient(weights) * tokens.coefficients * tokens.policy_logprobs
 
 
-def follow(values: Array, log_terms: Array) -> Array:
-  """`values` at every token, with gradient `values`·∇log_terms.
+def follow(values: Array, terms: Array) -> Array:
+  """`values` at every token, with the gradient of `terms`: sg(v) + (x − sg(x)), sg stops gradients.
 
-  This is the token form sg(v)·exp(x − sg(x)) of a quantity v of the full response, where sg stops
-  the gradient: its sum over the tokens has the response's value and gradient times the token count,
-  and dropping a token from the loss drops exactly that token's gradient.
+  Of the logarithm v of a ratio of the full response, the exponential is the token form: its sum
+  over the tokens has the response's value and gradient times the token count, and dropping a token
+  from the loss drops exactly that token's gradient.
 
   Args:
     values: f32[P, G, 1], constant for differentiation.
-    log_terms: f32[P, G, T], each token's own contribution.
+    terms: f32[P, G, T], each token's own contribution.
   Returns:
     f32[P, G, T].
   """
-  return jax.lax.stop_gradient(values) * jnp.exp(log_terms - jax.lax.stop_gradient(log_terms))
+  return jax.lax.stop_gradient(values) + (terms - jax.lax.stop_gradient(terms))

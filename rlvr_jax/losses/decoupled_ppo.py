@@ -46,9 +46,11 @@ def decoupled_ppo(
       )
     proximal_logprobs = jax.lax.stop_gradient(batch.proximal_logprobs)
     tokens = prepare_tokens(policy_logprobs, batch, coefficients)
-    ratios = jnp.exp(log_ratios(policy_logprobs, proximal_logprobs, batch.mask))
     surrogate, clipped = clipped_surrogate(
-      ratios, tokens.coefficients, low=1 - epsilon_low, high=1 + epsilon_high
+      log_ratios(policy_logprobs, proximal_logprobs, batch.mask),
+      tokens.coefficients,
+      low=1 - epsilon_low,
+      high=1 + epsilon_high,
     )
     behavior_weights = jnp.exp(log_ratios(proximal_logprobs, batch.behavior_logprobs, batch.mask))
     capped = jnp.where(behavior_weights > behavior_weight_cap, 1.0, 0.0)

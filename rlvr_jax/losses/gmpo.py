@@ -29,8 +29,8 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Loss:
     bound = jnp.clip(tokens.log_ratios, -epsilon_low, epsilon_high)
     clipped = sign * bound < sign * tokens.log_ratios
     log_ratios = jnp.where(clipped, bound, tokens.log_ratios)
-    geometric_mean = jnp.exp(mean_log_ratios(log_ratios, tokens.mask))
-    losses = -tokens.coefficients * follow(geometric_mean, log_ratios)
-    return losses, clipped
+    log_ratios = jnp.where(sign == 0, 0.0, log_ratios)  # 0 times a ratio beyond float32 is NaN
+    geometric_mean = jnp.exp(follow(mean_log_ratios(log_ratios, tokens.mask), log_ratios))
+    return -tokens.coefficients * geometric_mean, clipped
 
   return token_loss(per_token)._replace(of_responses=True)

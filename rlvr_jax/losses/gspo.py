@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-
 from rlvr_jax.losses.base import Loss, Tokens, follow, token_loss
 from rlvr_jax.losses.ppo_clip import clipped_surrogate
 from rlvr_jax.ops.checks import check_between
@@ -26,9 +24,8 @@ def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Loss:
   check_between("gspo", "epsilon_high", epsilon_high, low=0.0)
 
   def per_token(tokens: Tokens) -> tuple[Array, Array]:
-    sequence_ratios = jnp.exp(mean_log_ratios(tokens.log_ratios, tokens.mask))
     losses, clipped = clipped_surrogate(
-      follow(sequence_ratios, tokens.policy_logprobs),
+      follow(mean_log_ratios(tokens.log_ratios, tokens.mask), tokens.policy_logprobs),
       tokens.coefficients,
       low=1 - epsilon_low,
       high=1 + epsilon_high,

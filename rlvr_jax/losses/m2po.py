@@ -96,7 +96,7 @@ def m2po(
     tokens = prepare_tokens(policy_logprobs, batch, coefficients)
     interval = jax.lax.stop_gradient(statistics)
     losses, clipped = clipped_surrogate(
-      tokens.ratios, tokens.coefficients, low=interval.low, high=interval.high
+      tokens.log_ratios, tokens.coefficients, low=interval.low, high=interval.high
     )
     active = jnp.isfinite(interval.high)
     one = jnp.ones_like(interval.low)

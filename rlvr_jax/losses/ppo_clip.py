@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from rlvr_jax.losses.base import Loss, Tokens, token_loss
@@ -10,21 +11,32 @@ from rlvr_jax.types import Array
 
 
 def clipped_surrogate(
-  ratios: Array, coefficients: Array, *, low: Array | float, high: Array | float
+  log_ratios: Array,
+  coefficients: Array,
+  *,
+  low: Array | float,
+  high: Array | float,
+  negative_high: float = jnp.inf,
 ) -> tuple[Array, Array]:
-  """max(−Aρ, −A·clip(ρ, low, high)).
+  """max(−Aρ, −A·clip(ρ, low, high)): ρ is at most `high` where A > 0, at least `low` where A < 0.
 
   Args:
-    ratios: f32[P, G, T], ρ.
-    coefficients: f32[P, G, 1] or f32[P, G, T], A.
+    log_ratios: f32[P, G, T], log ρ, nats.
+    coefficients: f32[P, G, 1] or f32[P, G, T], A; a token with A = 0 has the loss 0.
     low, high: the interval of ρ within which nothing is clipped.
+    negative_high: the largest ρ where A < 0.
   Returns:
-    The losses, and bool[P, G, T], where the second term is the larger: no gradient flows there.
+    The losses, and bool[P, G, T], where a bound is crossed: no gradient flows there.
   """
-  unclipped = -coefficients * ratios
-  bound = -coefficients * jnp.clip(ratios, low, high)
-  clipped = bound > unclipped
-  return jnp.where(clipped, bound, unclipped), clipped
+  log_ratios = jnp.where(coefficients == 0, 0.0, log_ratios)
+  ratios = jnp.exp(jax.lax.stop_gradient(log_ratios))
+  lower = jnp.where(coefficients > 0, 0.0, low)
+  upper = jnp.where(coefficients > 0, high, negative_high)
+  clipped = (ratios < lower) | (ratios > upper)
+  # A constant before the exponential: 0 times the derivative of an infinite one would be NaN.
+  constant = clipped | jnp.isinf(ratios)
+  moving = jnp.exp(jnp.where(constant, 0.0, log_ratios))
+  return -coefficients * jnp.where(constant, jnp.clip(ratios, lower, upper), moving), clipped
 
 
 def ppo_clip(
@@ -49,13 +61,12 @@ def ppo_clip(
     check_between("ppo_clip", "dual_clip", dual_clip, low=1.0, open_low=True)
 
   def per_token(tokens: Tokens) -> tuple[Array, Array]:
-    losses, clipped = clipped_surrogate(
-      tokens.ratios, tokens.coefficients, low=1 - epsilon_low, high=1 + epsilon_high
+    return clipped_surrogate(
+      tokens.log_ratios,
+      tokens.coefficients,
+      low=1 - epsilon_low,
+      high=1 + epsilon_high,
+      negative_high=jnp.inf if dual_clip is None else dual_clip,
     )
-    if dual_clip is not None:
-      ceiling = -tokens.coefficients * dual_clip
-      capped = (tokens.coefficients < 0) & (losses > ceiling)
-      losses, clipped = jnp.where(capped, ceiling, losses), clipped | capped
-    return losses, clipped
 
   return token_loss(per_token)

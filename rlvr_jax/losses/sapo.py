@@ -9,6 +9,8 @@ from rlvr_jax.losses.base import Loss, Tokens, token_loss
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.types import Array
 
+LARGEST_LOG_RATIO = 80.0  # nats; its exponential is finite in float32
+
 
 def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.05) -> Loss:
   """ℓ = −A·(4/τ)·σ(τ(ρ−1)), with ρ = π/β and τ by the sign of A.
@@ -26,7 +28,9 @@ def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.0
 
   def per_token(tokens: Tokens) -> tuple[Array, Array]:
     temperature = jnp.where(tokens.coefficients > 0, temperature_positive, temperature_negative)
-    sigmoid = jax.nn.sigmoid(temperature * (tokens.ratios - 1))
+    # The gate of a ratio that large is 0. Infinite, it would give the gradient 0·∞.
+    ratios = jnp.exp(jnp.minimum(tokens.log_ratios, LARGEST_LOG_RATIO))
+    sigmoid = jax.nn.sigmoid(temperature * (ratios - 1))
     gate = 4 * sigmoid * (1 - sigmoid)
     return -tokens.coefficients * (4 / temperature) * sigmoid, 1 - gate
 

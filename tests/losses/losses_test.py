@@ -10,6 +10,7 @@ from oracles.batches import evaluate, make_batch, metric_value, random_case
 from oracles.loss_oracles import LOSSES
 
 from rlvr_jax import losses
+from rlvr_jax.ops.veto import negative_advantage_veto
 
 VARIANTS = [
   *((name, {}) for name in LOSSES),
@@ -96,6 +97,39 @@ def test_clip_fractions_by_sign_of_hand_counted_tokens():
   assert metric_value(metrics["loss/clip_fraction"]) == pytest.approx(2 / 5)
   assert metric_value(metrics["loss/clip_fraction_positive"]) == pytest.approx(1 / 3)
   assert metric_value(metrics["loss/clip_fraction_negative"]) == pytest.approx(1 / 2)
+
+
+@pytest.mark.parametrize(
+  ("name", "hyper", "coefficient"),
+  [
+    *((name, {}, 1.0) for name in ("decoupled_ppo", "gmpo", "gspo", "m2po", "ppo_clip", "sapo")),
+    ("sapo", {}, -1.0),
+    ("ppo_clip", {"dual_clip": 3.0}, -1.0),
+    *((name, {}, 0.0) for name in sorted({*losses.__all__} - {"p3o"})),
+  ],
+)
+def test_a_ratio_beyond_float32_has_the_gradient_of_one_that_is_clipped(name, hyper, coefficient):
+  """exp(100) is infinite in float32; what a bound holds constant still has a gradient of 0."""
+  policy, batch, coefficients = random_case(0, spread=0.1, dtype=np.float32)
+  coefficients = coefficients.at[0, 1].set(coefficient)
+  at = lambda log_ratio: policy.at[0, 1].set(batch.behavior_logprobs[0, 1] + log_ratio)
+  batch = dataclasses.replace(batch, proximal_logprobs=batch.behavior_logprobs)
+  loss = getattr(losses, name)(**hyper)
+  (value, _), gradient = evaluate(loss, at(100.0), batch, coefficients)
+  assert np.isfinite(value) and np.all(np.isfinite(gradient))
+  _, large = evaluate(loss, at(30.0), batch, coefficients)
+  np.testing.assert_allclose(gradient, large, rtol=1e-5, atol=1e-7)
+
+
+def test_a_ratio_beyond_float32_without_a_bound_is_not_finite_unless_it_is_vetoed():
+  policy, batch, coefficients = random_case(0, spread=0.1, dtype=np.float32)
+  coefficients = coefficients.at[0, 1].set(-1.0)
+  policy = policy.at[0, 1, 0].set(100.0)
+  case = (losses.ppo_clip(), policy, batch, coefficients)
+  assert not np.isfinite(evaluate(*case)[0][0])  # so that the update is skipped and counted
+  veto = negative_advantage_veto(trigger="above", threshold=5.0, scope="response")
+  (value, _), gradient = evaluate(*case, veto=veto)
+  assert np.isfinite(value) and np.all(np.isfinite(gradient))
 
 
 def test_p3o_is_not_finite_when_a_ratio_overflows():
