@@ -25,6 +25,7 @@ from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.batch import read_batch
 from rlvr_jax.rollouts.staleness import stages, updates_per_refresh
 from rlvr_jax.storage.places import Workdir
+from rlvr_jax.train.checkpointing.checkpoint_files import saved_steps
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, check_config
 from rlvr_jax.train.reporting.run_log import NonFiniteError
 from rlvr_jax.train.setup.build import build
@@ -309,6 +310,16 @@ def test_nonfinite_updates_are_skipped_and_too_many_end_the_run(tmp_path):
   saved = read_batch(workdir / f"nonfinite_batch_{train_records[-1]['step']}.array_record")
   assert saved.tokens.shape == (8, 4, 4) and saved.prompts.tokens.shape == (8, 8)
   assert saved.mask.sum() > 0 and saved.lags is not None
+
+
+@pytest.mark.slow
+def test_a_state_that_an_optimizer_made_nan_is_never_saved(tmp_path):
+  """The loss and gradient of that update are finite; a rerun would begin with NaN for good."""
+  parts = build(tiny.config(optimizer="optax:adamw(b1=1.0)", checkpoint__every=1))
+  message = r"after update 1 the optimizer has left NaN .* such as \.?params/.*config.optimizer"
+  with pytest.raises(NonFiniteError, match=message):
+    train(parts, tmp_path / "run")
+  assert saved_steps(tmp_path / "run" / "checkpoints") == [0]
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ from rlvr_jax.models.huggingface_tensors import (
 from rlvr_jax.models.safetensors import Tensor
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_choice
+from rlvr_jax.ops.finite import check_finite
 from rlvr_jax.storage.files import list_files, locate
 from rlvr_jax.types import Array, Params
 
@@ -90,7 +91,7 @@ def load_params(
     inner = functools.reduce(lambda tree, key: tree[key], leaf.path[:-1], params)
     abstract = leaf_value(abstract_params, leaf)
     inner[leaf.path[-1]] = _load_leaf(leaf, abstract, tensors, block_bytes)
-  _check_finite(params, leaves, directory)
+  check_finite(str(directory), params)
   return params
 
 
@@ -101,7 +102,7 @@ def open_tensors(
 ) -> dict[str, Tensor]:
   """Opens and checks the tensors of a checkpoint directory, by their usual names.
 
-  Does not read the weights yet.
+  Reads no weights yet, but those of a tied head that was saved beside the embedding.
 
   Raises:
     FileNotFoundError, ValueError: as `load_params`, before it reads the weights.
@@ -116,19 +117,32 @@ def open_tensors(
 def _drop_tied_head(tensors: dict[str, Tensor], leaves: list[Leaf], directory: Any) -> None:
   """Drops a tied head that was saved in addition to the embedding, or instead of it.
 
-  Raises ValueError if head and embedding differ.
+  Raises ValueError if head and embedding differ in any row: only those of added tokens may have been
+  trained apart.
   """
   if any(leaf.path == ("head_kernel",) for leaf in leaves) or HEAD not in tensors:
     return
   head = tensors.pop(HEAD)
   embedding = tensors.setdefault(EMBEDDING, head)
-  rows = min(head.shape[0], embedding.shape[0])
-  for row in range(0, rows, max(1, rows // 16)):  # training moves every row of a head
-    if not np.array_equal(head.rows(row, row + 1), embedding.rows(row, row + 1)):
-      raise ValueError(
-        f"{directory}: {head.name!r} differs from {embedding.name!r}, but {CONFIG} says that they"
-        " are tied; if they are not, set tie_word_embeddings to false there"
-      )
+  if (where := _first_difference(head, embedding)) is not None:
+    raise ValueError(
+      f"{directory}: {head.name!r} differs from {embedding.name!r} {where}, but {CONFIG} says that"
+      " they are tied; if they are not, set tie_word_embeddings to false there"
+    )
+
+
+def _first_difference(a: Tensor, b: Tensor) -> str | None:
+  """Where two matrices differ first, or None."""
+  if a.shape != b.shape:
+    return f"in shape, {a.shape} and {b.shape}"
+  rows, width = a.shape
+  block = max(1, BLOCK_BYTES // (width * a.dtype.itemsize))
+  for start in range(0, rows, block):
+    stop = min(start + block, rows)
+    differs = np.any(a.rows(start, stop) != b.rows(start, stop), axis=1)
+    if np.any(differs):
+      return f"first in row {start + int(np.argmax(differs))} of {rows}"
+  return None
 
 
 def _check_tensors(
@@ -155,22 +169,6 @@ def _check_tensors(
     )
   for name in shapes:
     _ = tensors[name].dtype  # raises ValueError if it cannot be read
-
-
-@jax.jit
-def _are_finite(params: Params) -> Params:
-  # NaN and infinities propagate to the sum; unlike isfinite(x), isfinite(sum) needs no memory.
-  return jax.tree.map(lambda x: jnp.isfinite(jnp.sum(x)), params)
-
-
-def _check_finite(params: Params, leaves: list[Leaf], directory: Any) -> None:
-  """Raises ValueError if weights are NaN or infinite."""
-  finite = jax.device_get(_are_finite(params))
-  if non_finite := [leaf for leaf in leaves if not leaf_value(finite, leaf)]:
-    raise ValueError(
-      f"{directory}: NaN or infinite weights in {len(non_finite)} of {len(leaves)} parameters:"
-      f" {_first_names(['/'.join(leaf.path) for leaf in non_finite])}; use an earlier checkpoint"
-    )
 
 
 def _first_names(names: list[str]) -> str:

@@ -18,6 +18,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface_tensors import KERNELS
 from rlvr_jax.models.lora import LoraSettings
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.finite import check_finite
 from rlvr_jax.ops.layers import layers_in, stack_of
 from rlvr_jax.storage.files import locate
 from rlvr_jax.types import Params
@@ -110,7 +111,8 @@ def load_adapters(
   Returns:
     Adapters as `lora.init` returns them, NumPy arrays of at least float32.
   Raises:
-    ValueError: the adapters are for another model, or not of the form W + (α/R)·A·B in every layer.
+    ValueError: the adapters are for another model, or not of the form W + (α/R)·A·B in every layer,
+      or NaN or infinite.
     FileNotFoundError: one of the two files is missing.
   """
   system, folder = locate(directory)
@@ -144,6 +146,7 @@ def load_adapters(
     check_adapters(adapters, settings, config)
   except ValueError as error:
     raise ValueError(f"{folder}: r and lora_alpha of {CONFIG_FILE}, or shapes: {error}") from error
+  check_finite(folder, adapters)
   return adapters, settings
 
 

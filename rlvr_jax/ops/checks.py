@@ -15,12 +15,14 @@ def check_between(
   low: float = -math.inf,
   high: float = math.inf,
   open_low: bool = False,
+  open_high: bool = False,
 ) -> None:
-  """Raises ValueError unless value is a real number in [low, high], or (low, high] if open_low."""
+  """Raises ValueError unless value is a real number in [low, high], without the open ends."""
   is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < math.inf
-  if not is_number or not low <= value <= high or (open_low and value == low):
+  is_open_end = (open_low and value == low) or (open_high and value == high)
+  if not is_number or not low <= value <= high or is_open_end:
     bracket = "(" if open_low or low == -math.inf else "["
-    close = ")" if high == math.inf else "]"
+    close = ")" if open_high or high == math.inf else "]"
     raise ValueError(
       f"{owner}: {name} = {value!r} is not a number in {bracket}{low:g}, {high:g}{close};"
       f" set {name} within it"

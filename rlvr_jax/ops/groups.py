@@ -39,7 +39,7 @@ def varies(x: Array, valid: Array) -> Array:
 
 def _sum_over_count(x: Array, valid: Array, *, ddof: int) -> Array:
   """Σ x/(n − ddof), for x that is 0 where not valid."""
-  size = x.shape[1] - ddof
+  size = max(x.shape[1] - ddof, 1)
   count = jnp.maximum(count_valid(valid).astype(x.dtype) - ddof, 1)
   # XLA rounds a division by the constant `size` differently from one by n. The factor is exactly 1
   # if all rollouts are valid.

@@ -41,7 +41,7 @@ from rlvr_jax.train.generation.generator import Generator
 from rlvr_jax.train.generation.policies import lazy_fingerprint, sync_weights
 from rlvr_jax.train.generation.scoring import Scorer
 from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog
+from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog, check_state
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.programs import is_on_cpu
 from rlvr_jax.train.start import parameters
@@ -290,6 +290,7 @@ class Trainer:
   def save(self, now: RunState) -> None:
     """Saves everything that determines the rest of the run, except the rollouts in the store."""
     self._end_update()
+    check_state(now.state, now.step)
     c, (queue, arrays) = self.parts.config, self.queue.state()
     host = HostState(
       position=now.position,

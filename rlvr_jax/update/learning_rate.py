@@ -28,7 +28,8 @@ def linear(
   Args:
     peak: ≥ 0.
     warmup: updates until the peak.
-    final_fraction: of the peak, reached at the last update.
+    final_fraction: of the peak, which the rate would reach one update after the last: of a rate
+      that falls to 0, no update is wasted.
     num_updates: of the run.
   """
   _check("linear", peak, warmup, final_fraction)
@@ -44,7 +45,8 @@ def cosine(
   Args:
     peak: ≥ 0.
     warmup: updates until the peak.
-    final_fraction: of the peak, reached at the last update.
+    final_fraction: of the peak, which the rate would reach one update after the last: of a rate
+      that falls to 0, no update is wasted.
     num_updates: of the run.
   """
   _check("cosine", peak, warmup, final_fraction)

@@ -33,8 +33,8 @@ def adamw(
 
   Args:
     learning_rate: of the run.
-    b1: in [0, 1], decay of the mean of the gradient.
-    b2: in [0, 1], decay of the mean of the squared gradient.
+    b1: in [0, 1), decay of the mean of the gradient.
+    b2: in [0, 1), decay of the mean of the squared gradient.
     epsilon: above 0, added to the square root of that mean.
     weight_decay: ≥ 0.
   Source: "Decoupled Weight Decay Regularization" (arXiv:1711.05101).
@@ -57,8 +57,8 @@ def lion(
 
   Args:
     learning_rate: of the run.
-    b1: in [0, 1], weight of the momentum in the step.
-    b2: in [0, 1], decay of the momentum.
+    b1: in [0, 1), weight of the momentum in the step.
+    b2: in [0, 1), decay of the momentum.
     weight_decay: ≥ 0.
   Source: "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675).
   """
@@ -85,7 +85,7 @@ def muon(
 
   Args:
     learning_rate: of the run, for both optimizers.
-    momentum: in [0, 1], decay of the mean of the gradient.
+    momentum: in [0, 1), decay of the mean of the gradient.
     nesterov: whether to use Nesterov momentum.
     steps: ≥ 1, Newton–Schulz iterations.
     update_rms: scales the update by update_rms·√max(D, E); 0.2 makes steps as long as AdamW's, so
@@ -129,7 +129,7 @@ def sgd(
 
   Args:
     learning_rate: of the run.
-    momentum: in [0, 1], decay of the sum of the gradients; 0 turns it off.
+    momentum: in [0, 1), decay of the sum of the gradients; 0 turns it off.
     nesterov: whether to use Nesterov momentum.
   """
   _check("sgd", momentum=momentum)
@@ -139,7 +139,8 @@ def sgd(
 
 def _check(owner: str, *, weight_decay: float = 0.0, **decays: float) -> None:
   for name, value in decays.items():
-    check_between(owner, name, value, low=0.0, high=1.0)
+    # At 1 an average keeps its first value, 0, and its correction for that divides by 0.
+    check_between(owner, name, value, low=0.0, high=1.0, open_high=True)
   check_between(owner, "weight_decay", weight_decay, low=0.0)
 
 

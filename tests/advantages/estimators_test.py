@@ -14,6 +14,7 @@ from oracles.batches import make_batch, metric_value
 from remedy import remedy
 
 from rlvr_jax import advantages
+from rlvr_jax.ops import groups
 from rlvr_jax.types import TrainBatch
 
 ZERO_WHEN_CONSTANT = [name for name in advantages.__all__ if name not in WITHOUT_GROUP]
@@ -154,6 +155,12 @@ def test_a_group_of_one(name):
       _coefficients(name, batch)
   else:
     assert np.all(np.isfinite(_coefficients(name, batch)))
+
+
+def test_reductions_over_one_member_are_its_value_and_a_deviation_of_0():
+  x, valid = jnp.array([[3.0], [jnp.nan]]), jnp.array([[True], [False]])
+  np.testing.assert_array_equal(groups.group_mean(x, valid), [[3.0], [0.0]])
+  np.testing.assert_array_equal(groups.group_deviation(x, valid), [[0.0], [0.0]])
 
 
 def test_pass_at_k_beyond_the_group_says_so():

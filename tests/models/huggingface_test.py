@@ -473,6 +473,19 @@ def test_a_head_of_its_own_is_not_taken_for_a_tied_one(tmp_path):
   assert "head_kernel" in load(tmp_path, tied_head=False)
 
 
+def test_a_tied_head_may_not_differ_even_in_the_row_of_an_added_token(tmp_path):
+  tensors = published_tensors(SETTINGS)
+  head = tensors["model.embed_tokens.weight"].copy()
+  head[-1, 3] += 1
+  tied = SETTINGS | {"tie_word_embeddings": True}
+  write(tmp_path, tensors | {"lm_head.weight": head}, tied)
+  with pytest.raises(ValueError, match=r"differs from .* first in row 23 of 24.*tie_word_emb"):
+    load(tmp_path)
+  write(tmp_path, tensors | {"lm_head.weight": head[:-1]}, tied)
+  with pytest.raises(ValueError, match=r"differs from .* in shape, \(23, 16\) and \(24, 16\)"):
+    load(tmp_path)
+
+
 def changed(**tensors):
   return lambda original: original | tensors
 

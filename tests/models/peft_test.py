@@ -89,6 +89,23 @@ def test_tensors_have_pefts_names_and_orientation(tmp_path):
   assert sorted(description["target_modules"]) == ["down_proj", "o_proj", "q_proj"]
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_adapters_that_are_not_finite_are_named(tmp_path, value):
+  folder = saved(tmp_path / "run")
+
+  def spoil(tensors):
+    name = sorted(tensors)[-1]
+    matrix = tensors[name].copy()
+    matrix[0, 0] = value
+    return tensors | {name: matrix}
+
+  rewrite(folder, spoil)
+  with pytest.raises(
+    ValueError, match=r"run: NaN or infinite weights in 1 of 6 parameters: blocks"
+  ):
+    load_adapters(folder, CONFIG)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 def test_half_precision_is_read_as_float32(tmp_path, dtype):
   folder = saved(tmp_path / "run")

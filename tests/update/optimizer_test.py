@@ -144,6 +144,7 @@ def test_lion_steps_by_the_sign_and_sgd_along_the_gradient():
     ("constant(peak=0.3, warmup=0)", {0: 0.3, 50: 0.3}),
     ("linear(peak=1.0, warmup=20)", {0: 0.05, 19: 1.0, 20: 1.0, 60: 0.55, 100: 0.1}),
     ("linear(peak=1.0, warmup=0, final_fraction=0.0)", {0: 1.0, 50: 0.5, 100: 0.0}),
+    ("linear(peak=1.0, warmup=0, final_fraction=0.0)", {99: 0.01, 100: 0.0}),  # 99: the last update
     ("cosine(peak=2.0, warmup=20)", {0: 0.1, 20: 2.0, 60: 1.1, 100: 0.2}),
   ],
 )
@@ -160,6 +161,11 @@ def test_learning_rates(text, values):
     (learning_rate, "linear(peak=1.0, warmup=1.5)", "linear: warmup = 1.5 is not an integer"),
     (learning_rate, "linear(peak=1.0, final_fraction=2)", "final_fraction = 2 is not a number"),
     (optimizer, "adamw(b1=2)", "adamw: b1 = 2 is not a number"),
+    (optimizer, "adamw(b1=1.0)", r"adamw: b1 = 1.0 is not a number in \[0, 1\)"),
+    (optimizer, "adamw(b2=1)", "adamw: b2 = 1 is not a number"),
+    (optimizer, "lion(b2=1.0)", "lion: b2 = 1.0 is not a number"),
+    (optimizer, "muon(momentum=1.0)", "muon: momentum = 1.0 is not a number"),
+    (optimizer, "sgd(momentum=1.0)", "sgd: momentum = 1.0 is not a number"),
     (optimizer, "adamw(epsilon=0)", "adamw: epsilon = 0 is not a number"),
     (optimizer, "lion(weight_decay=-1)", "lion: weight_decay = -1 is not"),
     (optimizer, "muon(steps=0)", "muon: steps = 0 is not an integer"),

@@ -16,6 +16,7 @@ from rlvr_jax.data import Task
 from rlvr_jax.evaluate.held_out import GAP
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.finite import nonfinite_names
 from rlvr_jax.rollouts.batch import (
   Graded,
   RolloutBatch,
@@ -30,7 +31,7 @@ from rlvr_jax.train.reporting import machines
 from rlvr_jax.train.reporting.data_use import WarmStart, first_update_warning
 from rlvr_jax.train.reporting.progress import compact_line, say, warn
 from rlvr_jax.train.reporting.writer import MetricWriter, stage_summary
-from rlvr_jax.types import Params, TrainBatch
+from rlvr_jax.types import Params, TrainBatch, TrainState
 
 COUNTERS = (
   *("batches", "prompts_sampled", "tokens_generated", "tokens_trained", "tokens_evaluated"),
@@ -67,7 +68,7 @@ class DispatchedUpdate(NamedTuple):
 
 
 class NonFiniteError(FloatingPointError):
-  """Too many updates in a row had a loss or gradient that was not finite."""
+  """Too many updates in a row were not finite, or one has made the state so."""
 
 
 class Stopwatch:
@@ -456,6 +457,17 @@ class RunLog:
     gap = f", {values[GAP]:.3f} below best play" if GAP in values else ""
     say(f"held-out after update {step}: {shown}{gap}")
     self.remember_evaluation(values)
+
+
+def check_state(state: TrainState, step: int) -> None:
+  """Raises NonFiniteError if the state after `step` updates is not finite: it must not be saved."""
+  if names := nonfinite_names(state):
+    raise NonFiniteError(
+      f"after update {step} the optimizer has left NaN or infinite values in {len(names)} arrays of"
+      f" the state, such as {names[0]}. This state is not saved; earlier checkpoints are untouched."
+      " Check the settings of config.optimizer, or lower the peak of config.learning_rate, in"
+      " another --workdir"
+    )
 
 
 def raise_non_finite(

@@ -1,0 +1,36 @@
+"""Which arrays have NaN or infinite entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.types import Array, Params
+
+
+def nonfinite_names(tree: Any) -> list[str]:
+  """Paths, joined by "/", of the floating-point arrays of a tree that are not finite throughout."""
+  leaves = {
+    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    if jnp.issubdtype(leaf.dtype, jnp.floating)
+  }
+  return [name for name, finite in jax.device_get(_are_finite(leaves)).items() if not finite]
+
+
+def check_finite(where: str, params: Params) -> None:
+  """Raises ValueError, which names the arrays and `where` they were read, unless all are finite."""
+  if names := nonfinite_names(params):
+    shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+    raise ValueError(
+      f"{where}: NaN or infinite weights in {len(names)} of {len(jax.tree.leaves(params))}"
+      f" parameters: {shown}; use an earlier checkpoint"
+    )
+
+
+@jax.jit
+def _are_finite(leaves: dict[str, Array]) -> dict[str, Array]:
+  # NaN and infinities propagate to the sum; unlike isfinite(x), isfinite(sum) needs no memory.
+  return {name: jnp.isfinite(jnp.sum(x)) for name, x in leaves.items()}
