@@ -117,8 +117,7 @@ def open_tensors(
 def _drop_tied_head(tensors: dict[str, Tensor], leaves: list[Leaf], directory: Any) -> None:
   """Drops a tied head that was saved in addition to the embedding, or instead of it.
 
-  Raises ValueError if head and embedding differ in any row: only those of added tokens may have been
-  trained apart.
+  Raises ValueError if head and embedding differ in any row, be it one of an added token alone.
   """
   if any(leaf.path == ("head_kernel",) for leaf in leaves) or HEAD not in tensors:
     return
