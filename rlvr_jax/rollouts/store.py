@@ -43,6 +43,7 @@ from rlvr_jax.storage.files import (
   JsonLines,
   disk_full_error,
   file_crc32,
+  path_within,
   report_full_disk,
   shortage,
   sync_folder,
@@ -89,7 +90,7 @@ class RolloutStore:
       StoreError: not a store, of another format, or opened for writing by another process.
     """
     self.directory = parse_path("the folder of rollouts", directory)
-    self.local = workdir.local / self.directory.name if workdir else self.directory
+    self.local = path_within(workdir.local, self.directory.name) if workdir else self.directory
     self._workdir = workdir
     self._files = open_files(self.directory, workdir)
     self._index = _Index((self.local if writable else self.directory) / INDEX, writable)
@@ -153,8 +154,9 @@ class RolloutStore:
       TornShardError: the batch is missing or not as it was written.
     """
     entry = self._stored_entry(number)
+    shard = self._path(number)  # the index may be of another author, and name any file
     try:
-      with self._files.open_to_read(entry["file"]) as path:
+      with self._files.open_to_read(shard.name) as path:
         size, checksum = path.stat().st_size, file_crc32(path)
         if size != entry.get("bytes", size):
           raise ValueError(f"it has {size} bytes and was written with {entry['bytes']}")
@@ -164,7 +166,7 @@ class RolloutStore:
     except (StoreError, UnreachableError, DiskFullError):
       raise
     except Exception as error:
-      raise _torn_error(self.directory / entry["file"], number, str(error)) from error
+      raise _torn_error(shard, number, str(error)) from error
 
   def is_intact(self, number: int) -> bool:
     """Whether `read` succeeds; reads the complete batch."""
@@ -273,7 +275,7 @@ class RolloutStore:
   def _shards(self) -> dict[int, pathlib.Path]:
     """Paths of the files with names of shards, by number."""
     matches = (_SHARD.fullmatch(name) for name in self._files.names())
-    return {int(match[1]): self.directory / match[0] for match in matches if match}
+    return {(n := int(match[1])): self._path(n) for match in matches if match}
 
   def _make_entry(self, number: int) -> dict[str, Any] | None:
     """Makes the index entry of a batch from its shard; None if the shard is corrupted."""
@@ -438,7 +440,8 @@ class _Index:
 
   def read_new_entries(self, directory: pathlib.Path) -> list[dict[str, Any] | None]:
     """Reads the entries appended since the last call; None for a damaged line."""
-    return [read_line(line, directory) for line in self._tail.read_new().splitlines()]
+    entries = [read_line(line, directory) for line in self._tail.read_new().splitlines()]
+    return [e if e and type(e.get("number")) is int and "state" in e else None for e in entries]
 
   def close(self) -> None:
     """Closes the index for appending and unlocks it."""

@@ -28,8 +28,33 @@ class DamagedFileError(ValueError):
   """A file of records has a line that is not a record."""
 
 
+class ForeignNameError(OSError):
+  """A name from a bucket or a record, of a file that would not be in its folder."""
+
+
 class DiskFullError(OSError):
   """No space is left for a file that a run has to write."""
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def path_within(folder: pathlib.Path, name: str) -> pathlib.Path:
+  """The path of a file in a folder, by a name that need not be ours: the only way to one.
+
+  Args:
+    folder: on this machine.
+    name: such as "metrics.jsonl" or "rollouts/index.jsonl"; of an object, or in a record.
+  Raises:
+    ForeignNameError: the name is absolute or has an empty part, "." or "..".
+  """
+  parts = name.split("/") if isinstance(name, str) else [""]
+  if any(part in ("", ".", "..") or "\0" in part for part in parts):
+    raise ForeignNameError(
+      f"a file named {name!r:.200} would not be in {folder}, to which its name belongs; nothing was"
+      " read or written. Remove what has that name, or do not use what its author gave you"
+    )
+  return folder.joinpath(*parts)
 
 
 # --- other file systems ---------------------------------------------------------------------------

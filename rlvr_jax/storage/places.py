@@ -26,6 +26,7 @@ from rlvr_jax.storage.bucket import MAX_CONCURRENT_REQUESTS, SEGMENT, Bucket, Li
 from rlvr_jax.storage.files import (
   TEMPORARY,
   make_locked_folder,
+  path_within,
   replace_path,
   report_full_disk,
   sync_folder,
@@ -117,7 +118,7 @@ class LocalFiles:
     return sorted(path.name for path in self._folder.iterdir())
 
   def exists(self, name: str) -> bool:
-    return (self._folder / name).exists()
+    return path_within(self._folder, name).exists()
 
   def sizes(self) -> dict[str, int] | None:
     """Bytes of the files by name if equal sizes prove that a file is intact; on a disk, None."""
@@ -125,22 +126,22 @@ class LocalFiles:
 
   def open_to_write(self, name: str) -> contextlib.AbstractContextManager[pathlib.Path]:
     """Context with a path to write to; its file replaces `name` at the end."""
-    return replace_path(self._folder / name)
+    return replace_path(path_within(self._folder, name))
 
   def open_to_read(self, name: str) -> contextlib.AbstractContextManager[pathlib.Path]:
     """Context with a path to read from."""
-    return contextlib.nullcontext(self._folder / name)
+    return contextlib.nullcontext(path_within(self._folder, name))
 
   def delete(self, name: str) -> None:
     """Removes a file, if it exists."""
-    (self._folder / name).unlink(missing_ok=True)
+    path_within(self._folder, name).unlink(missing_ok=True)
 
   def move(self, name: str, folder: str) -> pathlib.Path:
     """Moves a file into a subfolder, as NAME.0, NAME.1, …: the first name that is free."""
-    target = self._folder / folder
+    source, target = path_within(self._folder, name), path_within(self._folder, folder)
     target.mkdir(exist_ok=True)
-    names = (target / f"{name}.{k}" for k in itertools.count())
-    moved = (self._folder / name).rename(next(path for path in names if not path.exists()))
+    names = (path_within(target, f"{name}.{k}") for k in itertools.count())
+    moved = source.rename(next(path for path in names if not path.exists()))
     sync_folder(target)
     sync_folder(self._folder)
     return moved
@@ -168,14 +169,14 @@ class BucketFiles:
   def open_to_write(self, name: str) -> Iterator[pathlib.Path]:
     """Context with a path to write to; its file is stored at the end and never replaces another."""
     with tempfile.TemporaryDirectory(dir=self._staging) as folder:
-      path = pathlib.Path(folder) / name
+      path = path_within(pathlib.Path(folder), name)
       yield path
       self._bucket.put(name, path.read_bytes(), generation=0)
 
   @contextlib.contextmanager
   def open_to_read(self, name: str) -> Iterator[pathlib.Path]:
     with tempfile.TemporaryDirectory(dir=self._staging) as folder:
-      path = pathlib.Path(folder) / name
+      path = path_within(pathlib.Path(folder), name)
       with report_full_disk(path):
         path.write_bytes(self._bucket.read(name))
       yield path
@@ -255,7 +256,7 @@ class Workdir:
     self._mirror: _Mirror | None = None
     if in_bucket(self.path):
       staging, self._lock = make_locked_folder(_STAGING)
-      self.local = staging / self.path.name
+      self.local = path_within(staging, self.path.name)
       self.local.mkdir()
       self._mirror = _Mirror(self.local, self.bucket())
       self._follower = _Follower(self._mirror)
@@ -325,15 +326,17 @@ class _Mirror:
       if match := SEGMENT.fullmatch(name):
         lines.setdefault(match[1], []).append(int(match[2]))
       elif "/" in name:
-        (self._local / name.partition("/")[0]).mkdir(exist_ok=True)
+        path_within(self._local, name.partition("/")[0]).mkdir(exist_ok=True)
       elif name != OWNER:
-        (self._local / name).write_bytes(self._bucket.read(name))
-        self._published[name] = _size_and_time(self._local / name)
+        path = path_within(self._local, name)
+        path.write_bytes(self._bucket.read(name))
+        self._published[name] = _size_and_time(path)
     for name, numbers in lines.items():
       segments = self._bucket.read_segments(name, numbers)
       self._lines[name] = Lines(self._bucket, name, segments)
-      (self._local / name).parent.mkdir(exist_ok=True, parents=True)
-      (self._local / name).write_bytes(b"".join(segment.data for segment in segments))
+      path = path_within(self._local, name)
+      path.parent.mkdir(exist_ok=True, parents=True)
+      path.write_bytes(b"".join(segment.data for segment in segments))
 
   def note(self, name: str) -> None:
     """Adds a file to those that `publish_noted` publishes."""
@@ -361,7 +364,7 @@ class _Mirror:
     return sorted(name.as_posix() for name in names)
 
   def _publish(self, name: str) -> None:
-    path = self._local / name
+    path = path_within(self._local, name)
     try:
       file = open(path, "rb")
     except FileNotFoundError:  # such as the journal of a batch that is now in the store

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from rlvr_jax.storage.bucket import DEADLINE_S, Bucket, ChangedError
-from rlvr_jax.storage.files import TEMPORARY, report_full_disk
+from rlvr_jax.storage.files import TEMPORARY, path_within, report_full_disk
 from rlvr_jax.storage.places import in_bucket
 
 _FILE = re.compile(r"(.+)\.(\d{8,})")
@@ -87,7 +87,7 @@ class DiskFiles:
     """
     self._folder = folder
     folder.mkdir(parents=True, exist_ok=True)
-    probe, link = (folder / f"{uuid.uuid4().hex}{TEMPORARY}" for _ in range(2))
+    probe, link = (path_within(folder, f"{uuid.uuid4().hex}{TEMPORARY}") for _ in range(2))
     try:
       probe.write_bytes(b"")
       os.link(probe, link)
@@ -109,7 +109,8 @@ class DiskFiles:
   def generations(self, prefix: str = "") -> dict[str, int]:
     directory, slash, _ = prefix.rpartition("/")
     newest: dict[str, int] = {}
-    for file, generation in self._list(self._folder / directory):
+    parent = path_within(self._folder, directory) if directory else self._folder
+    for file, generation in self._list(parent):
       name = f"{directory}{slash}{file}"
       newest[name] = max(generation, newest.get(name, 0))
     exists = lambda name: self._size(name, newest[name]) > 0  # empty: removed, or lost by a crash
@@ -122,7 +123,7 @@ class DiskFiles:
         if data := self._path(name, generation).read_bytes():
           return data, generation
         break
-    raise FileNotFoundError(f"{self._folder / name} does not exist")
+    raise FileNotFoundError(f"{self._folder}/{name} does not exist")
 
   def put(
     self,
@@ -179,7 +180,7 @@ class DiskFiles:
 
   def _files(self, name: str) -> list[int]:
     """The generations of an object that have a file."""
-    path = self._folder / name
+    path = path_within(self._folder, name)
     return [generation for other, generation in self._list(path.parent) if other == path.name]
 
   def _list(self, directory: pathlib.Path) -> Iterator[tuple[str, int]]:
@@ -190,7 +191,7 @@ class DiskFiles:
           yield match[1], int(match[2])
 
   def _path(self, name: str, generation: int) -> pathlib.Path:
-    return self._folder / f"{name}.{generation:08d}"
+    return path_within(self._folder, f"{name}.{generation:08d}")
 
   def _size(self, name: str, generation: int) -> int:
     try:
@@ -199,7 +200,7 @@ class DiskFiles:
       return 1
 
   def _changed(self, name: str) -> ChangedError:
-    return ChangedError(f"{self._folder / name} was changed by another process")
+    return ChangedError(f"{self._folder}/{name} was changed by another process")
 
 
 def open_shared(folder: pathlib.Path, guard: Callable[[], float] = lambda: math.inf) -> SharedFiles:

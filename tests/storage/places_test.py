@@ -1,6 +1,9 @@
 """Objects with conditions, and a workdir's files in a bucket."""
 
+import ast
 import contextlib
+import json
+import pathlib
 import threading
 import time
 
@@ -13,8 +16,16 @@ from rlvr_jax.rollouts.journal import from_json
 from rlvr_jax.rollouts.store import INDEX, RolloutStore, TornShardError
 from rlvr_jax.storage import places
 from rlvr_jax.storage.bucket import Bucket, ChangedError, UnreachableError
-from rlvr_jax.storage.files import JsonLines, replace_file
-from rlvr_jax.storage.places import Workdir
+from rlvr_jax.storage.files import (
+  ForeignNameError,
+  JsonLines,
+  parse_checked_line,
+  path_within,
+  replace_file,
+  with_crc32,
+)
+from rlvr_jax.storage.places import Workdir, open_files
+from rlvr_jax.storage.shared import DiskFiles
 
 
 @pytest.fixture
@@ -116,6 +127,105 @@ def test_a_large_object_is_one_put(url, emulator):
   Bucket(url).put("large", data, generation=0)
   assert len(emulator.requests) == before + 1
   assert Bucket(url).read("large") == data
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+ROOT = pathlib.Path(places.__file__).parents[1]
+
+
+def test_a_foreign_name_gives_a_path_within_its_folder_or_none(tmp_path):
+  assert path_within(tmp_path, "a") == tmp_path / "a"
+  assert path_within(tmp_path, "a/b.jsonl") == tmp_path / "a" / "b.jsonl"
+  assert path_within(tmp_path, "..a/b..") == tmp_path / "..a" / "b.."
+  for name in ["", ".", "..", "../a", "a/../../b", "a/..", "/etc/a", "//a", "a//b", "a/", "a\0b"]:
+    with pytest.raises(ForeignNameError, match=r"would not be in .*Remove"):
+      path_within(tmp_path, name)
+  with pytest.raises(ForeignNameError, match="3 would not be in"):
+    path_within(tmp_path, 3)
+
+
+@pytest.mark.parametrize("foreign", ["../out", "/{}/out", "a/../../out"])
+@pytest.mark.parametrize("kind", ["disk", "bucket", "shared"])
+def test_files_are_not_named_outside_their_folder(kind, foreign, tmp_path, request):
+  (inside := tmp_path / "inside").mkdir()
+  (outside := tmp_path / "out").write_bytes(b"theirs")
+  name = foreign.format(tmp_path)
+  if kind == "shared":
+    files = DiskFiles(inside)
+    calls = [files.read_generation, lambda name: files.put(name, b"mine"), files.delete]
+  else:
+    at = inside if kind == "disk" else places.parse_path("", request.getfixturevalue("url"))
+    files = open_files(at)
+    if kind == "bucket":
+      Bucket(at).put(name, b"mine")
+    write = lambda path: path.write_bytes(b"mine")
+    calls = [
+      lambda name: contextlib.ExitStack().enter_context(files.open_to_read(name)),
+      lambda name: write(contextlib.ExitStack().enter_context(files.open_to_write(name))),
+    ]
+    if kind == "disk":
+      calls += [files.exists, files.delete, lambda name: files.move(name, "torn")]
+      calls += [lambda name: files.move("a", name)]
+  for call in calls:
+    with pytest.raises(ForeignNameError):
+      call(name)
+  assert outside.read_bytes() == b"theirs"
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["inside", "out"]
+
+
+@pytest.mark.parametrize(
+  "name", ["../../out.jsonl/00000000", "../../out", "../out", "a/../../out.jsonl/00000000"]
+)
+def test_objects_of_a_bucket_do_not_leave_the_staging_folder(url, name, tmp_path, monkeypatch):
+  (temporary := tmp_path / "temporary").mkdir()
+  monkeypatch.setattr(places.tempfile, "tempdir", str(temporary))
+  Bucket(url).put(name, b'{"step": 0}\n')
+  with contextlib.closing(Workdir(url)) as workdir, pytest.raises(ForeignNameError, match="out"):
+    workdir.fetch()
+  assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
+
+
+def test_an_index_of_a_foreign_store_names_no_file(tmp_path, url):
+  secret = tmp_path / "secret"
+  for folder in (tmp_path / "rollouts", f"{url}/rollouts"):
+    workdir = Workdir(url) if str(folder).startswith("gs") else None
+    with RolloutStore(folder, writable=True, workdir=workdir) as store:
+      store.append(0, *batch(0))
+      local = store.local
+    record = parse_checked_line((local / INDEX).read_bytes())
+    for fields in ({"file": str(secret)}, {"file": "../../secret"}, {"number": "../../secret"}):
+      (local / INDEX).write_text(json.dumps(with_crc32(record | fields)) + "\n")
+      if workdir:
+        workdir.publish()
+      assert_has(RolloutStore(folder, writable=False), [0])
+    assert not secret.exists()
+
+
+def test_there_is_one_way_from_a_name_to_a_path():
+  """In the rooms that read foreign names, a path is joined with names of our own alone."""
+  rooms = [*(ROOT / "storage").glob("*.py"), ROOT / "rollouts" / "store.py"]
+  rooms += [ROOT / "rollouts" / "journal.py"]
+  found = {}
+  for file in rooms:
+    tree = ast.parse(file.read_text())
+    exempt = [n for n in ast.walk(tree) if getattr(n, "name", "") == "path_within"]
+    inside = {id(node) for function in exempt for node in ast.walk(function)}
+    for node in ast.walk(tree):
+      if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and id(node) not in inside:
+        if not is_own_name(node.right):
+          found[f"{file.name}:{node.lineno}"] = ast.unparse(node)
+  assert found == {}
+
+
+def is_own_name(node):
+  """Whether what a path is joined with is a literal, a constant, digits of a number or a number."""
+  if isinstance(node, ast.JoinedStr):
+    formats = [value for value in node.values if isinstance(value, ast.FormattedValue)]
+    return all(value.format_spec and "d" in ast.unparse(value.format_spec) for value in formats)
+  if isinstance(node, ast.Name):
+    return node.id.isupper()
+  return not any(isinstance(part, (ast.Name, ast.Attribute)) for part in ast.walk(node))
 
 
 # --- workdirs -------------------------------------------------------------------------------------
