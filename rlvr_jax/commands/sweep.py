@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from rlvr_jax.evaluate.compare import RESULT_FILE, evaluations
 from rlvr_jax.evaluate.run_files import read_metrics
-from rlvr_jax.storage.files import replace_file
+from rlvr_jax.storage.files import open_own, replace_file
 from rlvr_jax.storage.places import Workdir, in_bucket
 from rlvr_jax.train.checkpointing.workdir import (
   LAYOUT_FILE,
@@ -365,7 +365,7 @@ def _run_process(run: Run, folder: Workdir, more: Sequence[str]) -> int:
   program = [sys.executable, "-m", "rlvr_jax.main", *run.flags, f"--workdir={workdir}", *more]
   # If this process is killed, the run saves and ends too, since nothing would wait for it.
   program += [f"--stopped_status={_STOPPED_STATUS}", f"--parent={os.getpid()}"]
-  with open(folder.local / run.name / LOG_FILE, "ab") as log:
+  with open_own(folder.local / run.name / LOG_FILE, "ab") as log:
     child = subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
   terminated_at = 0.0
   while (status := child.poll()) is None:

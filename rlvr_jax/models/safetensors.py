@@ -34,6 +34,7 @@ from rlvr_jax.storage.files import (
   TEMPORARY,
   list_files,
   locate,
+  open_own,
   report_full_disk,
   report_unwritable,
   sync_folder,
@@ -359,7 +360,7 @@ def _lock_and_empty(temporary: pathlib.Path, directory: str | os.PathLike[str]) 
   path = temporary / _LOCK
   with contextlib.ExitStack() as stack:
     try:
-      file = stack.enter_context(open(path, "a"))
+      file = stack.enter_context(open_own(path, "a"))
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
       if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
         raise FileNotFoundError  # the owner of the lock has finished or failed meanwhile

@@ -172,13 +172,32 @@ def report_unwritable(name: str, error_type: type[Exception] = OSError) -> Itera
     ) from error
 
 
+def open_own(path: pathlib.Path, mode: str, **options: Any) -> IO[Any]:
+  """Opens a file of a run to write it, which is created if needed; options as of `open`.
+
+  Raises:
+    OSError: it is a symbolic link, by which another's workdir could reach files of this user.
+  """
+  try:
+    return open(
+      path, mode, **options, opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW, 0o666)
+    )
+  except OSError as error:
+    if error.errno != errno.ELOOP:
+      raise
+    raise OSError(
+      f"{path} is a symbolic link, through which nothing is written: remove the link, or choose"
+      " another folder. A link in the place of a folder, such as checkpoints, is followed"
+    ) from error
+
+
 # --- atomic replacement ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def replace_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
   """Context with a file to write, which then replaces `path` atomically."""
-  with replace_path(path) as temporary, open(temporary, "wb") as file:
+  with replace_path(path) as temporary, open_own(temporary, "wb") as file:
     yield file
 
 
@@ -189,6 +208,8 @@ def replace_path(path: pathlib.Path) -> Iterator[pathlib.Path]:
   At the end of the context the new file is durable: it survives a crash of the machine.
   """
   temporary = path.with_name(path.name + TEMPORARY)
+  if temporary.is_symlink():  # which the library would follow
+    temporary.unlink()
   try:
     with report_full_disk(path):
       yield temporary
@@ -267,7 +288,7 @@ class JsonLines:
     """
     self._path, self._fsync = path, fsync
     # Unbuffered: a buffer would hold the bytes of a failed write, and write them again on close.
-    self._file = open(path, "ab", buffering=0)
+    self._file = open_own(path, "ab", buffering=0)
     try:
       if exclusive:
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -53,6 +53,22 @@ def test_a_replaced_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch
   assert synced == [(path.stat().st_ino, False), (tmp_path.stat().st_ino, True)]
 
 
+def test_a_link_in_a_folder_is_not_followed(tmp_path):
+  theirs = tmp_path / "theirs"
+  theirs.write_text("kept")
+  for name in ("a.jsonl", "b.json.tmp", "c"):
+    (tmp_path / name).symlink_to(theirs)
+  with pytest.raises(OSError, match=r"a\.jsonl is a symbolic link.*remove the link"):
+    files.JsonLines(tmp_path / "a.jsonl")
+  with pytest.raises(OSError, match="c is a symbolic link"):
+    files.open_own(tmp_path / "c", "wb")
+  for made in ("b.json", "c"):  # the link goes, whose target is left
+    with files.replace_file(tmp_path / made) as file:
+      file.write(b"ours")
+    assert not (tmp_path / made).is_symlink() and (tmp_path / made).read_text() == "ours"
+  assert theirs.read_text() == "kept"
+
+
 @pytest.mark.parametrize("fsync", [False, True])
 def test_lines_that_do_not_fit_leave_no_trace_and_others_still_do(tmp_path, fsync):
   """A file size limit stands in for a full disk."""

@@ -21,7 +21,7 @@ from rlvr_jax.data.published.dataset import Dataset, describe_layouts
 from rlvr_jax.data.published.files import FORMATS, PublishedFiles
 from rlvr_jax.data.published.rows import Record
 from rlvr_jax.data.sources import question_key
-from rlvr_jax.storage.files import report_full_disk
+from rlvr_jax.storage.files import open_own, report_full_disk
 from rlvr_jax.storage.places import parse_path
 
 DATASETS: dict[str, Dataset] = {
@@ -231,6 +231,6 @@ def prepare(
 def _lock_folder(folder: pathlib.Path) -> Iterator[None]:
   """Locks the folder for one process at a time; the lock ends with the process."""
   folder.mkdir(parents=True, exist_ok=True)
-  with open(folder / "lock", "w") as lock:
+  with open_own(folder / "lock", "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     yield

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from rlvr_jax.storage.files import replace_file, report_unwritable
+from rlvr_jax.storage.files import open_own, replace_file, report_unwritable
 from rlvr_jax.storage.places import Workdir, in_bucket
 from rlvr_jax.train.checkpointing import claim
 from rlvr_jax.train.checkpointing.claim import BucketClaim, WorkdirError
@@ -31,7 +31,7 @@ class WorkdirLock:
     if path.parent.exists() and not path.parent.is_dir():
       raise WorkdirError(f"--workdir={path.parent} is a file; choose a folder.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    self._file = open(path, "a+")
+    self._file = open_own(path, "a+")
     try:
       fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 import jax
 import jaxlib
 
-from rlvr_jax.storage.files import TEMPORARY, sync_folder
+from rlvr_jax.storage.files import TEMPORARY, open_own, sync_folder
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.checkpoint_files import (
@@ -88,7 +88,7 @@ class Entry:
       CheckpointError: another run has not finished it in `WAIT_S`.
       EndRequestedError: shutdown was requested meanwhile.
     """
-    with open(self._lock, "a+", encoding="utf-8") as file:
+    with open_own(self._lock, "a+", encoding="utf-8") as file:
       _wait_for(file, f"the warm start {self.path}")
       file.truncate(0)
       file.write(f"{os.getpid()}\n")

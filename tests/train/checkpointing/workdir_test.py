@@ -38,6 +38,16 @@ def test_a_workdir_is_held_by_one_process(tmp_path):
   WorkdirLock(tmp_path / "run").close()
 
 
+def test_a_link_in_the_place_of_the_lock_is_refused(tmp_path):
+  theirs = tmp_path / "theirs"
+  theirs.write_text("kept")
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / ".lock").symlink_to(theirs)
+  with pytest.raises(OSError, match=r"\.lock is a symbolic link"):
+    WorkdirLock(tmp_path / "run")
+  assert theirs.read_text() == "kept"
+
+
 def test_config_json_follows_the_last_start_of_a_run_with_samplers(tmp_path):
   workdir = Workdir(tmp_path / "run")
   written = lambda: json.loads((tmp_path / "run" / "config.json").read_text())
