@@ -46,7 +46,7 @@ def parse_program(text: str) -> tuple[dict[str, Computation], str]:
   """Parses a program; returns its computations by name, and the name of the entry.
 
   Raises:
-    ValueError: the text has no ENTRY computation, or a bracket does not close.
+    ValueError: the text has no ENTRY computation, a bracket does not close, or an operand is unknown.
   """
   computations: dict[str, Computation] = {}
   entry = ""
@@ -59,7 +59,10 @@ def parse_program(text: str) -> tuple[dict[str, Computation], str]:
       current = None
     elif current is not None and (match := _INSTRUCTION.match(line)):
       root, name, body = match.groups()
-      current[name] = _parse_instruction(name, body, bool(root))
+      instruction = _parse_instruction(name, body, bool(root))
+      for operand in instruction.operands:
+        _add_elements(current, operand)
+      current[name] = instruction
   if not entry:
     raise ValueError("the text is not an HLO program: it has no ENTRY computation")
   return computations, entry
@@ -83,8 +86,39 @@ def _parse_instruction(name: str, text: str, root: bool) -> Instruction:
   opening = rest.index("(")
   arguments = rest[opening + 1 : _find_closing_bracket(rest, opening)]
   # Some versions print an operand's shape before its name.
-  operands = re.findall(r"%([\w.\-]+)", arguments)
+  operands = re.findall(r"%([^\s,()]+)", arguments)
   return Instruction(name, shape, rest[:opening], tuple(operands), arguments, rest, root)
+
+
+def _add_elements(computation: Computation, operand: str) -> None:
+  """Adds the instruction that newer compilers leave out where an operand is an element, "name#1".
+
+  Raises:
+    ValueError: nothing before has the operand's name.
+  """
+  if operand in computation:
+    return
+  of, mark, index = operand.rpartition("#")
+  if not (mark and index.isdigit()):
+    raise ValueError(
+      f"the program has an operand %{operand[:200]} that no instruction before it is: the compiler"
+      " writes programs in a form that is not known"
+    )
+  _add_elements(computation, of)
+  text = f"get-tuple-element(%{of}), index={index}"
+  shape = _tuple_shapes(computation[of].shape)[int(index)]
+  computation[operand] = _parse_instruction(operand, f"{shape} {text}", False)
+
+
+def _tuple_shapes(shape: str) -> list[str]:
+  """The shape of every element of a tuple, which may be tuples themselves."""
+  shapes, depth, start = [], 0, 1
+  for position, letter in enumerate(shape):
+    depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)
+    if depth == 1 and letter == "," or depth == 0:
+      shapes.append(shape[start:position].strip())
+      start = position + 1
+  return [re.sub(r"/\*.*?\*/", "", x) for x in shapes]
 
 
 def _find_closing_bracket(text: str, opening: int) -> int:

@@ -1,6 +1,7 @@
 """Counts of programs written by hand, and of compiled ones whose costs are known exactly."""
 
 import collections
+import re
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,48 @@ def test_a_loop_whose_length_the_data_set_counts_once_and_is_named():
     item.name: item.times for item in hlo.walk(text, PARTS, {"rows/while$": 3, "tiles/while$": 7})
   }
   assert given == {"product": 7, "next": 7}
+
+
+def with_elements_as_operands(text):
+  """The text as newer compilers write it: %p#0 for an instruction that gets element 0 of %p."""
+  get = re.compile(r"  %(\w+) = .* get-tuple-element\((\S+)\), index=(\d+)\n")
+  computations = text.split("\n\n")
+  for number, computation in enumerate(computations):
+    while match := get.search(computation):
+      name, of, index = match.groups()
+      computation = re.sub(rf"%{name}\b", f"{of}#{index}", get.sub("", computation, count=1))
+    computations[number] = computation
+  return "\n\n".join(computations)
+
+
+def test_an_element_of_a_tuple_may_be_written_as_an_operand():
+  header, lines = loop_body(2)
+  nested = f"({CARRY}, s32[])"
+  entry = [
+    *loop_entry(3)[:-1],
+    f"%both = {nested} tuple(%loop, %first)",
+    f"%again = {CARRY} get-tuple-element(%both), index=0",
+    "%last = f32[4,8] get-tuple-element(%again), index=1",
+    "ROOT %out = f32[4,8] negate(%last)",
+  ]
+  text = module(entry, (header, lines), loop_condition(8, "LT"))
+  newer = with_elements_as_operands(text)
+  assert "get-tuple-element" not in newer and "compare(%p#0, %limit)" in newer
+  assert "dot(%p#1, %p#2)" in newer and "negate(%both#0#1)" in newer
+  found = hlo.walk(newer, PARTS)
+  assert found == hlo.walk(text, PARTS)
+  assert {item.name: (item.times, item.hbm_bytes, item.flops) for item in found} == {
+    "product": (3, 3 * 4 * (4 * 8 + 8 * 8 + 4 * 8), 3 * 2 * 4 * 8 * 8),
+    "next": (3, 3 * 3 * 4, 0),
+    "out": (1, 2 * 4 * 4 * 8, 0),
+  }
+  assert hlo.find_loops(newer) == [hlo.LoopLength(3, is_fixed=False)]
+
+
+@pytest.mark.parametrize("operand", ["%x@1", "%x:1", "%y", "%y#0"])
+def test_an_operand_in_a_form_that_is_not_known_is_refused(operand):
+  with pytest.raises(ValueError, match=rf"operand {operand[:2]}.*in a form that is not known"):
+    items(["%x = (f32[8], f32[8]) parameter(0)", f"ROOT %out = f32[8] negate({operand})"])
 
 
 def test_a_text_without_a_program_is_refused():
