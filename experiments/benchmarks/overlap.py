@@ -226,7 +226,7 @@ def measure_weight_sync(parts: Parts) -> float:
   params = jax.block_until_ready(parameters.initial_params(parts))
 
   def sync_weights() -> Any:
-    synced = parts.programs.sync_weights(params, parts.schedule.real_time)
+    synced = parts.programs.sync_weights(params, parts.schedule.threaded)
     return synced, parts.programs.checksums(synced)
 
   timed = Timed(sync_weights)

@@ -137,7 +137,7 @@ def _prepare_ahead_of_time(
   mesh = programs.make_topology_mesh(config, topology)
   if mode == "tune":
     schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
-    if schedule.real_time or generates_separately(config.generation_mesh):
+    if schedule.threaded or generates_separately(config.generation_mesh):
       raise ValueError(
         f"--mode=tune with config.schedule = {config.schedule!r} and config.generation_mesh ="
         f" {config.generation_mesh.to_dict()}: it compares generation and updates in turn on all"

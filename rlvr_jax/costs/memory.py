@@ -114,8 +114,10 @@ def estimated_bytes(parts: Parts) -> dict[str, Table]:
   published = published_params(trained, network, adapters_only) if is_fleet else trained
   policy = memory.shard_bytes(sharding.add_shardings(published, mesh))
   kept = {}  # where newer policies take over responses
-  if parts.config.fleet.new_weights != "finish" and parts.schedule.max_lag is not None:
-    kept = {"policies to be compared": (parts.schedule.max_lag + 1) * policy}
+  if parts.config.fleet.new_weights != "finish":
+    updates = range(parts.config.num_updates)
+    in_use = [update - parts.schedule.oldest_sampling(update) + 1 for update in updates]
+    kept = {"policies to be compared": max(in_use, default=1) * policy}
   sampler = {}
   if is_fleet:  # two copies while it restores a policy
     sampler = {"policy that samples": policy, "policy being restored": policy}

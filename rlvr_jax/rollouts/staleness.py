@@ -6,6 +6,7 @@ The lag of update t is t − v, where v is the version that sampled its batch.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -172,40 +173,52 @@ def decode_versions(encoded: Sequence[Any]) -> np.ndarray:
 
 
 class Schedule(NamedTuple):
-  """Functions that say which policy samples which batch, and which batch each update trains on.
+  """When batches may begin to be sampled, and which batch each update trains on.
 
-  Updates t count from 0.
+  Updates t, batches and versions v of the policy count from 0.
   """
 
-  # t → how many batches version t samples before update t; 0 if real_time
-  samples: Callable[[int], int]
+  limit: Callable[[int], int]  # v → how many batches may have begun once version v is offered
   batch: Callable[[int], int]  # t → number of the batch that update t trains on
   first: Callable[[int], int]  # t → lowest number of a batch that update t or a later one needs
-  max_lag: int | None = None  # with real_time, or of a recorded run: bound on the lag
-  real_time: bool = False  # whether a thread samples batches as early as max_lag allows
+  threaded: bool = False  # whether sampling goes on during updates: the clock then decides the lags
   stage_length: int | None = None  # updates per stage, for the stage metrics
   open_ended: bool = False  # whether a larger num_updates keeps earlier updates' plan
   recorded: RecordedRun | None = None  # whose batches are sampled again
 
+  def samples(self, version: int) -> int:
+    """How many more batches may begin with this version than with the one before."""
+    return self.limit(version) - (self.limit(version - 1) if version else 0)
+
   def refreshes(self, update: int) -> bool:
     """Whether the policy before this update may sample batches."""
     recorded = () if self.recorded is None else self.recorded.versions
-    return self.real_time or self.samples(update) > 0 or any(update in v for v in recorded)
+    return self.threaded or self.samples(update) > 0 or any(update in v for v in recorded)
+
+  def oldest_version(self, batch: int) -> int:
+    """The oldest version with which a batch may begin."""
+    return next(version for version in itertools.count() if self.limit(version) > batch)
+
+  def oldest_sampling(self, update: int) -> int:
+    """The oldest version that may sample before this update or a later one."""
+    if self.recorded is not None:
+      return self.recorded.oldest_needed(update)
+    return self.oldest_version(self.batch(update)) if self.threaded else update
 
   def batches_per_refresh(self, num_updates: int) -> int:
     """How many batches a policy samples in most refreshes: the median; 1 if the clock decides."""
     counts = [count for count in map(self.samples, range(num_updates)) if count]
-    return statistics.median_high(counts) if counts else 1
+    return statistics.median_high(counts) if counts and not self.threaded else 1
 
 
 def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
   """Plans each update: (number of the batch it trains on, version that samples that batch).
 
   Raises:
-    ValueError: the schedule runs in real time, so that its plan is not known beforehand; or an
+    ValueError: sampling goes on during updates, so that the plan is not known beforehand; or an
       update trains on a batch that has not been sampled yet or is no longer kept.
   """
-  if schedule.real_time:
+  if schedule.threaded:
     raise ValueError("a real-time schedule has no plan; read the versions of its rollouts")
   sampled_by: list[int] = []
   oldest_batch = 0
@@ -217,7 +230,7 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
     if not oldest_batch <= batch < len(sampled_by):
       raise ValueError(
         f"update {t} trains on batch {batch}, but only batches {oldest_batch} to"
-        f" {len(sampled_by) - 1} are sampled and kept by then; fix the schedule's samples, batch or"
+        f" {len(sampled_by) - 1} are sampled and kept by then; fix the schedule's limit, batch or"
         " first"
       )
     batches.append((batch, sampled_by[batch]))
@@ -231,7 +244,7 @@ def same_number(update: int) -> int:
 
 def on_policy() -> Schedule:
   """Update t trains on batch t, sampled just before it: b(t) = v(t) = t."""
-  return Schedule(samples=lambda t: 1, batch=same_number, first=same_number, open_ended=True)
+  return Schedule(limit=lambda v: v + 1, batch=same_number, first=same_number, open_ended=True)
 
 
 def updates_per_refresh(*, batches: int = 1, epochs: int = 1) -> Schedule:
@@ -259,8 +272,8 @@ def updates_per_refresh(*, batches: int = 1, epochs: int = 1) -> Schedule:
     in_last_epoch = update % length >= length - batches
     return batch(update) if in_last_epoch else update // length * batches
 
-  samples = lambda t: 0 if t % length else batches
-  return Schedule(samples=samples, batch=batch, first=first, open_ended=True)
+  limit = lambda v: (v // length + 1) * batches
+  return Schedule(limit=limit, batch=batch, first=first, open_ended=True)
 
 
 def stages(*, count: int = 4, num_updates: int) -> Schedule:
@@ -286,8 +299,8 @@ def stages(*, count: int = 4, num_updates: int) -> Schedule:
       f" {num_updates + count - num_updates % count}"
     )
   length = max(num_updates // count, 1)  # a run without updates has no stage
-  samples = lambda t: 0 if t % length else length
-  return Schedule(samples=samples, batch=same_number, first=same_number, stage_length=length)
+  limit = lambda v: (v // length + 1) * length
+  return Schedule(limit=limit, batch=same_number, first=same_number, stage_length=length)
 
 
 def fixed_lag(*, lag: int, num_updates: int) -> Schedule:
@@ -304,8 +317,8 @@ def fixed_lag(*, lag: int, num_updates: int) -> Schedule:
   """
   check_integer("fixed_lag", "lag", lag, low=0)
   check_integer("fixed_lag", "num_updates", num_updates, low=0)
-  versions = [max(0, b - lag) for b in range(num_updates)]
-  return schedule_from_versions(versions, open_ended=lag == 0)
+  limit = lambda v: min(v + lag + 1, num_updates)
+  return Schedule(limit=limit, batch=same_number, first=same_number, open_ended=lag == 0)
 
 
 def simulated_asynchronous(
@@ -337,7 +350,7 @@ def simulated_asynchronous(
     run = RecordedRun(recorded, num_updates)
     check_versions(f"{owner}: recorded = {recorded!r}", run.versions, max_lag)
     replayed = schedule_from_versions(run.newest(), open_ended=max_lag == 0)
-    return replayed._replace(recorded=run, max_lag=max_lag)
+    return replayed._replace(recorded=run)
   independent = (b - sample_lag(seed, b, max_lag) for b in range(num_updates))
   versions = [max(0, v) for v in itertools.accumulate(independent, max)]
   return schedule_from_versions(versions, open_ended=max_lag == 0)
@@ -356,20 +369,18 @@ def asynchronous(*, max_lag: int = 4) -> Schedule:
   """
   check_integer("asynchronous", "max_lag", max_lag, low=0)
   return Schedule(
-    samples=lambda t: 0,
+    limit=lambda v: v + max_lag + 1,
     batch=same_number,
     first=same_number,
-    max_lag=max_lag,
-    real_time=True,
+    threaded=True,
     open_ended=True,
   )
 
 
 def schedule_from_versions(versions: Sequence[int], *, open_ended: bool) -> Schedule:
   """Update t trains on batch t, sampled by version `versions[t]`; versions never decrease."""
-  counts = np.bincount(np.asarray(versions, int), minlength=1)
-  samples = lambda t: int(counts[t]) if t < len(counts) else 0
-  return Schedule(samples=samples, batch=same_number, first=same_number, open_ended=open_ended)
+  limit = lambda v: bisect.bisect_right(versions, v)
+  return Schedule(limit=limit, batch=same_number, first=same_number, open_ended=open_ended)
 
 
 def sample_lag(seed: int, batch: int, max_lag: int) -> int:

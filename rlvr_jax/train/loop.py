@@ -221,7 +221,7 @@ class Trainer:
       self.queue.release(number)
       now = now._replace(step=now.step + 1, state=state)
       # No batch that is still to come from generation was sampled by an older version.
-      oldest = now.step - (schedule.max_lag or 0)
+      oldest = schedule.oldest_sampling(now.step)
       self.queue.forget(before=schedule.first(now.step), versions_before=oldest)
       self.log.read_update()
       self.log.remember_update(DispatchedUpdate(now.step, dispatched, metrics, host, batch, arrays))
@@ -251,8 +251,10 @@ class Trainer:
 
     A checkpoint is then saved first, so that damaged batches can be sampled again from it.
     """
-    c = self.parts.config
-    return now.step < c.num_updates and self.parts.schedule.samples(now.step) > c.checkpoint.every
+    c, schedule = self.parts.config, self.parts.schedule
+    if now.step == c.num_updates or schedule.threaded:
+      return False
+    return schedule.samples(now.step) > c.checkpoint.every
 
   def evaluate(self, now: RunState) -> RunState:
     """Measures held-out accuracy with the current parameters."""

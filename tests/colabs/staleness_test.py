@@ -80,7 +80,7 @@ def test_ages_reach_from_sampling_to_the_end_of_the_stage():
 
 def test_the_fleet_of_the_notebook_is_one():
   parts = build(runs.fleet_config())
-  assert parts.config.fleet.samplers and parts.schedule.real_time
+  assert parts.config.fleet.samplers and parts.schedule.threaded
   assert parts.config.fleet.new_weights == "switch"
 
 

@@ -285,17 +285,23 @@ def test_a_recorded_run_is_replayed_exactly(tmp_path):
 
 def test_asynchronous_is_left_to_the_clock():
   schedule = staleness.asynchronous(max_lag=3)
-  assert schedule.real_time and schedule.max_lag == 3
+  assert schedule.threaded
+  fixed = staleness.fixed_lag(lag=3, num_updates=9)  # the same limit, until all have begun
+  assert [schedule.limit(v) for v in range(9)] == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+  assert [fixed.limit(v) for v in range(9)] == [min(v + 4, 9) for v in range(9)]
+  assert [schedule.oldest_version(b) for b in range(6)] == [0, 0, 0, 0, 1, 2]
+  assert [schedule.oldest_sampling(t) for t in range(6)] == [0, 0, 0, 0, 1, 2]
+  assert [fixed.oldest_sampling(t) for t in range(6)] == [0, 1, 2, 3, 4, 5]
   assert [schedule.batch(t) for t in range(3)] == [schedule.first(t) for t in range(3)] == [0, 1, 2]
   with pytest.raises(ValueError, match="real-time schedule has no plan"):
     plan(schedule, 1)
-  assert all(schedule.refreshes(t) and schedule.samples(t) == 0 for t in range(3))
+  assert all(map(schedule.refreshes, range(3)))
 
 
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    ({"samples": lambda t: int(t > 0)}, "update 0 trains on batch 0, but only batches 0 to -1"),
+    ({"limit": lambda v: v}, "update 0 trains on batch 0, but only batches 0 to -1"),
     ({"batch": lambda t: t + 1}, "update 0 trains on batch 1"),
     ({"batch": lambda t: 0}, "update 1 trains on batch 0, but only batches 1 to 1"),
   ],

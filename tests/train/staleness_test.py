@@ -459,14 +459,14 @@ def test_a_batch_waits_until_the_policy_that_lets_it_begin_decodes(trainer):
   def next_policy(*, wait, until):
     if generator.number == 4:
       return None
-    if generator.number - offered[-1].version > schedule.max_lag:
-      offered.append(made_policy(generator.number - schedule.max_lag))
+    if generator.number >= schedule.limit(offered[-1].version):
+      offered.append(made_policy(schedule.oldest_version(generator.number)))
     return offered[-1]
 
   numbers = []
   for batch in generator.batches(next_policy, newest=lambda: offered[-1]):
     versions = batch.graded.train.token_versions
-    assert batch.number - versions[versions >= 0].min() <= schedule.max_lag
+    assert versions[versions >= 0].min() >= schedule.oldest_version(batch.number)
     numbers.append(batch.number)
   assert numbers == [0, 1, 2, 3] and [policy.version for policy in offered] == [0, 1, 2]
 

@@ -1,8 +1,8 @@
 """Generation by samplers: the trainer plans draws of problems, and takes the finished groups.
 
-Batch b is planned once a policy of version ≥ b − max_lag is published, in the order of the batches;
-so at most max_lag + 1 of them are open. Nothing here depends on which sampler finishes first: a
-batch has the groups of its draw, and batches are taken in order.
+Batch b is planned once b < limit(v) for a published version v, in the order of the batches: with
+limit(v) = v + L + 1 at most L + 1 of them are open. Nothing here depends on which sampler finishes
+first: a batch has the groups of its draw, and batches are taken in order.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rollouts.batch import BatchInFlight, Flight, PolicySnapshot, Position, RolloutBatch
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.fleet.board import Board
@@ -48,7 +49,7 @@ SAY_EVERY_S = 30.0  # while the trainer waits, and about the samplers
 class Limits(NamedTuple):
   """What bounds the batches of a run; see `FleetGeneration`."""
 
-  max_lag: int
+  schedule: Schedule
   num_batches: int
   quotas: Sequence[int]  # groups of a draw by source, without recorded ones
   groups_per_lease: int
@@ -131,7 +132,7 @@ class FleetGeneration:
     if self._progress.recalled:
       return  # the next draw's position is that after them
     while (number := self._progress.number + len(self._open)) < self._limits.num_batches:
-      if number - self._newest > self._limits.max_lag:
+      if number >= self._limits.schedule.limit(self._newest):
         return
       before = self._generator.position()
       batch = self._generator.begin_draw(policy, number)
@@ -146,7 +147,7 @@ class FleetGeneration:
     return Plan(
       draw=batch.draw,
       number=batch.number,
-      lowest_version=max(0, batch.number - self._limits.max_lag),
+      lowest_version=self._limits.schedule.oldest_version(batch.number),
       problems=sums,
       position=before.problems,
       drawn_by=batch.snapshot.version,

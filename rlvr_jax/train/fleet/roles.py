@@ -94,9 +94,8 @@ def start_fleet(
     )
 
   board = multihost.run_on_first(start_board, None)
-  assert parts.schedule.max_lag is not None  # `checks.check_fleet` asks for a real-time schedule
   limits = Limits(
-    max_lag=parts.schedule.max_lag,
+    schedule=parts.schedule,
     num_batches=c.num_updates,
     quotas=[source.prompts for source in parts.sources.live],
     groups_per_lease=c.fleet.groups_per_lease,

@@ -26,7 +26,7 @@ class GeneratorStoppedError(RuntimeError):
 class _Limits(NamedTuple):
   """See `AsyncGenerator`."""
 
-  max_lag: int
+  limit: Callable[[int], int]
   deadline_s: float
   num_batches: int
 
@@ -36,22 +36,29 @@ class AsyncGenerator:
 
   Batches that the store has already come first.
 
-  Back-pressure: batch b is started once b − version ≤ max_lag, where update b trains on batch b and
-  `version` is that of the newest policy. So at most max_lag + 1 batches are sampled and not yet
-  taken, and no lag is above max_lag. If `config.fleet.new_weights` lets newer policies take over
-  responses, `version` is that of the batch's oldest token.
+  Back-pressure: batch b is started once b < limit(version), where update b trains on batch b and
+  `version` is that of the newest policy. With limit(v) = v + L + 1 at most L + 1 batches are
+  sampled and not yet taken, and no lag is above L. If `config.fleet.new_weights` lets newer
+  policies take over responses, `version` is that of the batch's oldest token.
   """
 
-  def __init__(self, generator: Generator, *, max_lag: int, deadline_s: float, num_batches: int):
+  def __init__(
+    self,
+    generator: Generator,
+    *,
+    limit: Callable[[int], int],
+    deadline_s: float,
+    num_batches: int,
+  ):
     """Starts the thread; it waits for the first `offer`.
 
     Args:
       generator: from now on used by the thread alone.
-      max_lag: updates.
+      limit: of the schedule, see `Schedule`.
       deadline_s: seconds that `take` waits for one batch.
       num_batches: of the run; no more are sampled.
     """
-    self._generator, self._limits = generator, _Limits(max_lag, deadline_s, num_batches)
+    self._generator, self._limits = generator, _Limits(limit, deadline_s, num_batches)
     self._num_taken = generator.number
     self._changed = threading.Condition()
     self._newest: PolicySnapshot | None = None
@@ -155,4 +162,4 @@ class AsyncGenerator:
     newest, generator = self._newest, self._generator
     if newest is None or newest.version < generator.version:
       return False
-    return generator.number - newest.version <= self._limits.max_lag
+    return generator.number < self._limits.limit(newest.version)

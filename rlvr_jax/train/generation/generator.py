@@ -456,7 +456,7 @@ class Generator:
         self._problems.set_state(recorded.problems)
       return recorded
     engine = engines[0].engine
-    if not schedule.real_time or engine is None:
+    if not schedule.threaded or engine is None:
       return None
     return Drawn(
       draw=self._counts.draws - 1,

@@ -34,7 +34,7 @@ def clock_of_generation(schedule: Schedule, trainer: DeviceClock) -> DeviceClock
 
   Where both phases alternate on the same devices, they are free for one when the other ends.
   """
-  return DeviceClock() if schedule.real_time else trainer
+  return DeviceClock() if schedule.threaded else trainer
 
 
 def start(
@@ -48,9 +48,8 @@ def start(
     deadline_s: seconds that one batch may take where generation runs beside the updates.
     num_updates: of the run.
   """
-  if not schedule.real_time:
+  if not schedule.threaded:
     return OnDemand(generator, schedule)
-  assert schedule.max_lag is not None  # every real-time schedule has one
   return AsyncGenerator(
-    generator, max_lag=schedule.max_lag, deadline_s=deadline_s, num_batches=num_updates
+    generator, limit=schedule.limit, deadline_s=deadline_s, num_batches=num_updates
   )

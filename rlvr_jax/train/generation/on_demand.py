@@ -16,7 +16,7 @@ class OnDemand:
   """
 
   def __init__(self, generator: Generator, schedule: Schedule):
-    """`schedule` says how many batches a policy samples."""
+    """`schedule` says which batches a policy samples."""
     self._generator, self._schedule = generator, schedule
     self._policy: PolicySnapshot | None = None
     self._kept: dict[int, PolicySnapshot] = {}  # of a recorded run, those that batches still need
@@ -40,9 +40,8 @@ class OnDemand:
     if policy is None:
       return
     before_waiting()
-    count = self._schedule.samples(policy.version)
-    policies = iter([policy] * count)
-    end = self._generator.number + count
+    end = self._schedule.limit(policy.version)
+    policies = iter([policy] * (end - self._generator.number))
     # The policy is there already, so nothing waits; after the last batch there is none.
     next_policy = lambda **_: next(policies, None)
     yield from self._generator.batches(next_policy, end, replayed=self._kept or None)

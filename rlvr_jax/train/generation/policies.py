@@ -28,7 +28,7 @@ def sync_weights(parts: Parts, frozen: Params, params: Params, version: int) -> 
   if parts.config.fleet.samplers:
     return PolicySnapshot(params, version, lazy_fingerprint(parts.programs.checksums(params)), ())
   recorded = parts.schedule.recorded
-  kept = parts.schedule.real_time or (recorded is not None and recorded.has_several)
+  kept = parts.schedule.threaded or (recorded is not None and recorded.has_several)
   synced = parts.programs.sync_weights(params, kept)
   by_source = tuple(source.params_of(synced, frozen) for source in parts.sources.live)
   fingerprint = lazy_fingerprint(parts.programs.checksums(synced))

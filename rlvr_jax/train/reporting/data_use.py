@@ -79,8 +79,9 @@ def planned_passes(
   schedule: Schedule, *, num_updates: int, groups: int, problems: int, dynamic_sampling: bool
 ) -> str:
   """A line on how often the updates see each training problem; arguments as of `announce`."""
-  # In real time, a batch for each update.
-  batches = num_updates if schedule.real_time else sum(map(schedule.samples, range(num_updates)))
+  # In a thread, a batch for each update; otherwise refreshes are sampled as a whole.
+  by_limit = 0 if schedule.threaded or not num_updates else schedule.limit(num_updates - 1)
+  batches = by_limit or num_updates
   prompts = batches * groups
   least = "at least " if dynamic_sampling else ""
   return (

@@ -208,7 +208,7 @@ class RunLog:
     self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
     self._run = run
     # In real time generation goes on beside the trainer.
-    phases = [name for name in _PHASES if not (run.schedule.real_time and name in _OF_GENERATION)]
+    phases = [name for name in _PHASES if not (run.schedule.threaded and name in _OF_GENERATION)]
     self._stopwatch = Stopwatch(elapsed, phases)
     self._notices = Notices()
     self._hosts = machines.Hosts()

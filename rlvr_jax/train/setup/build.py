@@ -507,7 +507,7 @@ def check_real_time(
     schedule: of the run.
     mesh, generation_mesh: those sections of the configuration.
   """
-  if not schedule.real_time:
+  if not schedule.threaded:
     return
   if jax.process_count() > 1:
     raise ValueError(

@@ -196,7 +196,7 @@ def check_fleet(config: ml_collections.ConfigDict, schedule: staleness.Schedule)
   check_between("config.fleet", "silent_s", settings.silent_s, low=1.0)
   reasons = {
     f"config.schedule = {config.schedule!r} has no real-time bound; set it to"
-    " 'asynchronous(max_lag=4)'": not schedule.real_time,
+    " 'asynchronous(max_lag=4)'": not schedule.threaded,
     "config.sources.temperature.recorded = 'raw' needs the policy's parameters where batches are"
     " assembled; set it to 'sampled'": config.sources.temperature.recorded == "raw",
     "config.sources.recorded.fraction = 1.0 leaves nothing to sample; lower it": (
@@ -220,7 +220,7 @@ def check_new_weights(config: ml_collections.ConfigDict, schedule: staleness.Sch
     return
   reasons = {
     f"config.schedule = {config.schedule!r} has no policies that come meanwhile; set it to"
-    " 'asynchronous(max_lag=4)'": not schedule.real_time,
+    " 'asynchronous(max_lag=4)'": not schedule.threaded,
     "config.model.routing = 'replayed' has the routes of one version, and the cache has those of"
     " several; set new_weights = 'recompute'": (
       setting == "switch" and routing_of(config.model) == "replayed"

@@ -102,7 +102,7 @@ def find_resumable(
     if (recorded := parts.schedule.recorded) and recorded.oldest_needed(step) < step:
       continue  # its next batches have tokens of earlier policies
     # In real time any policy may sample the damaged batches again.
-    if not damaged or parts.schedule.real_time:
+    if not damaged or parts.schedule.threaded:
       # The next resume would use later ones, although their records are gone.
       checkpointer.discard_after(step)
       multihost.run_on_first(functools.partial(_report_damaged, store, host), None)
