@@ -1,4 +1,4 @@
-r"""The normal form of a mathematical answer: text → Answer → text.
+r"""The typed value of a mathematical answer: text → Answer; and its normal form, Answer → text.
 
 The normal form is LaTeX without formatting: plain numbers as exact fractions ("0.50", r"$\dfrac12$"
 and "50/100" are "1/2"; r"2^{10}" and r"\sqrt{16}" are numbers too), without thousands separators
@@ -8,75 +8,44 @@ as they are written, without spaces except between two digits: "7 2" is not 72.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from rlvr_jax.rewards.plain_numbers import parse_plain_number
+from rlvr_jax.rewards.formulas import is_constant, plain_number
+from rlvr_jax.rewards.notation import AND, OR, TEXT, mark_connectives, normalize
 from rlvr_jax.rewards.units import (
-  FUNCTIONS,
   NUMBER_WORDS,
-  SIGNS,
-  TEXT,
+  TRIGONOMETRIC,
   apply_scale_word,
+  read_compound,
   split_sign,
   split_unit,
 )
 
 SET = r"\{\}"
-
-_NTH = "(?:st|nd|rd|th)"
-_NTH_TEXT = rf"\\(?:text|textrm|textnormal|mathrm)\s*\{{\s*{_NTH}\s*\}}"
-
-# Fullwidth digits, signs and brackets, as in Chinese and Japanese texts → ASCII.
-_FULLWIDTH = {0xFF00 + code: 0x20 + code for code in range(1, 0x5F)}
-
-# Formatting in the order of its removal. A matrix's "\\" before a space is not a space command.
-_FORMATTING = [
-  (re.compile(pattern, re.DOTALL), replacement)
-  for pattern, replacement in (
-    # "n!=5" is an inequality, "5!=120" has a factorial.
-    ("<=", r"\\leq "), (">=", r"\\geq "),
-    (r"≠|\\not\s?=|(?:(?<=[A-Za-z])|\s)!=", r"\\neq "),
-    ("[−–]", "-"), ("π", r"\\pi "), ("∞", r"\\infty "), ("≤", r"\\leq "), ("≥", r"\\geq "),
-    ("ℝ", r"\\mathbb{R}"), ("∪", r"\\cup "), ("∅", r"\\emptyset "), ("√", r"\\sqrt "),
-    ("×", r"\\times "), ("[·⋅]", r"\\cdot "), ("²", "^2"), ("³", "^3"),
-    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle)(?![a-zA-Z])", ""),
-    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"), (r"\\le(?:qslant)?(?![a-zA-Z])", r"\\leq"),
-    (r"\\ge(?:qslant)?(?![a-zA-Z])", r"\\geq"), (r"\\ne(?![a-zA-Z])", r"\\neq"),
-    (r"\\f?box(?:ed)?\s*(?=[{\d+-])", ""), (r"(?<!\\)\\!", ""), (r"\{([,:])\}", r"\1"),
-    (rf"(?<=\d){_NTH}(?![A-Za-z])", ""),
-    (rf"(?<=\d)\s*\^\s*(?:{_NTH_TEXT}|\{{\s*(?:{_NTH_TEXT}|{_NTH})\s*\}})", ""),
-    (r"(?<=\d)\s*\\[lc]?dots\s*\Z", ""),
-    (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])", " "),
-    (r"(?<!\\)\$\$?([^$]*)(?<!\\)\$\$?", r"\1"),  # around a formula; other dollars are money
-    (r"(?<![\\\d}])(?<![\d}] )\\?\$(?!\s?[-+]?\s?(?:[\d.]|\\frac|\\sqrt))", ""),
-    (r"\\?\$", r"\\$"),
-    (r"(?<!\\)\\[()\[\]]", ""), (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
-    (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|[º˚]|\\degree(?![a-zA-Z])", "°"),
-    (r"\\(?:R|reals|mathbb\s*R)(?![a-zA-Z])", r"\\mathbb{R}"),
-    (r"\s*(?:\\text(?:rm)?\s*\{\s*,?\s*(?:and|or)\s*\}|(?:,\s*|\s)(?:and|or)\s)\s*", ","),
-    (r"\\frac\s*(\w)\s*(?=[\w{])", r"\\frac{\1}"),
-    (r"\\frac\s*(\{[^{}]*\})\s*(\w)", r"\\frac\1{\2}"),
-    (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"), (r"([_^])\s*\{\s*(\w)\s*\}", r"\1\2"), (r"\s+", " "),
-    # Groups of three digits, separated by spaces: "12 345", "3.141 592".
-    (r"(?:(?<=(?<![\w.,/^])\d)|(?<=(?<![\w.,/^])\d\d)|(?<=(?<![\w.,/^])\d{3})) "
-     r"(?=\d{3}(?!\d| ?/))", ""),
-    (r"(?:(?<=\.\d{3})|(?<=\.\d{3} \d{3})) (?=\d{1,3}(?!\d| ?/))", ""),
-  )
-]  # fmt: skip
+MATRIX = "matrix"
 
 _BASES = {word: str(number) for number, word in enumerate(NUMBER_WORDS)}
 _IN_BASE = re.compile(
   r"\(?([0-9]+)\)?(?:\s?_\s?\{?\s?\(?|\s?(?:in )?(?=base))(?:base )?([0-9]+|[a-z]+)\)?\s?\}?"
 )
-
-_CHOICE = re.compile(r"\(([A-J])\)|([A-J])[).:]?")
-_CHOICE_AND_VALUE = re.compile(
-  r"\\(?:text|textbf|textrm|textnormal|mathrm|mathbf|mbox)\s*\{\s*\(?([A-J])\)\s*\}\s*(\S.*)"
-  r"|\(?([A-J])\)\s+((?:-?[0-9.]|\\frac|\\sqrt|\\text).*)"
+_MODULO = re.compile(
+  r"(.+?)\s?(?:\\pmod|\(\s?(?:\\b?mod|mod\b)|\\b?mod(?![A-Za-z])|\bmod\b)\s?\{?\s?([0-9]+)\s?\}?\)?"
 )
+_CONGRUENT = re.compile(r"([A-Za-z])\s?\\equiv(?![A-Za-z])\s?(.+)")
+
+_CHOICE = re.compile(
+  r"(?:(?i:the )?(?i:correct |right )?(?i:option|choice|answer) )?(?:\(([A-J])\)|([A-J])[).:]?)"
+)
+_CHOICE_AND_VALUE = re.compile(
+  r"\\text\s?\{\s?\(?([A-J])(?:\)|[.:](?=\s))\s?([^{}]*)\}\s*(.*)"
+  r"|\(?([A-J])\)\s+(\S.*)|([A-J])[.:]\s(\S.*)"
+)
+_OTHER_CHOICE = re.compile(r"(?<![A-Za-z])(?:\([A-J]\)|[A-J][).:](?:\s|\Z))")
+_BOTH = re.compile(r"(?:both|either) (.+ ?\\l(?:and|or) .+)", re.IGNORECASE)
 _SAME_WORDS = {
   **dict.fromkeys(("dne", "limit does not exist"), "does not exist"),
   **dict.fromkeys(
@@ -88,14 +57,25 @@ _SAME_WORDS = {
      "the real numbers", "the reals", "the set of real numbers", "the set of all real numbers"),
     r"\mathbb{R}",
   ),
+  **dict.fromkeys(
+    ("all integers", "any integer", "integers", "the integers", "the set of integers",
+     "the set of all integers"), r"\mathbb{Z}",
+  ),
+  **dict.fromkeys(
+    ("all positive real numbers", "all positive reals", "positive real numbers", "positive reals",
+     "the positive real numbers", "the positive reals", "any positive real number"),
+    r"\mathbb{R}^+",
+  ),
 }  # fmt: skip
 _LETTERS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
-_WORDS = re.compile(
-  rf"(?i:yes|no)\Z|(?=.*[A-Za-z]{{4}}|.*[A-Za-z]{{2,}} [A-Za-z]{{2,}})(?!{FUNCTIONS})"
+_WORDS = re.compile(r"(?i:yes|no)\Z|(?=.*[A-Za-z]{4}|.*[A-Za-z]{2,} [A-Za-z]{2,})")
+# Words behind an answer that do not change it: "for all x", "where n is an integer", "only".
+_QUALIFIER = re.compile(
+  r"(.*?[^\s,]),?\s?(?:\(\s?)?(?:\\forall(?![A-Za-z])|(?:\\text\s?\{\s?,?\s?|\b)"
+  r"(?:for (?:all|any|every|each)|where|only)\b).*"
 )
 _CLOCK = re.compile(
-  r"0?([0-9]{1,2}(?::[0-9]{2})?)\s?(?:\\(?:text|textrm|mathrm)\s*\{)?\s?([ap])\.?\s?m[.}]*",
-  re.IGNORECASE,
+  r"0?([0-9]{1,2}(?::[0-9]{2})?)\s?(?:\\text\s*\{)?\s?([ap])\.?\s?m[.}]*", re.IGNORECASE
 )
 # Words before a number that make it a bound; "": words that do not change it.
 _BOUND_SIGNS = {
@@ -107,13 +87,13 @@ _BOUND_SIGNS = {
 }
 BOUNDS = "|".join(_BOUND_SIGNS.values())
 _BOUND = re.compile(
-  rf"(?:\\(?:text|mathrm)\s?\{{)?\s?(?:{'|'.join(f'({words})' for words in _BOUND_SIGNS.values())})"
+  rf"(?:\\text\s?\{{)?\s?(?:{'|'.join(f'({words})' for words in _BOUND_SIGNS.values())})"
   r"\s?\}?\s?(?=[-+.\d\\(])(.+)", re.IGNORECASE,
 )  # fmt: skip
-_RATIO = re.compile(r"[\d.]+(?:\s?(?:to|\\text\s?\{\s?to\s?\}|:)\s?[\d.]+)+")
+_TO = re.compile(r"(?<=\d)\s?(?:to|\\text\s?\{\s?to\s?\})\s?(?=\d)|\s?:\s?")
 _SET_BUILDER = re.compile(
-  r"\\\{\s?([A-Za-z])\s?(?:\\in\s?\\mathbb\{R\}\s?)?(?:\\mid(?![A-Za-z])|\\vert(?![A-Za-z])|[|:])"
-  r"\s?([^,;|]*(?:[<>]|\\[lg]eq)[^,;|]*)\\\}"
+  r"\\\{\s?([A-Za-z])\s?(?:\\in\s?\\mathbb\{R\}\s?)?(?:\\mid(?![A-Za-z])|[|:])"
+  r"\s?([^,;|]*(?:[<>]|\\[lgn]eq)[^,;|]*)\\\}"
 )
 FIGURE = re.compile(
   r"(\\(?:angle|measuredangle|triangle|overline|overleftrightarrow|overrightarrow|vec))\s?"
@@ -122,14 +102,17 @@ FIGURE = re.compile(
 _MEMBER_OF = re.compile(r"[A-Za-z]\s?\\in(?![A-Za-z])\s?(.+)")
 _NAME = re.compile(
   r"([A-Za-z](?:_\w|_\{\w+\})?'?(?:\([a-z](?:,\s?[a-z])*\))?|\\(?!pi(?![a-z]))[a-z]+"
-  r"|[A-Za-z][A-Za-z ]{1,20}?)\s?(?:=|\\approx(?![A-Za-z]))([^<>]+)"
+  r"|[A-Za-z][A-Za-z ]{1,20}?|\\text\s?\{[A-Za-z ]+\})\s?(?:=|\\approx(?![A-Za-z]))([^<>]+)"
 )
 _NAME_LAST = re.compile(r"([^=<>]+)=\s?([A-Za-z](?:_\w|_\{\w+\})?)")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_COLUMN = re.compile(r"\\begin\s?\{([pb])matrix\}([^&]*)\\end\s?\{\1matrix\}")
-_BRACKET = re.compile(r"\\.|[()\[\]{},;]")
-_SIGN = re.compile("|".join(map(re.escape, SIGNS)))
+RELATION = re.compile(r"[=<>]|\\[lgn]eq(?![A-Za-z])")
+_MATRIX = re.compile(r"\\begin\s?\{([pb])matrix\}(.*)\\end\s?\{\1matrix\}")
+_BRACKET = re.compile(r"\\.[a-z]*|[()\[\]{},;]")
+_SIGN = re.compile(r"\\\$|[€£¢]")
 _SPACE = re.compile(r"(\\[A-Za-z]+ (?=[A-Za-z])|(?<=\d) (?=\d)|(?<=[A-Za-z]) (?=[A-Za-z ]+\}))|\s")
+_PLUS = re.compile(r"(?:^|(?<=[(,=]))\+")
+_PLUS_MINUS = re.compile(r"(\\pm|\\mp)(?![A-Za-z])\s?")
+_MAX_SIGNS = 4  # ± in one element of a list
 _OPEN, _CLOSE = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
 
 
@@ -137,12 +120,15 @@ class Answer(NamedTuple):
   r"""The parts of an answer; `str` gives the normal form.
 
   Attributes:
-    value: a formula without spaces, or words; "" for a number or a list.
+    value: a formula, a condition or a ratio, without spaces, or words; "" for a number or a list.
     number: exact value of a plain number; None for anything else.
     words: whether `value` is text, to be compared as text.
-    items: elements of a list, set, tuple or interval, at least two; () for anything else.
-    brackets: around the items, "()", "[)", …, or SET; "" for a bare list.
-    unit: such as "%", "cm", "m^2", "base 2"; "" if there is none or it is unknown.
+    items: elements of a list, set, tuple or interval, or entries of a matrix row by row, at least
+      two; () for anything else.
+    brackets: around the items, "()", "[)", …, SET, or MATRIX with the number of columns; "" for a
+      bare list.
+    joint: "and" or "or" between the items of a bare list of words or conditions, else "".
+    unit: such as "%", "cm", "m^2", "base 2", "mod 7"; "" if there is none or it is unknown.
     name: the text before "="; "" if there is none.
     choice: the letter of "(B) 5", A to J; "" if there is none.
   """
@@ -152,6 +138,7 @@ class Answer(NamedTuple):
   words: bool = False
   items: tuple[Answer, ...] = ()
   brackets: str = ""
+  joint: str = ""
   unit: str = ""
   name: str = ""
   choice: str = ""
@@ -160,36 +147,46 @@ class Answer(NamedTuple):
   def is_ordered(self) -> bool:
     return self.brackets not in ("", SET)
 
+  @property
+  def is_condition(self) -> bool:
+    """Whether it is an inequality, or several that are joined by "and" or "or"."""
+    if self.items:
+      return not self.brackets and any(item.is_condition for item in self.items)
+    return not self.words and re.search(r"[<>]|\\[lgn]eq(?![A-Za-z])", self.value) is not None
+
   def __str__(self) -> str:
     text = self.value
     if self.items:
-      texts = [str(item) for item in self.items]
-      half = len(self.brackets) // 2
-      inner = ", ".join(texts if self.is_ordered else sorted(texts))
-      text = self.brackets[:half] + inner + self.brackets[half:]
+      text = self._format_items()
     elif self.number is not None:
       text = str(self.number)
     elif self.words:
       text = rf"\text{{{self.value}}}"
     if self.unit.startswith("base "):
       text += f"_{{{self.unit[5:]}}}"
+    elif self.unit.startswith("mod "):
+      text += rf"\pmod{{{self.unit[4:]}}}"
     elif self.unit:
       text += r"\%" if self.unit == "%" else rf"\text{{ {self.unit}}}"
     text = f"{self.name}={text}" if self.name else text
     return rf"\text{{({self.choice}) }}{text}" if self.choice else text
 
-
-def strip_formatting(text: str) -> str:
-  r"""Removes what changes only the appearance of LaTeX: \left, \dfrac, $, thin spaces, Unicode …"""
-  text = text.translate(_FULLWIDTH)
-  for pattern, replacement in _FORMATTING:
-    text = pattern.sub(replacement, text)
-  return text.strip(' *`"').rstrip(' .,;:*`"\\').lstrip(" :")
+  def _format_items(self) -> str:
+    texts = [str(item) for item in self.items]
+    if self.brackets.startswith(MATRIX):
+      columns = int(self.brackets[len(MATRIX) :])
+      rows = ["&".join(texts[i : i + columns]) for i in range(0, len(texts), columns)]
+      inner = r"\\".join(rows)
+      return rf"\begin{{pmatrix}}{inner}\end{{pmatrix}}"
+    half = len(self.brackets) // 2
+    between = rf" \l{self.joint} " if self.joint else ", "
+    inner = between.join(texts if self.is_ordered else sorted(texts))
+    return self.brackets[:half] + inner + self.brackets[half:]
 
 
 def parse_answer(text: str) -> Answer:
   """Parses an answer; never fails, since an unreadable formula becomes `value` as it is."""
-  return _parse(strip_formatting(text))
+  return _parse(normalize(text))
 
 
 def _parse(text: str) -> Answer:
@@ -197,76 +194,131 @@ def _parse(text: str) -> Answer:
   text = text.strip().rstrip(" .")
   is_wrapped = False
   while match := re.fullmatch(TEXT, text):
-    text = match[1].strip()
+    text = mark_connectives(match[1].strip())
     is_wrapped = True
   if match := _CHOICE.fullmatch(text):
     return Answer(value=match[1] or match[2], words=True)
   if match := _CHOICE_AND_VALUE.fullmatch(text):
-    return _parse(match[2] or match[4])._replace(choice=match[1] or match[3])
+    choice = match[1] or match[4] or match[6]
+    value = (match[2] or "") + (match[3] or "") or match[5] or match[7]
+    if value and not _OTHER_CHOICE.search(value):
+      return _parse(value)._replace(choice=choice)
+  if match := _QUALIFIER.fullmatch(text):
+    return _parse(match[1])
   if match := _CLOCK.fullmatch(text):
     return _parse(match[1].removesuffix(":00"))._replace(unit=f"{match[2].lower()}m")
-  if (number := parse_plain_number(text)) is not None:
+  if not text.startswith("[") and (number := plain_number(text)) is not None:
     return Answer(number=number)
-  if match := _RATIO.fullmatch(text):
-    return Answer(value=re.sub(r"\s?(?:to|\\text\s?\{\s?to\s?\}|:)\s?", ":", text))
+  if ":" in text or "to" in text:
+    parts = [part.strip() for part in _TO.split(text)]
+    if len(parts) > 1 and all(map(is_constant, parts)):
+      return Answer(value=":".join(map(_compact, parts)))
   if match := _BOUND.fullmatch(text):
     sign = next(sign for sign, words in zip(_BOUND_SIGNS, match.groups(), strict=False) if words)
     return _parse(f"{sign} {match[len(_BOUND_SIGNS) + 1]}")
   if (scaled_text := apply_scale_word(text)) is not None:
     return _parse(scaled_text)
+  return _parse_unit(text) or _parse_words(text, is_wrapped) or _parse_structure(text)
+
+
+def _parse_unit(text: str) -> Answer | None:
+  """Parses an amount with a unit, a base or a modulus; None for other texts."""
   amount, unit = split_sign(text)
   if unit and not (answer := _parse(amount)).items:
     rate = f"{unit} {answer.unit}" if answer.unit.startswith("/") else ""  # "$5 per hour"
     return answer._replace(unit=rate or answer.unit or unit)
+  if compound := read_compound(text):
+    return Answer(number=compound[0], unit=compound[1])
   if match := _IN_BASE.fullmatch(re.sub(TEXT, r"\1", text)):
     base = _BASES.get(match[2], match[2])
-    if base.isdecimal():
+    if base.isdecimal() and all(digit < base for digit in match[1] if len(base) == 1):
       return Answer(number=Fraction(match[1]), unit=f"base {base}")
+  if match := _MODULO.fullmatch(re.sub(TEXT, r"\1", text)):
+    congruent = _CONGRUENT.fullmatch(match[1])
+    answer = _parse(congruent[2] if congruent else match[1])
+    if answer.number is not None and answer.number.denominator == 1 and int(match[2]):
+      name = congruent[1] if congruent else ""
+      return Answer(number=answer.number % int(match[2]), unit=f"mod {int(match[2])}", name=name)
   before, unit = split_unit(text)
-  if before != text:
-    return _parse(before)._replace(unit="" if unit.startswith("unit") else unit)
-  if _LETTERS.fullmatch(text):
-    words = " ".join(text.casefold().split())
-    if words in _SAME_WORDS:
-      words = _SAME_WORDS[words]
-      return Answer(value=words, words=not words.startswith("\\"))
-    if is_wrapped or _WORDS.match(text):
-      return Answer(value=words if len(text) > 1 else text, words=True)
-  if match := _COLUMN.fullmatch(text):
-    entries = [entry for entry in map(str.strip, match[2].split(r"\\")) if entry]
-    if len(entries) > 1:
-      return Answer(items=tuple(map(_parse, entries)), brackets="()")
+  if before == text or AND in before or OR in before:
+    return None
+  return _parse(before)._replace(unit="" if unit.startswith("unit") else unit)
+
+
+def _parse_words(text: str, is_wrapped: bool) -> Answer | None:
+  if not _LETTERS.fullmatch(text):
+    return None
+  words = " ".join(text.casefold().split())
+  if words in _SAME_WORDS:
+    words = _SAME_WORDS[words]
+    return Answer(value=words, words=not words.startswith("\\"))
+  if is_wrapped or _WORDS.match(text):
+    return Answer(value=words if len(text) > 1 else text, words=True)
+  return None
+
+
+def _parse_structure(text: str) -> Answer:
+  """Parses a list, a set, an interval, a matrix, a named value or a formula."""
+  if match := _MATRIX.fullmatch(text):
+    rows = [row.split("&") for row in map(str.strip, match[2].split(r"\\")) if row]
+    entries = tuple(_parse(entry) for row in rows for entry in row)
+    if len(entries) > 1 and len({len(row) for row in rows}) == 1:
+      columns = len(rows[0])
+      return Answer(items=entries, brackets="()" if columns == 1 else f"{MATRIX}{columns}")
   if (match := _SET_BUILDER.fullmatch(text)) and match[1] in match[2]:
     return _parse(match[2])
   if match := FIGURE.fullmatch(text):
     return Answer(value=normalize_figure(match[1], match[2] or match[3]))
-  brackets, elements = _split_list(text)
+  if match := _BOTH.fullmatch(text):
+    text = match[1]
+  brackets, joint, elements = _split_list(text)
   if len(elements) > 1:
-    return Answer(items=tuple(map(_parse, elements)), brackets=brackets)
+    items = tuple(map(_parse, elements))
+    keeps_joint = items[0].words or any(item.is_condition for item in items)
+    return Answer(items=items, brackets=brackets, joint=joint if keeps_joint else "")
   if elements[0] != text:
     return _parse(elements[0])
   if match := _MEMBER_OF.fullmatch(text):
     return _parse(match[1])
   if match := _NAME.fullmatch(text):
-    return _parse(match[2])._replace(name=_compact(match[1]))
+    return _parse(match[2])._replace(name=_compact(re.sub(TEXT, r"\1", match[1])))
   if (match := _NAME_LAST.fullmatch(text)) and is_constant(match[1]):
     return _parse(match[1])._replace(name=_compact(match[2]))
   return Answer(value=_compact(text))
 
 
-def _split_list(text: str) -> tuple[str, list[str]]:
-  """Splits a list into (brackets, elements).
+def _split_list(text: str) -> tuple[str, str, list[str]]:
+  """Splits a list into (brackets, "and" or "or" or "", elements), each ± into two elements.
 
   Brackets around a single element are removed, except for [ ].
   """
   if r"\begin" in text:
-    return "", [text]
+    return "", "", [text]
   opening, inner, closing = _split_brackets(text)
-  elements = _split_at_commas(inner)
+  elements, separators = _split_at_separators(inner)
+  is_set = opening in ("{", r"\{")
+  if len(elements) == 1 or is_set or not opening:
+    elements = [variant for element in elements for variant in _expand_signs(element)]
+  elif len(variants := _expand_signs(text)) > 1:
+    return "", "", variants
   if len(elements) > 1:
-    is_set = opening in ("{", r"\{")
-    return SET if is_set else opening + closing, elements
-  return "", [text if "[" in opening or "]" in closing else inner]
+    joint = "or" if OR in separators else "and" if AND in separators else ""
+    return SET if is_set else opening + closing, joint, elements
+  return "", "", [text if "[" in opening or "]" in closing else inner]
+
+
+def _expand_signs(text: str) -> list[str]:
+  r"""Expands "1 \pm x" into "1 +x", "1 -x": each sign on its own, unless there is a \mp."""
+  signs = _PLUS_MINUS.findall(text)
+  if not signs or len(signs) > _MAX_SIGNS:
+    return [text]
+  if r"\mp" in signs:
+    plus = tuple("+" if sign == r"\pm" else "-" for sign in signs)
+    choices: Iterable[tuple[str, ...]] = (plus, tuple("-" if s == "+" else "+" for s in plus))
+  else:
+    choices = itertools.product("+-", repeat=len(signs))
+  pieces = _PLUS_MINUS.sub("\0", text).split("\0")
+  return ["".join(itertools.chain(*zip(pieces, (*c, ""), strict=True))) for c in choices]
 
 
 def _split_brackets(text: str) -> tuple[str, str, str]:
@@ -289,22 +341,37 @@ def _split_brackets(text: str) -> tuple[str, str, str]:
   return "", text, ""
 
 
-def _split_at_commas(text: str) -> list[str]:
-  """Splits at the commas and semicolons outside all brackets; [text] if an element is empty."""
+def _split_at_separators(text: str) -> tuple[list[str], set[str]]:
+  """Splits at the commas, semicolons, "and" and "or" outside all brackets.
+
+  Where a semicolon or an "or" separates lists of names, "x=1, y=2 or x=3, y=4", only there.
+
+  Returns:
+    (the elements, [text] if one is empty; the separators).
+  """
+  found = list(_find_separators(text))
+  higher = [token for token in found if token[0] in (";", OR)]
+  if len(higher) < len(found) and higher:
+    groups, _ = _cut(text, higher)
+    lists = [_cut(group, list(_find_separators(group)))[0] for group in groups]
+    if all(len(items) > 1 and all("=" in item for item in items) for items in lists):
+      return [f"({group})" for group in groups], set()
+  return _cut(text, found)
+
+
+def _find_separators(text: str) -> Iterator[re.Match[str]]:
   depth = 0
-  cuts = [-1]
   for token in _BRACKET.finditer(text):
     depth += (token[0] in _OPEN) - (token[0] in _CLOSE)
-    if depth == 0 and token[0] in (",", ";"):
-      cuts.append(token.start())
-  ends: Iterable[int] = [*cuts[1:], len(text)]
-  elements = [text[start + 1 : end].strip() for start, end in zip(cuts, ends, strict=True)]
-  return elements if all(elements) else [text]
+    if depth == 0 and token[0] in (",", ";", AND, OR):
+      yield token
 
 
-def is_constant(text: str) -> bool:
-  r"""Whether a formula has no variable: "2+3", "2\sqrt{2}"."""
-  return not re.search("[A-Za-z]", _COMMAND.sub("", text))
+def _cut(text: str, separators: list[re.Match[str]]) -> tuple[list[str], set[str]]:
+  starts = [0, *(token.end() for token in separators)]
+  ends = [*(token.start() for token in separators), len(text)]
+  elements = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+  return (elements if all(elements) else [text]), {token[0] for token in separators}
 
 
 def normalize_figure(command: str, points: str) -> str:
@@ -317,6 +384,9 @@ def normalize_figure(command: str, points: str) -> str:
 
 
 def _compact(text: str) -> str:
-  r"""Removes signs of units, and spaces except after a command ("\pi r") and between digits."""
-  text = _SIGN.sub("", text)
-  return _SPACE.sub(lambda match: match[1] or "", text)
+  r"""Removes signs of money, degrees outside functions, and needless spaces and plus signs.
+
+  Spaces stay after a command ("\pi r") and between digits.
+  """
+  text = _SIGN.sub("", text if TRIGONOMETRIC.search(text) else text.replace("°", ""))
+  return _PLUS.sub("", _SPACE.sub(lambda match: match[1] or "", text))

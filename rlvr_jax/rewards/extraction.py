@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from rlvr_jax.rewards.answers import BOUNDS, FUNCTIONS, TEXT, parse_answer
+from rlvr_jax.rewards.answers import BOUNDS, parse_answer
+from rlvr_jax.rewards.formulas import FUNCTIONS
 from rlvr_jax.rewards.graders import ANSWER_MARK, DIGITS, NUMBER, find_answer_part
 
 MAX_ANSWER = 1000  # characters; longer ones are not answers, and are slow in sympy
@@ -17,12 +18,19 @@ _BOX_TOKEN = re.compile(
   rf"\\(?:boxed|fbox)\s*\{{|\\(?:boxed|fbox)\s*(?P<bare>[+-]?{NUMBER}(?:/{DIGITS})?)|\\.|[{{}}]",
   re.DOTALL,
 )
-# Possessive quantifiers (*+) do not backtrack: a completion may have any number of spaces.
-_BETWEEN_BOXES = re.compile(
-  r"[\s$]*+(?:;|,(?!\s*+(?:and|or))|(?:,\s*+)?(?:and|or(?:[\s$]*+[A-Za-z]\s*+=)?))[\s$]*+"
+_CUT_OFF = re.compile(r"\\(?:boxed|fbox)\s*\Z")
+# Formatting between boxes, and what is left of it where boxes are one answer.
+_FORMATTING = re.compile(
+  r"\\(?:text\w*|mathrm|mathbf|mbox|hbox|q?quad|[,;:! ()\[\]\\])|[\s$*~{}]|(?<!\\)&"
 )
+_JOINT = re.compile(r"[,;]?(?:(and|\\&|\\land|\\wedge)|(or|\\lor|\\vee))?(?:[A-Za-z](?:_\d)?=)?")
+_CONDITION = re.compile(r"[<>]|\\(?:[lgn]eq?|lt|gt)(?![A-Za-z])")
+_MAX_BETWEEN = 80  # characters, white space at both ends apart
+_TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox|operatorname)\s*\{[^{}]*\}")
 _ANSWER_IS = re.compile(
-  r"\banswers?\b[^\n.]{0,60}?(?:\b(?:is|are)(?=\b|n['’]t)|[:=])[\s*:]*", re.IGNORECASE
+  r"\b(?:answers?|(?:correct|right|best) (?:option|choice))\b[^\n.]{0,60}?"
+  r"(?:\b(?:is|are)(?=\b|n['’]t)|[:=])[\s*:]*",
+  re.IGNORECASE,
 )
 _NOT_THIS = re.compile(
   r"(?:\bnot|n['’]t|\bbetween)\b(?:(?!\b(?:but|is|are)\b|[.,;:]\s)[^\n])*\Z", re.IGNORECASE
@@ -54,7 +62,7 @@ _UNIT_AFTER = re.compile(
   r"(?: (?:dollars?|cents?|degrees?|radians?)\b|°|¢)?",
   re.IGNORECASE,
 )
-_WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:and|or|{FUNCTIONS})\b)[A-Za-z]{{2,}}")
+_WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:and|or|sqrt|pi|{'|'.join(FUNCTIONS)})\b)[A-Za-z]{{2,}}")
 
 
 class Box(NamedTuple):
@@ -65,11 +73,11 @@ class Box(NamedTuple):
   content: str
 
 
-def find_boxes(text: str) -> tuple[list[Box], bool]:
+def find_boxes(text: str) -> tuple[list[Box], list[int]]:
   r"""Finds the outermost boxes: \boxed{…}, \fbox{…} and \boxed 5.
 
   Returns:
-    (the boxes in order, whether another one is never closed).
+    (the boxes in order, where those begin that are never closed).
   """
   closed: list[tuple[int, int, int, int]] = []  # start and end of each box, then of its content
   stack: list[tuple[int, int | None]] = []  # per open brace: start; start of a box's content
@@ -87,32 +95,39 @@ def find_boxes(text: str) -> tuple[list[Box], bool]:
     elif token[0].endswith("{") and token[0] != r"\{":
       stack.append((token.start(), token.end()))
   boxes = [Box(start, end, text[first:last]) for start, end, first, last in closed]
-  return boxes, any(content is not None for _, content in stack)
+  return boxes, [start for start, content in stack if content is not None]
 
 
 def find_stated_answer(text: str) -> str | None:
   r"""Finds the last \boxed{…}, else the line after the last "####"; None if there is neither.
 
-  Boxes joined by commas, "and" or "or" are one answer, a list. If a box is opened but none is ever
-  closed, the answer is empty.
+  Boxes with nothing between them but formatting, a comma, "and" or "or" are one answer, a list. If
+  the last box is never closed, the answer is empty: it may have revoked the others.
   """
   boxes, unclosed = find_boxes(text)
-  if boxes:
-    parts = boxes[-1:]
-    for box in reversed(boxes[:-1]):
-      if not _BETWEEN_BOXES.fullmatch(text, box.end, parts[0].start):
-        break
-      parts.insert(0, box)
-    return ", ".join(box.content for box in parts)
-  if unclosed:
+  last_end = boxes[-1].end if boxes else 0
+  if any(start >= last_end for start in unclosed) or (boxes and _CUT_OFF.search(text, last_end)):
     return ""
-  _, mark, rest = text.rpartition(ANSWER_MARK)
-  return rest.strip().partition("\n")[0] if mark else None
+  if not boxes:
+    _, mark, rest = text.rpartition(ANSWER_MARK)
+    return rest.strip().partition("\n")[0] if mark else None
+  answer, start = boxes[-1].content, boxes[-1].start
+  for box in reversed(boxes[:-1]):
+    between = text[box.end : start]
+    joint = _JOINT.fullmatch(_FORMATTING.sub("", between))
+    if joint is None or len(between.strip()) > _MAX_BETWEEN:
+      break
+    if joint[0] or box.content.strip() != answer.strip():  # else the answer is only repeated
+      word = " and " if joint[1] else " or "
+      is_condition = bool(joint[1] or joint[2]) and _CONDITION.search(box.content)
+      answer = box.content + (word if is_condition else ", ") + answer
+    start = box.start
+  return answer
 
 
 def _has_words(text: str) -> bool:
   """Whether a text has words outside of formulas."""
-  return bool(_WORD.search(re.sub(TEXT, " ", _MATH.sub(" ", text))))
+  return bool(_WORD.search(_TEXT.sub(" ", _MATH.sub(" ", text))))
 
 
 def _find_last_expression(text: str) -> str | None:

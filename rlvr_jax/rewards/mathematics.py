@@ -30,27 +30,34 @@ from typing import Any, NamedTuple
 
 from rlvr_jax.rewards.answers import (
   FIGURE,
+  RELATION,
   SET,
   Answer,
-  is_constant,
   normalize_figure,
   parse_answer,
 )
+from rlvr_jax.rewards.conditions import find_region, parse_relations, regions_match, relations_match
 from rlvr_jax.rewards.extraction import MAX_ANSWER, extract_answer, find_stated_answer
-from rlvr_jax.rewards.formulas import can_parse, evaluate_formula, formulas_match
+from rlvr_jax.rewards.formulas import (
+  evaluate_formula,
+  formulas_match,
+  is_constant,
+  parse_formula,
+  plain_number,
+)
 from rlvr_jax.rewards.outcome import Grade, Outcome
-from rlvr_jax.rewards.plain_numbers import parse_plain_number
 from rlvr_jax.rewards.units import SIGNS
 
 _DECIMALS = 6  # plain numbers are compared to this many decimal places, as in math-verify …
 _RELATIVE = Fraction(1, 10_000)  # … and to this relative difference, or 1e-7 would equal 0
 
 _THOUSANDS = re.compile(r"(.*[0-9]) ?[Kk]")  # 5K, if K is not a variable
+_NUMBERS = re.compile(r"\\(?:cup|cap|setminus|backslash|mathbb\{R\})")
+_NAMED = (r"\emptyset", r"\infty", r"-\infty")
 _VARIABLE = re.compile(r"[A-Za-z](?=\\[lg]eq|[<>])")
 _BOUND = re.compile(r"\\[lg]eq|[<>]")
 _CLOCK_TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
 _APPROXIMATES = re.compile(r"\\approx(?![A-Za-z])")
-_RELATION = re.compile(r"[=<>]|\\[lgn]eq")
 _EQUALS = re.compile(r"=|\\approx(?![A-Za-z])")
 
 _OF_VARIABLE = re.compile(r"[\d^/+-]|\\(?:frac|sqrt|log|ln|lg|exp|sin|cos|tan)(?![A-Za-z])")
@@ -103,7 +110,7 @@ def reduce_to_form_of(gold: Answer, answer: Answer) -> Answer:
   gold_parts = (gold, *gold.items)
   form = _Form(
     text := str(gold._replace(choice="")),
-    names=bool(_RELATION.search(text)),
+    names=bool(RELATION.search(text)),
     words=any(part.words for part in gold_parts),
     numbers=gold.number is not None,
     variables=bool(gold.value) and not (gold.words or gold.unit),
@@ -138,7 +145,7 @@ def _align_names(gold: Answer, answer: Answer, form: _Form) -> Answer:
   if names and len(items) == len(names) and answer.brackets != SET:
     pairs = zip(items, names, strict=True)
     items = tuple(
-      item if _RELATION.search(item.value) else item._replace(name=item.name or name)
+      item if RELATION.search(item.value) else item._replace(name=item.name or name)
       for item, name in pairs
     )
   elif gold.is_ordered and not form.names and _are_consecutive_letters(answer_names):
@@ -161,7 +168,7 @@ def _reduce(answer: Answer, form: _Form) -> Answer:
   if form.words and re.fullmatch("[A-Za-z]{2,}", answer.value):
     answer = answer._replace(value=answer.value.casefold(), words=True)
   if form.numbers and (match := _THOUSANDS.fullmatch(answer.value)):
-    answer = Answer(number=parse_plain_number(match[1]), unit="k", name=answer.name)
+    answer = Answer(number=plain_number(match[1]), unit="k", name=answer.name)
   if form.variables and answer.number is not None and re.fullmatch("[a-z]", answer.unit):
     answer = Answer(value=f"{answer.number}{answer.unit}", name=answer.name)  # 5 m is 5m
   answer = answer._replace(items=tuple(_reduce(item, form) for item in answer.items))
@@ -190,7 +197,7 @@ def _convert_unit(answer: Answer, form: _Form) -> Answer:
     for one, other in ((gold, unit), (unit, gold))
   )
   is_angle = unit == "degree" and r"\pi" in form.text
-  if unit != "%" and (is_gold_unit or not (units or is_angle)):
+  if unit != "%" and not unit.startswith("mod ") and (is_gold_unit or not (units or is_angle)):
     unit = ""
   return answer._replace(number=number, unit=unit)
 
@@ -203,7 +210,7 @@ def _choose_brackets(gold: Answer, answer: Answer) -> str:
   # A set does not say which element is x.
   same_as_bare = ("()",) if _item_names(gold) else ("()", SET)
   is_equivalent = (
-    bool(gold.items and answer.items)
+    bool(gold.items and answer.items and not answer.is_condition)
     and (not answer.brackets or (not gold.brackets and answer.brackets in same_as_bare))
   ) or (len(gold.items) > 2 and {gold.brackets, answer.brackets} == {"()", "[]"})
   return gold.brackets if is_equivalent else answer.brackets
@@ -219,11 +226,10 @@ def answers_match(gold: Answer, answer: Answer) -> bool:
     gold, answer = gold._replace(choice=""), answer._replace(choice="")
   if (same_angle := _angles_match(gold, answer)) is not None:
     return same_angle
-  names_differ = gold.name and answer.name and gold.name != answer.name
-  units_differ = (
-    gold.unit != answer.unit and (answer.unit or gold.unit.startswith("base")) and gold.unit
-  )
-  if names_differ or units_differ:
+  if gold.name and answer.name and gold.name != answer.name:
+    is_number = gold.number is not None or answer.number is not None
+    return not is_number and relations_match(str(gold), str(answer))
+  if gold.unit != answer.unit and not _may_omit_unit(gold, answer):
     return False
   if gold.number is not None and answer.number is not None:
     return _numbers_match(gold, answer)
@@ -233,17 +239,46 @@ def answers_match(gold: Answer, answer: Answer) -> bool:
     return gold.value == answer.value  # a name: b is not B
   if gold.words or answer.words:
     return _normalize_words(gold.value) == _normalize_words(answer.value) != ""
+  if _describes_numbers(gold) or _describes_numbers(answer):
+    regions = find_region(gold), find_region(answer)
+    if regions[0] and regions[1]:
+      return regions_match(regions[0], regions[1])
   if gold.items and answer.items:
     return _lists_match(gold, answer)
   if not (gold.items or answer.items) and gold.value == answer.value != "":
     return True
   # If the gold answer is x = 5, another equation such as "5=5" is wrong.
   same_name = gold.name in ("", answer.name)
-  if same_name and _EQUALS.search(answer.value) and not _RELATION.search(gold.value):
+  if same_name and _EQUALS.search(answer.value) and not RELATION.search(gold.value):
     return _ends_in(gold, answer)
-  if gold.number is not None or gold.value == r"\emptyset":  # math-verify reads 0 < 1 as a set
+  if gold.number is not None or gold.items or answer.items:
     return False
-  return formulas_match(str(gold._replace(unit="")), str(answer._replace(unit="")))
+  if ":" in gold.value:
+    return _ratios_match(gold.value, answer.value)
+  gold_text, text = (str(each._replace(unit="")) for each in (gold, answer))
+  if RELATION.search(gold_text) and RELATION.search(text):
+    return relations_match(gold_text, text)
+  return formulas_match(gold.value, answer.value or str(answer.number))
+
+
+def _may_omit_unit(gold: Answer, answer: Answer) -> bool:
+  if f"{gold.unit} {answer.unit}".startswith("base ") or "mod " in gold.unit + answer.unit:
+    return False
+  return not (gold.unit and answer.unit)
+
+
+def _describes_numbers(answer: Answer) -> bool:
+  """Whether an answer is a condition or a set of real numbers, other than a list or an interval."""
+  return answer.is_condition or bool(_NUMBERS.search(answer.value))
+
+
+def _ratios_match(gold: str, answer: str) -> bool:
+  """Whether 1:2:3 is 2:4:6."""
+  gold_parts, parts = gold.split(":"), answer.split(":")
+  return len(gold_parts) == len(parts) and all(
+    formulas_match(f"({gold_parts[0]})({part})", f"({gold_part})({parts[0]})")
+    for gold_part, part in zip(gold_parts[1:], parts[1:], strict=True)
+  )
 
 
 def _is_time(value: str) -> bool:
@@ -267,7 +302,7 @@ def _angles_match(gold: Answer, answer: Answer) -> bool | None:
 
 def _is_rounded_value(exact: str, decimal: str) -> bool:
   """Whether a decimal, as it is written, is the value of a formula, rounded or truncated."""
-  number = parse_plain_number(decimal)
+  number = plain_number(decimal)
   value = evaluate_formula(exact)
   if number is None or value is None:
     return False
@@ -283,7 +318,7 @@ def _ends_in(gold: Answer, answer: Answer) -> bool:
   left side.
   """
   exact, *decimals = _APPROXIMATES.split(answer.value)
-  if exact and decimals and is_constant(exact):
+  if decimals and all(map(is_constant, _EQUALS.split(exact))):
     candidates = (exact, decimals[-1])
     return all(_is_rounded_value(_EQUALS.split(exact)[-1], text) for text in decimals) and any(
       answers_match(gold, reduce_to_form_of(gold, parse_answer(side))._replace(name=""))
@@ -337,6 +372,8 @@ def _is_close(a: Fraction, b: Fraction) -> bool:
 def _lists_match(gold: Answer, answer: Answer) -> bool:
   if gold.brackets != answer.brackets or len(gold.items) != len(answer.items):
     return False
+  if gold.joint and answer.joint and gold.joint != answer.joint:
+    return False
   if gold.is_ordered:
     return all(map(answers_match, gold.items, answer.items))
   if _item_names(gold) and not all(item.name for item in answer.items):
@@ -351,12 +388,14 @@ def _lists_match(gold: Answer, answer: Answer) -> bool:
 
 
 def _find_unparseable(gold: Answer) -> str:
-  """Finds the first formula of a gold answer that math-verify cannot parse; "" if there is none."""
+  """Finds the first formula of a gold answer that cannot be parsed; "" if there is none."""
   if gold.items:
     return next(filter(None, map(_find_unparseable, gold.items)), "")
-  if gold.number is not None or gold.words or can_parse(gold.value):
+  if gold.number is not None or gold.words or FIGURE.match(gold.value) or ":" in gold.value:
     return ""
-  return gold.value
+  if parse_formula(gold.value) or parse_relations(gold.value) or find_region(gold):
+    return ""
+  return "" if gold.value in _NAMED else gold.value
 
 
 def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
@@ -393,7 +432,7 @@ def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
   outcome = Outcome.CORRECT if is_correct else Outcome.WRONG
   detail = normal
   if unparsed:
-    detail += f" (only the same text counts: math-verify cannot parse the gold {unparsed!r:.200})"
+    detail += f" (only the same text counts: there is no parsing the gold {unparsed!r:.200})"
   return Grade(outcome, float(is_correct), detail=detail, answer=normal)
 
 
