@@ -237,7 +237,7 @@ def _parse_unit(text: str) -> Answer | None:
     congruent = _CONGRUENT.fullmatch(match[1])
     answer = _parse(congruent[2] if congruent else match[1])
     if answer.number is not None and answer.number.denominator == 1 and int(match[2]):
-      name = congruent[1] if congruent else ""
+      name = congruent[1] if congruent else answer.name
       return Answer(number=answer.number % int(match[2]), unit=f"mod {int(match[2])}", name=name)
   before, unit = split_unit(text)
   if before == text or AND in before or OR in before:

@@ -12,10 +12,9 @@ from rlvr_jax.rewards.answers import SET, Answer, parse_answer
 from rlvr_jax.rewards.formulas import (
   Node,
   UndefinedError,
-  common_values,
   evaluate_at,
+  _load_mpmath,
   evaluate_formula,
-  fold_case,
   names_in,
   parse_formula,
   same_ratio,
@@ -28,7 +27,7 @@ _HOLDS: dict[str, Callable[[int], bool]] = {  # of the sign of left - right
   r"\leq": lambda sign: sign <= 0, r"\geq": lambda sign: sign >= 0, r"\neq": lambda sign: sign != 0,
 }  # fmt: skip
 _MAX_DEGREE = 8  # of an inequality that is solved
-_MAX_DENOMINATOR = 10**12  # of its coefficients; those of rounded values are larger
+_ROOT = 10**40  # roots are rounded to multiples of its inverse
 _EQUAL = Fraction(1, 10**20)  # ends of intervals that differ by less are equal
 _LOW, _HIGH = (r"-\infty",), (r"\infty", r"+\infty")
 _OPERATION = re.compile(r"\\(cup|cap|setminus)(?![A-Za-z])|\\backslash(?![A-Za-z])")
@@ -85,7 +84,7 @@ def relations_match(gold: str, answer: str) -> bool:
 
 
 def _same_relation(gold: Relation, answer: Relation) -> bool:
-  ratio = same_ratio(common_values(*fold_case(gold.difference, answer.difference)))
+  ratio = same_ratio(gold.difference, answer.difference)
   if not ratio:
     return False
   if gold.sign in ("=", r"\neq"):
@@ -123,7 +122,7 @@ def _region_of_items(answer: Answer) -> Region | None:
             for text, infinity in ((low, _LOW), (high, _HIGH))]  # fmt: skip
     if (ends[0] is None and low not in _LOW) or (ends[1] is None and high not in _HIGH):
       return None
-    return _interval(*(None if end is None else _fraction(end) for end in ends), answer.brackets)
+    return _interval(ends[0], ends[1], answer.brackets)
   regions = [find_region(item) for item in items]
   if not answer.joint:  # "x > 1, x < 3" means both; "x < 1, x > 3" either
     both = _combine(regions, all)
@@ -197,16 +196,6 @@ def _combine(regions: list[Region | None], join: Callable[..., bool]) -> Region 
   return Region(ends, lambda x: join(region.contains(x) for region in found), variable)
 
 
-def _fraction(value: Any) -> Fraction:
-  """A number of mpmath, or of sympy, as it is."""
-  if isinstance(value, Fraction):
-    return value
-  if hasattr(value, "is_Rational") and value.is_Rational:
-    return Fraction(int(value.p), int(value.q))
-  sign, mantissa, exponent, _ = value._mpf_
-  return Fraction(-mantissa if sign else mantissa) * Fraction(2) ** exponent
-
-
 def _solve(relation: Relation) -> Region | None:
   """Solves an inequality of a polynomial in one variable; None for others."""
   names = names_in(relation.difference)
@@ -216,7 +205,7 @@ def _solve(relation: Relation) -> Region | None:
   node, sign = _without_bars(relation)
 
   def value(x: Fraction) -> Fraction:
-    return _fraction(evaluate_at(node, {name: x}))
+    return evaluate_at(node, {name: x})
 
   try:
     roots = _real_roots(value)
@@ -240,7 +229,7 @@ def _without_bars(relation: Relation) -> tuple[Node, str]:
     (left, right, relation.sign),
     (right, left, _FLIPPED[relation.sign]),
   ):
-    if bars.kind == "abs" and not names_in(other):
+    if bars.kind == "fabs" and not names_in(other):
       try:
         is_negative = evaluate_at(other, {}) < 0
       except (UndefinedError, TypeError):
@@ -259,13 +248,16 @@ def _real_roots(function: Callable[[Fraction], Fraction]) -> list[Fraction]:
   degree = len(coefficients) - 1
   if degree < 2:
     return [-coefficients[0] / coefficients[1]] if degree == 1 else []
-  if any(coefficient.denominator > _MAX_DENOMINATOR for coefficient in coefficients):
-    return []
-  import sympy
-
-  rationals = [sympy.Rational(c.numerator, c.denominator) for c in reversed(coefficients)]
-  roots = sympy.Poly(rationals, sympy.Symbol("x")).real_roots(multiple=False)
-  return [_fraction(root.evalf(60)) for root, _ in roots]
+  mp = _load_mpmath()
+  with mp.workprec(300):
+    rounded = [mp.mpf(c.numerator) / c.denominator for c in reversed(coefficients)]
+    try:
+      roots = mp.polyroots(rounded, maxsteps=100, extraprec=300)
+    except mp.NoConvergence:  # a root occurs twice
+      return []
+    return [
+      Fraction(int(mp.nint(root.real * _ROOT)), _ROOT) for root in roots if abs(root.imag) < 1e-25
+    ]
 
 
 def _interpolate(function: Callable[[Fraction], Fraction]) -> list[Fraction]:

@@ -22,7 +22,7 @@ _FONT = re.compile(
 )
 _FONT_OF_LETTER = re.compile(rf"\\({'|'.join(_FONTS)})\s+(\w)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_FORMULA = re.compile(r"[\\0-9^_{}=<>|+*/$°]")
+_FORMULA = re.compile(r"[\\0-9^_{}=<>|+*$°]")
 
 _NTH = "(?:st|nd|rd|th)"
 _NTH_TEXT = rf"\\text\s*\{{\s*{_NTH}\s*\}}"

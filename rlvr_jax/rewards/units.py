@@ -30,7 +30,7 @@ _COMPOUND = re.compile(
   r"\s*(?:[0-9]+(?:\.[0-9]+)?\s*[A-Za-z]+\.?\s*(?:,|and\b|,\s*and\b|\\land)?\s*){2,4}"
 )
 _AMOUNTS_OF = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)")
-_UNIT_TEXT = re.compile(r"\s*([A-Za-z][A-Za-z /().-]*?)\s?(\^[23])?[\s.]*")
+_UNIT_TEXT = re.compile(r"\s*([A-Za-z%][A-Za-z /().-]*?)\s?(\^[23])?[\s.]*")
 _WRAPPED_UNIT = re.compile(rf"(.*[^\s\\])\s?{TEXT}\s?((?:\^[23])?)")
 _PERCENT = re.compile(r"(.*[^\s\\%])(?:\s?\\?%)+")
 _BARE_UNIT = re.compile(r"(.*[\d}.])(\s?)([A-Za-z][A-Za-z. /-]*(?:\^[23])?)")
@@ -153,7 +153,7 @@ def _parse_unit(text: str) -> str | None:
   match = _UNIT_TEXT.fullmatch(text)
   if not match or _CHANGES_VALUE.search(text):
     return None
-  words = re.findall("[a-z]+|/", match[1].lower())
+  words = re.findall("[a-z]+|[/%]", match[1].lower())
   stems = ((word, word.removesuffix("s"), word.removesuffix("es")) for word in words)
   units = [next((_UNITS[stem] for stem in three if stem in _UNITS), "") for three in stems]
   if not all(units):

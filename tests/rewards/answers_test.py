@@ -7,10 +7,375 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlvr_jax.rewards import Outcome
+from rlvr_jax.rewards.answers import parse_answer
 from rlvr_jax.rewards.mathematics import mathematics
 
 # gold | answer | = or !; an answer after @ is the full completion, others are in a box
 VERDICTS = r"""
+# numbers
+5 | 5 | =
+5 | 5.0 | =
+5 | 05 | =
+5 | +5 | =
+-5 | - 5 | =
+5 | -5 | !
+0 | -0 | =
+1234 | 1,234 | =
+1,234,567 | 1234567 | =
+1234 | 1{,}234 | =
+10000 | 10\,000 | =
+10000 | 10,\!000 | =
+1/2 | 0.5 | =
+\frac{1}{2} | 1/2 | =
+\frac12 | \dfrac{1}{2} | =
+\frac{2}{4} | \frac{1}{2} | =
+\frac{-1}{2} | -\frac{1}{2} | =
+\frac{1}{3} | 0.333333 | =
+\frac{1}{3} | 0.33 | !
+0.0000001 | 0 | !
+3.14 | 3.1400 | =
+3.14 | 3.15 | !
+2\frac{1}{2} | 2.5 | =
+2\frac12 | \frac52 | =
+2 1/2 | 5/2 | =
+-2\frac{1}{2} | -\frac{5}{2} | =
+2\frac{1}{2} | 1 | !
+0.\overline{3} | \frac{1}{3} | =
+0.1\overline{6} | 1/6 | =
+0.\overline{12} | 0.\overline{13} | !
+1.2e-3 | 0.0012 | =
+1.2\times10^{-3} | 1.2e-03 | =
+10^3 | 1000 | =
+10^{-3} | 0.001 | =
+3\times 10^8 | 300000000 | =
+2^{10} | 1024 | =
+2^{10} | 1025 | !
+123456789012345678901234567890 | 123456789012345678901234567891 | !
+5! | 120 | =
+\binom{5}{2} | 10 | =
+101_2 | 101_{2} | =
+101_2 | 101 | !
+101 | 101_2 | =
+11_2 | 11 | !
+11_2 | 3 | !
+101_2 | 101_3 | !
+3:2 | 3:2 | =
+3:2 | 2:3 | !
+\sqrt{4} | 2 | =
+300000000 | 3\times 10^8 | =
+0.0012 | 1.2\cdot10^{-3} | =
+-1500 | -1.5*10^{3} | =
+1000 | 10^3 | =
+5 | \frac{-10}{-2} | =
+0.333 | 0.333\ldots | =
+3 | 3^\text{rd} | =
+21 | 21^{st} | =
+22 | 22nd | =
+4 | 4^{\text{th}} | =
+4 | 5^{\text{th}} | !
+5 | ５ | =
+-12.5 | －１２．５ | =
+(1,2) | （１，２） | =
+# powers and roots
+1024 | 2^{10} | =
+1024 | 2^10 | =
+1024 | 2^{11} | !
+1/8 | 2^{-3} | =
+\frac{8}{27} | \left(\frac{2}{3}\right)^3 | =
+4 | (-2)^2 | =
+4 | -2^2 | !
+4 | \sqrt{16} | =
+-4 | -\sqrt{16} | =
+3 | \sqrt[3]{27} | =
+\frac{1}{2} | \sqrt{\frac{1}{4}} | =
+5 | \sqrt{25} | =
+\sqrt{4},3 | 2, 3 | =
+\sqrt{2} | \sqrt{3} | !
+2^{9999} | 2^{9999} | =
+0 | 0^{-1} | !
+# no number but the way to one
+391 | 17\cdot 23 | !
+391 | 17 \times 23 | !
+391 | x = 17*23 | !
+391 | (17)(23) | !
+391 | 17\cdot 23 = 391 | =
+391 | 17\cdot 24 = 391 | !
+391\text{ cm} | 17\cdot 23\text{ cm} | !
+391,2 | 17\cdot 23, 2 | !
+5 | 2+3 | !
+5 | 7-2 | !
+5 | 6=5 | !
+5 | 2+3=6 | !
+5 | m+n=5 | =
+5 | m+n=6 | !
+5 | x \approx 5 | =
+5 | 5 \mod 7 | !
+5 | \sqrt{26} | !
+5 | \sqrt{16}+1 | !
+8 | 2^{10}/2^{7} | !
+5 | \lfloor 5.5 \rfloor | !
+5 | 5,5 | !
+5050 | \sum_{n=1}^{100} n | !
+5040 | \prod_{n=1}^{7} n | !
+120 | \binom{10}{3} | !
+3628800 | 10! | !
+3 | \log_2 8 | !
+6 | \gcd(12, 18) | !
+\frac{1}{2} | \int_0^1 x dx | !
+\frac{17}{23} | \frac{17}{23} | =
+\frac{\pi}{2} | \int_{-1}^1 \sqrt{1-x^2} dx | !
+\sqrt{2} | \lim_{x\to 2} \sqrt{x} | !
+\sum_{k=1}^n k | \sum_{k=1}^{n} k | =
+\sum_{k=1}^n k | \sum_{j=1}^{n} j | !
+\int x dx | \int e^{x^2}\sin(x^3)\ln(x) dx | !
+\int x dx | \int x\,dx | =
+2x | \frac{d}{dx}(x^2) | !
+2x | \frac{d(x^2)}{dx} | !
+2x | \frac{\mathrm{d}}{\mathrm{d}x}x^2 | !
+\frac{dy}{dx} = 2x | 2x=\frac{dy}{dx} | =
+\frac{d}{x+1} | \frac{d}{1+x} | =
+\frac{dy}{dx} = 2x | \frac{dy}{dx}=2x | =
+# money, percent, units, degrees
+18 | $18 | =
+18 | \$18.00 | =
+-5 | -\$5 | =
+1000 | \$1,000 | =
+50 | 50\% | =
+50\% | 50 | =
+50\% | 0.5 | =
+0.5 | 50\% | =
+50\% | \frac12 | =
+50\% | 5 | !
+50\% | 60\% | !
+0.05 | 0.05\% | !
+0.05 | 5\% | =
+0.5\% | 0.5 | =
+12.5 | 12.5\% | =
+5 | 500\% | =
+5 | 5\% | =
+12 | 12 apples | =
+12 | 12 \text{ apples} | =
+5 \text{ cm} | 5 | =
+5 \text{ cm} | 5 centimeters | =
+5 \text{ cm} | 5\text{ m} | !
+5 cm | 5 kg | !
+5 | 5\text{ cm} | =
+5 \text{ cm} | 6 \text{ cm} | !
+12 \text{ cm}^2 | 12 square centimeters | =
+12 \text{ cm}^2 | 12 \text{ cm} | !
+60 \text{ miles per hour} | 60 mi/h | =
+2\sqrt{3}\text{ cm} | 2\sqrt{3} | =
+2\sqrt{3} | \sqrt{12}\text{ cm} | =
+90^\circ | 90 | =
+90 | 90^{\circ} | =
+90 | 90 degrees | =
+90^\circ | 45^\circ | !
+5m | 5 | !
+16\sqrt{2} | 16\sqrt{2}\text{ units} | =
+16\sqrt{2} | 16\sqrt{2}\text{ square units} | =
+16\sqrt{2} | 16\sqrt{2}\text{ units}^2 | =
+16\sqrt{2} | 16\sqrt{2}\text{ dollars} | =
+16\sqrt2\text{ square units} | 16\sqrt{2} | =
+9\pi | 9\pi\text{ sq. units} | =
+9 | 9 sq. units | =
+2\sqrt{5} | 2\sqrt{5} meters | =
+12\pi | 12\pi\, cm^3 | =
+12\pi\text{ cm}^3 | 12\pi m^3 | !
+5\text{ cm} | 5\text{ units} | =
+# words that change a number
+5 | 5 \text{ million} | !
+5 | 5 hundred | !
+5 | 5\text{ squared} | !
+25 | 25 units squared | =
+5 | 5 factorial | !
+5 | 5 minus three | !
+5 | 5\text{ plus six} | !
+3 | 3 over four | !
+6 | 6\text{ hundredths} | !
+6 | 6 fourth graders | =
+6 | 6 times | =
+6 | 6 one-dollar bills | =
+4\text{ billion} | 4\text{ million} | !
+4\text{ billion} | 4000 million dollars | =
+5000000 | 5\text{ million} | =
+5\text{ million} | 5,000,000\text{ people} | =
+5\text{ million} | 5 | !
+2\sqrt{3} | 2\sqrt{3}\text{ million} | !
+# bases
+11_{\text{two}} | 11 | !
+11_{\text{two}} | 11_2 | =
+101_2 | 101_{\text{two}} | =
+1011_2 | (1011)_2 | =
+1011_2 | 1011_{(2)} | =
+1011_2 | 1011_{two} | =
+1011_2 | 1011_{three} | !
+1011_2 | 1011\text{ base two} | =
+5m | 5m | =
+# formulas
+\frac{\sqrt{2}}{2} | \frac{1}{\sqrt{2}} | =
+\sqrt2 | \sqrt{2} | =
+\sqrt{2} | 1.414 | !
+\frac{\pi}{4} | \pi/4 | =
+2\pi r | 2 r \pi | =
+x+1 | 1+x | =
+x^2-1 | (x-1)(x+1) | =
+x^2-1 | (x-1)^2 | !
+(x+1)^2 | x^2+2x+1 | =
+\frac{x}{2} | 0.5x | =
+x+1 | y+1 | !
+|x| | x | !
+\log_2 8 | 3 | =
+\sin(\pi/6) | \frac12 | =
+3+4i | 4i+3 | =
+3+4i | 3-4i | !
+e^{2x} | e^{x}e^{x} | =
+\left(\frac{1}{2}\right)^3 | \frac{1}{8} | =
+-x^2 | x^2 | !
+\infty | -\infty | !
+# names and equations
+5 | x = 5 | =
+x = 5 | 5 | =
+x=5 | x = 5.0 | =
+x=5 | y=5 | !
+x=5 | 5=5 | !
+x=5 | 2+3=5 | !
+x=5 | m+n=5 | !
+x=5 | 5=x | =
+x=5 | 5=y | !
+x=5 | x \approx 5 | =
+5 | 5=x | =
+x=1,y=2 | 1=x,2=y | =
+2R | 2r | =
+x=5 | x=6 | !
+y = 2x+3 | 2x + 3 | =
+y=2x+3 | y-2x=3 | =
+y=2x+3 | y=3x+2 | !
+2x+3 | y=2x+3 | =
+f(x)=x^2 | x^2 | =
+5 | 2+3=5 | =
+5 | x = 2 + 3 = 5 | =
+6 | x=5=6 | !
+x=6 | x=5=6 | !
+5 | x=2+4=5 | !
+5 | a=b=5 | =
+5\text{ cm} | x = 2+3 = 5\text{ cm} | =
+5\text{ cm} | x = 2+3 = 5\text{ m} | !
+2\sqrt{2} | x=5=2\sqrt{2} | !
+2\sqrt{2} | 3=2\sqrt{2} | !
+2\sqrt{2} | x=\sqrt{8}=2\sqrt{2} | =
+4\pi | A=\pi r^2=4\pi | =
+x+1 | y=5=x+1 | !
+y=2x+3 | y=2(x+1)+1=2x+3 | =
+x=1,y=2 | x=1=1,y=1+1=2 | =
+x=1,y=2 | x=1=1,y=1+2=2 | !
+x \le 5 | 5 \geq x | =
+x<5 | x>5 | !
+# lists, sets, tuples
+1,2 | 2,1 | =
+1, 2 | 1 and 2 | =
+1,2 | 1,3 | !
+1,2 | 1,2,3 | !
+\{1,2,3\} | \{3, 2, 1\} | =
+\{1,2,3\} | {1,2,3} | =
+\{1,2,3\} | 1,2,3 | =
+\{1,2\} | (1,2) | !
+\{5\} | 5 | =
+(1,2) | ( 1 , 2 ) | =
+(1,2) | \left(1, 2\right) | =
+(1,2) | (2,1) | !
+(1,2) | 1,2 | =
+(1,2) | \{1,2\} | !
+(\frac12, 3) | (0.5, 3) | =
+(1,2,3) | (1,2,4) | !
+(1,2,3) | [1,2,3] | =
+x=1,x=2 | 1, 2 | =
+1,2 | x = 2 \text{ or } x = 1 | =
+x=1,y=2 | y=2,x=1 | =
+x=1,y=2 | x=2,y=1 | !
+\pm 3 | 3,-3 | =
+3,-3 | \pm 3 | =
+\sqrt{2},-\sqrt2 | -\sqrt{2}, \sqrt{2} | =
+(1,2),(3,4) | (3,4),(1,2) | =
+(1,2),(3,4) | (2,1),(3,4) | !
+\emptyset | \{\} | =
+\emptyset | \{0\} | !
+\emptyset | \text{no solution} | =
+\emptyset | none | =
+\text{no solutions} | \varnothing | =
+\emptyset | \text{all} | !
+\emptyset | 0<1 | !
+\emptyset | 1<0 | !
+\emptyset | x<x+1 | !
+\mathbb{R} | 0<1 | !
+(0,1) | 0<1 | !
+(-\infty,\infty) | x<x+1 | !
+\{1,2\} | \{1,1,2\} | =
+\{1,1,2\} | \{2,1\} | =
+\{1,2\} | \{1,1\} | !
+1,1,2 | \{1,2\} | !
+1,1,2 | \{1,1,2\} | =
+# intervals
+[1,2] | [1, 2] | =
+[1,2] | (1,2) | !
+[1,2) | [1,2] | !
+(-\infty,3] | \left(-\infty, 3\right] | =
+(-\infty, 3) | x<3 | =
+(-2,-1)\cup(1,2) | x^4-5x^2+4<0 | =
+(1,2)\cup(3,4) | (x-1)(x-2)(x-3)(x-4)<0 | =
+(1,2) | 1<x<2 | =
+x\in[1,2] | [1,2] | =
+(-\infty,1)\cup(2,\infty) | (2,\infty) \cup (-\infty,1) | =
+(-\infty,1)\cup(2,\infty) | (-\infty,1]\cup(2,\infty) | !
+[0,\frac12] | [0, 0.5] | =
+\mathbb{R} | (-\infty,\infty) | =
+# matrices
+\begin{pmatrix}1\\2\end{pmatrix} | \begin{bmatrix}1\\ 2\end{bmatrix} | =
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix}1&2\\3&4\end{pmatrix} | =
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix}1&2\\4&3\end{pmatrix} | !
+\begin{pmatrix} 1/2 \\ 3 \end{pmatrix} | \begin{pmatrix} 0.5 \\ 3 \end{pmatrix} | =
+(1,2) | \begin{pmatrix}1\\2\end{pmatrix} | =
+\begin{pmatrix}1\\2\end{pmatrix} | (1, 2) | =
+\begin{pmatrix}1\\2\end{pmatrix} | (2, 1) | !
+\begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}1&2\end{pmatrix} | !
+# words and choices
+12:30 | 12{:}30 | =
+\text{does not exist} | DNE | =
+\text{does not exist} | \text{none} | !
+5 | \textbf{(A) }5 | =
+5 | \textbf{(A)}\ 6 | !
+5 | (A) 5 | =
+\text{(B) } 5 | B | =
+\text{(B) } 5 | \textbf{(B)} | =
+\text{(B) } 5 | 5 | =
+\text{(B) } 5 | \text{(B) }5 | =
+\text{(B) } 5 | \text{(A) }5 | !
+\text{(B) } 5 | C | !
+\text{(B) } 5 | \text{(B) }6 | !
+B | \textbf{(B) }5 | =
+B | \textbf{(A) }5 | !
+b | \text{B} | !
+b | \text{b} | =
+x | \text{X} | !
+\text{x} | X | =
+10:30 a.m. | \text{10:30 AM} | =
+10:30\text{ p.m.} | 10:30 am | !
+B | (B) | =
+\text{(B)} | B | =
+B | \textbf{(B)} | =
+B | B. | =
+B | C | !
+\text{Evelyn} | Evelyn | =
+\text{Evelyn} | evelyn | =
+\text{east} | \text{seat} | !
+east | seat | !
+\text{Monday} | \text{ monday} | =
+\text{yes} | No | !
+\text{yes} | Yes | =
+\text{ice cream} | icecream | =
+\text{ice cream} | \text{scream} | !
+\text{St. Mary} | St Mary | =
+\text{July 4} | 4 | !
+AB | \text{AB} | =
 # names
 x=1, y=2 | (1,2) | =
 x=1, y=2 | (2,1) | !
@@ -277,6 +642,227 @@ x | 10^{9}\log 2 + x | !
 \sqrt{2} | 10^{999} | !
 10^{100}+1 | 10^{100} | !
 10^{100}+1 | 1+10^{100} | =
+# boxes joined in LaTeX
+6 | @$\boxed{5} \text{ or } \boxed{6}$ | !
+5,6 | @$\boxed{5} \text{ or } \boxed{6}$ | =
+6 | @$\boxed{5} \textrm{ or } \boxed{6}$ | !
+6 | @$\boxed{5} \mbox{ or } \boxed{6}$ | !
+6 | @$\boxed{5} \quad \boxed{6}$ | !
+6 | @$\boxed{5}\ \boxed{6}$ | !
+6 | @$\boxed{5}\;\boxed{6}$ | !
+6 | @$\boxed{5} \lor \boxed{6}$ | !
+6 | @$\boxed{5} & \boxed{6}$ | !
+6 | @\(\boxed{5}\) or \(\boxed{6}\) | !
+6 | @\[\boxed{5}\] or \[\boxed{6}\] | !
+5,6 | @\[\boxed{5}\] or \[\boxed{6}\] | =
+6 | @$\boxed{5}$ **or** $\boxed{6}$ | !
+6 | @$\boxed{5}$ or $\boxed{6}$ | !
+5,6 | @$$\boxed{5}$$ and $$\boxed{6}$$ | =
+5,6 | @$\boxed{5}$; $\boxed{6}$ | =
+5,6 | @$\boxed{5}$, $\boxed{6}$ | =
+# letters and words that are no units
+3 | 3\mathrm{i} | !
+3 | 3\mathrm{e} | !
+3 | 3\text{x} | !
+3 | 3\mathbf{x} | !
+3 | 3\mathrm{e}^2 | !
+3 | 3\mathrm{i}^2 | !
+2e | 2\mathrm{e} | =
+3x | 3\mathbf{x} | =
+3i | 3\mathrm{i} | =
+3 | 3\text{ quarters} | !
+3 | 3 score | !
+3 | 3\text{ gross} | !
+3 | 3 pairs | !
+3 | 3 lakh | !
+300000 | 3 lakh | =
+3 | 3 bn | !
+3 | 3\text{ mn} | !
+3 | 3 base two | !
+3 | 3 negative | !
+3 | 3 is wrong | !
+3 | 3\text{ is wrong} | !
+3 | 3 crore | !
+3 | 3\mathrm{m} | =
+3 | 3\,\mathrm{kg} | =
+3m | 3\mathrm{m} | =
+# and, or
+x<-2 \text{ or } x>2 | x<-2 \text{ and } x>2 | !
+x<-2 \text{ or } x>2 | x<-2 \text{ or } x>2 | =
+x<-2 \text{ or } x>2 | x>2\text{ or }x<-2 | =
+x>1 and y>2 | x>1 or y>2 | !
+x>1 or y>2 | x>1 and y>2 | !
+x>1 and y>2 | y>2 and x>1 | =
+both A and B | A or B | !
+both A and B | A and B | =
+A and B | A or B | !
+x>1 and x<3 | 1<x<3 | =
+x>1 and x<3 | x>1 or x<3 | !
+# degrees in functions
+\sin 1 | \sin 1^\circ | !
+\sin 1^\circ | \sin 1 | !
+\tan 75^\circ | 2+\sqrt3 | =
+2+\sqrt3 | \tan 75^\circ | =
+4\sin 20^\circ | 4\cos 70^\circ | =
+4\sin 20^\circ | 4\cos 20^\circ | !
+# a box that is cut off
+5 | @\boxed{5} wait \boxed{7 | !
+# plus-minus
+\frac{1\pm\sqrt5}{2} | \frac{1+\sqrt5}{2},\frac{1-\sqrt5}{2} | =
+\frac{1+\sqrt5}{2},\frac{1-\sqrt5}{2} | \frac{1\pm\sqrt5}{2} | =
+\frac12\pm\frac{\sqrt5}{2} | \frac{1+\sqrt5}{2},\frac{1-\sqrt5}{2} | =
+\frac{1+\sqrt5}{2},\frac{1-\sqrt5}{2} | \frac12\pm\frac{\sqrt5}{2} | =
+\sqrt{2\pm\sqrt3} | \sqrt{2+\sqrt3},\sqrt{2-\sqrt3} | =
+(\pm1,2) | (1,2),(-1,2) | =
+(1,2),(-1,2) | (\pm1,2) | =
+2\pm\sqrt3 | 2+\sqrt3, 2-\sqrt3 | =
+2\pm\sqrt3 | 2+\sqrt3 | !
+\frac{1\pm\sqrt5}{2} | \frac{1\pm\sqrt5}{2} | =
+\frac{1\pm\sqrt5}{2} | \frac{1\pm\sqrt3}{2} | !
+x = \pm 3 | x=3 \text{ or } x=-3 | =
+\pm 2 \mp \sqrt3 | 2-\sqrt3, -2+\sqrt3 | =
+\{\pm1,\pm2\} | -2,-1,1,2 | =
+# complex numbers
+2-2i | 2(1-i) | =
+\frac i2 | 0.5i | =
+3+4i | (2+i)^2 | =
+14-i | 14-1i | =
+-\frac15-\frac45i | \frac{-1-4i}{5} | =
+3-6i | 3(1-2i) | =
+3-6i | 3(1+2i) | !
+2-2i | 2-2j | !
+3+4i | 5 | !
+i\sqrt3 | \sqrt{-3} | =
+-1 | i^2 | !
+# upright letters and functions
+1-\frac{1}{\mathrm e} | 1-\frac1e | =
+\ln 2 | \mathrm{ln}\,2 | =
+\sin x | \operatorname{sin} x | =
+3+4i | 3+4\mathrm i | =
+e^2 | \exp(2) | =
+# nested roots
+\frac{\sqrt{7+\sqrt{13}}}{\sqrt[4]{5}+\sqrt3} | \frac{\sqrt{\sqrt{13}+7}}{\sqrt3+\sqrt[4]{5}} | =
+\frac{\sqrt{7+\sqrt{13}}}{\sqrt[4]{5}+\sqrt3} | \frac{\sqrt{7+\sqrt{13}}}{\sqrt[4]{5}+\sqrt2} | !
+# lists with and
+1,2,3 | 1, 2, \text{ and } 3 | =
+1, 2, \text{ and } 3 | 1,2,3 | =
+1,2 | 1 \mathrm{and} 2 | =
+1,2 | 1 \mbox{ and } 2 | =
+1,2 | 1 \& 2 | =
+1,2,3 | 1, 2, \mathrm{and}\ 3 | =
+# choices with text
+E | E: text | =
+E | E. Paris | =
+E | (E) Paris | =
+E | E. 12 | =
+E | \text{Option E} | =
+E | @The correct option is E. | =
+E. Paris | E | =
+E | D. Paris | !
+E | C) 42 cm | !
+C | C) 42 cm | =
+E | E. Paris or D. Rome | !
+E | (A) or (E) | !
+E | \text{Option D} | !
+Paris | E. Paris | =
+# fonts and colors
+17 | \boldsymbol{17} | =
+17 | \bm{17} | =
+17 | \mathit{17} | =
+17 | \mathsf{17} | =
+17 | \underline{17} | =
+17 | \textcolor{blue}{17} | =
+17 | \color{red}{17} | =
+17 | {\bf 17} | =
+17 | \Large 17 | =
+17 | \emph{17} | =
+\frac34 | \mathbf{\frac34} | =
+2\sqrt3 | \mathbf{2\sqrt3} | =
+\frac34 | \text{\frac34} | =
+17 | \mathbf{18} | !
+# unions and conditions
+(-\infty,-2)\cup(2,\infty) | x<-2 \text{ or } x>2 | =
+x<-2 \text{ or } x>2 | (-\infty,-2)\cup(2,\infty) | =
+(-\infty,-2)\cup(2,\infty) | x<-2 \text{ and } x>2 | !
+x<-2 or x>2 | |x|>2 | =
+|x|>2 | (-\infty,-2)\cup(2,\infty) | =
+[1,3] | x \ge 1 \text{ and } x \le 3 | =
+[1,3] | x \ge 1 \text{ or } x \le 3 | !
+[1,3] | x > 1 \text{ and } x \le 3 | !
+(-\infty,-2)\cup(2,\infty) | x<-2, x>2 | =
+x\ne 3 | (-\infty,3)\cup(3,\infty) | =
+\mathbb{R}\setminus\{3\} | x \neq 3 | =
+x<-2 \text{ or } x>2 | y<-2 \text{ or } y>2 | !
+x<\sqrt2 | (-\infty,\sqrt2) | =
+# commas within numbers
+32349 | 32,\! 349 | =
+11111100 | 11,\! 111,\! 100 | =
+1000 | 1,\ 000 | =
+1000 | 1{,}\,000 | =
+1,200 | 1200 | =
+1,20 | 1, 20 | =
+# roots and logarithms of variables
+\sqrt{1/n} | \frac{1}{\sqrt n} | =
+\sqrt{g/l} | \frac{\sqrt g}{\sqrt l} | =
+\sqrt{ab} | \sqrt a\sqrt b | =
+\log(ab) | \log a+\log b | =
+\ln\frac ab | \ln a-\ln b | =
+\sqrt{x^2} | x | !
+x | \sqrt{x^2} | !
+|x| | \sqrt{x^2} | =
+\ln|x| | \ln x | !
+# qualifiers
+f(x)=2x | f(x)=2x \text{ for all } x | =
+f(x)=2x | f(x)=2x\ \forall x | =
+f(x)=2x | f(x)=2x \text{ where } n\ge1 | =
+\{1,2,3\} | \{1,2,3\}\text{ only} | =
+f(x)=2x | f(x)=3x \text{ for all } x | !
+# ratios of three
+1:2:3 | 2:4:6 | =
+1:2:3 | 2:4:7 | !
+1:2:3 | 3:2:1 | !
+# plain text
+\frac{\pi}{2} | pi/2 | =
+-2\pi | -2*pi | =
+x^2+1 | x**2+1 | =
+\ln 2 | log(2) | =
+e^{16}-1 | -1 + exp(16) | =
+\infty | infinity | =
+14-i | 14.0 + -1.0i | =
+\frac12 | ½ | =
+\sqrt2 | sqrt(2) | =
+\frac{x+1}{2} | (x+1)/2 | =
+2x | 2*x | =
+\frac\pi6 | π/6 | =
+# other notations
+(1,2,3) | \langle1,2,3\rangle | =
+\langle1,2,3\rangle | (1,2,3) | =
+3\text{ hours and }20\text{ minutes} | 3 hours and 20 minutes | =
+3 hours and 20 minutes | 3 hours 20 minutes | =
+3 hours and 20 minutes | 200 minutes | =
+3 hours and 20 minutes | 3 hours and 30 minutes | !
+200 | 3 hours and 20 minutes | =
+3 | 3 hours and 20 minutes | !
+x\equiv3\pmod7 | 3\pmod7 | =
+3\pmod7 | x\equiv3\pmod7 | =
+x\equiv3\pmod7 | x \equiv 3 \pmod{7} | =
+x\equiv3\pmod7 | 3\pmod 8 | !
+x\equiv3\pmod7 | 4\pmod 7 | !
+\log_{10} 5 | \lg 5 | =
+\binom{n}{2} | \binom n2 | =
+\frac{n(n-1)}{2} | \binom n2 | =
+\mathbb Z | \text{all integers} | =
+\text{all integers} | \mathbb{Z} | =
+\mathbb R^+ | (0,\infty) | =
+\mathbb{R}^+ | \text{all positive real numbers} | =
+\frac13 | 0.\dot3 | =
+0.\dot3 | \frac13 | =
+4\sqrt2 | 4\sqrt(2) | =
+y=\frac12x | x=2y | =
+y=\frac12x | x=3y | !
+p=5,q=2;p=7,q=2 | (5,2),(7,2) | =
+p=5,q=2;p=7,q=2 | (5,2),(7,3) | !
+p=5,q=2;p=7,q=2 | (7,2),(5,2) | =
 """
 
 
@@ -288,14 +874,25 @@ def _verdicts():
       continue
     left, _, verdict = line.rpartition(" | ")
     gold, _, answer = left.partition(" | ")
-    completion = answer[1:] if answer.startswith("@") else rf"So it is $\boxed{{{answer}}}$."
-    yield pytest.param(gold, completion, verdict == "=", id=f"{section}: {left}")
+    yield pytest.param(gold, answer, verdict == "=", id=f"{section}: {left}")
 
 
-@pytest.mark.parametrize(("gold", "completion", "right"), list(_verdicts()))
-def test_a_careful_human_grader(gold, completion, right):
-  grade = mathematics(completion, {"answer": gold})
-  assert (grade.outcome is Outcome.CORRECT) is right, grade
+def _boxed(answer):
+  return rf"So it is $\boxed{{{answer}}}$."
+
+
+@pytest.mark.parametrize(("gold", "answer", "right"), list(_verdicts()))
+def test_a_careful_human_grader(gold, answer, right):
+  completions = [_boxed(answer), f"We get\n#### {answer}\n"]
+  for completion in [answer[1:]] if answer.startswith("@") else completions:
+    grade = mathematics(completion, {"answer": gold})
+    assert (grade.outcome is Outcome.CORRECT) is right, grade
+    assert grade.score == float(right)
+    assert grade.detail.startswith(grade.answer)
+  for text in {gold, gold if answer.startswith("@") else answer}:
+    normal = str(parse_answer(text))
+    assert str(parse_answer(normal)) == normal
+    assert mathematics(_boxed(text), {"answer": text}).outcome is Outcome.CORRECT
 
 
 # Spellings that a policy may choose among, of a number @.
