@@ -28,17 +28,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import math
-import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.checks import MAX_SCORE, check_between, is_score
 
 MAX_REPLY = 2**20  # bytes of a reply, in UTF-8
 ROLES = ("user", "tool")  # of a reply
-_MAX_SCORE = 1e30  # rewards are float32
 
 # "question", "answer" and "reference" of the problem; JSON-serializable.
 Problem: TypeAlias = Mapping[str, Any]
@@ -149,7 +146,7 @@ def check_turn(turn: Any, roles: Sequence[str]) -> Turn:
     roles: from `declared_roles`.
   Raises:
     TypeError: it is not a Turn, or a field has a wrong type.
-    ValueError: the score is not finite, or the reply's role is not declared.
+    ValueError: the score is not a number within ±1e30, or the reply's role is not declared.
   """
   if not isinstance(turn, Turn):
     raise TypeError(f"step returned {turn!r:.100}, expected a Turn")
@@ -160,15 +157,13 @@ def check_turn(turn: Any, roles: Sequence[str]) -> Turn:
       f"step returned role = {turn.role!r:.100}, expected one of {roles}; an environment that"
       " replies as another one declares it, such as roles = ('tool',) in its class"
     )
-  if turn.score is not None and not (
-    isinstance(turn.score, numbers.Real) and math.isfinite(float(turn.score))
-  ):
-    raise ValueError(f"step returned score = {turn.score!r:.100}, expected a finite number or None")
+  if turn.score is not None and not is_score(turn.score):
+    raise ValueError(
+      f"step returned score = {turn.score!r:.100}, expected a number within ±{MAX_SCORE:g} or None"
+    )
   if not isinstance(turn.correct, bool | None):
     raise TypeError(f"step returned correct = {turn.correct!r:.100}, expected True, False or None")
   score = None if turn.score is None else float(turn.score)
-  if score is not None and abs(score) > _MAX_SCORE:
-    raise ValueError(f"step returned score = {score:g}, expected at most {_MAX_SCORE:g}")
   reply = "" if turn.done else cut(clean("step returned a reply", turn.reply))
   return Turn(reply, turn.done, score, turn.role, turn.correct)
 

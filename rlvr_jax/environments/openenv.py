@@ -17,7 +17,6 @@ import asyncio
 import functools
 import json
 import math
-import numbers
 import re
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
@@ -35,7 +34,7 @@ from rlvr_jax.environments.base import (
   clean,
   waiting,
 )
-from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.checks import MAX_SCORE, check_between, check_choice, is_score
 
 if TYPE_CHECKING:
   import aiohttp
@@ -153,8 +152,10 @@ def read_answer(text: str) -> _Answer:
     raise ServerError(f"observation = {_shorten(observation)}, expected an object")
   if not isinstance(done, bool | None):
     raise ServerError(f"done = {_shorten(done)}, expected true or false")
-  if reward is not None and not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
-    raise ServerError(f"reward = {_shorten(reward)}, expected a finite number or null")
+  if reward is not None and not is_score(reward):
+    raise ServerError(
+      f"reward = {_shorten(reward)}, expected a number within ±{MAX_SCORE:g} or null"
+    )
   return _Answer(observation, None if reward is None else float(reward), bool(done))
 
 

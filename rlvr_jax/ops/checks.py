@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Collection
 from typing import Any
+
+MAX_SCORE = 1e30  # of a reward, which is a float32 and may be summed
 
 
 def check_between(
@@ -46,6 +49,11 @@ def check_order(owner: str, low: tuple[str, float], high: tuple[str, float]) -> 
       f"{owner}: {low[0]} = {low[1]!r} is above {high[0]} = {high[1]!r};"
       f" lower {low[0]} or raise {high[0]}"
     )
+
+
+def is_score(value: Any) -> bool:
+  """Whether a grader or an environment may give this score: a number within ±`MAX_SCORE`."""
+  return isinstance(value, numbers.Real) and abs(value) <= MAX_SCORE
 
 
 def check_choice(owner: str, name: str, value: Any, allowed: Collection[Any]) -> None:

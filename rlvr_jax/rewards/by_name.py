@@ -8,7 +8,7 @@ It is called with the completion's text and the problem's JSON-serializable refe
 and with the hyper-parameters from its string as keywords. If the prompt ends with "<think>", as in
 some chat templates, the text begins with that tag. A number (or bool) returned instead of a Grade
 is the score: correct at 1 or more, wrong below. The score of a wrong answer counts only if
-`config.grading.outcomes.wrong` is "score". An exception, a number that is not finite, or any
+`config.grading.outcomes.wrong` is "score". An exception, a number beyond ±1e30, or any
 other return value crashes that item. Coroutines, generators and functions that cannot take two
 arguments are refused at start-up.
 
@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from rlvr_jax import specs
+from rlvr_jax.ops.checks import MAX_SCORE, is_score
 from rlvr_jax.rewards.code import code
 from rlvr_jax.rewards.formats import boxed, pattern, think_answer
 from rlvr_jax.rewards.graders import gsm8k, reasoning_gym
@@ -148,19 +149,20 @@ def convert_to_grade(value: Any) -> Grade:
 
   Raises:
     TypeError: it is neither a Grade with an Outcome nor a number.
-    ValueError: the score is not finite.
+    ValueError: the score is not a number within ±1e30.
   """
   if isinstance(value, numbers.Real | np.bool_):
-    outcome = Outcome.CORRECT if float(value) >= 1 else Outcome.WRONG
-    value = Grade(outcome, float(value))
+    value = Grade(Outcome.CORRECT if value >= 1 else Outcome.WRONG, value)  # type: ignore[arg-type]
   if not isinstance(value, Grade) or not isinstance(value.outcome, Outcome):
     raise TypeError(f"the grader returned {value!r:.200}, expected a Grade or a number")
   try:
     score = float(value.score)
-  except (TypeError, ValueError):
+  except (TypeError, ValueError, OverflowError):
     score = math.nan
-  if not math.isfinite(score):
-    raise ValueError(f"the grader returned score {value.score!r:.200}, expected a finite number")
+  if not is_score(score):
+    raise ValueError(
+      f"the grader returned score {value.score!r:.200}, expected a number within ±{MAX_SCORE:g}"
+    )
   texts = str(value.detail), str(value.answer), str(value.feedback)
   return Grade(value.outcome, score, *texts)
 

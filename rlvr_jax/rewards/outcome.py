@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+
+from rlvr_jax.ops.checks import MAX_SCORE, is_score
 
 
 class Outcome(enum.StrEnum):
@@ -87,13 +87,13 @@ def outcome_policy(overrides: Mapping[str, float | str] | None = None) -> Outcom
   """The reward of each outcome: a number, "score", "mask" or "stop".
 
   Args:
-    overrides: outcome name → a finite number (the reward), "score" (the grade's score), "mask"
+    overrides: outcome name → a number (the reward), "score" (the grade's score), "mask"
       (as if the rollout had not been sampled) or "stop" (end the run). Other outcomes keep their
       default: correct "score", crashed and environment_failed "mask", all others 0.
   Returns:
     The complete table, read-only.
   Raises:
-    ValueError: unknown outcome or action, or a number that is not finite.
+    ValueError: unknown outcome or action, or a number beyond ±1e30.
   """
   table = dict(_DEFAULTS)
   names = [outcome.value for outcome in Outcome]
@@ -110,12 +110,11 @@ def _parse_action(name: str, action: float | str) -> float | str:
   """The action of one outcome, with numbers as floats; raises ValueError if it is not allowed."""
   if isinstance(action, str) and action in _ACTIONS:
     return action
-  is_number = isinstance(action, numbers.Real) and not isinstance(action, bool)
-  if is_number and math.isfinite(float(action)):
+  if is_score(action) and not isinstance(action, bool):
     return float(action)
   raise ValueError(
-    f"reward policy of outcome {name!r} is {action!r}, allowed: a finite number, or one of "
-    f"{list(_ACTIONS)}"
+    f"reward policy of outcome {name!r} is {action!r}, allowed: a number within ±{MAX_SCORE:g},"
+    f" or one of {list(_ACTIONS)}"
   )
 
 

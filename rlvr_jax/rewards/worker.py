@@ -2,10 +2,10 @@
 
 `GraderPool` starts it as `python -m rlvr_jax.rewards.worker SETTINGS`. It first writes
 {"ready": true} or {"error": text}. Then it answers each {"completion", "reference"} line, in order,
-with {"outcome", "score", "detail", "answer", "feedback"}. Before an answer, {"longer_s"} lines may extend the
-item's limit by that many seconds. An {"asleep"} line reports that the item uses no core: other
-workers get the items after it, and this worker drops them, up to `deadlines.GO_ON`. The worker ends
-when its stdin does.
+with {"outcome", "score", "detail", "answer", "feedback"}. Before an answer, {"longer_s"} lines may
+extend the item's limit by that many seconds. An {"asleep"} line reports that the item uses no core:
+other workers get the items after it, and this worker drops them, up to `deadlines.GO_ON`. The
+worker ends when its stdin does.
 
 A failure that a completion can cause is graded wrong: the grader exceeds the limit of `memory_mib`
 or of recursion. Any other exception is the grader's fault, and graded crashed.

@@ -66,6 +66,7 @@ class Faulty:
     if kind == "return":
       return {
         "none": None, "text": "a text", "nan": Turn(score=float("nan")), "int": Turn(7),
+        "1e39": Turn(score=1e39), "huge": Turn(score=10**400),
         "role": Turn("a", role="assistant"), "bytes": Turn(b"a\xff\xfeb"),
         "surrogates": Turn("a\ud800b\ud83d\ude00"), "tool": Turn("a", role="tool"),
         "done": Turn("not read", True, 0.5), "judge": Turn(done=True), "flag": Turn(done=1),

@@ -101,7 +101,9 @@ def test_turns(pool, text, expected):
   [
     ("return none", "failed", "step returned None, expected a Turn"),
     ("return text", "failed", "step returned 'a text', expected a Turn"),
-    ("return nan", "failed", "score = nan, expected a finite number"),
+    ("return nan", "failed", r"score = nan, expected a number within ±1e\+30 or None"),
+    ("return 1e39", "failed", r"score = 1e\+39, expected a number within ±1e\+30 or None"),
+    ("return huge", "failed", "score = 1000.*, expected a number within"),
     ("return int", "failed", "a reply of type int, expected text"),
     ("return role", "failed", "role = 'assistant', expected one of"),
     ("return flag", "failed", "done = 1, expected True or False"),

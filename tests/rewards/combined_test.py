@@ -10,7 +10,7 @@ from rlvr_jax.rewards import (
   outcome_policy,
   rewards_from_grades,
 )
-from rlvr_jax.rewards.by_name import by_reference, weighted, weighted_reference
+from rlvr_jax.rewards.by_name import by_reference, load_grader, weighted, weighted_reference
 
 GSM8K = "gsm8k"
 MATHEMATICS = "mathematics"
@@ -58,6 +58,12 @@ def test_a_crashed_part_crashes_the_whole():
   reference = weighted_reference(BOXED, {"answer": ""}, [(MATHEMATICS, 1.0)])
   grade = weighted(r"\boxed{5}", reference)
   assert grade.outcome is Outcome.CRASHED and "gold answer: '' is empty" in grade.detail
+
+
+def test_a_sum_that_no_float32_holds_is_refused():
+  reference = weighted_reference(BOXED, {}, [(BOXED, 1e30), (BOXED, 1e30)])
+  with pytest.raises(ValueError, match=r"returned score 2e\+30, expected a number within"):
+    load_grader(WEIGHTED)(r"\boxed{5}", reference)
 
 
 def test_plain_numbers_and_exceptions_of_parts(own):

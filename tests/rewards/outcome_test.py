@@ -53,8 +53,9 @@ def test_stop():
   ("table", "message"),
   [
     ({"time-out": 0.0}, "unknown outcome 'time-out'.*did you mean 'timeout'"),
-    ({"wrong": "skip"}, "'wrong' is 'skip', allowed: a finite number, or one of .*mask"),
+    ({"wrong": "skip"}, "'wrong' is 'skip', allowed: a number within ±1e\\+30, or one of .*mask"),
     ({"wrong": float("nan")}, "'wrong' is nan"),
+    ({"wrong": -1e39}, r"'wrong' is -1e\+39, allowed: a number within"),
     ({"wrong": True}, "'wrong' is True"),
     ({"wrong": None}, "'wrong' is None"),
   ],
@@ -62,6 +63,14 @@ def test_stop():
 def test_bad_policy(table, message):
   with pytest.raises(ValueError, match=message):
     outcome_policy(table)
+
+
+def test_the_largest_rewards_are_finite_as_float32():
+  grades = [Grade(Outcome.CORRECT, 1e30), Grade(Outcome.WRONG), Grade(Outcome.TIMEOUT)]
+  policy = outcome_policy({"wrong": -1e30})
+  rewards = rewards_from_grades(grades, policy).rewards
+  np.testing.assert_array_equal(rewards, np.float32([1e30, -1e30, 0]))
+  assert np.isfinite(rewards).all()
 
 
 def test_grades_by_position():

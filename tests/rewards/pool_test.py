@@ -93,7 +93,9 @@ def test_death_of_a_worker_costs_only_its_item(fault, detail):
     ("sys.exit 0", {}, "SystemExit: 0"),
     ("garbage", {"return": None}, "returned None, expected a Grade or a number"),
     ("garbage", {"return": ["correct", 1.0]}, "expected a Grade or a number"),
-    ("garbage", {"return": float("nan")}, "returned score nan, expected a finite number"),
+    ("garbage", {"return": float("nan")}, "returned score nan, expected a number within ±1e+30"),
+    ("garbage", {"return": 1e39}, "returned score 1e+39, expected a number within ±1e+30"),
+    ("garbage", {"return": -(10**400)}, "expected a number within ±1e+30"),
     ("garbage", {}, "KeyError: 'return'"),
   ],
 )

@@ -18,7 +18,7 @@ from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.environments.by_name import parse_environment
 from rlvr_jax.environments.pool import EnvironmentPool, EnvironmentStartError, Failure
-from rlvr_jax.ops.checks import check_between, check_choice, check_integer
+from rlvr_jax.ops.checks import MAX_SCORE, check_between, check_choice, check_integer
 from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rewards.by_name import parse_grader, weighted_reference
 from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy, outcome_policy
@@ -149,7 +149,7 @@ def _check_weighted(pair: Any) -> tuple[str, float]:
     weight = float(weight)
   except (TypeError, ValueError) as error:
     raise ValueError(f"{field} has {pair!r}, expected pairs such as ('boxed', 0.1)") from error
-  check_between(field, str(text), weight)
+  check_between(field, str(text), weight, low=-MAX_SCORE, high=MAX_SCORE)
   return _check(field, text), weight
 
 
