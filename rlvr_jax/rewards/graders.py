@@ -21,7 +21,17 @@ _SIGN = r"(?:(?<![\w)])[-+]\$?|\$[-+]?)?"
 NUMBER = rf"{_SIGN}(?:{DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
 _ANY_NUMBER = re.compile(NUMBER)
 _ANSWER_MARKS = re.compile(rf"{ANSWER_MARK}|\\(?:boxed|fbox)")
-_MARKED_NUMBER = re.compile(rf"{ANSWER_MARK}\s*({NUMBER})")
+_MARKED_NUMBER = re.compile(rf"[-+]?[ \t]*{NUMBER}")
+_MINUS = str.maketrans("\u2212\u2013", "--")
+# Between digits, other writings of the comma: {,} and thin spaces, also those of LaTeX.
+_SEPARATORS = re.compile(
+  r"(?<=[0-9])(?:,|\{,\}|\\[,;:!] ?|\\ |[\u2009\u202f\u00a0])+(?=[0-9]{3}(?![0-9]))"
+)
+_SPACES = re.compile(r"(?<=[0-9]) (?=[0-9]{3}(?![0-9]))")  # in "9 500", which may be two numbers
+_NUMERALS = re.compile(  # words that make another number of the one before them
+  r"\b(?:hundred|thousand|lakh|crore|million|billion|trillion|dozen|hal[fv]e?|third|quarter|pi)s?\b"
+  r"|(?<![A-Za-z])(?:[kKMB]|bn|mn)\b|π|√"
+)
 
 
 def thought_prefix(prompt: str) -> str:
@@ -100,15 +110,43 @@ def reasoning_gym_self_test() -> None:
     raise RuntimeError(f"reasoning_gym graded the answers '6' and '7' to gcd = 6 as {outcomes}")
 
 
-def parse_number(text: str) -> decimal.Decimal:
-  """Parses a number as GSM8K writes it, such as "-$1,234.50", into an exact decimal.
+def _unify_signs(text: str) -> str:
+  """Writes minus signs as "-", and separators of thousands as commas."""
+  return _SEPARATORS.sub(",", text.translate(_MINUS))
+
+
+def _to_decimal(number: str) -> decimal.Decimal:
+  """The exact value of a match of `NUMBER`."""
+  return decimal.Decimal(re.sub(r"[,$\s]", "", number))
+
+
+def _parse_line(line: str) -> decimal.Decimal | None:
+  """The number that a line begins with; None unless it is the only one there."""
+  line = _SPACES.sub(",", _unify_signs(line))
+  number = _MARKED_NUMBER.match(line)
+  rest = line[number.end() :] if number else ""
+  if number is None or any(map(str.isnumeric, rest)) or _NUMERALS.search(rest):
+    return None
+  return _to_decimal(number[0])
+
+
+def _parse_gold(answer: Any) -> decimal.Decimal:
+  """The value of a reference's answer: a number of JSON, or a text as `gsm8k` reads it.
 
   Raises:
-    ValueError: the text is not one number.
+    ValueError: it is not one number.
   """
-  if not _ANY_NUMBER.fullmatch(text):
-    raise ValueError(f"{text!r} is not a number such as '72', '-1,234' or '$3.50'")
-  return decimal.Decimal(text.replace(",", "").replace("$", ""))
+  if isinstance(answer, str):
+    value = _parse_line(answer.rpartition(ANSWER_MARK)[2].strip())
+  else:
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
+    value = decimal.Decimal(str(answer)) if is_number else None
+  if value is None or not value.is_finite():
+    raise ValueError(
+      f"the reference's answer {answer!r:.200} is not one number, such as 72, '-1,234', '$3.50' or"
+      " '… #### 72'"
+    )
+  return value
 
 
 def format_decimal(value: decimal.Decimal) -> str:
@@ -119,27 +157,37 @@ def format_decimal(value: decimal.Decimal) -> str:
   return "0" if text == "-0" else text
 
 
-def _find_last_number(completion: str) -> str | None:
+def _find_last_number(completion: str) -> tuple[decimal.Decimal | None, str]:
+  """The number that is a completion's answer, or None, and the text that it was read from."""
   text = find_answer_part(completion)[0] or ""
-  numbers = _MARKED_NUMBER.findall(text) or _ANY_NUMBER.findall(text)
-  return numbers[-1] if numbers else None
+  lines = [part.strip().partition("\n")[0] for part in text.split(ANSWER_MARK)[1:]]
+  if marked := [line for line in lines if _MARKED_NUMBER.match(_unify_signs(line))]:
+    return _parse_line(marked[-1]), marked[-1]
+  numbers = _ANY_NUMBER.findall(_unify_signs(text))
+  return (_to_decimal(numbers[-1]), numbers[-1]) if numbers else (None, "")
 
 
 def gsm8k(completion: str, reference: Mapping[str, Any]) -> Grade:
   """Compares the final number of a completion with the published one, exactly.
 
   Args:
-    completion: its number is the last "#### number", otherwise the last number in the text. Only
-      the text after any "</think>" counts, and nothing while a "<think>" is open.
-    reference: "answer", the final number as published (commas, sign and $ allowed).
+    completion: its number is the one after the last "####" that a number follows, and must be the
+      only one on its line; words such as its unit may follow. Without such a mark it is the last
+      number in the text. Only the text after any "</think>" counts, and nothing while a "<think>"
+      is open.
+    reference: "answer", a number of JSON, or a text that is read likewise: the final number as
+      published (commas, sign and $ allowed), or a solution with that number after its last "####".
   Returns:
     correct (score 1), wrong (0), or unparseable if the text has no number. `answer` is the number
     without commas, $ and trailing zeros.
+  Raises:
+    ValueError: the reference's answer is not one number.
   """
-  number = _find_last_number(completion)
-  if number is None:
-    return Grade(Outcome.UNPARSEABLE, detail="no number")
-  value = parse_number(number)
-  outcome = Outcome.CORRECT if value == parse_number(reference["answer"]) else Outcome.WRONG
+  gold = _parse_gold(reference["answer"])
+  value, text = _find_last_number(completion)
+  if value is None:
+    problem = f"{text!r:.200} after {ANSWER_MARK!r} is not one number" if text else "no number"
+    return Grade(Outcome.UNPARSEABLE, detail=problem)
+  outcome = Outcome.CORRECT if value == gold else Outcome.WRONG
   score = float(outcome is Outcome.CORRECT)
-  return Grade(outcome, score, detail=number, answer=format_decimal(value))
+  return Grade(outcome, score, detail=text, answer=format_decimal(value))

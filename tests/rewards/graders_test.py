@@ -15,7 +15,11 @@ from rlvr_jax.rewards import Outcome, graders
     ("####-5", "-5"),
     ("#### -$1,000.50", "-1000.5"),
     ("#### $-5 apples", "-5"),
-    ("#### 7, no: #### 8 (or 9)", "8"),  # the last mark wins over a later number
+    ("#### 7, no: #### 8 (then\n9 follows)", "8"),  # the last mark wins over a later number
+    ("#### 7 km/h\n#### Note 1", "7"),
+    ("#### - 18", "-18"),
+    ("#### 9 500", "9500"),
+    ("#### 60 %", "60"),
     ("#### unknown. Perhaps 5", "5"),  # a mark without a number does not count
     ("She has 3 and then 72.", "72"),
     ("from 3-4", "4"),  # a dash
@@ -24,6 +28,23 @@ from rlvr_jax.rewards import Outcome, graders
     (".5", "0.50"),
     ("0.1000000000000000000001", "0.1000000000000000000001"),
     ("1" * 5000, "1" * 5000),
+    ("It is \u22123", "-3"),
+    ("####\u20133", "-3"),
+    ("from 3\u20134", "4"),  # a dash
+    ("9{,}500", "9500"),
+    (r"x = 1{,}\,009\,500", "1009500"),
+    (r"9,\! 500", "9500"),
+    ("9\u2009500.5", "9500.5"),
+    ("9\u202f500", "9500"),
+    ("9 500", "500"),  # may be two numbers
+    ("3.\u00a0500", "500"),
+    ("#### 72", 72),
+    ("72", 72.0),
+    ("-0.5", -0.5),
+    ("72", "6 * 12 = 72\n#### 72"),
+    ("-9500", "x = 1 #### \u22129{,}500"),
+    ("18", "18."),
+    ("$18", "$18 per day"),
   ],
 )
 def test_gsm8k_correct(completion, answer):
@@ -36,7 +57,12 @@ def test_gsm8k_correct(completion, answer):
   [
     ("#### 72", "-72"),
     ("#### 72.01", "72"),
-    ("#### 1,2345", "12345"),  # not a thousands separator
+    ("1,2345", "12345"),  # not a thousands separator
+    ("\u22123", "3"),
+    ("9{,}500", "500"),
+    (r"9\,500", "500"),
+    ("#### - 18", "18"),
+    ("#### 9 500", 500),
     ("72 #### 73", "72"),
     ("0.1000000000000000000001", "0.1"),  # equal as floats
   ],
@@ -65,9 +91,24 @@ def test_gsm8k_unparseable(completion):
   assert graders.gsm8k(completion, {"answer": "3"}).outcome is Outcome.UNPARSEABLE
 
 
-def test_gsm8k_bad_reference():
-  with pytest.raises(ValueError, match="'seven' is not a number"):
-    graders.gsm8k("7", {"answer": "seven"})
+@pytest.mark.parametrize(
+  "line",
+  ["1/3", "1e6", "1 million", "1k", "1 or 20", "1+3=5", "1 1/2", "1½", "1²", "1 half", "1,2345"],
+)
+def test_gsm8k_reads_one_number_after_the_mark_or_none(line):
+  grades = [graders.gsm8k(f"#### {line}", {"answer": gold}) for gold in ("1", "3", "5", "20", "6")]
+  assert {grade.outcome for grade in grades} == {Outcome.UNPARSEABLE}
+  assert repr(line) in grades[0].detail
+
+
+@pytest.mark.parametrize(
+  "answer",
+  ["seven", "", "10:30", "1/2", "1 million", "3 or 4", True, None, float("nan"), [72], {"a": 72}],
+)
+@pytest.mark.parametrize("completion", ["7", "no answer"])
+def test_gsm8k_bad_reference(completion, answer):
+  with pytest.raises(ValueError, match=r"answer .* is not one number"):
+    graders.gsm8k(completion, {"answer": answer})
 
 
 def _spell_backward(completion, **settings):
