@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -63,8 +63,9 @@ class Run(NamedTuple):
 
   @property
   def name(self) -> str:
-    """Name of the run's folder."""
-    return re.sub(r"[^a-z0-9.]+", "_", f"{self.label.lower()}_{self.seed}").lstrip("._")
+    """Name of the run's folder: the label's letters and digits, of any script, and the seed."""
+    label = unicodedata.normalize("NFC", self.label.lower())
+    return re.sub(r"(?:[^\w.]|_)+", "_", f"{label}_{self.seed}").lstrip("._")
 
   def command(self, workdir: pathlib.Path) -> str:
     """The command line that repeats the run; `workdir` is that of the sweep."""
@@ -96,12 +97,14 @@ def read_runs(sweep: str, recipe: str, overrides: Mapping[str, str], workdir: st
         f"--config.{path} applies to all runs, but {owner} sets it to several values; leave it out"
       )
   runs = [_make_run(owner, fields, recipe, overrides, workdir) for fields in entries]
-  repeated = [name for name, count in Counter(run.name for run in runs).items() if count > 1]
-  if repeated:
-    raise ValueError(
-      f"{owner}: several runs have the name {repeated[0]!r}; give them different seeds, or labels"
-      ' such as {"label": "…"}'
-    )
+  first: dict[str, Run] = {}
+  for run in runs:
+    if (other := first.setdefault(run.name, run)) is not run:
+      labels = " and ".join(map(repr, dict.fromkeys([other.label, run.label])))
+      raise ValueError(
+        f"{owner}: several runs have the name {run.name!r}, of the label {labels}; give them"
+        ' different seeds, or labels of other letters or digits, such as {"label": "…"}'
+      )
   _check_labels(owner, runs)
   return runs
 

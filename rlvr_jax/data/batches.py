@@ -42,6 +42,13 @@ class PromptError(ValueError):
   """A prompt is empty, or longer than `config.max_prompt_length`."""
 
 
+def encode_prompt(problem: Problem, tokenizer: Tokenizer) -> list[int]:
+  """The tokens of a problem's prompt: of its messages if it has some, else of its question."""
+  if problem.messages:
+    return tokenizer.encode_messages(problem.messages)
+  return tokenizer.encode_prompt(problem.question)
+
+
 def encode_prompts(
   problems: Sequence[Problem],
   tokenizer: Tokenizer,
@@ -52,7 +59,7 @@ def encode_prompts(
 
   Args:
     problems: P problems.
-    tokenizer: `encode_prompt` and `pad_id` are used.
+    tokenizer: `encode_prompt`, `encode_messages` and `pad_id` are used.
     max_prompt_length: S, in tokens.
     first_messages: of each problem that an environment asks in its own words, in place of the
       question.
@@ -63,7 +70,7 @@ def encode_prompts(
   """
   messages = first_messages or [None] * len(problems)
   rows = [
-    tokenizer.encode_messages(given) if given else tokenizer.encode_prompt(problem.question)
+    tokenizer.encode_messages(given) if given else encode_prompt(problem, tokenizer)
     for problem, given in zip(problems, messages, strict=True)
   ]
   for problem, given, row in zip(problems, messages, rows, strict=True):

@@ -106,6 +106,7 @@ class HuggingFaceTokenizer:
     self._control = self._reserve_control_tokens()
     added = self._tokenizer.added_tokens_decoder.items()
     self._silent = {i for i, t in added if t.special and t.content not in _THOUGHTS}
+    self._lead = self._leading_ids()
     self._warned = False
     self._turns: ChatTurns | None = None
     if self.encode_prompt("1")[-1:] == [self._tokenizer.eos_token_id]:
@@ -119,15 +120,15 @@ class HuggingFaceTokenizer:
     return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
   def encode_prompt(self, text: str) -> list[int]:
-    """Encodes the text as a prompt, in `prompt_format`.
+    """Encodes the text as a prompt, in `prompt_format`; a chat's without white space at its end.
 
     Raises:
       ValueError: the chat template rejects it.
     """
-    return self._encode_prompt(text, self._messages(text))
+    return self._encode_prompt(text, self._messages(text.rstrip()))
 
   def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-    """Encodes a dialogue's first messages as a prompt, as `encode_prompt` does a user's.
+    """Encodes messages as a prompt, such as a dialogue's first; the template gets them unchanged.
 
     `system_prompt` comes first. A "plain" prompt is the contents, each on a line of its own.
 
@@ -138,8 +139,8 @@ class HuggingFaceTokenizer:
     check_messages(messages)
     if self._system and messages[0]["role"] == "system":
       raise ValueError(
-        f"system_prompt = {self._system[0]['content']!r} and the dialogue begins with its own"
-        f" system message, {messages[0]['content']!r}; leave system_prompt empty"
+        f"system_prompt = {self._system[0]['content']!r} and a prompt begins with its own system"
+        f" message, {messages[0]['content']!r}; leave system_prompt empty"
       )
     texts = [{"role": m["role"], "content": m["content"]} for m in messages]
     return self._encode_prompt(join_messages(messages), [*self._system, *texts])
@@ -204,14 +205,23 @@ class HuggingFaceTokenizer:
       messages, add_generation_prompt=True, sanitize_control_tokens=any(matches)
     )
 
-  def decode(self, ids: Iterable[int]) -> str:
-    """Decodes ids, for graders and readers.
+  def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
+    """Decodes ids, for graders and readers; a space at their beginning stays.
 
     Ids without a token and special tokens, except those around a thought, are dropped.
     """
     # A model's vocabulary may be larger than the tokenizer's.
-    visible_ids = [int(i) for i in ids if i < self.vocab_size and i not in self._silent]
-    return self._tokenizer.decode(visible_ids, clean_up_tokenization_spaces=False)
+    silent = () if with_special else self._silent
+    visible_ids = [int(i) for i in ids if i < self.vocab_size and i not in silent]
+    return self._decode([*self._lead, *visible_ids])[len(self._decode(self._lead)) :]
+
+  def _decode(self, ids: list[int]) -> str:
+    return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+  def _leading_ids(self) -> list[int]:
+    """Tokens to decode before a completion's, where the decoder drops a text's first space."""
+    ids = self.encode("x")
+    return ids if self._decode(ids + ids) == f"{self._decode(ids)} {self._decode(ids)}" else []
 
   def _learned_turns(self, role: str) -> ChatTurns:
     if self._turns is None:
@@ -353,11 +363,27 @@ def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
         folder, local_files_only=True, trust_remote_code=False
       )
       generation = _read_eos_ids(folder / "generation_config.json")
+      _check_eos_token(tokenizer.eos_token, folder)
     except Exception as error:  # the library's errors have no common class
       raise ValueError(
         f"the tokenizer of {directory} cannot be read: {str(error).replace(temporary, directory)}"
       ) from error
   return tokenizer, [tokenizer.eos_token_id, *generation]
+
+
+def _check_eos_token(eos: str | None, folder: pathlib.Path) -> None:
+  """Raises ValueError for an end of text that the library adds to those of the vocabulary."""
+  import tokenizers
+
+  path = folder / "tokenizer_config.json"
+  config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+  declared = [token["content"] for token in config.get("added_tokens_decoder", {}).values()]
+  known = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+  if eos is not None and eos not in {*declared, *known}:
+    raise ValueError(
+      f"eos_token is {eos!r}, which tokenizer.json lacks: no policy samples it; correct"
+      " tokenizer_config.json or special_tokens_map.json"
+    )
 
 
 def _read_eos_ids(path: pathlib.Path) -> list[int]:

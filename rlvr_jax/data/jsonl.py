@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -13,10 +14,18 @@ from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.published.files import PublishedFiles
 from rlvr_jax.data.published.rows import Row
 from rlvr_jax.data.sources import Chosen, QuestionKeys, question_key
-from rlvr_jax.data.task_utils import check_available, fill_template, warn_of_common_answer
+from rlvr_jax.data.task_utils import (
+  as_text,
+  check_available,
+  fill_template,
+  find_field,
+  warn_of_common_answer,
+)
+from rlvr_jax.data.tokenizer import check_messages, join_messages
 from rlvr_jax.ops.checks import check_integer
 
 NAME = "jsonl"
+_ONE_FIELD = re.compile(r"\{([^{}:!]+)\}")  # a template that is nothing else
 
 
 def jsonl(
@@ -46,9 +55,11 @@ def jsonl(
     split_seed: seed of the choice of held-out problems.
     warm_start_size: number of problems with demonstrations, the first of `train`; needs
       `solution`. The rest is trained on.
-    prompt: template of the policy's prompt over the fields of a line, "Q: {question}\\nA:".
+    prompt: template of the policy's prompt over the fields of a line, "Q: {question}\\nA:". If it
+      is one field with a list of messages, {"role": …, "content": …}, these are the prompt.
     answer: field that becomes the reference's "answer"; "" if the grader needs none.
-    solution: template of a demonstration over the fields of a line; "" for none.
+    solution: template of a demonstration over the fields of a line; "" for none. A dot leads into
+      a field here, in `prompt` and in `answer`: "reward_model.ground_truth".
   Raises:
     OSError: a file is missing or cannot be read.
     ValueError: a line is not a JSON object or lacks a field (the message names file and line), a
@@ -96,32 +107,53 @@ def _read_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
 
 def _make_problem(row: Row, prompt: str, answer: str, solution: str) -> Problem:
   """Makes the problem of a line; its reference has every field of the line."""
-  reference: dict[str, Any] = {"dataset": NAME, **row.fields}
+  reference: dict[str, Any] = {**row.fields}
+  text = ""
   if answer:
-    if answer not in row.fields:
-      raise row.error(
-        f"has no field {answer!r}, only {sorted(row.fields)}; set answer to the field with the"
-        " reference answer, or to '' if the grader needs none"
-      )
-    reference["answer"] = row.fields[answer]
-  question = _fill_from_row(row, "prompt", prompt)
-  if not question.strip():
+    remedy = "set answer to the field with the reference answer, or to '' if the grader needs none"
+    try:
+      reference["answer"] = find_field(row.fields, answer)
+      text = row.check_text(answer, as_text(answer, reference["answer"]))
+    except KeyError as error:
+      raise row.error(f"has no field {error}, only {sorted(row.fields)}; {remedy}") from error
+    except TypeError as error:
+      raise row.error(f"does not fit: {error}; {remedy}") from error
+  messages = _read_messages(row, prompt)
+  question = join_messages(messages) if messages else _fill_from_row(row, "prompt", prompt)
+  if not row.check_text("the prompt", question).strip():
     raise row.error(f"has an empty prompt ({prompt!r})")
-  value = reference.get("answer", "") if answer else ""
   return Problem(
     question=question,
-    answer=value if isinstance(value, str) else str(value),
+    answer=text,
     solution=_fill_from_row(row, "solution", solution),
     reference=reference,
     where=row.where,
+    messages=messages,
   )
+
+
+def _read_messages(row: Row, prompt: str) -> tuple[Mapping[str, str], ...]:
+  """The prompt's messages, if its template is one field with a list; () for a text."""
+  name = _ONE_FIELD.fullmatch(prompt)
+  try:
+    value = find_field(row.fields, name.group(1)) if name else ""
+  except KeyError:  # told with the template
+    value = ""
+  if not isinstance(value, list):
+    return ()
+  try:
+    check_messages(value)
+  except ValueError as error:
+    raise row.error(f"does not fit: prompt is {prompt!r}, and {error}") from error
+  return tuple({"role": m["role"], "content": m["content"]} for m in value)
 
 
 def _fill_from_row(row: Row, what: str, template: str) -> str:
   try:
-    return fill_template(what, template, row.fields)
+    text = fill_template(what, template, row.fields)
   except ValueError as error:
     raise row.error(f"does not fit: {error}") from error
+  return row.check_text(f"the {what}", text)
 
 
 def _drop_repeats(problems: Sequence[Problem]) -> list[Problem]:
@@ -141,6 +173,11 @@ def _choose_held_out(
     check_available("jsonl", "held_out_size", size, len(distinct))
     return distinct[: size or len(distinct)]
   distinct = _drop_repeats(train)
+  if len(distinct) == 1 < len(train):
+    raise ValueError(
+      f"jsonl: all {len(train)} lines have the same prompt, {distinct[0].question[:80]!r}, so none"
+      " can be held out; write a field that differs into the template `prompt`"
+    )
   check_available("jsonl", "held_out_size", size, len(distinct) - 1)
 
   def digest(problem: Problem) -> str:

@@ -10,14 +10,27 @@ from typing import Any, Protocol
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  question: str  # the prompt's text, before the tokenizer's chat template
+  question: str  # the prompt's text, before the tokenizer's chat template; or its messages' texts
   answer: str  # the reference answer; "" if many answers are right and none is given
   solution: str  # demonstration for the warm start, in the form of a completion
   reference: Mapping[str, Any]  # what the grader needs; JSON-serializable
   # Of a demonstration of a dialogue, the turns before the solution: a text of the policy, a reply
   # of the environment, and so on.
   history: tuple[str, ...] = ()
-  where: str = dataclasses.field(default="", compare=False)  # file and line, for messages
+  where: str = dataclasses.field(default="", compare=False)  # file and line, for error messages
+  # Of a prompt in the form of messages: {"role": "system", "user" …, "content": text}.
+  messages: tuple[Mapping[str, str], ...] = ()
+  # Where `reference` names the problem's graders, as in mixtures, what stands inside; else None.
+  inner: Mapping[str, Any] | None = None
+
+  @property
+  def own_reference(self) -> Mapping[str, Any]:
+    """The reference as the problem's source made it, without names of graders around it."""
+    return self.reference if self.inner is None else self.inner
+
+  def wrap(self, reference: Mapping[str, Any]) -> Problem:
+    """Returns the problem with a reference that names its graders."""
+    return dataclasses.replace(self, reference=reference, inner=self.own_reference)
 
 
 class ProblemSource(Protocol):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
+import numbers
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,47 @@ _COMMON_ANSWER_SHARE = 0.1
 _MAX_WIDTH = 100_000  # characters of a field; a larger width is a mistake and would fill the memory
 
 
+def find_field(fields: Mapping[str, Any], name: str) -> Any:
+  """The value of a field, or of one within others: "reward_model.ground_truth", "choices.0".
+
+  Raises:
+    KeyError: there is none.
+  """
+  if name in fields:
+    return fields[name]
+  value: Any = fields
+  for key in name.replace("[", ".").replace("]", "").split("."):
+    try:
+      value = value[int(key)] if isinstance(value, list | tuple) else value[key]
+    except (IndexError, KeyError, TypeError, ValueError):
+      raise KeyError(name) from None
+  return value
+
+
+def as_text(name: str, value: Any) -> str:
+  """A field's value as text; raises TypeError for null, lists and objects, which are none."""
+  if not isinstance(value, str | numbers.Number):
+    raise TypeError(f"{name} is {value!r:.80}, expected a text or a number")
+  return str(value)
+
+
+class _Template(string.Formatter):
+  """Templates whose fields are found by `find_field`."""
+
+  def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+    value = find_field(kwargs, field_name)
+    as_text(field_name, value)  # only checks: a number may have a format
+    return value, field_name
+
+
 def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
-  """`template.format(**fields)`, with an error that lists the available fields."""
+  """Fills in the fields of a template, by name or as in `find_field`; errors list all fields."""
   try:
     specs = " ".join(spec or "" for _, _, spec, _ in string.Formatter().parse(template))
     width = max(map(int, re.findall(r"\d+", specs)), default=0)
     if width > _MAX_WIDTH:
       raise ValueError(f"a field has a width of {width}; at most {_MAX_WIDTH} is allowed")
-    return template.format_map(fields)
+    return _Template().vformat(template, (), fields)
   except KeyError as error:
     similar_names = difflib.get_close_matches(str(error.args[0]), fields, n=1)
     raise ValueError(
@@ -58,13 +91,10 @@ def unify_graders(graders: Sequence[str]) -> tuple[str, list[Change]]:
 
 
 def _add_grader_name(problem: Problem, grader: str) -> Problem:
-  """Returns the problem with the name of its grader in its reference."""
+  """Returns the problem with the name of its grader around its reference."""
   if grader == BY_REFERENCE:
     return problem
-  reference = {
-    "grader": grader, "reference": problem.reference, "dataset": problem.reference["dataset"]
-  }  # fmt: skip
-  return dataclasses.replace(problem, reference=reference)
+  return problem.wrap({"grader": grader, "reference": problem.reference})
 
 
 def warn_of_common_answer(task: Task) -> Task:

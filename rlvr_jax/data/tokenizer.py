@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-Message = Mapping[str, str]  # {"role": "system" or "user", "content": text}
+Message = Mapping[str, str]  # {"role": one of PROMPT_ROLES, "content": text}
+PROMPT_ROLES = ("system", "developer", "user", "assistant", "tool")
 REPLY_ROLES = ("user", "tool")
 
 
@@ -30,10 +31,10 @@ class Tokenizer(Protocol):
     ...
 
   def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-    """Encodes a dialogue's first messages as a prompt; one of a user is `encode_prompt`'s.
+    """Encodes messages as a prompt, as they are: a chat's up to the policy's turn.
 
     Raises:
-      ValueError: there is none, or a role is neither "system" nor "user".
+      ValueError: `check_messages` refuses them.
     """
     ...
 
@@ -59,7 +60,9 @@ class Tokenizer(Protocol):
     """
     ...
 
-  def decode(self, ids: Iterable[int]) -> str: ...
+  def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
+    """Decodes ids; special tokens are left out, unless a reader is to see them."""
+    ...
 
 
 def join_messages(messages: Sequence[Message]) -> str:
@@ -69,16 +72,20 @@ def join_messages(messages: Sequence[Message]) -> str:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-  """Raises ValueError unless the messages have known roles and texts, and there are some."""
+  """Raises ValueError unless messages with known roles and texts ask the policy for an answer."""
   for message in messages:
-    role, content = (message.get(key) for key in ("role", "content"))
-    if role not in ("system", "user") or not isinstance(content, str):
+    pairs = message.items() if isinstance(message, Mapping) else ()
+    fields = {key: value for key, value in pairs if value is not None}
+    known = fields.keys() == {"role", "content"} and fields["role"] in PROMPT_ROLES
+    if not known or not isinstance(fields["content"], str):
       raise ValueError(
-        f"a prompt's message is {str(dict(message))[:120]}; a message is"
-        ' {"role": "system" or "user", "content": a text}'
+        f"a prompt's message is {str(message)[:120]}; a message is"
+        f' {{"role": one of {list(PROMPT_ROLES)}, "content": a text}}'
       )
   if not messages:
     raise ValueError("a prompt has no messages: give at least one, or None for the problem's own")
+  if messages[-1]["role"] == "assistant":
+    raise ValueError("a prompt ends with a message of the assistant, whose turn is the policy's")
 
 
 def check_reply_role(role: str) -> None:
@@ -133,8 +140,9 @@ class ByteTokenizer:
       check_reply_role(role)
     check_stop_strings(stop_strings)
 
-  def decode(self, ids: Iterable[int]) -> str:
+  def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
     """Returns the text of the byte ids; other ids are dropped, invalid UTF-8 becomes U+FFFD."""
+    del with_special  # they have no text
     return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
   def huggingface_files(self) -> dict[str, bytes]:

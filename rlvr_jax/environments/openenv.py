@@ -278,9 +278,12 @@ class _OpenEnv:
   def reset(self, problem: Problem, seed: int) -> Sequence[Message] | None:
     """Opens a session and resets it, with the seed and fields of the problem."""
     fields = {"question": problem["question"], "answer": problem["answer"], **problem["reference"]}
-    if missing := [name for name in self._options.reset if name not in fields]:
-      raise ValueError(f"openenv: reset has {missing}, but the problem has {sorted(fields)}")
-    data = {"seed": seed, **{name: fields[name] for name in self._options.reset}}
+    data = {"seed": seed}
+    for name in self._options.reset:
+      try:
+        data[name.rpartition(".")[2]] = _find(fields, name)
+      except ServerError:
+        raise ValueError(f"openenv: reset has {name!r}, the problem {sorted(fields)}") from None
     try:
       answer = self._wait(self._session.begin(data))
     except TimeoutError:
@@ -412,7 +415,7 @@ def openenv(
       "{stdout}{stderr}"; "{field.0.inner}" is within lists and objects.
     prompt: likewise of the first message, from the observation of the reset; "": the problem's own.
     reset: fields of the problem that the server's reset gets besides the seed, such as ("index",):
-      "question", "answer", or one of the reference.
+      "question", "answer", or one of the reference; "extra.index" is within others.
     pattern: regular expression; the text of the action is its last match's first group, or the
       match. "": the policy's complete turn.
     score: "sum" of the rewards, or the "last" one.

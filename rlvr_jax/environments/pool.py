@@ -127,12 +127,15 @@ class EnvironmentPool:
       self.close()
       raise
 
-  def reset(self, problem: Problem, seed: int) -> Future[Started | Failure]:
+  def reset(
+    self, problem: Problem, seed: int, graded: Mapping[str, Any] | None = None
+  ) -> Future[Started | Failure]:
     """Starts a dialogue.
 
     Args:
       problem: "question", "answer" and "reference"; JSON-serializable.
       seed: the same for all rollouts of a problem.
+      graded: the reference for `grade`; None: the problem's.
     Raises:
       TypeError: the problem is not JSON-serializable.
       RuntimeError: the pool is closed, or has failed.
@@ -144,7 +147,10 @@ class EnvironmentPool:
       raise TypeError(
         f"an environment's problem must be JSON-serializable ({error}): {problem!r:.300}"
       ) from error
-    return self._dispatcher.submit(lambda future: self._dispatcher.reset(problem, seed, future))
+    graded = problem.get("reference") if graded is None else graded
+    return self._dispatcher.submit(
+      lambda future: self._dispatcher.reset(problem, seed, graded, future)
+    )
 
   def step(self, dialogue: int, text: str) -> Future[Turn | Failure]:
     """Gives the policy's text to a dialogue's environment.
@@ -414,13 +420,13 @@ class _Dispatcher:
 
   # --- dialogues
 
-  def reset(self, problem: Problem, seed: int, future: Future[Any]) -> None:
+  def reset(self, problem: Problem, seed: int, graded: Any, future: Future[Any]) -> None:
     """Starts a dialogue in the place that has the fewest."""
     counts = collections.Counter(dialogue.place for dialogue in self._dialogues.values())
     place = min(range(len(self._places)), key=lambda index: counts[index])
     number = self._num_dialogues
     self._num_dialogues += 1
-    dialogue = self._dialogues[number] = Dialogue(place, problem.get("reference"))
+    dialogue = self._dialogues[number] = Dialogue(place, graded)
     dialogue.add({"kind": "reset", "problem": problem, "seed": seed}, future)
     self._send_next(number, dialogue)
 

@@ -137,7 +137,8 @@ class Environments:
     """
     resets: list[Future[Started | Failure]] = []
     if (pool := self.pool) is not None:
-      resets = [pool.reset(as_mapping(p), seed) for p, seed in zip(problems, seeds, strict=True)]
+      pairs = zip(problems, seeds, strict=True)
+      resets = [pool.reset(as_mapping(problem), seed) for problem, seed in pairs]
     results = None
     while results is None:  # in pieces, so that a request to end is noticed
       unfinished = concurrent.futures.wait(resets, timeout=_WAIT_S).not_done
@@ -319,7 +320,8 @@ class EnvironmentDialogues:
       started = self._started[key].result()
       assert isinstance(started, Started)  # otherwise the dialogue has ended
       return pool.step(started.dialogue, text)
-    self._started[key] = pool.reset(as_mapping(flight.problems[index]), flight.seeds[index])
+    problem = flight.problems[index]
+    self._started[key] = pool.reset(as_mapping(problem), flight.seeds[index], problem.reference)
     answer: Future[Turn | Failure] = Future()
 
     def step(reset: Future[Started | Failure]) -> None:
@@ -393,7 +395,9 @@ def _array(of_dialogues: np.ndarray | None) -> np.ndarray:
 
 
 def as_mapping(problem: Problem) -> dict[str, Any]:
-  """A problem, as environments get it."""
+  """A problem, as environments get it: with the reference of its line, whatever graders are set."""
   return {
-    "question": problem.question, "answer": problem.answer, "reference": dict(problem.reference),
-  }  # fmt: skip
+    "question": problem.question,
+    "answer": problem.answer,
+    "reference": dict(problem.own_reference),
+  }

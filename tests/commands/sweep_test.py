@@ -74,6 +74,12 @@ def test_every_override_becomes_a_run(tmp_path):
   assert command[-1] == f"--workdir=runs/x/{found[1].name}"
 
 
+def test_labels_of_other_scripts_have_folders_of_their_own(tmp_path):
+  labels = ["GRPO", "μ-GRPO", "α", "β", "学习", "é", "a_-+b", ".x"]
+  names = [run.name for run in runs(tmp_path, [{"label": label} for label in labels])]
+  assert names == ["grpo_0", "μ_grpo_0", "α_0", "β_0", "学习_0", "é_0", "a_b_0", "x_0"]
+
+
 @pytest.mark.parametrize(
   ("listed", "given", "message"),
   [
@@ -81,6 +87,8 @@ def test_every_override_becomes_a_run(tmp_path):
     ([{"num_updates": "many"}], {}, r"'many'"),
     ([{"config": "nowhere.py"}], {}, r"nowhere\.py"),
     ([{"loss": "ppo"}, {"loss": "ppo"}], {}, r"several runs have the name 'tiny_loss"),
+    ([{"label": "GRPO+"}, {"label": "grpo-"}], {},
+     r"several runs have the name 'grpo_0', of the label 'GRPO\+' and 'grpo-'; .* other letters"),
     ([{"label": "a", "loss": "ppo_clip"}, {"label": "a", "loss": "reinforce", "seed": 1}], {},
      r"label 'a' and seeds 0 and 1 differ by more than the seed: --config.loss=ppo_clip --config"),
     ([{"seed": 0}, {"seed": 1}], {"seed": "3"}, r"--config\.seed applies to all runs, but .*sev"),

@@ -189,7 +189,7 @@ def test_messages_of_system_and_user(load):
   briefly = load("gemma3", system_prompt="Be brief.")
   assert tokenizer.encode_messages(messages) == briefly.encode_prompt("5?")
   assert briefly.encode_messages(messages[1:]) == briefly.encode_prompt("5?")
-  with pytest.raises(ValueError, match=r"'Be brief\.' and the dialogue begins with its own.*empty"):
+  with pytest.raises(ValueError, match=r"'Be brief\.' and a prompt begins with its own.*empty"):
     briefly.encode_messages(messages)
   with pytest.raises(ValueError, match=r"System role not supported; .*set chat_template"):
     load("gemma").encode_messages(messages)
@@ -313,7 +313,7 @@ def test_plain_tokenizers(plain):
     (lambda t: t.encode_messages([]), "no messages: give at least one"),
     (
       lambda t: t.encode_messages([{"role": "assistant", "content": ""}]),
-      'is "system" or|"system" or',
+      "ends with a message of the assistant",
     ),
     (lambda t: t.encode_messages([{"role": "user", "content": 1}]), "'content': 1}; a message is"),
     (lambda t: t.encode_messages([{"role": "user"}]), "a message is"),

@@ -8,7 +8,15 @@ import time
 import fsspec
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import (
+  AddedToken,
+  Tokenizer,
+  decoders,
+  models,
+  normalizers,
+  pre_tokenizers,
+  processors,
+)
 
 from rlvr_jax.data import HuggingFaceTokenizer
 from rlvr_jax.data.byte_pairs import save, train_byte_pairs
@@ -308,6 +316,35 @@ def test_decode(folder):
   assert tokenizer.decode(first_byte_of_two) == "\ufffd"
 
 
+SPACE = "▁"  # stands for a space in tokenizers of SentencePiece
+LLAMA_2 = (
+  normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]),
+  None,
+  decoders.Sequence(
+    [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1)]
+  ),
+)
+MIXTRAL = (None, pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace())
+
+
+@pytest.mark.parametrize("style", [LLAMA_2, MIXTRAL], ids=["llama 2", "mixtral"])
+def test_a_completion_keeps_the_space_that_it_begins_with(tmp_path, style):
+  """An indented body would have one space less in its first line, and not be Python."""
+  letters = [*"retun1\nx", SPACE, 2 * SPACE, 4 * SPACE, SPACE + "x"]
+  vocab = {piece: i for i, piece in enumerate(["</s>", *letters])}
+  merges = [(SPACE, SPACE), (2 * SPACE, 2 * SPACE), (SPACE, "x")]
+  backend = Tokenizer(models.BPE(vocab, merges))
+  backend.normalizer, backend.pre_tokenizer, backend.decoder = style
+  backend.add_special_tokens(["</s>"])
+  backend.save(str(tmp_path / "tokenizer.json"))
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+  tokenizer = HuggingFaceTokenizer(tmp_path)
+  body = [vocab[piece] for piece in (4 * SPACE, *"return", SPACE + "x", "\n")]
+  assert tokenizer.decode([*body, *body, 0]) == 2 * "    return x\n"
+  assert tokenizer.decode([0]) == tokenizer.decode([]) == ""
+  assert tokenizer.decode(body[1:]) == "return x\n"
+
+
 @pytest.mark.parametrize("special", [True, False])
 def test_the_tags_around_a_thought_are_kept(folder, special):
   thinking = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
@@ -426,6 +463,15 @@ def test_damaged_files(folder, tmp_path, name, content, message):
   with pytest.raises(ValueError, match=message) as raised:
     folder.load()
   assert str(tmp_path) in str(raised.value)
+
+
+def test_an_end_of_text_that_no_policy_can_sample(folder):
+  folder = folder(eos_token="<|endof text|>")
+  with pytest.raises(ValueError, match=r"eos_token is '<\|endof text\|>', which tokenizer\.json"):
+    folder.load()
+  declared = {"300": {"content": "<|endof text|>", "special": True}}  # with its place
+  folder.write_json("tokenizer_config", folder.config | {"added_tokens_decoder": declared})
+  assert folder.load().stop_ids
 
 
 def test_no_fast_tokenizer(folder, tmp_path):

@@ -1,16 +1,23 @@
 """The task of one's own lines: what is read, what is held out, and what is refused."""
 
+import datetime
+import decimal
+import functools
 import gzip
 import json
 import logging
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 from train import tiny
 
 from rlvr_jax.commands.check import Preflight
-from rlvr_jax.data import tasks
+from rlvr_jax.data import HuggingFaceTokenizer, encode_prompts, tasks
+from rlvr_jax.data.byte_pairs import save, train_byte_pairs
 from rlvr_jax.rewards import graders
 from rlvr_jax.train.setup.build import make_task
+from rlvr_jax.train.setup.grading import used_graders, with_graders
 
 LINES = [
   {"prompt": f"{a}+{b}=", "answer": a + b, "Level": a, "steps": f"{a}+{b}={a + b}"}
@@ -39,7 +46,7 @@ def test_a_line_is_a_problem_whose_reference_has_all_its_fields(write):
   assert (len(task.train), len(task.held_out), len(task.warm_start)) == (15, 5, 0)
   problem = task.train[0]
   line = next(line for line in LINES if line["prompt"] == problem.question)
-  assert problem.reference == {"dataset": "jsonl", **line}
+  assert problem.reference == line
   assert (problem.answer, problem.solution) == (str(line["answer"]), "")
   assert questions(task.train) == [
     q["prompt"] for q in LINES if q["prompt"] in questions(task.train)
@@ -59,6 +66,159 @@ def test_fields_by_name_and_templates(write):
   assert shown.solution == f"{number}*{number} #### {number**2}"
   assert graders.gsm8k(shown.solution, shown.reference).outcome.value == "correct"
   assert (len(task.train), len(task.held_out)) == (3, 2)
+
+
+VERL = {
+  "data_source": "openai/gsm8k",
+  "prompt": [
+    {"content": "Be brief.", "role": "system"},
+    {"content": "What is 2+3?\n", "role": "user", "tool_calls": None},
+  ],
+  "ability": "math",
+  "reward_model": {"ground_truth": "5", "style": "rule"},
+  "extra_info": {"index": 0, "steps": ["2+3=5", "#### 5"]},
+}
+TRL = {
+  "prompt": [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "And 3+3?"},
+  ],
+  "ground_truth": 6,
+}
+CHATML = (
+  "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+  "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_files_of_verl_and_trl_are_read_unchanged(write, tmp_path):
+  """Messages are a prompt, which the chat template gets as they are; a dot leads into a field."""
+  held_out = write([{**VERL, "prompt": "1?"}], "held_out.jsonl")
+  parquet.write_table(pyarrow.Table.from_pylist([VERL]), tmp_path / "train.parquet")
+  verl = tasks.jsonl(
+    train=tmp_path / "train.parquet", held_out=held_out, grader="gsm8k",
+    answer="reward_model.ground_truth", solution="{extra_info.steps.0}\n{extra_info[steps][1]}",
+  ).train[0]  # fmt: skip
+  assert (verl.question, verl.answer) == ("Be brief.\nWhat is 2+3?\n", "5")
+  assert (verl.solution, verl.reference["extra_info"]["index"]) == ("2+3=5\n#### 5", 0)
+  assert graders.gsm8k("#### 5", verl.reference).outcome.value == "correct"
+  trl = tasks.jsonl(
+    train=write([TRL]), held_out=write([{"prompt": "1?", "ground_truth": 1}], "test.jsonl"),
+    grader="gsm8k", answer="ground_truth",
+  ).train[0]  # fmt: skip
+  save(train_byte_pairs(["one and two are three"] * 9, vocab_size=264), tmp_path / "model")
+  (tmp_path / "model" / "chat_template.jinja").write_text(CHATML)
+  tokenizer = HuggingFaceTokenizer(tmp_path / "model", prompt_format="chat")
+  prompts = encode_prompts([verl, trl], tokenizer, 200)
+  shown = [
+    tokenizer.decode(row[-length:].tolist(), with_special=True)
+    for row, length in zip(prompts.tokens, prompts.lengths, strict=True)
+  ]
+  turn = lambda role, text: f"<|im_start|>{role}\n{text}<|im_end|>\n"
+  start = "<|im_start|>assistant\n"
+  assert shown == [
+    turn("system", "Be brief.") + turn("user", "What is 2+3?\n") + start,
+    turn("user", "2+2?") + turn("assistant", "4") + turn("user", "And 3+3?") + start,
+  ]
+  as_text = tokenizer.encode_prompt("2+2?\n")  # where a template of texts ended in a new line
+  assert as_text == tokenizer.encode_messages([{"role": "user", "content": "2+2?"}])
+
+
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    (dict(prompt=None), r"line 1 does not fit: prompt is '\{prompt\}'.*prompt is None, expected"),
+    (dict(prompt={"en": "2?"}), r"line 1 does not fit: .*prompt is \{'en': '2\?'\}, expected"),
+    (dict(prompt=["2?"]), r"line 1 does not fit: .*a prompt's message is 2\?; a message is \{"),
+    (dict(prompt=[{"role": "user"}]), r"line 1 does not fit: .*a prompt's message is \{'role'"),
+    (dict(prompt=[{"role": "user", "content": None}]), r"a prompt's message is"),
+    (dict(prompt=[{"role": "usr", "content": "2?"}]), r"role\": one of \['system'"),
+    (dict(prompt=[{"role": "user", "content": "2?", "name": "I"}]), r"a prompt's message is"),
+    (dict(prompt=[{"role": "assistant", "content": "2"}]), "line 1 .* whose turn is the policy's"),
+    (dict(prompt=[{"role": "user", "content": " "}]), r"line 1 has an empty prompt"),
+    (dict(answer=None), r"line 1 does not fit: answer is None, expected a text.*; set answer to"),
+    (dict(answer=["4", "5"]), r"line 1 does not fit: answer is \['4', '5'\], expected a text"),
+    (dict(answer={"ground_truth": "4"}), r"answer is \{'ground_truth': '4'\}, expected a text"),
+    (dict(steps=[1, 2]), r"line 1 does not fit: solution is .*steps is \[1, 2\], expected a text"),
+    (dict(prompt="2\ud83d?"), r"line 1 has half of a surrogate pair, '\\ud83d', at character 2 of"),
+    (dict(answer="\ude00"), r"line 1 has half of a surrogate pair, .* of answer: it is no"),
+  ],
+)  # fmt: skip
+def test_what_is_no_text_is_named_with_its_line(write, line, message):
+  with pytest.raises(ValueError, match=message):
+    tasks.jsonl(
+      train=write([{**LINES[0], **line}, *LINES]),
+      grader="gsm8k",
+      held_out_size=5,
+      solution="{steps}",
+    )
+
+
+def test_no_field_of_a_line_means_anything_to_us(write):
+  """Names that graders of parts use, and our own, are the user's; a mixture keeps them, too."""
+  odd = {
+    "parts": [None, "x"], "grader": "mine", "reference": 3, "dataset": None, "where": 1,
+    "messages": "m", "format": "{0}", "weight": [],
+  }  # fmt: skip
+  lines = [{**LINES[0], **odd, "prompt": f"{n}?"} for n in range(4)]
+  parts = {
+    grader: dict(name="jsonl", kwargs=dict(train=write(lines), held_out_size=1, grader=grader))
+    for grader in ("gsm8k", "mathematics")
+  }
+  alone = tasks.jsonl(train=write(lines), held_out_size=1, grader="gsm8k")
+  mixed = tasks.mixture(parts=parts, weights=dict(gsm8k=1, mathematics=1), seed=0)
+  for task, own in ((alone, {"gsm8k"}), (mixed, {"gsm8k", "mathematics"})):
+    extra = with_graders(tiny.config(grading__extra=(("boxed", 0.5),)).grading, "", task)
+    for changed in (task, extra):
+      problem = changed.train[0]
+      assert {key: problem.own_reference[key] for key in odd} == odd
+    assert set(used_graders(task)) == own
+    assert set(used_graders(extra)) >= {"boxed", *own}
+
+
+def test_columns_that_json_cannot_hold_are_not_read(tmp_path, caplog):
+  day = datetime.date(2026, 1, 2)
+  rows = [
+    {
+      **line, "when": datetime.datetime(2026, 1, 2), "day": day, "price": decimal.Decimal("1.5"),
+      "image": b"\xff", "nested": [{"day": day}], "kept": [{"a": 1.5}],
+    }
+    for line in LINES
+  ]  # fmt: skip
+  parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
+  mine = functools.partial(
+    tasks.jsonl, train=tmp_path / "mine.parquet", held_out_size=5, grader="gsm8k"
+  )
+  with caplog.at_level(logging.INFO):
+    reference = mine().train[0].reference
+  assert json.loads(json.dumps(reference)) == {**reference} and reference["kept"] == [{"a": 1.5}]
+  assert set(reference) == {*LINES[0], "kept"}
+  assert "when (timestamp[us]), day (date32[day]), price (decimal128(2, 1)), image" in caplog.text
+  with pytest.raises(ValueError, match="no field 'price'"):
+    mine(answer="price")
+
+
+def test_json_lines_of_other_endings_are_read_or_named(write, tmp_path, caplog):
+  expected = questions(tasks.jsonl(train=write(LINES), held_out_size=5, grader="gsm8k").train)
+  for name in ("a.JSONL", "b.ndjson", "c.NDJSON", "d.jsonl.gz", "e.ndjson.gz"):
+    task = tasks.jsonl(train=write(LINES, name), held_out_size=5, grader="gsm8k")
+    assert questions(task.train) == expected, name
+  told = r"no file of problems \(\.jsonl, .*\): the ending is another one of mine\.txt; rename"
+  with pytest.raises(FileNotFoundError, match=told):
+    tasks.jsonl(train=write(LINES, "mine.txt"), held_out_size=5, grader="gsm8k")
+  (tmp_path / "folder").mkdir()
+  write(LINES, "folder/mine.jsonl")
+  write(LINES[:3], "folder/more.jsonl.bz2")
+  assert len(tasks.jsonl(train=tmp_path / "folder", held_out_size=5, grader="gsm8k").train) == 15
+  assert "some files are not read" in caplog.text and "one of more.jsonl.bz2" in caplog.text
+
+
+def test_lines_with_one_prompt_are_told_so(write):
+  lines = [{**line, "prompt": "Add."} for line in LINES[:8]]
+  told = r"all 8 lines have the same prompt, 'Add\.', so none can be held out; write a field"
+  with pytest.raises(ValueError, match=told):
+    tasks.jsonl(train=write(lines), held_out_size=1, grader="gsm8k")
 
 
 def test_what_is_held_out_does_not_depend_on_the_order_of_lines(write):
@@ -82,9 +242,7 @@ def test_a_file_of_held_out_problems_keeps_theirs_out_of_training(write):
 def test_no_answer_where_the_grader_needs_none(write):
   lines = [{"prompt": f"write {n} words", "words": n} for n in range(4)]
   task = tasks.jsonl(train=write(lines), held_out_size=1, grader="mine:words", answer="")
-  assert task.train[0].answer == "" and set(task.train[0].reference) == {
-    "dataset", "prompt", "words"
-  }  # fmt: skip
+  assert task.train[0].answer == "" and set(task.train[0].reference) == {"prompt", "words"}
   assert task.most_common_answer_share() == 0
 
 

@@ -66,7 +66,7 @@ def _mixture(folder, **kwargs):
 
 
 def _datasets(source, indices):
-  return collections.Counter(source[index].reference["dataset"] for index in indices)
+  return collections.Counter(source[index].own_reference["dataset"] for index in indices)
 
 
 def test_proportions_hold_in_every_stretch(folder):
@@ -137,13 +137,14 @@ def test_held_out_problems_follow_one_another_and_name_their_graders(folder):
   task = _mixture(folder)
   assert (task.name, len(task.held_out)) == ("words+contest+sums", 8)
   references = [problem.reference for problem in _all(task.held_out)]
-  assert [r["dataset"] for r in references] == ["gsm8k"] * 3 + ["math"] * 2 + ["chain_sum"] * 3
+  names = [problem.own_reference["dataset"] for problem in _all(task.held_out)]
+  assert names == ["gsm8k"] * 3 + ["math"] * 2 + ["chain_sum"] * 3
   assert task.grader == "by_reference"
   assert references[0]["grader"] == "gsm8k"
   assert references[3]["reference"] == {"answer": "3", "dataset": "math"}
   assert references[7]["grader"] == "reasoning_gym"
   assert references[7]["reference"]["metadata"]
-  assert [p.reference["dataset"] for p in _all(task.warm_start)] == ["chain_sum"] * 2
+  assert [p.own_reference["dataset"] for p in _all(task.warm_start)] == ["chain_sum"] * 2
   json.dumps(references)
 
 
@@ -161,7 +162,6 @@ def test_a_part_that_names_graders_is_not_wrapped_twice(folder):
   assert task.held_out[0].reference == {
     "grader": "mathematics",
     "reference": {"answer": "3", "dataset": "math"},
-    "dataset": "math",
   }
 
 

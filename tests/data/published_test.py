@@ -329,7 +329,10 @@ def test_a_pickle_of_anything_but_a_text_is_never_loaded(tmp_path, protocol):
     ("gsm8k", {"question": " ", "answer": "#### 1"}, "line 2 has question = ' ', expected a text"),
     ("gsm8k", {"question": "q", "answer": "no mark"}, "line 2 has an answer ending in 'no mark'"),
     ("math", {"problem": "p", "solution": "x"}, r"line 2 has neither an answer nor .*\\boxed"),
+    ("gsm8k", {"question": "q", "answer": None}, "line 2 has answer = null, expected a value"),
+    ("gsm8k", {"question": "\ud83d", "answer": "#### 1"}, "line 2 has half of a surrogate pair"),
     ("math", BOXED | {"level": "hard"}, "line 2 has level = 'hard', expected a number"),
+    ("math", BOXED | {"level": None, "difficulty": "5/8"}, "line 2 has difficulty = '5/8'"),
     ("math", BOXED | {"problem": ["p"]}, r"line 2 has problem = \"\['p'\]\", expected a text"),
     (
       "aime_2024",

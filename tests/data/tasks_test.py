@@ -257,7 +257,6 @@ def test_published_names_the_grader_where_the_held_out_one_differs(source, math)
   assert task.train[0].reference == {
     "grader": "gsm8k",
     "reference": {"answer": "0", "dataset": "gsm8k"},
-    "dataset": "gsm8k",
   }
   assert task.held_out[1].reference["grader"] == "mathematics"
   own = _published(source, held_out_dataset="math", held_out_data_dir=math, grader="a.b:c")

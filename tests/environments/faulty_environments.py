@@ -97,6 +97,23 @@ def graded(*, grade, log=os.devnull):
   return Faulty({"grade": grade, "log": log})
 
 
+class Shows:
+  """Shows the problem's reference, and the grade of each text."""
+
+  def __init__(self, grade):
+    self.grade = grade
+
+  def reset(self, problem, seed):
+    self.reference = problem["reference"]
+
+  def step(self, text):
+    return Turn(f"{json.dumps(self.reference)} {self.grade(text)[0]}")
+
+
+def shows(*, grade):
+  return Shows(grade)
+
+
 class Closing:
   """Says in a file that it was closed."""
 

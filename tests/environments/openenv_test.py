@@ -208,7 +208,7 @@ def test_wrong_fields_are_told_at_the_start(url):
     assert "the observation has no 'sad': at 'sad' there is the fields ['about'," in failure.detail
   with EnvironmentPool(name(url, reset=("word",)), deadline_s=5.0) as pool:
     failure = pool.reset({"question": "", "answer": "", "reference": {"x": 1}}, 0).result(WAIT_S)
-    assert "reset has ['word'], but the problem has ['answer', 'question', 'x']" in failure.detail
+    assert "reset has 'word', the problem ['answer', 'question', 'x']" in failure.detail
 
 
 # --- servers that answer nonsense -----------------------------------------------------------------

@@ -12,9 +12,10 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from absl import logging
 from fsspec.implementations.local import LocalFileSystem
 
 from rlvr_jax.data.published.rows import Row
@@ -24,7 +25,10 @@ if TYPE_CHECKING:  # this module imports tensorflow-datasets, which loads slowly
   from rlvr_jax.data.published.dataset import Layouts
 
 # If a file is published in several formats, the first of these is read.
-FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+_LINES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+FORMATS = (*_LINES, ".json", ".json.gz", ".parquet")
+_LIKE_FORMATS = re.compile(r"\.(json|ndjson|parquet|csv|tsv|arrow)", re.IGNORECASE)
+_MAX_NAMED = 5  # files in a message
 _DEPTH = 4  # levels of folders that are searched: MATH/train/algebra/1.json
 _FETCH_SIZE = 128  # small files per request; object stores answer many requests as fast as one
 _TRUNCATION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
@@ -65,15 +69,17 @@ class PublishedFiles:
     self._paths: dict[str, str] = {}  # by name relative to the folder, without the format
     data_paths = filter(_file_format, details)
     for path in sorted(data_paths, key=lambda path: FORMATS.index(_file_format(path))):
-      stem = path.removeprefix(root).lstrip("/").removesuffix(_file_format(path))
+      stem = path[: -len(_file_format(path))].removeprefix(root).lstrip("/")
       if not any(part.startswith(".") for part in stem.split("/")):
         self._paths.setdefault(stem, path)
     self._stems = {path: stem for stem, path in self._paths.items()}
     if not self._paths:
       is_local = isinstance(self._filesystem, LocalFileSystem)
       missing = _describe_missing_path(root) if is_local and not os.path.exists(root) else ""
-      reason = missing or f"it contains no file of problems ({', '.join(FORMATS)})"
+      reason = missing or f"it contains no file of problems {_describe_endings(details)}"
       raise FileNotFoundError(errno.ENOENT, reason, os.fspath(data_dir))
+    if unread := [p for p in details if not _file_format(p) and _LIKE_FORMATS.search(p)]:
+      logging.warning("%s: some files are not read %s", data_dir, _describe_endings(unread))
 
   def names(self) -> list[str]:
     """The names of all data files, relative to the folder and without their formats."""
@@ -156,8 +162,15 @@ class PublishedFiles:
 
   def _open_files(self, paths: Iterator[str]) -> Iterator[tuple[str, Any]]:
     for path in paths:
-      compression = "gzip" if path.endswith(".gz") else None
+      compression = "gzip" if _file_format(path).endswith(".gz") else None
       yield path, self._filesystem.open(path, "rb", compression=compression)
+
+
+def _describe_endings(others: Iterable[str]) -> str:
+  """The endings that are read, and the names of files with others."""
+  names = ", ".join(sorted(map(os.path.basename, others))[:_MAX_NAMED])
+  found = f": the ending is another one of {names}; rename files of JSON lines to .jsonl"
+  return f"({', '.join(FORMATS)}){found if names else ''}"
 
 
 def _describe_missing_path(path: str) -> str:
@@ -172,7 +185,7 @@ def _describe_missing_path(path: str) -> str:
 
 def _file_format(path: str) -> str:
   """Format of a file of problems; "" for any other file."""
-  return next((ending for ending in FORMATS if path.endswith(ending)), "")
+  return next((ending for ending in FORMATS if path.lower().endswith(ending)), "")
 
 
 def _natural_sort_key(stem: str) -> list[str | int]:
@@ -184,7 +197,7 @@ def _parse_file(path: str, stream: Any, remedy: str) -> Iterator[tuple[str, Any]
   """Yields (location in the file, value or the error from parsing it)."""
   if _file_format(path) == ".parquet":
     yield from _parse_parquet(path, stream, remedy)
-  elif ".jsonl" in _file_format(path):
+  elif _file_format(path) in _LINES:
     yield from _parse_lines(stream)
   else:
     yield from _parse_json(stream.read())
@@ -225,8 +238,25 @@ def _parse_parquet(path: str, stream: Any, remedy: str) -> Iterator[tuple[str, A
       "pyarrow), or convert the file to .jsonl, one JSON object per line"
     ) from error
   try:
-    batches = parquet.ParquetFile(stream).iter_batches()
-    rows = (row for batch in batches for row in batch.to_pylist())
+    file = parquet.ParquetFile(stream)
+    names = [field.name for field in file.schema_arrow if _is_json(field.type)]
+    if len(names) < len(file.schema_arrow):
+      others = [f"{f.name} ({f.type})" for f in file.schema_arrow if f.name not in names]
+      logging.info("%s: not read, since JSON has no such values: %s", path, ", ".join(others))
+    rows = (row for batch in file.iter_batches(columns=names) for row in batch.to_pylist())
     yield from ((f"record {n}", row) for n, row in enumerate(rows, start=1))
   except (OSError, ValueError) as error:
     raise ValueError(f"{path} is truncated or not Parquet ({error}). {remedy}") from error
+
+
+def _is_json(kind: Any) -> bool:
+  """Whether the values of a column's type are JSON, also within lists and structs."""
+  from pyarrow import types
+
+  if types.is_dictionary(kind):
+    return _is_json(kind.value_type)
+  if types.is_nested(kind):
+    return all(_is_json(kind.field(index).type) for index in range(kind.num_fields))
+  plain = (types.is_null, types.is_boolean, types.is_integer, types.is_floating)
+  texts = (types.is_string, types.is_large_string, types.is_string_view)
+  return any(is_kind(kind) for is_kind in (*plain, *texts))

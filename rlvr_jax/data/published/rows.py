@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MISSING = object()
@@ -54,12 +54,18 @@ class Row:
     Raises:
       ValueError: no such field is present, and there is no default.
     """
+    return self._find(names, default)[1]
+
+  def _find(self, names: Sequence[str], default: Any) -> tuple[str, Any]:
+    """The name and the value that `get` finds; the first name for the default."""
     for name in names:
       if self._fields.get(name) is not None:
-        return self._fields[name]
+        return name, self._fields[name]
     if default is _MISSING:
-      raise self.error(f"has no field {' or '.join(map(repr, names))}, only {sorted(self._fields)}")
-    return default
+      given = [name for name in names if name in self._fields]
+      none = f"has no field {' or '.join(map(repr, names))}, only {sorted(self._fields)}"
+      raise self.error(f"has {given[0]} = null, expected a value" if given else none)
+    return names[0], default
 
   def text(self, *names: str, default: str | None = None) -> str:
     """The text of the first of the named fields that is present; a number is converted to text.
@@ -67,14 +73,23 @@ class Row:
     Raises:
       ValueError: no such field is present, it is blank (without a default), or not a text.
     """
-    value = self.get(*names, default=_MISSING if default is None else default)
+    name, value = self._find(names, _MISSING if default is None else default)
     if isinstance(value, float) and value.is_integer():
       value = int(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
       return str(value)
     if isinstance(value, str) and (value.strip() or default is not None):
-      return value if value.strip() else default or ""
-    raise self.error(f"has {names[0]} = {str(value)[:80]!r}, expected a text")
+      return self.check_text(name, value) if value.strip() else default or ""
+    raise self.error(f"has {name} = {str(value)[:80]!r}, expected a text")
+
+  def check_text(self, what: str, text: str) -> str:
+    """The text; raises ValueError if it has half of a surrogate pair, which UTF-8 cannot write."""
+    if half := re.search("[\ud800-\udfff]", text):
+      raise self.error(
+        f"has half of a surrogate pair, {half.group()!r}, at character {half.start() + 1} of"
+        f" {what}: it is no character, so leave it out"
+      )
+    return text
 
   def texts(self, *names: str, default: list[str] | None = None) -> list[str]:
     """The list of texts in the first of the named fields that is present.
@@ -82,9 +97,9 @@ class Row:
     Raises:
       ValueError: no such field is present, or it is not a list of texts.
     """
-    value = self.get(*names, default=_MISSING if default is None else default)
+    name, value = self._find(names, _MISSING if default is None else default)
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-      raise self.error(f"has {names[0]} = {str(value)[:80]!r}, expected a list of texts")
+      raise self.error(f"has {name} = {str(value)[:80]!r}, expected a list of texts")
     return value
 
   def level(self, *names: str) -> float:
@@ -95,5 +110,6 @@ class Row:
     """
     text = self.text(*names, default="?").removeprefix("Level ")
     if text != "?" and not re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", text):
-      raise self.error(f"has {names[0]} = {text[:80]!r}, expected a number or 'Level N'")
+      name, _ = self._find(names, None)
+      raise self.error(f"has {name} = {text[:80]!r}, expected a number or 'Level N'")
     return math.nan if text == "?" else float(text)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import rlvr_jax
-from rlvr_jax.data.batches import PromptError
+from rlvr_jax.data.batches import PromptError, encode_prompt
 from rlvr_jax.fleet.leases import BEATS
 from rlvr_jax.fleet.records import DamagedError, TrainerRecord, problem_checksum
 from rlvr_jax.rewards.outcome import GradingStoppedError
@@ -181,7 +181,7 @@ def _fingerprint_data(parts: Parts) -> str:
   indices = np.unique(np.linspace(0, size - 1, _COMPARED_PROBLEMS, dtype=int)).tolist()
   problems = [source[index] for index in indices]
   sums = [problem_checksum(problem.question, problem.reference) for problem in problems]
-  tokens = [list(map(int, parts.tokenizer.encode_prompt(p.question))) for p in problems]
+  tokens = [list(map(int, encode_prompt(p, parts.tokenizer))) for p in problems]
   return _digest([size, sums, tokens])
 
 

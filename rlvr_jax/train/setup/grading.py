@@ -15,6 +15,7 @@ from rlvr_jax.codejudge import cgroups
 from rlvr_jax.codejudge.sandbox import ACCEPTED, UNSANDBOXED
 from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer
 from rlvr_jax.data.curriculum import Curriculum
+from rlvr_jax.data.sources import Change
 from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.environments.by_name import parse_environment
 from rlvr_jax.environments.pool import EnvironmentPool, EnvironmentStartError, Failure
@@ -44,26 +45,21 @@ _NUM_BEGUN = 8  # problems per source whose dialogues are begun for a check
 _NUM_INSPECTED = 100  # problems per source whose references are searched for names of graders
 
 
-class _ConvertedReferences:
-  """A source whose problems have their references converted for another grader."""
+class _Changed:
+  """A source whose problems are changed when they are read."""
 
-  def __init__(self, source: ProblemSource, change: Callable[[Mapping[str, Any]], Any]):
+  def __init__(self, source: ProblemSource, change: Change):
     self._source, self._change = source, change
 
   def __len__(self) -> int:
     return len(self._source)
 
   def __getitem__(self, index: int) -> Problem:
-    problem = self._source[index]
-    return dataclasses.replace(problem, reference=self._change(problem.reference))
+    return self._change(self._source[index])
 
 
-def _convert_references(
-  source: ProblemSource, change: Callable[[Mapping[str, Any]], Any]
-) -> ProblemSource:
-  if isinstance(source, Curriculum):  # and stays one
-    return source.map(lambda p: dataclasses.replace(p, reference=change(p.reference)))
-  return _ConvertedReferences(source, change)
+def _change(source: ProblemSource, change: Change) -> ProblemSource:
+  return source.map(change) if isinstance(source, Curriculum) else _Changed(source, change)
 
 
 class _Graders(NamedTuple):
@@ -76,27 +72,23 @@ class _Graders(NamedTuple):
   def grader(self) -> str:
     return WEIGHTED if self.extra else self.main
 
-  def reference(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The reference for `grader`, made from the task's reference."""
+  def change(self, problem: Problem) -> Problem:
+    """The problem with the reference for `grader`."""
     # The references of a mixture are wrapped for `by_reference` only.
-    reference = given if self.main == BY_REFERENCE else _unwrap(given)
+    own = problem.own_reference
+    reference = problem.reference if self.main == BY_REFERENCE else own
     if self.extra:
       reference = weighted_reference(self.main, reference, self.extra)
       for part in reference["parts"][1:]:
-        part["reference"] = _unwrap(part["reference"])
-    return reference
+        part["reference"] = own
+    return problem.wrap(reference)
 
-  def reference_with_grader(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """As `reference`, for a pool whose grader is `BY_REFERENCE`."""
-    reference = self.reference(given)
+  def change_by_reference(self, problem: Problem) -> Problem:
+    """As `change`, for a pool whose grader is `BY_REFERENCE`."""
+    changed = self.change(problem)
     if self.grader == BY_REFERENCE:
-      return reference
-    return {"grader": self.grader, "reference": reference}
-
-
-def _unwrap(reference: Mapping[str, Any]) -> Mapping[str, Any]:
-  """The inner reference of a mixture's reference; any other reference unchanged."""
-  return reference["reference"] if reference.keys() >= {"grader", "reference"} else reference
+      return changed
+    return problem.wrap({"grader": self.grader, "reference": changed.reference})
 
 
 def with_graders(settings: ml_collections.ConfigDict, held_out_grader: str, task: Task) -> Task:
@@ -126,13 +118,13 @@ def with_graders(settings: ml_collections.ConfigDict, held_out_grader: str, task
   if training == held_out == _Graders(default):
     return task
   same = training == held_out
-  change = lambda graders: graders.reference if same else graders.reference_with_grader
+  change = lambda graders: graders.change if same else graders.change_by_reference
   return dataclasses.replace(
     task,
     grader=training.grader if same else BY_REFERENCE,
-    train=_convert_references(task.train, change(training)),
-    warm_start=_convert_references(task.warm_start, change(training)),
-    held_out=_convert_references(task.held_out, change(held_out)),
+    train=_change(task.train, change(training)),
+    warm_start=_change(task.warm_start, change(training)),
+    held_out=_change(task.held_out, change(held_out)),
   )
 
 
@@ -163,7 +155,7 @@ def grader_pool(settings: ml_collections.ConfigDict, task: Task) -> GraderPool:
     GraderStartError: a grader cannot work here.
   """
   unsandboxed = settings.unsandboxed_code
-  inner = _graders_of([task.train, task.held_out])
+  inner = _graders_of(task.grader, [task.train, task.held_out])
   names = {parse_grader("grader", text).name for text in (task.grader, *inner)}
   if _CODE in names and (reason := cgroups.unavailable_reason()):
     logging.warning(
@@ -212,7 +204,7 @@ def announce_partial_credit(
   reward = outcome_policy[Outcome.WRONG]
   if isinstance(reward, str):  # the score, or an action
     return
-  named = dict.fromkeys([task.grader, *_graders_of([task.train])])
+  named = dict.fromkeys([task.grader, *_graders_of(task.grader, [task.train])])
   partly = [text for text in named if _may_score_partly(text)]
   partly = ["config.grading.extra" if text == WEIGHTED else text for text in partly]
   if environment:
@@ -236,20 +228,23 @@ def used_graders(task: Task) -> list[str]:
   """The graders of a task: its own, or those that its references name in its place."""
   if task.grader != BY_REFERENCE:
     return [task.grader]
-  return _graders_of([task.train, task.held_out])
+  return _graders_of(task.grader, [task.train, task.held_out])
 
 
-def _graders_of(sources: Sequence[ProblemSource]) -> list[str]:
-  """The graders that the references of the first problems name, each once."""
+def _graders_of(grader: str, sources: Sequence[ProblemSource]) -> list[str]:
+  """The graders that the first problems' references name for a grader of parts, each once."""
   some = [s[index] for s in sources for index in range(min(len(s), _NUM_INSPECTED))]
-  return [*dict.fromkeys(text for problem in some for text in _graders_in(problem.reference))]
+  return [*dict.fromkeys(text for problem in some for text in _named(grader, problem.reference))]
 
 
-def _graders_in(reference: Mapping[str, Any]) -> list[str]:
-  """The graders that a reference names, for the parts of a combined grader or of a mixture."""
-  named = [str(reference["grader"])] if reference.keys() >= {"grader", "reference"} else []
-  parts = [*reference.get("parts", ()), *([reference["reference"]] if named else ())]
-  return named + [text for part in parts for text in _graders_in(part)]
+def _named(grader: str, reference: Mapping[str, Any]) -> list[str]:
+  """The graders that `grader` reads from a reference; of any other grader it is a line as it is."""
+  if grader not in (BY_REFERENCE, WEIGHTED):
+    return []
+  parts = [reference] if grader == BY_REFERENCE else reference["parts"]
+  return [
+    text for part in parts for text in (part["grader"], *_named(part["grader"], part["reference"]))
+  ]
 
 
 def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer) -> None:
@@ -342,7 +337,8 @@ def check_first_dialogue(
   if pool is None:
     return ""
   began = time.monotonic()
-  started = pool.reset(as_mapping(task.train[0]), 0).result(_FIRST_TURN_S)
+  first = task.train[0]
+  started = pool.reset(as_mapping(first), 0, first.reference).result(_FIRST_TURN_S)
   if isinstance(started, Failure):  # whatever it was: there is no text that could be the cause
     where, failure = "at its reset", started._replace(kind="failed")
   else:

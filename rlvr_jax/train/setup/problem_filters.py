@@ -16,7 +16,7 @@ from rlvr_jax.data import (
   Tokenizer,
   encode_demonstrations,
 )
-from rlvr_jax.data.batches import check_prompt
+from rlvr_jax.data.batches import check_prompt, encode_prompt
 from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.data.sources import Chosen, listed_sources
 from rlvr_jax.models.huggingface_config import longest_text
@@ -67,7 +67,7 @@ def limit_lengths(
   phases = {"error": (), "drop": _OF_TRAINING, "drop_everywhere": (*_OF_TRAINING, "held_out")}
   check_choice("config.prompts", "too_long", too_long, phases)
   if phases[too_long]:
-    fits = lambda problem: 0 < len(tokenizer.encode_prompt(problem.question)) <= limit
+    fits = lambda problem: 0 < len(encode_prompt(problem, tokenizer)) <= limit
     sources = {phase: getattr(task, phase) for phase in phases[too_long]}
     short: Any = {phase: _drop(phase, source, fits, limit) for phase, source in sources.items()}
     task = dataclasses.replace(task, **short)
@@ -97,7 +97,7 @@ def _check_prompts(
   """Raises PromptError for the first of at most `most` prompts that does not fit."""
   for index in range(min(len(source), most)):
     problem = source[index]
-    length = len(tokenizer.encode_prompt(problem.question))
+    length = len(encode_prompt(problem, tokenizer))
     check_prompt(problem, length, limit, f"{phase} problem {index}")
 
 

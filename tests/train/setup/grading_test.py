@@ -15,6 +15,7 @@ from rlvr_jax.data.byte_pairs import save, train_byte_pairs
 from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.environments.pool import EnvironmentPool, EnvironmentStartError
 from rlvr_jax.rewards import GraderStartError
+from rlvr_jax.rollouts.dialogues import as_mapping
 from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.grading import (
@@ -35,7 +36,10 @@ DIGITS = "rewards.user_graders:digits"
 
 
 def problem(question, reference):
-  return Problem(question=question, answer="7", solution="#### 7", reference=reference)
+  is_wrapped = reference.keys() == {"grader", "reference"}
+  own = reference["reference"] if is_wrapped else reference
+  made = Problem(question=question, answer="7", solution="#### 7", reference=own)
+  return made.wrap(reference) if is_wrapped else made
 
 
 def task(grader, *references, question="1 and 6?"):
@@ -51,7 +55,7 @@ def policy_of(config):
   return make_outcome_policy(config.grading.outcomes)
 
 
-WRAPPED = {"grader": GSM8K, "reference": {"answer": "7"}, "dataset": "gsm8k"}
+WRAPPED = {"grader": GSM8K, "reference": {"answer": "7"}}
 
 
 def test_a_replaced_grader_and_the_extra_ones_get_what_a_part_of_a_mixture_would():
@@ -257,6 +261,30 @@ def test_an_environment_plays_a_turn_at_the_start(name, expected):
       with pytest.raises(EnvironmentStartError, match=re.escape(expected)):
         check_first_dialogue(policy_of(tiny.config()), pool, first)
   assert check_first_dialogue(policy_of(tiny.config()), None, first) == ""
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [{}, dict(grading__extra=((DIGITS, 0.5),)), dict(evaluation__grader=THINK),
+   dict(grading__grader=THINK, grading__extra=((DIGITS, 0.5),))],
+)  # fmt: skip
+@pytest.mark.parametrize("grader", [GSM8K, BY_REFERENCE])
+def test_an_environment_gets_the_line_whatever_graders_are_set(grader, fields):
+  """And what it asks the graders about is graded as a rollout is."""
+  given = {"grader": GSM8K, "reference": {"answer": "7"}}
+  mine = task(grader, given if grader == BY_REFERENCE else given["reference"])
+  config = tiny.config(**fields, environment__name=f"{FAULTY}:shows", environment__processes=1)
+  tokenizer = make_tokenizer("bytes", config.prompts, "")
+  with contextlib.ExitStack() as stack:
+    changed = graded_task(config, mine)
+    _, pool = start_pools(config, changed, tokenizer, stack.enter_context)
+    told = check_first_dialogue(policy_of(config), pool, changed)
+    outcomes = ("wrong", "wrong") if "grading__grader" in fields else ("unparseable", "correct")
+    assert f"""replied '{{"answer": "7"}} {outcomes[0]}' to""" in told
+    begun = pool.reset(as_mapping(changed.train[0]), 0, changed.train[0].reference).result(60)
+    assert (
+      pool.step(begun.dialogue, "#### 7").result(60).reply == f'{{"answer": "7"}} {outcomes[1]}'
+    )
 
 
 def test_a_template_without_the_role_of_replies_is_refused_at_the_start(tmp_path):
