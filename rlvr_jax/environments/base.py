@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -70,7 +71,7 @@ class Refused(Exception):
 
 
 class TimedOut(Exception):
-  """Raised by `step`: the policy's text took too long, an outcome with a reward and not a fault.
+  """Raised by `step`: the policy's text cost too much, an outcome with a reward and not a fault.
 
   An environment with a limit of its own spares its process, which the pool's limit kills.
   """
@@ -145,8 +146,9 @@ def check_turn(turn: Any, roles: Sequence[str]) -> Turn:
     turn: what it returned.
     roles: from `declared_roles`.
   Raises:
+    Refused: see `check_score`.
     TypeError: it is not a Turn, or a field has a wrong type.
-    ValueError: the score is not a number within ±1e30, or the reply's role is not declared.
+    ValueError: the reply's role is not declared.
   """
   if not isinstance(turn, Turn):
     raise TypeError(f"step returned {turn!r:.100}, expected a Turn")
@@ -157,15 +159,24 @@ def check_turn(turn: Any, roles: Sequence[str]) -> Turn:
       f"step returned role = {turn.role!r:.100}, expected one of {roles}; an environment that"
       " replies as another one declares it, such as roles = ('tool',) in its class"
     )
-  if turn.score is not None and not is_score(turn.score):
-    raise ValueError(
-      f"step returned score = {turn.score!r:.100}, expected a number within ±{MAX_SCORE:g} or None"
-    )
+  if not isinstance(turn.score, numbers.Real | None):
+    raise TypeError(f"step returned score = {turn.score!r:.100}, expected a number or None")
   if not isinstance(turn.correct, bool | None):
     raise TypeError(f"step returned correct = {turn.correct!r:.100}, expected True, False or None")
-  score = None if turn.score is None else float(turn.score)
+  score = None if turn.score is None else check_score("step returned score", turn.score)
   reply = "" if turn.done else cut(clean("step returned a reply", turn.reply))
   return Turn(reply, turn.done, score, turn.role, turn.correct)
+
+
+def check_score(owner: str, score: numbers.Real) -> float:
+  """The score as a float. One that is no reward, such as NaN, refuses the text that led to it.
+
+  Raises:
+    Refused: it is not finite, or too large; the message begins with `owner`.
+  """
+  if not is_score(score):
+    raise Refused(f"{owner} = {score!r:.100}, expected a number within ±{MAX_SCORE:g}")
+  return float(score)
 
 
 def check_messages(messages: Any) -> list[dict[str, str]] | None:

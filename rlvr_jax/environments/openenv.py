@@ -17,6 +17,7 @@ import asyncio
 import functools
 import json
 import math
+import numbers
 import re
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
@@ -31,10 +32,11 @@ from rlvr_jax.environments.base import (
   Refused,
   TimedOut,
   Turn,
+  check_score,
   clean,
   waiting,
 )
-from rlvr_jax.ops.checks import MAX_SCORE, check_between, check_choice, is_score
+from rlvr_jax.ops.checks import check_between, check_choice
 
 if TYPE_CHECKING:
   import aiohttp
@@ -131,7 +133,7 @@ def read_answer(text: str) -> _Answer:
   """Reads the server's answer to a reset or step.
 
   Raises:
-    Refused: the server's model of actions does not take the policy's text.
+    Refused: the server's model of actions does not take the policy's text, or its reward is none.
     ServerError: the server reports an error, or has sent what is not an observation.
   """
   try:
@@ -152,11 +154,11 @@ def read_answer(text: str) -> _Answer:
     raise ServerError(f"observation = {_shorten(observation)}, expected an object")
   if not isinstance(done, bool | None):
     raise ServerError(f"done = {_shorten(done)}, expected true or false")
-  if reward is not None and not is_score(reward):
-    raise ServerError(
-      f"reward = {_shorten(reward)}, expected a number within ±{MAX_SCORE:g} or null"
-    )
-  return _Answer(observation, None if reward is None else float(reward), bool(done))
+  if not isinstance(reward, numbers.Real | None):
+    raise ServerError(f"reward = {_shorten(reward)}, expected a number or null")
+  if reward is not None:
+    reward = check_score("the server's reward", reward)
+  return _Answer(observation, reward, bool(done))
 
 
 # --- sessions -------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ class _Session:
     self._url, self._limit_s = url, limit_s
     self._socket: aiohttp.ClientWebSocketResponse | None = None
     self._reader: asyncio.Task[None] | None = None
-    self._received: asyncio.Queue[str | ServerError] = asyncio.Queue()
+    self._received: asyncio.Queue[str | Exception] = asyncio.Queue()
     self.refusal = ""  # why there was no session at the last try
 
   async def begin(self, data: Mapping[str, Any]) -> _Answer:
@@ -226,7 +228,7 @@ class _Session:
     self._reader = asyncio.create_task(self._read(self._socket, self._received))
 
   async def _read(
-    self, socket: aiohttp.ClientWebSocketResponse, received: asyncio.Queue[str | ServerError]
+    self, socket: aiohttp.ClientWebSocketResponse, received: asyncio.Queue[str | Exception]
   ) -> None:
     """Receives until the connection ends; between turns too, so that pings are answered."""
     import aiohttp
@@ -234,6 +236,8 @@ class _Session:
     try:
       while (message := await socket.receive()).type is aiohttp.WSMsgType.TEXT:
         received.put_nowait(message.data)
+      if socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
+        received.put_nowait(TimedOut(f"the server's answer has more than {MAX_MESSAGE} bytes"))
       reason = f"the server ended the connection: {socket.exception() or socket.close_code}"
       if message.type is aiohttp.WSMsgType.BINARY:
         reason = "the server's answer is bytes, expected text"
@@ -248,7 +252,7 @@ class _Session:
       unasked = self._received.get_nowait()
       raise (
         unasked
-        if isinstance(unasked, ServerError)
+        if isinstance(unasked, Exception)
         else ServerError(f"the server has sent an answer to nothing: {_shorten(unasked)}")
       )
     try:
@@ -256,7 +260,7 @@ class _Session:
     except OSError as error:
       raise ServerError(f"the connection was lost: {type(error).__name__}: {error}") from error
     received = await self._received.get()
-    if isinstance(received, ServerError):
+    if isinstance(received, Exception):
       raise received
     return read_answer(received)
 
@@ -291,7 +295,7 @@ class _OpenEnv:
       raise ServerError(
         f"{self._options.url}: no session within {self._options.deadline_s:g} s: {reason}"
       ) from None
-    except Refused as error:  # no text of the policy is in it
+    except (Refused, TimedOut) as error:  # no text of the policy is in it
       raise ServerError(str(error)) from None
     if answer.done:
       raise ServerError("the server's reset has ended the episode")
@@ -403,8 +407,10 @@ def openenv(
 
   * an observation is a reply, or with done the end. Its score is that of the rewards; the task's
     grader judges where there were none.
-  * VALIDATION_ERROR refuses the policy's text; so does a text without a match of `pattern`.
-  * a step without an answer in time, of a server that answers pings, counts against the text.
+  * VALIDATION_ERROR refuses the policy's text; so do a reward that is not finite, and a text
+    without a match of `pattern`.
+  * a step without an answer in time, of a server that answers pings, counts against the text; so
+    does an answer of over 16 MiB.
   * any other error, a lost connection, or what is not the protocol is the environment's fault.
 
   Args:

@@ -472,14 +472,12 @@ class _Dispatcher:
       self._send_next(number, dialogue)
     elif "messages" in result:
       self._resolve(future, Started(number, result["messages"]))
-    elif "turn" in result:
-      turn = Turn(*result["turn"])
-      if turn.done:
-        del self._dialogues[number]
-      self._resolve(future, turn)
     else:
-      del self._dialogues[number]
-      self._resolve(future, Failure(*result["failure"]))
+      turn = Turn(*result["turn"]) if "turn" in result else None
+      if turn is None or turn.done:
+        del self._dialogues[number]
+        place.worker.send({"kind": "close", "dialogue": number})
+      self._resolve(future, turn or Failure(*result["failure"]))
 
   def _end_dialogue(self, number: int, failure: Failure) -> None:
     dialogue = self._dialogues.pop(number, None)

@@ -4,7 +4,8 @@
 {"ready": roles of replies} or {"error": text}. Requests name a dialogue by its number:
 {"kind": "reset", "problem", "seed"}, {"kind": "step", "text"}, {"kind": "close"}. Of a request it
 reports {"event": "running"} when the environment's code starts, and its "result" at the end:
-{"messages"}, {"turn"}, {"failure": [kind, detail]} or {}. Where the code waits (`base.waiting`), it
+{"messages"}, {"turn"}, {"failure": [kind, detail]} or {}. An environment is closed by a request of
+its own, so that its `close` cannot take away a result. Where the code waits (`base.waiting`), it
 reports "waiting" with "limit_s", then "waited", then "running" again, and other dialogues run
 meanwhile. {"event": "grade", "text"} asks for a grade, and {"kind": "grade", "grade": […]} answers,
 or {"kind": "grade", "error": text}. The worker ends when its stdin does.
@@ -142,11 +143,8 @@ class _Worker:
         case "step":
           environment = self._dialogues[dialogue]
           roles = base.declared_roles(environment)
-          turn = base.check_turn(environment.step(request["text"]), roles)
-          if turn.done:
-            self._forget(dialogue)
-          return {"turn": turn}
-      self._forget(dialogue)
+          return {"turn": base.check_turn(environment.step(request["text"]), roles)}
+      self._close(dialogue)
       return {}
     except base.Refused as error:
       kind = "refused"
@@ -160,14 +158,14 @@ class _Worker:
     except BaseException as error:  # sys.exit() in an environment is its failure as well
       kind = "failed"
       detail = _describe(error)
-    self._forget(dialogue)
     return {"failure": [kind, base.clean("detail", detail)[:MAX_DETAIL]]}
 
-  def _forget(self, dialogue: int) -> None:
+  def _close(self, dialogue: int) -> None:
     """Closes the environment of a dialogue, if it has one that can be closed."""
-    close = getattr(self._dialogues.pop(dialogue, None), "close", None)
-    if close is not None:
-      with contextlib.suppress(Exception):  # the dialogue has its result
+    environment = self._dialogues.pop(dialogue, None)
+    with contextlib.suppress(BaseException):  # nobody waits for it
+      close = getattr(environment, "close", None)
+      if close is not None:
         close()
 
   def _make(self, dialogue: int) -> Environment:

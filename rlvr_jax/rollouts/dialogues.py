@@ -289,7 +289,7 @@ class EnvironmentDialogues:
     tokens = self._encode(turn, last=int(group.tokens[rollout, length - 1]))
     if not len(tokens):
       return self._end(
-        number, End.ENVIRONMENT_FAILED, f"the reply {turn.reply!r:.100} has no tokens"
+        number, End.ENVIRONMENT_REFUSED, f"the reply {turn.reply!r:.100} has no tokens"
       )
     # One place at least is left for the policy.
     if length + len(tokens) >= group.tokens.shape[1]:

@@ -66,7 +66,8 @@ class Faulty:
     if kind == "return":
       return {
         "none": None, "text": "a text", "nan": Turn(score=float("nan")), "int": Turn(7),
-        "1e39": Turn(score=1e39), "huge": Turn(score=10**400),
+        "infinite": Turn(score=-float("inf")), "large": Turn(score=10**400),
+        "score text": Turn(score="1"),
         "role": Turn("a", role="assistant"), "bytes": Turn(b"a\xff\xfeb"),
         "surrogates": Turn("a\ud800b\ud83d\ude00"), "tool": Turn("a", role="tool"),
         "done": Turn("not read", True, 0.5), "judge": Turn(done=True), "flag": Turn(done=1),
@@ -136,6 +137,23 @@ class Closing:
 
 def closing(*, log=os.devnull, roles=("tool",)):
   return Closing(log, roles)
+
+
+class BadlyClosing(Faulty):
+  """Ends its dialogue, or refuses the text, and misbehaves when it is closed then."""
+
+  def step(self, text):
+    self.last_act, _, ending = text.rpartition(" ")
+    if ending == "refuse":
+      raise Refused("no")
+    return Turn(done=True, score=1.0) if ending == "done" else Turn(text)
+
+  def close(self):
+    super().step(self.last_act)
+
+
+def badly_closing():
+  return BadlyClosing({})
 
 
 class _NoReset:

@@ -228,6 +228,7 @@ NONSENSE = {
   "done 1": observation(done=1),
   "reward text": observation(reward="1"),
   "reward nan": observation(reward=float("nan")),
+  "reward infinite": observation(reward=-float("inf")),
   "no code": '{"type": "error", "data": {}}',
   "long": observation(done=False, more="x" * 17 * 2**20),
 }
@@ -306,10 +307,8 @@ def _nonsense_pool(nonsense):
     ("another type", "neither observation nor error"),
     ("no observation", "observation = None, expected an object"),
     ("done 1", "done = 1, expected true or false"),
-    ("reward text", "reward = '1', expected a number within"),
-    ("reward nan", "reward = nan, expected a number within"),
+    ("reward text", "reward = '1', expected a number or null"),
     ("no code", "the server reports None"),
-    ("long", "the server ended the connection: "),
     ("bytes", "the server's answer is bytes, expected text"),
     ("not UTF-8", "the server ended the connection: "),
     ("hang up", "the server ended the connection: "),
@@ -323,6 +322,22 @@ def test_nonsense_is_the_servers_fault(nonsense_pool, text, detail):
   assert len(failure.detail) < 1000
   assert ask(nonsense_pool, innocent, "a") == Turn('-[1, "é"]')
   assert nonsense_pool.worker_pids() == pids
+
+
+@pytest.mark.parametrize(
+  ("text", "kind", "detail"),
+  [
+    ("reward nan", "refused", "the server's reward = nan, expected a number within"),
+    ("reward infinite", "refused", "the server's reward = -inf, expected"),
+    ("long", "timeout", "the server's answer has more than 16777216 bytes"),
+  ],
+)
+def test_what_a_text_can_make_the_server_say_is_an_outcome(nonsense_pool, text, kind, detail):
+  """And not left out of the loss, as the server's own faults are."""
+  innocent = start(nonsense_pool).dialogue
+  failure = ask(nonsense_pool, start(nonsense_pool).dialogue, text)
+  assert failure.kind == kind and detail in failure.detail, failure
+  assert ask(nonsense_pool, innocent, "a") == Turn('-[1, "é"]')
 
 
 def test_an_answer_to_nothing_is_not_taken_for_a_later_one(nonsense_pool):

@@ -101,9 +101,10 @@ def test_turns(pool, text, expected):
   [
     ("return none", "failed", "step returned None, expected a Turn"),
     ("return text", "failed", "step returned 'a text', expected a Turn"),
-    ("return nan", "failed", r"score = nan, expected a number within ±1e\+30 or None"),
-    ("return 1e39", "failed", r"score = 1e\+39, expected a number within ±1e\+30 or None"),
-    ("return huge", "failed", "score = 1000.*, expected a number within"),
+    ("return nan", "refused", r"score = nan, expected a number within ±1e\+30"),
+    ("return infinite", "refused", "score = -inf, expected a number"),
+    ("return large", "refused", "score = 1000.*, expected a number"),
+    ("return score text", "failed", "score = '1', expected a number or None"),
     ("return int", "failed", "a reply of type int, expected text"),
     ("return role", "failed", "role = 'assistant', expected one of"),
     ("return flag", "failed", "done = 1, expected True or False"),
@@ -226,6 +227,17 @@ def test_an_environment_is_closed_once_however_its_dialogue_ends(tmp_path):
       pool.close_dialogue(dialogue)
     assert ask(pool, dialogues[3], "a") == Turn("a", role="tool")
     assert log.read_text().split() == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("act", ["hang", "exit 0", "sys.exit", "eat", "raise", "signal 9"])
+def test_close_cannot_take_away_a_result_that_was_reached(act):
+  name = "faulty_environments:badly_closing"
+  with EnvironmentPool(name, deadline_s=0.5, memory_mib=1024) as pool:
+    other = start(pool)
+    assert ask(pool, other, "a 1") == Turn("a 1")
+    assert ask(pool, start(pool), f"{act} done") == Turn(done=True, score=1.0)
+    assert ask(pool, start(pool), f"{act} refuse") == Failure("refused", "no")
+    assert ask(pool, other, "a 2") == Turn("a 2")  # repeated where its process was replaced
 
 
 def test_roles_of_replies_are_declared(pool):

@@ -134,7 +134,9 @@ def test_every_end_has_its_outcome(pool):
     "judge": (End.TO_BE_GRADED, None),
     "refuse": (End.ENVIRONMENT_REFUSED, None),
     "fail x": (End.ENVIRONMENT_FAILED, None),
-    "say ": (End.ENVIRONMENT_FAILED, None),  # a reply without tokens
+    "say ": (End.ENVIRONMENT_REFUSED, None),  # a reply without tokens
+    "score nan": (End.ENVIRONMENT_REFUSED, None),
+    "worth inf": (End.ENVIRONMENT_REFUSED, None),
     "hang": (End.ENVIRONMENT_LIMIT, None),
     "say 12345678901234": (End.LENGTH_LIMIT, None),  # with the turn there is no place for it
   }
