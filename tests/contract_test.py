@@ -101,7 +101,7 @@ def _loss_run(name, **kwargs):
   def run(policy, batch, coefficients):
     TRACES[name] += 1
     (value, metrics), gradient = evaluate(LOSSES[name], policy, batch, coefficients, **kwargs)
-    return value, gradient, reductions.values(metrics)
+    return value, gradient, metrics
 
   return run
 
@@ -318,7 +318,7 @@ def _estimator_run(name):
     coefficients = estimator.apply(state, batch)
     metrics = advantages.gradient_masses(coefficients, batch.rewards, batch.correct, batch.valid)
     metrics |= estimator.metrics(state, batch)
-    return coefficients, reductions.values(metrics), estimator.update(state, batch, entropy)
+    return coefficients, metrics, estimator.update(state, batch, entropy)
 
   return run
 
@@ -395,7 +395,7 @@ def _reweighting_run(name):
     TRACES[name] += 1
     valid = jnp.ones(coefficients.shape, bool)
     result, metrics = REWEIGHTINGS[name].apply(coefficients, gram, valid, key)
-    return result, reductions.values(metrics)
+    return result, metrics
 
   return run
 

@@ -375,6 +375,36 @@ def test_a_hanging_and_a_dying_grader_cost_one_rollout_each(tmp_path):
   assert 1.5 < timed["time/grade_seconds"] < 500  # not what the hanging one would take
 
 
+def crashes_on_training(completion, reference):
+  """Has no grade for any response to a training prompt."""
+  if reference["train"] and completion != "no answer":
+    raise RuntimeError("no grade")
+  return Grade(Outcome.WRONG, 0.0)
+
+
+@pytest.mark.slow
+def test_updates_without_a_loss_token_leave_the_method_s_state_and_have_no_means(tmp_path):
+  """Its first entropy, of which a target may be a fraction, is that of what was sampled."""
+  config = tiny.config(num_updates=2, warm_start__num_steps=0, advantage="fade(smoothing=1.0)")
+  parts = build(config)
+  split = lambda name: [
+    dataclasses.replace(p, reference={"train": name == "train"}) for p in getattr(parts.task, name)
+  ]
+  task = dataclasses.replace(
+    parts.task,
+    train=split("train")[:16],
+    held_out=split("held_out"),
+    grader="main_test:crashes_on_training",
+  )
+  train(build(config, task=task), tmp_path / "run")
+  first, second = tiny.records(tmp_path / "run", "train")
+  assert first["outcome/crashed"] == 1 and first["update/skipped"] == 0
+  assert first["advantage/fade_target_entropy"] > 0.5
+  assert second["advantage/fade_entropy"] == 2 * first["advantage/fade_target_entropy"]
+  absent = "reward/mean", "policy/entropy", "behavior/ratio_max", "loss/clip_fraction"
+  assert not {*absent} & first.keys()
+
+
 # --- GSM8K ----------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,7 @@ def measure(workdir: str) -> dict:
     "entropy": mean("policy/entropy", train[-LAST:]),
     "ess": mean("behavior/ess"),
     "clip": mean("loss/clip_fraction"),
-    "negative_ratio": max(r["behavior/ratio_max_negative"] for r in train),
+    "negative_ratio": max(r.get("behavior/ratio_max_negative", 0.0) for r in train),
     "hand_overs": sum("time/sync_weights_seconds" in r for r in train),
     "first_update_seconds": optimise[0] - statistics.median(optimise),
     "phase_seconds": curves.phase_seconds(records),

@@ -22,8 +22,9 @@ class Advantage(NamedTuple):
     apply: (state, batch) → coefficients f32[P, G], 0 where `batch.valid` is False. They depend on
       the valid rollouts only. `state` is the one before this update.
     update: (state, batch, entropy f32[], solve_rate=None) → next state. `entropy` is the mean
-      per-token entropy of the policy over loss tokens, nats. `solve_rate` is the policy's, from
-      *before* any dynamic-sampling filter, NaN if unknown; None computes it from the batch.
+      per-token entropy of the policy over loss tokens, nats, NaN without one. `solve_rate` is the
+      policy's, from *before* any dynamic-sampling filter, NaN if unknown; None computes it from the
+      batch.
     metrics: (state, batch) → metrics of the state and of the estimator on the batch.
     needs_binary: whether rewards must be 0 or 1; others are a configuration error.
     per_token: (state, batch, coefficients f32[P, G]) → f32[P, G, T], what the loss gets in place of

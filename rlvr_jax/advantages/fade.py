@@ -136,9 +136,8 @@ def fade(
     if solve_rate is None:
       has_valid = jnp.any(batch.valid > 0, axis=1)  # the mean is NaN if no group has a valid one
       solve_rate = jnp.mean(group_mean(batch.correct, batch.valid)[:, 0], where=has_valid)
-    average = _moving_average(state.solve_rate, solve_rate, smoothing)
     return state._replace(
-      solve_rate=jnp.where(jnp.isnan(solve_rate), state.solve_rate, average),
+      solve_rate=_moving_average(state.solve_rate, solve_rate, smoothing),
       entropy=_moving_average(state.entropy, entropy, smoothing),
       updates=state.updates + 1,
     )
@@ -160,5 +159,7 @@ def fade(
 
 
 def _moving_average(old: Array, new: Array, weight: float) -> Array:
+  """The next average; NaN, a value that nothing was measured for, leaves it as it was."""
   # In the state's dtype, whatever the batch's: another dtype would cause a recompilation.
-  return ((1 - weight) * old + weight * new).astype(old.dtype)
+  average = ((1 - weight) * old + weight * new).astype(old.dtype)
+  return jnp.where(jnp.isnan(new), old, average)

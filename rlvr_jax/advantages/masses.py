@@ -22,7 +22,7 @@ def gradient_masses(coefficients: Array, rewards: Array, correct: Array, valid: 
     valid: bool[P, G].
   Returns:
     advantage/mass_success, advantage/mass_failure, advantage/mass_difference = mS − mF,
-    advantage/mass_ratio = mS/mF (the pair of sums; its weight is 0 when no failure has mass),
+    advantage/mass_ratio = mS/mF (the pair of sums; absent when no failure has mass),
     advantage/ess of |A|, in [1/n, 1] for n valid rollouts.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """

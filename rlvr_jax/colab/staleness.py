@@ -166,7 +166,7 @@ def veto_states(
     i64[P, G, T].
   """
   triggers = trigger_tokens(ratios, mask, coefficients, threshold=threshold, trigger="below")
-  vetoed = vetoed_tokens(triggers, mask, scope=scope)
+  vetoed = vetoed_tokens(triggers, mask * (coefficients < 0)[..., None], scope=scope)
   return np.asarray(triggers, int) * TRIGGER + np.asarray(vetoed, int) * EXCLUDED
 
 

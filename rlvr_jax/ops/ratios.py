@@ -100,14 +100,14 @@ def behavior_metrics(policy_logprobs: Array, batch: TrainBatch) -> Metrics:
   }
   return {
     "behavior/ratio_mean": mean_metric(ratios, mask),
-    "behavior/ratio_max": Max(value=masked_max(ratios, mask, initial=0.0)),
+    "behavior/ratio_max": Max(value=masked_max(ratios, mask, initial=-jnp.inf)),
     "behavior/ess": effective_sample_size(ratios, mask),
     **estimates,
   }
 
 
 def ratios_by_sign(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Metrics:
-  """Statistics of ρ by the sign of the coefficient: mean, max (at least 0), min (at most 1).
+  """Statistics of ρ by the sign of the coefficient: mean, max, min.
 
   Args:
     policy_logprobs: f32[P, G, T], nats, under the parameters being updated.
@@ -123,23 +123,20 @@ def ratios_by_sign(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
     tokens = (batch.mask > 0) & for_tokens(by_sign)
     metrics |= {
       f"behavior/ratio_mean_{sign}": mean_metric(ratios, tokens),
-      f"behavior/ratio_max_{sign}": Max(value=masked_max(ratios, tokens, initial=0.0)),
-      f"behavior/ratio_min_{sign}": Min(value=masked_min(ratios, tokens, initial=1.0)),
+      f"behavior/ratio_max_{sign}": Max(value=masked_max(ratios, tokens, initial=-jnp.inf)),
+      f"behavior/ratio_min_{sign}": Min(value=masked_min(ratios, tokens, initial=jnp.inf)),
     }
   return metrics
 
 
 def lag_metrics(batch: TrainBatch) -> Metrics:
-  """staleness/mean and staleness/max: lag of a token in updates, over loss tokens of this run.
-
-  Both are 0 if there is no such token.
-  """
+  """staleness/mean and staleness/max: lag of a token in updates, over loss tokens of this run."""
   lags = jnp.asarray(batch.lags)
   from_this_run = (batch.mask > 0) & (lags >= 0)
   lags = lags.astype(jnp.float32)
   return {
     "staleness/mean": mean_metric(lags, from_this_run),
-    "staleness/max": Max(value=masked_max(lags, from_this_run, initial=0.0)),
+    "staleness/max": Max(value=masked_max(lags, from_this_run, initial=-jnp.inf)),
   }
 
 

@@ -25,6 +25,8 @@ from rlvr_jax.types import (
   Sum,
 )
 
+_EMPTY = {Max: -jnp.inf, Min: jnp.inf}  # the extremes of nothing
+
 
 def _field_reduction(kind: type) -> Callable[[Array, Array], Array]:
   """The function that reduces each field of a metric's kind."""
@@ -52,20 +54,20 @@ def merge(a: Metric, b: Metric) -> Metric:
 
 
 def value(metric: Metric) -> Array:
-  """The value of a record.
+  """The value of a record; NaN of a mean, a sample size or an extreme of nothing, which has none.
 
-  Mean: total / weight, 0 if the weight is 0.
-  EffectiveSampleSize: (Σw)² / (n·Σw²), in [1/n, 1]; 1 if n is 0 or all weights are 0.
+  Mean: total / weight.
+  EffectiveSampleSize: (Σw)² / (n·Σw²), in [1/n, 1]; 1 if all weights are 0.
   ExpertChoices: the statistic that it names.
   """
   match metric:
     case Mean(total=total, weight=weight):
-      return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
+      return jnp.where(weight == 0, jnp.nan, total / jnp.where(weight == 0, 1.0, weight))
     case EffectiveSampleSize(total=total, total_squares=squares, count=count):
       empty = (count == 0) | (squares == 0)
       # Divide before multiplying: Σw² itself may be near the end of float32's range.
       ratio = (total / jnp.where(empty, 1.0, squares)) * (total / jnp.where(empty, 1.0, count))
-      return jnp.where(empty, 1.0, ratio)
+      return jnp.where(count == 0, jnp.nan, jnp.where(empty, 1.0, ratio))
     case ExpertChoices(choices=choices, statistic=statistic):
       E = choices.shape[-1]
       total = jnp.sum(choices, axis=-1, keepdims=True)
@@ -77,7 +79,9 @@ def value(metric: Metric) -> Array:
         "unused": jnp.mean(choices == 0, axis=-1),
       }
       return jnp.mean(by_layer[statistic])
-    case Max(value=result) | Min(value=result) | Sum(value=result):
+    case Max(value=result) | Min(value=result):
+      return jnp.where(result == _EMPTY[type(metric)], jnp.nan, result)
+    case Sum(value=result):
       return result
   raise TypeError(f"{type(metric).__name__} is not a metric of rlvr_jax.types.")
 
@@ -89,11 +93,10 @@ def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
 
 def empty(metrics: Metrics) -> Metrics:
   """Records of no data, neutral in `merge`; from metrics of arrays or of their shapes."""
-  neutral = {Max: -jnp.inf, Min: jnp.inf}
 
   def make_empty(metric: Metric) -> Metric:
     _field_reduction(type(metric))  # raises TypeError unless it is a metric
-    return jax.tree.map(lambda x: jnp.full(x.shape, neutral.get(type(metric), 0), x.dtype), metric)
+    return jax.tree.map(lambda x: jnp.full(x.shape, _EMPTY.get(type(metric), 0), x.dtype), metric)
 
   return {name: make_empty(metric) for name, metric in metrics.items()}
 

@@ -44,11 +44,17 @@ def trigger_tokens(
   return (mask > 0) & for_tokens(coefficients < 0) & crossed
 
 
-def vetoed_tokens(triggers: Array, mask: Array, *, scope: str) -> Array:
-  """The loss tokens that the triggers exclude: bool[P, G, T] → bool[P, G, T].
+def vetoed_tokens(triggers: Array, negative: Array, *, scope: str) -> Array:
+  """The tokens that the triggers exclude, of those that count and have A < 0.
 
   With after_t = max_{s<t} trigger_s: `suffix` after·(1 − trigger), `trigger` the triggers only,
   `trigger_and_suffix` both, `response` all tokens of a response with a trigger.
+
+  Args:
+    triggers: bool[P, G, T].
+    negative: [P, G, T], m·1[A < 0]: each token by its own coefficient, where it has one.
+  Returns:
+    bool[P, G, T].
   """
   triggered = jax.lax.cummax(triggers.astype(jnp.int32), axis=triggers.ndim - 1) > 0
   after = jnp.pad(triggered[..., :-1], [(0, 0)] * (triggers.ndim - 1) + [(1, 0)])
@@ -58,7 +64,7 @@ def vetoed_tokens(triggers: Array, mask: Array, *, scope: str) -> Array:
     "trigger_and_suffix": after | triggers,
     "response": jnp.broadcast_to(triggered[..., -1:], triggered.shape),
   }[scope]
-  return vetoed & (mask > 0)
+  return vetoed & (negative > 0)
 
 
 def negative_advantage_veto(
@@ -68,7 +74,7 @@ def negative_advantage_veto(
   trigger: str = "below",
   renormalize: bool = False,
 ) -> Veto:
-  """Makes a transform of any loss that excludes tokens of rollouts with negative advantage.
+  """Makes a transform of any loss that excludes tokens with negative advantage.
 
   Args:
     scope: the tokens to veto, one of `SCOPES`; the default keeps the triggers themselves.
@@ -97,8 +103,8 @@ def negative_advantage_veto(
     triggers = trigger_tokens(
       ratios, batch.mask, coefficients, threshold=threshold, trigger=trigger
     )
-    vetoed = vetoed_tokens(triggers, batch.mask, scope=scope)
     negative = (batch.mask > 0) & for_tokens(coefficients < 0)
+    vetoed = vetoed_tokens(triggers, negative, scope=scope)
     metrics: Metrics = {
       "veto/token_fraction": mean_metric(vetoed, batch.mask),
       "veto/trigger_rate": mean_metric(triggers, negative),

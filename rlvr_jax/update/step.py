@@ -45,7 +45,7 @@ def train_step(
     frozen: the network's other parameters; {} if all are trained.
     batch: graded rollouts.
   Returns:
-    The next state, and metrics, f32[] by name.
+    The next state, and metrics, f32[] by name; one over nothing is NaN.
   """
   coefficients = jax.lax.stop_gradient(method.advantage.apply(state.advantage_state, batch))
   key = key_for(method.seed, "reweighting", state.step)

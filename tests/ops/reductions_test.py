@@ -61,10 +61,17 @@ def test_records_of_a_loop_that_begins_empty_equal_the_whole(data):
   assert_equal(run(x, w), x, w)
 
 
-def test_values_of_empty_records_are_finite():
+def test_what_is_over_nothing_has_no_value():
   zero = jnp.zeros(())
-  assert reductions.value(Mean(total=zero, weight=zero)) == 0
-  assert reductions.value(EffectiveSampleSize(total=zero, total_squares=zero, count=zero)) == 1
+  of_nothing = dict(
+    mean=Mean(total=zero, weight=zero),
+    ess=EffectiveSampleSize(total=zero, total_squares=zero, count=zero),
+    max=Max(value=-jnp.inf),
+    min=Min(value=jnp.inf),
+  )
+  assert all(jnp.isnan(x) for x in reductions.values(of_nothing).values())
+  assert reductions.value(Max(value=jnp.inf)) == jnp.inf
+  assert reductions.value(Sum(value=zero)) == 0
   assert reductions.value(EffectiveSampleSize(total=zero, total_squares=zero, count=zero + 3)) == 1
 
 

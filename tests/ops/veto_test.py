@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from oracles.batches import evaluate, make_batch, metric_value, poison, random_case
 
-from rlvr_jax import losses
+from rlvr_jax import advantages, losses
 from rlvr_jax.ops.veto import SCOPES, negative_advantage_veto
 
 # One rollout of five tokens, A < 0, ρ small at 1 and 3; the last position is padding.
@@ -47,10 +47,33 @@ def test_scopes(scope, expected):
 
 def test_coefficients_of_tokens_trigger_where_they_are_negative():
   policy, batch, _ = _case()
-  coefficients = jnp.asarray([-1.0, 1, -1, -1, 1, -1])[None, None]  # not at the first small ratio
+  coefficients = jnp.asarray([-1.0, 1, -1, -1, -1, -1])[None, None]  # not at the first small ratio
   kept, metrics = _kept((policy, batch, coefficients))
   np.testing.assert_array_equal(kept, [1, 1, 1, 1, 0, 1])
-  assert metric_value(metrics["veto/trigger_rate"]) == pytest.approx(1 / 3)
+  assert metric_value(metrics["veto/trigger_rate"]) == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_turn_with_a_positive_coefficient_of_its_own_is_never_vetoed(scope):
+  """`mt_grpo` with rewards (1, 0), scores (0, 1) and λ = 2: turn 1 of the first dialogue fails."""
+  ratios = np.array([0.001, 1, 1, 1, 1, 1, 1, 1])
+  rewards, turn_scores = np.array([[1.0, 0.0]]), np.full((1, 2, 8), np.nan)
+  turn_scores[0, :, 2] = 0, 1  # of turn 1; turn 2 has none
+  batch = make_batch(
+    np.tile(np.array([1.0, 1, 1, 0, 0, 1, 1, 1]), (1, 2, 1)),
+    rewards=rewards,
+    turns=np.tile(np.array([0, 0, 0, 1, 1, 2, 2, 2]), (1, 2, 1)),
+    turn_scores=turn_scores,
+  )
+  estimator = advantages.mt_grpo(turn_weight=2.0)
+  A = estimator.in_loss((), batch, estimator.apply((), batch))
+  assert A[0, 0, 0] < 0 < A[0, 0, 5]
+  policy = jnp.log(jnp.tile(ratios, (1, 2, 1)))
+  kept, *_ = negative_advantage_veto(scope=scope)(jnp.ones(A.shape), policy, batch, A)
+  assert np.all(kept[0, 0, 5:] == 1)
+  assert np.array_equal(
+    kept[0, 0, :3], dict(suffix=[1, 0, 0], trigger=[0, 1, 1]).get(scope, [0] * 3)
+  )
 
 
 def test_threshold_and_direction():
@@ -65,7 +88,8 @@ def test_threshold_and_direction():
 def test_only_negative_advantages_are_vetoed(scope, coefficient):
   kept, metrics = _kept(_case(coefficient=coefficient), scope=scope)
   assert np.all(kept == 1)
-  assert all(np.isfinite(metric_value(m)) for m in metrics.values())
+  assert metric_value(metrics["veto/token_fraction"]) == 0
+  assert np.isnan(metric_value(metrics["veto/trigger_rate"]))  # of no token
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -121,11 +145,11 @@ def test_what_is_masked_does_not_trigger(fill):
   jax.tree.map(np.testing.assert_array_equal, clean, spoilt)
 
 
-def test_metrics_without_a_token_are_finite():
+def test_metrics_without_a_token_have_no_value():
   policy, batch, coefficients = random_case(7)
   batch = dataclasses.replace(batch, mask=jnp.zeros_like(batch.mask))
   *_, metrics = negative_advantage_veto()(policy, policy, batch, coefficients)
-  assert all(np.isfinite(metric_value(m)) for m in metrics.values())
+  assert all(np.isnan(metric_value(m)) for m in metrics.values())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlvr_jax.data import problem_batches
 from rlvr_jax.ops.keys import key_for, seeds_for
-from rlvr_jax.rollouts.batch import RolloutBatch, drop_scores, permute_rewards
+from rlvr_jax.rollouts.batch import RolloutBatch, drop_scores, permute_rewards, sampled_places
 from rlvr_jax.rollouts.collect import Collector, serve_graded
 from rlvr_jax.rollouts.engine import make_requests
 from rlvr_jax.train.cluster import sharding
@@ -46,7 +46,8 @@ class Scorer:
   def measure_entropy(self, params: Params, collector: Collector) -> float:
     """Mean entropy, in nats per token, on responses to the first training prompts.
 
-    They are sampled with separate keys, so that measuring does not affect the run.
+    All sampled tokens count, also those that the loss would leave out: it may leave out all. They
+    are sampled with separate keys, so that measuring does not affect the run.
     """
     c, parts = self._parts.config, self._parts
     problems = next(problem_batches(parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
@@ -57,9 +58,11 @@ class Scorer:
     for _ in serve_graded(engine, engine.load(params, self._frozen), pending, collector):
       pass
     batch = collector.finish(flight, [0] * len(problems)).train
+    sampled: Any = sampled_places(flight.rollouts).astype(np.float32)
+    batch = dataclasses.replace(batch, mask=sampled)
     packed = self._rows.placement(batch).pack_to_devices(drop_scores(batch))
     _, entropy = parts.programs.score(params, self._frozen, packed)
-    return float(np.sum(sharding.to_host(entropy) * batch.mask) / max(batch.mask.sum(), 1))
+    return float(np.sum(sharding.to_host(entropy) * sampled) / sampled.sum())
 
   def prepare(
     self, rollouts: RolloutBatch, state: TrainState, step: int

@@ -111,6 +111,8 @@ def first_update_warning(warm_start: WarmStart, values: Mapping[str, float]) -> 
     values: metrics of the first update, whose rollouts are of the policy after the warm start.
   """
   passes = warm_start.passes
+  if "groups/effective" not in values or "policy/entropy" not in values:
+    return None  # no rollout has a grade, or none is in the loss: the warm start is not to blame
   # Dynamic sampling has replaced the other groups.
   effective = values["groups/effective"] / values.get("dynamic_sampling/prompts_per_group", 1.0)
   entropy = values["policy/entropy"]

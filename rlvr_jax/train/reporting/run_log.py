@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
@@ -386,6 +387,8 @@ class RunLog:
     """Waits for the update's metrics, writes its record and returns it."""
     with measure_wait():
       values = {name: float(value) for name, value in jax.device_get(update.metrics).items()}
+    if not values["update/skipped_in_a_row"]:  # then NaN is what had nothing to be measured on
+      values = {name: value for name, value in values.items() if not math.isnan(value)}
     done = time.perf_counter()
     seconds = done - max(update.dispatched, self.clock.free_from)
     self.clock.mark_free(done)

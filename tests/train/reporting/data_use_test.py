@@ -93,3 +93,8 @@ GOOD = {
 def test_what_a_warm_start_leaves_is_judged_by_the_first_update(steps, values, expected):
   text = data_use.first_update_warning(data_use.WarmStart(steps, 64, 60), GOOD | values)
   assert re.search(expected, text) if expected else text is None
+
+
+def test_a_warm_start_is_not_judged_by_an_update_on_nothing():
+  """Where every rollout is left out, the warning of its cause is the right one."""
+  assert data_use.first_update_warning(data_use.WarmStart(150, 64, 60), {}) is None
