@@ -327,7 +327,7 @@ def _estimator_run(name):
 @COMPILES
 def test_estimator_under_jit(name):
   """jit equals no jit; an update and a batch later it does not compile again."""
-  first, second = (random_case(seed, (4, 4, 3), dtype=np.float32)[1] for seed in range(2))
+  first, second = (random_case(seed, (4, 5, 3), dtype=np.float32)[1] for seed in range(2))
   entropy = jnp.float32(0.4)
   state = ESTIMATORS[name].init(jnp.float32(0.7))
   compiled = _estimator_jit(name)(state, first, entropy)
@@ -340,8 +340,8 @@ def test_estimator_under_jit(name):
 
 def _degenerate_groups(dtype):
   """All wrong, all right, one right, one wrong; every response empty."""
-  rewards = np.array([[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0], [1, 1, 0, 1]])
-  _, batch, _ = random_case(0, (4, 4, 3), dtype=np.float32)
+  rewards = np.array([[0] * 5, [1] * 5, [0, 1, 0, 0, 0], [1, 1, 0, 1, 1]])
+  _, batch, _ = random_case(0, (4, 5, 3), dtype=np.float32)
   return dataclasses.replace(
     batch,
     rewards=jnp.asarray(rewards, dtype),
@@ -356,7 +356,7 @@ def _degenerate_groups(dtype):
 def test_estimator_gives_float32_per_rollout(name, dtype):
   batch, entropy = _degenerate_groups(dtype), jnp.asarray(0.0, dtype)
   coefficients, *_ = _estimator_jit(name)(ESTIMATORS[name].init(entropy), batch, entropy)
-  assert coefficients.shape == (4, 4) and coefficients.dtype == jnp.float32
+  assert coefficients.shape == (4, 5) and coefficients.dtype == jnp.float32
 
 
 @each_estimator

@@ -30,6 +30,7 @@ from rlvr_jax.update.objective import Constants, Scores, surrogate
 
 REMEDY = "mask by batch.mask before any arithmetic: ops.masked.masked_fill, ops.ratios.log_ratios"
 ESTIMATORS = {name: getattr(advantages, name)() for name in advantages.__all__}
+ESTIMATORS["pass_at_k"] = advantages.pass_at_k(k=2)  # groups here have four
 LOSSES = {name: getattr(losses, name)() for name in losses.__all__} | {
   "p3o-sequence": losses.p3o(ess="sequence", cap="inverse_ess"),
   "ppo_clip-dual": losses.ppo_clip(dual_clip=3.0),

@@ -32,7 +32,10 @@ REWEIGHTINGS = {name: getattr(reweighting, name)() for name in reweighting.__all
   "salt-all": reweighting.salt(rank_scale=100.0),
   "salt-residual": reweighting.salt(channels="residual", alpha_min=1.0),
 }
-FEWEST = {"pass_at_k": 4}  # valid rollouts for a group to count, where it is neither one nor two
+FEWEST = {
+  "pass_at_k": 5,
+  "pass_at_k-2": 3,
+}  # valid rollouts for a group to count, where it is neither one nor two
 P, G, T = 6, 7, 5
 each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
@@ -107,9 +110,9 @@ def test_a_rollout_that_only_the_loss_leaves_out_stays_in_the_baseline(name):
 
 @each_estimator
 def test_statistics_are_those_of_the_valid_rollouts_alone(name):
-  """Masses, metrics of batch and sources, and a state: three of seven are left out everywhere."""
+  """Masses, metrics of batch and sources, and a state: two of seven are left out everywhere."""
   rng = np.random.default_rng(1)
-  chosen = np.sort(rng.permuted(np.tile(np.arange(G), (P, 1)), axis=1)[:, :4], axis=1)
+  chosen = np.sort(rng.permuted(np.tile(np.arange(G), (P, 1)), axis=1)[:, :5], axis=1)
   valid = (np.arange(G) == chosen[..., None]).any(axis=1)
   batch = _batch(valid, spoilt=0.5)
   # The collector leaves them out of the loss.

@@ -14,21 +14,25 @@ from rlvr_jax.types import Array, Mean, Metrics, TrainBatch
 
 
 def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int) -> Array:
-  """A = k(w − w̄), w = 1 if correct else 1 − C(n−1−c, k−1)/C(n−1, k−1): unbiased at finite n.
+  """A = k(w − w̄), w = 1 if correct else 1 − C(n−1−c, k−1)/C(n−1, k−1), at finite n.
 
   w is the probability that k rollouts, this one and k−1 others sampled without replacement, contain
-  a correct one; n is the number of valid rollouts of the group and c that of correct ones. A group
-  with n < k gets 0, since this probability is undefined.
+  a correct one; n is the number of valid rollouts of the group and c that of correct ones.
+
+  k·w is unbiased: E[k·w ∇log π] = ∇pass@k. Its mean w̄ has the rollout's own share in it, hence
+  E[A ∇log π] = (1 − k/n)·∇pass@k: the direction is right and the length is not, as that of
+  `grpo_mean`, which is k = 1. A group with n ≤ k gets 0: at n = k all w are equal, below it they
+  are undefined.
 
   Args:
     rewards: f32[P, G].
     correct: f32[P, G] in {0, 1}; anything but 1 is not correct.
     valid: bool[P, G].
-    k: 1 ≤ k ≤ G.
+    k: 1 ≤ k < G.
   Returns:
     f32[P, G]; gradient masses k·p·q^k on successes and on failures as G → ∞.
   Raises:
-    ValueError: k > G, at trace time.
+    ValueError: k ≥ G, at trace time.
   Source: "Pass@K Policy Optimization: Solving Harder Reinforcement Learning Problems"
     (arXiv:2505.15201); "Pass@k Training for Adaptively Balancing Exploration and Exploitation of
     Large Reasoning Models" (arXiv:2508.10751).
@@ -36,10 +40,10 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
   rewards = as_group("pass_at_k", rewards, valid)
   chex.assert_equal_shape([rewards, correct])
   size = rewards.shape[1]
-  if k > size:
+  if k >= size:
     raise ValueError(
-      f"advantage 'pass_at_k' with k = {k} needs at least k rollouts per prompt, got G = {size};"
-      f" lower k or raise the group size"
+      f"advantage 'pass_at_k' with k = {k} needs more than k rollouts per prompt, got G = {size}:"
+      f" every coefficient would be 0; lower k or raise the group size"
     )
   is_correct = masked_fill(correct, valid) == 1
   others = count_valid(valid).astype(rewards.dtype)[..., None] - 1
@@ -49,22 +53,22 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
   factors = jnp.maximum(others_wrong - drawn, 0) / jnp.maximum(others - drawn, 1)
   weights = jnp.where(is_correct, 1.0, 1 - jnp.prod(factors, axis=-1))
   coefficients = k * (weights - group_mean(weights, valid))
-  coefficients = jnp.where(count_valid(valid) < k, 0.0, coefficients)
+  coefficients = jnp.where(count_valid(valid) <= k, 0.0, coefficients)
   return zero_if_constant(coefficients, rewards, valid)
 
 
-def fewer_than_k(k: int, valid: Array) -> Metrics:
-  """advantage/fewer_than_k: the share of groups with fewer than k valid rollouts, which get 0."""
-  fewer = count_valid(valid) < k
-  return {"advantage/fewer_than_k": Mean(jnp.sum(fewer), jnp.asarray(fewer.size, jnp.float32))}
+def at_most_k(k: int, valid: Array) -> Metrics:
+  """advantage/at_most_k: the share of groups with k or fewer valid rollouts, which get 0."""
+  few = count_valid(valid) <= k
+  return {"advantage/at_most_k": Mean(jnp.sum(few), jnp.asarray(few.size, jnp.float32))}
 
 
 def pass_at_k(*, k: int = 4, form: str = "unbiased") -> Advantage:
   """Gradient of pass@k by `pass_at_k_advantages`, or by its infinite-group form.
 
   Args:
-    k: ≥ 1, and no more than the group size.
-    form: "unbiased", or "plug_in": k(1−r̄)^(k−1)·(r − r̄).
+    k: ≥ 1, and below the group size.
+    form: "unbiased", up to the factor 1 − k/n, or "plug_in": k(1−r̄)^(k−1)·(r − r̄).
   """
   check_choice("pass_at_k", "form", form, ("unbiased", "plug_in"))
   check_integer("pass_at_k", "k", k, low=1)
@@ -78,7 +82,7 @@ def pass_at_k(*, k: int = 4, form: str = "unbiased") -> Advantage:
     )
 
   def metrics(batch: TrainBatch) -> Metrics:
-    return fewer_than_k(k, batch.valid) if form == "unbiased" else {}
+    return at_most_k(k, batch.valid) if form == "unbiased" else {}
 
   return stateless(
     lambda batch: (unbiased if form == "unbiased" else plug_in)(batch),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ VARIANTS = [
   ("grpo", {"epsilon": 0.1}),
   ("log_mean_exp", {"eta": 3.0}),
   ("pass_at_k", {"k": 1}),
-  ("pass_at_k", {"k": 6}),
+  ("pass_at_k", {"k": 5}),
   ("power", {"alpha": 1.0}),
   ("power_asym", {"alpha": 2.5, "delta": 0.7}),
   ("weighted_reinforce", {"success_weight": 0.7}),
@@ -163,23 +164,35 @@ def test_reductions_over_one_member_are_its_value_and_a_deviation_of_0():
   np.testing.assert_array_equal(groups.group_deviation(x, valid), [[0.0], [0.0]])
 
 
-def test_pass_at_k_beyond_the_group_says_so():
-  with pytest.raises(ValueError, match=r"k = 5.*G = 4"):
-    _coefficients("pass_at_k", _batch(np.eye(4, dtype=np.float32)), k=5)
+@pytest.mark.parametrize("k", [4, 5])
+def test_pass_at_k_of_the_whole_group_or_more_says_so(k):
+  """With k = G every set of k holds the same rollouts: all coefficients would be 0."""
+  with pytest.raises(ValueError, match=rf"k = {k}.*G = 4"):
+    _coefficients("pass_at_k", _batch(np.eye(4, dtype=np.float32)), k=k)
 
 
-def test_pass_at_k_beyond_the_valid_rollouts_is_zero_and_counted():
+def test_pass_at_k_of_the_valid_rollouts_or_more_is_zero_and_counted():
   batch = _batch(np.array([[1.0, 0, 0, 0], [1, 0, 0, 0]]))
   batch = dataclasses.replace(batch, valid=jnp.array([[True] * 4, [True, True, True, False]]))
-  estimator = advantages.pass_at_k(k=4)
-  result = estimator.apply((), batch)
-  np.testing.assert_allclose(result, [[0, 0, 0, 0], [0, 0, 0, 0]])  # any four hold a success
-  assert metric_value(estimator.metrics((), batch)["advantage/fewer_than_k"]) == 0.5
   estimator = advantages.pass_at_k(k=3)
-  np.testing.assert_allclose(
-    estimator.apply((), batch)[0], [3 / 4, -1 / 4, -1 / 4, -1 / 4], rtol=1e-6
-  )
-  assert metric_value(estimator.metrics((), batch)["advantage/fewer_than_k"]) == 0
+  result = estimator.apply((), batch)
+  np.testing.assert_allclose(result[0], [3 / 4, -1 / 4, -1 / 4, -1 / 4], rtol=1e-6)
+  np.testing.assert_array_equal(result[1], [0, 0, 0, 0])  # of three valid ones, any three
+  assert metric_value(estimator.metrics((), batch)["advantage/at_most_k"]) == 0.5
+  assert metric_value(advantages.pass_at_k(k=2).metrics((), batch)["advantage/at_most_k"]) == 0
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_pass_at_k_is_its_gradient_times_1_minus_k_over_n(x64, k):
+  """By enumeration of all groups of five, for a policy that solves with probability p."""
+  p, n = 0.3, 5
+  groups = np.array([*itertools.product([0.0, 1.0], repeat=n)])
+  chances = np.prod(np.where(groups == 1, p, 1 - p), axis=1)
+  scores = np.where(groups == 1, 1 / p, -1 / (1 - p))  # the derivative of log π by p
+  A = np.asarray(_coefficients("pass_at_k", _batch(groups), k=k))
+  expected = k * (1 - p) ** (k - 1)  # of 1 − (1 − p)^k
+  found = np.sum(chances * np.mean(A * scores, axis=1))
+  np.testing.assert_allclose(found, (1 - k / n) * expected, rtol=1e-12)
 
 
 def test_pass_at_k_takes_no_fraction_for_correct():
