@@ -35,6 +35,9 @@ from rlvr_jax.train.checkpointing.checkpoint_files import (
 from rlvr_jax.train.cluster import multihost
 
 _REMOVED = "removed"  # folder of checkpoints to be deleted; never the name of a step
+# Orbax measures its waits by the wall clock: one that is set would end a save. What hangs ends by
+# `process.deadline`. The wait for folders that are made asynchronously has a limit of its own.
+_WAITS = ocp.AsyncOptions(timeout_secs=10**9, create_directories_asynchronously=False)
 _SPARE_BYTES = 4 * 2**20  # space for the manifest and orbax's files
 
 
@@ -83,6 +86,7 @@ class Checkpointer:
         # A kill during removal would leave an incomplete checkpoint that looks like a step. So
         # checkpoints are renamed first, atomically, and removed before the next save.
         todelete_subdir=_REMOVED,
+        async_options=_WAITS,
       ),
       item_handlers={
         "arrays": ocp.PyTreeCheckpointHandler(

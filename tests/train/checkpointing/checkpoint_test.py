@@ -1,4 +1,5 @@
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -244,6 +245,24 @@ def test_a_step_of_choice_is_restored(checkpointer):
   assert_same_bits(restored.state, make_state(1))
   with pytest.raises(checkpoint_files.CheckpointError, match=r"no checkpoint of step 3.*\[1, 2\]"):
     checkpointer.restore(make_state(0), step=3)
+
+
+def test_a_clock_that_is_set_during_a_save_ends_nothing(checkpointer, monkeypatch):
+  clock = time.time
+  calls = 0
+
+  def set_forward(at):
+    nonlocal calls
+    calls += 1
+    return clock() + 400 * 86400.0 * (calls >= at)
+
+  for step in range(1, 36):  # the clock is read some 100 times
+    calls = 0
+    monkeypatch.setattr(time, "time", functools.partial(set_forward, 3 * step))
+    checkpointer.save(step, {"x": jnp.full(3, step)}, host={})
+    checkpointer.wait()
+    monkeypatch.undo()
+    assert checkpointer.steps()[-1] == step
 
 
 def test_keeping_nothing_is_refused(tmp_path):
