@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import time
 
 import pytest
 
@@ -61,6 +62,13 @@ def _passes(program, *tests, **more):
 )  # fmt: skip
 def test_program_text(completion, program):
   assert extract_program(completion) == program
+
+
+@pytest.mark.parametrize("line", ["`" * 200_000 + "x`", "1" * 200_000, "- " * 100_000])
+def test_the_time_to_find_a_program_grows_with_its_text(line):
+  began = time.process_time()
+  assert extract_program(f"{line}\n```python\nx = 1\n```") == "x = 1\n"
+  assert time.process_time() - began < 2
 
 
 def test_asserts():
