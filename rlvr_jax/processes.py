@@ -13,10 +13,16 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import IO, Any, BinaryIO
+import uuid
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import IO, Any, BinaryIO, NoReturn
 
 KILL_WAIT_S = 5.0  # for the kernel to end a process after SIGKILL
+# A variable by which a worker's processes are known: also those in sessions of their own, or of a
+# worker that has ended, which belong to nobody.
+_MARK = "RLVR_JAX_WORKER"
+_marks: weakref.WeakKeyDictionary[subprocess.Popen[bytes], str] = weakref.WeakKeyDictionary()
 _SINGLE_THREADED = dict.fromkeys(
   ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS",
    "VECLIB_MAXIMUM_THREADS"), "1",
@@ -40,7 +46,8 @@ def start_worker(
   # With our sys.path, the worker imports a user's module exactly as this process would. The fixed
   # hash seed gives code that iterates over sets the same result every time.
   path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-  fixed_variables = {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+  mark = uuid.uuid4().hex
+  fixed_variables = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", _MARK: mark}
   process = subprocess.Popen(
     [sys.executable, "-P", "-m", module, json.dumps(settings)],
     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
@@ -50,16 +57,41 @@ def start_worker(
   assert process.stdin and process.stdout
   os.set_blocking(process.stdin.fileno(), False)
   os.set_blocking(process.stdout.fileno(), False)
+  _marks[process] = mark
   return process
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-  """Kills a worker's process group; safe at any time, from any thread."""
+  """Kills a worker and all that it has started; safe at any time, from any thread."""
+  started = _find_processes(_marks[process])
   if process.returncode is None:  # not yet reaped, so its id has not been reused
     with contextlib.suppress(ProcessLookupError, PermissionError):
       os.killpg(process.pid, signal.SIGKILL)
+  _kill(started - {process.pid})
   with contextlib.suppress(subprocess.TimeoutExpired):
     process.wait(KILL_WAIT_S)
+
+
+def _find_processes(mark: str) -> set[int]:
+  """The processes that have a worker's mark or descend from one that has it."""
+  marked = f"{_MARK}={mark}".encode()
+  found, parents = set[int](), dict[int, int]()
+  for entry in filter(str.isdigit, os.listdir("/proc")):
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+      with open(f"/proc/{entry}/stat", "rb") as file:
+        parents[int(entry)] = int(file.read().rpartition(b")")[2].split()[1])
+      with open(f"/proc/{entry}/environ", "rb") as file:
+        if marked in file.read().split(b"\0"):
+          found.add(int(entry))
+  while more := {pid for pid, parent in parents.items() if parent in found} - found:
+    found |= more
+  return found
+
+
+def _kill(pids: Iterable[int]) -> None:
+  for pid in pids:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      os.kill(pid, signal.SIGKILL)
 
 
 def describe_exit(process: subprocess.Popen[bytes]) -> str:
@@ -94,6 +126,13 @@ def protect_streams() -> tuple[BinaryIO, BinaryIO]:
   os.dup2(null, 0)
   os.dup2(null, 1)
   return requests, replies
+
+
+def end_with_children() -> NoReturn:
+  """Kills this worker and all that it has started."""
+  _kill(_find_processes(os.environ.get(_MARK, "")) - {os.getpid()})
+  os.killpg(0, signal.SIGKILL)
+  os._exit(1)
 
 
 def limit_memory(memory_mib: int | None) -> None:

@@ -19,7 +19,6 @@ import functools
 import json
 import os
 import queue
-import signal
 import sys
 import threading
 import traceback
@@ -223,8 +222,7 @@ def main() -> int:
       worker.receive(json.loads(line))
   except MemoryError:
     os._exit(MEMORY_STATUS)
-  os.killpg(0, signal.SIGKILL)  # with what environments have started
-  return 0
+  processes.end_with_children()
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def main() -> int:
     reply = _grade_line(grader, line, settings["memory_mib"])
     faulthandler.cancel_dump_traceback_later()
     _send(replies, reply)
-  return 0
+  processes.end_with_children()
 
 
 if __name__ == "__main__":

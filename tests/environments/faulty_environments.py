@@ -41,6 +41,16 @@ class Faulty:
       re.match(r"(a|a)*b", "a" * 64)
     if kind == "child":
       subprocess.run(["sleep", argument], check=True)
+    if kind == "leave":  # a process in a session of its own, which nobody waits for
+      command, how = ["sleep", argument.split()[0]], argument.split()[1]
+      if how == "twice":
+        command = ["sh", "-c", f"setsid {' '.join(command)} &"]
+      env = {"PATH": os.environ["PATH"]} if how == "bare" else None
+      child = subprocess.Popen(command, start_new_session=True, env=env)
+      if how == "twice":
+        child.wait()
+      if how == "crash":
+        os._exit(3)
     if kind == "sleep":
       time.sleep(float(argument))
     if kind == "wait":

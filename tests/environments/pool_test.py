@@ -448,6 +448,19 @@ def test_closing_takes_no_time_and_leaves_nothing():
       os.kill(pid, 0)
 
 
+@pytest.mark.parametrize("how", ["apart", "twice", "bare", "crash"])
+def test_what_an_environment_has_started_ends_with_its_worker(how):
+  seconds = {"apart": "62.7311", "twice": "62.7312", "bare": "62.7313", "crash": "62.7314"}[how]
+  pattern = ["pgrep", "-f", f"^sleep {seconds}"]
+  runs = lambda: not subprocess.run(pattern, capture_output=True).returncode
+  with EnvironmentPool(FAULTY, deadline_s=60.0) as pool:
+    result = pool.step(start(pool), f"leave {seconds} {how}").result(WAIT_S)
+    assert isinstance(result, Turn) == (how != "crash")
+    if how != "crash":
+      wait_until(runs)
+  wait_until(lambda: not runs())
+
+
 def test_a_callback_may_close_the_pool():
   pool = EnvironmentPool(FAULTY, deadline_s=5.0)
   future = pool.step(start(pool), "a")
@@ -457,7 +470,13 @@ def test_a_callback_may_close_the_pool():
 
 
 @pytest.mark.parametrize(
-  "text", ["child 60", "spin", *(pytest.param(t, marks=pytest.mark.slow) for t in ("a", "hang"))]
+  "text",
+  [
+    "child 60",
+    "leave 60.1 apart",
+    "spin",
+    *(pytest.param(t, marks=pytest.mark.slow) for t in ("a", "hang")),
+  ],
 )
 def test_workers_end_with_a_killed_parent(text):
   code = (
