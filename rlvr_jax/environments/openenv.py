@@ -178,8 +178,15 @@ def _network() -> _Network:
   loop = asyncio.new_event_loop()
   threading.Thread(target=loop.run_forever, name="openenv", daemon=True).start()
 
+  async def refuse_redirect(_session: Any, _context: Any, params: Any) -> None:
+    params.response.close()
+    target = _shorten(params.response.headers.get("Location", "")).strip("'")
+    raise ServerError(f"{params.url} redirects to {target}: give that as url, if you trust it")
+
   async def open_http() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(refuse_redirect)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trace_configs=[trace])
 
   return _Network(loop, asyncio.run_coroutine_threadsafe(open_http(), loop).result(_MARGIN_S))
 

@@ -251,12 +251,17 @@ class Nonsense:
   async def _serve(self):
     app = web.Application()
     app.add_routes([web.get("/schema", self._schema), web.get("/ws", self._session)])
+    away = [web.get("/away/schema", self._away), web.get("/half/ws", self._away)]
+    app.add_routes([*away, web.get("/half/schema", self._schema)])
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", self.port).start()
 
   async def _schema(self, request):
     return web.json_response({"action": {"properties": {"message": {}}}})
+
+  async def _away(self, request):
+    raise web.HTTPFound(f"http://127.0.0.1:{self.port}/{request.path.rpartition('/')[2]}")
 
   async def _session(self, request):
     ws = web.WebSocketResponse()
@@ -427,6 +432,15 @@ def test_a_server_that_is_not_there(nonsense):
     EnvironmentPool(name(f"http://127.0.0.1:{free_port()}"), deadline_s=5.0)
   with pytest.raises(EnvironmentStartError, match=r"/schema has the status 404"):
     EnvironmentPool(name(f"http://127.0.0.1:{nonsense.port}/no"), deadline_s=5.0)
+
+
+def test_a_server_does_not_send_a_run_to_another_address(nonsense):
+  url = f"http://127.0.0.1:{nonsense.port}"
+  with pytest.raises(EnvironmentStartError, match=f"redirects to {url}/schema.*give that as url"):
+    EnvironmentPool(name(f"{url}/away"), deadline_s=5.0)
+  with EnvironmentPool(name(f"{url}/half", reply="{n}"), deadline_s=5.0) as pool:
+    failure = pool.reset({"question": "", "answer": "", "reference": {}}, 0).result(WAIT_S)
+    assert failure.kind == "failed" and f"/half/ws redirects to {url}/ws" in failure.detail
 
 
 def test_what_is_missing_or_comes_from_the_run_is_told_before_anything_starts():
