@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlvr_jax.costs.hlo_text import CostsError
 from rlvr_jax.data.batches import PromptError
 from rlvr_jax.environments.pool import EnvironmentStartError
 from rlvr_jax.fleet.records import RecordError
@@ -34,6 +35,7 @@ FAILURES = (
   AgreementError,
   ChangedError,
   CheckpointError,
+  CostsError,
   DamagedFileError,
   DynamicSamplingError,
   EnvironmentStartError,

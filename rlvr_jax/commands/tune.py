@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import pathlib
@@ -14,9 +15,10 @@ import jax
 import ml_collections
 
 from rlvr_jax.commands.sweep import TimeLimitError
-from rlvr_jax.costs import programs, step_time, tuning, workload
+from rlvr_jax.costs import hlo, hlo_text, programs, step_time, tuning, workload
 from rlvr_jax.costs.chips import Chip, find_chip
 from rlvr_jax.costs.generation_time import Seconds
+from rlvr_jax.costs.hlo_text import CostsError
 from rlvr_jax.costs.step_time import Cost
 from rlvr_jax.costs.tuning import Candidate, Overrides
 from rlvr_jax.evaluate.compare import markdown_table
@@ -96,7 +98,7 @@ def tune(
   Returns:
     The fastest settings by dotted name of the field.
   Raises:
-    ValueError: no setting fits into the memory of a chip.
+    CostsError: no setting fits into the memory of a chip.
     TimeLimitError: the time is over; what was found until then has been written.
   """
   count = _MAX_MESHES + len(tuning.compiler_options(topology)) - 1 + _MAX_ROWS + _MAX_LAYOUTS
@@ -168,8 +170,8 @@ def tune(
   return overrides
 
 
-def _too_large(target: Target, what: str) -> ValueError:
-  return ValueError(
+def _too_large(target: Target, what: str) -> CostsError:
+  return CostsError(
     f"--topology={target.topology}: no {what} fits into {target.chip.hbm_gib:.4g} GiB per chip;"
     " choose a larger slice, or lower config.max_response_length"
   )
@@ -253,7 +255,9 @@ def _compile(target: Target, parts: Parts, name: str) -> Cost | None:
   lowered = programs.program_lowerings(parts, counts.packed)[name]()
   compiler = parts.placement.mesh.devices.flat[0].client.platform_version
   options = getattr(parts.compiler_options, _KINDS[name])
-  made_of = (lowered.as_text(), target.topology, target.lengths, options, jax.__version__, compiler)
+  counting = [inspect.getsource(module) for module in (hlo, hlo_text, step_time)]
+  compilation = (target.topology, target.lengths, options, jax.__version__, compiler)
+  made_of = (lowered.as_text(), *compilation, *counting)
   path = target.folder / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]}.json"
   if not path.exists():
     cost = step_time.program_cost(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rlvr_jax.costs.hlo_text import (
+  CostsError,
   Instruction,
   array_bytes,
   array_shapes,
@@ -97,7 +98,7 @@ def walk(
     parts: part of the program → pattern of a `jax.named_scope` or of a parameter's name.
     lengths: iterations of loops whose length depends on the data, by a pattern of their op_name.
   Raises:
-    ValueError: the text is not a program, or has replica groups of unknown form.
+    CostsError: the text is not a program, or has replica groups of unknown form.
   """
   scopes = "|".join(f"(?P<{part}>{pattern})" for part, pattern in parts.items())
   program = _Program(text, re.compile(rf"\b(?:{scopes})\b"), lengths or {})
@@ -264,7 +265,7 @@ class _Program:
       return int(iota.group(1))
     by_axes = re.search(r"replica_groups=@?mesh\w*\[([^\]]*)\][^{]*\{([^}]*)\}", i.text)
     if not by_axes:
-      raise ValueError(f"replica groups of {i.name} have an unknown form: {i.text[:200]}")
+      raise CostsError(f"replica groups of {i.name} have an unknown form: {i.text[:200]}")
     sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", by_axes.group(1))}
     axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", by_axes.group(2))
     return math.prod(int(part) if part else sizes[axis] for axis, part in axes)

@@ -13,6 +13,10 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 
 
+class CostsError(ValueError):
+  """What a program costs cannot be said."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Instruction:
   """One instruction of a computation."""
@@ -46,7 +50,7 @@ def parse_program(text: str) -> tuple[dict[str, Computation], str]:
   """Parses a program; returns its computations by name, and the name of the entry.
 
   Raises:
-    ValueError: the text has no ENTRY computation, a bracket does not close, or an operand is unknown.
+    CostsError: the text has no ENTRY computation, a bracket does not close, or an operand is unknown.
   """
   computations: dict[str, Computation] = {}
   entry = ""
@@ -64,7 +68,7 @@ def parse_program(text: str) -> tuple[dict[str, Computation], str]:
         _add_elements(current, operand)
       current[name] = instruction
   if not entry:
-    raise ValueError("the text is not an HLO program: it has no ENTRY computation")
+    raise CostsError("the text is not an HLO program: it has no ENTRY computation")
   return computations, entry
 
 
@@ -94,13 +98,13 @@ def _add_elements(computation: Computation, operand: str) -> None:
   """Adds the instruction that newer compilers leave out where an operand is an element, "name#1".
 
   Raises:
-    ValueError: nothing before has the operand's name.
+    CostsError: nothing before has the operand's name.
   """
   if operand in computation:
     return
   of, mark, index = operand.rpartition("#")
   if not (mark and index.isdigit()):
-    raise ValueError(
+    raise CostsError(
       f"the program has an operand %{operand[:200]} that no instruction before it is: the compiler"
       " writes programs in a form that is not known"
     )
@@ -128,7 +132,7 @@ def _find_closing_bracket(text: str, opening: int) -> int:
     depth += {"(": 1, ")": -1}.get(text[position], 0)
     if depth == 0:
       return position
-  raise ValueError(f"a bracket does not close: {text[:200]}")
+  raise CostsError(f"a bracket does not close: {text[:200]}")
 
 
 def array_bytes(shape: str, *, hbm: bool = False) -> int:
@@ -220,7 +224,7 @@ def library_flops(i: Instruction, operands: Sequence[list[int]]) -> int:
   Args:
     i: a custom call.
     operands: the sizes of its operands. Of attention queries [B, T, N, H] and keys [B, S, K, H],
-      whose scores count in half if they are causal.
+      whose scores count up to each query's own key if they are causal.
   """
   target = i.attribute(r'custom_call_target="([^"]*)"')
   if target.startswith("__cublas$"):
@@ -230,6 +234,6 @@ def library_flops(i: Instruction, operands: Sequence[list[int]]) -> int:
   if target.startswith("__cudnn$fmha"):
     (rows, queries, heads, width), keys = operands[0], operands[1][1]
     products = 5 if target.endswith("Backward") else 2
-    scores = rows * heads * queries * keys // (2 if '"CAUSAL"' in i.text else 1)
-    return 2 * products * scores * width
+    scores = rows * heads * queries * ((keys + 1) / 2 if '"CAUSAL"' in i.text else keys)
+    return int(2 * products * scores * width)
   return 0

@@ -8,7 +8,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from rlvr_jax.costs import workload
 from rlvr_jax.costs.chips import Chip, find_chip
 from rlvr_jax.costs.hlo import COLLECTIVES, OPEN_LOOP, Item, find_loops, walk
-from rlvr_jax.costs.hlo_text import dimensions
+from rlvr_jax.costs.hlo_text import CostsError, dimensions
 from rlvr_jax.costs.launches import read_launches, summarize
 from rlvr_jax.costs.programs import compile_with_text, memory_bytes, program_lowerings
 from rlvr_jax.geometry import by_rollout
@@ -57,6 +57,9 @@ of cuBLAS and cuDNN's attention. Launches of a GPU are those of XLA's list of th
 not tuned, for which the device is needed: where a run tunes them, its kernels may differ."""
 
 
+_KNOWN_COMPILERS = "Of TPUs' compilers libtpu 0.0.42.1 and 0.0.50.1 are known to be read rightly"
+
+
 def report(
   parts: Parts,
   topology: str,
@@ -78,6 +81,8 @@ def report(
       attention and of experts.
   Returns:
     `cost` of each program that fits into memory, by name.
+  Raises:
+    CostsError: a program was not understood, see `check_counts`.
   """
   costs = {}
   counts = count(parts, lengths)
@@ -144,13 +149,18 @@ def program_cost(
   kernels: Mapping[str, KernelCost] | None = None,
   loops: Mapping[str, int] | None = None,
 ) -> Cost | None:
-  """`cost` of one of `programs.program_lowerings`; None if it does not fit into memory."""
+  """`cost` of one of `programs.program_lowerings`; None if it does not fit into memory.
+
+  Raises:
+    CostsError: the program was not understood, see `check_counts`.
+  """
   compiled = compile_with_text(name, lower)
   if compiled.program is None:
     return None
   items = apply_kernel_costs(walk(compiled.text, PARTS, loops), kernels or {})
   chip, memory = find_chip(topology), memory_bytes(compiled.program)
   found = cost(items, chip, useful_flops=useful_flops, memory=memory)
+  check_counts(name, items, found)
   found["compile_seconds"] = compiled.seconds
   if compiled.thunks:
     try:
@@ -218,7 +228,7 @@ def loop_lengths(parts: Parts, packed: Packed) -> dict[str, int]:
 def head_loops(parts: Parts, packed: Packed) -> dict[str, int]:
   """Iterations of the head's loops over the policy's tokens of dialogues, by pattern of their name.
 
-  Those of the mean micro-batch, rounded.
+  Those of the mean micro-batch, rounded up.
   """
   if not parts.config.environment.name:
     return {}
@@ -226,7 +236,7 @@ def head_loops(parts: Parts, packed: Packed) -> dict[str, int]:
   chunk_rows = default_chunk_rows(parts.model.config.vocab_size)
   for places, predicted in _predicted_tokens(parts, packed):
     chunks = [wanted_chunks(places, count, chunk_rows) for count in predicted]
-    found[rf"{wanted_loop(places)}/while$"] = round(float(np.mean(chunks)))
+    found[rf"{wanted_loop(places)}/while$"] = math.ceil(np.mean(chunks))
   return found
 
 
@@ -358,6 +368,32 @@ def cost(
     "custom_calls": _sum_by(custom_calls, ("part", "target"), ("flops", "hbm_bytes", "times")),
     "loops_of_unknown_length": _sum_by(open_loops, ("part", "op_name"), ("times",)),
   }
+
+
+def check_counts(name: str, items: Sequence[Item], found: Cost) -> None:
+  """Raises if the costs of a program cannot be: its text is in a form that is not known.
+
+  Raises:
+    CostsError: a loop around layers has no length, or fewer FLOPs are executed than are useful. So
+      no share of the peaks is above 100 %.
+  """
+  unknown = {
+    loop.op_name
+    for loop in items
+    if loop.opcode == OPEN_LOOP
+    and any(i.part == "layers" and i.op_name.startswith(f"{loop.op_name}/") for i in items)
+  }
+  executed, useful = found["executed_flops"], found["useful_flops"]
+  if unknown:
+    wrong = f"the length of {min(unknown)}, a loop around layers, was not found"
+  elif executed < useful:
+    wrong = f"{executed / 1e12:.4g} TFLOPs were counted, of which {useful / 1e12:.4g} are useful"
+  else:
+    return
+  raise CostsError(
+    f"the costs of the {name} are not known: {wrong}. The compiler writes this program in a form"
+    f" that is not read rightly. {_KNOWN_COMPILERS}"
+  )
 
 
 def _sum_by(items: Iterable[Item], keys: tuple[str, ...], sums: tuple[str, ...]) -> list[dict]:

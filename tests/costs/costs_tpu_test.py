@@ -14,7 +14,7 @@ from train import tiny
 
 from docs import costs
 from rlvr_jax.configs.full_size import fade_qwen25_7b
-from rlvr_jax.costs import hlo, programs, step_time
+from rlvr_jax.costs import hlo, hlo_text, programs, step_time
 from rlvr_jax.costs.chips import find_chip
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.quantized import quantize
@@ -27,6 +27,7 @@ from rlvr_jax.types import Head, Prompts
 pytest.importorskip("libtpu", reason='needs TPUs\' compiler: pip install -e ".[tpu]"')
 
 TOPOLOGY = "v5p:2x2x4"
+ONE = "v5e:1x1"
 WIDTH, VOCABULARY = 3584, 152_064  # of Qwen2.5 7B
 
 
@@ -102,6 +103,27 @@ def test_the_head_gathers_its_kernel_once_and_reduces_its_gradient_once():
   assert sum(item.cycles for item in items) <= 1.6e9
   rows = 32 * 16 * 2048 // 16
   assert sum(item.flops for item in items) == 4 * 2 * rows * WIDTH * VOCABULARY
+
+
+def test_a_program_whose_layers_cannot_be_counted_has_no_costs():
+  """A loop around layers whose length the data say; and one that executes less than is useful."""
+  one = sharding.replicated_sharding(sharding.make_mesh(devices=programs.topology_devices(ONE)))
+  kernel = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=one)
+  count = jax.ShapeDtypeStruct((), jnp.int32, sharding=one)
+
+  def apply(kernel, count):
+    with jax.named_scope("layers"):
+      return jax.lax.fori_loop(0, count, lambda _, x: x @ kernel, kernel)
+
+  def costs(useful_layers, fixed):
+    lower = lambda: jax.jit(lambda k, n: apply(k, fixed or n)).lower(kernel, count)
+    return step_time.program_cost("update", lower, ONE, useful_flops=useful_layers * 2 * 256**3)
+
+  assert costs(7, fixed=7)["executed_flops"] == 7 * 2 * 256**3
+  with pytest.raises(hlo_text.CostsError, match="of the update are not known: .* of which"):
+    costs(7.01, fixed=7)
+  with pytest.raises(hlo_text.CostsError, match=r"length of jit\(<lambda>\)/layers/while, a loop around"):
+    costs(1, fixed=None)
 
 
 @pytest.mark.slow
@@ -268,7 +290,7 @@ def test_every_product_has_the_precision_of_the_configuration(dtype, attention):
   network = dict(compute_dtype=dtype, attention=attention, head_dim=128)
   fields = {f"model__overrides__{name}": value for name, value in network.items()}
   config = tiny.config(**fields, reference__kl_coefficient=0.0)
-  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, "v5e:1x1"))
+  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, ONE))
   packed = programs.pack_full_length(parts)
   for name, lower in programs.program_lowerings(parts, packed).items():
     text = programs.compile_with_text(name, lower).text
@@ -286,7 +308,7 @@ def _recipes():
     yield pytest.param(recipe, topology, marks=marks)
 
 
-@pytest.mark.parametrize(("recipe", "topology"), _recipes())
+@pytest.mark.parametrize(("recipe", "topology"), list(_recipes()))
 def test_an_update_of_a_recipe_keeps_to_its_limits(recipe, topology):
   """Cycles have a limit for one version of the compiler."""
   config = costs.recipe_config(recipe, topology)

@@ -9,7 +9,7 @@ import pytest
 from train import tiny
 
 from rlvr_jax.commands import choose
-from rlvr_jax.costs import hlo, programs, step_time, workload
+from rlvr_jax.costs import hlo, hlo_text, programs, step_time, workload
 from rlvr_jax.costs.chips import CHIPS, Chip
 from rlvr_jax.costs.hlo import Item
 from rlvr_jax.models.flops import forward_flops, update_flops
@@ -134,6 +134,30 @@ def test_a_loop_of_unknown_length_is_listed():
   assert found["loops_of_unknown_length"] == [dict(part="gram", op_name="eigh/while", times=2)]
   text = step_time.format_markdown(CONDITIONS, {"update": found})
   assert "Loops whose length depends on the data" in text and "| gram | eigh/while | 2 |" in text
+
+
+BODY = "jit(update)/while/body/jvp(layers)/while"
+
+
+@pytest.mark.parametrize(
+  ("loop", "useful", "message"),
+  [
+    ("jit(update)/while", 1.0, r"length of jit\(update\)/while, a loop around layers, was not found"),
+    (BODY, 1.0, r"jvp\(layers\)/while, a loop around layers, was not found\. The compiler writes"),
+    ("jit(update)/eigh/while", 801.0, "8e-10 TFLOPs were counted, of which 8.01e-10 are useful"),
+    ("jit(update)/eigh/while", 800.0, None),
+    (f"{BODY}/body/attention/while", 800.0, None),
+  ],
+)
+def test_costs_that_cannot_be_are_an_error(loop, useful, message):
+  """Not where a loop of other parts has no length, as that of eigenvalues."""
+  named = [x._replace(op_name=f"{BODY}/body/dot") if x.part == "layers" else x for x in ITEMS]
+  named.append(item("other", hlo.OPEN_LOOP, op_name=loop))
+  found = step_time.cost(named, CHIP, useful_flops=useful, memory={})
+  if message is None:
+    return step_time.check_counts("update", named, found)
+  with pytest.raises(hlo_text.CostsError, match=f"the costs of the update are not known: .*{message}"):
+    step_time.check_counts("update", named, found)
 
 
 def test_useful_work_is_that_of_full_lengths_on_every_chip():
