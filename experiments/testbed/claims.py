@@ -49,27 +49,17 @@ def verdict(claimed: str, low: float, high: float, matters: float = MATTERS) -> 
     low, high: of the interval.
     matters: the difference that would matter.
   Returns:
-    "found", "excluded beyond the margin", "reversed" (the other sign), "excluded: they differ" (of
-    "equal"), or "undecided".
+    "found": the interval lies where the claim says; "reversed": it lies on the other side, of 0 or,
+    where "not less" is claimed, of −matters; "excluded beyond the margin": "more" is claimed and it
+    lies within ± matters; "excluded: they differ", of "equal"; or "undecided".
   """
   if claimed == "not less":
-    if low > -matters:
-      return "found"
-    return "excluded beyond the margin" if high < -matters else _sign(claimed, low, high)
+    return "found" if low > -matters else "reversed" if high < -matters else "undecided"
   if -matters < low and high < matters:
     return "found" if claimed == "equal" else "excluded beyond the margin"
-  return _sign(claimed, low, high)
-
-
-def _sign(claimed: str, low: float, high: float) -> str:
-  """The verdict of an interval that reaches beyond the margin."""
-  if claimed == "more" and low > 0:
-    return "found"
-  if claimed in ("more", "not less") and high < 0:
-    return "reversed"
-  if claimed == "equal" and (low > 0 or high < 0):
-    return "excluded: they differ"
-  return "undecided"
+  if claimed == "equal":
+    return "excluded: they differ" if low > 0 or high < 0 else "undecided"
+  return "found" if low > 0 else "reversed" if high < 0 else "undecided"
 
 
 HEADINGS = ["arm", "less", "difference", "95 %, t", "seeds", "claimed", "margin", "verdict"]
