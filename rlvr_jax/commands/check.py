@@ -35,6 +35,7 @@ from rlvr_jax.train.cluster.process import memory_limit
 from rlvr_jax.train.reporting.data_use import plan_warm_start, warm_start_warning
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts, build, make_task
+from rlvr_jax.train.setup.every_line import check_every_line
 from rlvr_jax.train.setup.grading import (
   check_first_dialogue,
   check_first_grade,
@@ -304,12 +305,13 @@ class Preflight:
     return Finding(OK, text)
 
   def check_grader(self) -> Finding:
-    """The grading processes start, pass their self-tests in the sandbox, and grade a problem."""
+    """The grading processes start, pass their self-tests, and grade every problem's own answer."""
     parts = _require(self.parts, "the configuration has failed")
     with grader_pool(self.config.grading, parts.task) as pool:
       check_first_grade(parts.outcome_policy, pool, parts.task)
+      count = check_every_line(parts.outcome_policy, pool, parts.task)
     names = ", ".join(used_graders(parts.task))
-    return Finding(OK, f"the first problem was graded; graders: {names}")
+    return Finding(OK, f"{count} problems were graded; graders: {names}")
 
   def check_environment(self) -> Finding:
     """The environment's processes start on the first host, and answer a turn of a problem."""

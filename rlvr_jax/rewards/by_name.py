@@ -167,6 +167,25 @@ def convert_to_grade(value: Any) -> Grade:
   return Grade(value.outcome, score, *texts)
 
 
+# --- completions that are right -------------------------------------------------------------------
+
+# How a completion writes the reference's answer.
+_RIGHT = {"gsm8k": "#### {}", "mathematics": "\\boxed{{{}}}", "reasoning_gym": "#### {}"}
+
+
+def right_completion(grader: str, reference: Mapping[str, Any]) -> str | None:
+  """A completion with the reference's answer, which the grader has to find correct.
+
+  None if the reference has no answer, or the grader takes none from it, or is a user's own.
+  """
+  name = specs.parse("grader", grader).name
+  if name in ("by_reference", "weighted"):
+    part = reference if name == "by_reference" else reference["parts"][0]
+    return right_completion(part["grader"], part["reference"])
+  answer = reference.get("answer")
+  return None if name not in _RIGHT or answer in (None, "") else _RIGHT[name].format(answer)
+
+
 # --- graders that call others --------------------------------------------------------------------
 
 

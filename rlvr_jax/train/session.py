@@ -25,6 +25,7 @@ from rlvr_jax.train.reporting.writer import MetricWriter, NoWriter
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.compiler_options import announce_defaults
+from rlvr_jax.train.setup.every_line import check_every_line
 from rlvr_jax.train.setup.grading import (
   announce_partial_credit,
   check_first_dialogue,
@@ -232,8 +233,9 @@ def _open_writer(
 
 
 def _start_graders(parts: Parts, enter: Enter) -> Collector:
-  """Starts graders and environments, which grade and play the first problem as a check."""
+  """Starts graders and environments, and checks them: by all answers, and by the first dialogue."""
   graders, environments = start_pools(parts.config, parts.task, parts.tokenizer, enter)
   check_first_grade(parts.outcome_policy, graders, parts.task)
+  check_every_line(parts.outcome_policy, graders, parts.task)
   check_first_dialogue(parts.outcome_policy, environments, parts.task)
   return parts.make_collector(graders, environments)

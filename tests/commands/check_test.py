@@ -124,7 +124,7 @@ def test_all_graders_of_a_mixture_are_named(capsys, tmp_path):
   lines, message = found(capsys, tmp_path / "run", **fields)
   assert not message
   graders = "rewards.user_graders:unhurried, gsm8k"
-  assert lines["grader"] == (OK, f"the first problem was graded; graders: {graders}")
+  assert lines["grader"] == (OK, f"18 problems were graded; graders: {graders}")
 
 
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja"])
@@ -196,7 +196,7 @@ def test_hosts_that_do_not_agree_are_told_apart(tmp_path):
     r"FAIL  processes   process 1: differs from process 0 in config\. Start the same command",
     r"FAIL  clocks      they differ by 6\d\.\d s: on each host",
     r"FAIL  workdir     .*/0 is not shared: this host sees the files of 1 of 2 hosts",
-    "ok    grader      the first problem was graded; graders: rewards.user_graders:unhurried",
+    "ok    grader      110 problems were graded; graders: rewards.user_graders:unhurried",
   ):
     assert re.search(f"(?m)^{line}", outputs[0]), line + outputs[0]
   assert "checks failed: processes, clocks, workdir" in outputs[0]

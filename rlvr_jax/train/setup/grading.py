@@ -45,21 +45,21 @@ _NUM_BEGUN = 8  # problems per source whose dialogues are begun for a check
 _NUM_INSPECTED = 100  # problems per source whose references are searched for names of graders
 
 
-class _Changed:
+class ChangedProblems:
   """A source whose problems are changed when they are read."""
 
   def __init__(self, source: ProblemSource, change: Change):
-    self._source, self._change = source, change
+    self.source, self.change = source, change
 
   def __len__(self) -> int:
-    return len(self._source)
+    return len(self.source)
 
   def __getitem__(self, index: int) -> Problem:
-    return self._change(self._source[index])
+    return self.change(self.source[index])
 
 
 def _change(source: ProblemSource, change: Change) -> ProblemSource:
-  return source.map(change) if isinstance(source, Curriculum) else _Changed(source, change)
+  return source.map(change) if isinstance(source, Curriculum) else ChangedProblems(source, change)
 
 
 class _Graders(NamedTuple):

@@ -1,6 +1,7 @@
 """Which grader gets which reference."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import re
@@ -12,12 +13,14 @@ from train import tiny
 from rlvr_jax.codejudge import cgroups
 from rlvr_jax.data import Problem, Task
 from rlvr_jax.data.byte_pairs import save, train_byte_pairs
+from rlvr_jax.data.sources import Candidates, Chosen, Concatenated, Generated
 from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.environments.pool import EnvironmentPool, EnvironmentStartError
 from rlvr_jax.rewards import GraderStartError
 from rlvr_jax.rollouts.dialogues import as_mapping
 from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.setup.every_line import check_every_line
 from rlvr_jax.train.setup.grading import (
   WEIGHTED,
   announce_partial_credit,
@@ -237,6 +240,72 @@ def test_a_grader_that_crashes_on_the_first_problem_is_refused_unless_crashes_ha
       check_first_grade(policy_of(tiny.config()), pool, broken)
     rewarded = tiny.config(grading__outcomes=dict(crashed=0.0))
     check_first_grade(policy_of(rewarded), pool, broken)
+
+
+def lines(grader, *references, held_out=()):
+  """A task whose problems say their file and line."""
+  source = lambda file, given: [
+    dataclasses.replace(problem(f"{file} {n}", reference), where=f"{file}.jsonl, line {n}")
+    for n, reference in enumerate(given, 1)
+  ]
+  train, rest = source("train", references), source("held_out", held_out or references)
+  return Task("t", train=Chosen.of(train), warm_start=(), held_out=Chosen.of(rest), grader=grader)
+
+
+SEVEN, TIME, SUITE = {"answer": 7}, {"answer": "10:30"}, {"style": "asserts", "tests": ["f()"]}
+
+
+@pytest.mark.parametrize(
+  ("task", "fields", "said"),
+  [
+    (lines(GSM8K, SEVEN, TIME), {}, ["2 of 4", "train.jsonl, line 2", "'10:30' is not one number"]),
+    (lines(GSM8K, SEVEN, held_out=[SEVEN, TIME]), {}, ["1 of 3", "held_out.jsonl, line 2"]),
+    (
+      lines(BY_REFERENCE, *({"grader": GSM8K, "reference": given} for given in (SEVEN, TIME))),
+      dict(grading__extra=((THINK, 0.5),)),
+      ["train.jsonl, line 2", "'10:30' is not one number"],
+    ),
+    (
+      lines("mathematics", SEVEN, {"answer": r"7} and {8"}),
+      dict(evaluation__grader=THINK),
+      ["1 of 4 problems", "train.jsonl, line 2", r"'\\boxed{7} and {8}' is graded"],
+    ),
+    (
+      lines("code", SUITE, {**SUITE, "tests": []}),
+      {},
+      ["2 of 4", "train.jsonl, line 2", "'' is graded crashed", "'tests' is empty"],
+    ),
+    (lines("code", {**SUITE, "tests": []}), dict(grading__outcomes={"crashed": "0"}), []),
+    (lines(GSM8K, SEVEN, {"answer": "so\n#### 7"}), {}, []),
+    (lines("reasoning_gym", {"dataset": "gcd", "answer": "6", "metadata": {}}), {}, []),
+  ],
+)
+def test_every_line_is_graded_before_a_run_begins(task, fields, said):
+  config = tiny.config(**fields)
+  graded = graded_task(config, task)
+  with grader_pool(config.grading, graded) as pool:
+    if not said:
+      assert check_every_line(policy_of(config), pool, graded) == 2 * len(task.train)
+      return
+    with pytest.raises(GraderStartError) as error:
+      check_every_line(policy_of(config), pool, graded)
+  assert all(text in str(error.value) for text in said), error.value
+
+
+def test_of_problems_that_are_generated_the_first_are_graded():
+  read = []
+
+  def generate(index):
+    read.append(index)
+    return problem(str(index), SEVEN)
+
+  source = Generated(Candidates(generate, 10**9, "numbers"), ())
+  listed = [problem("q", SEVEN)] * 3
+  task = Task("t", Concatenated([source, Chosen.of(listed)]), (), Chosen.of(listed), GSM8K)
+  with grader_pool(tiny.config().grading, task) as pool:
+    read.clear()
+    assert check_every_line(policy_of(tiny.config()), pool, task) == 100 + 3 + 3
+  assert read == [*range(100)]
 
 
 FAULTY = "environments.faulty_environments"

@@ -1,0 +1,87 @@
+"""Grades every line of a run's data once, before the first update."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import jax
+from absl import logging
+
+from rlvr_jax.data import Problem, ProblemSource, Task
+from rlvr_jax.data.sources import listed_sources
+from rlvr_jax.rewards.by_name import right_completion
+from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy
+from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.rewards.worker_process import GraderStartError
+from rlvr_jax.train.reporting.progress import warn
+from rlvr_jax.train.setup.grading import ChangedProblems
+
+_NUM_GENERATED = 100  # problems of a source that generates them
+_NUM_AT_ONCE = 64  # problems whose grades are awaited: the tests of programs have megabytes
+_NUM_NAMED = 5  # problems that a message names
+
+
+def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task) -> int:
+  """Grades every problem's own answer, which must be correct, and an empty one.
+
+  Of problems that are generated when sampled only the first are graded. Each of several processes
+  grades its share.
+
+  Returns:
+    The number of problems.
+  Raises:
+    GraderStartError: an answer is not correct, or the grader crashed and config.grading.outcomes
+      gives crashes no reward. The message names files and lines.
+  """
+  began = time.monotonic()
+  problems = enumerate(itertools.chain(_checked(task.train), _checked(task.held_out)))
+  faults: dict[str, str] = {}  # by place
+  slow: dict[str, str] = {}
+  count = 0
+  while chunk := list(itertools.islice(problems, _NUM_AT_ONCE)):
+    count = chunk[-1][0] + 1
+    items = []
+    for index, problem in chunk[jax.process_index() :: jax.process_count()]:
+      right = right_completion(task.grader, problem.reference)
+      where = problem.where or f"problem {index}"
+      items += [(where, problem, right, True)] if right is not None else []
+      items.append((where, problem, "", False))
+    grades = pool.grade([text for *_, text, _ in items], [p.reference for _, p, *_ in items])
+    for (where, _, text, is_right), grade in zip(items, grades, strict=True):
+      said = f"{where}: the answer {text!r:.200} is graded {grade.outcome} ({grade.detail})"
+      is_crash = grade.outcome is Outcome.CRASHED and outcome_policy[Outcome.CRASHED] == MASK
+      if grade.outcome is Outcome.TIMEOUT:  # which depends on how busy this machine is
+        slow.setdefault(where, said)
+      elif is_crash or (is_right and grade.outcome is not Outcome.CORRECT):
+        faults.setdefault(where, said)
+  if slow:
+    warn(f"the grader is too slow for the own answers of {_describe(slow, count)}")
+  if faults:
+    raise GraderStartError(
+      f"the grader does not fit {_describe(faults, count)}. A problem's own answer must be correct,"
+      " and no text may crash a grader: correct these lines, leave them out, or set another grader"
+    )
+  logging.info("graded %d problems' own answers in %.1f s", count, time.monotonic() - began)
+  return count
+
+
+def _checked(source: ProblemSource) -> Iterator[Problem]:
+  """The problems of a source: all that it lists, and the first of the others."""
+  if isinstance(source, ChangedProblems):
+    yield from map(source.change, _checked(source.source))
+    return
+  listed = listed_sources(source)
+  for part in listed:
+    yield from (part[index] for index in range(len(part)))
+  if not any(part is source for part in listed):
+    first = (source[index] for index in range(min(len(source), _NUM_GENERATED)))
+    yield from (problem for problem in first if not problem.where)
+
+
+def _describe(places: dict[str, str], count: int) -> str:
+  """Which problems, of `count`, and what happened at the first of them."""
+  named = "; ".join(list(places.values())[:_NUM_NAMED])
+  more = "; …" if len(places) > _NUM_NAMED else ""
+  return f"{len(places)} of {count} problems: {named}{more}"
