@@ -35,7 +35,6 @@ from rlvr_jax.train.cluster.process import memory_limit
 from rlvr_jax.train.reporting.data_use import plan_warm_start, warm_start_warning
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts, build, make_task
-from rlvr_jax.train.setup.every_line import check_every_line
 from rlvr_jax.train.setup.grading import (
   check_first_dialogue,
   check_first_grade,
@@ -46,6 +45,7 @@ from rlvr_jax.train.setup.grading import (
 )
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
 from rlvr_jax.train.start import parameters
+from rlvr_jax.train.start.every_line import check_every_line
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 MAX_SKEW_S = 5.0  # between the clocks of hosts

@@ -53,7 +53,7 @@ def check_order(owner: str, low: tuple[str, float], high: tuple[str, float]) -> 
 
 def is_score(value: Any) -> bool:
   """Whether a grader or an environment may give this score: a number within ±`MAX_SCORE`."""
-  return isinstance(value, numbers.Real) and abs(value) <= MAX_SCORE
+  return isinstance(value, numbers.Real) and abs(value) <= MAX_SCORE  # type: ignore[operator]
 
 
 def check_choice(owner: str, name: str, value: Any, allowed: Collection[Any]) -> None:

@@ -152,7 +152,7 @@ def convert_to_grade(value: Any) -> Grade:
     ValueError: the score is not a number within ±1e30.
   """
   if isinstance(value, numbers.Real | np.bool_):
-    value = Grade(Outcome.CORRECT if value >= 1 else Outcome.WRONG, value)  # type: ignore[arg-type]
+    value = Grade(Outcome.CORRECT if value >= 1 else Outcome.WRONG, value)  # type: ignore
   if not isinstance(value, Grade) or not isinstance(value.outcome, Outcome):
     raise TypeError(f"the grader returned {value!r:.200}, expected a Grade or a number")
   try:

@@ -25,7 +25,6 @@ from rlvr_jax.train.reporting.writer import MetricWriter, NoWriter
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.compiler_options import announce_defaults
-from rlvr_jax.train.setup.every_line import check_every_line
 from rlvr_jax.train.setup.grading import (
   announce_partial_credit,
   check_first_dialogue,
@@ -35,6 +34,7 @@ from rlvr_jax.train.setup.grading import (
 )
 from rlvr_jax.train.setup.programs import RowTokens
 from rlvr_jax.train.start import parameters, warm_start_cache
+from rlvr_jax.train.start.every_line import check_every_line
 from rlvr_jax.train.start.first_params import make_first_params, warm_start
 from rlvr_jax.train.start.restore import (
   describe_layout,

@@ -20,7 +20,6 @@ from rlvr_jax.rewards import GraderStartError
 from rlvr_jax.rollouts.dialogues import as_mapping
 from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.train.setup.build import build
-from rlvr_jax.train.setup.every_line import check_every_line
 from rlvr_jax.train.setup.grading import (
   WEIGHTED,
   announce_partial_credit,
@@ -32,6 +31,7 @@ from rlvr_jax.train.setup.grading import (
   with_graders,
 )
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
+from rlvr_jax.train.start.every_line import check_every_line
 
 GSM8K = "gsm8k"
 THINK = "think_answer"
