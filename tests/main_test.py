@@ -117,7 +117,7 @@ MISTAKES = [
   (dict(learning_rate="cosin(peak=1.0)"), r"'cosin' is unknown; .*'cosine'\?"),
   (dict(optimizer="adam"), r"config\.optimizer = 'adam': 'adam' is unknown; .*'adamw'\?"),
   (dict(grading__outcomes={"wrogn": "0"}), r"unknown outcome 'wrogn'.*did you mean 'wrong'"),
-  (dict(grading__outcomes={"wrong": "half"}), r"'wrong' is 'half', allowed: a finite number"),
+  (dict(grading__outcomes={"wrong": "half"}), r"'wrong' is 'half', allowed: a number within"),
   # hyper-parameters
   (dict(advantage="grpo(epsilom=1e-6)"), r"advantage = 'grpo\(epsilom.* takes .*'epsilon'"),
   (dict(optimizer="adamw(learning_rate=1.0)"), r"learning_rate of adamw comes from the run"),
