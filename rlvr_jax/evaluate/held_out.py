@@ -94,11 +94,11 @@ def accuracy(
   max_turns: int = 1,
   best_play: Callable[[int], float] | None = None,
 ) -> dict[str, float]:
-  """pass@k, mean and, if graders extract answers, majority, with 95 % intervals over problems.
+  """pass@k, mean and, of three samples or more, majority, with 95 % intervals over problems.
 
   The intervals are those of `pass_at_k.interval_over_problems`. A sample whose grading failed
-  counts as incorrect. If a grader gives the same answer different grades, majorities are omitted,
-  with a warning.
+  counts as incorrect. Majorities are omitted where graders extract no answers, and, with a
+  warning, if a grader gives the same answer different grades.
 
   Args:
     samples: [problems][n].

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from scipy import special
 
 Floats = npt.NDArray[np.float64]
+_LEAST_VOTES = 3  # samples of a problem
 
 
 def pass_at_k(num_samples: npt.ArrayLike, num_correct: npt.ArrayLike, k: int) -> Floats:
@@ -179,7 +180,8 @@ def summarize(
     correct: bool[problems, n].
     ks: the values of k of pass@k, each ≤ n.
     seed: seed of the bootstrap.
-    answers: `[problems][n]`, see `majority_at_n`; None omits majority@n.
+    answers: `[problems][n]`, see `majority_at_n`; None omits majority@n. Fewer than three have no
+      majority beside the mean.
   Returns:
     {"pass@1": …, "pass@1_low": …, "pass@1_high": …, …, "mean": …, "majority": …}; `mean` and
     `majority` also have `_low` and `_high`.
@@ -190,7 +192,7 @@ def summarize(
   count, n = correct.sum(axis=1), correct.shape[1]
   per_problem = {f"pass@{k}": pass_at_k(n, count, k) for k in ks}
   per_problem["mean"] = mean_at_n(correct)
-  if answers is not None:
+  if answers is not None and n >= _LEAST_VOTES:
     per_problem["majority"] = majority_at_n(answers, correct)
   summary: dict[str, float] = {}
   for name, scores in per_problem.items():

@@ -92,7 +92,7 @@ def test_accuracy_counts_outcomes_and_majorities():
   assert values["eval/pass@3"] == pytest.approx(1 / 2)
   assert values["eval/majority"] == pytest.approx(1 / 2)
   assert values["eval/outcome/crashed"] == pytest.approx(1 / 6)
-  contradicted = [[sample("correct", "7"), sample("wrong", "7")]]
+  contradicted = [[sample("correct", "7"), sample("wrong", "7"), sample("wrong", "7")]]
   assert "eval/majority" not in accuracy(contradicted, ks=(1,), seed=0)  # and nothing is raised
   without = [[{**s, "extracted": ""} for s in row] for row in rows]
   assert "eval/majority" not in accuracy(without, ks=(1,), seed=0)

@@ -177,6 +177,9 @@ def test_summary():
     assert summary[f"{name}_low"] <= summary[name] <= summary[f"{name}_high"]
   assert len(summary) == 15
   assert "majority" not in evaluate.summarize(correct, ks=[1], seed=0)
+  for n in (1, 2, 3):
+    few = evaluate.summarize(correct[:, :n], ks=[1], seed=0, answers=[row[:n] for row in answers])
+    assert ("majority" in few) == (n == 3)
 
 
 def test_summary_names_the_shape_it_refuses():

@@ -402,7 +402,8 @@ class RunLog:
       | machines.memory("optimise")
       | self._hosts.metrics(self._stopwatch.end_update(done))
     )
-    self._warn_of_padding(values["rows/filled"], update.step)
+    if np.any(update.batch.valid):  # otherwise the grader or the environment is at fault
+      self._warn_of_padding(values["rows/filled"], update.step)
     if update.step == 1:
       self._warn_of_warm_start(values)
     self.writer.write(update.step, "train", values)

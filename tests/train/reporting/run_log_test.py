@@ -1,5 +1,6 @@
 """What is told of the batches that are sampled and trained on."""
 
+import dataclasses
 import re
 
 import jax.numpy as jnp
@@ -73,6 +74,15 @@ def test_an_update_of_mostly_padding_is_told(log, capsys):
     log.write_update(DispatchedUpdate(step, 0.0, metrics, {}, batch, {}))
     told = "80% of the positions in update 3 are padding" in capsys.readouterr().out
     assert told == (filled < 0.5)
+
+
+def test_an_update_without_a_graded_rollout_is_not_told_to_be_padding(log, capsys):
+  """Why none has a grade is told with the batch; other rows would not help."""
+  batch = make_host_batch(np.ones((1, 1, 1)))
+  none = dataclasses.replace(batch, valid=np.zeros((1, 1), bool), mask=np.zeros_like(batch.mask))
+  metrics = {"rows/filled": jnp.float32(0.0)}
+  log.write_update(DispatchedUpdate(2, 0.0, metrics, {}, none, {}))
+  assert "padding" not in capsys.readouterr().out
 
 
 def test_responses_that_are_mostly_truncated_are_told_once_until_it_is_less(log, capsys):
