@@ -157,9 +157,10 @@ class Experts(nnx.Module):
     if real is not None:
       own, experts = (jnp.where(real[..., None], x, NO_EXPERT) for x in (own, experts))
     experts = checkpoint_name(experts, ROUTES)
-    weights = jnp.take_along_axis(probabilities, jnp.maximum(experts, 0), axis=-1)
-    if self.settings.normalized_weights:
-      weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    chosen = functools.partial(jnp.take_along_axis, indices=jnp.maximum(experts, 0), axis=-1)
+    # Over the chosen logits: replayed experts far below the others have probabilities of 0.
+    normalized = self.settings.normalized_weights
+    weights = jax.nn.softmax(chosen(logits), axis=-1) if normalized else chosen(probabilities)
     weights = jnp.where(experts < 0, 0, weights)
     return Routing(experts, weights, probabilities, experts if routes is None else own)
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlvr_jax.sampling import LEAST_TEMPERATURE
 from rlvr_jax.types import Array, Head, Sampling
 
 _PLAIN = Sampling()
@@ -19,9 +20,11 @@ _PLAIN = Sampling()
 
 def check_sampling(owner: str, sampling: Sampling, vocab_size: int) -> None:
   """Raises ValueError if the settings of the group of fields `owner` define no distribution."""
-  if not 0 <= sampling.temperature < float("inf"):
+  temperature = sampling.temperature
+  if temperature != 0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
     raise ValueError(
-      f"{owner}.temperature={sampling.temperature}; it must be finite and ≥ 0 (0: greedy)"
+      f"{owner}.temperature={temperature}; it must be finite and ≥ {LEAST_TEMPERATURE}: logits over"
+      " less have no digits left in float32; or 0, which decodes greedily"
     )
   if not 0 <= sampling.top_k <= vocab_size:
     raise ValueError(f"{owner}.top_k={sampling.top_k}; allowed: 0 (off) … {vocab_size}")

@@ -165,6 +165,17 @@ def test_given_routes_replace_the_choice_but_not_the_router():
   assert all(np.abs(gradient[name]).max(axis=(1, 2)).min() > 0 for name in gradient)
 
 
+def test_replayed_experts_far_below_the_others_have_the_weights_of_their_own_logits():
+  """Their probabilities, next to those of the experts left out, are 0 in float32."""
+  x = np.ones((1, 1, 16), np.float32)
+  router = np.zeros((16, E), np.float32)
+  router[0] = [0.0, 200.0, 201.0, -1.0, 0.5]
+  routes = np.array([[[0, 3]]])
+  _, routing, _ = run_layer(CONFIG, x, routes=jnp.asarray(routes), experts={"router": router})
+  odds = np.exp([0.0, -1.0])
+  np.testing.assert_allclose(routing.weights[0, 0], odds / odds.sum(), rtol=1e-5)
+
+
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_experts_are_never_chosen_again_in_the_backward_pass(remat):
   prompts, tokens, lengths = draw_batch()

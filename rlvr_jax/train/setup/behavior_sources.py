@@ -24,7 +24,7 @@ from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.recorded import RecordedGroups
 from rlvr_jax.rollouts.store import StoreError
-from rlvr_jax.sampling import sampling_of
+from rlvr_jax.sampling import LEAST_TEMPERATURE, sampling_of
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import read_params, saved_steps
 from rlvr_jax.train.cluster import sharding
@@ -164,7 +164,7 @@ def make_sources(
   _check_recorded_temperature(settings.temperature, config.policy_temperature)
   owner = "config.sources.temperature"
   check_sampling(owner, shifted, model.config.vocab_size)
-  check_between(owner, "temperature", shifted.temperature, low=0.0, open_low=True)
+  check_between(owner, "temperature", shifted.temperature, low=LEAST_TEMPERATURE)
   raw = settings.temperature.recorded == "raw"
   needs_routes = records_routes(config.model)
 

@@ -32,7 +32,7 @@ from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.packing import RowLayout, layout_of_few
 from rlvr_jax.rollouts.store import StoreError
-from rlvr_jax.sampling import sampling_of
+from rlvr_jax.sampling import LEAST_TEMPERATURE, sampling_of
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.adapters import make_lora
@@ -546,7 +546,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
       f"config.expert_balance = {config.expert_balance} is for mixtures of experts, but the network"
       " has none; set it to 0, or choose a mixture (docs/models.md)"
     )
-  check_between("config", "policy_temperature", config.policy_temperature, low=0.0, open_low=True)
+  check_between("config", "policy_temperature", config.policy_temperature, low=LEAST_TEMPERATURE)
   make = lambda field, package, kind: specs.make(f"config.{field}", package, config[field], kind)
   reweighter = make("reweighting", reweighting, reweighting.Reweighting)
   return Method(
