@@ -3,7 +3,7 @@
 Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training"
 (arXiv:2605.12380) and the authors' code. No clip range and no coefficient to choose. Its ablations
 are `--config.loss="p3o(kl_term=False)"`, `p3o(cap='none')`, `p3o(cap='inverse_ess')`,
-`p3o(ess='sequence')` and `p3o(ess='one')`.
+`p3o(ess='sequence')` and `p3o(ess='one')`; `p3o(ess_scope=16)` has the authors' blocks of e.
 
   python -m rlvr_jax.main --config=configs/p3o.py --workdir=runs/p3o
 

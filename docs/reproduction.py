@@ -138,8 +138,9 @@ interval.
   P projects on the shared directions, α = 1 − n_eff or 0, A⁺ is the positive part of A.
 * [P3O](methods/p3o.md): ε is GRPO's clip. Runs "with four updates per refresh" train on rollouts of
   the policy itself that are zero to three updates old; P3O's baselines are such runs, unless
-  "on-policy" stands there. [FADE](methods/fade.md): masses are the weights of
-  successes and failures, α and δ its controllers, H* its target entropy.
+  "on-policy" stands there. All take the effective sample size over the whole update; the authors'
+  code has blocks of 16 rollouts, which no run here has. [FADE](methods/fade.md): masses are the
+  weights of successes and failures, α and δ its controllers, H* its target entropy.
 * [μ-GRPO](methods/mu_grpo.md): tight is GRPO's interval of ρ, relaxed is [0, 5]. The veto drops
   tokens behind a trigger (suffix), a token with A < 0 and ρ below κ. In written
   steps the higher learning rate is 4e-4, the lower one 3e-4.

@@ -68,7 +68,7 @@ def get_config(topology: str = "") -> ConfigDict:
   c.batch.prompts, c.batch.group_size = 256, 4
   # Most prompts are far shorter than 4096: a row holds 150 tokens and their 4 rollouts of 2048.
   c.batch.tokens_per_micro_batch = c.batch.tokens_per_row = 9216
-  c.loss = "p3o"
+  c.loss = "p3o(ess_scope=16)"  # of a micro-batch over all ranks
   c.optimizer = "adamw(b2=0.95, weight_decay=0.01)"
   c.learning_rate = "cosine(peak=1e-5, warmup=50)"
   c.max_gradient_norm = 0.5

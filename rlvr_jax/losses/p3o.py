@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.losses.base import Loss, clip_metrics, prepare_tokens, score_function
 from rlvr_jax.ops import kl
-from rlvr_jax.ops.checks import check_choice
+from rlvr_jax.ops.checks import check_choice, check_integer
 from rlvr_jax.ops.masked import mean_metric
 from rlvr_jax.ops.ratios import log_ratios, normalized_ess
 from rlvr_jax.types import Array, Metrics, TrainBatch
@@ -18,7 +18,13 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 K3_LOG_RATIO_BOUND = 10.0
 
 
-def p3o(*, ess: str = "batch", cap: str = "ess", kl_term: bool = True) -> Loss:
+def p3o(
+  *,
+  ess: str = "batch",
+  ess_scope: str | int = "batch",
+  cap: str = "ess",
+  kl_term: bool = True,
+) -> Loss:
   """ℓ = −sg(min(ρ, e))·A·log π + (1 − e)·k3.
 
   ρ = π/β, e is the normalized effective sample size of the batch's token ratios, and
@@ -32,12 +38,21 @@ def p3o(*, ess: str = "batch", cap: str = "ess", kl_term: bool = True) -> Loss:
   Args:
     ess: the set that e is computed over: "batch" (global), "sequence" (each response), or "one"
       (e = 1).
+    ess_scope: the rollouts that share an e of ess="batch": "batch", all of the update's, or a
+      number of consecutive ones, which divides them. The authors' code has 16, those of a
+      micro-batch over all ranks: a few large ratios then lower the e of their own block alone.
     cap: the weight is min(ρ, e) for "ess", min(ρ, 1/e) for "inverse_ess", ρ for "none".
     kl_term: whether (1 − e)·k3 is added.
   Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training"
     (arXiv:2605.12380) and the authors' code.
   """
   check_choice("p3o", "ess", ess, ("batch", "sequence", "one"))
+  if ess_scope != "batch":
+    check_integer("p3o", "ess_scope", ess_scope, low=1)  # type: ignore[arg-type]
+    if ess != "batch":
+      raise ValueError(
+        f"p3o: ess_scope = {ess_scope!r} has no effect with ess = {ess!r}; leave one of them out"
+      )
   check_choice("p3o", "cap", cap, ("ess", "inverse_ess", "none"))
   check_choice("p3o", "kl_term", kl_term, (True, False))
 
@@ -45,7 +60,17 @@ def p3o(*, ess: str = "batch", cap: str = "ess", kl_term: bool = True) -> Loss:
     del coefficients
     policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
     log_ratio = log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask)
-    return normalized_ess(log_ratio, batch.mask)
+    if not isinstance(ess_scope, int):
+      return normalized_ess(log_ratio, batch.mask)
+    P, G, _ = log_ratio.shape
+    if P * G % ess_scope:
+      raise ValueError(
+        f"p3o: ess_scope = {ess_scope} rollouts does not divide the {P * G} of a batch of {P}"
+        f" prompts with {G} rollouts each; set a number that does, or 'batch'"
+      )
+    blocks = lambda x: x.reshape(P * G // ess_scope, -1)
+    of_blocks = normalized_ess(blocks(log_ratio), blocks(batch.mask), axis=-1)
+    return jnp.repeat(of_blocks, ess_scope).reshape(P, G, 1)
 
   def per_token(
     policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None

@@ -22,6 +22,8 @@ VARIANTS = [
   ("m2po", {"budget": 1e-9, "min_epsilon_low": 0.1, "min_epsilon_high": 0.2}),
   ("m2po", {"budget": 50.0}),
   ("p3o", {"ess": "sequence"}),
+  ("p3o", {"ess_scope": 3}),
+  ("p3o", {"ess_scope": 4, "cap": "none"}),
   ("p3o", {"ess": "one"}),
   ("p3o", {"cap": "inverse_ess"}),
   ("p3o", {"cap": "none"}),
@@ -150,6 +152,26 @@ def test_p3o_ess_neither_overflows_nor_vanishes():
     np.testing.assert_allclose(shifted, plain, rtol=1e-4)
 
 
+def test_p3o_s_blocks_have_an_ess_of_their_own():
+  """One block of heavy ratios lowers its own e alone; a block of one rollout is `sequence`."""
+  policy, batch, coefficients = random_case(0, (4, 4, 6), spread=0.05, full=True)
+  policy = policy.at[2, 1].add(jnp.arange(6.0))
+  e = losses.p3o(ess_scope=4).statistics(policy, batch, coefficients)[..., 0]
+  whole = losses.p3o().statistics(policy, batch, coefficients)
+  assert np.all(np.delete(e, 2, axis=0) > 0.99) and whole < 0.1 and np.all(e[2] < whole * 4)
+  alone = evaluate(losses.p3o(ess_scope=1), policy, batch, coefficients)
+  sequence = evaluate(losses.p3o(ess="sequence"), policy, batch, coefficients)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), alone, sequence)
+
+
+def test_p3o_s_blocks_divide_the_batch():
+  case = random_case(0)
+  with pytest.raises(ValueError, match=r"ess_scope = 5 rollouts does not divide the 12.* or 'batch'"):
+    losses.p3o(ess_scope=5).statistics(*case)
+  with pytest.raises(ValueError, match="ess_scope = 4 has no effect with ess = 'one'"):
+    losses.p3o(ess="one", ess_scope=4)
+
+
 def test_decoupled_ppo_without_proximal_logprobs_says_what_to_do():
   policy, batch, coefficients = random_case(0)
   batch = dataclasses.replace(batch, proximal_logprobs=None)
@@ -166,6 +188,8 @@ def test_decoupled_ppo_without_proximal_logprobs_says_what_to_do():
     ("gspo", {"epsilon_low": "0.1"}),
     ("m2po", {"budget": 0.0}),
     ("p3o", {"ess": "token"}),
+    ("p3o", {"ess_scope": 0}),
+    ("p3o", {"ess_scope": "micro"}),
     ("p3o", {"cap": None}),
     ("ppo_clip", {"epsilon_high": float("nan")}),
     ("ppo_clip", {"dual_clip": 1.0}),

@@ -142,11 +142,24 @@ def _ess(ratios):
   return sum(ratios) ** 2 / (len(ratios) * sum(r * r for r in ratios)) if ratios else 1.0
 
 
-def p3o(policy, behavior, proximal, coefficients, mask, ess="batch", cap="ess", kl_term=True):
+def p3o(
+  policy,
+  behavior,
+  proximal,
+  coefficients,
+  mask,
+  ess="batch",
+  ess_scope=None,
+  cap="ess",
+  kl_term=True,
+):
   ratio = lambda i, t: math.exp(policy[i, t] - behavior[i, t])
-  of_batch = _ess([ratio(i, t) for i, ts in _rollouts(mask) for t in ts])
+  size = ess_scope or len(mask)
   losses, gradients = np.zeros(mask.shape), np.zeros(mask.shape)
   for i, positions in _rollouts(mask):
+    of_batch = _ess(
+      [ratio(j, t) for j, ts in _rollouts(mask) for t in ts if j // size == i // size]
+    )
     of_sequence = _ess([ratio(i, t) for t in positions])
     e = {"batch": of_batch, "sequence": of_sequence, "one": 1.0}[ess]
     for t in positions:
