@@ -27,6 +27,14 @@ def parse_environment(field: str, text: str) -> specs.Spec:
   return spec
 
 
+def tries_of(spec: specs.Spec) -> Any:
+  """The `tries` of one of the package's environments, given or by default; None if it has none."""
+  if ":" in spec.name:
+    return None
+  parameter = inspect.signature(getattr(environments, spec.name)).parameters.get("tries")
+  return None if parameter is None else spec.arguments.get("tries", parameter.default)
+
+
 def make_environment(
   field: str, text: str, grade: Grade | None = None, *, deadline_s: float = 30.0
 ) -> Environment:

@@ -339,6 +339,7 @@ def test_bad_settings_are_refused_before_anything_runs():
     ("environment__name", "guss(low=1)", "did you mean 'guess'"),
     ("environment__name", "guess(lo=1)", "lo"),
     ("environment__max_turns", 0, "max_turns"),
+    ("environment__name", "retry(tries=4)", r"4 tries, but config\.environment\.max_turns = 3;"),
     ("environment__cut", "tails", "tail"),
     ("environment__stop_strings", ("",), "stop string"),
     ("environment__max_reply_length", 3, "has 7 tokens"),
@@ -348,6 +349,8 @@ def test_bad_settings_are_refused_before_anything_runs():
   ):
     with pytest.raises(ValueError, match=message):
       build(config(**{field: value}))
+  with pytest.raises(ValueError, match="3 tries, but"):  # by default
+    build(config(environment__name="retry", environment__max_turns=2))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer
 from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.data.sources import Change
 from rlvr_jax.data.task_utils import BY_REFERENCE
-from rlvr_jax.environments.by_name import parse_environment
+from rlvr_jax.environments.by_name import parse_environment, tries_of
 from rlvr_jax.environments.pool import EnvironmentPool, EnvironmentStartError, Failure
 from rlvr_jax.ops.checks import MAX_SCORE, check_between, check_choice, check_integer
 from rlvr_jax.ops.keys import seeds_for
@@ -256,8 +256,14 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
   """
   if not settings.name:
     return
-  parse_environment("config.environment.name", settings.name)
+  spec = parse_environment("config.environment.name", settings.name)
   check_integer("config.environment", "max_turns", settings.max_turns, low=1)
+  tries = tries_of(spec)
+  if isinstance(tries, int) and tries > settings.max_turns:  # the last would never be reached
+    raise ValueError(
+      f"config.environment.name = {settings.name!r} has {tries} tries, but"
+      f" config.environment.max_turns = {settings.max_turns}; lower tries, or raise max_turns"
+    )
   check_integer("config.environment", "memory_mib", settings.memory_mib, low=1)
   check_integer("config.environment", "processes", settings.processes, low=0, high=MAX_WORKERS)
   check_between("config.environment", "deadline_s", settings.deadline_s, low=0.0, open_low=True)
