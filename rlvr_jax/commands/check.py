@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +26,11 @@ import ml_collections
 
 from rlvr_jax.costs import memory
 from rlvr_jax.costs.chips import CHIPS
-from rlvr_jax.data import Task, Tokenizer
+from rlvr_jax.data import Problem, Task, Tokenizer
+from rlvr_jax.data.batches import encode_prompt
 from rlvr_jax.models.huggingface import open_tensors
+from rlvr_jax.ops.keys import seeds_for
+from rlvr_jax.rewards import GraderPool
 from rlvr_jax.storage.files import list_files, locate, replace_file
 from rlvr_jax.storage.places import BucketFiles, LocalFiles, in_bucket, open_files, parse_path
 from rlvr_jax.train.cluster import multihost
@@ -43,6 +46,7 @@ from rlvr_jax.train.setup.grading import (
   start_pools,
   used_graders,
 )
+from rlvr_jax.train.setup.problem_filters import describe_long_texts
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
 from rlvr_jax.train.start import parameters
 from rlvr_jax.train.start.every_line import check_every_line
@@ -52,6 +56,7 @@ MAX_SKEW_S = 5.0  # between the clocks of hosts
 _TPU_FILES = ("/dev/vfio/[0-9]*", "/dev/accel*")
 _BUSY = "find the process that uses them with sudo lsof /dev/vfio/* /dev/accel*, and end it"
 _GIB = 2**30
+_MAX_SHOWN = 300  # characters of a text's beginning, and of its end
 
 
 class PreflightError(RuntimeError):
@@ -132,6 +137,9 @@ class Preflight:
     yield "tokenizer", self.check_tokenizer
     yield "data", self.check_data
     yield "config", self.check_config
+    if not self.config.environment.name:
+      yield "prompt", self.check_prompt
+    yield "lengths", self.check_lengths
     yield "checkpoint", self.check_checkpoint
     yield "space", self.check_space
     yield "grader", self.check_grader
@@ -153,10 +161,10 @@ class Preflight:
       )
     if len(kinds) > 1:
       return Finding(FAIL, f"devices of several kinds: {kinds}; use one slice, or equal slices")
-    meshes = (self.config.mesh, self.config.generation_mesh)
-    needed = math.prod(meshes[0].to_dict().values())
-    if any(meshes[1].to_dict().values()):
-      needed += math.prod(size or 1 for size in meshes[1].to_dict().values())
+    needed = _num_devices(self.config.mesh, jax.device_count())
+    generation = self.config.generation_mesh.to_dict()
+    if not generation.pop("same_devices") and any(generation.values()):
+      needed += _num_devices(generation, jax.device_count() - needed)
     text = f"{jax.device_count()} of {kinds[0]}, {jax.local_device_count()} on each host"
     if needed != jax.device_count():
       status = FAIL if needed > jax.device_count() or jax.process_count() > 1 else WARN
@@ -260,7 +268,7 @@ class Preflight:
       return Finding(FAIL, "config.task has no training problems; choose a split for training")
     for source in splits.values():
       if len(source):
-        tokenizer.encode_prompt(source[0].question)
+        encode_prompt(source[0], tokenizer)
     text = ", ".join(f"{len(source)} {name} problems" for name, source in splits.items())
     warm_start = plan_warm_start(
       self.config.warm_start, self.task, checkpoint=self.config.start.checkpoint
@@ -277,6 +285,21 @@ class Preflight:
     return Finding(
       OK, f"{count / 1e6:,.1f} M parameters on a mesh of {dict(self.parts.placement.mesh.shape)}"
     )
+
+  def check_prompt(self) -> Finding:
+    """The first training problem's prompt, as the policy reads it."""
+    parts = _require(self.parts, "the configuration has failed")
+    ids = encode_prompt(parts.task.train[0], parts.tokenizer)
+    return Finding(OK, _describe_prompt(parts.tokenizer, ids))
+
+  def check_lengths(self) -> Finding:
+    """The checkpoint's positions suffice for prompts and responses."""
+    parts = _require(self.parts, "the configuration has failed")
+    shape = parts.shape
+    if text := describe_long_texts(self.config.model.checkpoint, shape):
+      return Finding(WARN, text)
+    most = f"of {shape.max_prompt_length} and responses of {shape.max_response_length} tokens"
+    return Finding(OK, f"prompts {most} at most")
 
   def check_checkpoint(self) -> Finding:
     """The first policy's checkpoint has the network's tensors; the weights are not read."""
@@ -310,8 +333,9 @@ class Preflight:
     with grader_pool(self.config.grading, parts.task) as pool:
       check_first_grade(parts.outcome_policy, pool, parts.task)
       count = check_every_line(parts.outcome_policy, pool, parts.task)
+      first = _describe_grade(pool, parts.task.train[0])
     names = ", ".join(used_graders(parts.task))
-    return Finding(OK, f"{count} problems were graded; graders: {names}")
+    return Finding(OK, f"{count} problems were graded; graders: {names}; {first}")
 
   def check_environment(self) -> Finding:
     """The environment's processes start on the first host, and answer a turn of a problem."""
@@ -322,7 +346,10 @@ class Preflight:
       text = check_first_dialogue(parts.outcome_policy, pools[1], parts.task)
       collector = parts.make_collector(*pools)
       check_first_messages(collector, parts.task.held_out, parts.task.train)
-    return Finding(OK, text or "its processes are on the first host")
+      prompts = collector.begin([parts.task.train[0]], seeds_for(0, "rollout", 0, 1)).prompts
+    ids = prompts.tokens[0, -int(prompts.lengths[0]) :].tolist()
+    did = text or "its processes are on the first host"
+    return Finding(OK, f"{did}; of the prompts {_describe_prompt(parts.tokenizer, ids)}")
 
   def check_memory(self) -> Finding:
     """The run fits into the memory of these devices, by the numbers of --mode=fits; or a CPU's."""
@@ -343,6 +370,28 @@ class Preflight:
       remedy = f"set config.batch.tokens_per_micro_batch below {layout.device_places}, lower the"
       return Finding(FAIL, f"{text}: {remedy} lengths, or raise config.mesh (docs/models.md)")
     return Finding(OK, text)
+
+
+def _num_devices(sizes: Mapping[str, int], available: int) -> int:
+  """Number of devices of a mesh, one of whose sizes may be -1: all remaining ones."""
+  given = math.prod(size or 1 for size in sizes.values() if size != -1)
+  return given * max(available // given, 1) if -1 in sizes.values() else given
+
+
+def _describe_prompt(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+  """A prompt with its special tokens, without its middle if it is long."""
+  text = tokenizer.decode(ids, with_special=True)
+  if (left_out := len(text) - 2 * _MAX_SHOWN) > 0:
+    text = f"{text[:_MAX_SHOWN]} … [{left_out} characters] … {text[-_MAX_SHOWN:]}"
+  return f"the first has {len(ids)} tokens: {text!r}"
+
+
+def _describe_grade(pool: GraderPool, problem: Problem) -> str:
+  """What the grader says of a problem's demonstration, or of its answer."""
+  text = problem.solution or problem.answer
+  (grade,) = pool.grade([text], [problem.reference])
+  found = f", {grade.answer!r} was extracted" if grade.answer else ""
+  return f"of the first one, {text[-_MAX_SHOWN:]!r} is {grade.outcome}{found}"
 
 
 def _check_host_memory(parts: Parts) -> Finding:

@@ -8,12 +8,16 @@ import textwrap
 import pytest
 from train import tiny
 from train.multiprocess_test import Processes
+from train.sums import sums
 
 from rlvr_jax.commands import check
 from rlvr_jax.commands.check import FAIL, OK, WARN, PreflightError
 from rlvr_jax.data.byte_pairs import save, train_byte_pairs
 
-NAMES = "devices processes clocks workdir tokenizer data config checkpoint space grader memory"
+NAMES = (
+  "devices processes clocks workdir tokenizer data config prompt lengths checkpoint space grader"
+  " memory"
+)
 MESH = dict(mesh__fsdp=4, mesh__tensor=2)  # the eight devices
 ON_MESH = ["--config.mesh.fsdp=4", "--config.mesh.tensor=2"]
 
@@ -42,9 +46,59 @@ def test_a_run_that_will_work(capsys, tmp_path):
     "1000 training problems, 80 warm-start problems, 10 held-out problems"
   )
   assert "graders: rewards.user_graders:unhurried" in lines["grader"][1]
+  first = sums().train[0]
+  assert lines["prompt"][1] == f"the first has {len(first.question)} tokens: {first.question!r}"
+  graded = f"of the first one, {first.solution!r} is correct, {first.answer!r} was extracted"
+  assert graded in lines["grader"][1]
   phases = r"\(update: \1, generation: .*, checkpoint: .*, warm start: .*\)"
   assert re.fullmatch(rf"(\d\.\d) of [\d.]+ GiB at the peak {phases}", lines["memory"][1])
   assert list((tmp_path / "run").iterdir()) == []  # nothing of it is left
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [dict(mesh__fsdp=-1), dict(mesh__data=2, mesh__fsdp=-1, mesh__tensor=2),
+   dict(**MESH, generation_mesh__data=8, generation_mesh__same_devices=True)],
+)  # fmt: skip
+def test_a_mesh_of_all_devices_is_no_false_alarm(fields, tmp_path):
+  preflight = check.Preflight(tiny.config(**fields), str(tmp_path))
+  assert preflight.check_devices() == (OK, "8 of cpu, 8 on each host")
+
+
+def test_a_prompt_is_shown_as_the_model_will_see_it(capsys, tmp_path):
+  """With the tokens of the template, and without its middle if it is long."""
+  save(train_byte_pairs(["one and two are three"] * 9, vocab_size=264), tmp_path)
+  template = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}<|assistant|>"
+  )
+  (tmp_path / "chat_template.jinja").write_text(template)
+  chat = dict(**MESH, tokenizer=str(tmp_path), prompts__format="chat", warm_start__num_steps=0)
+  lines, _ = found(capsys, tmp_path / "run", **chat, max_prompt_length=200)
+  assert lines["prompt"][1].endswith(
+    f": '<|user|>{sums().train[0].question}<|im_end|><|assistant|>'"
+  )
+  lines_of = dict(
+    name="jsonl",
+    kwargs=dict(train=str(tmp_path / "mine.jsonl"), held_out_size=1, grader="gsm8k"),
+  )
+  long = [{"prompt": f"{n}" + "x" * 5000 + "end?", "answer": n} for n in (10, 11)]
+  (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in long))
+  fields = dict(**MESH, task=lines_of, warm_start__num_steps=0, max_prompt_length=6000)
+  lines, _ = found(capsys, tmp_path / "run", **fields)
+  _, text = lines["prompt"]
+  assert re.search(r"has 5006 tokens: '1\dx+ … \[\d+ characters\] … x+end\?'$", text), text
+  assert len(text) < 1000
+
+
+def test_responses_beyond_the_positions_of_the_model_are_a_row(capsys, tmp_path):
+  sizes = dict(vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+  heads = dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+  content = {"model_type": "qwen2", **sizes, **heads, "max_position_embeddings": 9}
+  (tmp_path / "config.json").write_text(json.dumps(content))
+  fields = dict(model__checkpoint=str(tmp_path), model__preset="", **MESH)
+  lines, _ = found(capsys, tmp_path / "run", **fields)
+  status, text = lines["lengths"]
+  assert status == WARN and "was made for 9 tokens (max_position_embeddings), but" in text
 
 
 @pytest.mark.parametrize(
@@ -76,11 +130,13 @@ def test_what_fails_is_named_with_its_remedy(capsys, tmp_path, name, fields, tex
   ("name", "expected"),
   [
     ("guess", "the first problem's environment replied '?' to 'no answer' within "),
+    ("environments.faulty_environments:says(text='a', question='messages')",
+     " tokens: 'be kind\\nseed "),
     ("environments.faulty_environments:says(text='raise a fault')", "ValueError: a fault"),
   ],
-)
+)  # fmt: skip
 def test_an_environment_plays_the_first_problem(capsys, tmp_path, name, expected):
-  fields = dict(**MESH, environment__name=name, environment__processes=1)
+  fields = dict(**MESH, environment__name=name, environment__processes=1, max_prompt_length=40)
   lines, message = found(capsys, tmp_path / "run", **fields)
   status, text = lines["environment"]
   assert expected in text, text
@@ -124,7 +180,8 @@ def test_all_graders_of_a_mixture_are_named(capsys, tmp_path):
   lines, message = found(capsys, tmp_path / "run", **fields)
   assert not message
   graders = "rewards.user_graders:unhurried, gsm8k"
-  assert lines["grader"] == (OK, f"18 problems were graded; graders: {graders}")
+  status, text = lines["grader"]
+  assert status == OK and text.startswith(f"18 problems were graded; graders: {graders};")
 
 
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja"])

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import ml_collections
 import optax
+from absl import logging
 from jax.sharding import Mesh
 
 from rlvr_jax import advantages, geometry, losses, reweighting, specs
@@ -60,7 +61,7 @@ from rlvr_jax.train.setup.grading import (
   with_graders,
 )
 from rlvr_jax.train.setup.placement import Placement
-from rlvr_jax.train.setup.problem_filters import limit_lengths, warn_of_long_texts
+from rlvr_jax.train.setup.problem_filters import describe_long_texts, limit_lengths
 from rlvr_jax.train.setup.programs import (
   PlacedModel,
   Programs,
@@ -158,7 +159,8 @@ def build(
   model = make_model_on(mesh)
   checks.check_routing(config, model.config)
   checks.check_heads(model.config, mesh)
-  warn_of_long_texts(config.model.checkpoint, shape)
+  if long_texts := describe_long_texts(config.model.checkpoint, shape):
+    logging.warning("%s", long_texts)
   sampling = sampling_of(config.sampling)
   held_out_sampling = sampling_of(config.evaluation.sampling)
   checks.check_samplings(

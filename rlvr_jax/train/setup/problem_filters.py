@@ -27,8 +27,8 @@ _OF_TRAINING = ("train", "warm_start")
 _MAX_MEASURED = 1_000_000  # problems whose length is measured before a run begins
 
 
-def warn_of_long_texts(checkpoint: str, shape: BatchShape) -> None:
-  """Logs a warning if prompts and responses may be longer than the checkpoint supports.
+def describe_long_texts(checkpoint: str, shape: BatchShape) -> str:
+  """Says that prompts and responses may be longer than the checkpoint supports; "" if not.
 
   Args:
     checkpoint: `config.model.checkpoint`.
@@ -36,15 +36,13 @@ def warn_of_long_texts(checkpoint: str, shape: BatchShape) -> None:
   """
   longest = longest_text(checkpoint) if checkpoint else None
   needed = shape.max_prompt_length + shape.max_response_length
-  if longest is not None and needed > longest:
-    logging.warning(
-      "config.model.checkpoint = %r was made for %d tokens (max_position_embeddings), but"
-      " config.max_prompt_length + config.max_response_length = %d. Lower them, or change its"
-      " config.json, including the rotary settings",
-      checkpoint,
-      longest,
-      needed,
-    )
+  if longest is None or needed <= longest:
+    return ""
+  return (
+    f"config.model.checkpoint = {checkpoint!r} was made for {longest} tokens"
+    " (max_position_embeddings), but config.max_prompt_length + config.max_response_length ="
+    f" {needed}. Lower them, or change its config.json, including the rotary settings"
+  )
 
 
 def limit_lengths(

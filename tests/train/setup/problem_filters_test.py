@@ -1,7 +1,6 @@
 """Which problems fit, and what is said of long ones."""
 
 import json
-import logging
 import re
 
 import pytest
@@ -12,7 +11,7 @@ from rlvr_jax.data import ByteTokenizer, Problem, Task, tasks
 from rlvr_jax.data.batches import PromptError
 from rlvr_jax.data.sources import Chosen, Concatenated, Mixed
 from rlvr_jax.train.setup.build import batch_shape, build
-from rlvr_jax.train.setup.problem_filters import limit_lengths, warn_of_long_texts
+from rlvr_jax.train.setup.problem_filters import describe_long_texts, limit_lengths
 
 
 def limit_for(config, task):
@@ -25,8 +24,8 @@ def limit_for(config, task):
   )
 
 
-def warn_for(config):
-  warn_of_long_texts(config.model.checkpoint, batch_shape(config))
+def told_of(config):
+  return describe_long_texts(config.model.checkpoint, batch_shape(config))
 
 
 def problem(question):
@@ -116,15 +115,13 @@ def test_a_run_that_draws_a_long_prompt_ends_with_one_line(tmp_path):
     (dict(type="linear", factor=2.0), 40),  # whose files say the longer length already
   ],
 )
-def test_longer_texts_than_the_checkpoint_was_made_for_are_told(tmp_path, caplog, scaling, longest):
+def test_longer_texts_than_the_checkpoint_was_made_for_are_told(tmp_path, scaling, longest):
   settings = dict(model_type="qwen2", max_position_embeddings=40, rope_scaling=scaling)
   (tmp_path / "config.json").write_text(json.dumps(settings))
   lengths = dict(max_prompt_length=30, max_response_length=longest - 30)
   fields = dict(model__checkpoint=str(tmp_path), model__preset="")
-  with caplog.at_level(logging.WARNING):
-    warn_for(tiny.config(**fields, **lengths))
-    warn_for(tiny.config(**lengths | dict(max_response_length=10**6)))
-    assert not caplog.text
-    lengths["max_response_length"] += 1
-    warn_for(tiny.config(**fields, **lengths))
-  assert f"made for {longest} tokens" in caplog.text and f"= {longest + 1}." in caplog.text
+  assert not told_of(tiny.config(**fields, **lengths))
+  assert not told_of(tiny.config(**lengths | dict(max_response_length=10**6)))
+  lengths["max_response_length"] += 1
+  text = told_of(tiny.config(**fields, **lengths))
+  assert f"made for {longest} tokens" in text and f"= {longest + 1}." in text
