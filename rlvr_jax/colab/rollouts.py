@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ import ml_collections
 import numpy as np
 
 from rlvr_jax.colab.display import COLORS, legend_outside
+from rlvr_jax.data import Tokenizer
 from rlvr_jax.evaluate.pass_at_k import wilson_interval
 from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.rollouts.batch import from_shard
@@ -19,6 +21,7 @@ from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.setup.build import make_schedule
+from rlvr_jax.train.setup.tokenizers import make_tokenizer
 
 # Kind of a rollout → color. A response at the length limit is "cut off", whatever its grade.
 KINDS = {
@@ -54,6 +57,7 @@ class Rollout(NamedTuple):
   surprisals: np.ndarray  # f32[length], −log β of each token, nats; 0 for an environment's
   turns: tuple[str, ...]  # texts, of the policy and of the environment in turn
   turn_numbers: np.ndarray  # i32[length], the turn that each token belongs to, from 0
+  token_texts: tuple[str, ...]  # of each token, "end" of a stop token; its number without tokenizer
 
   @property
   def policy_turns(self) -> int:
@@ -74,10 +78,13 @@ def load(workdir: str | os.PathLike[str]) -> list[Rollout]:
   config = ml_collections.ConfigDict(json.loads((folder / "config.json").read_text()))
   schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
   first_updates = _first_updates(schedule, config.num_updates)
+  tokenizer = None
+  with contextlib.suppress(ValueError):  # its files are elsewhere
+    tokenizer = make_tokenizer(config.tokenizer, config.prompts, config.model.checkpoint)
   store = RolloutStore(folder / "rollouts", writable=False)
   rollouts: list[Rollout] = []
   for number in store.numbers():
-    rollouts += _batch_rollouts(from_shard(number, *store.read(number)), first_updates)
+    rollouts += _batch_rollouts(from_shard(number, *store.read(number)), first_updates, tokenizer)
   return rollouts
 
 
@@ -86,12 +93,14 @@ def _first_updates(schedule: Schedule, num_updates: int) -> dict[int, int]:
   return {schedule.batch(t): t for t in reversed(range(num_updates))}
 
 
-def _batch_rollouts(batch: Any, first_updates: dict[int, int]) -> list[Rollout]:
+def _batch_rollouts(
+  batch: Any, first_updates: dict[int, int], tokenizer: Tokenizer | None
+) -> list[Rollout]:
   train = batch.graded.train
   group_size = train.rewards.shape[1]
   update = first_updates.get(batch.number, batch.version)
   flat = lambda x: x.reshape(-1, x.shape[-1])
-  logprobs = flat(train.behavior_logprobs)
+  logprobs, tokens = flat(train.behavior_logprobs), flat(train.tokens)
   numbers = flat(np.zeros_like(train.tokens) if train.turns is None else train.turns)
   return [
     Rollout(
@@ -99,9 +108,17 @@ def _batch_rollouts(batch: Any, first_updates: dict[int, int]) -> list[Rollout]:
       rollout_kind(sample), sample["outcome"], sample["reward"], sample["tokens"],
       update - sample["version"], -logprobs[index, : sample["tokens"]],
       tuple(sample.get("turns", [sample["completion"]])), numbers[index, : sample["tokens"]],
+      _token_texts(tokens[index, : sample["tokens"]].tolist(), tokenizer),
     )
     for index, sample in enumerate(batch.graded.samples)
   ]  # fmt: skip
+
+
+def _token_texts(tokens: Sequence[int], tokenizer: Tokenizer | None) -> tuple[str, ...]:
+  if tokenizer is None:
+    return tuple(str(place + 1) for place in range(len(tokens)))
+  text = lambda token: tokenizer.decode([token]).replace("\n", "⏎") or f"#{token}"
+  return tuple("end" if token in tokenizer.stop_ids else text(token) for token in tokens)
 
 
 def rollout_kind(sample: dict[str, Any]) -> str:
@@ -338,21 +355,17 @@ def _rgb(color: str) -> tuple[float, float, float]:
 
 
 def plot_surprisals(axes: Any, rollout: Rollout) -> None:
-  """Plots −log β of each token of a rollout, labeled with its text if tokens are bytes.
+  """Plots −log β of each token of a rollout, labeled with its text.
 
   An environment's tokens, which are not sampled, have a gray ground.
   """
   count = len(rollout.surprisals)
-  labels: list[str] = []
-  for number, text in enumerate(rollout.turns):
-    texts = [*text.replace("\n", "⏎"), "end"]
+  for number in range(1, len(rollout.turns), 2):
     (places,) = np.nonzero(rollout.turn_numbers == number)
-    fits = len(texts) >= len(places)
-    labels += texts[: len(places)] if fits else [str(place + 1) for place in places]
-    if number % 2:
+    if len(places):
       axes.axvspan(places[0] - 0.5, places[-1] + 0.5, color=COLORS["reference"], alpha=0.3, lw=0)
   axes.bar(np.arange(count), rollout.surprisals, color=KINDS[rollout.kind])
-  axes.set_xticks(np.arange(count), labels)
+  axes.set_xticks(np.arange(count), rollout.token_texts)
   answer = f" (answer {rollout.answer})" if rollout.answer else ""
   axes.set(title=f"{rollout.prompt!r}, {rollout.kind}{answer}")
   axes.set(ylabel=r"$-\log\,\beta$ (nats)", ylim=(0, max(0.1, 1.05 * rollout.surprisals.max())))

@@ -21,7 +21,7 @@ def graded(version):
   logprobs = -np.arange(12, dtype=np.float32).reshape(2, 2, 3) / 10
   train = TrainBatch(
     prompts=Prompts(np.ones((2, 2), np.int32), np.ones(2, np.int32)),
-    tokens=np.ones((2, 2, 3), np.int32),
+    tokens=np.array([[[48, 0, 0], [49, 50, 51]], [[0xC3, 257, 0], [10, 258, 257]]], np.int32),
     mask=(np.arange(3) < LENGTHS[..., None]).astype(np.float32),
     behavior_logprobs=logprobs,
     rewards=np.array([[1, 0], [0, 0]], np.float32),
@@ -147,7 +147,26 @@ def test_groups_are_sorted_and_counted(samples):
 def test_surprisals_stand_above_their_tokens(samples):
   axes = axes_of(rollouts.plot_surprisals, samples[2])
   np.testing.assert_allclose([bar.get_height() for bar in axes.patches], [0.6, 0.7], rtol=1e-6)
-  assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "end"]
+  labels_of = lambda axes: [label.get_text() for label in axes.get_xticklabels()]
+  assert labels_of(axes) == ["\N{REPLACEMENT CHARACTER}", "end"]
+  assert labels_of(axes_of(rollouts.plot_surprisals, samples[1])) == ["1", "2", "3"]
+  assert labels_of(axes_of(rollouts.plot_surprisals, samples[3])) == ["⏎", "#258", "end"]
+
+
+def test_a_token_s_label_is_its_own_text_of_however_many_characters(workdir, tmp_path):
+  """Not the characters of the response, one for each token."""
+
+  class Words:
+    stop_ids = (0,)
+
+    def decode(self, ids):
+      return "".join(["", "16", " -", " 11"][i] for i in ids)
+
+  assert rollouts._token_texts([1, 2, 3, 0], Words()) == ("16", " -", " 11", "end")
+  config = json.loads((workdir / "config.json").read_text()) | {"tokenizer": "nowhere"}
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  (tmp_path / "rollouts").symlink_to(workdir / "rollouts")
+  assert rollouts.load(tmp_path)[1].token_texts == ("1", "2", "3")  # its places
 
 
 def test_some_are_printed_spread_over_all(samples, capsys):
@@ -179,10 +198,11 @@ def test_exploring_counts_what_is_chosen(samples, capsys):
 def dialogue(outcome, *turns, surprisals):
   """A rollout of these turns; a policy's has a stop token too, an environment's has none."""
   numbers = [n for n, text in enumerate(turns) for _ in [*text, "end"][: len(text) + (n + 1) % 2]]
+  labels = [c for n, text in enumerate(turns) for c in [*text, *["end"][: (n + 1) % 2]]]
   sample = dict(outcome=outcome, stopped=outcome != "length_limit")
   return rollouts.Rollout(
     0, 0, "p", "".join(turns), "7", rollouts.rollout_kind(sample), outcome, 0.0, len(numbers), 0,
-    np.asarray(surprisals, float), turns, np.asarray(numbers),
+    np.asarray(surprisals, float), turns, np.asarray(numbers), tuple(labels),
   )  # fmt: skip
 
 
@@ -258,7 +278,7 @@ def test_an_environments_tokens_have_a_ground_and_no_height(capsys):
 
 def answered(*completions):
   blank = rollouts.Rollout(
-    0, 0, "", "", "5", "wrong", "wrong", 0.0, 1, 0, np.zeros(1), ("",), np.zeros(1, int)
+    0, 0, "", "", "5", "wrong", "wrong", 0.0, 1, 0, np.zeros(1), ("",), np.zeros(1, int), ("",)
   )
   return [blank._replace(completion=text, batch=n) for n, text in enumerate(completions)]
 

@@ -251,28 +251,31 @@ class RunLog:
     for phase, seconds in batch.timings.items():
       self.add_measurement(phase, seconds)
     self._stopwatch.count_tokens(graded.tokens if batch.timings else 0)
+    batch_of, total = self._run.schedule.batch, self._run.num_updates
+    trained = (t for t in range(step, total) if batch_of(t) == batch.number)
+    update = 1 + next(trained, step)  # the first one that trains on it
     if "dialogue/turns" in graded.statistics:
-      self._warn_of_limits(graded.statistics, step)
+      self._warn_of_limits(graded.statistics, update)
     else:
-      self._warn_of_truncation(graded.statistics.get("response/truncated", 0.0), step)
-    self._warn_of_faults(graded, step)
+      self._warn_of_truncation(graded.statistics.get("response/truncated", 0.0), update)
+    self._warn_of_faults(graded, update)
     logging = self._run.logging
     # Once, however many batches are sampled before this update.
     if step % logging.rollouts_every == 0 and self._notices.changes("rollouts", step):
       samples = graded.samples[:: self._run.batch.group_size]
       self.writer.write_rollouts(step + 1, samples[: logging.rollouts_per_refresh])
 
-  def _warn_of_truncation(self, share: float, step: int) -> None:
+  def _warn_of_truncation(self, share: float, update: int) -> None:
     """Warns when more than half of the responses are truncated, once until it is less."""
     if self._notices.begins("truncation", share > 0.5):
       limit = self._run.max_response_length
       warn(
-        f"{share:.0%} of the responses sampled for update {step + 1} were truncated at"
+        f"{share:.0%} of the responses sampled for update {update} were truncated at"
         f" config.max_response_length = {limit} tokens, most likely before their answer. Raise it,"
         " or reward shorter responses with config.overlong.buffer"
       )
 
-  def _warn_of_limits(self, statistics: Mapping[str, float], step: int) -> None:
+  def _warn_of_limits(self, statistics: Mapping[str, float], update: int) -> None:
     """Warns when most dialogues end by limits, or without a reply, once until they do not."""
     remedies = {
       "turn_limit": "raise config.environment.max_turns",
@@ -288,11 +291,11 @@ class RunLog:
         most = max(outcomes, key=lambda outcome: shares[outcome])
         parts = ", ".join(f"{outcome} {shares[outcome]:.0%}" for outcome in outcomes)
         warn(
-          f"{share:.0%} of the dialogues sampled for update {step + 1} ended so: {parts}. That may"
+          f"{share:.0%} of the dialogues sampled for update {update} ended so: {parts}. That may"
           f" be right; otherwise {remedies[most]}"
         )
 
-  def _warn_of_faults(self, graded: Graded, step: int) -> None:
+  def _warn_of_faults(self, graded: Graded, update: int) -> None:
     """Warns that the grader or the environment has failed, and how, once until it does not."""
     faults = {"crashed": "the grader crashed on", "environment_failed": "the environment failed in"}
     for outcome, what in faults.items():
@@ -300,7 +303,7 @@ class RunLog:
       if self._notices.begins(outcome, bool(details)):
         share = len(details) / len(graded.samples)
         warn(
-          f"{what} {share:.0%} of the responses sampled for update {step + 1}; the first error is:"
+          f"{what} {share:.0%} of the responses sampled for update {update}; the first error is:"
           f" {details[0]}. config.grading.outcomes.{outcome} decides what happens to them; by"
           " default they are left out of the loss"
         )
@@ -387,7 +390,7 @@ class RunLog:
     """Waits for the update's metrics, writes its record and returns it."""
     with measure_wait():
       values = {name: float(value) for name, value in jax.device_get(update.metrics).items()}
-    if not values["update/skipped_in_a_row"]:  # then NaN is what had nothing to be measured on
+    if not values.get("update/skipped_in_a_row"):  # then NaN is what had nothing to be measured on
       values = {name: value for name, value in values.items() if not math.isnan(value)}
     done = time.perf_counter()
     seconds = done - max(update.dispatched, self.clock.free_from)

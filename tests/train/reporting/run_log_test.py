@@ -94,6 +94,29 @@ def test_responses_that_are_mostly_truncated_are_told_once_until_it_is_less(log,
   assert told == [False, True, False, False, True]
 
 
+@pytest.mark.parametrize(
+  ("schedule", "expected"),
+  [
+    (staleness.updates_per_refresh(batches=3), [1, 2, 3]),
+    (staleness.updates_per_refresh(batches=1, epochs=2), [1, 3, 5]),
+    (staleness.fixed_lag(lag=2, num_updates=12), [1, 2, 3]),
+  ],
+)
+def test_a_warning_names_the_update_that_trains_on_the_batch(log, capsys, schedule, expected):
+  """Not the one before which it was sampled: under a lag that comes earlier."""
+  log._run = log._run._replace(schedule=schedule)
+  told, number = [], 0
+  for step in range(log._run.num_updates):
+    for _ in range(schedule.samples(step)):
+      for truncated in (1.0, 0.0):  # told anew
+        statistics = {"response/truncated": truncated}
+        graded = Graded(make_host_batch(np.ones((1, 1, 1))), 1, 1, statistics, [])
+        log.count_sampled(RolloutBatch(number=number, version=step, graded=graded), step)
+      told += re.findall(r"sampled for update (\d+)", capsys.readouterr().out)
+      number += 1
+  assert [int(update) for update in told[:3]] == expected
+
+
 def test_dialogues_that_mostly_end_by_limits_are_told_once_until_it_is_less(log, capsys):
   """The limits count together; the remedy is that of the most frequent one."""
   told = []
