@@ -50,6 +50,9 @@ _TRACKERS = flags.DEFINE_list("trackers", [], "Where to copy the metrics: wandb,
 _STOPPED_STATUS = flags.DEFINE_integer(
   "stopped_status", 0, "Exit status of a training run that a signal stops early.", 0
 )
+_TRUST_RUN = flags.DEFINE_bool(
+  "trust_run", False, "Run code outside of this package that a run's config.json names."
+)
 _PARENT = flags.DEFINE_integer("parent", None, "Process whose end also ends this one.")
 
 _HELP = """rlvr_jax trains, evaluates and exports policies, for instance by

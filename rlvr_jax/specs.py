@@ -1,13 +1,14 @@
 """Components named by strings: "fade(alpha_max=3.0)", "my_package.module:factory(x=1)".
 
 Hyper-parameters are literals, read by `ast.literal_eval`: no code in a string is evaluated. But the
-function that a string names is called, whatever its module: run only configurations that you trust.
+function that a string names is called, whatever its module: `outside_package` finds such strings.
 This module imports the standard library only.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import glob
 import importlib
@@ -17,7 +18,7 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _FORM = re.compile(r"\s*([A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)\s*(\(.*\))?\s*", re.DOTALL)
@@ -75,6 +76,27 @@ def _parse_literal(keyword: ast.keyword) -> Any:
     value = keyword.value
     hint = f" (is it {keyword.arg}={value.id!r}?)" if isinstance(value, ast.Name) else ""
     raise ValueError(f"the value of {keyword.arg} is not a literal{hint}") from error
+
+
+def outside_package(value: Any, field: str = "config") -> Iterator[tuple[str, str]]:
+  """Yields (field, text) of each text in a configuration that names a function of another module.
+
+  Args:
+    value: the configuration, or a part of it: what JSON can have, with tuples.
+    field: its dotted name.
+  """
+  if isinstance(value, Mapping):
+    for name, part in value.items():
+      yield from outside_package(part, f"{field}.{name}")
+  elif isinstance(value, list | tuple):
+    for index, part in enumerate(value):
+      yield from outside_package(part, f"{field}[{index}]")
+  elif isinstance(value, str) and (match := _FORM.fullmatch(value)):
+    if ":" in match[1]:
+      yield field, value
+    else:  # components within its arguments
+      with contextlib.suppress(ValueError):
+        yield from outside_package([*parse(field, value).arguments.values()], field)
 
 
 def make(field: str, package: types.ModuleType, text: str, kind: Any, **of_run: Any) -> Any:

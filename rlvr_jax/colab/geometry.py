@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import numpy as np
 from rlvr_jax import advantages, reweighting
 from rlvr_jax.advantages import Advantage
 from rlvr_jax.colab.display import COLORS, legend_outside
-from rlvr_jax.colab.runs import sums_config, train
+from rlvr_jax.colab.runs import read_schedule, sums_config, train
 from rlvr_jax.evaluate import geometry_plots
 from rlvr_jax.evaluate.geometry_plots import Measurement, apply_salt, load_geometry, ordered_cosines
 from rlvr_jax.ops.checks import check_between
@@ -22,7 +21,6 @@ from rlvr_jax.rollouts.batch import from_shard
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.specs import make
 from rlvr_jax.storage.places import parse_path
-from rlvr_jax.train.setup.build import make_schedule
 
 OWN = "its own"  # α or rank as SALT computes them
 FIRST, OTHER = "first run", "other run"
@@ -129,8 +127,10 @@ def describe(run: Run) -> None:
 # --- completions ----------------------------------------------------------------------------------
 
 
-def load_completions(run: Run, update: int) -> list[dict[str, Any]]:
+def load_completions(run: Run, update: int, *, trust_run: bool = False) -> list[dict[str, Any]]:
   """Loads the records of an update's rollouts from the run's store, in the order of Gram rows.
+
+  `trust_run`: see `runs.read_schedule`.
 
   Returns:
     Records with `prompt`, `completion`, `reward` and more; [] if the run no longer has the batch,
@@ -139,12 +139,8 @@ def load_completions(run: Run, update: int) -> list[dict[str, Any]]:
   folder = parse_path("the workdir", run.workdir)
   if not (folder / "config.json").exists() or not (folder / "rollouts").exists():
     return []
-  config = ml_collections.ConfigDict(json.loads((folder / "config.json").read_text()))
-  if config.schedule.startswith("asynchronous"):
-    number = update
-  else:
-    schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
-    number = schedule.batch(update)
+  schedule, _ = read_schedule(folder, trust_run=trust_run)
+  number = update if schedule.real_time else schedule.batch(update)
   store = RolloutStore(folder / "rollouts", writable=False)
   if number not in store.numbers():
     return []

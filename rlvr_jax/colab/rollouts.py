@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import ml_collections
 import numpy as np
 
 from rlvr_jax.colab.display import COLORS, legend_outside
+from rlvr_jax.colab.runs import read_schedule
 from rlvr_jax.data import Tokenizer
 from rlvr_jax.evaluate.pass_at_k import wilson_interval
 from rlvr_jax.ops.checks import check_choice
@@ -20,7 +20,7 @@ from rlvr_jax.rollouts.batch import from_shard
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.places import parse_path
-from rlvr_jax.train.setup.build import make_schedule
+from rlvr_jax.train.checkpointing.workdir import read_config
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
 
 # Kind of a rollout → color. A response at the length limit is "cut off", whatever its grade.
@@ -65,9 +65,12 @@ class Rollout(NamedTuple):
     return (len(self.turns) + 1) // 2
 
 
-def load(workdir: str | os.PathLike[str]) -> list[Rollout]:
+def load(workdir: str | os.PathLike[str], *, trust_run: bool = False) -> list[Rollout]:
   """Loads all rollouts of a run's store, in the order of sampling.
 
+  Args:
+    workdir: of the run.
+    trust_run: see `runs.read_schedule`.
   Raises:
     FileNotFoundError: the folder has no run.
     StoreError: the store cannot be read.
@@ -75,9 +78,8 @@ def load(workdir: str | os.PathLike[str]) -> list[Rollout]:
   folder = parse_path("the workdir", workdir)
   if not (folder / "config.json").exists():
     raise FileNotFoundError(f"{str(folder)!r} has no config.json: give the --workdir of a run")
-  config = ml_collections.ConfigDict(json.loads((folder / "config.json").read_text()))
-  schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
-  first_updates = _first_updates(schedule, config.num_updates)
+  first_updates = _first_updates(*read_schedule(folder, trust_run=trust_run))
+  config = ml_collections.ConfigDict(read_config(folder / "config.json"))
   tokenizer = None
   with contextlib.suppress(ValueError):  # its files are elsewhere
     tokenizer = make_tokenizer(config.tokenizer, config.prompts, config.model.checkpoint)

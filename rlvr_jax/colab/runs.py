@@ -14,11 +14,14 @@ from typing import Any
 
 import ml_collections
 
+from rlvr_jax import specs
 from rlvr_jax.configs import quickstart, quickstart_dialogue, steps
+from rlvr_jax.rollouts.staleness import Schedule
+from rlvr_jax.train.checkpointing.workdir import WorkdirError, read_config
 from rlvr_jax.train.reporting.report import write_report
 from rlvr_jax.train.same_rollouts import Comparison, compare_gradients
 from rlvr_jax.train.session import open_session
-from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.setup.build import build, make_schedule
 
 
 def train(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Path:
@@ -39,6 +42,28 @@ def train(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Path:
       run.trainer.run(run.now)
       write_report(run.workdir.local, run.workdir.path)
   return folder
+
+
+def read_schedule(folder: pathlib.Path, *, trust_run: bool = False) -> tuple[Schedule, int]:
+  """Reads the schedule of a run, and its number of updates.
+
+  Args:
+    folder: from `parse_path`.
+    trust_run: whether a schedule of another module than the package's is imported.
+  Raises:
+    ValueError: config.json is no configuration, or its schedule is of another module.
+  """
+  try:
+    config = read_config(folder / "config.json")
+    name, num_updates, seed = (config[key] for key in ("schedule", "num_updates", "seed"))
+  except (WorkdirError, KeyError) as error:
+    raise ValueError(f"{folder}/config.json is not the configuration of a run: {error}") from error
+  if not trust_run and any(specs.outside_package(name)):
+    raise ValueError(
+      f"{folder}/config.json has the schedule {name!r}, which is code of its author: give"
+      " trust_run=True if you trust who wrote that run"
+    )
+  return make_schedule(name, num_updates=num_updates, seed=seed), num_updates
 
 
 def train_fleet(*, samplers: int = 2) -> pathlib.Path:

@@ -48,7 +48,8 @@ def sampler_of(run: Run, number: int | str, args: argparse.Namespace) -> Run:
   """A sampler of a trainer's run; `number`: as of `sampler_name`."""
   workdir = f"--workdir={parse_flags(run.flags)['workdir']}"
   fields = (f"--config.{pair}" for pair in args.sampler_config)
-  flags = ("--mode=sample", workdir, *fields)
+  # The run's configuration is that of the trainer, which the same person starts.
+  flags = ("--mode=sample", "--trust_run", workdir, *fields)
   return run._replace(name=sampler_name(run, number), flags=flags)
 
 

@@ -83,6 +83,19 @@ def test_a_folder_without_a_run_is_named(tmp_path):
     rollouts.load(tmp_path)
 
 
+def test_a_schedule_of_its_author_s_code_needs_trust(tmp_path, monkeypatch):
+  (tmp_path / "their_code.py").write_text("raise SystemError('it was run')\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  config = {"schedule": "their_code:schedule", "num_updates": 1, "seed": 0}
+  for text, message in ((json.dumps(config), "give trust_run=True"), ("[1, 2]", "a JSON list")):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+      rollouts.load(tmp_path)
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  with pytest.raises(ValueError, match="it was run"):
+    rollouts.load(tmp_path, trust_run=True)
+
+
 def test_rollouts_are_chosen_by_kind_length_and_age(samples):
   count = lambda **how: len(rollouts.select(samples, **how))
   assert count() == 16 and count(kind="correct") == 4 and count(age=1) == 8

@@ -260,13 +260,32 @@ class Parser(config_flags.ConfigFileFlagParser):
     """The configuration that a run has written, in the types of the base."""
     try:
       values = json.loads(parse_path(f"--{self.name}", path).read_text(encoding="utf-8"))
+      if not isinstance(values, dict):
+        raise ValueError(f"it is a JSON {type(values).__name__}, not an object")
     except (OSError, ValueError) as error:
       sys.exit(f"error: --{self.name}={path} cannot be read as a run's configuration: {error}")
+    _check_trust(path, values, self._argv)
     config = super().parse(os.path.join(_RECIPES, "base.py"))
     config.task.kwargs = ConfigDict()
     with config.unlocked():
       _set_fields(config, values)
     return config
+
+
+def _check_trust(path: str, values: Mapping[str, Any], argv: Sequence[str]) -> None:
+  """Ends the process if a run's configuration names code that may be another's, without consent.
+
+  Consent is --trust_run, or the answer of a person at a terminal.
+  """
+  named = [f"  {field} = {text!r:.200}" for field, text in specs.outside_package(values)]
+  if not named or any(re.fullmatch("--?trust_run(=(true|True|1))?", flag) for flag in argv):
+    return
+  what = "\n".join([f"{path} names code outside of rlvr_jax, which would run here:", *named])
+  if sys.stdin is not None and sys.stdin.isatty():
+    print(f"{what}\nRun it? [y/N] ", end="", flush=True)
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+      return
+  sys.exit(f"error: {what}\nadd --trust_run if you trust who wrote that run")
 
 
 def _set_fields(section: ConfigDict, values: Mapping[str, Any]) -> None:

@@ -1,6 +1,10 @@
 """What a command line and a recipe may set, and how their mistakes are answered."""
 
+import functools
+import io
+import json
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -29,6 +33,7 @@ def parsed(*arguments, recipe="configs/quickstart.py"):
   """The configuration that a command line stands for, read as the program reads it."""
   values, argv = flags.FlagValues(), ["main", f"--config={recipe}", *arguments]
   config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+  flags.DEFINE_bool("trust_run", False, "", flag_values=values)
   values["config"].parser = config_file.Parser("config", argv)
   values(argv)
   return values.config
@@ -99,6 +104,7 @@ RUNS = {  # recipe → what is set on the command line
   "configs/gsm8k.py": (
     "--config.task.kwargs.data_dir=2024",
     "--config.grading.extra=(('a:b', 0.5),)",
+    "--trust_run",
   ),
 }
 
@@ -108,13 +114,71 @@ def test_a_run_s_configuration_is_read_as_it_was(recipe, tmp_path):
   was = parsed(*RUNS[recipe], recipe=recipe)
   path = tmp_path / "config.json"
   path.write_text(was.to_json_best_effort())
-  again = parsed(recipe=path)
+  trusted = [argument for argument in RUNS[recipe] if argument == "--trust_run"]
+  again = parsed(*trusted, recipe=path)
   assert again.to_json_best_effort() == path.read_text() and again.is_locked
   assert again.task.to_dict() == was.task.to_dict()
   assert again.grading.to_dict() == was.grading.to_dict()  # tuples within tuples too
-  changed = parsed("--config.seed=7", "--config.model.overrides.unroll_layers=3", recipe=path)
+  fields = ("--config.seed=7", "--config.model.overrides.unroll_layers=3")
+  changed = parsed(*fields, *trusted, recipe=path)
   assert (changed.seed, changed.model.overrides.unroll_layers) == (7, 3)
   assert changed.loss == was.loss and changed.evaluation.ks == was.evaluation.ks
+
+
+OUTSIDE = {  # field → what names code that the package does not have
+  "advantage": "os:system(command='touch pwned')",
+  "schedule": "a.b:c",
+  "grading.extra": [["format", 0.1], ["mine:grader", 0.5]],
+  "grading.grader": "weighted(parts=('gsm8k', 'mine:grader(x=1)'))",
+  "task.kwargs": {"tasks": [{"name": "mine:task", "kwargs": {}}]},
+}
+
+
+@pytest.mark.parametrize("field", OUTSIDE)
+def test_a_run_s_configuration_is_code_that_needs_trust(field, tmp_path, monkeypatch):
+  values = json.loads(quickstart.get_config().to_json_best_effort())
+  *sections, name = field.split(".")
+  functools.reduce(dict.__getitem__, sections, values)[name] = OUTSIDE[field]
+  path = tmp_path / "config.json"
+  path.write_text(json.dumps(values))
+  with pytest.raises(SystemExit) as refused:
+    parsed(recipe=path)
+  assert re.search(rf"names code outside of rlvr_jax.*\n  config\.{field}.* = ", str(refused.value))
+  assert refused.value.args[0].endswith("add --trust_run if you trust who wrote that run")
+  trusting = parsed("--trust_run", recipe=path)
+  assert (
+    trusting.to_json_best_effort() == parsed("--trust_run=true", recipe=path).to_json_best_effort()
+  )
+  with pytest.raises(SystemExit):
+    parsed("--trust_run=false", recipe=path)
+  for answer in ("", "n\n", "y\n"):  # a person at a terminal is asked
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    if answer == "y\n":
+      assert parsed(recipe=path).to_json_best_effort() == trusting.to_json_best_effort()
+    else:
+      with pytest.raises(SystemExit):
+        parsed(recipe=path)
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+def test_a_run_of_the_package_s_own_components_asks_nothing(tmp_path):
+  path = tmp_path / "config.json"
+  recipes = {recipe.stem: recipe for recipe in (tiny.ROOT / "configs").glob("[a-z]*.py")}
+  del recipes["pretrained"]  # its task is in experiments
+  for recipe in recipes.values():
+    path.write_text(parsed(recipe=recipe).to_json_best_effort())
+    parsed(recipe=path)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "3", "null", '"a"'])
+def test_what_is_no_configuration_is_told(text, tmp_path):
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(SystemExit, match=r"cannot be read as a run's configuration: it is a JSON"):
+    parsed(recipe=tmp_path / "config.json")
 
 
 def arguments_for(*argv):
