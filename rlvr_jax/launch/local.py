@@ -16,7 +16,7 @@ from collections.abc import Callable
 from rlvr_jax.launch import fleet
 from rlvr_jax.launch.run import Run
 from rlvr_jax.launch.shell import LaunchError, Shell, say
-from rlvr_jax.launch.supervise import PORT, read_run, write_run
+from rlvr_jax.launch.supervise import PORT, began, read_run, write_run
 
 ON_HOSTS = False
 SAY_EVERY_S = 30.0  # during a wait
@@ -177,30 +177,32 @@ def _prepare_folder(folder: pathlib.Path, run: Run, args: argparse.Namespace) ->
 
 
 def _read_state(folder: pathlib.Path) -> dict:
-  """Reads the supervisor's state; "absent" without one, "killed" if its process is gone."""
+  """Reads the supervisor's state; "absent" without one, "killed" if its process is gone.
+
+  Raises:
+    LaunchError: state.json is damaged.
+  """
+  path = folder / "state.json"
   try:
-    state = json.loads((folder / "state.json").read_text())
+    state = json.loads(path.read_text())
+    start, pid, is_running = state.pop("began", None), state["pid"], state["state"] == "running"
   except FileNotFoundError:
     return {"state": "absent"}
-  if state["state"] == "running" and not _is_alive(state["pid"]):
+  except (ValueError, TypeError, AttributeError, KeyError) as error:
+    raise LaunchError(
+      f"{path} is not the state of a run ({type(error).__name__}: {error}), as after a crash of the"
+      " machine: end the run's processes if any are left, and remove it"
+    ) from error
+  if is_running and (start is None or began(pid) != start):
     state["state"] = "killed"
   return state
 
 
-def _is_alive(pid: int) -> bool:
-  """Whether a process runs; one that has ended and waits for its parent does not."""
-  try:
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text()
-  except (FileNotFoundError, ProcessLookupError):
-    return False
-  return fields.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
 def _wait_until(folder: pathlib.Path, what: str, condition: Callable[[dict], bool]) -> None:
   """Waits, and says now and then for what."""
-  began = said = time.monotonic()
+  start = said = time.monotonic()
   while not condition(state := _read_state(folder)):
     if time.monotonic() - said > SAY_EVERY_S:
       said = time.monotonic()
-      say(f"waits for {what}, for {said - began:.0f} s so far: {json.dumps(state)}")
+      say(f"waits for {what}, for {said - start:.0f} s so far: {json.dumps(state)}")
     time.sleep(0.1)

@@ -71,9 +71,20 @@ def write_run(folder: pathlib.Path, run: Mapping[str, Any]) -> None:
   replace_text(folder / "run.json", json.dumps(run, indent=2))
 
 
+def began(pid: int) -> str | None:
+  """When a process began, which tells it from a later one of that number; None if it has ended."""
+  try:
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+  except (FileNotFoundError, ProcessLookupError):
+    return None
+  return None if fields[0] in ("Z", "X") else f"{boot} {fields[19]}"
+
+
 def _write_state(folder: pathlib.Path, state: Mapping[str, Any]) -> None:
-  """Replaces FOLDER/state.json if it has changed; its `pid` is this process."""
-  path, text = folder / "state.json", json.dumps({"pid": os.getpid(), **state})
+  """Replaces FOLDER/state.json if it has changed; `pid` and `began` in it are this process's."""
+  own = {"pid": os.getpid(), "began": began(os.getpid())}
+  path, text = folder / "state.json", json.dumps(own | dict(state))
   if not path.exists() or path.read_text() != text:
     replace_text(path, text)
 

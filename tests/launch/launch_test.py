@@ -25,7 +25,7 @@ from train.fleet import fleets
 
 from rlvr_jax import main as program_of_runs  # noqa: F401  (defines its flags)
 from rlvr_jax.launch import __main__ as command_line
-from rlvr_jax.launch import fleet, local, supervise, tpu_vm
+from rlvr_jax.launch import fleet, supervise, tpu_vm
 from rlvr_jax.launch.package import make_package
 from rlvr_jax.launch.run import EXTRAS, Run
 from rlvr_jax.launch.shell import CommandError, LaunchError, Shell
@@ -407,13 +407,42 @@ while not (folder / "trained").exists():
 
 def test_a_process_that_has_ended_is_not_alive():
   with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-    assert local._is_alive(process.pid)
+    assert supervise.began(process.pid) != supervise.began(os.getpid())
+    began = supervise.began(process.pid)
+    assert began and began == supervise.began(process.pid)
     process.stdin.close()
     deadline = time.monotonic() + 30
-    while local._is_alive(process.pid):  # though its parent has not waited for it
+    while supervise.began(process.pid):  # though its parent has not waited for it
       assert time.monotonic() < deadline
     assert process.returncode is None
-  assert not local._is_alive(process.pid)
+  assert supervise.began(process.pid) is None
+
+
+def test_a_process_that_has_taken_over_the_number_is_left_alone(tmp_path, monkeypatch, launch):
+  monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+  folder = Run("try", (), {}, 1, None).folder
+  folder.mkdir(parents=True)
+  state = {"state": "running", "attempt": 0, "processes": [], "samplers": {}}
+  with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+    for began in ({}, {"began": "x 1"}, {"began": supervise.began(os.getpid())}):
+      (folder / "state.json").write_text(json.dumps({"pid": other.pid, **began, **state}))
+      assert launch("local stop --name=try") == "try: killed\n"
+    assert other.poll() is None  # SIGTERM would have ended it
+    own = {"pid": other.pid, "began": supervise.began(other.pid)}
+    (folder / "state.json").write_text(json.dumps({**own, **state}))
+    assert launch("local stop --name=try") == "try: killed\n" and other.wait(30) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"pid": 1}', '{"state": "running"}'])
+def test_a_damaged_state_has_a_message(tmp_path, monkeypatch, launch, text):
+  monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+  folder = Run("try", (), {}, 1, None).folder
+  folder.mkdir(parents=True)
+  (folder / "state.json").write_text(text)
+  for verb in ("status", "stop", "scale --samplers=1", "logs"):
+    (folder / "process_0.log").touch()
+    with pytest.raises(LaunchError, match=r"state\.json is not the state of a run.* remove it"):
+      launch(f"local {verb} --name=try")
 
 
 def test_samplers_beside_a_trainer_come_back_and_are_scaled(tmp_path, monkeypatch, launch):
