@@ -1,8 +1,12 @@
 """Records of a fleet are read as written; damage and other versions are named."""
 
+import pathlib
+import re
+
 import numpy as np
 import pytest
 
+from rlvr_jax.fleet import records
 from rlvr_jax.fleet.records import (
   GradedGroup,
   GroupRecord,
@@ -15,6 +19,8 @@ from rlvr_jax.fleet.records import (
   lease_name,
   plan_name,
 )
+from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.rollouts.shards import ARRAYS
 
 PLAN = Plan(7, 6, 4, [11, 12], {"next": 56}, 5, [[0, 1], [1, 2]])
 RECORD = GroupRecord("ab", "host-1", {"5": "f0"}, [["correct", 1.0, "", "3"]], None, {"a_max": 0.5})
@@ -61,3 +67,28 @@ def test_names_have_draw_and_index():
   assert index_of(lease_name(7, 3)) == index_of(group_name(7, 3)) == 3
   assert plan_name(PLAN) != plan_name(PLAN._replace(problems=[11, 13]))
   assert plan_name(PLAN) == plan_name(PLAN._replace(drawn_by=4))
+
+
+def test_the_list_of_what_records_may_contain_is_complete():
+  """docs/staleness.md has a row for each field, and each array with the dtype of its file."""
+  page = (pathlib.Path(records.__file__).parents[2] / "docs" / "staleness.md").read_text()
+  section = page.partition("### What a record may contain\n")[2].partition("\n**Order")[0]
+  rows = [
+    [cell.strip() for cell in row.split("|")[1:-1]] for row in section.splitlines() if "|" in row
+  ]
+  fields, arrays, record = {}, {}, ""
+  for row in rows:
+    is_array = len(row) == 4 and ("int" in row[1] or row[1] in ("float32", "bool"))
+    names = re.findall(r"`(\w+)`", row[0] if is_array else row[1])
+    if is_array:
+      arrays |= dict.fromkeys(names, row[1])
+    elif names:
+      record = row[0].strip("`") or record
+      fields.setdefault(record, set()).update(names)
+  classes = dict(trainer=records.TrainerRecord, plans=Plan, groups=GroupRecord)
+  classes |= dict(samplers=SamplerRecord, failures=records.FailureRecord)
+  expected = {name: set(kind._fields) for name, kind in classes.items()}
+  assert fields == expected | {"leases": {"sampler"}}
+  of_group = set(Group._fields) - {"owner", "prompt_index", "details"}
+  dtypes = {name: ARRAYS[name].dtype.replace("|", " or ") for name in of_group}
+  assert arrays == dtypes
