@@ -50,7 +50,7 @@ def parse_program(text: str) -> tuple[dict[str, Computation], str]:
   """Parses a program; returns its computations by name, and the name of the entry.
 
   Raises:
-    CostsError: the text has no ENTRY computation, a bracket does not close, or an operand is unknown.
+    CostsError: the text has no ENTRY computation, an open bracket, or an unknown operand.
   """
   computations: dict[str, Computation] = {}
   entry = ""
@@ -119,7 +119,7 @@ def _tuple_shapes(shape: str) -> list[str]:
   shapes, depth, start = [], 0, 1
   for position, letter in enumerate(shape):
     depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)
-    if depth == 1 and letter == "," or depth == 0:
+    if (depth == 1 and letter == ",") or depth == 0:
       shapes.append(shape[start:position].strip())
       start = position + 1
   return [re.sub(r"/\*.*?\*/", "", x) for x in shapes]

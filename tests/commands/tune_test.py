@@ -78,9 +78,9 @@ def test_what_is_refused_before_anything_is_compiled(flags, message, tmp_path):
 
 def test_a_network_that_no_setting_fits_ends_with_a_message(tmp_path):
   """The command itself: no traceback."""
-  arguments = ["--mode=tune", "--config=configs/full_size/fade_qwen25_7b.py", "--config.mesh.fsdp=1"]
-  arguments += ["--topology=v5e:1x1", f"--workdir={tmp_path}"]
-  command = [sys.executable, "-m", "rlvr_jax.main", *arguments]
+  command = [sys.executable, "-m", "rlvr_jax.main", "--mode=tune", f"--workdir={tmp_path}"]
+  command += ["--config=configs/full_size/fade_qwen25_7b.py", "--config.mesh.fsdp=1"]
+  command += ["--topology=v5e:1x1"]
   ended = subprocess.run(command, check=False, capture_output=True, text=True)
   assert ended.returncode == 1 and "Traceback" not in ended.stderr
   assert "error: --topology=v5e:1x1: no setting of the update fits into 15.75 GiB" in ended.stderr

@@ -120,9 +120,9 @@ def test_a_program_whose_layers_cannot_be_counted_has_no_costs():
     return step_time.program_cost("update", lower, ONE, useful_flops=useful_layers * 2 * 256**3)
 
   assert costs(7, fixed=7)["executed_flops"] == 7 * 2 * 256**3
-  with pytest.raises(hlo_text.CostsError, match="of the update are not known: .* of which"):
+  with pytest.raises(hlo_text.CostsError, match=r"of the update are not known: .* of which"):
     costs(7.01, fixed=7)
-  with pytest.raises(hlo_text.CostsError, match=r"length of jit\(<lambda>\)/layers/while, a loop around"):
+  with pytest.raises(hlo_text.CostsError, match=r"length of jit\(<lambda>\)/layers/while, a"):
     costs(1, fixed=None)
 
 
