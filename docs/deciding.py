@@ -1,4 +1,4 @@
-"""The one comparison that decides each claim of docs/reproduction.md."""
+"""The one comparison that decides each claim of docs/reproduction.md, or each part of a claim."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any, NamedTuple
 from docs.runs import (
   EQUAL,
   FAR,
-  FIRST_QUARTER,
   HIGH,
   HIGH_RANK,
-  LAST_QUARTER,
   LATE,
+  LATE_16,
   LOW,
-  MU,
-  N_EFF,
   ON_STEPS,
   OTHERS,
   REWEIGHTED,
@@ -28,19 +25,22 @@ from docs.runs import (
   every,
   fall,
   measured,
-  trigger_rate,
+  start,
 )
+from experiments.fade.tables import peak_update
 from experiments.large_ratios.sweep import LOWER, SUFFIX, TRIGGER, at_lower, with_new_seeds
 from experiments.large_ratios.tables import PRICE, RACES, SOONER, speedups
 from experiments.low_precision import tables as low
+from experiments.mu_grpo.testbed_tables import TIGHT
 from experiments.other_samplers.sweep import LARGER, half_from
-from experiments.sampled_feature.sweep import BONUS, SIZES, fixed, grpo, salt
+from experiments.sampled_feature.sweep import BONUS, ROLLOUTS, SIZES, fixed, grpo, salt
 from experiments.sampled_feature.tables import gain_of_size
 from experiments.testbed import claims, report
+from experiments.testbed.arms import GRPO
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.compare import final_value
 from rlvr_jax.evaluate.figures import COLORS
-from rlvr_jax.evaluate.paired import BySeed, Difference, paired_difference
+from rlvr_jax.evaluate.paired import BySeed, Difference, holm, paired_difference
 
 FEWEST_SEEDS = 3  # for an interval
 
@@ -68,7 +68,7 @@ class Comparison(NamedTuple):
   Attributes:
     quantity: what is compared, with its unit.
     arm, control: the difference is arm less control.
-    claimed: "more", or "not less".
+    claimed: as in `claims.Claim`.
     margin: the smallest difference that would matter.
     regime: task and conditions.
     plan: experiment and row of its README's plan, such as "large_ratios P1", where comparison and
@@ -111,6 +111,13 @@ def verdict(comparison: Comparison) -> str:
   if found is None:
     return "undecided"
   return claims.verdict(comparison.claimed, found.low, found.high, comparison.margin)
+
+
+def holm_p(comparisons: Mapping[str, Comparison]) -> dict[str, float]:
+  """p that the difference is 0, adjusted for all comparisons that have an interval."""
+  found = {name: interval(comparison) for name, comparison in comparisons.items()}
+  p_values = {name: difference.p for name, difference in found.items() if difference is not None}
+  return dict(zip(p_values, holm([*p_values.values()]).tolist(), strict=True))
 
 
 def describe(comparison: Comparison) -> list[str]:
@@ -259,19 +266,32 @@ def _larger_groups(name: str, label: Callable[[int], str]) -> Side:
   return Side(f"{name}, G = 64 less 4", gains)
 
 
-_VETO = "veto suffix, κ = 0.1"
+def _directions_per_rollout(run: Result) -> float:
+  return measured("PR, score")(run) / ROLLOUTS
 
+
+def _below(quantity: str, bound: float, meaning: str, value: OfRun) -> Comparison:
+  """GRPO's gradients in experiments/sampled_feature, which are to stay below a bound."""
+  arm = _number(f"{bound:g} ({meaning})", bound)
+  return Comparison(quantity, arm, side(SAMPLED, grpo(16), value), "more", 0.1, _WRITTEN)
+
+
+def _start_8(run: Result) -> float:
+  return run["evaluations"]["eval/pass@8"][0]
+
+
+_DEGRADED = low.label(low.GRPO, *low.HARDEST)
+_RELAXED = at_lower("relaxed")
+
+# Claim, and a letter where it has several parts → what decides it.
 DECIDED_BY = {
-  "S1": Comparison(
-    "n_eff",
-    _number("1 (they cancel)", 1.0),
-    side(SALT, "GRPO, G = 16", N_EFF),
-    "more",
-    0.1,
-    f"{_QUICKSTART}, `score`",
-  ),
-  "S2": _sampled("S2", "pass@1", salt(16), grpo(16), LATE, claims.MATTERS),
-  "S3": _between(
+  "S1a": _below("PR by `score`, over the rollouts", 0.5, "half", _directions_per_rollout),
+  "S1b": _below("n_eff by `score`", 1.0, "they cancel", measured("n_eff, score")),
+  "S1c": _below("n_eff by `sampled`", 1.0, "they cancel", measured("n_eff")),
+  "S2a": _sampled("S2, n_eff", "n_eff of A′", salt(16), grpo(16), measured("n_eff of A′"), 0.1),
+  "S2b": _sampled("S2, PR", "PR", salt(16), grpo(16), measured("PR"), 0.2),
+  "S2c": _sampled("S2", "pass@1", salt(16), grpo(16), LATE, claims.MATTERS),
+  "S3a": _between(
     "n_eff of A′",
     SALT,
     "SALT, G = 16",
@@ -280,7 +300,9 @@ DECIDED_BY = {
     1.0,
     f"{_QUICKSTART}, `score`",
   ),
-  "S4": _sampled("S4, α = 1", "pass@1", salt(16), fixed(1.0), LATE, claims.MATTERS),
+  "S3b": _sampled("S4, α = 0", "pass@1", salt(16), fixed(0.0), LATE, claims.MATTERS),
+  "S4a": _sampled("S4, α = 0", "pass@1", salt(16), fixed(0.0), LATE, claims.MATTERS),
+  "S4b": _sampled("S4, α = 1", "pass@1", salt(16), fixed(1.0), LATE, claims.MATTERS),
   "S5": Comparison(
     "gain of pass@1 by larger groups",
     _larger_groups("SALT", salt),
@@ -290,9 +312,6 @@ DECIDED_BY = {
     _WRITTEN,
     "sampled_feature S5",
   ),
-  "S6": _sampled(
-    "S6", "residual's share of energy", grpo(64), grpo(4), measured("residual energy"), 0.05
-  ),
   "S7": Comparison(
     "correlation of cosines",
     side(SALT, "GRPO, G = 8", _correlation_above_chance)._replace(name="head with last block"),
@@ -301,8 +320,28 @@ DECIDED_BY = {
     0.1,
     "quickstart, G = 8, 100 updates",
   ),
-  "S10": _sampled("S10", "α", salt(64), salt(4), measured("α"), 0.1),
-  "S11": _sampled("S11", "PR by `score`", BONUS, grpo(16), measured("PR, score"), 1.0),
+  "S10a": _sampled("S10", "α", salt(64), salt(4), measured("α"), 0.1),
+  "S10b": _between(
+    "clip fraction",
+    SAMPLED,
+    grpo(16),
+    salt(16),
+    measured("clipped"),
+    0.01,
+    _WRITTEN,
+    "not less",
+  ),
+  "S11a": _sampled("S11", "PR by `score`", BONUS, grpo(16), measured("PR, score"), 1.0),
+  "S11b": _between(
+    "n_eff by `score`",
+    SAMPLED,
+    BONUS,
+    grpo(16),
+    measured("n_eff, score"),
+    0.3,
+    _WRITTEN,
+    "equal",
+  ),
   "P1": _at_lower("P1, ε = 0.2", "P3O", "GRPO, ε = 0.2", f"{_STALE}, rate 6e-4", "not less"),
   "P2": _pass_at_1(
     ON_STEPS,
@@ -321,7 +360,7 @@ DECIDED_BY = {
     value=LATE,
     plan="low_precision P3, bfloat16, fp8 rollouts",
   ),
-  "P4": Comparison(
+  "P4a": Comparison(
     "pass@8",
     side(LOW, low.SWEEP.arm, low.LATE_8),
     Side(low.SWEEP.control, low.sweep_mean(every(LOW))),
@@ -330,7 +369,15 @@ DECIDED_BY = {
     _SMALL_GROUPS,
     "low_precision P4",
   ),
-  "P5": _at_lower(
+  "P4b": Comparison(
+    "pass@8",
+    side(LOW, _DEGRADED, _start_8)._replace(name=f"{_DEGRADED}, at the start"),
+    side(LOW, _DEGRADED, low.LATE_8),
+    "more",
+    claims.MATTERS,
+    _SMALL_GROUPS,
+  ),
+  "P5a": _at_lower(
     "P5, lag 1", "P3O, lag 1", "GRPO, ε = 0.2, lag 1", "quickstart, a lag of one update, rate 6e-4"
   ),
   "P6": _pass_at_1(
@@ -341,9 +388,6 @@ DECIDED_BY = {
     claimed="not less",
     value=LATE,
     plan="other_samplers P6, larger model",
-  ),
-  "P7": _pass_at_1(
-    LOW, low.HOT_P3O, low.HOT_ANCHORS, _SMALL_GROUPS, value=LATE, plan="low_precision P7"
   ),
   "F1": _high(
     "F1",
@@ -361,7 +405,10 @@ DECIDED_BY = {
     HIGH_RANK,
     0.05,
   ),
-  "F3": _high(
+  "F3a": _high(
+    "F3, sooner", "update of the highest pass@1", "success-heavy", "FADE", peak_update, 30.0
+  ),
+  "F3b": _high(
     "F3, as high",
     "highest pass@1",
     "FADE",
@@ -370,7 +417,16 @@ DECIDED_BY = {
     claims.MATTERS,
     "not less",
   ),
-  "M1": Comparison(
+  "F3c": _high(
+    "F3, as broad",
+    "pass@16",
+    "FADE",
+    "pass@4 training",
+    LATE_16,
+    claims.MATTERS,
+    "not less",
+  ),
+  "M1a": Comparison(
     "times as fast as GRPO to its accuracy",
     _speedup("M1, vetoed"),
     _number("1", 1.0),
@@ -379,10 +435,19 @@ DECIDED_BY = {
     f"{_STALE}, rate 6e-4, hand-overs of {PRICE:.2f} updates",
     "large_ratios M1, vetoed",
   ),
-  "M2": _between(
+  "M2a": _pass_at_1(ON_STEPS, GRPO, TIGHT, f"{_STEPS}, two stages of μ = 96", value=LATE),
+  "M2b": Comparison(
+    "pass@1",
+    side(FAR, _RELAXED, LATE),
+    side(FAR, _RELAXED, start)._replace(name="at the start"),
+    "more",
+    claims.MATTERS,
+    f"{_STALE}, rate 6e-4",
+  ),
+  "M2c": _between(
     "fall of pass@1 from its highest",
     FAR,
-    at_lower("relaxed"),
+    _RELAXED,
     at_lower("GRPO, ε = 0.2"),
     fall,
     claims.MATTERS,
@@ -395,13 +460,5 @@ DECIDED_BY = {
     f"{_STALE}, rate 1e-3",
     value=LATE,
     plan="large_ratios M3, new seeds",
-  ),
-  "M5": Comparison(
-    "trigger rate in a stage",
-    side(MU, _VETO, trigger_rate(LAST_QUARTER))._replace(name="last quarter"),
-    side(MU, _VETO, trigger_rate(FIRST_QUARTER))._replace(name="first"),
-    "more",
-    0.005,
-    "quickstart in written steps, stages of μ = 96",
   ),
 }

@@ -2,17 +2,18 @@
 
 python -m docs.reproduction
 
-One comparison decides each claim, that of docs/deciding.py. The texts of the evidence are written
-by hand, their numbers are not: they come from files of results.
+One comparison decides each claim, or each part of one, that of docs/deciding.py. The texts of the
+evidence are written by hand, their numbers are not: they come from files of results.
 """
 
 from __future__ import annotations
 
+import collections
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from docs.deciding import DECIDED_BY, Comparison, describe, draw, verdict
+from docs.deciding import DECIDED_BY, Comparison, describe, draw, holm_p, verdict
 from docs.runs import OfRun, Result
 from experiments import evidence, full_size
 from experiments.testbed.arms import SEEDS, committed_runs
@@ -25,12 +26,13 @@ COMMAND = "python -m docs.reproduction"
 VERDICTS = {  # verdict → what it says
   "found": "the interval lies where the claim says",
   "excluded beyond the margin": (
-    "more was claimed, and the interval lies within ± the margin, also where it is below 0; or not"
-    " less was, and it lies below −margin"
+    "more was claimed, and the interval lies within ± the margin, also where it is below 0"
   ),
-  "reversed": "the interval lies on the other side of 0",
+  "reversed": "it lies on the other side: of 0, or of −margin where not less was claimed",
   "undecided": "everything else; two seeds have no interval",
+  "not tested": "no run here asks what the paper claims; the evidence says what was run instead",
   "not testable": "at this scale, for the stated reason",
+  "description": "the paper shows how something goes, and claims no difference",
 }
 MINUTES = 5  # of a run on the testbed, on two quiet cores; experiments/ORDER.md
 IDS = (
@@ -57,6 +59,12 @@ class Verdict(NamedTuple):
   link: str = ""  # path from docs/
   arms: tuple[str, ...] = ()  # of the testbed, which are to say more
   also: str = ""  # of the page of the other task, where there are two
+  parts: Mapping[str, str] = {}  # letter → part of the claim; none: it has one comparison
+  otherwise: str = "not testable"  # what is said of parts that nothing decides
+
+  def rows(self, name: str) -> dict[str, str]:
+    """Name of a row of the page, such as S1a → what is claimed."""
+    return {name + letter: part for letter, part in self.parts.items()} or {name: self.claim}
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -100,8 +108,21 @@ def hours(runs: int) -> str:
 
 # --- the page -------------------------------------------------------------------------------------
 
-_INTRODUCTION = f"""# Reproduction
+# For a reader who reads nothing else.
+_SUMMARY = """# Reproduction
 
+* **Tried on** policies below a million parameters, from scratch; sums, answers of up to 90 bytes.
+* **Of {parts} parts of {claims} claims**: {counts}.
+* **SALT, held**: gradients are of low rank; the output head's represent those of the last block.
+* **SALT, did not**: by the paper's feature nothing cancels; accuracy and large groups gain nothing.
+* **P3O, held** for short answers: fp8 rollouts cost little; pass@8 is not below GRPO's clips' mean.
+* **P3O, did not**: others' rollouts cost it most; at a lag of one GRPO is better, at what ran.
+* **FADE, did not**: its claims on masses, at high entropy; pass@16 is best by training for pass@4.
+* **μ-GRPO**: long stages with a tight clip cost accuracy, [0, 5] gains; stages are not sooner here.
+* **Nobody may conclude** that a method works or fails with published models or long answers: each
+  verdict is of one comparison on a small task, 3 to 16 seeds, at rates not tuned for each method.
+"""
+_INTRODUCTION = f"""
 Recorded with an earlier sampler, whose tokens differ ([changelog](../CHANGELOG.md)): the same seed
 gives another run today, from the same distribution.
 
@@ -118,7 +139,10 @@ A margin was committed before the runs, in the plan of their page, unless "set l
 Which comparison decides a claim was then chosen after the runs too.
 "A minus B" is paired by seed, with Student's 95 % interval in brackets; after ± stands half of
 that interval; both are left out where all seeds are equal. Intervals are not adjusted for their
-number. The pages of the runs on `steps` have Holm's p, for each of their tables; those of the
+number. Beside them stands Holm's p of the t-test that the difference is 0, over all comparisons
+that decide here; where it is above 0.05, one of so many may be by chance. Arms whose best learning
+rates differ are to be compared each at its own. Where one rate alone has run, the claim names it.
+The pages of the runs on `steps` have Holm's p, for each of their tables; those of the
 quickstart have none. Where only two seeds have run, both stand there, as "A and B", without an
 interval.
 
@@ -160,9 +184,9 @@ def decided_by(prefix: str) -> dict[str, Comparison]:
   return {name: found for name, found in DECIDED_BY.items() if name.startswith(prefix)}
 
 
-def verdict_of(name: str) -> str:
-  """One of VERDICTS."""
-  return verdict(DECIDED_BY[name]) if name in DECIDED_BY else "not testable"
+def verdict_of(name: str, known: Verdict) -> str:
+  """One of VERDICTS, of a row of a claim."""
+  return verdict(DECIDED_BY[name]) if name in DECIDED_BY else known.otherwise
 
 
 def _links(known: Verdict) -> str:
@@ -173,15 +197,16 @@ def _links(known: Verdict) -> str:
 
 
 def _verdict_table(verdicts: Mapping[str, Verdict]) -> str:
-  rows = {
-    name: [
-      known.claim,
-      f"**{verdict_of(name)}**",
-      *(describe(DECIDED_BY[name]) if name in DECIDED_BY else 4 * ["–"]),
-    ]
-    for name, known in verdicts.items()
-  }
-  header = ["claim", "verdict", "compared", "difference, 95 %", "margin", "task"]
+  rows, adjusted = {}, holm_p(DECIDED_BY)
+  for claim, known in verdicts.items():
+    for name, part in known.rows(claim).items():
+      cells = 5 * ["–"]
+      if name in DECIDED_BY:
+        compared, difference, margin, regime = describe(DECIDED_BY[name])
+        p = f"{adjusted[name]:.2g}" if name in adjusted else "–"
+        cells = [compared, difference, p, margin, regime]
+      rows[name] = [part, f"**{verdict_of(name, known)}**", *cells]
+  header = ["claim", "verdict", "compared", "difference, 95 %", "p, Holm", "margin", "task"]
   return compare.markdown_table(header, rows, "id")
 
 
@@ -246,12 +271,23 @@ the peaks, which is an assumption. Evaluations come on top.
 """
 
 
+def _summary() -> str:
+  """What comes first: ten lines."""
+  from docs.verdicts import VERDICTS_BY_ID
+
+  said = collections.Counter(
+    verdict_of(name, known) for claim, known in VERDICTS_BY_ID.items() for name in known.rows(claim)
+  )
+  counts = ", ".join(f"{said[verdict]} {verdict}" for verdict in VERDICTS if said[verdict])
+  return _SUMMARY.format(parts=said.total(), claims=len(IDS), counts=counts).strip()
+
+
 def page() -> str:
   from docs.verdicts import IN_SHORT, VERDICTS_BY_ID  # which imports this module
 
   done = committed_runs()
   meanings = "\n".join(f"| {name} | {meaning} |" for name, meaning in VERDICTS.items())
-  parts = [_INTRODUCTION + meanings, _RULES.strip()]
+  parts = [_summary(), _INTRODUCTION.strip() + "\n" + meanings, _RULES.strip()]
   for prefix in PAPERS:
     own = {name: known for name, known in VERDICTS_BY_ID.items() if name.startswith(prefix)}
     parts.append(_section(prefix, IN_SHORT[prefix], own, done))

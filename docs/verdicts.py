@@ -135,6 +135,7 @@ _EPSILON = "GRPO, ε = 0.2"
 _ALL_FAR = every(FAR)
 _LAGGING = at_lower(f"{_EPSILON}, lag 1")
 _AT = (0.0, *hand_over.prices_of_7b().values())
+_CEILING = f"{(1 + PRICE / 4) / (1 + PRICE / UPDATES_PER_HAND_OVER):.2f}"  # if updates teach alike
 _PRICES = hand_over.quickstart_curves(_AT)
 _PRICES_ON_STEPS = price_curves(every(ON_STEPS), _AT)
 
@@ -213,26 +214,38 @@ def _cost_of(setting: str, method: str) -> str:
 _OF_SALT = {
   "S1": Verdict(
     "under GRPO gradients are of low rank, and cancel: low n_eff, low PR",
-    "With the paper's feature, `score`: on the quickstart PR is {} and n_eff {}, on `steps` PR is"
-    " {} and n_eff {}. With `sampled`, on `steps`: {} and {}. So the rank is low, but gradients"
-    " cancel with `sampled` only. On-policy, `score` cannot cancel in expectation"
-    " ([why](../experiments/premises/EXPECTATION.md)).",
+    "With the paper's feature, `score`: in written steps PR is {} and n_eff {}, on the quickstart"
+    " {} and {}, on `steps` {} and {}. With `sampled`: {} and {} in written steps, {} and {} on"
+    " `steps`. So the rank is low by both, but gradients cancel with `sampled` only. On-policy,"
+    " `score` cannot cancel in expectation ([why](../experiments/premises/EXPECTATION.md)).",
     (
+      *(mean(SAMPLED[grpo(16)], measured(name)) for name in ("PR, score", "n_eff, score")),
       *(mean(SALT["GRPO, G = 16"], column) for column in (_PR, N_EFF)),
       *(
-        mean(ON_STEPS[GRPO], report.geometry_value(metric, feature))
-        for feature in ("score", "sampled")
+        mean(ON_STEPS[GRPO], report.geometry_value(metric))
+        for metric in ("participation_ratio", "effective_rollouts")
+      ),
+      *(mean(SAMPLED[grpo(16)], measured(name)) for name in ("PR", "n_eff")),
+      *(
+        mean(ON_STEPS[GRPO], report.geometry_value(metric, "sampled"))
         for metric in ("participation_ratio", "effective_rollouts")
       ),
     ),
-    f"quickstart, 256 rollouts, G = 16, 3 seeds; {_STEPS_RUNS}, 128 rollouts",
+    f"{_WRITTEN_RUNS}, 128 rollouts; quickstart, 256 rollouts, G = 16, 3 seeds; {_STEPS_RUNS}, 128"
+    " rollouts",
     _SALT_STEPS_LINK,
     (GRPO,),
     also=_SALT_LINK,
+    parts={
+      "a": "under GRPO gradients are of low rank: low PR",
+      "b": "they cancel: low n_eff, by the paper's feature `score`",
+      "c": "the same by `sampled`",
+    },
   ),
   "S2": Verdict(
     "SALT raises n_eff, PR and accuracy over GRPO and DAPO",
-    "In written steps, with `sampled`, by which gradients cancel, with a"
+    "SALT raises n_eff of A′ by construction: it keeps what gradients share. Here that goes with"
+    " lower accuracy. In written steps, with `sampled`, by which gradients cancel, with a"
     f" [plan written before]({_SAMPLED_LINK}): SALT minus GRPO has n_eff of A′ {{}}, PR {{}} and"
     " pass@1 {}; SALT on DAPO minus DAPO {}, {} and {}. α is {}, GRPO's n_eff {}. On `steps`, with"
     " `sampled`: α is {}, the shared part has {} of ‖A‖²; n_eff of A′ {}, PR {}, pass@1 {}. On the"
@@ -261,25 +274,40 @@ _OF_SALT = {
     _SAMPLED_LINK,
     ("SALT, sampled", "SALT, score", "DAPO", "SALT on DAPO"),
     also=_SALT_STEPS_LINK,
+    parts={
+      "a": "SALT raises n_eff over GRPO and DAPO",
+      "b": "it raises PR",
+      "c": "it raises accuracy",
+    },
   ),
   "S3": Verdict(
     "best PR–n_eff trade-off; one channel, no positive part and a random subspace are worse",
     "SALT minus SALT in a random subspace: n_eff of A′ {}, PR {}, pass@1 {}. So the subspace"
-    " matters. But α fixed at 1, minus the adaptive one, gives pass@1 {}. One channel and no"
-    " positive part have not run.",
+    " matters. The shared channel alone is SALT with α fixed at 0, to the digit, which has run: in"
+    f" written steps, with `sampled` and a [plan written before]({_SAMPLED_LINK}), SALT minus that"
+    " gives pass@1 {}. But α fixed at 1, minus the adaptive one, gives {} on the quickstart. The"
+    " residual channel alone and no positive part have not run.",
     (
       *(
         paired(SALT, "SALT, G = 16", "SALT, random subspace, G = 16", f)
         for f in (REWEIGHTED, _PR, final_value)
       ),
+      paired(SAMPLED, salt(16), fixed(0), LATE),
       paired(SALT, "SALT, α = 1.0, G = 16", "SALT, G = 16", final_value),
     ),
-    f"{_QUICKSTART}, G = 16",
+    f"{_QUICKSTART}, G = 16; {_WRITTEN_RUNS}, G = 16",
     _SALT_LINK,
     (
       *("SALT, random subspace", "SALT, shared channel", "SALT, residual channel"),
       "SALT, no positive part",
     ),
+    also=_SAMPLED_LINK,
+    parts={
+      "a": "SALT has the best PR–n_eff trade-off: a random subspace is worse",
+      "b": "the shared channel alone is worse",
+      "c": "the residual channel alone and no positive part are worse",
+    },
+    otherwise="not tested",
   ),
   "S4": Verdict(
     "a fixed α is brittle, the adaptive one is not",
@@ -299,6 +327,10 @@ _OF_SALT = {
     _SAMPLED_LINK,
     tuple(f"SALT, α = {alpha}" for alpha in (0.0, 0.5, 1.0)),
     also=_SALT_LINK,
+    parts={
+      "a": "a fixed α is brittle, the adaptive one is not: better than α fixed at 0",
+      "b": "better than α fixed at 1",
+    },
   ),
   "S5": Verdict(
     "at a fixed budget SALT uses larger groups better",
@@ -328,7 +360,9 @@ _OF_SALT = {
   "S6": Verdict(
     "with G shared energy falls and the residual's rises; the bound stays, the norm falls; across"
     " prompts the norm follows the bound",
-    "GRPO's residual energy at G = 64 minus that at G = 4: in written steps, with `sampled`, with a"
+    "The paper grows G. Here prompts become fewer as G grows, since the rollouts stay as many, so"
+    " that no number is of G alone. With this, GRPO's residual energy at G = 64 minus that at"
+    " G = 4: in written steps, with `sampled`, with a"
     f" [plan written before]({_SAMPLED_LINK}), {{}}; there the bound of the update's norm goes from"
     " {} to {}, the norm from {} to {}. On the quickstart, with `score`: {}. On `steps`, with"
     " `sampled`, at G = 32 minus that at G = 8: {}. There the bound of the update's norm is {} at"
@@ -356,6 +390,7 @@ _OF_SALT = {
     _SAMPLED_LINK,
     (GRPO, *_LARGE, *_SIZES),
     also=_SALT_STEPS_LINK,
+    otherwise="not tested",
   ),
   "S7": Verdict(
     "LM-head and last-block geometry agree, nulls do not; signs of large entries agree",
@@ -385,7 +420,7 @@ _OF_SALT = {
     link="models.md",
   ),
   "S10": Verdict(
-    "α adapts with G; the clip fraction stays low",
+    "α adapts with G, read as: rises; the clip fraction stays low",
     "In written steps, with `sampled`, with a"
     f" [plan written before]({_SAMPLED_LINK}), α is {{}} at G = 4, {{}} at G = 16 and {{}} at"
     " G = 64: it falls, where the plan asked whether it rises. With G = 16 the clip fraction is"
@@ -409,6 +444,10 @@ _OF_SALT = {
     _SAMPLED_LINK,
     ("SALT, sampled", "SALT, sampled, G = 32", "SALT, sampled, G = 16", "SALT, sampled, G = 64"),
     also=_SALT_STEPS_LINK,
+    parts={
+      "a": "α adapts with G; the plan read it as: it rises",
+      "b": "the clip fraction stays low: not above GRPO's",
+    },
   ),
   "S11": Verdict(
     "the exploration share grows with G; an entropy bonus raises PR, not n_eff",
@@ -441,6 +480,12 @@ _OF_SALT = {
     _SAMPLED_LINK,
     (GRPO, "entropy bonus 0.05", "GRPO, G = 32", "entropy bonus 0.05, G = 32"),
     also=_SALT_STEPS_LINK,
+    parts={
+      "a": "an entropy bonus raises PR, here at G = 16 alone",
+      "b": "it does not change n_eff",
+      "c": "the exploration share grows with G",
+    },
+    otherwise="not tested",
   ),
 }
 _OF_P3O = {
@@ -551,8 +596,8 @@ _OF_P3O = {
     "pass@k matches or beats the averaged GRPO sweep; with fp8 rollouts GRPO collapses",
     f"In written steps, with a [plan written before]({_LOW_LINK}), pass@8: P3O minus the mean of"
     " GRPO's three clips {}, minus GRPO with ε = 0.2 {}, with ε = 0.4 {}, with ε = 0.6 {}. Training"
-    " in bfloat16 with fp8 rollouts, minus the run without: GRPO {}, P3O {}: a loss of GRPO's, but"
-    " no collapse, since it ends about where it began. On `steps`, pass@16: P3O minus GRPO {}"
+    " in bfloat16 with fp8 rollouts, minus the run without: GRPO {}, P3O {}: a loss of GRPO's."
+    " Whether it ends below where it began is undecided. On `steps`, pass@16: P3O minus GRPO {}"
     " with ε = 0.2, {} with ε = 0.6; with fp8 rollouts {}. With these the last evaluation of"
     " pass@1 is {} with GRPO, and {} with P3O: it is P3O of which a seed collapses.",
     (
@@ -575,19 +620,27 @@ _OF_P3O = {
     _LOW_LINK,
     arms=(GRPO, "P3O", "GRPO, ε = 0.4", "GRPO, ε = 0.6", "GRPO, fp8 rollouts", "P3O, fp8 rollouts"),
     also=_P3O_STEPS_LINK,
+    parts={
+      "a": "pass@k matches or beats the averaged GRPO sweep",
+      "b": "with fp8 rollouts GRPO collapses: it ends below its start",
+    },
   ),
   "P5": Verdict(
     "better and steadier than GRPO in one- and two-step asynchronous pipelines",
     f"At a rate of 6e-4, with a [plan written before]({_FAR_LINK}): at lag 1 P3O minus GRPO {{}};"
-    " minus its on-policy run P3O {} and GRPO {}, whose effective sample size is {}. There GRPO"
-    " without its clip, minus GRPO, is {}, P3O's cap alone {}, its pull alone {}. With"
-    " lags up to 15: {}; {} and {}. At a rate of 1e-3: {}; {} and {}. At a rate of 4e-4 P3O minus"
-    " GRPO is {} at lag 1 and {} at lag 2. Such lags are hardly a mismatch: GRPO's effective sample"
-    " size is {} and {}, the KL to the policy that sampled {} and {}. On `steps` at lag 8 the"
-    " effective sample size is {}, and P3O minus GRPO: pass@1 {}, pass@16 {}.",
+    " minus its on-policy run P3O {} and GRPO {}, whose effective sample size is {}. On-policy the"
+    " two are equal: P3O minus GRPO {}. No other rate has run in that setting at a lag, so that"
+    " neither is known at its best rate. A trial at a lower one, which is not committed, had the"
+    " difference within the margin. At that lag GRPO without its clip, minus GRPO, is {}, P3O's cap"
+    " alone {}, its pull alone {}. With lags up to 15: {}; {} and {}. At a rate of 1e-3: {}; {} and"
+    " {}. In earlier runs at a rate of 4e-4 P3O minus GRPO is {} at lag 1 and {} at lag 2. Such"
+    " lags are hardly a mismatch: GRPO's effective sample size is {} and {}, the KL to the policy"
+    " that sampled {} and {}. On `steps` at lag 8 the effective sample size is {}, and P3O minus"
+    " GRPO: pass@1 {}, pass@16 {}.",
     (
       *_stale_costs(at_lower, "{}, lag 1"),
       mean(FAR[_LAGGING], measured("ESS")),
+      paired(FAR, at_lower("P3O, on-policy"), at_lower(f"{_EPSILON}, on-policy"), LATE),
       *(paired(FAR, label, _LAGGING, LATE) for label in (FREE, CAP, PULL)),
       *_stale_costs(at_lower, "{}"),
       *_stale_costs(str, "{}"),
@@ -606,6 +659,12 @@ _OF_P3O = {
       *("GRPO, lag 8, learning rate 1e-3", "P3O, lag 8, learning rate 1e-3"),
     ),
     also=_P3O_STEPS_LINK,
+    parts={
+      "a": "better than GRPO in a one-step asynchronous pipeline, both at a rate of 6e-4",
+      "b": "the same, each at its own best rate",
+      "c": "steadier, and in a two-step pipeline",
+    },
+    otherwise="not tested",
   ),
   "P6": Verdict(
     "robust to half of the rollouts from another model",
@@ -640,8 +699,8 @@ _OF_P3O = {
     " raw: P3O ends at {}, with the second anchor at {}; minus their runs at temperature 1 {} and"
     " {}. At temperature 1 the second anchor's highest pass@1, minus P3O's, is {}. On `steps` at"
     " temperature 1.2 P3O ends at {}, with the second anchor at {}. Raw log-probabilities do not"
-    " see the temperature, and nothing collapses. The paper's formula is not in"
-    " what we have; ours is P3O with a KL to the first policy.",
+    " see the temperature. Nothing collapses, so nothing can be said of what prevents it. The"
+    " paper's formula is not in what we have; ours is P3O with a KL to the first policy.",
     (
       *(mean(LOW[arm], LATE) for arm in (low.HOT_P3O, low.HOT_ANCHORS)),
       paired(LOW, low.HOT_P3O, low.label(low.P3O), LATE),
@@ -734,12 +793,12 @@ _OF_FADE = {
     " in"
     " pass@16: {}, {} and {}. FADE's δ ends at {}: its target is half of the entropy at the start,"
     " which is hardly reached. On `steps`, FADE minus GRPO: peak {}, its update {}, pass@16 {};"
-    " minus success-heavy: {}, {} and {}. All these are undecided. There δ cannot act here: by the"
-    " relative target it stays above one minus half"
-    " of the initial entropy, which is small. On the quickstart, minus the recipe `grpo` in pass@1:"
-    " FADE {}, pass@4 training {}; but that recipe alone has a KL term, and averages the loss by"
-    " response instead of by token. With an absolute target δ can act; minus GRPO: peak {},"
-    " pass@16 {}.",
+    " minus success-heavy: {}, {} and {}. All these are undecided, as is FADE minus GRPO where"
+    " entropy is high, with {} at the peak. On `steps` δ cannot act: by the relative target it"
+    " stays above one minus half of the initial entropy, which is small. On the quickstart, minus"
+    " the recipe `grpo` in pass@1: FADE {}, pass@4 training {}; but that recipe alone has a KL"
+    " term, and averages the loss by response instead of by token. With an absolute target δ can"
+    " act; minus GRPO: peak {}, pass@16 {}.",
     (
       *(
         _of_high("FADE", label, f)
@@ -752,6 +811,7 @@ _OF_FADE = {
         for label in (GRPO, "success-heavy")
         for f in (report.peak_value(), peak_update, LATE_16)
       ),
+      _of_high("FADE", GRPO, report.peak_value()),
       *(paired(_RECIPES, label, "grpo", final_value) for label in ("fade", "pass_at_k")),
       *(_each("FADE, H* = 0.5", f, GRPO) for f in (report.peak_value(), LATE_16)),
     ),
@@ -763,6 +823,11 @@ _OF_FADE = {
       *ON_TOUR,
     ),
     also=_RECIPES_LINK,
+    parts={
+      "a": "peaks earlier in pass@1 than the best static estimator",
+      "b": "and not lower",
+      "c": "has the best pass@k curve",
+    },
   ),
 }
 _OF_MU = {
@@ -780,7 +845,8 @@ _OF_MU = {
     " Stale runs of 256 updates, which cost as much, minus that GRPO in pass@1: {} and {}. To its"
     " late pass@1 get {} and {} seeds; if the others did with their last update, they would be {}"
     " and {} times as fast. If they learned as much per update as GRPO they would be {} times as"
-    " fast, by computation, which is the most that this setting allows.",
+    " fast, by computation, which is the most that this setting allows. So the paper's factor"
+    " was out of reach by the plan itself.",
     (
       *(*_speedups(_PRICES), *_break_even(_PRICES)),
       *(*_speedups(_PRICES_ON_STEPS), *_break_even(_PRICES_ON_STEPS)),
@@ -791,12 +857,16 @@ _OF_MU = {
       *(paired(FAR, longer(label), REFRESHED, LATE) for label in (VETOED, _EPSILON)),
       *(_arrived(f"M1, {clip}") for clip in ("vetoed", "tight")),
       *(_speedup(f"M1, {clip}") for clip in ("vetoed", "tight")),
-      f"{(1 + PRICE / 4) / (1 + PRICE / UPDATES_PER_HAND_OVER):.2f}",
+      _CEILING,
     ),
     f"{_STEPWISE}; {_STEPS_RUNS}; quickstart, 10 seeds; suffix veto, κ = 0.1",
     _FAR_LINK,
     (GRPO, "suffix, μ = 96", "suffix, μ = 32"),
     also=_PRICE_LINK,
+    parts={
+      "a": f"reaches GRPO's accuracy sooner, which here can be by {_CEILING} × at most",
+      "b": "by 2.2 × in wall-clock with four stages",
+    },
   ),
   "M2": Verdict(
     "at large μ the tight interval plateaus; [0, 5] gains, then collapses",
@@ -845,6 +915,11 @@ _OF_MU = {
       *("relaxed, μ = 96, learning rate 1e-3", "GRPO, learning rate 1e-3"),
     ),
     also=_PRICE_LINK,
+    parts={
+      "a": "at large μ the tight interval plateaus: it ends below GRPO",
+      "b": "[0, 5] gains",
+      "c": "and then collapses",
+    },
   ),
   "M3": Verdict(
     "masking the triggers alone still collapses; the suffix or broader scopes are stable",
@@ -926,48 +1001,51 @@ _OF_MU = {
     _MU_LINK,
     ("suffix, μ = 96", "trigger, μ = 96", "suffix, κ = 0.01, μ = 96", "suffix, κ = 0.001, μ = 96"),
     also=_PRICE_LINK,
+    otherwise="description",
   ),
 }
 VERDICTS_BY_ID = {**_OF_SALT, **_OF_P3O, **_OF_FADE, **_OF_MU}
 IN_SHORT = {  # of each paper: what held, what did not, and why as far as the runs tell
   "S": (
     "What held: gradients are of low rank, the output head's represent those of the last block, "
-    "SALT raises n_eff of A′, and an entropy bonus raises PR by `score`. What did not: with the "
-    "paper's feature gradients do not cancel, and the adaptive α is 0 or nearly so, which costs "
-    "accuracy. With `sampled` they do cancel, in written steps. SALT then raises n_eff of A′ over "
-    "GRPO and over DAPO, with eight seeds and a plan written before, but neither PR nor accuracy "
-    "by what would matter. The adaptive α ends hardly below α fixed at 1, and far above α fixed "
-    "at 0. α falls as groups grow, since n_eff grows with them, and SALT loses far more by large "
-    "groups than GRPO does. Shares of energy change less with the group size than what would "
-    "matter."
+    "and an entropy bonus raises PR by `score`. SALT raises n_eff of A′ by construction, since it "
+    "keeps what gradients share. What did not: with the paper's feature gradients do not cancel, "
+    "and the adaptive α is 0 or nearly so, which costs accuracy. With `sampled` they do cancel, "
+    "in written steps. There, with eight seeds and a plan written before, a higher n_eff of A′ "
+    "goes with a lower accuracy than GRPO's and DAPO's, by less than what would matter; PR stays. "
+    "The adaptive α ends hardly below α fixed at 1, and far above α fixed at 0. α falls as groups "
+    "grow, since n_eff grows with them, and SALT loses far more by large groups than GRPO does. "
+    "At a fixed number of rollouts shares of energy change less with the group size than what "
+    "would matter."
   ),
   "P": (
     "What held: in written steps P3O withstands training in bfloat16 with fp8 rollouts, where "
-    "GRPO loses half of what it would learn, with eight seeds and a plan written before. Most of "
-    "that loss is by GRPO's clip: without it GRPO ends near P3O, and either part of P3O does as "
-    "well alone. int8 rollouts cost neither method what would matter. On `steps`, with two seeds, "
-    "it is the other way round: P3O loses more by fp8 rollouts, and one seed of it collapses. In "
-    "pass@8 P3O is not worse than the mean of three clips; with fp8 rollouts GRPO gains nothing "
-    "in it, but does not collapse. On `steps` P3O is robust to a hotter sampler whose "
-    "log-probabilities do not see it. At a rate of 6e-4, with sixteen large updates per refresh, "
-    "P3O is not worse than the widest of three clips. What did not: it ends a little below the "
-    "best one there, as it does with four updates per refresh. At a lag of one it falls far below "
-    "GRPO, which is itself better than on-policy, since such a lag lets its clip act: without it "
-    "GRPO loses that gain. P3O's cap and its pull, each alone, end far below GRPO as well. With "
-    "half of the rollouts from a larger and better model P3O loses most of what it would learn; "
-    "so does GRPO. With half from an equal model GRPO loses less than P3O. A second anchor does "
-    "not change pass@1 at temperature 1.2 by what would matter. On `steps`, with two seeds, P3O "
-    "is better at lag 8. At temperature 1.5 it collapses through its KL term on the quickstart."
+    "GRPO loses half of what it would learn, with eight seeds and a plan written before. GRPO's "
+    "clip has a part in that loss, and either part of P3O does as well alone. int8 rollouts cost "
+    "neither method what would matter. On `steps`, with two seeds, it is the other way round: P3O "
+    "loses more by fp8 rollouts, and one seed of it collapses. In pass@8 P3O is not worse than "
+    "the mean of three clips; whether GRPO falls below its start with fp8 rollouts is undecided. "
+    "On `steps` P3O is robust to a hotter sampler whose log-probabilities do not see it. At a "
+    "rate of 6e-4, with sixteen large updates per refresh, P3O is not worse than the widest of "
+    "three clips; against the best that is undecided, and with four updates per refresh it ends "
+    "below it. What did not: at a lag of one, at that rate, it falls far below GRPO, which is "
+    "itself better than on-policy, since such a lag lets its clip act: without it GRPO loses that "
+    "gain. P3O's cap and its pull, each alone, end far below GRPO as well. With half of the "
+    "rollouts from a larger and better model P3O loses most of what it would learn; so does GRPO. "
+    "With half from an equal model GRPO loses less than P3O. At temperature 1.2 nothing "
+    "collapses, with or without a second anchor. On `steps`, with two seeds, P3O is better at lag "
+    "8. At temperature 1.5 it collapses through its KL term on the quickstart."
   ),
   "F": (
     "Where entropy is high and falls, with a plan written before: it falls as much by equal "
     "masses as by success-heavy ones. These keep pass@1 highest, and pass@16 second to training "
     "for pass@4, while failure-heavy ones lose both, and their head's update is the furthest from "
     "rank one. So the two claims on masses do not hold there, and the second is the other way "
-    "round. FADE is like GRPO: its δ stays at its bound, since entropy hardly falls below its "
-    "target. It is below the best static estimator in pass@1, which is success-heavy, and in "
-    "pass@16, which is training for pass@4. On `steps`, whose entropy is low from the start, "
-    "success-heavy masses lower it a little, with every seed."
+    "round. Whether FADE differs from GRPO is undecided: its δ stays at its bound, since entropy "
+    "hardly falls below its target. It is below the best static estimator in pass@16, which is "
+    "training for pass@4; in pass@1, where that is success-heavy, it is undecided whether by what "
+    "matters. On `steps`, whose entropy is low from the start, success-heavy masses lower it a "
+    "little, with every seed."
   ),
   "M": (
     "What held: the trigger rate grows within a stage, and with stages of μ = 96 the tight "

@@ -6,6 +6,7 @@ import collections
 import os
 import pathlib
 import re
+import string
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from rlvr_jax.colab.display import COLORS, legend_outside
 
 # Columns of the page's two kinds of tables.
-VERDICTS = ("id", "claim", "verdict", "compared", "difference, 95 %", "margin", "task")
+VERDICTS = ("id", "claim", "verdict", "compared", "difference, 95 %", "p, Holm", "margin", "task")
 EVIDENCE = ("id", "evidence", "conditions", "link", "queued")
 # Verdict → style of its squares; gray and empty squares are no findings.
 STYLES: dict[str, dict[str, Any]] = {
@@ -21,7 +22,10 @@ STYLES: dict[str, dict[str, Any]] = {
   "excluded beyond the margin": dict(facecolor="#F2C49B", edgecolor=COLORS["failure"]),
   "reversed": dict(facecolor=COLORS["failure"], edgecolor=COLORS["failure"]),
   "undecided": dict(facecolor="white", edgecolor=COLORS["reference"]),
-  "not testable": dict(facecolor=COLORS["reference"], edgecolor=COLORS["reference"]),
+  **{
+    verdict: dict(facecolor=COLORS["reference"], edgecolor=COLORS["reference"])
+    for verdict in ("not tested", "not testable", "description")
+  },
 }
 _REMEDY = "rewrite the page with `python -m docs.reproduction`"
 
@@ -29,7 +33,7 @@ _REMEDY = "rewrite the page with `python -m docs.reproduction`"
 class Claim(NamedTuple):
   """What the page has of a claim."""
 
-  name: str  # S1 … M5
+  name: str  # S1a … M5, with a letter where a claim has several parts
   paper: str
   claim: str
   verdict: str  # one of STYLES
@@ -67,9 +71,10 @@ def read_claims(root: str | os.PathLike[str]) -> list[Claim]:
   repeated = [name for name, n in collections.Counter(r["id"] for r in verdicts).items() if n > 1]
   if repeated:
     raise ValueError(f"{path}: {repeated} occur more than once; {_REMEDY}")
-  if missing := [row["id"] for row in verdicts if row["id"] not in evidence]:
+  of_claim = {row["id"]: row["id"].rstrip(string.ascii_lowercase) for row in verdicts}
+  if missing := [name for name, claim in of_claim.items() if claim not in evidence]:
     raise ValueError(f"{path}: {missing} have no evidence; {_REMEDY}")
-  return [_claim(row, evidence[row["id"]]) for row in verdicts]
+  return [_claim(row, evidence[of_claim[row["id"]]]) for row in verdicts]
 
 
 def _split_cells(line: str) -> list[str]:
@@ -93,7 +98,8 @@ def _claim(row: Mapping[str, str], evidence: Mapping[str, str]) -> Claim:
       f"reproduction.md: {row['id']} has the verdict {verdict!r}; known verdicts are"
       f" {list(STYLES)}: use one of them, or add a style in rlvr_jax/colab/reproduction.py"
     )
-  decided_by = f"{row['compared']}, {row['difference, 95 %']}; margin {row['margin']}"
+  difference = f"{row['difference, 95 %']}, Holm's p {row['p, Holm']}"
+  decided_by = f"{row['compared']}, {difference}; margin {row['margin']}"
   return Claim(
     row["id"],
     row["paper"],
@@ -155,7 +161,8 @@ def draw_claims(claims: Sequence[Claim]) -> None:
     y += 1.6
     for claim in (claim for claim in claims if claim.paper == paper):
       axes.add_patch(Rectangle((0, y + 0.06), 1.6, 0.88, **STYLES[claim.verdict]))
-      color = "white" if claim.verdict in ("found", "reversed", "not testable") else "black"
+      is_light = claim.verdict in ("excluded beyond the margin", "undecided")
+      color = "black" if is_light else "white"
       axes.text(0.8, y + 0.5, claim.name, ha="center", va="center", fontsize=9, color=color)
       text = textwrap.shorten(claim.claim, 100).replace("n_eff", r"$n_\mathrm{eff}$")
       axes.text(1.9, y + 0.5, text, va="center", fontsize=10)

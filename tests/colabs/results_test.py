@@ -19,10 +19,11 @@ TABLE = """# Reproduction
 
 ## SALT, arXiv 1
 
-| id | claim | verdict | compared | difference, 95 % | margin | task |
-|---|---|---|---|---|---|---|
-| S1 | n_eff is low | **found** | n_eff: *a* minus *b* | +0.1 | 0.03 | steps |
-| S2 | it rises | **reversed** | – | – | – | – |
+| id | claim | verdict | compared | difference, 95 % | p, Holm | margin | task |
+|---|---|---|---|---|---|---|---|
+| S1a | n_eff is low | **found** | n_eff: *a* minus *b* | +0.1 | 0.04 | 0.03 | steps |
+| S1b | PR too | **not tested** | – | – | – | – | – |
+| S2 | it rises | **reversed** | – | – | – | – | – |
 
 | id | evidence | conditions | link | queued |
 |---|---|---|---|---|
@@ -31,9 +32,9 @@ TABLE = """# Reproduction
 
 ## P3O, arXiv 2
 
-| id | claim | verdict | compared | difference, 95 % | margin | task |
-|---|---|---|---|---|---|---|
-| P1 | it wins | **reversed** | – | – | – | – |
+| id | claim | verdict | compared | difference, 95 % | p, Holm | margin | task |
+|---|---|---|---|---|---|---|---|
+| P1 | it wins | **reversed** | – | – | – | – | – |
 
 | id | evidence | conditions | link | queued |
 |---|---|---|---|---|
@@ -64,34 +65,38 @@ def closed():
 
 def test_claims_are_read_with_their_papers(checkout, capsys):
   claims = reproduction.read_claims(checkout)
-  assert reproduction.names(claims) == ["S1", "S2", "P1"]
+  assert reproduction.names(claims) == ["S1a", "S1b", "S2", "P1"]
+  decided_by = "n_eff: a minus b, +0.1, Holm's p 0.04; margin 0.03"
   assert claims[0] == reproduction.Claim(
-    "S1", "SALT, arXiv 1", "n_eff is low", "found", "n_eff: a minus b, +0.1; margin 0.03",
+    "S1a", "SALT, arXiv 1", "n_eff is low", "found", decided_by,
     "it is [low](a.md), 0.1", "3 seeds", "5 runs",
   )  # fmt: skip
+  assert (claims[1].evidence, claims[1].decided_by) == (claims[0].evidence, "")
   assert reproduction.summary(claims) == (
-    "SALT, arXiv 1: 1 found, 1 reversed\nP3O, arXiv 2: 1 reversed"
+    "SALT, arXiv 1: 1 found, 1 reversed, 1 not tested\nP3O, arXiv 2: 1 reversed"
   )
-  reproduction.show_claim(claims, "S1")
+  reproduction.show_claim(claims, "S1a")
   assert capsys.readouterr().out == (
-    "S1 (SALT, arXiv 1): n_eff is low\nFOUND: n_eff: a minus b, +0.1; margin 0.03\n"
+    f"S1a (SALT, arXiv 1): n_eff is low\nFOUND: {decided_by}\n"
     "it is low, 0.1\n"
     "Conditions: 3 seeds. Queued: 5 runs.\n"
   )
-  with pytest.raises(ValueError, match=r"no claim 'S9'; choose one of \['S1', 'S2', 'P1'\]"):
+  with pytest.raises(
+    ValueError, match=r"no claim 'S9'; choose one of \['S1a', 'S1b', 'S2', 'P1'\]"
+  ):
     reproduction.show_claim(claims, "S9")
 
 
 @pytest.mark.parametrize(
   ("old", "new", "message"),
   [
-    ("| it wins | **reversed** |", "| it wins |", r"6 cells in '\| P1 .*, which needs 7"),
+    ("| it wins | **reversed** |", "| it wins |", r"7 cells in '\| P1 .*, which needs 8"),
     (
       "| it wins | **reversed** |",
       "| it wins | **won** |",
       "P1 has the verdict 'won'; known verdicts are",
     ),
-    ("| P1 | it", "| S1 | it", r"\['S1'\] occur more than once"),
+    ("| P1 | it", "| S2 | it", r"\['S2'\] occur more than once"),
     ("| P1 | no", "| P2 | no", r"\['P1'\] have no evidence"),
     ("| id |", "| name |", r"no table has the columns \['id', 'claim'"),
   ],
@@ -113,7 +118,8 @@ def test_a_folder_that_is_no_checkout_is_named(tmp_path):
 def test_the_page_that_is_committed_is_read_in_full():
   assert sorted(reproduction.STYLES) == sorted(page.VERDICTS)
   claims = reproduction.read_claims(ROOT)
-  assert tuple(reproduction.names(claims)) == page.IDS
+  of_claims = dict.fromkeys(name.rstrip("abc") for name in reproduction.names(claims))
+  assert tuple(of_claims) == page.IDS
   assert {claim.paper for claim in claims} == set(page.PAPERS.values())
 
 
@@ -129,12 +135,14 @@ def test_a_claim_has_the_color_of_its_verdict(checkout):
   reproduction.draw_claims(reproduction.read_claims(checkout))
   axes = pyplot.gca()
   assert [to_hex(square.get_edgecolor()) for square in axes.patches] == [
-    COLORS[name].lower() for name in ("success", "failure", "failure")
+    COLORS[name].lower() for name in ("success", "reference", "failure", "failure")
   ]
   shown = [text.get_text() for text in axes.texts]
-  assert shown[:3] == ["SALT, arXiv 1", "S1", r"$n_\mathrm{eff}$ is low"]
+  assert shown[:3] == ["SALT, arXiv 1", "S1a", r"$n_\mathrm{eff}$ is low"]
   legend = axes.get_legend()
-  assert [text.get_text() for text in legend.get_texts()] == ["found (1)", "reversed (2)"]
+  assert [text.get_text() for text in legend.get_texts()] == [
+    "found (1)", "reversed (2)", "not tested (1)"
+  ]  # fmt: skip
 
 
 # --- runs -----------------------------------------------------------------------------------------

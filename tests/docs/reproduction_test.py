@@ -1,5 +1,6 @@
 """docs/reproduction.md: every claim once, no number of a result written by hand, up to date."""
 
+import collections
 import functools
 import importlib
 import json
@@ -40,22 +41,38 @@ def test_the_page_is_up_to_date():
   assert reproduction.page() == PAGE, f"write it by: {reproduction.COMMAND}"
 
 
+ROWS = [row for name, known in VERDICTS_BY_ID.items() for row in known.rows(name)]
+
+
 def test_every_claim_is_on_the_page_once():
   assert len(reproduction.IDS) == 26
   assert sorted(VERDICTS_BY_ID) == sorted(reproduction.IDS)
-  rows = re.findall(r"^\| ([SPFM]\d+) \|", PAGE, re.MULTILINE)
-  assert sorted(rows) == sorted(2 * reproduction.IDS)  # the verdict, and the evidence
-  assert set(deciding.DECIDED_BY) <= set(reproduction.IDS)
+  rows = re.findall(r"^\| ([SPFM]\d+[a-z]?) \|", PAGE, re.MULTILINE)
+  assert sorted(rows) == sorted([*ROWS, *reproduction.IDS])  # the verdicts, and the evidence
+  assert set(deciding.DECIDED_BY) <= set(ROWS)
+
+
+def test_what_a_reader_is_told_first_has_ten_lines_and_counts_the_verdicts():
+  title, summary, after, *_ = PAGE.split("\n\n")
+  assert title == "# Reproduction" and "earlier sampler" in after
+  assert len(summary.splitlines()) == 10
+  for said in ("**Tried on**", "held**", "did not**", "**Nobody may conclude**"):
+    assert said in summary
+  (counts,) = re.findall(r"44 parts of 26 claims\*\*: (.*)\.", summary)
+  shown = {verdict: int(n) for n, verdict in (x.split(" ", 1) for x in counts.split(", "))}
+  cells = re.findall(r"^\| [SPFM]\d+[a-z]? \| .*? \| \*\*(.*?)\*\* \|", PAGE, re.MULTILINE)
+  assert shown == collections.Counter(cells) and sum(shown.values()) == 44
 
 
 @pytest.mark.parametrize("name", reproduction.IDS)
 def test_a_verdict_has_its_evidence(name):
   verdict = VERDICTS_BY_ID[name]
-  assert reproduction.verdict_of(name) in reproduction.VERDICTS
+  rows = verdict.rows(name)
+  assert {reproduction.verdict_of(row, verdict) for row in rows} <= reproduction.VERDICTS.keys()
   assert verdict.evidence.count("{}") == len(verdict.values)
   assert not re.findall(r"\d", CONDITION.sub("", verdict.evidence)), "a result written by hand"
   assert set(verdict.arms) <= set(evidence.FIRST) | set(evidence.REST)
-  if name in deciding.DECIDED_BY:
+  if rows.keys() & deciding.DECIDED_BY.keys():
     assert verdict.values and verdict.conditions and verdict.link
 
 
@@ -189,9 +206,11 @@ def test_what_decides_a_claim_is_of_committed_runs(name):
     expected = "found" if low > 0 else "reversed" if high < 0 else "undecided"
     if -margin < low and high < margin:
       expected = "excluded beyond the margin"
+  elif comparison.claimed == "not less":
+    expected = "found" if low > -margin else "reversed" if high < -margin else "undecided"
   else:
-    expected = "found" if low > -margin else "reversed" if high < 0 else "undecided"
-    expected = "excluded beyond the margin" if high < -margin else expected
+    assert comparison.claimed == "equal" and low < -margin < 0 < margin < high
+    expected = "undecided"
   assert deciding.verdict(comparison) == expected
 
 
@@ -220,8 +239,8 @@ def test_margins_were_committed_before_the_runs():
       (row,) = [line for line in plan.splitlines() if line.startswith(f"| {row_name} |")]
       of_arm, of_control = (side.removesuffix(f", rate {LOWER}") for side in (arm, control))
       assert any(
-        re.search(rf"\b{re.escape(of_arm)} less {re.escape(x)}( is |, in )", row)
-        for x in (of_control, "static")  # each of the static ones
+        re.search(rf"\b{re.escape(x)} less {re.escape(y)}( is |, in )", row)
+        for x, y in ((of_arm, of_control), (of_arm, "static"), ("static", of_control))
       )
       margin = f"{comparison.margin:g}"
       bound = "above 0" if comparison.claimed == "more" else f"above −{margin}"
@@ -274,7 +293,7 @@ def test_a_comparison_of_three_seeds_has_an_interval_and_a_verdict():
 
 
 def test_a_figure_has_the_differences_in_margins():
-  first = deciding.DECIDED_BY["S2"]  # of eight seeds
+  first = deciding.DECIDED_BY["S2c"]  # of eight seeds
   of_two = {seed: first.arm.by_seed[seed] for seed in (0, 1)}
   decided = {"S2": first, "two": first._replace(arm=deciding.Side("two seeds", of_two))}
   axes = Figure().subplots()
@@ -311,6 +330,32 @@ def test_s5_and_s10_have_the_alpha_of_each_group_size():
   assert four.startswith(f"{statistics.mean(found[4]):.3g} ±") and larger == "0"
   assert eight.startswith(f"{statistics.mean(found[8]):.3g} ±")
   assert "every G" not in PAGE
+
+
+def test_the_adjusted_p_is_of_all_comparisons_that_decide():
+  """An independent computation: the k-th smallest of m times m − k + 1, and never falling."""
+  p = {}
+  for name, comparison in deciding.DECIDED_BY.items():
+    gaps = list(deciding.differences(comparison).values())
+    p[name] = stats.ttest_1samp(gaps, 0.0).pvalue
+  expected, least = {}, 0.0
+  for rank, name in enumerate(sorted(p, key=p.get)):
+    least = max(least, min(1.0, p[name] * (len(p) - rank)))
+    expected[name] = least
+  assert deciding.holm_p(deciding.DECIDED_BY) == pytest.approx(expected)
+  for name, value in expected.items():
+    (row,) = [
+      line for line in PAGE.splitlines() if line.startswith(f"| {name} | ") and "**" in line
+    ]
+    assert f" seeds | {value:.2g} | " in row
+
+
+def test_a_comparison_without_an_interval_is_not_counted_by_holm():
+  first = deciding.DECIDED_BY["S2c"]
+  two = first._replace(arm=deciding.Side("two", {0: 0.5, 1: 0.5}))
+  alone = deciding.holm_p({"S2c": first})
+  assert alone == {"S2c": deciding.interval(first).p}
+  assert deciding.holm_p({"S2c": first, "two": two}) == alone
 
 
 def test_only_pages_that_have_holm_s_p_are_said_to():
