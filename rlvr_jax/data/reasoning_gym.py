@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from absl import logging
+
 from rlvr_jax.data import demonstrations
 from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.seeded import make_task
@@ -20,6 +22,9 @@ STEPS = "steps"  # `solution` that selects the dataset's step-by-step solutions
 _HASH_SEED_DEPENDENT = (
   "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder",
 )  # fmt: skip
+
+# One answer is right for every problem: puzzle24 takes any four numbers that give 24.
+TAKES_ONE_ANSWER = ("puzzle24",)
 
 
 def reasoning_gym(
@@ -95,6 +100,11 @@ def reasoning_gym(
     held_out_seed=held_out_seed,
   )
   _check_reference(_create_dataset(dataset, settings, seed=0, size=1), task.held_out[0])
+  if dataset in TAKES_ONE_ANSWER:
+    logging.warning(
+      "reasoning_gym dataset %r: its own program takes one answer for every problem, which a policy"
+      " can learn instead of solving them; use another dataset", dataset,
+    )  # fmt: skip
   if any(not task.warm_start[index].solution for index in range(warm_start_size)):
     raise ValueError(
       f"reasoning_gym dataset {dataset!r} gives no answers, so there are no demonstrations to "

@@ -71,6 +71,44 @@ def extract_final_answer(completion: str) -> str:
   return (find_answer_part(completion)[0] or "").rpartition(ANSWER_MARK)[2].strip()
 
 
+# Verifiers of reasoning_gym that compute with an answer take NaN for any number, or fail on it.
+_NUMERIC = re.compile(r"[-+*/.,%$() \d]*\d(?:[-+*/.,%$() \d]|[eEij](?![a-zA-Z]))*", re.ASCII)
+_NOT_FINITE = re.compile(r"(?<![a-z])(?:nan|inf(?:inity)?)(?![a-ik-z])|\de\+?\d{3}", re.IGNORECASE)
+_TRUTH = re.compile(r"\b(?:true|false)\b", re.IGNORECASE)
+_TOLERANCE = 0.01  # relative; above those of the verifiers, except for the last place
+
+
+def _is_finite(answer: str, gold: str) -> bool:
+  """Whether an answer has a finite number, if the problem's own answer is one."""
+  if not _NUMERIC.fullmatch(gold):
+    return True
+  return any(map(str.isdigit, answer)) and not _NOT_FINITE.search(answer)
+
+
+def _may_be_right(answer: str, gold: str) -> bool:
+  """Whether an answer that a verifier takes may be right.
+
+  Some verifiers take any prefix of a number, or any text for a truth value.
+  """
+  if _TRUTH.fullmatch(gold):
+    return {word.lower() for word in _TRUTH.findall(answer)} == {gold.lower()}
+  value = _read_quotient(answer) if _NUMERIC.fullmatch(gold) else None
+  expected = _read_quotient(gold)
+  if value is None or expected is None:
+    return True
+  last_place = 10.0 ** -len(gold.partition(".")[2]) if "." in gold else 1.0
+  return abs(value - expected) <= max(_TOLERANCE * abs(expected), last_place)
+
+
+def _read_quotient(text: str) -> float | None:
+  """The value of a number such as "0.5", "1,000" or "1/2"; None for any other text."""
+  numerator, _, denominator = text.replace(",", "").partition("/")
+  try:
+    return float(numerator) / float(denominator or 1)
+  except (ValueError, OverflowError, ZeroDivisionError):
+    return None
+
+
 @functools.lru_cache(maxsize=64)
 def _load_reasoning_gym_scorer(dataset: str, settings: str) -> Callable[[str, dict], float]:
   # Imported here because the import takes a second; the parent process and other graders skip it.
@@ -89,7 +127,9 @@ def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
       of them), "answer" and "metadata" (of the problem's entry).
   Returns:
     correct at score ≥ 1 (within 1e-9), wrong below, in both cases with the dataset's score;
-    unparseable if the answer is empty. `answer` is the stripped text.
+    unparseable if the answer is empty. `answer` is the stripped text. Wrong with score 0: an answer
+    on which the dataset's code fails; where the problem's answer is a number, one without a finite
+    number; and one that the dataset takes although its number or truth value is another.
   """
   answer = extract_final_answer(completion)
   if not answer:
@@ -97,9 +137,19 @@ def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
   settings = json.dumps(reference.get("settings", {}), sort_keys=True)
   score_answer = _load_reasoning_gym_scorer(reference["dataset"], settings)
   entry = {"answer": reference["answer"], "metadata": reference["metadata"]}
-  score = float(score_answer(answer, entry))
-  outcome = Outcome.CORRECT if score >= 1 - 1e-9 else Outcome.WRONG
-  return Grade(outcome, score, detail=answer, answer=answer)
+  gold = str(entry["answer"])
+  problem = "" if _is_finite(answer, gold) else "not a finite number"
+  try:
+    score = 0.0 if problem else float(score_answer(answer, entry))
+  except MemoryError:
+    raise
+  except Exception as error:  # with other answers it works: a run's start tries the problem's own
+    score, problem = 0.0, f"{type(error).__name__}: {error}"
+  is_correct = score >= 1 - 1e-9
+  if is_correct and not _may_be_right(answer, gold):
+    score, problem, is_correct = 0.0, f"the dataset takes it, but not for {gold}", False
+  detail = f"{answer} ({problem})" if problem else answer
+  return Grade(Outcome.CORRECT if is_correct else Outcome.WRONG, score, detail, answer)
 
 
 def reasoning_gym_self_test() -> None:

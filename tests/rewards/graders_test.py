@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlvr_jax.data.reasoning_gym import TAKES_ONE_ANSWER
 from rlvr_jax.rewards import Outcome, graders
 
 
@@ -143,6 +144,69 @@ def test_reasoning_gym_scores_with_the_settings():
     settings = {"min_num_decimal_places": 1, "max_num_decimal_places": places}
     grade = graders.reasoning_gym("1.505", reference | {"settings": settings})
     assert grade.outcome is outcome, (places, grade)
+
+
+def _graded(dataset, answer, text, metadata=()):
+  reference = {"dataset": dataset, "answer": answer, "metadata": dict(metadata)}
+  return graders.reasoning_gym(text, reference).outcome
+
+
+@pytest.mark.parametrize(
+  ("dataset", "answer", "text", "metadata"),
+  [
+    ("boxnet", None, "[3]", {"initial_state": {}}),
+    ("game_of_life", "[[1]]", "{}", {}),
+    ("prime_factorization", "2 × 3", "no answer", {}),
+    ("coin_flip", "0.3125", "1e999", {}),
+    ("coin_flip", "0.3125", "1" * 400, {}),
+  ],
+)
+def test_an_answer_on_which_a_verifier_raises_is_wrong(dataset, answer, text, metadata):
+  assert _graded(dataset, answer, text, metadata) is Outcome.WRONG
+
+
+@pytest.mark.parametrize("text", ["nan", "NaN + 2i", "nanj", "inf", "-Infinity", "1e400", "many"])
+def test_what_is_no_finite_number_is_wrong_where_one_is_asked(text):
+  assert _graded("complex_arithmetic", "3.0 + 4.0i", text, {"result": (3, 4)}) is Outcome.WRONG
+  assert _graded("complex_arithmetic", "3.0 + 4.0i", "3+4i", {"result": (3, 4)}) is Outcome.CORRECT
+  assert _graded("spell_backward", "nan", "nan", {"word": "nan"}) is Outcome.CORRECT
+
+
+@pytest.mark.parametrize(
+  ("dataset", "answer", "right", "wrong"),
+  [
+    ("coin_flip", "0.3125", ["0.3125", "5/16", "0.31251"], ["0", "-0", "0.3", "0.", "3"]),
+    ("coin_flip", "0.0009765625", ["1/1024"], ["0", "0.0"]),
+    ("game_of_life_halting", "False", ["False", "false."], ["True", "x", "0", "True or False"]),
+    ("game_of_life_halting", "True", ["True"], ["False", "nan", "no answer"]),
+  ],
+)
+def test_a_prefix_or_any_text_is_not_the_answer(dataset, answer, right, wrong):
+  assert {_graded(dataset, answer, text) for text in right} == {Outcome.CORRECT}
+  assert {_graded(dataset, answer, text) for text in wrong} == {Outcome.WRONG}
+
+
+@pytest.mark.slow
+def test_verifiers_that_take_one_answer_for_every_problem_are_known():
+  """Of datasets whose own answers differ; and none crashes, or refuses its own answer."""
+  factory = pytest.importorskip("reasoning_gym.factory")
+  texts = "0 1 -1 nan inf 1e999 x yes True False None [] [3] {} () nanj 1/0".split()
+  constant, refused = [], []
+  for name in sorted(factory.DATASETS.keys() - {"composite"}):
+    problems = factory.create_dataset(name, seed=7, size=8)
+    references = [{"dataset": name, **problems[i]} for i in range(8)]
+    answers = {reference["answer"] for reference in references}
+    for text in [*texts, *answers]:
+      outcomes = {
+        graders.reasoning_gym(f"#### {text}", reference).outcome for reference in references
+      }
+      if outcomes == {Outcome.CORRECT} and len(answers) > 1:
+        constant.append((name, text))
+    for reference in references:
+      if reference["answer"] is not None:
+        grade = graders.reasoning_gym(f"#### {reference['answer']}", reference)
+        refused += [] if grade.outcome is Outcome.CORRECT else [(name, reference["answer"])]
+  assert ({name for name, _ in constant}, refused) == (set(TAKES_ONE_ANSWER), [])
 
 
 def test_self_test():
