@@ -16,6 +16,7 @@ import pathlib
 import sys
 
 from . import tasks
+from .harness import messages
 from .sandbox import SandboxError, open_sandbox
 
 
@@ -33,6 +34,7 @@ def main() -> int:
     source, text = (path.read_text(encoding="utf-8") for path in (args.program, args.tests))
   except (OSError, UnicodeDecodeError) as error:
     parser.error(f"PROGRAM or TESTS cannot be read: {error}")
+  sys.set_int_max_str_digits(messages.MAX_DIGITS)
   try:
     tests = json.loads(text)
     if not isinstance(tests, dict):

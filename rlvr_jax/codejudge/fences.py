@@ -4,37 +4,83 @@ from __future__ import annotations
 
 import io
 import re
+from typing import NamedTuple
 
 from . import tasks
 
-PYTHON = ("python", "python3", "py")  # info strings of Python
+# The start of an info string of Python, such as `python3.11`, `py:main.py` and `{.python`.
+_PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?:[:,{}].*)?")
+_INDENTATION = re.compile(r"[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?")  # with a list marker, if any
+_BEFORE = (":", "<answer>")  # ends of a text that a fence without an info string may follow
+_AFTER = "</answer>"  # may follow a closing fence
 
-# Groups: indentation, with a list marker if the fence's line has one; fence; info string. `{3,}+
-# takes all marks: tried with fewer, a line of n of them would cost n² steps.
-_OPENING = re.compile(r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}+(?!.*`)|~{3,})[ \t]*(\S*)")
+
+class Block(NamedTuple):
+  """A fenced block."""
+
+  info: str  # first word of the info string, in lower case
+  text: str
+
+  @property
+  def is_python(self) -> bool:
+    """Whether the info string is one of Python."""
+    return _is_python(self.info)
 
 
-def find_blocks(text: str) -> list[tuple[str, str]]:
-  """Finds (info string, text) of each fenced block; an unclosed block extends to the end."""
+class _Fence(NamedTuple):
+  """An opening fence."""
+
+  indentation: int  # of its line
+  mark: str
+  info: str
+
+
+def _is_python(info: str) -> bool:
+  return _PYTHON.fullmatch(info) is not None
+
+
+def find_blocks(text: str) -> list[Block]:
+  """Finds the fenced blocks; an unclosed block extends to the end.
+
+  Unlike in CommonMark, an opening fence may follow text on its line: one with an info string of
+  Python any text, one without an info string a colon or "<answer>".
+  """
   blocks: list[tuple[str, list[str]]] = []
-  fence: re.Match[str] | None = None
+  fence: _Fence | None = None
   for line in io.StringIO(text):
     if fence is None:
-      if fence := _OPENING.match(line):
-        blocks.append((fence[3].lower(), []))
+      if fence := _find_opening_fence(line):
+        blocks.append((fence.info, []))
     elif _is_closing_fence(line, fence):
       fence = None
     else:
-      blocks[-1][1].append(line[min(len(fence[1]), tasks.indentation(line)) :])
-  return [(info, "".join(lines)) for info, lines in blocks]
+      blocks[-1][1].append(line[min(fence.indentation, tasks.indentation(line)) :])
+  return [Block(info, "".join(lines)) for info, lines in blocks]
 
 
-def _is_closing_fence(line: str, fence: re.Match[str]) -> bool:
-  """Whether a line closes a fence, as in CommonMark.
+def _find_opening_fence(line: str) -> _Fence | None:
+  """The fence that a line opens, if any."""
+  indentation = _INDENTATION.match(line).end()  # type: ignore[union-attr]
+  tildes = line.startswith("~~~", indentation)
+  start = indentation if tildes else line.find("```", indentation)
+  if start < 0:
+    return None
+  rest = line[start:].lstrip(line[start])
+  if not tildes and "`" in rest:  # code within a line
+    return None
+  info = "".join(rest.split()[:1]).lower()
+  before = line[indentation:start].rstrip()
+  if before and not (_is_python(info) or (not info and before.endswith(_BEFORE))):
+    return None
+  return _Fence(indentation, line[start : len(line) - len(rest)], info)
+
+
+def _is_closing_fence(line: str, fence: _Fence) -> bool:
+  """Whether a line closes a fence, as in CommonMark, apart from an "</answer>" behind it.
 
   It must be at least as long as the opening fence, and neither have an info string nor be indented
   like code.
   """
-  mark = line.strip()
-  is_bare_fence = len(mark) >= len(fence[2]) and set(mark) == {fence[2][0]}
-  return is_bare_fence and tasks.indentation(line) <= len(fence[1]) + 3
+  mark = line.strip().removesuffix(_AFTER)
+  is_bare_fence = len(mark) >= len(fence.mark) and set(mark) == {fence.mark[0]}
+  return is_bare_fence and tasks.indentation(line) <= fence.indentation + 3

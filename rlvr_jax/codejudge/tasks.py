@@ -8,7 +8,11 @@ Tests are a JSON object with a "style" and the fields of that style:
   "function": "entry_point", a function's name or "Class.method"; "cases", each with "input", a list
     of arguments, and "output"; "setup", executed before the program.
   "stdin": "cases", each with "input" and "output", texts; "setup", executed before the program.
-Tests, setups and prompts import from the standard library only. Optional:
+Tests, setups and prompts import from the standard library only. Optional, of the last two styles:
+  "absolute_tolerance", "relative_tolerance": numbers of an output may differ from the expected ones
+    by the larger of the first, and the second times the expected number; not where both are
+    integers. Without either, see README.md.
+Optional:
   "time_limit_s": total processor time of the program's processes for all tests, seconds; also the
     limit on the time in which all of them sleep.
   "memory_mib": total memory of the program's processes, MiB.
@@ -19,6 +23,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import math
 import re
 import sys
 import warnings
@@ -33,6 +38,7 @@ MAX_TIME_LIMIT_S = 120.0  # so that no item occupies a worker for more than a fe
 MEMORY_MIB = 1024
 LEAST_MEMORY_MIB = 64  # needed by the interpreter itself
 STYLES = ("asserts", "check", "function", "stdin")
+TOLERANCES = ("absolute_tolerance", "relative_tolerance")
 
 
 def check(tests: Mapping[str, Any]) -> None:
@@ -53,6 +59,8 @@ def check(tests: Mapping[str, Any]) -> None:
     _check_modules(tuple(tests["tests"]), tests.get("setup", ""))
   if style == "stdin":
     _check_sizes(tests["cases"])
+  for name in TOLERANCES:
+    _check_tolerance(name, tests)
   seconds = time_limit_s(tests)
   memory = tests.get("memory_mib")
   if not (isinstance(seconds, (int, float)) and 0 < seconds <= MAX_TIME_LIMIT_S):
@@ -61,6 +69,21 @@ def check(tests: Mapping[str, Any]) -> None:
     )
   if memory is not None and not (isinstance(memory, int) and memory >= LEAST_MEMORY_MIB):
     raise ValueError(f"memory_mib is {memory!r}, must be an integer ≥ {LEAST_MEMORY_MIB}")
+
+
+def _check_tolerance(name: str, tests: Mapping[str, Any]) -> None:
+  """Raises ValueError unless a tolerance is absent, or a number that its style can use."""
+  if name not in tests:
+    return
+  value = tests[name]
+  is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  if not is_number or not 0 <= value < math.inf:
+    raise ValueError(f"{name} is {value!r}, must be a finite number ≥ 0")
+  if tests["style"] not in ("function", "stdin"):
+    raise ValueError(
+      f"{name} is of the styles 'function' and 'stdin'; in a test of style {tests['style']!r},"
+      " compare with math.isclose"
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -250,14 +273,18 @@ def _prepare_function(source: str, task_data: Mapping[str, Any]) -> _Prepared:
   if not (owner and re.search(rf"^class\s+{owner}\b", source, re.M)):
     # The setup's own function does not count as the program's.
     setup = f"{_end_with_newline(setup)}globals().pop({name!r}, None)\n"
-  task = {"entry_point": entry, "cases": cases, "total": len(cases)}
+  task = {"entry_point": entry, "cases": cases, "total": len(cases), **_tolerances(task_data)}
   return {"mode": "calls", "sources": [setup, source]}, task
 
 
 def _prepare_stdin(source: str, task_data: Mapping[str, Any]) -> _Prepared:
   cases = list(task_data["cases"])
-  task = {"cases": cases, "total": len(cases)}
+  task = {"cases": cases, "total": len(cases), **_tolerances(task_data)}
   return {"mode": "cases", "sources": [task_data.get("setup", ""), source]}, task
+
+
+def _tolerances(task_data: Mapping[str, Any]) -> dict[str, Any]:
+  return {name: task_data[name] for name in TOLERANCES if name in task_data}
 
 
 _PREPARE: dict[str, Callable[[str, Mapping[str, Any]], _Prepared]] = {

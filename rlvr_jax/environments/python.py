@@ -25,7 +25,7 @@ def extract_program(text: str) -> str | None:
   if not closing and answer.lstrip().startswith("<think>"):
     return None
   blocks = fences.find_blocks(answer.replace("\r\n", "\n"))
-  return next((block for info, block in reversed(blocks) if info in fences.PYTHON), None)
+  return next((block.text for block in reversed(blocks) if block.is_python), None)
 
 
 class _Options(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from rlvr_jax.rewards.graders import THINK_CLOSE, THINK_OPEN
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
 REWARDS = ("all", "fraction")
+_ANSWERS = re.compile(r"^[ \t]*<answer>\n?", re.MULTILINE)
 
 
 def extract_program(completion: str) -> str:
@@ -20,18 +22,22 @@ def extract_program(completion: str) -> str:
   Returns:
     The last fenced block whose info string is Python. Else, of the blocks without an info string,
     the last that parses as Python, or the last. All text if there is no such block, or if all text
-    parses as Python, with fences only in its strings. "" if a "<think>" that begins the completion
-    is never closed; programs may have these tags in their strings.
+    parses as Python, with fences only in its strings; without a block, the content of the last
+    "<answer>" that begins a line. "" if a "<think>" that begins the completion is never closed;
+    programs may have these tags in their strings.
   """
   _, closing, answer = completion.rpartition(THINK_CLOSE)
   if not closing and answer.lstrip().startswith(THINK_OPEN):
     return ""
   answer = answer.replace("\r\n", "\n").replace("\ufeff", "")
   blocks = fences.find_blocks(answer)
-  python_blocks = [text for info, text in blocks if info in fences.PYTHON]
-  unnamed_blocks = [text for info, text in blocks if not info]
-  if not python_blocks + unnamed_blocks or tasks.is_python(answer):
+  python_blocks = [block.text for block in blocks if block.is_python]
+  unnamed_blocks = [block.text for block in blocks if not block.info]
+  if tasks.is_python(answer):
     return answer
+  if not python_blocks + unnamed_blocks:
+    tagged = _ANSWERS.split(answer)[1:]
+    return tagged[-1].partition("</answer>")[0] if tagged else answer
   if python_blocks or len(unnamed_blocks) == 1:
     return (python_blocks or unnamed_blocks)[-1]
   return next(filter(tasks.is_python, reversed(unnamed_blocks)), unnamed_blocks[-1])

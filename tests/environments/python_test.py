@@ -53,6 +53,7 @@ def reply_to(pool, dialogue, source):
     ("import sys\nprint(repr(sys.stdin.read()))", "''"),
     ("import sys\nprint('warning', file=sys.stderr)\nprint('a')", "a\nwarning"),
     ("print(", "SyntaxError: '(' was never closed"),
+    ("print(len(str(10**49_999)))", "50000"),
     ("import numpy", "ModuleNotFoundError: No module named 'numpy'"),
     ("while True: pass", "[stopped: it took longer than 1 s]"),
     ("x = bytearray(2 ** 33)", "MemoryError"),
@@ -85,6 +86,10 @@ def test_text_without_a_program_ends_the_dialogue(pool):
     ("<think>```python\na\n```", None),
     ("<think>hm</think>\n```Python\r\na\r\n```", "a\n"),
     ("`python`", None),
+    ("Now ```python\na\n```", "a\n"),
+    ("<answer>```py3\na\n```</answer>", "a\n"),
+    ("```{.python}\na\n```\n```python-console\nb\n```", "a\n"),
+    ("It is\n<answer>\na = 1\n</answer>", None),
     ("", None),
   ],
 )

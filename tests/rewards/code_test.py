@@ -1,5 +1,6 @@
 """Grading of programs: styles of tests, what crosses over to the program, published solutions."""
 
+import json
 import os
 import pathlib
 import time
@@ -58,6 +59,20 @@ def _passes(program, *tests, **more):
     ("x = '<think>'", "x = '<think>'"),
     ("```python\n  return 1\n", "  return 1\n"),
     ("```python\ns = '''\n a ``` b\n'''\n```", "s = '''\n a ``` b\n'''\n"),
+    ("Answer: ```python\nx = 1\n```\nand", "x = 1\n"),
+    ("**Answer**:  ```\nx = 1\n```", "x = 1\n"),
+    ("Write it behind ``` marks or ```\n```python\nx = 1\n```", "x = 1\n"),
+    ("```python:main.py\nx = 1\n```", "x = 1\n"),
+    ("```py3\nx = 1\n```\n```\n1\n```", "x = 1\n"),
+    ("```python3.11\nx = 1\n```", "x = 1\n"),
+    ("```{.python .numberLines}\nx = 1\n```", "x = 1\n"),
+    ("```python,linenos\nx = 1\n```", "x = 1\n"),
+    ("```python-console\n>>> 1\n```\n```pycon\n>>> 1\n```\n```\nx = 1\n```", "x = 1\n"),
+    ("<answer>```python\nx = 1\n```</answer>", "x = 1\n"),
+    ("So:\n<answer>\n```\nx = 1\n```\n</answer>", "x = 1\n"),
+    ("It adds.\n<answer>\nx = 1\n</answer>\n", "x = 1\n"),
+    ("It adds.\n<answer>x = 1", "x = 1"),
+    ("print('<answer>5</answer>')", "print('<answer>5</answer>')"),
   ],
 )  # fmt: skip
 def test_program_text(completion, program):
@@ -259,6 +274,88 @@ def test_check(completion, right):
 )
 def test_function(program, entry_point, case, right):
   grade = code(program, _function(entry_point, case, case))
+  assert grade.outcome is (Outcome.CORRECT if right else Outcome.WRONG), grade
+
+
+LONG = "7" * 50_000  # digits that LiveCodeBench allows; Python's own limit is 4300
+
+
+@pytest.mark.parametrize(
+  ("program", "reference"),
+  [
+    ("def f(x): return int(str(x))", _function("f", ([int(LONG)], int(LONG)))),
+    ("print(int(input()))", _stdin((LONG, LONG))),
+    ("def f(): return int('7' * 50_000)", _asserts("assert str(f()) == '7' * 50_000")),
+    (
+      "from fractions import Fraction\ndef f(): return Fraction(int('7' * 50_000), 2)",
+      _asserts("assert f() * 2 == int('7' * 50_000)"),
+    ),
+    (
+      "def f(): return len(str(10**49_999))",
+      {
+        "style": "check",
+        "entry_point": "f",
+        "test": "def check(f): assert f() == len(str(10**49_999))",
+      },
+    ),
+  ],
+  ids=["function", "stdin", "asserts", "fractions", "check"],
+)
+def test_integers_of_50_000_digits(program, reference):
+  reference = json.loads(json.dumps(reference))
+  with GraderPool("code") as pool:
+    (grade,) = pool.grade([program], [reference])
+  assert grade.outcome is Outcome.CORRECT, grade.detail[:300]
+
+
+_ABSOLUTE, _RELATIVE = dict(absolute_tolerance=1e-4), dict(relative_tolerance=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("result", "expected", "tolerance", "right"),
+  [
+    (8 / 3, 2.66667, {}, False),
+    (8 / 3, 2.66667, _ABSOLUTE, True),
+    (8 / 3, 2.66667, _RELATIVE, True),
+    (2.668, 2.66667, _ABSOLUTE, False),
+    (1e9 + 1, 1e9, _ABSOLUTE, False),
+    (1e9 + 1, 1e9, _RELATIVE, True),
+    (1e-5, 0.0, _RELATIVE, False),
+    (1e-5, 0, _ABSOLUTE, True),
+    (10**9 + 1, 10**9, _RELATIVE, False),
+    ([1, [2.00001]], [1, [2]], _ABSOLUTE, True),
+    ([1, [2.00001]], [2, [2]], _ABSOLUTE, False),
+    ({"a": 0.99999}, {"a": 1.0}, _ABSOLUTE, True),
+    (float("inf"), 1.0, dict(relative_tolerance=1.0), False),
+    (1.0, float("inf"), dict(relative_tolerance=1.0), False),
+    (float("nan"), 1.0, _ABSOLUTE, False),
+    (True, 1.0, _ABSOLUTE, True),
+    ("1.00001", "1", _ABSOLUTE, False),
+  ],
+)
+def test_a_tolerance_of_function_s_results(result, expected, tolerance, right):
+  source = f"inf, nan = float('inf'), float('nan')\ndef f(): return {result!r}"
+  grade = code(source, _function("f", ([], expected), **tolerance))
+  assert grade.outcome is (Outcome.CORRECT if right else Outcome.WRONG), grade
+
+
+@pytest.mark.parametrize(
+  ("printed", "expected", "tolerance", "right"),
+  [
+    ("0.333333", "0.333333333333", {}, False),
+    ("0.333333", "0.333333333333", _ABSOLUTE, True),
+    ("0.3333 2\n5", "0.33333 2.0\n5", _ABSOLUTE, True),
+    ("0.3333 3", "0.33333 2", dict(absolute_tolerance=2.0), False),
+    ("0.3333", "0.33333 2", _ABSOLUTE, False),
+    ("Case 1: 0.3333", "Case 1: 0.33333", _ABSOLUTE, True),
+    ("Case 2: 0.3333", "Case 1: 0.33333", _ABSOLUTE, False),
+    ("Case 1: 0.3333", "Case 1: 0.3333000", {}, False),
+    ("1e999999", "1e-999999", _RELATIVE, False),
+    ("nan", "0.5", _ABSOLUTE, False),
+  ],
+)
+def test_a_tolerance_of_output(printed, expected, tolerance, right):
+  grade = code(f"print({printed!r})", _stdin(("", expected), **tolerance))
   assert grade.outcome is (Outcome.CORRECT if right else Outcome.WRONG), grade
 
 
@@ -599,6 +696,10 @@ def test_slices_of_objects():
     (_asserts("assert f()", time_limit_s=0), "time_limit_s is 0"),
     (_asserts("assert f()", time_limit_s=float("inf")), "time_limit_s is inf, must be .* ≤ 120"),
     (_asserts("assert f()", memory_mib=16), "memory_mib is 16, must be an integer ≥ 64"),
+    (_stdin(("", "1"), absolute_tolerance=-1), "absolute_tolerance is -1, must be a finite number"),
+    (_stdin(("", "1"), relative_tolerance="1e-6"), "relative_tolerance is '1e-6', must be"),
+    (_stdin(("", "1"), relative_tolerance=True), "relative_tolerance is True, must be"),
+    (_asserts("assert f()", absolute_tolerance=0.1), "of the styles 'function' and 'stdin'"),
   ],
 )
 def test_bad_references(reference, message):

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from .handles import Program, UnsupportedTestError
 from .messages import MAX_TEXT, describe
@@ -81,11 +81,12 @@ def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
 
 def _make_checks(program: Program, task: Mapping[str, Any]) -> list[tuple[str, _Check]]:
   """Makes the label and the check of each test."""
+  tolerance = Tolerance.of(task)
   if task["style"] == "stdin":
-    return [(_label(case), _stdin_check(program, case)) for case in task["cases"]]
+    return [(_label(case), _stdin_check(program, case, tolerance)) for case in task["cases"]]
   if task["style"] == "function":
     entry = _find_entry(program, task["entry_point"])
-    return [(_label(case), _call_check(entry, case)) for case in task["cases"]]
+    return [(_label(case), _call_check(entry, case, tolerance)) for case in task["cases"]]
   namespace: dict[str, Any] = {"__name__": "tests"}
   for module in task["modules"]:
     namespace[module] = importlib.import_module(module)
@@ -208,35 +209,63 @@ def _find_entry(program: Program, entry_point: str) -> Callable[..., Any]:
   return _look_up(values, method)
 
 
-def _call_check(entry: Callable[..., Any], case: Mapping[str, Any]) -> _Check:
+class Tolerance(NamedTuple):
+  """How much numbers of an output may differ from the expected ones."""
+
+  absolute: float
+  relative: float  # times the expected number
+
+  @classmethod
+  def of(cls, task: Mapping[str, Any]) -> Tolerance | None:
+    """That of a task; None if it has none."""
+    absolute, relative = (task.get(f"{name}_tolerance") for name in cls._fields)
+    return None if absolute is relative is None else cls(absolute or 0.0, relative or 0.0)
+
+  def includes(self, actual: float | decimal.Decimal, expected: float | decimal.Decimal) -> bool:
+    """Whether a number is near the expected one; both are floats, or both decimals."""
+    if not (math.isfinite(actual) and math.isfinite(expected)):
+      return False
+    kind = type(expected)
+    largest = max(kind(self.absolute), kind(self.relative) * abs(expected))
+    return abs(actual - expected) <= largest  # type: ignore[operator]
+
+
+def _call_check(
+  entry: Callable[..., Any], case: Mapping[str, Any], tolerance: Tolerance | None
+) -> _Check:
   """The check of a case that calls a function."""
   output = entry(*json.loads(json.dumps(case["input"])))  # a copy: a program may change its input
   yield
-  if not _is_equal(output, case["output"]):
+  if not _is_equal(output, case["output"], tolerance):
     raise AssertionError(f"got {_shorten(output)}, expected {_shorten(case['output'])}")
 
 
-def _is_equal(actual: Any, expected: Any) -> bool:
+def _is_equal(actual: Any, expected: Any, tolerance: Tolerance | None) -> bool:
   """Whether JSON values are equal; a tuple counts as a list, and floats may differ by rounding.
 
-  The tolerance is 1e-9 relative to an expected float, absolute if that is 0.0; an expected int must
-  match exactly.
+  Without a tolerance, that is 1e-9 relative to an expected float, absolute if that is 0.0; an
+  expected int must match exactly. With one, a number must match exactly where both are ints.
   """
   if isinstance(actual, (list, tuple)) and isinstance(expected, list):
-    return len(actual) == len(expected) and all(map(_is_equal, actual, expected))
+    return len(actual) == len(expected) and all(
+      _is_equal(*pair, tolerance) for pair in zip(actual, expected, strict=True)
+    )
   if isinstance(actual, dict) and isinstance(expected, dict):
     # JSON has only text keys, and two keys of a dictionary may have the same text.
     plain_keys = [key for key in actual if key is None or isinstance(key, (str, int, float))]
     by_text = {key if isinstance(key, str) else json.dumps(key): actual[key] for key in plain_keys}
     if not len(actual) == len(plain_keys) == len(expected) or by_text.keys() != expected.keys():
       return False
-    return all(_is_equal(by_text[key], expected[key]) for key in by_text)
+    return all(_is_equal(by_text[key], expected[key], tolerance) for key in by_text)
+  kinds = {type(actual), type(expected)}
+  if tolerance and actual != expected and float in kinds and kinds <= {int, float}:
+    return tolerance.includes(float(actual), float(expected))
   if isinstance(actual, float) and isinstance(expected, float):
     return math.isclose(actual, expected, rel_tol=1e-9, abs_tol=0.0 if expected else 1e-9)
   return actual == expected
 
 
-def _stdin_check(program: Program, case: Mapping[str, Any]) -> _Check:
+def _stdin_check(program: Program, case: Mapping[str, Any], tolerance: Tolerance | None) -> _Check:
   """The check of a case that runs the program as a script."""
   result = program.run_case(case["input"])
   yield
@@ -244,26 +273,43 @@ def _stdin_check(program: Program, case: Mapping[str, Any]) -> _Check:
   status = result["status"]
   if status != 0:
     raise RuntimeError(f"exit status {status}: {str(result['stderr']).strip()}")
-  if not is_same_output(output, case["output"]):
+  if not is_same_output(output, case["output"], tolerance):
     raise AssertionError(f"got {_shorten(output)!r}, expected {_shorten(case['output'])!r}")
 
 
-def is_same_output(actual: str, expected: str) -> bool:
+def is_same_output(actual: str, expected: str, tolerance: Tolerance | None) -> bool:
   """Whether outputs are equal by LiveCodeBench's rule.
 
-  All lines must be equal when stripped, or be equal as exact decimal numbers.
+  All lines must be equal when stripped, or be equal as exact decimal numbers. With a tolerance, all
+  words of a line must be equal, or be numbers that it includes, of which one is not an integer.
   """
   lines, expected_lines = (
     [line.strip() for line in text.strip().split("\n")] for text in (actual, expected)
   )
-  return len(lines) == len(expected_lines) and all(map(_is_same_line, lines, expected_lines))
+  return len(lines) == len(expected_lines) and all(
+    _is_same_line(*pair, tolerance) for pair in zip(lines, expected_lines, strict=True)
+  )
 
 
-def _is_same_line(actual: str, expected: str) -> bool:
+def _is_same_line(actual: str, expected: str, tolerance: Tolerance | None) -> bool:
   if actual == expected:
     return True
+  if tolerance:
+    words, expected_words = actual.split(), expected.split()
+    return len(words) == len(expected_words) and all(
+      _is_same_word(*pair, tolerance) for pair in zip(words, expected_words, strict=True)
+    )
   numbers = _parse_decimals(actual)
   return numbers is not None and numbers == _parse_decimals(expected)
+
+
+def _is_same_word(actual: str, expected: str, tolerance: Tolerance) -> bool:
+  numbers = _parse_decimals(f"{actual} {expected}")
+  if actual == expected or not numbers:
+    return actual == expected
+  if all(number == number.to_integral_value() for number in numbers):
+    return numbers[0] == numbers[1]
+  return tolerance.includes(*numbers)
 
 
 def _parse_decimals(line: str) -> list[decimal.Decimal] | None:

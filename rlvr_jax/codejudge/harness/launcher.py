@@ -31,7 +31,7 @@ from .isolation import (
   limit_resources,
 )
 from .judge import judge
-from .messages import describe, receive, receive_exactly, send
+from .messages import MAX_DIGITS, describe, receive, receive_exactly, send
 from .processes import never_returning
 from .scripts import serve_cases, serve_last
 from .serving import serve_calls
@@ -300,6 +300,7 @@ def _forget_modules() -> None:
 def main() -> None:
   """Runs the launcher; the arguments are the control descriptor, the mechanism and the paths."""
   _forget_modules()
+  sys.set_int_max_str_digits(MAX_DIGITS)
   descriptor, mechanism, *paths = sys.argv[1:]
   control = socket.socket(fileno=int(descriptor))
   try:

@@ -16,6 +16,7 @@ from typing import Any
 
 MAX_MESSAGE = 16 * 2**20  # bytes from a program: one answer, or one case's output
 MAX_TEXT = 500  # characters of a text for humans
+MAX_DIGITS = 50_000  # of an integer that is converted to or from text; as LiveCodeBench allows
 
 _SEQUENCES: dict[str, type] = {
   kind.__name__: kind for kind in (list, tuple, set, frozenset, collections.deque)
