@@ -19,7 +19,6 @@ from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.finite import nonfinite_names
 from rlvr_jax.rollouts.batch import (
-  Graded,
   RolloutBatch,
   loss_tokens,
   response_lengths,
@@ -258,7 +257,12 @@ class RunLog:
       self._warn_of_limits(graded.statistics, update)
     else:
       self._warn_of_truncation(graded.statistics.get("response/truncated", 0.0), update)
-    self._warn_of_faults(graded, update)
+    self._warn_of_faults(
+      graded.samples,
+      f"responses sampled for update {update}",
+      "config.grading.outcomes.{} decides what happens to them; by default they are left out of the"
+      " loss",
+    )
     logging = self._run.logging
     # Once, however many batches are sampled before this update.
     if step % logging.rollouts_every == 0 and self._notices.changes("rollouts", step):
@@ -295,17 +299,17 @@ class RunLog:
           f" be right; otherwise {remedies[most]}"
         )
 
-  def _warn_of_faults(self, graded: Graded, update: int) -> None:
+  def _warn_of_faults(
+    self, samples: Sequence[Mapping[str, Any]], which: str, consequence: str
+  ) -> None:
     """Warns that the grader or the environment has failed, and how, once until it does not."""
     faults = {"crashed": "the grader crashed on", "environment_failed": "the environment failed in"}
     for outcome, what in faults.items():
-      details = [sample["detail"] for sample in graded.samples if sample["outcome"] == outcome]
-      if self._notices.begins(outcome, bool(details)):
-        share = len(details) / len(graded.samples)
+      details = [sample["detail"] for sample in samples if sample["outcome"] == outcome]
+      if self._notices.begins(f"{outcome}: {consequence}", bool(details)):
         warn(
-          f"{what} {share:.0%} of the responses sampled for update {update}; the first error is:"
-          f" {details[0]}. config.grading.outcomes.{outcome} decides what happens to them; by"
-          " default they are left out of the loss"
+          f"{what} {len(details) / len(samples):.0%} of the {which}; the first error is:"
+          f" {details[0]}. {consequence.format(outcome)}"
         )
 
   def _warn_of_padding(self, filled: float, step: int) -> None:
@@ -407,8 +411,8 @@ class RunLog:
     )
     if np.any(update.batch.valid):  # otherwise the grader or the environment is at fault
       self._warn_of_padding(values["rows/filled"], update.step)
-    if update.step == 1:
-      self._warn_of_warm_start(values)
+      if update.step == 1:
+        self._warn_of_warm_start(values)
     self.writer.write(update.step, "train", values)
     if update.geometry:
       self.writer.write_geometry(update.step - 1, jax.device_get(update.geometry))
@@ -456,6 +460,8 @@ class RunLog:
     self.writer.write(step, "eval", {**values, **self.counter_metrics(), **timings})
     first = [row[0] for row in samples[: self._run.logging.rollouts_per_refresh]]
     self.writer.write_rollouts(step, first, phase="eval")
+    flat = [sample for row in samples for sample in row]
+    self._warn_of_faults(flat, f"held-out responses after update {step}", "They count as wrong")
     shown = ", ".join(
       f"{name} {values[f'eval/{name}']:.3f}"
       f" [{values[f'eval/{name}_low']:.3f}, {values[f'eval/{name}_high']:.3f}]"

@@ -57,6 +57,20 @@ def test_a_fault_is_told_with_its_error_once_until_there_is_none(log, capsys, ou
   assert told == ["", "50%", "", "", "25%"]
 
 
+def test_a_fault_in_an_evaluation_is_told_too(log, capsys):
+  """Held-out accuracy is 0 then, and no policy is to blame."""
+  crashed = {"outcome": "crashed", "detail": "KeyError: 'x'"}
+  rows = [[crashed, {"outcome": "wrong"}], [crashed, crashed]]
+  values = {f"eval/pass@{k}{end}": 0.0 for k in (1, 2) for end in ("", "_low", "_high")}
+  lengths = [np.ones(2, np.int64), *[np.ones((2, 2), np.int64)] * 2]
+  for step in (0, 5):
+    log.write_evaluation(step, values, rows, lengths, began=0.0)
+  out = capsys.readouterr().out
+  told = "warning: the grader crashed on 75% of the held-out responses after update 0; the first"
+  assert out.count("warning") == 1 and told in out
+  assert "error is: KeyError: 'x'. They count as wrong" in out
+
+
 def test_rows_that_are_mostly_padding_are_told_once_until_they_are_not(log, capsys):
   told = []
   for step, filled in enumerate([0.5, 0.49, 0.1, 0.9, 0.25]):
@@ -76,13 +90,15 @@ def test_an_update_of_mostly_padding_is_told(log, capsys):
     assert told == (filled < 0.5)
 
 
-def test_an_update_without_a_graded_rollout_is_not_told_to_be_padding(log, capsys):
-  """Why none has a grade is told with the batch; other rows would not help."""
+def test_an_update_without_a_graded_rollout_is_no_fault_of_rows_or_warm_start(log, capsys):
+  """Why none has a grade is told with the batch."""
   batch = make_host_batch(np.ones((1, 1, 1)))
   none = dataclasses.replace(batch, valid=np.zeros((1, 1), bool), mask=np.zeros_like(batch.mask))
-  metrics = {"rows/filled": jnp.float32(0.0)}
-  log.write_update(DispatchedUpdate(2, 0.0, metrics, {}, none, {}))
-  assert "padding" not in capsys.readouterr().out
+  values = {"rows/filled": 0.0, "groups/effective": 0.0, "policy/entropy": 0.0}
+  metrics = {name: jnp.float32(value) for name, value in values.items()}
+  for step in (1, 2):
+    log.write_update(DispatchedUpdate(step, 0.0, metrics, {}, none, {}))
+  assert "warning" not in capsys.readouterr().out
 
 
 def test_responses_that_are_mostly_truncated_are_told_once_until_it_is_less(log, capsys):
