@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from rlvr_jax.data import ByteTokenizer, Problem
 from rlvr_jax.data.batches import PromptError, encode_prompts
 from rlvr_jax.environments.pool import EnvironmentPool
-from rlvr_jax.rewards.outcome import Outcome
+from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rollouts.batch import Flight
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.dialogues import (
@@ -238,6 +239,28 @@ def problems_of(*questions):
 def test_first_messages_are_shared_by_a_problems_rollouts(pool):
   messages, failures = environments(pool).begin(problems_of("a", "own words"), [1, 2])
   assert messages == [None, [{"role": "user", "content": "seed 2"}]] and not failures
+
+
+def test_a_rollout_s_environment_has_the_line_and_its_grader_what_it_needs():
+  """The names of graders around a reference are for those who grade."""
+  asked = []
+
+  def grade(texts, references):
+    asked.append((texts, references))
+    future = Future()
+    future.set_result([Grade(Outcome.CORRECT, 1.0)])
+    return future
+
+  wrapped = {"grader": "gsm8k", "reference": {"a": 7}}
+  (problem,) = problems_of("q")
+  problem = dataclasses.replace(problem, reference=wrapped["reference"]).wrap(wrapped)
+  name = "environments.faulty_environments:shows"
+  with EnvironmentPool(name, deadline_s=20.0, grade=grade) as pool:
+    group = group_of(["a"])
+    group.owner.problems[0] = problem
+    found, _ = answers_to(group, pool)
+  assert asked == [(["a"], [wrapped])]
+  assert TOKENIZER.decode(found[0].tokens.tolist()) == '{"a": 7} correct'
 
 
 def test_a_failed_reset_fails_its_own_problem(pool):
