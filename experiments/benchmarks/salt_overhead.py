@@ -178,7 +178,7 @@ def make_method(
   """Makes the method of `config` with SALT by a route, or plain; None is the configured model."""
   config = ml_collections.ConfigDict(config)
   config.reweighting = "none" if route == "plain" else "salt"
-  config.gram = "sketch" if route == "sketch" else "streaming"
+  config.gram = "sketch(copies=4)" if route == "sketch" else "streaming"
   mesh = sharding.make_mesh(**config.mesh)
   if model is None:
     network = build.make_network(config.model, config.tokenizer, 1)

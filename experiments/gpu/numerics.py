@@ -40,7 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
   "grpo": {},
   "mixture": {"experts": dict(num_experts=4, experts_per_token=2, expert_width=96)},
   "salt_streaming": {"gram": "streaming"},
-  "salt_sketch": {"gram": "sketch"},
+  "salt_sketch": {"gram": "sketch(copies=4)"},
   "salt_per_rollout": {"gram": "per_rollout"},
 }
 

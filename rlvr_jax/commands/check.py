@@ -282,9 +282,10 @@ class Preflight:
     task, tokenizer = _require(self.task, "the data has failed"), self.tokenizer
     self.parts = build(self.config, task=task, tokenizer=tokenizer)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(self.parts.placement.base))
-    return Finding(
-      OK, f"{count / 1e6:,.1f} M parameters on a mesh of {dict(self.parts.placement.mesh.shape)}"
-    )
+    text = f"{count / 1e6:,.1f} M parameters on a mesh of {dict(self.parts.placement.mesh.shape)}"
+    if warning := _dear_sketch(self.parts):
+      return Finding(WARN, f"{text}; {warning}")
+    return Finding(OK, text)
 
   def check_prompt(self) -> Finding:
     """The first training problem's prompt, as the policy reads it."""
@@ -392,6 +393,21 @@ def _describe_grade(pool: GraderPool, problem: Problem) -> str:
   (grade,) = pool.grade([text], [problem.reference])
   found = f", {grade.answer!r} was extracted" if grade.answer else ""
   return f"of the first one, {text[-_MAX_SHOWN:]!r} is {grade.outcome}{found}"
+
+
+def _dear_sketch(parts: Parts) -> str | None:
+  """Says so where a sketched Gram matrix costs more than the exact one."""
+  gram, width = parts.method.gram, parts.model.config.width
+  if gram is None or gram.projection is None:
+    return None
+  columns = jax.eval_shape(lambda: gram.projection(parts.model.config.vocab_size)).shape[1]
+  sketched, exact = columns / width, 2 + parts.shape.responses / parts.shape.max_response_length
+  if sketched < exact:
+    return None
+  return (
+    f"config.gram = {parts.config.gram!r} costs {sketched:.1f} of the head's products at a width of"
+    f" {width}, and 'streaming', which is exact, {exact:.1f}; set config.gram = 'streaming'"
+  )
 
 
 def _check_host_memory(parts: Parts) -> Finding:

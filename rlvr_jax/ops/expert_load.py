@@ -15,7 +15,8 @@ from rlvr_jax.types import Array, ExpertChoices, Metrics
 class Load(NamedTuple):
   """Sums over tokens, prompts included, by layer and expert; those of disjoint tokens add up.
 
-  A prompt counts once in each row that has rollouts of it.
+  A prompt counts once in each row that has rollouts of it: the load, and the balance loss, depend
+  a little on how rollouts are packed.
   """
 
   choices: Array  # f32[layers, E], number of tokens that chose an expert

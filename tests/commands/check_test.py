@@ -161,6 +161,13 @@ def test_a_warm_start_of_many_passes_is_warned_of(capsys, tmp_path):
   assert "Lower config.warm_start.num_steps = 150 to at most 100" in lines["data"][1]
 
 
+def test_a_sketch_that_costs_more_than_the_exact_gram_is_warned_of(capsys, tmp_path):
+  fields = dict(**MESH, reweighting="salt", gram="sketch")
+  (status, text) = found(capsys, tmp_path / "run", **fields)[0]["config"]
+  expected = "config.gram = 'sketch' costs 128.0 of .* at a width of 32, and 'streaming', .* 10.0;"
+  assert status == WARN and re.search(expected, text), text
+
+
 def test_a_workdir_that_cannot_be_written(capsys, tmp_path):
   (tmp_path / "run").write_text("a file")
   lines, message = found(capsys, tmp_path / "run", **MESH)
