@@ -84,6 +84,7 @@ ESTIMATORS = _with_defaults(advantages) | {
 REWEIGHTINGS = _with_defaults(reweighting) | {
   "salt-shared": reweighting.salt(channels="shared"),
   "salt-residual": reweighting.salt(channels="residual", positive_part=False),
+  "salt-amplified": reweighting.salt(channels="amplified", alpha_min=0.5),
   "salt-random": reweighting.salt(random_subspace=True),
 }
 # Losses with a term that no coefficient multiplies.

@@ -229,6 +229,22 @@ def test_salt_of_both_channels_is_their_sum():
   np.testing.assert_allclose(_salt(coefficients, features), sum(parts), atol=1e-14)
 
 
+def test_amplified_salt_keeps_all_of_a_and_adds_what_the_released_form_explores():
+  coefficients, features = _block(2)
+  amplified = functools.partial(_salt, channels="amplified")
+  shared = _salt(coefficients, features, channels="shared")
+  # It is the released form, and what that form takes out of A: (I − P) A.
+  expected = _salt(coefficients, features) + coefficients - shared
+  np.testing.assert_allclose(amplified(coefficients, features), expected, atol=1e-12)
+  # With α = 0 it is A for any K; without the positive part the residual's weight is 1 + α.
+  none = amplified(coefficients, features, alpha_max=0.0)
+  np.testing.assert_allclose(none, coefficients, atol=1e-14)
+  half = dict(alpha_min=0.5, alpha_max=0.5, positive_part=False)
+  outside = coefficients - shared
+  found = amplified(coefficients, features, **half)
+  np.testing.assert_allclose(found, shared + 1.5 * outside, atol=1e-12)
+
+
 def test_salt_of_gradients_along_one_direction_has_its_closed_form():
   """g_i = c_i·u: A' = ĉĉᵀA + α(A⁺ − ĉĉᵀA⁺), α = 1 − (c·A)²/Σ A²c²."""
   for seed in range(4):

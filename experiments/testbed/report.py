@@ -60,14 +60,14 @@ def measure_run(workdir: str) -> dict[str, Any]:
   """
   records = list(read_metrics(workdir))
   train = [record for record in records if record["phase"] == "train"]
-  names = [name for name in TRAIN if name in train[0]]
+  of_updates = {name: [r[name] for r in train if name in r] for name in TRAIN}
   geometry = [record for record in train if "geometry/participation_ratio" in record]
   geometry_names = [n for n in (geometry[0] if geometry else {}) if n.startswith("geometry/")]
   paths = sorted(pathlib.Path(workdir).glob(f"{GEOMETRY_FOLDER}/*.npz"))
   arrays = [_load_arrays(path) for path in paths]
   signs, by_chance = sign_agreement(arrays)
   return {
-    "train": {name: span_means([record[name] for record in train]) for name in names},
+    "train": {name: span_means(values) for name, values in of_updates.items() if values},
     "geometry": {n: _rounded(np.mean([r[n] for r in geometry if n in r])) for n in geometry_names},
     "last": {n: _rounded(geometry[-1][n]) for n in geometry_names if n in HEAD},
     "drift": [[_rounded(r[n]) for n in DRIFT] for r in geometry if all(n in r for n in DRIFT)],

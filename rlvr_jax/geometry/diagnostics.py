@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops import spectral
-from rlvr_jax.ops.masked import masked_count, masked_mean, upcast
+from rlvr_jax.ops.masked import masked_count, masked_fill, masked_mean, upcast
 from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array
 
@@ -75,6 +75,8 @@ def diagnose(
       geometry/group_shared_energy: its mean over groups, each with its own Gram matrix and k.
       geometry/update_norm, …_reweighted, geometry/update_norm_bound: see `update_norms`; the bound
         is under A.
+      geometry/group_update_norm, …_bound: their means over groups, each with its own Gram matrix, k
+        and number of rollouts; geometry/group_norm_correlation: that of the two, over groups.
   """
   coefficients, reweighted = coefficients.reshape(-1), reweighted.reshape(-1)
   chex.assert_shape([coefficients, reweighted], gram.shape[:1])
@@ -89,7 +91,7 @@ def diagnose(
   norm_reweighted, _ = update_norms(reweighted, spectrum, rank, count)
   group_ratios, groups_usable = group_participation_ratios(gram, num_prompts)
   group_rollouts, counted = group_effective_rollouts(coefficients, gram, num_prompts)
-  group_shared = jax.vmap(functools.partial(_shared_energy, bounds=bounds))(
+  group_shared, group_norms, group_bounds = jax.vmap(functools.partial(_of_group, bounds=bounds))(
     coefficients.reshape(num_prompts, -1),
     _group_grams(gram, num_prompts),
     valid.reshape(num_prompts, -1),
@@ -109,6 +111,9 @@ def diagnose(
     "update_norm": norm,
     "update_norm_reweighted": norm_reweighted,
     "update_norm_bound": bound,
+    "group_update_norm": masked_mean(group_norms, counted),
+    "group_update_norm_bound": masked_mean(group_bounds, counted),
+    "group_norm_correlation": _correlation(group_norms, group_bounds, counted),
   }
   values |= effective_rollouts_histogram(group_rollouts, counted)
   values |= {f"redundancy_{name}": value for name, value in pairs._asdict().items()}
@@ -269,15 +274,30 @@ def effective_rollouts_histogram(values: Array, counted: Array) -> dict[str, Arr
   return dict(zip(names, shares, strict=True))
 
 
-def _shared_energy(coefficients: Array, gram: Array, valid: Array, bounds: dict[str, Any]) -> Array:
-  """Shared energy of one group, 0 for a group of one rollout."""
+def _of_group(
+  coefficients: Array, gram: Array, valid: Array, bounds: dict[str, Any]
+) -> tuple[Array, Array, Array]:
+  """Shared energy, update norm and its bound of one group; 0 for a group of one rollout."""
   if gram.shape[0] < 2:
-    return jnp.zeros(())
+    return jnp.zeros(()), jnp.zeros(()), jnp.zeros(())
   spectrum = spectral.spectrum(gram)
   ratio = spectral.participation_ratio(gram)
   count = masked_count(valid)
   rank = spectral.subspace_rank(spectrum.eigenvalues, ratio, count, **bounds)
-  return jnp.where(count < 2, 0.0, energies(coefficients, spectrum, rank)[0])
+  shared, _ = energies(coefficients, spectrum, rank)
+  norm, bound = update_norms(coefficients, spectrum, rank, jnp.maximum(count, 1))
+  alone = count < 2
+  return jnp.where(alone, 0.0, shared), jnp.where(alone, 0.0, norm), jnp.where(alone, 0.0, bound)
+
+
+def _correlation(x: Array, y: Array, counted: Array) -> Array:
+  """Pearson correlation of the counted entries; 0 where one of the two does not vary."""
+  x, y = (masked_fill(v, counted) for v in (x, y))
+  x, y = (v / spectral.largest(v) for v in (x, y))
+  x, y = (masked_fill(v - masked_mean(v, counted), counted) for v in (x, y))
+  norms = jnp.linalg.norm(x) * jnp.linalg.norm(y)
+  varies = norms > spectral.NULL * jnp.maximum(masked_count(counted), 1)
+  return jnp.where(varies, jnp.sum(x * y) / jnp.where(varies, norms, 1.0), 0.0)
 
 
 def _blocks(gram: Array, num_prompts: int) -> Array:

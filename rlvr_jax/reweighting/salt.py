@@ -15,7 +15,7 @@ from rlvr_jax.ops.masked import masked_count, masked_fill, mean_metric, upcast
 from rlvr_jax.reweighting.base import Reweighting
 from rlvr_jax.types import Array, Metrics
 
-CHANNELS = ("both", "shared", "residual")
+CHANNELS = ("both", "shared", "residual", "amplified")
 
 
 class SaltResult(NamedTuple):
@@ -23,7 +23,7 @@ class SaltResult(NamedTuple):
 
   coefficients: Array  # f32[b], A'
   shared: Array  # f32[b], P_k A
-  residual: Array  # f32[b], (I − P_k) A⁺
+  explored: Array  # f32[b], the part α (I − P_k) A⁺ of A'; 0 with shared directions alone
   alpha: Array  # f32[], weight of the residual
   rank: Array  # i32[], k
   participation_ratio: Array  # f32[]
@@ -48,7 +48,7 @@ def salt_coefficients(
   channels: str,
   random_subspace: bool,
 ) -> SaltResult:
-  """A' = P_k A + α (I − P_k) A⁺, for one block; the hyper-parameters are those of `salt`.
+  """A' of one block, by default P_k A + α (I − P_k) A⁺; the hyper-parameters are those of `salt`.
 
   Args:
     coefficients: f32[b], A, b ≥ 2.
@@ -71,19 +71,17 @@ def salt_coefficients(
 
   shared = spectral.project(vectors, rank, coefficients)
   source = jnp.maximum(coefficients, 0) if positive_part else coefficients
-  residual = source - spectral.project(vectors, rank, source)
-  reweighted = {
-    "both": shared + alpha * residual,
-    "shared": shared,
-    "residual": alpha * residual,
-  }[channels]
+  explored = alpha * (source - spectral.project(vectors, rank, source))
+  explored = jnp.zeros_like(explored) if channels == "shared" else explored
+  kept = {"residual": jnp.zeros_like(shared), "amplified": coefficients}.get(channels, shared)
+  reweighted = kept + explored
   several = count >= 2
   acts = several & spectral.carries_gradient(coefficients, gram)
   reweighted = masked_fill(jnp.where(acts, reweighted, coefficients), valid)
   return SaltResult(
     coefficients=reweighted.astype(coefficients.dtype),
     shared=shared,
-    residual=residual,
+    explored=explored,
     alpha=alpha,
     rank=rank,
     participation_ratio=ratio,
@@ -105,7 +103,7 @@ def salt_metrics(coefficients: Array, result: SaltResult) -> Metrics:
   largest = jnp.max(jnp.abs(coefficients), axis=-1, keepdims=True)
   unit = jnp.where(largest > 0, largest, 1.0)
   norm = lambda x: jnp.linalg.norm(x / unit, axis=-1)
-  size = jnp.where(result.acts, norm(coefficients), 1.0)
+  size, after = jnp.where(result.acts, norm(coefficients), 1.0), norm(result.coefficients)
   gram_values = {
     "participation_ratio": result.participation_ratio,
     "rank": result.rank,
@@ -115,6 +113,7 @@ def salt_metrics(coefficients: Array, result: SaltResult) -> Metrics:
     "alpha": result.alpha,
     "coefficient_change": norm(result.coefficients - coefficients) / size,
     "shared_share": (norm(result.shared) / size) ** 2,
+    "exploration_share": (norm(result.explored) / jnp.where(after > 0, after, 1.0)) ** 2,
   }
   metrics = {name: mean_metric(x, result.usable) for name, x in gram_values.items()}
   metrics |= {name: mean_metric(x, result.acts) for name, x in coefficient_values.items()}
@@ -153,7 +152,9 @@ def salt(
     alpha_min: ≥ 0.
     alpha_max: ≥ alpha_min; since n_eff ≥ 0, a value above 1 only permits an alpha_min above 1.
     positive_part: whether the residual is that of A⁺; otherwise it is that of A.
-    channels: "both"; "shared": P_k A only; "residual": α (I − P_k) A⁺ only.
+    channels: "both", the authors' released form; "shared": P_k A only; "residual": α (I − P_k) A⁺
+      only; "amplified": A + α (I − P_k) A⁺. The paper says that the residual is amplified, but
+      α ≤ 1 attenuates it in the released form, which takes (I − P_k) A out (**open**).
     random_subspace: whether P_k projects onto k random directions, sampled with the key for each
       call and block.
     scope: the block that has one Gram matrix: "batch", "group", or a number of consecutive

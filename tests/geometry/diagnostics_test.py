@@ -192,6 +192,16 @@ def test_diagnose_says_what_its_parts_say(batch):
     "group_shared_energy": np.mean([group_shared_energy(A[p], features[p]) for p in groups]),
     "update_norm_reweighted": np.linalg.norm(features.T @ reweighted.ravel()) / B,
   }
+  ranks = [round(group_participation_ratios(gram, P)[0][p].item()) for p in range(P)]
+  norms_of = lambda p: update_norms(A[p], modes_of(gram[np.ix_(p, p)]), ranks[p[0] // G], G)
+  norms, bounds = zip(*map(norms_of, groups), strict=True)
+  own = [np.linalg.norm(A[p] @ features[p]) / G for p in groups]
+  np.testing.assert_allclose(norms, own, rtol=1e-9)
+  expected |= {
+    "group_update_norm": np.mean(norms),
+    "group_update_norm_bound": np.mean(bounds),
+    "group_norm_correlation": np.corrcoef(norms, bounds)[0, 1],
+  }
   parts = {
     ("shared_energy", "residual_energy"): energies(A, modes, rank),
     ("update_norm", "update_norm_bound"): update_norms(A, modes, rank, B),
@@ -206,7 +216,15 @@ def test_diagnose_says_what_its_parts_say(batch):
     np.testing.assert_allclose(found[name], value, rtol=1e-9, err_msg=name)
   # Flat coefficients, and a chosen rank, on which only the energies and the bound depend.
   chosen = diagnose(gram, A, reweighted.ravel(), P, min_rank=3, max_rank=3)
-  of_rank = ("rank", "shared_energy", "group_shared_energy", "residual_energy", "update_norm_bound")
+  of_rank = (
+    "rank",
+    "shared_energy",
+    "group_shared_energy",
+    "residual_energy",
+    "update_norm_bound",
+    "group_update_norm_bound",
+    "group_norm_correlation",
+  )
   for name, value in chosen.items():
     same = bool(np.isclose(value, found[name], rtol=1e-9))
     assert same != name.removeprefix("geometry/").startswith(of_rank), name
@@ -260,7 +278,11 @@ UNUSABLE = ["zero Gram", "NaN Gram", "infinite Gram", "overflow"]
 def test_diagnose_is_0_where_the_gram_is_unusable(kind):
   gram, A, num_prompts = _bad(kind)
   found = diagnose(gram, A, A, num_prompts)
-  group_level = ("group_effective", "group_participation")  # a group's own block may be usable
+  group_level = (
+    "group_effective",
+    "group_participation",
+    "group_update",
+  )  # a group's own block may be usable
   for name, value in found.items():
     assert np.isfinite(value), name
     assert value == 0 or (kind == "overflow" and any(x in name for x in group_level)), name

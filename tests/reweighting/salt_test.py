@@ -27,6 +27,7 @@ ABLATIONS = {
   "no positive part": {"positive_part": False},
   "shared": {"channels": "shared"},
   "residual": {"channels": "residual"},
+  "amplified": {"channels": "amplified", "alpha_min": 0.3},
   "residual of A": {"channels": "residual", "positive_part": False},
   "fixed alpha": {"alpha_min": 0.3, "alpha_max": 0.3},
   "bounded alpha": {"alpha_min": 0.4, "alpha_max": 0.5},
@@ -67,7 +68,9 @@ def _oracle(a, features, **hyper):
   alpha = np.clip(1 - n_eff, hyper["alpha_min"], hyper["alpha_max"])
   kept = np.maximum(a, 0) if hyper["positive_part"] else a
   shared, residual = projection @ a, alpha * (kept - projection @ kept)
-  both = {"both": shared + residual, "shared": shared, "residual": residual}[hyper["channels"]]
+  forms = {"both": shared + residual, "shared": shared, "residual": residual}
+  both = (forms | {"amplified": a + residual})[hyper["channels"]]
+  explored = residual if hyper["channels"] != "shared" else 0 * residual
   return {
     "coefficients": both,
     "gap": (values[rank - 1] - values[rank]) / values[0],
@@ -78,6 +81,7 @@ def _oracle(a, features, **hyper):
     "rank": rank,
     "coefficient_change": np.linalg.norm(both - a) / np.linalg.norm(a),
     "shared_share": np.linalg.norm(shared) ** 2 / np.linalg.norm(a) ** 2,
+    "exploration_share": np.sum(explored**2) / (np.sum(both**2) or 1),
     "unusable_gram": 0.0,
   }
 
@@ -223,11 +227,11 @@ def test_a_block_with_an_unusable_gram_stays_as_it_is_and_is_reported(fill):
   assert values == pytest.approx(others)  # the means are over the others
 
 
-def test_blocks_without_a_usable_gram_report_zeros():
+def test_blocks_without_a_usable_gram_report_nothing_else():
   a, features = (x.astype(np.float32) for x in _case(2))
   values = _values(a, 0 * _gram(features))
   assert values.pop("unusable_gram") == 1
-  assert set(values.values()) == {0}
+  assert np.all(np.isnan([*values.values()]))
 
 
 def test_coefficients_without_a_gradient_stay_exactly_as_they_are():
