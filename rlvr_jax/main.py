@@ -117,6 +117,7 @@ def run() -> int:
     raise
   if _MODE.value in ("train", "sample", "check", "eval"):  # an export is read by other programs
     process.enable_compilation_cache(str(_WORKDIR.value))
+    process.quiet_compiler()
   try:
     action()
   except TimeLimitError:

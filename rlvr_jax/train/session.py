@@ -24,7 +24,7 @@ from rlvr_jax.train.reporting.run_log import LoggedRun, RunLog
 from rlvr_jax.train.reporting.writer import MetricWriter, NoWriter
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.compiler_options import announce_defaults
+from rlvr_jax.train.setup.compiler_options import announce_defaults, announce_precision
 from rlvr_jax.train.setup.grading import (
   announce_partial_credit,
   check_first_dialogue,
@@ -97,6 +97,7 @@ def open_session(
     raw_logprobs.announce(parts.sources)
     announce_partial_credit(parts.outcome_policy, parts.task, parts.config.environment.name)
     announce_defaults(parts.compiler_options, parts.config.compiler_options)
+    announce_precision(parts.model.config.compute_dtype)
     data_use.announce(
       parts.schedule,
       logged.warm_start,

@@ -99,6 +99,28 @@ def processor_name() -> str:
   return names[0] if names else platform.machine()
 
 
+def lacks_bfloat16(info: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> bool:
+  """Whether this machine's processor is known to have no arithmetic in bfloat16."""
+  text = info.read_text() if info.exists() else ""
+  lines = [line.partition(":") for line in text.splitlines()]
+  features = next((text for name, _, text in lines if name.strip() in ("flags", "Features")), "")
+  return bool(features) and "bf16" not in features
+
+
+def quiet_compiler() -> None:
+  """Leaves out what XLA logs as an error on a CPU, such as that a program compiles slowly.
+
+  What ends a compilation is raised all the same. TF_CPP_MIN_LOG_LEVEL goes first, and several
+  processes keep the log, which says why one has lost the others.
+  """
+  import jax
+
+  is_alone = jax.default_backend() == "cpu" and jax.process_count() == 1
+  if is_alone and os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # jax itself sets 1
+    jax.config.update("jax_logging_level", "CRITICAL")  # of Python's loggers too …
+    jax.config.update("jax_logging_level", "NOTSET")  # … which this gives back
+
+
 def current_commit() -> str | None:
   """Commit of this code, with -dirty if files differ from it; None if unknown."""
   if COMMIT in os.environ:

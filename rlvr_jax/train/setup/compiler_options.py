@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import ml_collections
 from jax.sharding import Mesh
 
-from rlvr_jax.train.reporting.progress import say
+from rlvr_jax.train.cluster.process import lacks_bfloat16
+from rlvr_jax.train.reporting.progress import say, warn
 
 Options = dict[str, bool | int | float | str]
 
@@ -76,6 +77,15 @@ def announce_defaults(options: CompilerOptions, settings: ml_collections.ConfigD
     if added:
       field = f"config.compiler_options.{kind}"
       say(f"{kind} is compiled with {format_options(added)}; {field} goes first")
+
+
+def announce_precision(compute_dtype: str) -> None:
+  """Warns of a network in bfloat16 on a CPU that has no such arithmetic."""
+  if compute_dtype == "bfloat16" and jax.default_backend() == "cpu" and lacks_bfloat16():
+    warn(
+      "this CPU has no arithmetic in bfloat16, which saves memory on it and takes more time;"
+      " config.model.overrides.compute_dtype = 'float32' is faster"
+    )
 
 
 def parse_compiler_options(settings: ml_collections.ConfigDict) -> CompilerOptions:

@@ -237,3 +237,45 @@ def test_runs_on_accelerators_share_what_is_compiled(tmp_path, monkeypatch, capl
   home.write_text("a file, in which no folder can be made")
   assert cache("gpu") == of_run
   assert "cannot be written" in caplog.text and "JAX_COMPILATION_CACHE_DIR" in caplog.text
+
+
+@pytest.mark.parametrize(
+  ("cpuinfo", "lacks"),
+  [
+    ("processor\t: 0\nflags\t\t: fpu avx2 avx512f\nbugs\t: x\n", True),
+    ("flags\t\t: fpu avx512f avx512_bf16 amx_tile\n", False),
+    ("flags\t\t: fpu amx_bf16\n", False),
+    ("Features\t: fp asimd\n", True),
+    ("Features\t: fp asimd i8mm bf16\n", False),
+    ("processor\t: 0\n", False),  # not known
+    ("", False),
+  ],
+)
+def test_a_cpu_without_bfloat16(tmp_path, cpuinfo, lacks):
+  (tmp_path / "cpuinfo").write_text(cpuinfo)
+  assert process.lacks_bfloat16(tmp_path / "cpuinfo") == lacks
+  assert not process.lacks_bfloat16(tmp_path / "nowhere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_program_that_compiles_slowly_is_no_error_on_the_console(quiet):
+  code = f"""
+import logging, jax, jax.numpy as jnp
+from rlvr_jax.train.cluster import process
+if {quiet}:
+  process.quiet_compiler()
+rows = lambda: jnp.broadcast_to(jnp.arange(200.0)[:, None], (200, 200))
+largest = lambda: jax.lax.reduce_window(rows(), -jnp.inf, jax.lax.max, (8, 8), (1, 1), "SAME")
+jax.jit(lambda x: x + largest())(1.0)  # XLA folds constants for some seconds, and says so
+logging.getLogger("jax").warning("a warning of jax")
+"""
+  variables = {
+    k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")
+  }
+  variables["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+  done = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=variables
+  )
+  assert ("slow_operation_alarm" in done.stderr) == (not quiet), done.stderr
+  assert "a warning of jax" in done.stderr and not done.returncode
