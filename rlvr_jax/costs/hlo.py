@@ -58,6 +58,9 @@ _SCALAR: dict[str, Callable[..., int]] = {
 _IN_PLACE = {"bitcast", "copy", "convert", "reshape"}  # ignored in the search for slices
 _SAME_MEMORY = "output_to_operand_aliasing={{}: (0, {})}"  # a fusion that names other tiles
 
+# Compilers write a product with a single vector as a sum of elementwise products, which keeps its
+# name. So do sums of a product's parts, whose FLOPs count already.
+_SPLIT = "reduce_sub_computation"
 _UNKNOWN_CYCLES = 2.0**62  # newer compilers write the largest integer if there is no estimate
 
 
@@ -212,6 +215,8 @@ class _Program:
     if i.opcode == "custom-call":
       operands = [dimensions(self._shape(computation, name)) for name in i.operands]
       return library_flops(i, operands)
+    if i.opcode == "reduce" and i.op_name.endswith("/dot_general") and _SPLIT not in i.calls:
+      return 2 * math.prod(dimensions(self._shape(computation, i.operands[0])))
     if i.opcode not in ("dot", "convolution"):
       return 0
     left, right = (dimensions(self._shape(computation, name)) for name in i.operands[:2])

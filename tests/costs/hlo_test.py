@@ -357,6 +357,20 @@ def test_of_a_conditional_the_most_expensive_branch_counts():
   assert set(found) == {"of_large"}
 
 
+def test_a_product_with_one_vector_is_a_sum_of_elementwise_products():
+  """And the sum of a product's parts, by which a GPU splits it, does not count again."""
+  name = 'metadata={op_name="jit(f)/layers/dot_general"}'
+  found = items([
+    "%x = f32[8,4] parameter(0)",
+    "%y = f32[8,4] multiply(%x, %x)",
+    f"%vector = f32[4] reduce(%y, %y), dimensions={{0}}, to_apply=%scalar_add.1, {name}",
+    f"%parts = f32[4] reduce(%y, %y), to_apply=%dot.1.reduce_sub_computation, {name}",
+    "ROOT %sum = f32[4] reduce(%y, %y), dimensions={0}, to_apply=%scalar_add.1",
+  ])  # fmt: skip
+  flops = {name: item.flops for name, item in found.items()}
+  assert flops == {"y": 0, "vector": 2 * 8 * 4, "parts": 0, "sum": 0}
+
+
 def test_batched_products_as_a_tpu_writes_them():
   """Batch dimensions 2×4, dilated: each output meets one of the taps."""
   found = items([
