@@ -140,7 +140,8 @@ Which comparison decides a claim was then chosen after the runs too.
 "A minus B" is paired by seed, with Student's 95 % interval in brackets; after ± stands half of
 that interval; both are left out where all seeds are equal. Intervals are not adjusted for their
 number. Beside them stands Holm's p of the t-test that the difference is 0, over all comparisons
-that decide here; where it is above 0.05, one of so many may be by chance. Arms whose best learning
+that decide here; where more is claimed and it is above 0.05, chance among so many may explain the
+difference. Of "not less" it says nothing. Arms whose best learning
 rates differ are to be compared each at its own. Where one rate alone has run, the claim names it.
 The pages of the runs on `steps` have Holm's p, for each of their tables; those of the
 quickstart have none. Where only two seeds have run, both stand there, as "A and B", without an
