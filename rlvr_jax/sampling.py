@@ -14,7 +14,7 @@ LEAST_TEMPERATURE = 1e-3
 class Sampling:
   """The distribution that tokens are sampled from; static under jit."""
 
-  temperature: float = 1.0  # ≥ LEAST_TEMPERATURE; 0 is greedy decoding
+  temperature: float = 1.0  # 0.001 or more; 0 is greedy decoding
   top_k: int = 0  # keep the k most probable tokens; 0 keeps all
   top_p: float = 1.0  # keep the smallest set of tokens with this much mass; 1 keeps all
   min_p: float = 0.0  # keep tokens at least this probable relative to the most probable; 0: all

@@ -140,7 +140,7 @@ def load_completions(run: Run, update: int, *, trust_run: bool = False) -> list[
   if not (folder / "config.json").exists() or not (folder / "rollouts").exists():
     return []
   schedule, _ = read_schedule(folder, trust_run=trust_run)
-  number = update if schedule.real_time else schedule.batch(update)
+  number = update if schedule.threaded else schedule.batch(update)
   store = RolloutStore(folder / "rollouts", writable=False)
   if number not in store.numbers():
     return []
