@@ -97,7 +97,8 @@ def apply_salt(measurement: Measurement, salt: Reweighting) -> SaltResult:
   key = jax.random.key(measurement.update)
   blocks = A.reshape(1, -1), measurement.gram[None], measurement.valid.reshape(1, -1)
   reweighted, metrics = jax.jit(salt.apply)(*blocks, key)
-  values = {name: value.item() for name, value in reductions.values(metrics).items()}
+  # Without a usable Gram matrix nothing was measured; all of this is 0.
+  values = {n: np.nan_to_num(value).item() for n, value in reductions.values(metrics).items()}
   return SaltResult(
     reweighted.reshape(A.shape),
     values["reweighting/participation_ratio"],
