@@ -1,7 +1,5 @@
 """Reinforcement learning from verifiable rewards, in JAX, readable end to end."""
 
-import sys
-
 __all__ = [
   "advantages",
   "data",
@@ -17,8 +15,3 @@ __all__ = [
   "train",
 ]
 __version__ = "0.1.0"
-
-# Tests of programs have long integers, in data and in messages between processes: as many digits as
-# codejudge allows.
-if 0 < sys.get_int_max_str_digits() < 50_000:
-  sys.set_int_max_str_digits(50_000)

@@ -28,6 +28,9 @@ _SINGLE_THREADED = dict.fromkeys(
    "VECLIB_MAXIMUM_THREADS"), "1",
 )  # fmt: skip
 
+# Tests of programs have integers as long as LiveCodeBench allows, in messages in JSON.
+sys.set_int_max_str_digits(50_000)
+
 
 # --- in the parent --------------------------------------------------------------------------------
 

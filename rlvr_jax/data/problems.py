@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+
+sys.set_int_max_str_digits(50_000)  # as in `processes`: references have long integers, too
 
 
 @dataclasses.dataclass(frozen=True)

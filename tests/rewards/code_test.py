@@ -8,6 +8,7 @@ import time
 import pytest
 
 from experiments.benchmarks import code_grading
+from rlvr_jax.data.jsonl import jsonl
 from rlvr_jax.rewards import GraderPool, GraderStartError, Outcome
 from rlvr_jax.rewards.code import code, extract_program
 
@@ -301,8 +302,13 @@ LONG = "7" * 50_000  # digits that LiveCodeBench allows; Python's own limit is 4
   ],
   ids=["function", "stdin", "asserts", "fractions", "check"],
 )
-def test_integers_of_50_000_digits(program, reference):
-  reference = json.loads(json.dumps(reference))
+def test_integers_of_50_000_digits(tmp_path, program, reference):
+  lines = [json.dumps({"q": q, **reference}) + "\n" for q in "ab"]
+  (tmp_path / "lines.jsonl").write_text("".join(lines))
+  task = jsonl(
+    train=tmp_path / "lines.jsonl", held_out_size=1, grader="code", answer="", prompt="{q}"
+  )
+  reference = task.train[0].reference
   with GraderPool("code") as pool:
     (grade,) = pool.grade([program], [reference])
   assert grade.outcome is Outcome.CORRECT, grade.detail[:300]

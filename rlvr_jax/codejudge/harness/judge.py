@@ -219,15 +219,16 @@ class Tolerance(NamedTuple):
   def of(cls, task: Mapping[str, Any]) -> Tolerance | None:
     """That of a task; None if it has none."""
     absolute, relative = (task.get(f"{name}_tolerance") for name in cls._fields)
-    return None if absolute is relative is None else cls(absolute or 0.0, relative or 0.0)
+    has_one = absolute is not None or relative is not None
+    return cls(absolute or 0.0, relative or 0.0) if has_one else None
 
   def includes(self, actual: float | decimal.Decimal, expected: float | decimal.Decimal) -> bool:
     """Whether a number is near the expected one; both are floats, or both decimals."""
     if not (math.isfinite(actual) and math.isfinite(expected)):
       return False
-    kind = type(expected)
+    kind: Any = type(expected)
     largest = max(kind(self.absolute), kind(self.relative) * abs(expected))
-    return abs(actual - expected) <= largest  # type: ignore[operator]
+    return bool(abs(actual - expected) <= largest)  # type: ignore[operator]
 
 
 def _call_check(
