@@ -16,6 +16,14 @@ from rlvr_jax.sampling import LEAST_TEMPERATURE
 from rlvr_jax.types import Array, Head, Sampling
 
 _PLAIN = Sampling()
+# Bins of a token's probability, each from its bound up to the one before; the first ends at 1.
+PROBABILITY_BINS = {
+  "from_0.1": 0.1,
+  "from_0.01": 0.01,
+  "from_0.001": 1e-3,
+  "from_0.0001": 1e-4,
+  "rarer": 0.0,
+}
 
 
 def check_sampling(owner: str, sampling: Sampling, vocab_size: int) -> None:
@@ -140,6 +148,8 @@ class TokenStatistics(NamedTuple):
   entropy: Array  # [..., T], nats
   log_normalizers: Array  # [..., T], log Σ_v exp(z_v/temperature); a constant
   projected: Array | None  # [..., T, R], Σ_v R_v·∂(−log p[token])/∂z_v; a constant
+  # [..., T] each, the mass of the tokens in each of `PROBABILITY_BINS`; constants
+  masses: tuple[Array, ...] | None = None
 
 
 def token_logprobs(
@@ -182,6 +192,7 @@ def token_statistics(
   *,
   projection: Array | None = None,
   wanted: Array | None = None,
+  masses: bool = False,
   mesh: Mesh | None = None,
   chunk_rows: int | None = None,
 ) -> TokenStatistics:
@@ -192,12 +203,13 @@ def token_statistics(
     wanted: bool[P, ...], the tokens to compute; the values of others are 0. They are spared the
       head where they fill chunks: each device moves its wanted tokens to its first chunks, and the
       sum over tokens in the kernel's gradient takes their order. None: all.
+    masses: whether to compute the masses of bins.
   """
   chex.assert_shape(hidden, (*tokens.shape, None))
   if sampling.temperature == 0:
     raise ValueError("token_logprobs of greedy decoding (temperature=0): it has no density")
   rows = chunk_rows or default_chunk_rows(head.kernel.shape[1])
-  setting = _Setting(sampling, float(head.scale), head.soft_cap, rows, mesh)
+  setting = _Setting(sampling, float(head.scale), head.soft_cap, rows, mesh, masses)
   statistics = _statistics(setting, hidden, head.kernel, tokens, projection, wanted)
   if wanted is None:
     return statistics
@@ -239,6 +251,7 @@ class _Setting(NamedTuple):
   soft_cap: float | None
   chunk_rows: int
   mesh: Mesh | None
+  masses: bool = False
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -321,6 +334,7 @@ def _chunk_forward(setting, hidden, kernel, tokens, projection):
     entropy=_entropy(logprobs),
     log_normalizers=terms.largest + terms.log_sum,
     projected=projected,
+    masses=_bin_masses(logprobs) if setting.masses else None,
   )
   return statistics, terms
 
@@ -350,6 +364,19 @@ def _select(values, tokens):
   """values[..., tokens]; as a masked sum it stays local when V is sharded."""
   one_hot = jnp.arange(values.shape[-1]) == tokens[..., None]
   return jnp.sum(jnp.where(one_hot, values, 0.0), axis=-1)
+
+
+def probability_bins(logprobs: Array) -> Array:
+  """Number of the bin of `PROBABILITY_BINS` that each probability is in."""
+  bounds = jnp.log(jnp.asarray([*PROBABILITY_BINS.values()][:-1], logprobs.dtype))
+  return jnp.sum(logprobs[..., None] < bounds, axis=-1)
+
+
+def _bin_masses(logprobs: Array) -> tuple[Array, ...]:
+  """The sum of the probabilities [..., V] that are in each bin."""
+  bins, probabilities = probability_bins(logprobs), jnp.exp(logprobs)
+  numbers = range(len(PROBABILITY_BINS))
+  return tuple(jnp.sum(jnp.where(bins == n, probabilities, 0.0), axis=-1) for n in numbers)
 
 
 def _entropy(logprobs):

@@ -113,9 +113,12 @@ def batch_forward(
   *,
   method: Method,
   sampling: Sampling | None = None,
+  masses: bool = False,
 ) -> tuple[Scores, Forward | None]:
   """`policy_forward` of a full batch, micro-batch by micro-batch."""
-  part = functools.partial(policy_forward, trained, frozen, batch, method=method, sampling=sampling)
+  part = functools.partial(
+    policy_forward, trained, frozen, batch, method=method, sampling=sampling, masses=masses
+  )
   packed = rows_if_accumulating(batch)
   if packed is None:
     return part()

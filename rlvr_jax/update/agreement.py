@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from rlvr_jax.ops.logprobs import is_truncated, token_logprobs
+from rlvr_jax.ops.logprobs import (
+  PROBABILITY_BINS,
+  is_truncated,
+  probability_bins,
+  token_logprobs,
+)
 from rlvr_jax.types import Array, Params, Prompts, Sampling, TrainBatch
-from rlvr_jax.update.accumulate import policy_logprobs
+from rlvr_jax.update.accumulate import batch_forward
 from rlvr_jax.update.objective import Method, routes_of_inputs
 
 
@@ -43,10 +48,50 @@ def response_logprobs(
   return token_logprobs(hidden, model.head(params), tokens, sampling, mesh=model.mesh)[0]
 
 
+class Draws(NamedTuple):
+  """The tokens drawn whose probability is in each of the n bins `ops.logprobs.PROBABILITY_BINS`."""
+
+  drawn: Array  # f32[n], tokens
+  expected: Array  # f32[n], the bins' mass under the distributions that were drawn from
+  variance: Array  # f32[n], of `drawn` about it
+
+
+class Gap(NamedTuple):
+  """What a sampler did, by the forward pass of updates."""
+
+  mean: Array  # f32[], of |log p − behavior_logprobs| over tokens, nats
+  largest: Array  # f32[], nats
+  draws: Draws
+
+
+def count_draws(logprobs: Array, masses: tuple[Array, ...], counted: Array) -> Draws:
+  """Counts draws by bin. Recorded log-probabilities cannot show that rare tokens are never drawn.
+
+  Args:
+    logprobs: f32[...], of the tokens drawn.
+    masses: f32[...] each, of the bins, see `TokenStatistics`.
+    counted: bool[...], the tokens to count.
+  """
+  bins = probability_bins(logprobs)
+  mass = jnp.where(counted[None], jnp.clip(jnp.stack(masses), 0, 1), 0.0)
+  total = lambda x: jnp.sum(x, axis=tuple(range(1, x.ndim)))
+  drawn = jnp.stack([jnp.sum(counted & (bins == n)) for n in range(len(PROBABILITY_BINS))])
+  return Draws(drawn.astype(mass.dtype), total(mass), total(mass * (1 - mass)))
+
+
+def draw_z(draws: Draws) -> Array:
+  """f32[], the largest |drawn − expected|/√variance of a bin with a variance of 5 or more; or 0.
+
+  Draws are independent given what stands before them, so that it is about a normal deviate's.
+  """
+  z = jnp.abs(draws.drawn - draws.expected) / jnp.sqrt(jnp.maximum(draws.variance, 1e-30))
+  return jnp.max(jnp.where(draws.variance >= 5, z, 0.0))
+
+
 def behavior_gap(
   trained: Params, frozen: Params, batch: TrainBatch, *, method: Method, sampling: Sampling
-) -> tuple[Array, Array]:
-  """(mean, maximum) of |log p − behavior_logprobs| over the tokens of rollouts, f32[] nats; pure.
+) -> Gap:
+  """Compares the log-probabilities of rollouts, and how often tokens were drawn; pure.
 
   p is the probability that an update computes, by the same forward pass over packed rows. Under
   truncated sampling, a token at the edge of the kept set may have p = 0 because of rounding; such
@@ -58,7 +103,12 @@ def behavior_gap(
     method: of the updates.
     sampling: the distribution that the tokens were sampled from.
   """
-  logprobs, _ = policy_logprobs(trained, frozen, batch, method=method, sampling=sampling)
+  scores, _ = batch_forward(
+    trained, frozen, batch, method=method._replace(gram=None), sampling=sampling, masses=True
+  )
+  logprobs = scores.logprobs
   counted = (batch.mask > 0) & (jnp.isfinite(logprobs) if is_truncated(sampling) else True)
   gaps = jnp.where(counted, jnp.abs(logprobs - batch.behavior_logprobs), 0.0)
-  return gaps.sum() / jnp.maximum(counted.sum(), 1), gaps.max()
+  assert scores.masses is not None
+  draws = count_draws(logprobs, scores.masses, counted)
+  return Gap(gaps.sum() / jnp.maximum(counted.sum(), 1), gaps.max(), draws)

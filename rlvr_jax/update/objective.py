@@ -109,6 +109,7 @@ class Scores(NamedTuple):
   entropy: Array  # f32[P, G, T], nats
   load: Load | None = None  # of a mixture's experts
   changes: RouteChanges | None = None  # since sampling, where routes are recorded
+  masses: tuple[Array, ...] | None = None  # f32[P, G, T] of each bin, see `ops.logprobs`
 
 
 class Constants(NamedTuple):
@@ -135,6 +136,7 @@ def policy_forward(
   *,
   method: Method,
   sampling: Sampling | None = None,
+  masses: bool = False,
   length: int | None = None,
 ) -> tuple[Scores, Forward | None]:
   """Runs one forward pass over one micro-batch.
@@ -142,6 +144,7 @@ def policy_forward(
   Args:
     micro_batch: its index; a batch that is not packed is one micro-batch.
     sampling: the distribution; None: π, the policy's at `method.temperature`.
+    masses: whether to compute the masses of bins of probability.
     length: places of its rows that are computed, static; None: all. The others hold nothing.
   Returns:
     The scores, and the results that the Gram matrix needs (M = 1), or None.
@@ -182,6 +185,7 @@ def policy_forward(
     sampling or Sampling(temperature=method.temperature),
     projection=projection,
     wanted=wanted,
+    masses=masses,
     mesh=method.model.mesh,
   )
   forward = None
@@ -191,8 +195,9 @@ def policy_forward(
     forward = Forward(*jax.tree.map(lambda x: _lengthen(x, whole)[None], fields))
   if is_mixture:
     load, changes = _routing_of(own, recorded, probabilities, method)
-  scores = Scores(by_rollout(statistics.logprobs), by_rollout(statistics.entropy), load, changes)
-  return scores, forward
+  of_tokens = (statistics.logprobs, statistics.entropy, statistics.masses)
+  logprobs, entropy, of_bins = jax.tree.map(by_rollout, of_tokens)
+  return Scores(logprobs, entropy, load, changes, of_bins), forward
 
 
 def _routing_of(
@@ -368,7 +373,7 @@ def surrogate(
   scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> tuple[Array, tuple[Array, Metrics]]:
   """(Σ total, (Σ weight, metrics)) of one micro-batch, as a function of its scores."""
-  logprobs, entropy, load, changes = scores
+  logprobs, entropy, load, changes, _ = scores
   coefficients = constants.coefficients
   losses, metrics = method.loss.per_token(logprobs, batch, coefficients, constants.statistics)
   mask = batch.mask

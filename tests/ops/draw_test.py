@@ -11,8 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlvr_jax.ops import draw
 from rlvr_jax.ops.draw import draw_tokens, random_bits
-from rlvr_jax.ops.logprobs import distribution
+from rlvr_jax.ops.logprobs import distribution, token_statistics
 from rlvr_jax.sampling import Sampling
+from rlvr_jax.types import Head
+from rlvr_jax.update.agreement import count_draws, draw_z
 
 PLAIN = Sampling()
 ALL_BITS = 1 << 64
@@ -251,3 +253,42 @@ def test_cumulative_sums_are_exact(count):
   high, low = jax.jit(draw._cumulative)(tuple(map(jnp.asarray, halves)))
   found = (np.asarray(high).astype(np.uint64) << 32) | np.asarray(low)
   np.testing.assert_array_equal(found, np.cumsum(values, axis=-1))
+
+
+def _gumbel_tokens(logits, rows):
+  """The largest of logits + Gumbel noise of uniform numbers of 23 bits, which ends at 15.9.
+
+  Of the equal logits, all but one, the one with the largest number: it is drawn as such.
+  """
+  rng, largest = np.random.default_rng(0), int(np.argmax(logits))
+  numbers = rng.random((2, rows)) ** np.array([[1.0], [1 / (logits.size - 1)]])
+  grid = np.maximum(np.floor(numbers * 2**23), 1e-30) / 2**23
+  one, best = -np.log(-np.log(grid))
+  return jnp.where(np.max(logits) + one >= np.min(logits) + best, largest, 0)
+
+
+def _inverted_tokens(logits, rows):
+  draw = lambda bits: draw_tokens(jnp.broadcast_to(logits, (100, logits.size)), PLAIN, bits)[0]
+  bits = jax.random.bits(jax.random.key(0), (rows // 100, 100, 2), jnp.uint32)
+  return optimized(lambda bits: jax.lax.map(draw, bits))(bits).reshape(-1)
+
+
+@pytest.mark.parametrize(
+  ("sampler", "rare"),
+  [(_gumbel_tokens, False), pytest.param(_inverted_tokens, True, marks=pytest.mark.slow)],
+)
+def test_rare_tokens_are_drawn_as_often_as_they_should_be(sampler, rare):
+  """One logit of 18 and 100,000 of 0: 0.15 % of the mass is in tokens of 1.5e-8 each.
+
+  The metric of the bins sees that a sampler never draws them; the log-probabilities of the tokens
+  that it does draw are exact.
+  """
+  logits = jnp.zeros(100_001).at[70_000].set(18.0)
+  tokens = sampler(logits, 16_000)
+  head = Head(logits[None])
+  one = token_statistics(jnp.ones((1, 1, 1)), head, jnp.zeros((1, 1), int), masses=True)
+  masses = tuple(jnp.broadcast_to(mass[0], tokens.shape) for mass in one.masses)
+  draws = count_draws(distribution(logits, PLAIN)[tokens], masses, jnp.ones(tokens.shape, bool))
+  np.testing.assert_allclose(draws.expected[-1], 16_000 * 0.00152, rtol=0.01)
+  assert (draws.drawn[-1] > 0) == rare
+  assert (draw_z(draws) < 4) == rare

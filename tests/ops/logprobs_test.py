@@ -332,3 +332,22 @@ def test_the_kernel_travels_once_whatever_the_number_of_chunks():
   assert [found[name] for name in bodies] == [0, 0]
   # The kernel there and its gradient back, and the sum that is the loss.
   assert 2 <= sum(found.values()) <= 4
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.7), Sampling(top_k=5)])
+def test_the_masses_of_bins_are_those_of_the_distribution(sampling):
+  """In chunks, with tokens that are not wanted; against all probabilities at once."""
+  rng = np.random.default_rng(0)
+  hidden = jnp.asarray(rng.normal(size=(2, 7, 6)), jnp.float32)
+  head = Head(jnp.asarray(2 * rng.normal(size=(6, 500)), jnp.float32))
+  tokens = jnp.asarray(rng.integers(0, 500, (2, 7)))
+  wanted = jnp.asarray(rng.random((2, 7)) < 0.7)
+  found = token_statistics(
+    hidden, head, tokens, sampling, wanted=wanted, masses=True, chunk_rows=3
+  ).masses
+  p = np.exp(np.asarray(distribution(head_logits(hidden, head), sampling)))
+  bounds = [np.inf, 0.1, 0.01, 1e-3, 1e-4, -1]
+  for mass, high, low in zip(found, bounds[:-1], bounds[1:], strict=True):
+    expected = np.sum(np.where((p < high) & (p >= low), p, 0), axis=-1) * np.asarray(wanted)
+    np.testing.assert_allclose(mass, expected, rtol=1e-5, atol=1e-7)
+  assert token_statistics(hidden, head, tokens, sampling).masses is None

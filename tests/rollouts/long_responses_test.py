@@ -45,7 +45,7 @@ def test_the_sampler_agrees_with_updates_at_full_length(length, group_size, caps
   params, batch = sampled(length, 1, group_size)
   gap = functools.partial(behavior_gap, method=updates.make_method(), sampling=Sampling())
   rows = updates.in_rows(batch, rows=1, length=length + 512, several=group_size > 1)
-  mean, largest = jax.jit(gap)(params, {}, rows)
+  mean, largest, _ = jax.jit(gap)(params, {}, rows)
   with capsys.disabled():
     print(f"\n{length} tokens: gaps of {mean:.1e} on average, at most {largest:.1e} nats")
   assert 0 < mean < 1e-4  # what a run allows

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from rlvr_jax.ops.logprobs import PROBABILITY_BINS
 from rlvr_jax.rollouts.batch import FOREIGN, PolicySnapshot, drop_scores
 from rlvr_jax.train.setup.behavior_sources import Source, Sources
 from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.programs import Programs
 from rlvr_jax.types import Params, TrainBatch
+from rlvr_jax.update.agreement import Gap, draw_z
 
 
 class AgreementError(RuntimeError):
@@ -55,8 +57,11 @@ def behavior_gaps(
     mixes_caches: whether a token's cache may be of several versions. The gap of such a token is
       more than rounding: it is a metric of its own, and is not checked.
   Returns:
-    agreement/SOURCE_mean and agreement/SOURCE_max, and with SOURCE_mixed those of mixed caches. Of
-    several versions the mean of the means, and the largest.
+    agreement/SOURCE_mean and agreement/SOURCE_max; agreement/SOURCE_draws/BIN, the tokens drawn
+    with a probability in each bin, …_draws_expected/BIN, the bin's mass under the distributions
+    that they were drawn from, and …_draws_z_max, the largest deviation in standard deviations. With
+    SOURCE_mixed those of mixed caches. Of several versions the mean of the means, the largest of
+    maxima, and sums of draws.
   Raises:
     AgreementError: the gap of a source that samples with the policy's own parameters is too large.
   """
@@ -87,22 +92,28 @@ def behavior_gaps(
         compared_mask: Any = of_kind[few]
         rollouts = jax.tree.map(operator.itemgetter(few), drop_scores(batch))
         rollouts = placement.pack_to_compare(dataclasses.replace(rollouts, mask=compared_mask))
-        mean, largest = jax.device_get(
-          gap(policy.params, frozen, rollouts, sampling=source.sampling)
-        )
-        found.setdefault(f"agreement/{source.name}{kind}_mean", []).append(float(mean))
-        found.setdefault(f"agreement/{source.name}{kind}_max", []).append(float(largest))
+        result = jax.device_get(gap(policy.params, frozen, rollouts, sampling=source.sampling))
+        for name, value in _gap_metrics(result).items():
+          found.setdefault(f"agreement/{source.name}{kind}_{name}", []).append(value)
         if not kind:
-          _check_gap(source, float(mean), policy.version)
+          _check_gap(source, float(result.mean), policy.version)
           unchecked.discard(source.name)
     if not unchecked:
       versions.append(policy.version)
   return Compared(join_gaps(found), versions)
 
 
+def _gap_metrics(gap: Gap) -> dict[str, float]:
+  """A comparison's metrics, by the end of their names."""
+  metrics = {"mean": gap.mean, "max": gap.largest, "draws_z_max": draw_z(gap.draws)}
+  for name, drawn, expected in zip(PROBABILITY_BINS, *gap.draws[:2], strict=True):
+    metrics |= {f"draws/{name}": drawn, f"draws_expected/{name}": expected}
+  return {name: float(value) for name, value in metrics.items()}
+
+
 def join_gaps(gaps: Mapping[str, Sequence[float]]) -> dict[str, float]:
-  """Joins the gaps of several comparisons, by name: the mean of means, the largest of maxima."""
-  join = lambda name: np.max if name.endswith("_max") else np.mean
+  """Joins several comparisons, by name: the mean of means, the largest of maxima, sums of draws."""
+  join = lambda name: np.max if name.endswith("_max") else np.sum if "_draws" in name else np.mean
   return {name: float(join(name)(values)) for name, values in gaps.items()}
 
 

@@ -387,12 +387,12 @@ def test_the_sampler_is_compared_where_no_key_value_head_is_split(same_devices):
   batch = dataclasses.replace(batch, behavior_logprobs=np.asarray(logprobs))
   sampled = parts.programs.sync_weights(params, False)
   few = jax.tree.map(lambda x: x[: placement.compared_groups - 1], batch)
-  mean, most = parts.programs.behavior_gap(
+  mean, most, _ = parts.programs.behavior_gap(
     sampled, {}, placement.pack_to_compare(few), sampling=Sampling()
   )
   assert 0 <= mean <= most < 1e-5
   off = dataclasses.replace(few, behavior_logprobs=few.behavior_logprobs - 1)
-  mean, most = parts.programs.behavior_gap(
+  mean, most, _ = parts.programs.behavior_gap(
     sampled, {}, placement.pack_to_compare(off), sampling=Sampling()
   )
   np.testing.assert_allclose([mean, most], 1, atol=1e-4)
