@@ -4,7 +4,7 @@
   python experiments/benchmarks/math_grading.py --workers=1 --sections=innocent,bombs
 
 Each section grades --items completions in a separate pool, after a few for warm-up: `innocent` has
-numbers, formulas, lists and words; in `bombs` one of 20 is a formula that could take sympy hours;
+numbers, formulas, lists and words; in `bombs` one of 20 is a formula that takes hours to expand;
 in `endless` one of 20 keeps its grader busy indefinitely, so that its worker is replaced. Innocent
 completions must be graded correct, bombs wrong or timeout, and endless ones timeout, or the program
 ends with an error. Rates are from submission to the last grade. The table is printed and written to

@@ -71,8 +71,9 @@ _LETTERS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _WORDS = re.compile(r"(?i:yes|no)\Z|(?=.*[A-Za-z]{4}|.*[A-Za-z]{2,} [A-Za-z]{2,})")
 # Words behind an answer that do not change it: "for all x", "where n is an integer", "only".
 _QUALIFIER = re.compile(
-  r"(.*?[^\s,]),?\s?(?:\(\s?)?(?:\\forall(?![A-Za-z])|(?:\\text\s?\{\s?,?\s?|\b)"
-  r"(?:for (?:all|any|every|each)|where|only)\b).*"
+  r"(.*?[^\s,]),?\s?(?:\(\s?)?(?:(?:\\forall(?![A-Za-z])|(?:\\text\s?\{\s?,?\s?|\b)"
+  r"(?:for (?:all|any|every|each)|where)\b)(?!.*\b(?:not|except|unless|but|only|wrong)\b).*"
+  r"|(?:\\text\s?\{\s?|\b)only\s?[})]*)"
 )
 _CLOCK = re.compile(
   r"0?([0-9]{1,2}(?::[0-9]{2})?)\s?(?:\\text\s*\{)?\s?([ap])\.?\s?m[.}]*", re.IGNORECASE
@@ -99,17 +100,23 @@ FIGURE = re.compile(
   r"(\\(?:angle|measuredangle|triangle|overline|overleftrightarrow|overrightarrow|vec))\s?"
   r"(?:([A-Z]{2,4})|\{\s?([A-Z]{2,4})\s?\})"
 )
-_MEMBER_OF = re.compile(r"[A-Za-z]\s?\\in(?![A-Za-z])\s?(.+)")
+_NAME_OF_TUPLE = re.compile(
+  r"(?:[A-Za-z]\s?\\in(?![A-Za-z])|\(\s?[A-Za-z](?:\s?,\s?[A-Za-z])+\s?\)\s?(?:=|\\in(?![A-Za-z])))"
+  r"\s?(.+)"
+)
 _NAME = re.compile(
   r"([A-Za-z](?:_\w|_\{\w+\})?'?(?:\([a-z](?:,\s?[a-z])*\))?|\\(?!pi(?![a-z]))[a-z]+"
-  r"|[A-Za-z][A-Za-z ]{1,20}?|\\text\s?\{[A-Za-z ]+\})\s?(?:=|\\approx(?![A-Za-z]))([^<>]+)"
+  r"|(?!log)[A-Za-z][A-Za-z ]{1,20}?|\\text\s?\{[A-Za-z ]+\})"
+  r"\s?(?:=|\\approx(?![A-Za-z]))([^<>]+)"
 )
 _NAME_LAST = re.compile(r"([^=<>]+)=\s?([A-Za-z](?:_\w|_\{\w+\})?)")
 RELATION = re.compile(r"[=<>]|\\[lgn]eq(?![A-Za-z])")
 _MATRIX = re.compile(r"\\begin\s?\{([pb])matrix\}(.*)\\end\s?\{\1matrix\}")
 _BRACKET = re.compile(r"\\.[a-z]*|[()\[\]{},;]")
 _SIGN = re.compile(r"\\\$|[€£¢]")
-_SPACE = re.compile(r"(\\[A-Za-z]+ (?=[A-Za-z])|(?<=\d) (?=\d)|(?<=[A-Za-z]) (?=[A-Za-z ]+\}))|\s")
+_SPACE = re.compile(
+  r"(\\[A-Za-z]+ (?=[A-Za-z])|(?<=\d) (?=\d|e ?[-+] ?\d)|(?<=[A-Za-z]) (?=[A-Za-z ]+\}))|\s"
+)
 _PLUS = re.compile(r"(?:^|(?<=[(,=]))\+")
 _PLUS_MINUS = re.compile(r"(\\pm|\\mp)(?![A-Za-z])\s?")
 _MAX_SIGNS = 4  # ± in one element of a list
@@ -271,15 +278,15 @@ def _parse_structure(text: str) -> Answer:
     return Answer(value=normalize_figure(match[1], match[2] or match[3]))
   if match := _BOTH.fullmatch(text):
     text = match[1]
+  if (match := _NAME_OF_TUPLE.fullmatch(text)) and len(_split_list(text)[2]) == 1:
+    return _parse(match[1])
   brackets, joint, elements = _split_list(text)
   if len(elements) > 1:
     items = tuple(map(_parse, elements))
-    keeps_joint = items[0].words or any(item.is_condition for item in items)
+    keeps_joint = any(item.words or item.is_condition for item in items)
     return Answer(items=items, brackets=brackets, joint=joint if keeps_joint else "")
   if elements[0] != text:
     return _parse(elements[0])
-  if match := _MEMBER_OF.fullmatch(text):
-    return _parse(match[1])
   if match := _NAME.fullmatch(text):
     return _parse(match[2])._replace(name=_compact(re.sub(TEXT, r"\1", match[1])))
   if (match := _NAME_LAST.fullmatch(text)) and is_constant(match[1]):

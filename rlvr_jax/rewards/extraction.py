@@ -8,8 +8,9 @@ from typing import NamedTuple
 from rlvr_jax.rewards.answers import BOUNDS, parse_answer
 from rlvr_jax.rewards.formulas import FUNCTIONS
 from rlvr_jax.rewards.graders import ANSWER_MARK, DIGITS, NUMBER, find_answer_part
+from rlvr_jax.rewards.units import SCALES
 
-MAX_ANSWER = 1000  # characters; longer ones are not answers, and are slow in sympy
+MAX_ANSWER = 1000  # characters; longer ones are not answers
 _TAIL = 100_000  # characters at the end of a completion that are searched for a box or "####"
 _PROSE = 10_000  # … for an answer in running text
 _SHORT = 5  # words; a phrase or a tag's content of at most this length is an answer as it stands
@@ -53,12 +54,13 @@ _CHANGED_BEFORE = re.compile(
 )
 _CHANGED_AFTER = re.compile(
   r",? (?:or (?:more|less|fewer|greater|above|below|over)|and (?:above|up|over|below)"
-  r"|at (?:most|least)|halves|thirds|fourths|fifths|tenths|hundredths|squared|cubed)\b|\}?[\^_]\w",
+  r"|at (?:most|least)|halves|thirds|fourths|fifths|tenths|hundredths|squared|cubed|quarters"
+  r"|pairs|score|gross)\b|\}?[\^_]\w",
   re.IGNORECASE,
 )
 _NEGATED = re.compile(r"(?:(?<![\w)])-|\b(?:minus|negative) )\Z", re.IGNORECASE)
 _UNIT_AFTER = re.compile(
-  r"(?: (?:dozen|hundred|thousand|million|billion|trillion)s?\b)?"
+  rf"(?: (?:{'|'.join(SCALES)})s?\b)?"
   r"(?: (?:dollars?|cents?|degrees?|radians?)\b|°|¢)?",
   re.IGNORECASE,
 )

@@ -18,12 +18,17 @@ from typing import Any, NamedTuple
 
 from rlvr_jax.rewards.graders import DIGITS
 
+_DECIMAL = rf"(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
+_WITH_EXPONENT = re.compile(
+  rf"[+-]?{_DECIMAL}[eE][+-]?[0-9]{{1,3}}"
+)  # in a formula, e is a constant
 _TOKEN = re.compile(
   r"\s*(?:(?P<periodic>(?P<start>[0-9]*\.[0-9]*)\\(?:overline|bar|dot)\s?\{?(?P<period>[0-9]+)\}?)"
-  r"|(?P<mixed>[0-9]+ [0-9]+ ?/ ?0*[1-9][0-9]*(?![0-9.]))"
-  rf"|(?P<number>(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{{1,3}}(?![0-9A-Za-z.]))?)"
+  r"|(?P<mixed>(?<![\^_])[0-9]+(?: ?\\frac ?\{ ?[0-9]+ ?\} ?\{ ?0*[1-9][0-9]* ?\}"
+  r"| [0-9]+ ?/ ?0*[1-9][0-9]*(?![0-9.])))"
+  rf"|(?P<number>{_DECIMAL})"
   r"|(?P<derivative>\\frac\{d[a-z]\}\{d[a-z]\})|\\text\s?\{\s?(?P<word>[A-Za-z ]+?)\s?\}"
-  r"|(?P<symbol>\\[A-Za-z]+|\\.|.))",
+  r"|(?P<symbol>\\[A-Za-z]+|\\.|log(?![a-z])|.))",
   re.DOTALL,
 )
 # Evaluating these takes up to minutes, and may be the question itself.
@@ -34,20 +39,22 @@ _UNEVALUATED = re.compile(
 _MAX_DEPTH = 40  # of nested brackets, roots, powers …
 _BRACKETS = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _ROUNDING = {r"\lfloor": "floor", r"\lceil": "ceil"}
-FUNCTIONS = ("sinh cosh tanh sin cos tan cot sec csc arcsin arccos arctan log ln lg exp").split()
+FUNCTIONS = (
+  "sinh cosh tanh sin cos tan cot sec csc arcsin arccos arctan asin acos atan log ln lg exp"
+).split()
 _GREEK = (
   "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho"
   " sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell pi infty"
 ).split()
 _COMMANDS = {f"\\{name}" for name in ("frac", "binom", "sqrt", *FUNCTIONS, *_GREEK)}
-_DIVISIONS = ("/", r"\div")
 _OPAQUE = "fgh"  # letters that are functions where a bracket follows
 
-_MAX_MAGNITUDE = 4000  # of the logarithm to base 2 of numbers that are evaluated
+_MAX_MAGNITUDE = 1200  # of the logarithm to base 2 of numbers that are evaluated
 _PRECISION = 160  # bits, beside those of the magnitude
+_MAX_GAMMA = 400  # bits; above it only integers have factorials, since others take seconds
 _AGREE = 100  # bits
-_POINTS, _ENOUGH = 9, 3  # points that are tried, and that must be in the domain of both formulas
-_SCALES = (1, 1, Fraction(1, 4), 6, 2, Fraction(1, 20), 40)
+_POINTS, _ENOUGH = 16, 2  # points that are tried, and that must be in the domain of both formulas
+_SCALES = (1, Fraction(1, 4), 6, Fraction(1, 20), 40, 2, Fraction(1, 8), 100)
 
 
 class Node(NamedTuple):
@@ -70,6 +77,8 @@ def _number(value: Fraction | int) -> Node:
 
 
 _E = Node("constant", ("e",))
+_ANY_BASE = Node("any base", ())
+_BASES = {r"\log": _number(10), r"\lg": _number(10), "log": _ANY_BASE}  # log(x) may be ln x too
 
 
 @functools.lru_cache(maxsize=1024)
@@ -79,7 +88,7 @@ def parse_formula(text: str) -> Node | None:
     return None
   try:
     reader = _Reader(text)
-    node = reader.read_sum()
+    node = reader.read()
     reader.expect("")
   except _SyntaxError:
     return None
@@ -111,43 +120,31 @@ class _Reader:
     if self._take(symbol) != symbol or (not symbol and self._tokens):
       raise _SyntaxError(f"{symbol!r} is missing")
 
-  def read_sum(self) -> Node:
-    """Reads terms up to a closing bracket or the end."""
-    total = self._read_product()
-    while sign := self._take("+", "-"):
-      term = self._read_product()
-      total = Node("+", (total, Node("-", (term,)) if sign == "-" else term))
-    return total
+  def read(self, level: int = 0) -> Node:
+    """Reads a formula up to an operator that binds no tighter than `level`.
 
-  def _read_product(self) -> Node:
-    product = self._read_signed(self._read_factors)
-    while sign := self._take("*", r"\cdot", r"\times", *_DIVISIONS):
-      factor = self._read_signed(self._read_factors)
-      product = Node("/" if sign in _DIVISIONS else "*", (product, factor))
-    return product
-
-  def _read_signed(self, read: Callable[[], Node]) -> Node:
-    is_negative = False
-    while sign := self._take("+", "-"):
-      is_negative ^= sign == "-"
-    return Node("-", (read(),)) if is_negative else read()
-
-  def _read_factors(self) -> Node:
-    """Reads factors without a sign between them, as in 2x or 2(x+1), and mixed numbers."""
-    product = self._read_factor()
-    while self._starts_factor():
-      symbol = self._peek()
-      factor = self._read_factor()
-      if not symbol and product.kind == factor.kind == "number":
-        raise _SyntaxError("two numbers in a row")  # "7 2" is neither 72 nor 14
-      if symbol == r"\frac" and _is_integer(product) and all(map(_is_integer, factor.args)):
-        top, bottom = (part.args[0] for part in factor.args)
-        if not bottom:
-          raise _SyntaxError("0 is below a fraction")
-        product = _number(product.args[0] + top / bottom)
+    Operators are + and - (1), signs of products and quotients (2), none as in 2x or 2(x+1) (3), and
+    what follows a factor, such as "^" (4).
+    """
+    if self._take("+"):
+      return self.read(level)
+    node = Node("-", (self.read(max(level, 2)),)) if self._take("-") else self._read_atom()
+    while True:
+      if level < 4 and (sign := self._take("^", "!", "°", "%", r"\%")):
+        node = _power(node, self.read(4)) if sign == "^" else _apply_sign(node, sign)
+      elif level < 3 and self._starts_factor():
+        is_number = not self._peek()
+        factor = self.read(3)
+        if is_number and node.kind == factor.kind == "number":
+          raise _SyntaxError("two numbers in a row")  # "7 2" is neither 72 nor 14
+        node = Node("*", (node, factor))
+      elif level < 2 and (sign := self._take("*", r"\cdot", r"\times", "/", r"\div")):
+        node = Node("/" if sign in ("/", r"\div") else "*", (node, self.read(2)))
+      elif level < 1 and (sign := self._take("+", "-")):
+        term = self.read(1)
+        node = Node("+", (node, Node("-", (term,)) if sign == "-" else term))
       else:
-        product = Node("*", (product, factor))
-    return product
+        return node
 
   def _starts_factor(self) -> bool:
     symbol = self._peek()
@@ -155,18 +152,6 @@ class _Reader:
       return not self._bars
     known = symbol.isalpha() or symbol in _BRACKETS or symbol in _COMMANDS
     return known or bool(self._tokens and not symbol)
-
-  def _read_factor(self) -> Node:
-    node = self._read_atom()
-    while sign := self._take("^", "!", "°", "%", r"\%"):
-      if sign == "^":
-        node = _power(node, self._read_signed(self._read_atom))
-      elif sign == "!":
-        node = Node("factorial", (node,))
-      else:
-        part = Node("degree", ()) if sign == "°" else _number(Fraction(1, 100))
-        node = Node("*", (node, part))
-    return node
 
   def _read_atom(self) -> Node:
     """Reads a number, a name, a group in brackets, or a command with its arguments."""
@@ -185,8 +170,8 @@ class _Reader:
     if word := token["word"] or token["derivative"]:
       return self._read_name(word)
     if token["mixed"]:
-      whole, _, fraction = token["mixed"].partition(" ")
-      return _number(int(whole) + Fraction(fraction.replace(" ", "")))
+      whole, top, bottom = map(int, re.findall("[0-9]+", token["mixed"]))
+      return _number(whole + Fraction(top, bottom))
     if token["periodic"]:
       decimals, period = token["start"].partition(".")[2], token["period"]
       ninths = 10 ** len(decimals) * (10 ** len(period) - 1)
@@ -196,13 +181,13 @@ class _Reader:
   def _read_symbol(self, symbol: str) -> Node:
     if symbol in _BRACKETS:
       bars, self._bars = self._bars, 0
-      inside = self.read_sum()
+      inside = self.read()
       self.expect(_BRACKETS[symbol])
       self._bars = bars
       return Node(_ROUNDING[symbol], (inside,)) if symbol in _ROUNDING else inside
     if symbol == "|":
       self._bars += 1
-      inside = self.read_sum()
+      inside = self.read()
       self.expect("|")
       self._bars -= 1
       return Node("fabs", (inside,))
@@ -211,11 +196,11 @@ class _Reader:
     if symbol == r"\sqrt":
       degree = _number(2)
       if self._take("["):
-        degree = self.read_sum()
+        degree = self.read()
         self.expect("]")
       return Node("root", (self._read_atom(), degree))
-    if symbol[1:] in FUNCTIONS:
-      return self._read_function(symbol[1:])
+    if symbol == "log" or symbol[1:] in FUNCTIONS:
+      return self._read_function(symbol.removeprefix("\\"), _BASES.get(symbol, _E))
     if symbol.isalpha() or symbol in _COMMANDS:
       return self._read_name(symbol)
     raise _SyntaxError(f"{symbol!r} is not part of a formula")
@@ -227,13 +212,12 @@ class _Reader:
       return Node("opaque", (name, self._read_atom()))
     return Node("constant" if name in ("e", "i", r"\pi", r"\infty") else "name", (name,))
 
-  def _read_function(self, name: str) -> Node:
+  def _read_function(self, name: str, base: Node) -> Node:
     r"""Reads what follows \sin or \log: exponent, base, and argument."""
     exponent = None
-    base = _number(10) if name == "lg" else _E
     while sign := self._take("^", "_"):
       if sign == "^":
-        exponent = self._read_signed(self._read_atom)
+        exponent = self.read(4)
       else:
         base = self._read_atom()
     if exponent == Node("-", (_number(1),)):
@@ -251,12 +235,18 @@ class _Reader:
     r"""Reads (…), or factors up to the next function or bracket: \sin 2x\cos x."""
     if self._peek() in (*_BRACKETS, "|"):
       return self._read_atom()
-    inside = self._read_signed(self._read_factor)
+    inside = self.read(3)
     while self._starts_factor() and not (
       self._peek() in _BRACKETS or self._peek()[1:] in FUNCTIONS
     ):
-      inside = Node("*", (inside, self._read_factor()))
+      inside = Node("*", (inside, self.read(3)))
     return inside
+
+
+def _apply_sign(node: Node, sign: str) -> Node:
+  if sign == "!":
+    return Node("factorial", (node,))
+  return Node("*", (node, Node("degree", ()) if sign == "°" else _number(Fraction(1, 100))))
 
 
 def _power(base: Node, exponent: Node) -> Node:
@@ -280,6 +270,8 @@ def plain_number(text: str) -> Fraction | None:
   Returns:
     The exact value; None if the text is not a plain number.
   """
+  if _WITH_EXPONENT.fullmatch(text):
+    return Fraction(text.replace(",", "").replace(".e", "e"))
   node = parse_formula(text) if re.search("[0-9]", text) else None
   return _plain_value(node) if node else None
 
@@ -318,7 +310,7 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
   """The root of a number if it is rational, else None."""
   if not 2 <= degree <= 9 or (value < 0 and degree % 2 == 0):
     return None
-  mp = _load_mpmath()
+  mp = load_mpmath()
   with mp.workprec(_PRECISION + _MAX_MAGNITUDE):
     parts = abs(value.numerator), value.denominator
     root = Fraction(*(int(mp.nint(mp.root(part, degree))) for part in parts))
@@ -339,22 +331,29 @@ def _has_i(node: Node) -> bool:
   )
 
 
+def _change(node: Node, change: Callable[[Node], Node]) -> Node:
+  """Changes a formula's nodes that have no other nodes."""
+  if not any(isinstance(part, Node) for part in node.args):
+    return change(node)
+  parts = (_change(part, change) if isinstance(part, Node) else part for part in node.args)
+  return Node(node.kind, tuple(parts))
+
+
 def _lower(node: Node) -> Node:
-  """Writes variables in lower case."""
-  if node.kind == "name":
-    return Node("name", (node.args[0].lower(),))
-  return Node(node.kind, tuple(_lower(a) if isinstance(a, Node) else a for a in node.args))
+  return Node("name", (node.args[0].lower(),)) if node.kind == "name" else node
 
 
 @functools.cache
-def _load_mpmath() -> Any:
+def load_mpmath() -> Any:
+  """The context of mpmath."""
+  # It comes with math-verify, whose parser does not separate e, i, degrees and names as answers do.
   # GMP aborts the process when memory runs out; Python's own integers raise MemoryError.
   os.environ.setdefault("MPMATH_NOGMPY", "1")
   try:
     import mpmath
   except ImportError as error:
     raise ImportError(
-      'the mathematics grader needs mpmath, which math-verify brings: pip install -e ".[math]"'
+      'the mathematics grader needs math-verify: pip install -e ".[math]"'
     ) from error
   return mpmath.mp
 
@@ -363,7 +362,7 @@ class _Evaluator:
   """Evaluates formulas at one point; notes the magnitude of their numbers, in bits."""
 
   def __init__(self, values: Mapping[str, Fraction], *, is_real: bool):
-    self._mp = _load_mpmath()
+    self._mp = load_mpmath()
     self._values = values
     self._is_real = is_real
     self.magnitude = 0
@@ -376,9 +375,13 @@ class _Evaluator:
       self._note(max(value.numerator.bit_length(), value.denominator.bit_length()))
       return mp.mpf(value.numerator) / value.denominator
     if node.kind == "constant":
-      return {"e": +mp.e, r"\pi": +mp.pi, "i": mp.mpc(0, 1), r"\infty": mp.inf}[node.args[0]]
+      if node.args[0] == r"\infty":
+        raise UndefinedError("infinity is no number")
+      return {"e": +mp.e, r"\pi": +mp.pi, "i": mp.mpc(0, 1)}[node.args[0]]
     if node.kind == "degree":
       return mp.pi / 180
+    if node == _ANY_BASE:
+      raise UndefinedError("a logarithm of unknown base")
     arguments = [self.evaluate(part) for part in node.args if isinstance(part, Node)]
     try:
       value = self._apply(node, arguments)
@@ -415,8 +418,10 @@ class _Evaluator:
       return mp.power(a, b)
     if node.kind == "opaque":  # any function that is not linear
       return mp.cos(a * mp.mpf(self._values[node.args[0]].numerator) / 256 + 1)
-    if max(map(abs, arguments)) > _MAX_MAGNITUDE / 8 and node.kind not in ("log", "fabs", "floor"):
+    if max(map(abs, arguments)) > _MAX_MAGNITUDE / 4 and node.kind not in ("log", "fabs", "floor"):
       raise UndefinedError("the argument of a function is too large")
+    if node.kind in ("factorial", "binomial") and mp.prec > _MAX_GAMMA:
+      arguments = [int(argument) if mp.isint(argument) else mp.nan for argument in arguments]
     value = getattr(mp, node.kind)(*arguments)
     if value:
       self._note(max(0, mp.mag(value)))
@@ -433,7 +438,7 @@ def _evaluate_all(
   while True:
     results: list[Any] = []
     magnitude = 0
-    with _load_mpmath().workprec(precision):
+    with load_mpmath().workprec(precision):
       for node in nodes:
         evaluator = _Evaluator(values, is_real=is_real)
         try:
@@ -489,8 +494,8 @@ def _points(names: frozenset[str], sign: str) -> Iterator[dict[str, Fraction]]:
     yield point
 
 
-def common_values(gold: Node, answer: Node) -> list[tuple[Any, Any, int]]:
-  """Values of both formulas, and the bits of precision; [] if they cannot be compared.
+def _values_agree(gold: Node, answer: Node, agree: Callable[[Any, Any, int], bool]) -> bool:
+  """Whether the values of two formulas, and the bits of their precision, agree at all points.
 
   Variables are real, and R is r unless a formula has both. Points are those of the gold formula's
   domain, positive only if each formula has no value at some others, as roots and logarithms have
@@ -498,26 +503,25 @@ def common_values(gold: Node, answer: Node) -> list[tuple[Any, Any, int]]:
   """
   names = [names_in(node) for node in (gold, answer)]
   if names[0] != names[1] and all(len({n.lower() for n in each}) == len(each) for each in names):
-    gold, answer = _lower(gold), _lower(answer)
+    gold, answer = _change(gold, _lower), _change(answer, _lower)
   variables = names_in(gold) | names_in(answer)
   is_real = bool(variables) and not (_has_i(gold) or _has_i(answer))
   for sign in ("any", "positive", "integer"):
-    found = []
+    defined = []
     for point in _points(variables, sign) if variables else [{}]:
       (a, b), precision = _evaluate_all((gold, answer), point, is_real)
-      found.append((a, b, precision))
-    pairs = [triple for triple in found if triple[0] is not None and triple[1] is not None]
-    gold_is_everywhere = all(a is not None for a, _, _ in found)
-    answer_is_narrower = any(a is not None and b is None for a, b, _ in found)
-    if not answer_is_narrower and len(pairs) >= min(_ENOUGH, len(found)):
-      return pairs
-    if gold_is_everywhere:
+      defined.append((a is not None, b is not None))
+      if all(defined[-1]) and not agree(a, b, precision):
+        return False
+    if (True, False) not in defined and defined.count((True, True)) >= min(_ENOUGH, len(defined)):
+      return True
+    if all(a for a, _ in defined):
       break
-  return []
+  return False
 
 
 def _agree(a: Any, b: Any, precision: int) -> bool:
-  mp = _load_mpmath()
+  mp = load_mpmath()
   with mp.workprec(precision):
     bits = _AGREE + (precision - _PRECISION) // 2
     return bool(abs(a - b) <= mp.mpf(2) ** -bits * max(1, abs(a)))
@@ -525,21 +529,32 @@ def _agree(a: Any, b: Any, precision: int) -> bool:
 
 def formulas_match(gold: str, answer: str) -> bool:
   """Whether two formulas are equal; False if one is no formula or has no value."""
-  nodes = parse_formula(gold), parse_formula(answer)
-  if nodes[0] is None or nodes[1] is None:
+  gold_node, node = parse_formula(gold), parse_formula(answer)
+  if gold_node is None or node is None:
     return False
-  pairs = common_values(nodes[0], nodes[1])
-  return bool(pairs) and all(_agree(*pair) for pair in pairs)
+  if "log" not in re.sub(r"\\[A-Za-z]+", "", gold + answer):
+    return _values_agree(gold_node, node, _agree)
+  return any(
+    _values_agree(_with_base(gold_node, base), _with_base(node, base), _agree)
+    for base in (_E, _number(10))
+  )
 
 
-def same_ratio(gold: Node, answer: Node) -> Any:
+def _with_base(node: Node, base: Node) -> Node:
+  """Gives logarithms of unknown base, as in the plain text log(x), this one."""
+  return _change(node, lambda leaf: base if leaf == _ANY_BASE else leaf)
+
+
+def constant_ratio(gold: Node, answer: Node) -> Any:
   """The constant ratio of the second formula's values to the first one's; 0 if there is none."""
-  mp = _load_mpmath()
-  ratios = []
-  precision = _PRECISION
-  for a, b, precision in common_values(gold, answer):
+  mp = load_mpmath()
+  ratios: list[Any] = []
+
+  def agree(a: Any, b: Any, precision: int) -> bool:
     with mp.workprec(precision):
       if min(abs(a), abs(b)) < mp.mpf(2) ** -_AGREE:
-        return 0
+        return False
       ratios.append(b / a)
-  return ratios[0] if ratios and all(_agree(ratios[0], r, precision) for r in ratios) else 0
+    return _agree(ratios[0], ratios[-1], precision)
+
+  return ratios[0] if _values_agree(gold, answer, agree) else 0

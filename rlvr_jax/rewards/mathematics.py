@@ -1,9 +1,9 @@
 r"""The mathematics grader: extracts a completion's final answer and compares it with the gold one.
 
-Plain numbers, words, and the structure of lists, tuples, sets and intervals are compared here,
-exactly and without sympy. Formulas are compared by math-verify (pip install -e ".[math]"), without
-its timeout, since the pool limits the time of the item. Units are compared by name if both answers
-have one.
+Gold answer and answer are parsed once, each into a typed value (`answers.Answer`), and compared by
+type: plain numbers exactly, words as text, lists, tuples and sets element by element, intervals and
+conditions as sets of real numbers (`conditions`), formulas by their values (`formulas`). Units are
+compared by name if both answers have one.
 
 A grade depends only on the gold answer and the answer's normal form (`Grade.answer`, see
 `answers`), so samples that vote for the same answer get the same grade. Names ("x = 5") and units
@@ -15,8 +15,8 @@ other expressions do not, since a policy could box the question. A sum, an integ
 derivative in an answer is never evaluated: it is correct only if the gold answer has the same text.
 
 No completion can make this grader crash, which would mask the completion out of the loss. An answer
-that is too long or too deeply nested is unparseable. An answer that math-verify cannot parse, or
-only at a high cost, is wrong.
+that is too long or too deeply nested is unparseable. An answer that cannot be parsed is wrong,
+unless it is the gold answer's text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rlvr_jax.rewards.answers import (
   normalize_figure,
   parse_answer,
 )
-from rlvr_jax.rewards.conditions import find_region, parse_relations, regions_match, relations_match
+from rlvr_jax.rewards.conditions import parse_relations, regions_match, relations_match
 from rlvr_jax.rewards.extraction import MAX_ANSWER, extract_answer, find_stated_answer
 from rlvr_jax.rewards.formulas import (
   evaluate_formula,
@@ -48,7 +48,7 @@ from rlvr_jax.rewards.formulas import (
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.units import SIGNS
 
-_DECIMALS = 6  # plain numbers are compared to this many decimal places, as in math-verify …
+_DECIMALS = 6  # plain numbers are compared to this many decimal places …
 _RELATIVE = Fraction(1, 10_000)  # … and to this relative difference, or 1e-7 would equal 0
 
 _THOUSANDS = re.compile(r"(.*[0-9]) ?[Kk]")  # 5K, if K is not a variable
@@ -60,7 +60,7 @@ _CLOCK_TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
 _APPROXIMATES = re.compile(r"\\approx(?![A-Za-z])")
 _EQUALS = re.compile(r"=|\\approx(?![A-Za-z])")
 
-_OF_VARIABLE = re.compile(r"[\d^/+-]|\\(?:frac|sqrt|log|ln|lg|exp|sin|cos|tan)(?![A-Za-z])")
+_OF_VARIABLE = re.compile(r"[\d^/+-]|\\(?:frac|sqrt|log|ln|lg|exp|sin|cos|tan)(?![A-Za-z])|log")
 
 
 class UnparseableGoldError(ValueError):
@@ -240,9 +240,9 @@ def answers_match(gold: Answer, answer: Answer) -> bool:
   if gold.words or answer.words:
     return _normalize_words(gold.value) == _normalize_words(answer.value) != ""
   if _describes_numbers(gold) or _describes_numbers(answer):
-    regions = find_region(gold), find_region(answer)
-    if regions[0] and regions[1]:
-      return regions_match(regions[0], regions[1])
+    same_numbers = regions_match(gold, answer)
+    if same_numbers is not None:
+      return same_numbers
   if gold.items and answer.items:
     return _lists_match(gold, answer)
   if not (gold.items or answer.items) and gold.value == answer.value != "":
@@ -251,10 +251,13 @@ def answers_match(gold: Answer, answer: Answer) -> bool:
   same_name = gold.name in ("", answer.name)
   if same_name and _EQUALS.search(answer.value) and not RELATION.search(gold.value):
     return _ends_in(gold, answer)
-  if gold.number is not None or gold.items or answer.items:
+  has_one_value = gold.number is not None or (gold.name and is_constant(gold.value))
+  if gold.items or answer.items or (has_one_value and RELATION.search(answer.value)):
+    return False
+  if gold.number is not None:
     return False
   if ":" in gold.value:
-    return _ratios_match(gold.value, answer.value)
+    return _ratios_match(gold.value, answer.value or str(answer.number))
   gold_text, text = (str(each._replace(unit="")) for each in (gold, answer))
   if RELATION.search(gold_text) and RELATION.search(text):
     return relations_match(gold_text, text)
@@ -273,8 +276,10 @@ def _describes_numbers(answer: Answer) -> bool:
 
 
 def _ratios_match(gold: str, answer: str) -> bool:
-  """Whether 1:2:3 is 2:4:6."""
+  """Whether 1:2:3 is 2:4:6; 1:2 is also 1/2."""
   gold_parts, parts = gold.split(":"), answer.split(":")
+  if len(gold_parts) == 2 and len(parts) == 1:
+    parts.append("1")
   return len(gold_parts) == len(parts) and all(
     formulas_match(f"({gold_parts[0]})({part})", f"({gold_part})({parts[0]})")
     for gold_part, part in zip(gold_parts[1:], parts[1:], strict=True)
@@ -336,7 +341,7 @@ def _ends_in(gold: Answer, answer: Answer) -> bool:
 
 def _has_one_unknown(side: str) -> bool:
   r"""Whether a side is "2x", "x^2" or r"\log x", so that 2x=5 is not solved; not m+n, f(2), x_1."""
-  letters = re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", side))
+  letters = re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+|log", "", side))
   names_value = re.search(r"[_'|]|[A-Za-z]\(|\\(?:text|mathrm)", side)
   return (
     len(set(letters)) == 1
@@ -393,7 +398,7 @@ def _find_unparseable(gold: Answer) -> str:
     return next(filter(None, map(_find_unparseable, gold.items)), "")
   if gold.number is not None or gold.words or FIGURE.match(gold.value) or ":" in gold.value:
     return ""
-  if parse_formula(gold.value) or parse_relations(gold.value) or find_region(gold):
+  if parse_formula(gold.value) or parse_relations(gold.value) or regions_match(gold, gold):
     return ""
   return "" if gold.value in _NAMED else gold.value
 
@@ -410,8 +415,8 @@ def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
   Returns:
     correct (score 1) or wrong (0) with the extracted answer's normal form as `answer` and `detail`;
     unparseable if there is no answer, or if it has over MAX_ANSWER characters or is nested too
-    deeply; crashed if the gold answer is empty or too long, whatever the completion. If math-verify
-    cannot parse the gold answer, only the same normal form is correct, and `detail` says so.
+    deeply; crashed if the gold answer is empty or too long, whatever the completion. If the gold
+    answer cannot be parsed, only the same normal form is correct, and `detail` says so.
   """
   try:
     gold = _parse_gold(str(reference["answer"]))
@@ -432,12 +437,12 @@ def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
   outcome = Outcome.CORRECT if is_correct else Outcome.WRONG
   detail = normal
   if unparsed:
-    detail += f" (only the same text counts: there is no parsing the gold {unparsed!r:.200})"
+    detail += f" (only the same text counts: the gold {unparsed!r:.200} cannot be parsed)"
   return Grade(outcome, float(is_correct), detail=detail, answer=normal)
 
 
 def mathematics_self_test() -> None:
-  """Raises unless math-verify is installed and tells a right answer from a wrong one."""
+  """Raises unless mpmath is installed and the grader tells a right answer from a wrong one."""
   reference = {"answer": r"\frac{\sqrt{2}}{2}"}
   texts = (r"so \boxed{\frac{1}{\sqrt{2}}}", r"\boxed{\sqrt{2}}")
   outcomes = [mathematics(text, reference).outcome for text in texts]

@@ -56,6 +56,7 @@ _RULES = [
     (r"\\lt(?![a-zA-Z])", "<"), (r"\\gt(?![a-zA-Z])", ">"), (r"\\neq?(?![a-zA-Z])", r"\\neq"),
     (r"\\[lr]?vert(?![a-zA-Z])", "|"), (r"\\(?:vee|lor)(?![a-zA-Z])", rf"\{OR} "),
     (r"\\(?:wedge|land|&)(?![a-zA-Z])|\\&", rf"\{AND} "),
+    (r"\\backslash(?![a-zA-Z])", r"\\setminus "),
     (r"\\langle(?![a-zA-Z])", "("), (r"\\rangle(?![a-zA-Z])", ")"),
     (r"\\[lr]brace(?![a-zA-Z])", lambda m: r"\{" if m[0][1] == "l" else r"\}"),
     (r"\\f?box(?:ed)?\s*(?=[{\d+-])", ""),
@@ -83,11 +84,10 @@ _RULES = [
   )
 ]  # fmt: skip
 
-_ALSO_UNITS = ("sec", "min", "max", "gcd", "lcm")  # "5 min" is no minimum
-_PLAIN = re.compile(  # words of formulas that are written as plain text
-  rf"(?<![\\A-Za-z])(?:(?P<function>sqrt|pi|theta|{'|'.join(FUNCTIONS)})(?![a-z])"
-  rf"(?:(?<!{')(?<!'.join(_ALSO_UNITS)})|(?=\s?\())"
-  r"|(?P<infinity>infinity|inf|oo)(?![A-Za-z]))"
+# Words of formulas in plain text; "5 sec" is no secant, and the base of log(2) is left open.
+_PLAIN = re.compile(
+  rf"(?<![\\A-Za-z])(?!log)(?:(?P<function>sqrt|pi|theta|{'|'.join(FUNCTIONS)})(?![a-z])"
+  r"(?:(?<!sec)|(?=\s?\())|(?P<infinity>infinity|inf|oo)(?![A-Za-z]))"
 )
 _CONNECTIVE = re.compile(
   rf"{TEXT}|\s*(?:,?\s*\\(?P<sign>land|lor)(?![A-Za-z])|(?:,\s*|\s)(?P<word>and|or)(?=\s))\s*,?\s*"
@@ -125,7 +125,7 @@ def _unwrap_fonts(text: str) -> str:
     word = content.strip(" ,").casefold()
     if word in ("and", "or"):
       new = f" {AND if word == 'and' else OR} "
-    elif word in FUNCTIONS and (word not in _ALSO_UNITS or match[1] == "operatorname"):
+    elif word in FUNCTIONS and (word != "sec" or match[1] == "operatorname"):
       new = rf"\{word} "
     elif (
       match[1] is None

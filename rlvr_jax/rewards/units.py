@@ -19,6 +19,7 @@ _UNIT_NAMES = {
   "unit": "", "square": "sq", "cubic": "cu", "/": "per",
 }  # fmt: skip
 _UNITS = {alias: unit for unit, names in _UNIT_NAMES.items() for alias in (unit, *names.split())}
+_UNIT_LETTERS = "mgslhkKLNJWVACF"
 _POWERS = {"square": "^2", "cubic": "^3"}
 # Units of which an answer may have several: "3 hours and 20 minutes"; in the smallest of them.
 _PARTS = (
@@ -38,12 +39,12 @@ _UNIT_OF_FORMULA = re.compile(
   r"(?=.*[\d\\])([^,;=<>]*?[^\s,;=<>])\s([A-Za-z]{2}[A-Za-z. /]*(?:\^[23])?)"
 )
 _NO_UNIT = re.compile(r"\b(?:to|if|for|when)\b|(?<![A-Za-z])[A-Za-z]{1,2}\b")
-_SCALES = {
+SCALES = {
   "dozen": 12, "hundred": 10**2, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "mn": 10**6,
   "crore": 10**7, "billion": 10**9, "bn": 10**9, "trillion": 10**12,
 }  # fmt: skip
 _SCALED = re.compile(
-  rf"(.*[\d}}.])\s?((?:\\[a-z]+\s?\{{)?)\s?({'|'.join(_SCALES)})s?(?![A-Za-z])\s?(.*)",
+  rf"(.*[\d}}.])\s?((?:\\[a-z]+\s?\{{)?)\s?({'|'.join(SCALES)})s?(?![A-Za-z])\s?(.*)",
   re.IGNORECASE,
 )
 NUMBER_WORDS = (
@@ -51,10 +52,12 @@ NUMBER_WORDS = (
   " sixteen seventeen eighteen nineteen twenty"
 ).split()
 _CHANGES_VALUE = re.compile(
-  rf"\b(?:{'|'.join((*NUMBER_WORDS, *_SCALES))}|thirty|forty|fifty|sixty|seventy|eighty|ninety"
-  rf"|(?:ten|{'|'.join(_SCALES)})ths?|(?:four|fif|six|seven|eigh|nin)ths|thirds|halves|quarters?"
+  rf"\b(?:{'|'.join((*NUMBER_WORDS, *SCALES))}|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+  rf"|(?:ten|{'|'.join(SCALES)})ths?|(?:four|fif|six|seven|eigh|nin)ths|thirds|halves|quarters?"
   r"|tens|scores?|gross|pairs?|couples?|half|double|triple|twice|over|at most|at least"
-  r"|(?:less|more|fewer) than)\b(?!-)"
+  r"|(?:less|more|fewer) than|less|inverses?|reciprocals?"
+  r"|(?:square |cube )?roots?|kilo|binary|octal|hexadecimal|[kmb] (?:dollars|euros|pounds)"
+  r"|true|false|no|none)\b(?!-)"
   r"|\b(?:plus|minus|negative|divided|modulo|factorial|(?:mod|base|not|never|wrong|incorrect|or)\b)"
   r"|\A\s*(?:is|was|squared|cubed|doubled|tripled|halved)\b",
   re.IGNORECASE,
@@ -126,7 +129,7 @@ def apply_scale_word(text: str) -> str | None:
   if match is None or number is None:
     return None
   remaining_text = match[4][1:] if match[4].startswith("}") else match[2] + match[4]
-  return f"{number * _SCALES[match[3].lower()]} {remaining_text}"
+  return f"{number * SCALES[match[3].lower()]} {remaining_text}"
 
 
 def read_compound(text: str) -> tuple[Fraction, str] | None:
@@ -156,8 +159,10 @@ def _parse_unit(text: str) -> str | None:
   words = re.findall("[a-z]+|[/%]", match[1].lower())
   stems = ((word, word.removesuffix("s"), word.removesuffix("es")) for word in words)
   units = [next((_UNITS[stem] for stem in three if stem in _UNITS), "") for three in stems]
+  if len(match[1]) == 1 and match[1] not in _UNIT_LETTERS:
+    return None
   if not all(units):
-    return None if len(match[1]) == 1 and match[1] not in "NJWVALCF" else ""
+    return ""
   power = match[2] or ""
   if units[0] in _POWERS:
     power = _POWERS[units.pop(0)]

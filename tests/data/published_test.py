@@ -136,7 +136,13 @@ def test_mathematics_as_published(tmp_path, name, files, split, expected):
 @pytest.mark.parametrize(
   ("text", "boxed"),
   [
-    (r"\boxed{1} or \boxed{2}", "2"),
+    (r"\boxed{1} or \boxed{2}", "1, 2"),
+    (r"so $x=\boxed{3} \text{ or } \boxed{4}$.", "3, 4"),
+    (r"$\boxed{x<1}$ or $\boxed{x>2}$", "x<1 or x>2"),
+    (r"$\boxed{1}$, $\boxed{2}$ and $\boxed 3$", "1, 2, 3"),
+    (r"first \boxed{1}, then the rest \boxed{2}", "2"),
+    (r"\boxed{1} or \boxed{2", None),
+    (r"$\boxed{5}$ $\boxed{5}$", "5"),
     (r"$\boxed{\frac{1}{2^{3}}}$.", r"\frac{1}{2^{3}}"),
     (r"\boxed{\left\{ 1, 2 \right.}", r"\left\{ 1, 2 \right."),
     (r"\boxed{\{1\}}", r"\{1\}"),

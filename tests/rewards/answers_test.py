@@ -1,5 +1,6 @@
 r"""Verdicts of answers as a careful human grader gives them, and one grade for one normal form."""
 
+import random
 import time
 
 import pytest
@@ -817,6 +818,13 @@ f(x)=2x | f(x)=2x\ \forall x | =
 f(x)=2x | f(x)=2x \text{ where } n\ge1 | =
 \{1,2,3\} | \{1,2,3\}\text{ only} | =
 f(x)=2x | f(x)=3x \text{ for all } x | !
+f(x)=2x | f(x)=2x \text{ for all } x \text{ but } 3 | !
+5 | 5 only | =
+5 | 5 only if x=3 | !
+5 | 5 where 5 is not the answer | !
+5 | @They sold 5 lakh. | !
+5 | @They sold 5 pairs. | !
+500000 | @They sold 5 lakh. | =
 # ratios of three
 1:2:3 | 2:4:6 | =
 1:2:3 | 2:4:7 | !
@@ -863,6 +871,272 @@ y=\frac12x | x=3y | !
 p=5,q=2;p=7,q=2 | (5,2),(7,2) | =
 p=5,q=2;p=7,q=2 | (5,2),(7,3) | !
 p=5,q=2;p=7,q=2 | (7,2),(5,2) | =
+# formulas and answers of many kinds
+5 | 5 or more | !
+5 | 5 \text{ or } 6 | !
+x>2 | x\ge 2 | !
+x>2 | x<2 | !
+2x+3 | 2x+4 | !
+x^2+2x+1 | (x+1)^3 | !
+\frac{1}{2x} | \frac{x}{2} | !
+\sqrt{2}+\sqrt{3} | \sqrt{5} | !
+\frac{\pi}{4} | \frac{\pi}{5} | !
+(1,2) | [1,2) | !
+(1,2)\cup(3,4) | (1,2)\cup(3,4] | !
+(1,2)\cup(3,4) | (1,2) | !
+\{1,2\} | \{1,3\} | !
+\sin x | \cos x | !
+\sin^{-1} x | \arcsin x | =
+\sin^{-1} x | \frac{1}{\sin x} | !
+2^{10}-1 | 1024-1 | =
+1023 | 2^{10}-1 | !
+x=2y | y=2x | !
+3x+4y=12 | y=3-\frac{3}{4}x | =
+3x+4y=12 | 6x+8y=24 | =
+3x+4y=12 | 3x+4y=13 | !
+y = 3x - 2 | 3x - y - 2 = 0 | =
+x^2+y^2=4 | y^2 = 4-x^2 | =
+x^2+y^2=4 | x^2+y^2=2 | !
+\frac{3}{4} | 0.75 | =
+\frac{3}{4}, \frac{5}{6} | \frac56, 0.75 | =
+e | 2.71828 | !
+\pi | 3.14159265358979 | !
+\frac{x+2}{7} | \frac{2+x}{7} | =
+\frac{9}{7} | 1\frac27 | =
+i | \sqrt{-1} | =
+-i | i | !
+5 | |5| | !
+|-5| | 5 | =
+n! | n(n-1)! | =
+\binom{n}{k} | \frac{n!}{k!(n-k)!} | =
+\binom{n}{k} | \binom{n}{k+1} | !
+2^{n+1} | 2\cdot 2^n | =
+2^n | n^2 | !
+(-1)^n | (-1)^{n+1} | !
+(-1)^n | (-1)^{n+2} | =
+\log_2 x | \frac{\log x}{\log 2} | =
+\log_{10} x | \log x | =
+a+b | b+a | =
+a+b | a+c | !
+A+a | a+A | =
+A+a | 2a | !
+\cot x | \frac{\cos x}{\sin x} | =
+1+\tan^2 x | \sec^2 x | =
+\sqrt{x+1} | \sqrt{1+x} | =
+x\sqrt{x} | x^{3/2} | =
+\sqrt[3]{x} | x^{1/3} | =
+\frac{1}{x} | x^{-1} | =
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{bmatrix}1&2\\3&4\end{bmatrix} | =
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix} | !
+\begin{pmatrix} 1 & x+1 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 1 & 1+x \\ 3 & 4 \end{pmatrix} | =
+\begin{pmatrix} 1 & 2 & 3\end{pmatrix} | (1,2,3) | !
+[-1,\infty) | x \geq -1 | =
+(0,\infty) | x>0 | =
+(-\infty,5) | (x-1)^2(x-5)<0 | !
+(0, 1) | x^2 < x | =
+[2,\infty) | \sqrt{x-2} \ge 0 | !
+x > 3 \text{ and } x<1 | \emptyset | !
+k < 2 | x<2 | !
+(1,2,3) | 1,2,3 | =
+(1,2,3) | 3,2,1 | !
+2,3 | 2 | !
+2 | 2,2 | !
+\{2,2\} | 2 | =
+\frac{-1\pm\sqrt{3}}{2} | \frac{-1+\sqrt3}{2} | !
+12 | 12 \mod 13 | !
+7:30 | 7:30 am | =
+2:3 | \frac{2}{3} | =
+2:3 | \frac{3}{2} | !
+1:2:3 | \frac{1}{2} | !
+x-3 | 3-x | !
+\text{Alice} | Bob | !
+\text{Alice} | \text{Alice or Bob} | !
+\text{Alice} | Alice and Bob | !
+\text{red} | \text{not red} | !
+10 | 10 \text{ but not } 11 | !
+10 | \text{not } 10 | !
+10 | 10?  | !
+10 | 10, 11 | !
+10 | 11 (not 10) | !
+10 | \text{either } 10 \text{ or } 11 | !
+3 | 3 \text{ (mod 5)} | !
+3 | 3 \text{ mod } 5 | !
+8 | 8i | !
+8 | 8e | !
+8 | 8x | !
+8 | 8\pi | !
+8 | 8^\circ\text{C} | =
+8 | 8\text{th} | =
+8 | \overline{8} | !
+8 | 8\text{ to }9 | !
+8 | 8-9 | !
+8 | 8/1 | =
+8 | 16/2 | =
+8 | \frac{16}{2} | =
+8 | \sim 8 | !
+8 | 8+0 | !
+8 | 8\cdot1 | !
+8 | 08 | =
+8 | 8.0000000001 | =
+8 | 7.9999 | !
+1000 | 1.000 | !
+1,000 | 1000 | =
+1000000 | 10^6 | =
+1.5 | 1,5 | !
+4x^3 | 4x^{3} | =
+\frac{x}{y} | x/y | =
+\frac{1}{2}x | x/2 | =
+\frac{a}{b+c} | a/(b+c) | =
+\frac{a}{b+c} | a/b+c | !
+2xy | 2yx | =
+(x+1)(x-2) | (x-2)(x+1) | =
+x^2-x-2 | (x+1)(x-2) | =
+\cos 2x | 2\cos^2 x - 1 | =
+\frac{\sqrt{3}}{3} | \frac{1}{\sqrt3} | =
+3\sqrt{2} | \sqrt{18} | =
+3\sqrt{2} | 3\sqrt{3} | !
+\frac{2\sqrt{5}}{5} | \frac{2}{\sqrt5} | =
+\arctan\frac{1}{2} | \tan^{-1}(1/2) | =
+e^{i\pi/3} | \frac12+\frac{\sqrt3}{2}i | =
+2e^{i\pi/4} | \sqrt2+\sqrt2 i | =
+2\text{cis}\frac{\pi}{4} | 2\text{cis}\frac{\pi}{4} | =
+\text{A, B, C} | A, B, C | =
+\text{A and C} | A,C | =
+A, C | (A),(C) | =
+A | A, C | !
+D | \text{D) All of the above} | =
+\frac{n(n+1)}{2} | \sum_{k=1}^n k | !
+x=\sqrt2 | 3x=3\sqrt2 | !
+x=\sqrt2 | x=\sqrt2 | =
+x=\sqrt2 | \sqrt2 | =
+x=\sqrt2 | x=\frac{2}{\sqrt2} | =
+x=\sqrt2 | y=\sqrt2 | !
+x=\frac{\pi}{4} | 4x=\pi | !
+y=2x | y=2z | !
+f(x)=2x | f(x)=x\cdot 2 | =
+f(x)=2x | g(x)=2x | !
+x<3 | 2x+1<7 | =
+5 | \text{five} | !
+\frac{5}{9}(F-32) | \frac{5F-160}{9} | =
+(x-3)^2+(y+1)^2=25 | (y+1)^2+(x-3)^2=5^2 | =
+(x-3)^2+(y+1)^2=25 | (x-3)^2+(y+1)^2=5 | !
+\frac{(x-2)^2}{9}+\frac{y^2}{4}=1 | 4(x-2)^2+9y^2=36 | =
+a_n=2n+1 | a_n=1+2n | =
+a_n = 2^n | a_n = 2^{n-1} | !
+r=2\cos\theta | 2\cos\theta | =
+S=\{1,2\} | \{2,1\} | =
+(a,b)=(1,2) | (1,2) | =
+x=1+2t, y=3-t | (1+2t, 3-t) | =
+\frac{1}{2}\ln 5 | \ln\sqrt5 | =
+\log_3 5 | \frac{\ln5}{\ln3} | =
+6+3\sqrt3 | 3(2+\sqrt3) | =
+\sqrt{6}-\sqrt{2} | \sqrt2(\sqrt3-1) | =
+\frac{3+\sqrt{5}}{2} | \left(\frac{1+\sqrt5}{2}\right)^2 | =
+0.1\overline{6} | \frac16 | =
+-\frac{3}{2} | \frac{-3}{2} | =
+-\frac{3}{2} | -1\frac12 | =
+\frac{1}{2}, -\frac{1}{2} | \pm\frac12 | =
+2 \pm \sqrt{3} | 2 \mp \sqrt{3} | =
+x=\frac{-1\pm\sqrt{13}}{6} | \frac{-1+\sqrt{13}}{6}, \frac{-1-\sqrt{13}}{6} | =
+\{-2, 0, 2\} | 0, \pm 2 | =
+[0,3)\cup(3,\infty) | x\ge 0, x\ne 3 | =
+1 < x \leq 2 | (1,2] | =
+1 < x \leq 2 | 2 \ge x > 1 | =
+x \in (1,2] | 1<x\le2 | =
+x \le -1 \text{ or } x \ge 3 | (-\infty,-1]\cup[3,\infty) | =
+|x-1|\ge 2 | (-\infty,-1]\cup[3,\infty) | =
+|x - 1| < 2 | -1 < x < 3 | =
+\$32{,}348 | 32348 | =
+\$2.50 | 2.5 | =
+15\text{ mph} | 15 | =
+5.4 \text{ cents} | 5.4 | =
+3 \text{ hours} | 3 | =
+45\text{ students} | 45 | =
+45\% | 0.45 | =
+\text{Thursday} | thursday | =
+\text{(C)} | C | =
+\text{(C)} | \text{C} | =
+C | \text{(D)} | !
+\text{June 20} | June 20 | =
+1 \frac{4}{5} | \frac{9}{5} | =
+\frac{9}{5} | 1.8 | =
+x^3+3x-6 | -6+3x+x^3 | =
+(3,\frac{\pi}{2}) | (3,\pi/2) | =
+\left( -\frac{5}{8}, 0, \frac32\right) | (-0.625,0,1.5) | =
+1+2i | 2i+1 | =
+\frac{1+i}{\sqrt2} | e^{i\pi/4} | =
+\cos\theta + i\sin\theta | e^{i\theta} | =
+3\mathbf{i}+4\mathbf{j} | 3i+4j | =
+2k\pi | 2\pi k | =
+\frac{\pi}{4}+k\pi, k\in\mathbb{Z} | \frac{\pi}{4}+k\pi | !
+n(n+1) | n^2+n | =
+k^2-3k+2 | (k-1)(k-2) | =
+\tan^{-1}(3) | \arctan 3 | =
+4! | 24 | =
+24 | 4! | !
+\binom{8}{3} | 56 | =
+2^{2005}-2^{1003} | 2^{1003}(2^{1002}-1) | !
+(a,b)=(1,2) | (2,1) | !
+(x,y)=(1,2) | x=1,y=2 | =
+(1,2) | (x,y)=(1,2) | =
+x\in(1,2) | (1,2) | =
+x+y<3 | 2x+2y<6 | =
+x+y<3 | -x-y>-3 | =
+x+y<3 | x+y>3 | !
+x+y<3 | x+y\le3 | !
+(-\infty,5) | (x-1)^4(x-5)<0 | !
+(-\infty,5) | (3x-1)^2(x-5)<0 | !
+(-\infty,5) | (x^2-2)^2(x-5)<0 | !
+(-\infty,5) | (x-1)^2(7x-1)^3(x-5)<0 | !
+(-\infty,5) | (x-1)^2(x-5)\le0 | !
+(-\infty,5] | (x-1)^2(x-5)\le0 | =
+\{1\} | (x-1)^2\le0 | =
+(-\sqrt2,\sqrt2) | x^2<2 | =
+[-\sqrt2,\sqrt2] | x^2\le2 | =
+(-\infty,-\sqrt2)\cup(\sqrt2,\infty) | x^2>2 | =
+(0,2) | x^2-2x<0 | =
+(-1,1) | |x|<1 | =
+(-1,1) | |x|<-1 | !
+(-1,1) | x^4<1 | =
+(1,3) | (x-1)(x-3)<0 | =
+\emptyset | x^2+1<0 | !
+\mathbb{R} | x^2+1>0 | !
+5 | 5M dollars | !
+5 | 5\text{ M} | !
+5 | 5\text{ in binary} | !
+5 | 5 reciprocal | !
+5 | 5 less | !
+5 | 5 or none | !
+5 | 5\text{ false} | !
+5 | 5\,\mathrm{N} | =
+5000000 | \$5M | =
+5 | 5\text{ L} | =
+(-\infty,3) | x+\sin(2\pi x)<3 | !
+(-\infty,3) | x^{0.5}<3 | !
+(-\infty,3) | \frac{x}{3}+\frac{1}{2}<\frac{3}{2} | =
+2e+47 | 2 e + 47 | !
+2\cdot 10^{47} | 2e+47 | =
+e + \pi + \frac{47}{2} | \frac{2 e + 2 \pi + 47}{2} | =
+2 e + 47 | 47+2 e | =
+2 e + 47 | 2e+47 | !
+2 | 2 e n y | !
+2eny | 2 e n y | =
+\arctan 3 | \operatorname{atan}(3) | =
+\arctan 3 | atan(3) | =
+-\arcsin(4x) | \arcsin(-4x) | =
+\sqrt{x-30} | \sqrt{-30+x} | =
+\frac{7}{2} | (3)\frac{1}{2} | !
+\frac{3}{2}x | (3)\frac{1}{2}x | =
+4x | x2^{3}\frac{1}{2} | =
+\frac{7x}{2} | 3\frac12x | =
+\log_{10} 2 | \log 2 | =
+\log 2 | \log_{10} 2 | =
+\log 2 | log(2) | =
+\log 2 | \ln 2 | !
+\ln 2 | \log 2 | !
+\log x + 1 | \log(10x) | =
+\ln x + 1 | log(e*x) | =
+2 | log x=2 | !
 """
 
 
@@ -895,6 +1169,41 @@ def test_a_careful_human_grader(gold, answer, right):
     assert mathematics(_boxed(text), {"answer": text}).outcome is Outcome.CORRECT
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_formulas_as_sympy_rewrites_them(seed):
+  sympy = pytest.importorskip("sympy")
+  draw = random.Random(seed)
+  x, y = sympy.symbols("x y", real=True)
+  leaves = [x, y, sympy.pi, sympy.E, sympy.sqrt(3), sympy.Rational(2, 7), sympy.Integer(-3)]
+
+  def expression(depth):
+    if not depth:
+      return draw.choice(leaves)
+    one, other = expression(depth - 1), expression(depth - 1)
+    ways = (
+      one + other, one * other, one - other, one / (other + 13), one**2, sympy.sin(one),
+      sympy.exp(one), sympy.sqrt(one**2 + 2), sympy.log(one**2 + 2), 3 + sympy.I * one,
+    )  # fmt: skip
+    return draw.choice(ways)
+
+  compared = 0
+  while compared < 20:
+    gold = expression(draw.randint(1, 3))
+    if gold.is_Rational or gold == 0 or len(sympy.latex(gold)) > 150:
+      continue
+    compared += 1
+    for rewritten in (sympy.expand(gold), sympy.factor(gold), sympy.together(gold)):
+      texts = [
+        sympy.latex(answer, ln_notation=True)
+        for answer in (rewritten, rewritten * 1.01, rewritten + 1)
+      ]
+      grades = [
+        mathematics(_boxed(text), {"answer": sympy.latex(gold, ln_notation=True)}) for text in texts
+      ]
+      outcomes = [grade.outcome for grade in grades]
+      assert outcomes == [Outcome.CORRECT, Outcome.WRONG, Outcome.WRONG], (gold, texts)
+
+
 # Spellings that a policy may choose among, of a number @.
 SPELLINGS = (
   "@", " @ ", "@.0", "@.", "0@", "+@", "$@$", r"\(@\)", r"\text{@}", r"\left(@\right)", "(@)",
@@ -909,7 +1218,7 @@ QUICK_GOLDS = (
   "72", "7", "12345", r"7\text{ cm}", "7 cents", r"\$7", r"7^\circ", "x=7", "(7,7)",
   r"7\text{ K}", "7_2", r"\{7\}", "ABC", r"\text{(B) }7", r"7\%", "B", r"\angle ABC",
 )  # fmt: skip
-# math-verify compares each spelling with these.
+# Each spelling is compared with these by values.
 SLOW_GOLDS = (
   "a=7,b=7",   r"7\pi", "7,7", "7m", "x<7", "xy", "7:30", "7:30 a.m.", r"\sqrt{7}", "[7,8)", "1:7",
   r"\frac{7\pi}{180}",   r"\log_2 7",
@@ -966,7 +1275,7 @@ def test_one_normal_form_one_grade_for_spellings_within_spellings(gold, pairs):
   "gold", [r"\log_2 3", r"\log_2 x", r"\sqrt{2}", "x^2+5", r"e^{2}", r"\ln 2+\ln 3"]
 )
 def test_a_huge_number_costs_little(gold):
-  mathematics(r"\boxed{\frac{1}{\sqrt{2}}}", {"answer": r"\frac{\sqrt{2}}{2}"})  # imports sympy
+  mathematics(r"\boxed{\frac{1}{\sqrt{2}}}", {"answer": r"\frac{\sqrt{2}}{2}"})  # imports mpmath
   began = time.process_time()
   for answer in (
     "1e400",

@@ -122,7 +122,7 @@ def test_unparseable_gold_is_the_graders_fault(gold, said):
 
 
 @pytest.mark.parametrize("gold", [r"\frac{\sqrt{x}", r"k \in \mathbb Z", r"A \to B", r"2 \pm"])
-def test_a_gold_that_math_verify_cannot_read_is_compared_as_text(gold):
+def test_a_gold_that_cannot_be_parsed_is_compared_as_text(gold):
   assert _grade(f"#### {gold}", gold).outcome is Outcome.CORRECT
   for answer in ("5", "x+5", "1,2", r"\text{none of it}", r"\frac{1}{"):
     grade = _grade(f"#### {answer}", gold)
@@ -185,6 +185,34 @@ def test_equal_votes_have_equal_grades():
         shared += grade.answer in outcomes
         assert outcomes.setdefault(grade.answer, grade.outcome) is grade.outcome, (gold, text)
   assert shared > 100
+
+
+def test_no_text_raises():
+  """An exception would be a crash, which is left out of the loss."""
+  draw = random.Random(0)
+  pieces = (
+    r"1 2 0.5 10^{99} ( ) [ ] { } \{ \} | , ; : = < \ge \ne + - * / ^ _ ! ' % ° x y e i f( \pi"
+    r" \infty \frac \frac{1}{2} \sqrt \sqrt[0]{2} \sin \log_2 \binom \cup \in \mathbb{R} \pm \mp"
+    r" \land \lor \text{cm} \pmod7 \begin{pmatrix} \end{pmatrix} & \\ \overline{3} A. ½ ²"
+  ).split()
+  golds = [
+    "(-\\infty,1)",
+    "x<1",
+    "x+1",
+    "1,2",
+    "x=1",
+    "5",
+    "\\frac{1\\pm x}{2}",
+    "\\{1,2\\}",
+    "1:2",
+  ]
+  for _ in range(1500):
+    text = "".join(draw.choices(pieces, k=draw.randint(1, 9)))
+    gold = text if draw.random() < 0.2 else draw.choice(golds)
+    if draw.random() < 0.2:
+      text += "x<1"
+    assert _grade(_boxed(text), gold).outcome in set(Outcome) - {Outcome.CRASHED}, (gold, text)
+  assert _grade(_boxed(r"2\ge½!x<1"), r"(-\infty,1)").outcome is Outcome.WRONG
 
 
 def test_self_test():
@@ -290,7 +318,7 @@ QUICK = {
   "boxes far apart": r"\boxed{1}" + " " * 90_000 + r"\boxed{2}",
   "boxes in boxes": r"\boxed{" * 10_000 + "1" + "}" * 10_000,
 }
-# A right answer by the quick way, and one by math-verify.
+# A right answer by the quick way, and one by values.
 RIGHT = [("#### 5", "5"), (_boxed(r"\frac{1}{\sqrt{2}}"), r"\frac{\sqrt{2}}{2}")]
 
 

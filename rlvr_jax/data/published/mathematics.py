@@ -18,25 +18,48 @@ _SUBJECTS = (  # folders of MATH
 _CALCULATOR_MARK = re.compile(r"<<[^>]*>>")
 _MARKED_ANSWER = re.compile(r"#### (\S+)\s*$")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+# What is removed from the text between two boxes, and what is left where they are one answer.
+_FORMATTING = re.compile(r"\\(?:text\w*|mathrm|mbox|q?quad|[,;:! ()\[\]\\])|[\s$*~{}&]")
+_JOINT = re.compile(r"[,;]?(and|or)?(?:[A-Za-z]=)?")
+_CONDITION = re.compile(r"[<>]|\\[lgn]eq?(?![A-Za-z])")
 _BARE_BOXED = re.compile(r"\\?[^\s$\\{}]+")  # \boxed 2
 _AIME_ANSWER = re.compile(r"\$?0*(\d{1,3})(?:\^\\circ|\^\{\\circ\})?\$?")
 
 
 def last_boxed(text: str) -> str | None:
-  """Content of the last \\boxed{…} in a text, with balanced braces; None if there is none."""
-  boxes = list(_BOX.finditer(text))
-  if not boxes:
-    return None
-  start = boxes[-1].end()
+  r"""Content of the last \boxed{…}, with balanced braces; None if there is none or it is cut off.
+
+  Boxes with nothing between them but formatting, a comma, "and" or "or" are one answer, as for the
+  grader: \boxed{3} \text{ or } \boxed{4} is "3, 4"; conditions keep their "and" or "or".
+  """
+  answer: str | None = None
+  end = 0
+  for box in _BOX.finditer(text):
+    if box.start() < end:  # within another one
+      continue
+    content, next_end = _read_box(text, box.end())
+    joint = _JOINT.fullmatch(_FORMATTING.sub("", text[end : box.start()]))
+    if answer is None or content is None or joint is None:
+      answer = content
+    elif joint[0] or content != answer:  # else the answer is only repeated
+      word = f" {joint[1]} " if joint[1] and _CONDITION.search(content) else ", "
+      answer += word + content
+    end = next_end
+  return answer
+
+
+def _read_box(text: str, start: int) -> tuple[str | None, int]:
+  """Reads the content of a box; returns it, None if it is cut off, and the index after it."""
   if text[start : start + 1] != "{":
     bare = _BARE_BOXED.match(text, start)
-    return bare.group() if bare else None
+    return (bare.group(), bare.end()) if bare else (None, start)
   depth = 0
-  for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):  # \{ and \} do not nest
+  for brace in _BRACE.finditer(text, start):  # \{ and \} do not nest
     depth += {"{": 1, "}": -1}.get(brace.group(), 0)
     if depth == 0:
-      return text[start + 1 : start + brace.start()].strip()
-  return None
+      return text[start + 1 : brace.start()].strip(), brace.end()
+  return None, start
 
 
 def _read_gsm8k(row: Row) -> Record:
