@@ -331,6 +331,19 @@ def test_a_warm_start_that_blows_up(tmp_path):
     train(parts, tmp_path / "run")
 
 
+def test_a_line_that_cannot_be_graded_ends_the_start(tmp_path):
+  file = tmp_path / "lines.jsonl"
+  answers = [1, 2, "10:30", 4]
+  lines = [json.dumps({"prompt": f"{n}?", "answer": x}) + "\n" for n, x in enumerate(answers)]
+  file.write_text("".join(lines))
+  task = dict(name="jsonl", kwargs=dict(train=str(file), held_out_size=1, grader="gsm8k"))
+  parts = build(tiny.config(task=task, batch__prompts=2, warm_start__num_steps=0))
+  message = r"does not fit 1 of 4 problems: .*lines\.jsonl, line 3: .*'10:30' is not one number"
+  with pytest.raises(GraderStartError, match=message):
+    train(parts, tmp_path / "runs" / "wrong")
+  assert not (tmp_path / "runs").exists()
+
+
 def test_a_start_that_fails_leaves_no_workdir(tmp_path):
   """After the workdir was claimed: only the grading processes import a grader of one's own."""
   parts = build(tiny.config(grading__grader="no_such_module:grade"))
@@ -342,9 +355,12 @@ def test_a_start_that_fails_leaves_no_workdir(tmp_path):
 # --- graders that misbehave -----------------------------------------------------------------------
 
 
+TRIED = ("", "no answer")  # texts that a start has graded
+
+
 def first_hangs_second_dies(completion, reference):
   """Marks on disk tell which item comes first, but for the one that a start tries."""
-  for kind in ("hang", "die") if reference["folder"] and completion != "no answer" else ():
+  for kind in ("hang", "die") if reference["folder"] and completion not in TRIED else ():
     with contextlib.suppress(FileExistsError):
       open(os.path.join(reference["folder"], kind), "x").close()
       time.sleep(1000) if kind == "hang" else os._exit(3)

@@ -16,32 +16,35 @@ from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.train.reporting.progress import warn
-from rlvr_jax.train.setup.grading import ChangedProblems
+from rlvr_jax.train.setup.grading import ChangedProblems, used_graders
 
 _NUM_GENERATED = 100  # problems of a source that generates them
-_NUM_AT_ONCE = 64  # problems whose grades are awaited: the tests of programs have megabytes
+_MOST_AT_ONCE = 64  # problems whose grades are awaited: the tests of programs have megabytes
+_OWN_S = 20.0  # for lines that a user's own graders judge, which may ask another program
 _NUM_NAMED = 5  # problems that a message names
 
 
 def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task) -> int:
   """Grades every problem's own answer, which must be correct, and an empty one.
 
-  Of problems that are generated when sampled only the first are graded. Each of several processes
-  grades its share.
+  Of problems that are generated when sampled only the first are graded. With a user's own grader,
+  which may be slow, no more are begun after some seconds. Each of several processes grades its
+  share.
 
   Returns:
-    The number of problems.
+    The number of problems that were graded.
   Raises:
     GraderStartError: an answer is not correct, or the grader crashed and config.grading.outcomes
       gives crashes no reward. The message names files and lines.
   """
   began = time.monotonic()
+  has_own = any(":" in text for text in (task.grader, *used_graders(task)))
   problems = enumerate(itertools.chain(_checked(task.train), _checked(task.held_out)))
   faults: dict[str, str] = {}  # by place
   slow: dict[str, str] = {}
-  count = 0
-  while chunk := list(itertools.islice(problems, _NUM_AT_ONCE)):
-    count = chunk[-1][0] + 1
+  count, at_once = 0, 1
+  while chunk := list(itertools.islice(problems, at_once)):
+    count, at_once = chunk[-1][0] + 1, min(2 * at_once, _MOST_AT_ONCE)
     items = []
     for index, problem in chunk[jax.process_index() :: jax.process_count()]:
       right = right_completion(task.grader, problem.reference)
@@ -56,6 +59,9 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
         slow.setdefault(where, said)
       elif is_crash or (is_right and grade.outcome is not Outcome.CORRECT):
         faults.setdefault(where, said)
+    if has_own and time.monotonic() - began > _OWN_S:
+      logging.warning("the graders are slow: only the first %d problems were graded", count)
+      break
   if slow:
     warn(f"the grader is too slow for the own answers of {_describe(slow, count)}")
   if faults:

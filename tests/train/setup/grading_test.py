@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pytest
+from rewards.user_graders import SECONDS
 from train import tiny
 
 from rlvr_jax.codejudge import cgroups
@@ -31,6 +32,7 @@ from rlvr_jax.train.setup.grading import (
   with_graders,
 )
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
+from rlvr_jax.train.start import every_line
 from rlvr_jax.train.start.every_line import check_every_line
 
 GSM8K = "gsm8k"
@@ -306,6 +308,16 @@ def test_of_problems_that_are_generated_the_first_are_graded():
     read.clear()
     assert check_every_line(policy_of(tiny.config()), pool, task) == 100 + 3 + 3
   assert read == [*range(100)]
+
+
+def test_of_slow_graders_of_one_s_own_some_lines_are_graded(monkeypatch, caplog):
+  monkeypatch.setenv(SECONDS, "0.2")
+  monkeypatch.setattr(every_line, "_OWN_S", 0.5)
+  task = lines("rewards.user_graders:unhurried", *[SEVEN] * 500)
+  config = tiny.config()
+  with grader_pool(config.grading, task) as pool, caplog.at_level(logging.WARNING):
+    count = check_every_line(policy_of(config), pool, task)
+  assert 1 < count < 64 and f"only the first {count} problems" in caplog.text
 
 
 FAULTY = "environments.faulty_environments"
