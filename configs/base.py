@@ -61,7 +61,8 @@ def get_config() -> ConfigDict:
       # max_behavior_gap is then that of bfloat16. bfloat16 networks have default only.
       matmul_precision=placeholder(str),
       param_dtype=placeholder(str),
-      remat=placeholder(str),  # none, dots, full; of a checkpoint None means dots
+      # gradient checkpointing: none, dots, full; of a checkpoint None means dots
+      remat=placeholder(str),
       unroll_layers=placeholder(int),
       attention=placeholder(str),  # auto, reference, whole, splash, cudnn; docs/models.md
       expert_products=placeholder(str),  # auto, reference, blocks, megablox; docs/models.md
@@ -137,7 +138,8 @@ def get_config() -> ConfigDict:
   c.expert_balance = 0.0  # coefficient of the loss that evens the load of a mixture's experts
 
   c.optimizer = "adamw"  # adamw, lion, muon, sgd, or one of optax's such as "optax:adafactor"
-  c.learning_rate = "constant(peak=3e-4)"  # constant, linear, cosine; warmup is in updates
+  # learning rate: constant, linear, cosine; warmup is in updates
+  c.learning_rate = "constant(peak=3e-4)"
   c.max_gradient_norm = 1.0
   c.max_skipped_in_a_row = 5  # non-finite updates until the run stops
 

@@ -73,9 +73,11 @@ def curve(
   points = [record for record in phase_records if metric in record]
   if not points:
     names = sorted({name for record in phase_records for name in record})
+    is_of_updates = phase == "eval" and not metric.startswith("eval/")
+    hint = "; metrics of updates need --phase=train" if is_of_updates else ""
     raise ValueError(
       f"curve: none of the {len(phase_records)} records of phase {phase!r} has the metric"
-      f" {metric!r}; they have {names}"
+      f" {metric!r}{hint}; they have {names}"
     )
   return _axis_positions(points, over), np.array([record[metric] for record in points], np.float64)
 

@@ -39,7 +39,7 @@ def _environments_importable():
 def pool(_environments_importable):
   """One for the tests that leave its workers as they are, or replaced."""
   with EnvironmentPool(
-    FAULTY, deadline_s=0.5, memory_mib=1024, variables={"GREETING": "hello"}
+    FAULTY, deadline_s=1.0, memory_mib=1024, variables={"GREETING": "hello"}
   ) as opened:
     yield opened
 
@@ -117,7 +117,7 @@ def test_turns(pool, text, expected):
     ("refuse that is rude", "refused", "^that is rude$"),
     ("late by a lot", "timeout", "^by a lot$"),
     ("wait 0.2 60", "timeout", "the wait did not end within its limit"),
-    ("hang", "timeout", "the step did not end within deadline_s = 0.5 s"),
+    ("hang", "timeout", "the step did not end within deadline_s = 1 s"),
     ("spin", "timeout", "deadline_s"),
   ],
 )
@@ -331,12 +331,12 @@ def test_grades_come_from_the_parent_and_are_asked_once(tmp_path):
   grader = _Grader()
   log = tmp_path / "log"
   name = f"faulty_environments:graded(log={str(log)!r})"
-  with EnvironmentPool(name, deadline_s=0.5, grade=grader.submit) as pool:
+  with EnvironmentPool(name, deadline_s=1.5, grade=grader.submit) as pool:
     first, second, third = (
       pool.reset(problem(gold=gold), 0).result(WAIT_S).dialogue for gold in ("x", "y", "z")
     )
     graded = pool.step(first, "grade t")
-    time.sleep(0.7)  # more than a step's limit
+    time.sleep(1.7)  # more than a step's limit
     assert ask(pool, second, "a") == Turn("0 q|a")
     grader.answer(0)
     assert graded.result(WAIT_S) == Turn('["wrong", 0.25, "t x"]')

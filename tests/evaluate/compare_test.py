@@ -94,6 +94,8 @@ def test_another_baseline_and_what_is_missing():
     compare.comparison_table(RESULTS, baseline="gpro")
   with pytest.raises(ValueError, match=r"grpo, seed 0: curve: none of the 3 .* 'eval/pass@8'"):
     compare.comparison_table(RESULTS, metric="eval/pass@8")
+  with pytest.raises(ValueError, match=r"'reward/mean'; metrics of updates need --phase=train;"):
+    compare.comparison_table(RESULTS, metric="reward/mean")
   with pytest.raises(ValueError, match=r"grpo, seed 0: a file of results has only evaluations"):
     compare.comparison_table(RESULTS, metric="policy/entropy", phase="train")
 

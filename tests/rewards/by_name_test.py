@@ -70,7 +70,7 @@ def test_what_a_user_s_module_lacks_is_told_when_workers_start(own, text, messag
     ("code('fraction')", "not a list of keyword=value"),
     ("code(rewards='all')", r"code takes no 'rewards'; code takes \['reward'\]"),
     ("gsm8k(reference={})", "reference of gsm8k comes from the run"),
-    ("pattern", "missing a required argument: 'regex'"),
+    ("pattern", "missing a required (keyword-only )?argument: 'regex'"),
     ("", "is not a component"),
     (None, "is not a component"),
   ],

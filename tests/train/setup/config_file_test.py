@@ -375,7 +375,7 @@ def test_a_recipe_that_returns_nothing(more, tmp_path):
       "the configuration has no field 'group_size'; a recipe that sets",
     ),
     ("c.batch.promts = 8", "no field 'promts'; did you mean 'prompts'? ("),
-    ("c.loss.name = 'p3o'", "'str' object has no attribute 'name' ("),
+    ("c.loss.name = 'p3o'", "'str' object has no attribute 'name'"),
   ],
 )
 def test_a_recipe_that_lacks_or_invents_a_field(line, message, tmp_path):
