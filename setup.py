@@ -12,7 +12,7 @@ import setuptools
 HF = ["jinja2>=3.1.6", "tokenizers>=0.23.1", "transformers>=5.23"]
 GCS = ["gcsfs>=2025.3"]
 GGUF = ["gguf>=0.17.1"]  # earlier ones bring sentencepiece
-MATH = ["math-verify>=0.9.0"]
+MATH = ["mpmath>=1.3.0"]
 OPENENV = ["aiohttp>=3.11"]  # the client; openenv itself brings some 60 packages
 PLOT = ["ipywidgets>=7.7.1", "matplotlib>=3.10"]
 
@@ -49,6 +49,7 @@ EXTRAS = {
     "pytest-xdist>=3.8.0",
     "ruff>=0.17.5",
     "safetensors>=0.6",
+    "sympy>=1.13",  # tests rewrite formulas with it
     "setuptools>=75",  # tests/install_test.py builds the package
   ],
 }

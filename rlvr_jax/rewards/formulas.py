@@ -346,15 +346,12 @@ def _lower(node: Node) -> Node:
 @functools.cache
 def load_mpmath() -> Any:
   """The context of mpmath."""
-  # It comes with math-verify, whose parser does not separate e, i, degrees and names as answers do.
   # GMP aborts the process when memory runs out; Python's own integers raise MemoryError.
   os.environ.setdefault("MPMATH_NOGMPY", "1")
   try:
     import mpmath
   except ImportError as error:
-    raise ImportError(
-      'the mathematics grader needs math-verify: pip install -e ".[math]"'
-    ) from error
+    raise ImportError('the mathematics grader needs mpmath: pip install -e ".[math]"') from error
   return mpmath.mp
 
 
