@@ -67,7 +67,7 @@ class EnvironmentPool:
   A dialogue's results depend on its problem, seed and texts only.
 
   A worker has many dialogues and runs one at a time. If a step exceeds the limit, its worker is
-  killed with its process group and replaced, and the step's result is `Failure("timeout")`, as
+  killed with all that it has started and replaced. The step's result is `Failure("timeout")`, as
   where the environment raised `TimedOut`. The other kinds are "refused" (it raised `Refused`),
   "memory" (a failed allocation) and "failed" (any other exception, an invalid result, or a worker
   that died). A failure ends its dialogue. If a worker ends, its other dialogues are repeated in the

@@ -110,7 +110,7 @@ class WorkerProcess:
     return self._pipes.stderr.read().decode(errors="replace").strip()[-_LAST_OUTPUT:]
 
   def kill(self) -> None:
-    """Kills the worker with its process group."""
+    """Kills the worker with all that it has started."""
     kill_group(self._process)
 
   def close(self) -> None:

@@ -92,7 +92,7 @@ class _Options(NamedTuple):
 class GraderPool:
   """Grades completions in separate processes, each item under a wall-clock limit.
 
-  A worker that exceeds the limit is killed with its process group and replaced, and its item is
+  A worker that exceeds the limit is killed with all that it has started and replaced; its item is
   graded `timeout`. A worker that dies is replaced, and its item is `crashed`, or `wrong` if the
   completion may have caused it (see `outcome`). An exception in the grader, or a return value that
   is not a grade, is `crashed` too, and the worker continues. Workers are new interpreters (never

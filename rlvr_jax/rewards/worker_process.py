@@ -224,7 +224,7 @@ class WorkerProcess:
     return bool(data)
 
   def kill(self) -> None:
-    """Kills the worker's process group; safe at any time, from any thread."""
+    """Kills the worker with all that it has started; safe at any time, from any thread."""
     kill_group(self._process)
 
   def close(self) -> None:
