@@ -57,9 +57,6 @@ of cuBLAS and cuDNN's attention. Launches of a GPU are those of XLA's list of th
 not tuned, for which the device is needed: where a run tunes them, its kernels may differ."""
 
 
-_KNOWN_COMPILERS = "Of TPUs' compilers libtpu 0.0.42.1 and 0.0.50.1 are known to be read rightly"
-
-
 def report(
   parts: Parts,
   topology: str,
@@ -392,7 +389,7 @@ def check_counts(name: str, items: Sequence[Item], found: Cost) -> None:
     return
   raise CostsError(
     f"the costs of the {name} are not known: {wrong}. The compiler writes this program in a form"
-    f" that is not read rightly. {_KNOWN_COMPILERS}"
+    " that is not read rightly; of libtpu, versions 0.0.42.1 and 0.0.50.1 are known to be"
   )
 
 
