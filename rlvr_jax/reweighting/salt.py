@@ -23,6 +23,7 @@ class SaltResult(NamedTuple):
 
   coefficients: Array  # f32[b], A'
   shared: Array  # f32[b], P_k A
+  residual: Array  # f32[b], (I − P_k) A⁺
   explored: Array  # f32[b], the part α (I − P_k) A⁺ of A'; 0 with shared directions alone
   alpha: Array  # f32[], weight of the residual
   rank: Array  # i32[], k
@@ -71,8 +72,8 @@ def salt_coefficients(
 
   shared = spectral.project(vectors, rank, coefficients)
   source = jnp.maximum(coefficients, 0) if positive_part else coefficients
-  explored = alpha * (source - spectral.project(vectors, rank, source))
-  explored = jnp.zeros_like(explored) if channels == "shared" else explored
+  residual = source - spectral.project(vectors, rank, source)
+  explored = (0.0 if channels == "shared" else alpha) * residual
   kept = {"residual": jnp.zeros_like(shared), "amplified": coefficients}.get(channels, shared)
   reweighted = kept + explored
   several = count >= 2
@@ -81,6 +82,7 @@ def salt_coefficients(
   return SaltResult(
     coefficients=reweighted.astype(coefficients.dtype),
     shared=shared,
+    residual=residual,
     explored=explored,
     alpha=alpha,
     rank=rank,
