@@ -32,7 +32,7 @@ def sketch(
   SALT's A′ is more sensitive than K: where k, a rounded number, or one of the last directions in
   the subspace is another, it jumps. With the default sizes A′ is within 10 % of the exact one on
   16 and 64 rollouts of a real model; a sixteenth of the copies has 28 % there, see
-  docs/methods/salt.md. They cost 4096/D head products, where `streaming`, which is exact, costs
+  docs/reading_geometry.md. They cost 4096/D head products, where `streaming`, which is exact, costs
   2 + B/T: less from D = 2048 on. For the feature "sampled", `streaming` always costs less.
 
   Args:

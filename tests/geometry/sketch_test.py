@@ -77,7 +77,7 @@ def test_reports_its_own_error():
 
 
 def test_the_default_sizes_keep_salts_coefficients_within_a_tenth():
-  """As on a real model, see docs/methods/salt.md; with 4 copies they would not."""
+  """As on a real model, see docs/reading_geometry.md; with 4 copies they would not."""
   sizes = {name: x.default for name, x in inspect.signature(sketch).parameters.items()}
   A = jnp.asarray(np.random.default_rng(0).normal(size=len(exact_case()[0])), jnp.float32)
 
