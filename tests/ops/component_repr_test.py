@@ -13,7 +13,7 @@ CALLS = [
   (advantages, "grpo_mean()"),
   (advantages, "pass_at_k(k=3, form='plug_in')"),
   (advantages, "power_asym(alpha=3.0, delta=0.2)"),
-  (losses, "p3o(ess='sequence', cap='none', kl_term=False)"),
+  (losses, "p3o(ess='batch', ess_scope=16, cap='none', kl_term=False)"),
   (losses, "ppo_clip(epsilon_low=0.1, epsilon_high=0.3, dual_clip=None)"),
   (geometry, "sketch(copies=2, hidden_size=8, vocabulary_size=8, seed=1)"),
 ]
