@@ -27,6 +27,7 @@ other parts would count for correct answers only.
 
 from __future__ import annotations
 
+import decimal
 import functools
 import importlib
 import inspect
@@ -41,8 +42,9 @@ import numpy as np
 from rlvr_jax import specs
 from rlvr_jax.ops.checks import MAX_SCORE, is_score
 from rlvr_jax.rewards.code import code
+from rlvr_jax.rewards.extraction import find_stated_answer
 from rlvr_jax.rewards.formats import boxed, pattern, think_answer
-from rlvr_jax.rewards.graders import gsm8k, reasoning_gym
+from rlvr_jax.rewards.graders import format_decimal, gsm8k, reasoning_gym
 from rlvr_jax.rewards.mathematics import mathematics
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.tour import tour
@@ -183,7 +185,14 @@ def right_completion(grader: str, reference: Mapping[str, Any]) -> str | None:
     part = reference if name == "by_reference" else reference["parts"][0]
     return right_completion(part["grader"], part["reference"])
   answer = reference.get("answer")
-  return None if name not in _RIGHT or answer in (None, "") else _RIGHT[name].format(answer)
+  if name not in _RIGHT or answer in (None, ""):
+    return None
+  if name == "mathematics":  # the answer may be a whole solution
+    stated = find_stated_answer(str(answer))
+    answer = answer if stated is None else stated
+  if name == "gsm8k" and isinstance(answer, float):  # 1e+22 is no number of a solution
+    answer = format_decimal(decimal.Decimal(str(answer)))
+  return _RIGHT[name].format(answer)
 
 
 # --- graders that call others --------------------------------------------------------------------

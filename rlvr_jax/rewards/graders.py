@@ -177,7 +177,10 @@ def _parse_line(line: str) -> decimal.Decimal | None:
   rest = line[number.end() :] if number else ""
   if number is None or any(map(str.isnumeric, rest)) or _NUMERALS.search(rest):
     return None
-  return _to_decimal(number[0])
+  try:
+    return _to_decimal(number[0])
+  except decimal.InvalidOperation:  # two signs
+    return None
 
 
 def _parse_gold(answer: Any) -> decimal.Decimal:

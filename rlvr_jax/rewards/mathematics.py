@@ -432,8 +432,11 @@ def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
     # The graded answer is parsed from the normal form: one normal form, one grade.
     is_correct = answers_match(gold, reduce_to_form_of(gold, parse_answer(normal)))
     unparsed = "" if is_correct else _find_unparseable(gold)
-  except (RecursionError, MemoryError) as error:
-    return Grade(Outcome.UNPARSEABLE, detail=f"{type(error).__name__} in comparing the answer")
+  except ImportError:
+    raise
+  except Exception as error:  # a completion must not be able to have its rollout left out
+    detail = f"{type(error).__name__} in comparing the answer: {error}"
+    return Grade(Outcome.UNPARSEABLE, detail=detail)
   outcome = Outcome.CORRECT if is_correct else Outcome.WRONG
   detail = normal
   if unparsed:

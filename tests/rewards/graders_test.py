@@ -4,6 +4,9 @@ import pytest
 
 from rlvr_jax.data.reasoning_gym import TAKES_ONE_ANSWER
 from rlvr_jax.rewards import Outcome, graders
+from rlvr_jax.rewards.by_name import right_completion
+from rlvr_jax.rewards.graders import gsm8k
+from rlvr_jax.rewards.mathematics import mathematics
 
 
 @pytest.mark.parametrize(
@@ -243,3 +246,28 @@ def test_thoughts_are_no_answers(completion, outcome):
   assert graders.gsm8k(completion, {"answer": "7"}).outcome is outcome
   reference = {"dataset": "gcd", "answer": "7", "metadata": {}}
   assert graders.reasoning_gym(completion, reference).outcome is outcome
+
+
+@pytest.mark.parametrize("text", ["#### --5", "#### - -5", "#### +-5", "#### -$-5"])
+def test_gsm8k_does_not_read_two_signs(text):
+  assert gsm8k(text, {"answer": "5"}).outcome is Outcome.UNPARSEABLE
+  with pytest.raises(ValueError, match="is not one number"):
+    gsm8k("5", {"answer": text})
+
+
+@pytest.mark.parametrize(
+  ("name", "answer"),
+  [
+    ("gsm8k", 1e22),
+    ("gsm8k", 5e-07),
+    ("gsm8k", "She has 72.\n#### 72"),
+    ("mathematics", r"We have $2x=10$, so the answer is $\boxed{5}$."),
+    ("mathematics", "2 + 1 = 3.\n#### 3"),
+    ("mathematics", "x" * 2000 + "\n#### 3"),
+    ("mathematics", r"\frac12"),
+  ],
+)
+def test_a_reference_that_is_a_solution_has_a_right_completion(name, answer):
+  grade = {"gsm8k": gsm8k, "mathematics": mathematics}[name]
+  reference = {"answer": answer}
+  assert grade(right_completion(name, reference), reference).outcome is Outcome.CORRECT
