@@ -42,6 +42,8 @@ _ROUNDING = {r"\lfloor": "floor", r"\lceil": "ceil"}
 FUNCTIONS = (
   "sinh cosh tanh sin cos tan cot sec csc arcsin arccos arctan asin acos atan log ln lg exp"
 ).split()
+_INVERTIBLE = "sin cos tan cot sec csc sinh cosh tanh".split()  # by an exponent of -1
+_OF_REALS = ("factorial", "binomial", "floor", "ceil")
 _GREEK = (
   "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho"
   " sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell pi infty"
@@ -221,6 +223,8 @@ class _Reader:
       else:
         base = self._read_atom()
     if exponent == Node("-", (_number(1),)):
+      if name not in _INVERTIBLE:
+        raise _SyntaxError(f"an inverse of {name}")
       name, exponent = f"arc{name}", None
     inside = self._read_function_argument()
     if name in ("log", "ln", "lg"):
@@ -382,7 +386,7 @@ class _Evaluator:
     arguments = [self.evaluate(part) for part in node.args if isinstance(part, Node)]
     try:
       value = self._apply(node, arguments)
-    except (ZeroDivisionError, ValueError, OverflowError, mp.NoConvergence) as error:
+    except (ArithmeticError, TypeError, ValueError, mp.NoConvergence) as error:
       raise UndefinedError(str(error)) from error
     if not mp.isfinite(value) or (self._is_real and mp.im(value)):
       raise UndefinedError("the value is not finite, or not real")
@@ -405,8 +409,10 @@ class _Evaluator:
     if node.kind == "/":
       return a / (b if abs(b) > mp.mpf(2) ** (-mp.prec // 2) else 0)
     if node.kind == "root":
-      if a.imag == 0 and a.real < 0 and b % 2 == 1:
-        return -mp.root(-a, int(b))
+      if b.imag:
+        raise UndefinedError("the degree of a root is not real")
+      if a.imag == 0 and a.real < 0 and b.real % 2 == 1:
+        return -mp.root(-a.real, int(b.real))
       return mp.power(a, 1 / b) if a else a
     if node.kind == "^":
       if not a:
@@ -417,6 +423,10 @@ class _Evaluator:
       return mp.cos(a * mp.mpf(self._values[node.args[0]].numerator) / 256 + 1)
     if max(map(abs, arguments)) > _MAX_MAGNITUDE / 4 and node.kind not in ("log", "fabs", "floor"):
       raise UndefinedError("the argument of a function is too large")
+    if node.kind in _OF_REALS:
+      if any(argument.imag for argument in arguments):
+        raise UndefinedError("the argument of a function is not real")
+      arguments = [argument.real for argument in arguments]
     if node.kind in ("factorial", "binomial") and mp.prec > _MAX_GAMMA:
       arguments = [int(argument) if mp.isint(argument) else mp.nan for argument in arguments]
     value = getattr(mp, node.kind)(*arguments)

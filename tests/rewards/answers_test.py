@@ -1137,6 +1137,17 @@ e + \pi + \frac{47}{2} | \frac{2 e + 2 \pi + 47}{2} | =
 \log x + 1 | \log(10x) | =
 \ln x + 1 | log(e*x) | =
 2 | log x=2 | !
+# what has no value
+\sqrt2 | \binom{\frac{2^{200}i^2}{2^{200}}}{3} | !
+26 | 2^{-200}+(5+i^2)! | !
+\sqrt2 | \ln^{-1}2 | !
+\sqrt2 | \log^{-1}2 | !
+\sqrt2 | \lg^{-1}2 | !
+\sqrt2 | \exp^{-1}2 | !
+\sqrt2 | \arcsin^{-1}0.5 | !
+\sqrt2 | \sqrt[i]{-2} | !
+(1,2) | (1,\lfloor i+2.5 \rfloor) | !
+\tanh^{-1} x | \frac12\ln\frac{1+x}{1-x} | =
 """
 
 
