@@ -26,7 +26,6 @@ _FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq", "=": "=", r"
 _HOLDS = {
   "<": operator.lt,
   ">": operator.gt,
-  "=": operator.eq,
   r"\leq": operator.le,
   r"\geq": operator.ge,
   r"\neq": operator.ne,
@@ -194,7 +193,7 @@ def _combine(regions: list[Region | None], join: Callable[[Iterable[bool]], bool
 def _solve(relation: Relation) -> Region | None:
   """Solves an inequality of a polynomial in one variable; None for others."""
   names = names_in(relation.difference)
-  if len(names) != 1:
+  if len(names) != 1 or relation.sign == "=":  # an equation is not solved
     return None
   (name,) = names
   node, sign = _without_bars(relation)

@@ -239,10 +239,12 @@ def answers_match(gold: Answer, answer: Answer) -> bool:
     return gold.value == answer.value  # a name: b is not B
   if gold.words or answer.words:
     return _normalize_words(gold.value) == _normalize_words(answer.value) != ""
-  if _describes_numbers(gold) or _describes_numbers(answer):
+  if _describes_numbers(gold) or (_describes_numbers(answer) and _has_interval(gold)):
     same_numbers = regions_match(gold, answer)
     if same_numbers is not None:
       return same_numbers
+  if gold.number is not None and answer.is_condition:
+    return False  # or the way to a number, 17·23 ≤ x ≤ 17·23, would be right
   if gold.items and answer.items:
     return _lists_match(gold, answer)
   if not (gold.items or answer.items) and gold.value == answer.value != "":
@@ -273,6 +275,10 @@ def _may_omit_unit(gold: Answer, answer: Answer) -> bool:
 def _describes_numbers(answer: Answer) -> bool:
   """Whether an answer is a condition or a set of real numbers, other than a list or an interval."""
   return answer.is_condition or bool(_NUMBERS.search(answer.value))
+
+
+def _has_interval(answer: Answer) -> bool:
+  return any(len(each.items) == len(each.brackets) == 2 for each in (answer, *answer.items))
 
 
 def _ratios_match(gold: str, answer: str) -> bool:

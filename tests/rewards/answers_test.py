@@ -105,6 +105,18 @@ VERDICTS = r"""
 391,2 | 17\cdot 23, 2 | !
 5 | 2+3 | !
 5 | 7-2 | !
+391 | 17\cdot23\leq x\leq 17\cdot23 | !
+391 | x\geq 17\cdot23, x\leq 17\cdot23 | !
+391 | [17\cdot23,17\cdot23]\cup[17\cdot23,17\cdot23] | !
+391 | 391\leq x\leq 391 | !
+x=391 | 17\cdot23\leq x\leq 17\cdot23 | !
+\{391\} | 17\cdot23\leq x\leq 17\cdot23 | !
+391,2 | x=2 \text{ or } 17\cdot23\leq x\leq 17\cdot23 | !
+\{2,391\} | x=2 \text{ or } 17\cdot23\leq x\leq 17\cdot23 | !
+3628800 | 10!\leq n\leq 10! | !
+5 | x^2=25<26x | !
+1,2 | x^2-3x+2=0<x+9 | !
+(1,2),(3,4) | 1<x<2 \text{ or } 3<x<4 | =
 5 | 6=5 | !
 5 | 2+3=6 | !
 5 | m+n=5 | =
@@ -1090,7 +1102,7 @@ x+y<3 | x+y\le3 | !
 (-\infty,5) | (x-1)^2(7x-1)^3(x-5)<0 | !
 (-\infty,5) | (x-1)^2(x-5)\le0 | !
 (-\infty,5] | (x-1)^2(x-5)\le0 | =
-\{1\} | (x-1)^2\le0 | =
+\{1\} | (x-1)^2\le0 | !
 (-\sqrt2,\sqrt2) | x^2<2 | =
 [-\sqrt2,\sqrt2] | x^2\le2 | =
 (-\infty,-\sqrt2)\cup(\sqrt2,\infty) | x^2>2 | =
