@@ -317,9 +317,9 @@ def _is_rounded_value(exact: str, decimal: str) -> bool:
   value = evaluate_formula(exact)
   if number is None or value is None:
     return False
-  unit = 10.0 ** -len(decimal.partition(".")[2])
-  gap = abs(value) - abs(float(number))
-  return value * float(number) >= 0 and (abs(gap) <= 0.501 * unit or 0 <= gap < unit)
+  unit = Fraction(1, 10 ** len(decimal.partition(".")[2]))
+  gap = abs(value) - abs(number)
+  return value * number >= 0 and (abs(gap) <= unit * 501 / 1000 or 0 <= gap < unit)
 
 
 def _ends_in(gold: Answer, answer: Answer) -> bool:

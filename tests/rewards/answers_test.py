@@ -653,6 +653,9 @@ x+72 | x+7 2 | !
 \log_2 x | \frac{\ln x}{\ln 2} | =
 x | 10^{9}\log 2 + x | !
 \sqrt{2} | 10^{999} | !
+5 | 5\approx 1e400 | !
+5 | 5\approx 1e-400 | !
+\sqrt2 | 10^{361}\approx 5 | !
 10^{100}+1 | 10^{100} | !
 10^{100}+1 | 1+10^{100} | =
 # boxes joined in LaTeX
