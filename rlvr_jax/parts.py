@@ -201,7 +201,8 @@ def loss_of(
     metrics = {**metrics, **veto_metrics}
   length = max_response_length or batch.mask.shape[-1]
   pair = aggregate(losses, loss_mask, how=aggregation, max_response_length=length)
-  return reductions.value(pair), jax.lax.stop_gradient(reductions.values(metrics))
+  loss = jnp.where(pair.weight == 0, 0.0, reductions.value(pair))  # without a loss token
+  return loss, jax.lax.stop_gradient(reductions.values(metrics))
 
 
 def gram_of_head(

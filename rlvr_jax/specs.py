@@ -21,7 +21,8 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-_FORM = re.compile(r"\s*([A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)\s*(\(.*\))?\s*", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?")
+_FORM = re.compile(rf"\s*({_NAME.pattern})\s*(\(.*\))?\s*", re.DOTALL)
 _RULE = (
   "write name, name(keyword=value, …) or my_module:function(keyword=value, …), where the values are"
   " literals: numbers, quoted text, True, None, tuples of them"
@@ -197,6 +198,8 @@ def find_factory(owner: str, package: types.ModuleType, name: str) -> Callable[.
         " To use your own, write my_module:function"
       )
     return getattr(package, name)
+  if not _NAME.fullmatch(name):  # what `outside_package` could not find
+    raise ValueError(f"{owner}: {name!r} is not of the form my_module:function")
   if os.getcwd() not in sys.path:  # `python -m` adds it, an installed command does not
     sys.path.append(os.getcwd())
   try:

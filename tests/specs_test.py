@@ -221,3 +221,10 @@ def test_nothing_is_evaluated(text, tmp_path):
   with pytest.raises(ValueError):
     make(text.replace("{path!r}", repr(str(path))).replace("{{", "{").replace("}}", "}"))
   assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["evil-mod:f", "evil: f", "1evil:f", "évil:f", "a:b:c"])
+def test_a_name_that_is_none_imports_nothing(name):
+  assert list(specs.outside_package(name)) == []  # so that nobody was asked
+  with pytest.raises(ValueError, match="is not of the form my_module:function"):
+    specs.find_factory("config.thing", PACKAGE, name)

@@ -10,6 +10,7 @@ the loop is an item of its own.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import re
@@ -104,8 +105,23 @@ def walk(
     CostsError: the text is not a program, or has replica groups of unknown form.
   """
   scopes = "|".join(f"(?P<{part}>{pattern})" for part, pattern in parts.items())
-  program = _Program(text, re.compile(rf"\b(?:{scopes})\b"), lengths or {})
-  return list(program.items(program.entry, 1, OTHER, None))
+  with _of_known_form():
+    program = _Program(text, re.compile(rf"\b(?:{scopes})\b"), lengths or {})
+    return list(program.items(program.entry, 1, OTHER, None))
+
+
+@contextlib.contextmanager
+def _of_known_form() -> Iterator[None]:
+  """Context that raises CostsError where a program cannot be read."""
+  try:
+    yield
+  except CostsError:
+    raise
+  except (IndexError, KeyError, ValueError) as error:
+    raise CostsError(
+      "the compiler writes programs in a form that is not known:"
+      f" {type(error).__name__}: {str(error)[:200]}"
+    ) from error
 
 
 class LoopLength(NamedTuple):
@@ -121,8 +137,9 @@ def find_loops(text: str, lengths: Mapping[str, int] | None = None) -> list[Loop
   Args:
     text, lengths: as for `walk`.
   """
-  program = _Program(text, re.compile("$^"), lengths or {})
-  return list(program.loops_within(program.entry, None))
+  with _of_known_form():
+    program = _Program(text, re.compile("$^"), lengths or {})
+    return list(program.loops_within(program.entry, None))
 
 
 class _Program:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import numbers
 import re
 import string
@@ -38,8 +39,11 @@ def find_field(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def as_text(name: str, value: Any) -> str:
-  """A field's value as text; raises TypeError for null, lists and objects, which are none."""
-  if not isinstance(value, str | numbers.Number):
+  """A field's value as text; raises TypeError for null, NaN, lists and objects, which are none."""
+  is_number = isinstance(value, numbers.Number) and not (
+    isinstance(value, float) and not math.isfinite(value)
+  )
+  if not (is_number or isinstance(value, str)):
     raise TypeError(f"{name} is {value!r:.80}, expected a text or a number")
   return str(value)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from scipy import special
 from rlvr_jax.evaluate.figures import legend_outside, method_style
 from rlvr_jax.evaluate.run_files import TIMINGS, read_metrics
 from rlvr_jax.ops.checks import check_choice
+from rlvr_jax.storage.files import replace_file
 
 Floats = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
@@ -285,7 +287,9 @@ def save_figure(
   figure = Figure(figsize=size, layout="constrained")
   FigureCanvasAgg(figure)
   yield figure.subplots(rows, columns)
-  figure.savefig(path, dpi=dpi)
+  path = pathlib.Path(path)
+  with replace_file(path) as file:  # which follows no link
+    figure.savefig(file, dpi=dpi, format=path.suffix.removeprefix(".") or "png")
 
 
 def draw(

@@ -196,8 +196,11 @@ class Schedule(NamedTuple):
     return self.threaded or self.samples(update) > 0 or any(update in v for v in recorded)
 
   def oldest_version(self, batch: int) -> int:
-    """The oldest version with which a batch may begin."""
-    return next(version for version in itertools.count() if self.limit(version) > batch)
+    """The oldest version with which a batch may begin, where update t trains on batch t."""
+    for version in range(batch + 1):
+      if self.limit(version) > batch:
+        return version
+    raise ValueError(f"batch {batch} may not begin before update {batch}; raise the limit")
 
   def oldest_sampling(self, update: int) -> int:
     """The oldest version that may sample before this update or a later one."""

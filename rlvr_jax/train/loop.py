@@ -221,7 +221,8 @@ class Trainer:
       self.queue.release(number)
       now = now._replace(step=now.step + 1, state=state)
       # No batch that is still to come from generation was sampled by an older version.
-      oldest = schedule.oldest_sampling(now.step)
+      is_last = now.step == self.parts.config.num_updates
+      oldest = now.step if is_last else schedule.oldest_sampling(now.step)
       self.queue.forget(before=schedule.first(now.step), versions_before=oldest)
       self.log.read_update()
       self.log.remember_update(DispatchedUpdate(now.step, dispatched, metrics, host, batch, arrays))

@@ -484,3 +484,16 @@ def test_the_workspace_of_a_library_is_not_written(target, workspace, written):
   )
   assert found["product"].hbm_bytes == 2 * 4 * 8 * 4 + written
   assert found["product"].flops == (2 * 4 * 4 * 8 if target != "mine" else 0)
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    "ROOT %t = f32[8] fusion(%x), kind=kLoop, calls=%nowhere",
+    "ROOT %t = f32[8] add",
+    "ROOT %t = f32[8] dot(%x), lhs_contracting_dims={0}, rhs_contracting_dims={0}",
+  ],
+)
+def test_a_form_that_is_not_known_has_no_costs(line):
+  with pytest.raises(hlo_text.CostsError, match="a form that is not known"):
+    items(["%x = f32[8] parameter(0)", line])

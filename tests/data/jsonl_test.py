@@ -142,6 +142,7 @@ def test_files_of_verl_and_trl_are_read_unchanged(write, tmp_path):
     (dict(answer={"ground_truth": "4"}), r"answer is \{'ground_truth': '4'\}, expected a text"),
     (dict(steps=[1, 2]), r"line 1 does not fit: solution is .*steps is \[1, 2\], expected a text"),
     (dict(prompt="2\ud83d?"), r"line 1 has half of a surrogate pair, '\\ud83d', at character 2 of"),
+    (dict(answer=float("nan")), r"line 1 does not fit: answer is nan, expected a text"),
     (dict(answer="\ude00"), r"line 1 has half of a surrogate pair, .* of answer: it is no"),
   ],
 )  # fmt: skip

@@ -227,6 +227,8 @@ def _load_json(data: bytes) -> Any:
     return json.loads(data)
   except ValueError as error:  # not JSON, or not UTF-8
     return error
+  except RecursionError:
+    return ValueError("it is nested too deeply")
 
 
 def _parse_parquet(path: str, stream: Any, remedy: str) -> Iterator[tuple[str, Any]]:

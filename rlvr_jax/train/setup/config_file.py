@@ -41,6 +41,7 @@ _COMPONENTS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 _RECIPES = os.path.join(os.path.dirname(rlvr_jax.__file__), "configs")
 _OF_A_RUN = "config.json"
+_NAMED_BY_DATA = ("by_reference", "weighted")  # graders that call those which lines of data name
 _SAY_EVERY_S = 30.0  # while a sampler waits for a run
 _POLL_S = 1.0
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
@@ -272,12 +273,25 @@ class Parser(config_flags.ConfigFileFlagParser):
     return config
 
 
+def _find_code(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+  """Yields (field, text) of what makes a run execute code of others than this package's."""
+  yield from specs.outside_package(values)
+  grading, task = values.get("grading") or {}, values.get("task") or {}
+  if consent := grading.get("unsandboxed_code"):
+    yield "config.grading.unsandboxed_code", str(consent)
+  graders = {"grading.grader": grading, "task.kwargs.grader": task.get("kwargs") or {}}
+  for field, section in graders.items():
+    text = section.get("grader") if isinstance(section, Mapping) else None
+    if isinstance(text, str) and text.partition("(")[0].strip() in _NAMED_BY_DATA:
+      yield f"config.{field}", text
+
+
 def _check_trust(path: str, values: Mapping[str, Any], argv: Sequence[str]) -> None:
   """Ends the process if a run's configuration names code that may be another's, without consent.
 
   Consent is --trust_run, or the answer of a person at a terminal.
   """
-  named = [f"  {field} = {text!r:.200}" for field, text in specs.outside_package(values)]
+  named = [f"  {field} = {text!r:.200}" for field, text in _find_code(values)]
   if not named or any(re.fullmatch("--?trust_run(=(true|True|1))?", flag) for flag in argv):
     return
   what = "\n".join([f"{path} names code outside of rlvr_jax, which would run here:", *named])

@@ -130,6 +130,7 @@ OUTSIDE = {  # field → what names code that the package does not have
   "schedule": "a.b:c",
   "grading.extra": [["format", 0.1], ["mine:grader", 0.5]],
   "grading.grader": "weighted(parts=('gsm8k', 'mine:grader(x=1)'))",
+  "grading.unsandboxed_code": "I accept that generated code runs with my rights",
   "task.kwargs": {"tasks": [{"name": "mine:task", "kwargs": {}}]},
 }
 
@@ -396,3 +397,13 @@ def test_other_mistakes_of_a_recipe_stay_as_they_are(tmp_path):
   recipe.write_text("def get_config():\n  return 1 + None\n")
   with pytest.raises(flags.IllegalFlagValueError, match="unsupported operand"):
     parsed(recipe=str(recipe))
+
+
+@pytest.mark.parametrize("grader", ["by_reference", "weighted"])
+def test_graders_that_a_run_s_data_name_need_trust(grader, tmp_path):
+  values = json.loads(quickstart.get_config().to_json_best_effort())
+  values["task"]["kwargs"] = {"grader": grader}
+  path = tmp_path / "config.json"
+  path.write_text(json.dumps(values))
+  with pytest.raises(SystemExit, match=r"config\.task\.kwargs\.grader = "):
+    parsed(recipe=path)
