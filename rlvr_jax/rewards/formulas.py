@@ -52,6 +52,7 @@ _COMMANDS = {f"\\{name}" for name in ("frac", "binom", "sqrt", *FUNCTIONS, *_GRE
 _OPAQUE = "fgh"  # letters that are functions where a bracket follows
 
 _MAX_MAGNITUDE = 1200  # of the logarithm to base 2 of numbers that are evaluated
+_MAX_EXPONENT = 10**5  # of 2 in any number, such as a product of many
 _PRECISION = 160  # bits, beside those of the magnitude
 _MAX_GAMMA = 400  # bits; above it only integers have factorials, since others take seconds
 _AGREE = 100  # bits
@@ -390,6 +391,8 @@ class _Evaluator:
       raise UndefinedError(str(error)) from error
     if not mp.isfinite(value) or (self._is_real and mp.im(value)):
       raise UndefinedError("the value is not finite, or not real")
+    if value and abs(mp.mag(value)) > _MAX_EXPONENT:
+      raise UndefinedError("a number is too large or too small")
     return value
 
   def _note(self, bits: Any) -> None:
@@ -413,14 +416,19 @@ class _Evaluator:
         raise UndefinedError("the degree of a root is not real")
       if a.imag == 0 and a.real < 0 and b.real % 2 == 1:
         return -mp.root(-a.real, int(b.real))
-      return mp.power(a, 1 / b) if a else a
+      if not a:
+        return a
+      self._note(mp.log(abs(a), 2) / b.real)
+      return mp.power(a, 1 / b.real)
     if node.kind == "^":
       if not a:
         return a if mp.re(b) > 0 else 1 / a
       self._note(mp.re(b) * mp.log(abs(a), 2))
       return mp.power(a, b)
     if node.kind == "opaque":  # any function that is not linear
-      return mp.cos(a * mp.mpf(self._values[node.args[0]].numerator) / 256 + 1)
+      a = a * mp.mpf(self._values[node.args[0]].numerator) / 256 + 1
+      self._note(max(0, mp.mag(a), abs(a.imag)))
+      return mp.cos(a)
     if max(map(abs, arguments)) > _MAX_MAGNITUDE / 4 and node.kind not in ("log", "fabs", "floor"):
       raise UndefinedError("the argument of a function is too large")
     if node.kind in _OF_REALS:

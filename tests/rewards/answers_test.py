@@ -1163,6 +1163,14 @@ e + \pi + \frac{47}{2} | \frac{2 e + 2 \pi + 47}{2} | =
 \sqrt2 | \sqrt[i]{-2} | !
 (1,2) | (1,\lfloor i+2.5 \rfloor) | !
 \tanh^{-1} x | \frac12\ln\frac{1+x}{1-x} | =
+# numbers too large to be evaluated
+(1,2) | 1<x<\sqrt[10^{-9}]{10} | !
+x<1 | x<\sqrt[10^{-300}]{10} | !
+5 | \sqrt[10^{-9}]{10}\approx 5 | !
+(1,2) | (1,\sqrt[10^{-8}]{10})\cup(1,2) | !
+(1,2) | (1,i^{-10^{9}i}) | !
+h(h(g(i))) | h(h(g(i)))+0 | =
+h(2x)+1 | 1+h(x+x) | =
 """
 
 
