@@ -270,7 +270,8 @@ def _is_integer(node: Node) -> bool:
 def plain_number(text: str) -> Fraction | None:
   r"""Parses a plain number: "-1,234.5", "3/4", r"\frac{3}{4}", "2 1/2", r"3\times10^8" …
 
-  One power or root of a plain number is a plain number if it is rational: r"2^{10}", r"\sqrt{16}".
+  One power or root of a number or a fraction is a plain number if it is rational, and no more than
+  one: r"2^{10}" and r"\sqrt{16}" are, "2^{3^2}" and "27^{2/3}" are not.
 
   Returns:
     The exact value; None if the text is not a plain number.
@@ -284,7 +285,11 @@ def plain_number(text: str) -> Fraction | None:
 def _plain_value(node: Node) -> Fraction | None:
   if node.kind == "number":
     return node.args[0]
-  if node.kind not in ("-", "/", "*", "^", "root"):
+  if node.kind in ("^", "root"):
+    is_plain = _is_ratio(node.args[0]) and _is_literal(node.args[1])
+  else:
+    is_plain = node.kind == "-" or (node.kind in ("/", "*") and _is_literal(node.args[0]))
+  if not is_plain:
     return None
   values = [_plain_value(part) for part in node.args]
   first, last = values[0], values[-1]
@@ -292,13 +297,12 @@ def _plain_value(node: Node) -> Fraction | None:
     return None
   if node.kind == "-":
     return -first
-  are_literals = all(_is_literal(part) for part in node.args)
   if node.kind == "/":
-    return first / last if are_literals and last else None
+    return first / last if _is_literal(node.args[1]) and last else None
   if node.kind == "*":  # 3\times10^8
     power = node.args[1]
     is_scientific = power.kind == "^" and power.args[0] == _number(10)
-    return first * last if is_scientific and _is_literal(node.args[0]) else None
+    return first * last if is_scientific else None
   if last.denominator > 1 or not first:
     return None
   if node.kind == "root":
@@ -309,6 +313,12 @@ def _plain_value(node: Node) -> Fraction | None:
 
 def _is_literal(node: Node) -> bool:
   return node.kind == "number" or (node.kind == "-" and node.args[0].kind == "number")
+
+
+def _is_ratio(node: Node) -> bool:
+  """Whether a node is a number or a fraction of numbers, with a sign or without."""
+  inside = node.args[0] if node.kind == "-" else node
+  return _is_literal(inside) or (inside.kind == "/" and all(map(_is_literal, inside.args)))
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
