@@ -60,6 +60,7 @@ _CLOCK_TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
 _APPROXIMATES = re.compile(r"\\approx(?![A-Za-z])")
 _EQUALS = re.compile(r"=|\\approx(?![A-Za-z])")
 
+_TIMES_PI = re.compile(r"([\d.})]?)(?:\*|\\cdot|\\times)?\\pi(?![A-Za-z])")
 _OF_VARIABLE = re.compile(r"[\d^/+-]|\\(?:frac|sqrt|log|ln|lg|exp|sin|cos|tan)(?![A-Za-z])|log")
 
 
@@ -301,12 +302,18 @@ def _is_time(value: str) -> bool:
 
 
 def _angles_match(gold: Answer, answer: Answer) -> bool | None:
-  r"""Whether 30° is \frac{\pi}{6}; None unless one is in degrees and the other has a π."""
+  r"""Whether 30° is \frac{\pi}{6}; None unless one is in degrees and the other has a π.
+
+  The other is a plain number times π: 30° is not \arcsin(\frac12)+0\pi.
+  """
   degrees, radians = (gold, answer) if gold.unit == "degree" else (answer, gold)
   if degrees.unit != "degree" or degrees.number is None or radians.unit not in ("", "rad"):
     return None
   if r"\pi" not in radians.value:
     return None
+  factor = _TIMES_PI.sub(lambda match: match[1] or "{1}", radians.value, count=1)
+  if plain_number(factor) is None:
+    return False
   top, bottom = degrees.number.as_integer_ratio()
   return formulas_match(rf"\frac{{{top}\pi}}{{{180 * bottom}}}", radians.value)
 

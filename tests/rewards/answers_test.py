@@ -480,6 +480,16 @@ $5 | 5 cents | !
 30^\circ | \frac{\pi}{6} | =
 30^\circ | \frac{\pi}{6}\text{ radians} | =
 30^\circ | \frac{\pi}{3} | !
+30^\circ | \arcsin(\frac12)+0\pi | !
+30^\circ | \frac{\pi}{3}-\frac{\pi}{6} | !
+30^\circ | \pi/6 | =
+30^\circ | \frac{1}{6}\pi | =
+-30^\circ | -\frac{\pi}{6} | =
+150^\circ | 5*pi/6 | =
+30^\circ | \frac\pi6 | =
+150^\circ | \frac{5}{6}\cdot\pi | =
+150^\circ | \frac{5}{6}\times\pi | =
+180^\circ | \pi | =
 \frac{\pi}{6} | 30^\circ | =
 \frac{\pi}{6} | 30 | !
 \frac{\pi}{6} | 60° | !
