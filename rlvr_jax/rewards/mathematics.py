@@ -7,8 +7,9 @@ compared by name if both answers have one.
 
 A grade depends only on the gold answer and the answer's normal form (`Grade.answer`, see
 `answers`), so samples that vote for the same answer get the same grade. Names ("x = 5") and units
-are part of the normal form only if the gold answer has some. Formulas that are equal but written
-differently ("x+1", "1+x") are two votes.
+are part of the normal form only if the gold answer has some, or if the name is that of a chain of
+equations ("x = 2+3 = 5"). Formulas that are equal but written differently ("x+1", "1+x") are two
+votes.
 
 If the gold answer is a plain number, only a number, or one power or root of a number, equals it;
 other expressions do not, since a policy could box the question. A sum, an integral, a limit or a
@@ -42,6 +43,7 @@ from rlvr_jax.rewards.formulas import (
   evaluate_formula,
   formulas_match,
   is_constant,
+  names_in,
   parse_formula,
   plain_number,
 )
@@ -173,7 +175,9 @@ def _reduce(answer: Answer, form: _Form) -> Answer:
   if form.variables and answer.number is not None and re.fullmatch("[a-z]", answer.unit):
     answer = Answer(value=f"{answer.number}{answer.unit}", name=answer.name)  # 5 m is 5m
   answer = answer._replace(items=tuple(_reduce(item, form) for item in answer.items))
-  return _convert_unit(answer if form.names else answer._replace(name=""), form)
+  if not (form.names or _EQUALS.search(answer.value)):  # A=s^2=25 is solved, s^2=25 is not
+    answer = answer._replace(name="")
+  return _convert_unit(answer, form)
 
 
 def _convert_unit(answer: Answer, form: _Form) -> Answer:
@@ -332,6 +336,7 @@ def _is_rounded_value(exact: str, decimal: str) -> bool:
 def _ends_in(gold: Answer, answer: Answer) -> bool:
   r"""Whether "2+3=5", "m+n=5" or "x \approx 5" end in the gold answer, and no side contradicts it.
 
+  Sides with other variables than the gold answer's, as m+n, do not contradict it.
   In r"2\sqrt{3} \approx 3.46" either side may be the gold answer, if the right side is the rounded
   left side.
   """
@@ -343,22 +348,36 @@ def _ends_in(gold: Answer, answer: Answer) -> bool:
       for side in candidates
     )
   *sides, last = _EQUALS.split(answer.value)
-  if not answer.name and _has_one_unknown(sides[0]):
+  formula = str(gold._replace(name="", unit=""))
+  variables = _names_in(formula) or frozenset()
+  if not (variables or answer.name) and _has_one_unknown(sides[0]):
     return False
   end = reduce_to_form_of(gold, parse_answer(last))
   if not answers_match(gold, end._replace(unit=end.unit or answer.unit)):
     return False
-  formula = str(gold._replace(name="", unit=""))
-  return all(formulas_match(formula, side) for side in sides if side and is_constant(side))
+  for side in sides:
+    names = _names_in(side)
+    if names is not None and names <= variables and not formulas_match(formula, side):
+      return False
+  return True
+
+
+def _names_in(formula: str) -> frozenset[str] | None:
+  """The variables of a formula; None for a text that is none."""
+  node = parse_formula(formula)
+  return None if node is None else names_in(node)
 
 
 def _has_one_unknown(side: str) -> bool:
-  r"""Whether a side is "2x", "x^2" or r"\log x", so that 2x=5 is not solved; not m+n, f(2), x_1."""
-  letters = re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+|log", "", side))
-  names_value = re.search(r"[_'|]|[A-Za-z]\(|\\(?:text|mathrm)", side)
+  r"""Whether a side is "2m", "x^2" or r"\log x", so that 2m=5 is not solved; not m+n, f(2), x_1.
+
+  Capitals and Greek letters name parts of a figure: \cos A=5 is an answer.
+  """
+  names = _names_in(re.sub(r"(?<!\\)log", r"\\log ", side)) or ()
+  names_value = re.search(r"(?<!log)_|['|]|[a-z]\([^a-z]*\)", side)
   return (
-    len(set(letters)) == 1
-    and letters[0] in "xyz"  # unknowns by convention; s^2=25 is an area
+    len(names) == 1
+    and re.fullmatch("[a-z]", *names) is not None
     and not names_value
     and bool(_OF_VARIABLE.search(side))
   )
