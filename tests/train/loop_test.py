@@ -172,8 +172,9 @@ def test_a_mesh_gives_the_metrics_of_one_device(run, mesh_run):
   early = lambda records: [r for r in records if r["phase"] == "warm_start" or r["step"] <= 4]
   for a, b in zip(early(ours), early(theirs), strict=True):
     assert a.pop("phase") == b.pop("phase")
-    for record in (a, b):
-      record.pop("rows/filled", None)  # rows suit the number of devices
+    # Rows and the groups that are compared suit the number of devices.
+    suited = ("rows/filled", "agreement/policy_draws")
+    a, b = ({k: v for k, v in x.items() if not k.startswith(suited)} for x in (a, b))
     assert b == pytest.approx(a, rel=1e-3, abs=1e-5), a["step"]
   assert tiny.rollouts(run[0]).splitlines()[:18] == tiny.rollouts(mesh_run[0]).splitlines()[:18]
 
@@ -238,7 +239,7 @@ def test_salt_with_diagnostics_compiles_once_and_survives_a_kill(workdirs):
   assert_compiled_once(output, dict(train_step=1, measure=1, mean_entropy=1))
   train = tiny.records(whole, "train")
   # A batch whose groups are all constant has no coefficients to change.
-  changed = [record["reweighting/coefficient_change"] > 0 for record in train]
+  changed = [record.get("reweighting/coefficient_change", 0) > 0 for record in train]
   assert changed == [record["advantage/mass_success"] > 0 for record in train]
   assert sum(changed) > 4
   assert all(record["gram/forward_only_passes"] == 0 for record in train)

@@ -130,7 +130,8 @@ def test_stages_are_summarised(train):
   assert [(r["step"], r["stage/number"]) for r in summaries] == [(4, 0), (8, 1)]
   for first, summary in zip((0, 4), summaries, strict=True):
     stage = records[first : first + 4]
-    largest = max(r["behavior/ratio_max_negative"] for r in stage)
+    of_some = "behavior/ratio_max_negative"  # of updates with such tokens
+    largest = max(r[of_some] for r in stage if of_some in r)
     assert summary["behavior/ratio_max_negative"] == largest
     mean = np.mean([r["behavior/kl_k3"] for r in stage])
     assert summary["behavior/kl_k3"] == pytest.approx(mean) and mean > 0
@@ -687,7 +688,7 @@ def test_training_on_a_store_alone(on_policy, train, parts):
   offline = dataclasses.replace(parts, sources=Sources([source]))
   workdir = train(staleness.on_policy(), "offline", offline)
   # The recorded run began with the same parameters and trained on the same batches.
-  left_out = ("counter/", "data/passes", "agreement/", "outcome/", "response/")
+  left_out = ("counter/", "data/passes", "agreement/", "outcome/", "response/", "staleness/")
   assert updates(workdir, left_out) == updates(on_policy, left_out)
   last = updates(workdir)[-1]
   assert last["counter/tokens_generated"] == 0 < last["counter/tokens_trained"]
@@ -848,7 +849,9 @@ def test_generation_on_devices_of_its_own(train, on_policy):
     apart.placement.mesh.devices.flat
   )
   workdir = train(staleness.on_policy(), "apart", apart)
-  for ours, theirs in zip(updates(workdir)[:3], updates(on_policy), strict=False):
-    ours.pop("phase"), theirs.pop("phase")
+  left_out = ("phase", "agreement/policy_draws")  # more groups are compared on more devices
+  for ours, theirs in zip(
+    updates(workdir, left_out)[:3], updates(on_policy, left_out), strict=False
+  ):
     assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
   assert versions(train(staleness.asynchronous(max_lag=1), "real", apart))[-1] >= UPDATES - 2
