@@ -173,8 +173,12 @@ class Answer(NamedTuple):
       text += f"_{{{self.unit[5:]}}}"
     elif self.unit.startswith("mod "):
       text += rf"\pmod{{{self.unit[4:]}}}"
+    elif self.unit == "%":
+      text += r"\%"
     elif self.unit:
-      text += r"\%" if self.unit == "%" else rf"\text{{ {self.unit}}}"
+      # A power stands behind \text{}, and "/" after a word, or it would be read as a formula.
+      unit, caret, power = re.sub("^/", "per", self.unit).partition("^")
+      text += rf"\text{{ {unit}}}{caret}{power}"
     text = f"{self.name}={text}" if self.name else text
     return rf"\text{{({self.choice}) }}{text}" if self.choice else text
 

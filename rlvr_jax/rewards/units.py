@@ -33,6 +33,7 @@ _COMPOUND = re.compile(
 _AMOUNTS_OF = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)")
 _UNIT_TEXT = re.compile(r"\s*([A-Za-z%][A-Za-z /().-]*?)\s?(\^[23])?[\s.]*")
 _WRAPPED_UNIT = re.compile(rf"(.*[^\s\\])\s?{TEXT}\s?((?:\^[23])?)")
+_QUOTIENT_OF_UNITS = re.compile(rf"{TEXT}\s?/\s?{TEXT}")
 _PERCENT = re.compile(r"(.*[^\s\\%])(?:\s?\\?%)+")
 _BARE_UNIT = re.compile(r"(.*[\d}.])(\s?)([A-Za-z][A-Za-z. /-]*(?:\^[23])?)")
 _UNIT_OF_FORMULA = re.compile(
@@ -103,7 +104,7 @@ def split_unit(text: str) -> tuple[str, str]:
   """
   if match := _PERCENT.fullmatch(text):
     return match[1], "%"
-  if match := _WRAPPED_UNIT.fullmatch(text):
+  if match := _WRAPPED_UNIT.fullmatch(_QUOTIENT_OF_UNITS.sub(r"\\text{\1/\2}", text)):
     unit = _parse_unit(match[2] + match[3])
     if unit or (unit is not None and plain_number(match[1]) is not None):
       return match[1], unit

@@ -205,6 +205,24 @@ x=391 | 17\cdot23\leq x\leq 17\cdot23 | !
 12\pi | 12\pi\, cm^3 | =
 12\pi\text{ cm}^3 | 12\pi m^3 | !
 5\text{ cm} | 5\text{ units} | =
+9\pi\text{ m}^2 | 9\pi\text{ m}^2 | =
+9\pi\text{ m}^2 | 9\pi\text{ m} | !
+9\pi\text{ m}^2 | 9\pi\text{ square meters} | =
+9\pi\text{ square meters} | 9\pi\text{ m}^2 | =
+9\pi\text{ m}^2 | 8\pi\text{ m}^2 | !
+2\sqrt{3}\text{ m}^3 | 2\sqrt{3}\text{ m}^3 | =
+\frac{\pi}{2}\text{ m/s}^2 | \frac{\pi}{2}\text{ m/s}^2 | =
+x+1\text{ m}^2 | 1+x\text{ m}^2 | =
+5\text{ per hour} | 5\text{ per hour} | =
+\pi\text{ per hour} | \pi\text{ per hour} | =
+(1,2)\text{ cm}^2 | (1,2)\text{ cm}^2 | =
+9.8 \mathrm{~m} / \mathrm{s}^{2} | 9.8 \mathrm{~m} / \mathrm{s}^{2} | =
+9.8\text{ m/s}^2 | 9.8 \mathrm{~m} / \mathrm{s}^{2} | =
+9.8 | 9.8 \mathrm{~m} / \mathrm{s}^{2} | =
+5 | 5\,\mathrm{~m} / \mathrm{s} | =
+5\text{ m/s} | 5\,\mathrm{~m} / \mathrm{s} | =
+5\text{ m/s} | 5\,\mathrm{m} | !
+5 | 5 \mathrm{m}/\mathrm{s} | =
 # words that change a number
 5 | 5 \text{ million} | !
 5 | 5 hundred | !
@@ -1263,6 +1281,23 @@ def test_a_careful_human_grader(gold, answer, right):
     normal = str(parse_answer(text))
     assert str(parse_answer(normal)) == normal
     assert mathematics(_boxed(text), {"answer": text}).outcome is Outcome.CORRECT
+
+
+@pytest.mark.parametrize(
+  "amount",
+  ["5", r"\frac{1}{2}", r"9\pi", r"2\sqrt{3}", r"\frac{\pi}{2}", "x+1", "x=5", "(1,2)", "1,2"],
+)
+def test_the_own_text_of_an_amount_with_a_unit_is_right(amount):
+  units = r"""
+    \text{~m} \text{~m}^2 \text{~cm}^{3} \text{~m/s}^2 ~\mathrm{~m}~/~\mathrm{s}^{2} \,\mathrm{cm}^2
+    \text{~square~meters} \text{~cubic~inches} \text{~square~units} \text{~per~hour} \text{~m/s}
+    \text{~miles~per~hour} \text{~dollars~per~hour} \text{~people~per~square~mile} \%
+  """.split()
+  for unit in units:
+    text = amount + unit.replace("~", " ")
+    normal = str(parse_answer(text))
+    assert str(parse_answer(normal)) == normal
+    assert mathematics(_boxed(text), {"answer": text}).outcome is Outcome.CORRECT, (text, normal)
 
 
 @pytest.mark.parametrize("seed", range(4))
