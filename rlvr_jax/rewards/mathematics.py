@@ -374,7 +374,7 @@ def _has_one_unknown(side: str) -> bool:
   Capitals and Greek letters name parts of a figure: \cos A=5 is an answer.
   """
   names = _names_in(re.sub(r"(?<!\\)log", r"\\log ", side)) or ()
-  names_value = re.search(r"(?<!log)_|['|]|[a-z]\([^a-z]*\)", side)
+  names_value = re.search(r"(?<!log)_|['|]|[a-z](?:\^\{-1\})?\([^a-z]*\)", side)
   return (
     len(names) == 1
     and re.fullmatch("[a-z]", *names) is not None

@@ -596,6 +596,15 @@ x \neq 5 | x != 5 | =
 2 | @The ratio is 1 to 2. | !
 5 | @So 2 + 3 = 5. | =
 5 | @It is **5**. | =
+# inverse functions
+2 | x^{-1}=2 | !
+2 | a^{-1}=2 | !
+2 | f^{-1}(3)=2 | =
+f^{-1}(x)=x | g^{-1}(x)=x | !
+f^{-1}(x)=\frac{x-1}{2} | f(x)=\frac{x-1}{2} | !
+f^{-1}(x)=\frac{x-1}{2} | f^{-1}(x)=\frac{x+1}{2} | !
+f^{-1}(x)=\frac{x-1}{2} | \frac{x-1}{2} | =
+\frac{x-1}{2} | f^{-1}(x)=\frac{x-1}{2} | =
 # equations to be solved
 5 | 2x=5 | !
 5 | -x=5 | !
