@@ -48,6 +48,8 @@ _RULES = [
   (re.compile(pattern, re.DOTALL), replacement)
   for pattern, replacement in (
     (rf"\\(?:{'|'.join(_SIZES)})(?![a-zA-Z])|\\color\s*\{{[^{{}}]*\}}", ""),
+    (r"(?<!\\)[(\[]\s*\\begin\s*\{array\}\s*\{[lcr\s]*\}((?:(?!\\begin).)*)\\end\s*\{array\}\s*[)\]]",
+     r"\\begin{pmatrix}\1\\end{pmatrix}"),
     # "n!=5" is an inequality, "5!=120" has a factorial.
     ("<=", r"\\leq "), (">=", r"\\geq "), (r"\\not\s?=|(?:(?<=[A-Za-z])|\s)!=", r"\\neq "),
     (r"(?<=[\w)}])\s?\*\*\s?(?=[\w({-])", "^"), (r"(?<=\d)\s?\+\s?-", "-"),

@@ -378,6 +378,11 @@ x\in[1,2] | [1,2] | =
 \begin{pmatrix}1\\2\end{pmatrix} | (1, 2) | =
 \begin{pmatrix}1\\2\end{pmatrix} | (2, 1) | !
 \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}1&2\end{pmatrix} | !
+\begin{pmatrix}1&2\\3&4\end{pmatrix} | \left[\begin{array}{cc}1&2\\3&4\end{array}\right] | =
+\begin{pmatrix}1&2\\3&4\end{pmatrix} | \left(\begin{array}{rr}1 & 2 \\ 3 & 4 \end{array}\right) | =
+\left[\begin{array}{cc}1&2\\3&4\end{array}\right] | \begin{bmatrix}1&2\\3&4\end{bmatrix} | =
+\begin{pmatrix}1&2\\3&4\end{pmatrix} | \left[\begin{array}{cc}1&2\\4&3\end{array}\right] | !
+(1,2) | \left(\begin{array}{c}1\\2\end{array}\right) | =
 # words and choices
 12:30 | 12{:}30 | =
 \text{does not exist} | DNE | =
