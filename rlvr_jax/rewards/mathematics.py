@@ -373,11 +373,10 @@ def _has_one_unknown(side: str) -> bool:
 
   Capitals and Greek letters name parts of a figure: \cos A=5 is an answer.
   """
-  names = _names_in(re.sub(r"(?<!\\)log", r"\\log ", side)) or ()
+  names = _names_in(re.sub(r"(?<!\\)log", r"\\log ", side)) or frozenset()
   names_value = re.search(r"(?<!log)_|['|]|[a-z](?:\^\{-1\})?\([^a-z]*\)", side)
   return (
-    len(names) == 1
-    and re.fullmatch("[a-z]", *names) is not None
+    re.fullmatch("[a-z]", ",".join(names)) is not None
     and not names_value
     and bool(_OF_VARIABLE.search(side))
   )
