@@ -52,6 +52,8 @@ _COMMANDS = {f"\\{name}" for name in ("frac", "binom", "sqrt", *FUNCTIONS, *_GRE
 _OPAQUE = "fgh"  # letters that are functions where a bracket follows
 
 _MAX_MAGNITUDE = 1200  # of the logarithm to base 2 of numbers that are evaluated
+_MAX_CONSTANT = 8192  # the same of formulas without variables, with operations in _RATIONAL only
+_RATIONAL = ("+", "-", "*", "/", "^")  # others take seconds at that precision
 _MAX_EXPONENT = 10**5  # of 2 in any number, such as a product of many
 _PRECISION = 160  # bits, beside those of the magnitude
 _MAX_GAMMA = 400  # bits; above it only integers have factorials, since others take seconds
@@ -406,13 +408,21 @@ class _Evaluator:
     return value
 
   def _note(self, bits: Any) -> None:
-    if abs(bits) > _MAX_MAGNITUDE:
+    if abs(bits) > (_MAX_MAGNITUDE if self._values else _MAX_CONSTANT):
       raise UndefinedError("a number is too large or too small")
     self.magnitude = max(self.magnitude, math.ceil(abs(bits)))
+
+  def _note_power(self, base: Any, exponent: Any) -> None:
+    with self._mp.workprec(_PRECISION):
+      self._note(exponent * self._mp.log(abs(base), 2))
 
   def _apply(self, node: Node, arguments: list[Any]) -> Any:
     mp = self._mp
     a, b = arguments[0], arguments[-1]
+    if mp.prec > _PRECISION + 2 * _MAX_MAGNITUDE and (
+      node.kind not in _RATIONAL or (node.kind == "^" and not mp.isint(b))
+    ):
+      raise UndefinedError("a number is too large or too small")
     if node.kind == "+":
       return a + b
     if node.kind == "-":
@@ -428,12 +438,12 @@ class _Evaluator:
         return -mp.root(-a.real, int(b.real))
       if not a:
         return a
-      self._note(mp.log(abs(a), 2) / b.real)
+      self._note_power(a, 1 / b.real)
       return mp.power(a, 1 / b.real)
     if node.kind == "^":
       if not a:
         return a if mp.re(b) > 0 else 1 / a
-      self._note(mp.re(b) * mp.log(abs(a), 2))
+      self._note_power(a, b.real)
       return mp.power(a, b)
     if node.kind == "opaque":  # any function that is not linear
       a = a * mp.mpf(self._values[node.args[0]].numerator) / 256 + 1
