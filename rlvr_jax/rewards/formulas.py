@@ -49,7 +49,7 @@ _GREEK = (
   " sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell pi infty"
 ).split()
 _COMMANDS = {f"\\{name}" for name in ("frac", "binom", "sqrt", *FUNCTIONS, *_GREEK)}
-_OPAQUE = "fgh"  # letters that are functions where a bracket follows
+_OPAQUE = "fgh"  # letters that are functions where a bracket follows, unless they occur bare too
 
 _MAX_MAGNITUDE = 1200  # of the logarithm to base 2 of numbers that are evaluated
 _MAX_CONSTANT = 8192  # the same of formulas without variables, with operations in _RATIONAL only
@@ -335,10 +335,10 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
   return root if root**degree == value else None
 
 
-def names_in(node: Node) -> frozenset[str]:
+def names_in(node: Node, kinds: tuple[str, ...] = ("name", "opaque")) -> frozenset[str]:
   """The variables of a formula, and its functions such as f."""
-  inside = [names_in(part) for part in node.args if isinstance(part, Node)]
-  own = node.args[:1] if node.kind in ("name", "opaque") else ()
+  inside = [names_in(part, kinds) for part in node.args if isinstance(part, Node)]
+  own = node.args[:1] if node.kind in kinds else ()
   return frozenset(own).union(*inside)
 
 
@@ -358,6 +358,18 @@ def _change(node: Node, change: Callable[[Node], Node]) -> Node:
 
 def _lower(node: Node) -> Node:
   return Node("name", (node.args[0].lower(),)) if node.kind == "name" else node
+
+
+def _as_factors(node: Node, names: frozenset[str]) -> Node:
+  """Reads functions of these names as factors: h(a+b)^2 is h times (a+b)^2."""
+  parts = [_as_factors(part, names) if isinstance(part, Node) else part for part in node.args]
+  inside = node.args[0] if node.kind in ("^", "factorial") else node
+  if inside.kind != "opaque" or inside.args[0] not in names:
+    return Node(node.kind, tuple(parts))
+  if inside is node:
+    return Node("*", (Node("name", (parts[0],)), parts[1]))
+  name, factor = parts[0].args
+  return Node("*", (name, Node(node.kind, (factor, *parts[1:]))))
 
 
 @functools.cache
@@ -532,13 +544,15 @@ def _points(names: frozenset[str], sign: str) -> Iterator[dict[str, Fraction]]:
 def _values_agree(gold: Node, answer: Node, agree: Callable[[Any, Any, int], bool]) -> bool:
   """Whether the values of two formulas, and the bits of their precision, agree at all points.
 
-  Variables are real, and R is r unless a formula has both. Points are those of the gold formula's
-  domain, positive only if each formula has no value at some others, as roots and logarithms have
-  none; or integers, as in (-1)^n.
+  Variables are real, R is r unless a formula has both, and h(a) is ha if h occurs bare too. Points
+  are those of the gold formula's domain, positive only if each formula has no value at some others,
+  as roots and logarithms have none; or integers, as in (-1)^n.
   """
   names = [names_in(node) for node in (gold, answer)]
   if names[0] != names[1] and all(len({n.lower() for n in each}) == len(each) for each in names):
     gold, answer = _change(gold, _lower), _change(answer, _lower)
+  if bare := names_in(gold, ("name",)) | names_in(answer, ("name",)):
+    gold, answer = _as_factors(gold, bare), _as_factors(answer, bare)
   variables = names_in(gold) | names_in(answer)
   is_real = bool(variables) and not (_has_i(gold) or _has_i(answer))
   for sign in ("any", "positive", "integer"):

@@ -1271,6 +1271,18 @@ x<1 | x<\sqrt[10^{-300}]{10} | !
 (1,2) | (1,i^{-10^{9}i}) | !
 h(h(g(i))) | h(h(g(i)))+0 | =
 h(2x)+1 | 1+h(x+x) | =
+# letters of functions that are variables
+\frac{h(a+b)}{2} | \frac{(a+b)h}{2} | =
+\frac{h(a+b)}{2} | \frac{(a+b)H}{2} | =
+\frac{h(a+b)}{2} | \frac{(a+c)h}{2} | !
+mg(h-R) | mgh-mgR | =
+E=mg(h-R) | E=mgh-mgR | =
+\sqrt{2g(h-y)} | \sqrt{2gh-2gy} | =
+h(a+b)^2 | ha^2+2hab+hb^2 | =
+h(a+b)^2 | h^2a^2+2h^2ab+h^2b^2 | !
+f(2x) | 2f(x) | !
+f(x+y) | f(x)+f(y) | !
+f(x+1)-f(x) | -f(x)+f(1+x) | =
 """
 
 
