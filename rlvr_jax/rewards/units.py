@@ -68,7 +68,7 @@ _CHANGES_VALUE = re.compile(
 SIGNS = {r"\$": "dollar", "€": "euro", "£": "lb", "¢": "cent", "°": "degree"}
 _SIGN_FIRST = re.compile(r"([-+]?)\s?(\\\$|[€£])\s?([-+]?\s?(?:[\d.]|\\frac|\\sqrt).*)")
 _SIGN_LAST = re.compile(
-  r"(.*[^\s\\{(,;])\s?(?:(\\\$|[€£¢])|(°)(?:\s?([CF])|\s?\\text\s?\{\s?([CF])\s?\})?"
+  r"(.*[^\s\\{(,;°€£¢$])\s?(?:(\\\$|[€£¢])|(°)(?:\s?([CF])|\s?\\text\s?\{\s?([CF])\s?\})?"
   r"|\\text\s?\{\s?(°)\s?([CF])?\s?\})"
 )
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")

@@ -1437,7 +1437,7 @@ def test_one_normal_form_one_grade_for_spellings_within_spellings(gold, pairs):
 @pytest.mark.parametrize(
   "gold", [r"\log_2 3", r"\log_2 x", r"\sqrt{2}", "x^2+5", r"e^{2}", r"\ln 2+\ln 3"]
 )
-def test_a_huge_number_costs_little(gold):
+def test_a_huge_or_long_number_costs_little(gold):
   mathematics(r"\boxed{\frac{1}{\sqrt{2}}}", {"answer": r"\frac{\sqrt{2}}{2}"})  # imports mpmath
   began = time.process_time()
   for answer in (
@@ -1448,8 +1448,9 @@ def test_a_huge_number_costs_little(gold):
     r"10^{999}\log 2",
     r"10^{9}\ln 3+x",
     "2^{8000}" + r"+e^i\ln 3" * 90,
+    *(f"1,2{sign * 300}" for sign in "°€¢"),
     "9" * 900,
   ):
     grade = mathematics(rf"\boxed{{{answer}}}", {"answer": gold})
     assert grade.outcome is Outcome.WRONG, (answer, grade)
-  assert time.process_time() - began < 4
+  assert time.process_time() - began < 1.5
