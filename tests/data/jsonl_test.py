@@ -191,7 +191,7 @@ def test_columns_that_json_cannot_hold_are_not_read(tmp_path, caplog):
   mine = functools.partial(
     tasks.jsonl, train=tmp_path / "mine.parquet", held_out_size=5, grader="gsm8k"
   )
-  with caplog.at_level(logging.INFO):
+  with caplog.at_level(logging.INFO, logger="absl"):
     reference = mine().train[0].reference
   assert json.loads(json.dumps(reference)) == {**reference} and reference["kept"] == [{"a": 1.5}]
   assert set(reference) == {*LINES[0], "kept"}
@@ -301,7 +301,7 @@ def test_the_run_and_its_check_count_the_training_problems_alike(write, caplog):
   config.warm_start.num_steps = 2  # few passes, of which nothing is said
   preflight = Preflight(config, "unused")
   preflight.check_tokenizer()
-  with caplog.at_level(logging.INFO):
+  with caplog.at_level(logging.INFO, logger="absl"):
     found = preflight.check_data()
   counts = "9 training problems, 6 warm-start problems, 5 held-out problems"
   assert found.text == counts
