@@ -109,8 +109,10 @@ def _prepare_sweep(
 ) -> Callable[[], object]:
   """Reads the configuration of every run; each run reports its other errors itself."""
   overrides = config_file.texts("config", argv)
-  runs = sweep.read_runs(file, config_file.recipe_path(argv), overrides, workdir)
+  trusting, recipe = config_file.is_trusting(argv), config_file.recipe_path(argv)
+  runs = sweep.read_runs(file, recipe, overrides, workdir, trusting=trusting)
   more = [f"--trackers={','.join(tracked_by)}"] if tracked_by else []
+  more += ["--trust_run"] * trusting
   return functools.partial(sweep.sweep, runs, workdir, more=more, minutes=minutes)
 
 

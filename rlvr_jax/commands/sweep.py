@@ -76,7 +76,14 @@ class Run(NamedTuple):
 # --- the list of runs -----------------------------------------------------------------------------
 
 
-def read_runs(sweep: str, recipe: str, overrides: Mapping[str, str], workdir: str) -> list[Run]:
+def read_runs(
+  sweep: str,
+  recipe: str,
+  overrides: Mapping[str, str],
+  workdir: str,
+  *,
+  trusting: bool = False,
+) -> list[Run]:
   """Reads the runs of a sweep's file, and checks the fields of every run's configuration.
 
   Args:
@@ -86,6 +93,7 @@ def read_runs(sweep: str, recipe: str, overrides: Mapping[str, str], workdir: st
     recipe: the configuration file of runs without the key "config".
     overrides: path → text of the fields that the command line sets for all runs.
     workdir: workdir of the sweep.
+    trusting: see `config_file.read`.
   Raises:
     ValueError: the file or a run's override is wrong.
   """
@@ -96,7 +104,7 @@ def read_runs(sweep: str, recipe: str, overrides: Mapping[str, str], workdir: st
       raise ValueError(
         f"--config.{path} applies to all runs, but {owner} sets it to several values; leave it out"
       )
-  runs = [_make_run(owner, fields, recipe, overrides, workdir) for fields in entries]
+  runs = [_make_run(owner, fields, recipe, overrides, workdir, trusting) for fields in entries]
   first: dict[str, Run] = {}
   for run in runs:
     if (other := first.setdefault(run.name, run)) is not run:
@@ -156,7 +164,12 @@ def _load_entries(path: str) -> list[Mapping[str, Any]]:
 
 
 def _make_run(
-  owner: str, entry: Mapping[str, Any], recipe: str, overrides: Mapping[str, str], workdir: str
+  owner: str,
+  entry: Mapping[str, Any],
+  recipe: str,
+  overrides: Mapping[str, str],
+  workdir: str,
+  trusting: bool,
 ) -> Run:
   """A run from its entry in the sweep's file; arguments as of `read_runs`."""
   fields = {name: value for name, value in entry.items() if name not in ("config", "label")}
@@ -166,7 +179,7 @@ def _make_run(
   texts = {path: text.replace(WORKDIR, workdir) for path, text in texts.items()}
   flags = (f"--config={recipe}", *(f"--config.{path}={text}" for path, text in texts.items()))
   try:
-    config = config_file.read(flags)
+    config = config_file.read(flags, trusting=trusting)
   except ValueError as error:
     raise ValueError(f"{owner}, {dict(entry)}: {error}") from error
   warm_start = config.warm_start

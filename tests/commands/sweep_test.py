@@ -412,3 +412,15 @@ def test_a_sitting_ends_with_status_3_and_the_next_one_goes_on(tmp_path):
   status, printed = done(file, workdir)
   assert status == 0, printed
   assert compare.read_results(workdir)[0]["evaluations"]["updates"] == [0, 5, 8]
+
+
+def test_a_run_s_configuration_is_swept_with_trust(tmp_path):
+  values = json.loads(config_file.read([f"--config={TINY}"]).to_json_best_effort())
+  values["advantage"] = "commands.no_module:factory"
+  config = tmp_path / "config.json"
+  config.write_text(json.dumps(values))
+  path = written(tmp_path, [{"seed": 1}])
+  with pytest.raises(ValueError, match="names code outside of rlvr_jax"):
+    sweep.read_runs(path, str(config), {}, "runs/x")
+  (run,) = sweep.read_runs(path, str(config), {}, "runs/x", trusting=True)
+  assert run.seed == 1

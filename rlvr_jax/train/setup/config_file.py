@@ -41,6 +41,7 @@ _COMPONENTS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 _RECIPES = os.path.join(os.path.dirname(rlvr_jax.__file__), "configs")
 _OF_A_RUN = "config.json"
+_TRUST = "--trust_run"
 _NAMED_BY_DATA = ("by_reference", "weighted")  # graders that call those which lines of data name
 _SAY_EVERY_S = 30.0  # while a sampler waits for a run
 _POLL_S = 1.0
@@ -141,18 +142,19 @@ def _wait_for_run(folder: pathlib.Path) -> pathlib.Path:
   return recipe
 
 
-def read(arguments: Sequence[str]) -> ConfigDict:
+def read(arguments: Sequence[str], *, trusting: bool = False) -> ConfigDict:
   """The configuration that flags stand for, by itself: apart from those of this process.
 
   Args:
     arguments: --config=FILE, then --config.FIELD=VALUE of any fields.
+    trusting: whether --trust_run was given.
   Raises:
     ValueError: the file or a field is wrong.
   """
   values, argv = flags.FlagValues(), ["", *arguments]
   options: dict[str, Any] = dict(lock_config=True, flag_values=values, sys_argv=argv)
   config_flags.DEFINE_config_file("config", **options)
-  values["config"].parser = Parser("config", argv)
+  values["config"].parser = Parser("config", [*argv, *[_TRUST] * trusting])
   try:
     values(argv)
     config = values.config
@@ -273,6 +275,11 @@ class Parser(config_flags.ConfigFileFlagParser):
     return config
 
 
+def is_trusting(argv: Sequence[str]) -> bool:
+  """Whether --trust_run is among the flags of a command."""
+  return any(re.fullmatch("--?trust_run(=(true|True|1))?", flag) for flag in argv)
+
+
 def _find_code(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
   """Yields (field, text) of what makes a run execute code of others than this package's."""
   yield from specs.outside_package(values)
@@ -292,7 +299,7 @@ def _check_trust(path: str, values: Mapping[str, Any], argv: Sequence[str]) -> N
   Consent is --trust_run, or the answer of a person at a terminal.
   """
   named = [f"  {field} = {text!r:.200}" for field, text in _find_code(values)]
-  if not named or any(re.fullmatch("--?trust_run(=(true|True|1))?", flag) for flag in argv):
+  if not named or is_trusting(argv):
     return
   what = "\n".join([f"{path} names code outside of rlvr_jax, which would run here:", *named])
   if sys.stdin is not None and sys.stdin.isatty():
