@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 
 import jax
-from absl import logging
 
 from rlvr_jax.data import Problem, ProblemSource, Task
 from rlvr_jax.data.sources import listed_sources
@@ -15,13 +14,14 @@ from rlvr_jax.rewards.by_name import right_completion
 from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rewards.worker_process import GraderStartError
-from rlvr_jax.train.reporting.progress import warn
+from rlvr_jax.train.reporting.progress import say, warn
 from rlvr_jax.train.setup.grading import ChangedProblems, used_graders
 
 _NUM_GENERATED = 100  # problems of a source that generates them
 _MOST_AT_ONCE = 64  # problems whose grades are awaited: the tests of programs have megabytes
 _OWN_S = 20.0  # for lines that a user's own graders judge, which may ask another program
 _NUM_NAMED = 5  # problems that a message names
+_SAY_FROM_S = 5.0  # how long it took
 
 
 def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task) -> int:
@@ -60,7 +60,7 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
       elif is_crash or (is_right and grade.outcome is not Outcome.CORRECT):
         faults.setdefault(where, said)
     if has_own and time.monotonic() - began > _OWN_S:
-      logging.warning("the graders are slow: only the first %d problems were graded", count)
+      warn(f"the graders are slow: only the first {count} problems were graded before the start")
       break
   if slow:
     warn(f"the grader is too slow for the own answers of {_describe(slow, count)}")
@@ -69,7 +69,8 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
       f"the grader does not fit {_describe(faults, count)}. A problem's own answer must be correct,"
       " and no text may crash a grader: correct these lines, leave them out, or set another grader"
     )
-  logging.info("graded %d problems' own answers in %.1f s", count, time.monotonic() - began)
+  if (seconds := time.monotonic() - began) > _SAY_FROM_S:
+    say(f"graded {count} problems' own answers in {seconds:.0f} s")
   return count
 
 

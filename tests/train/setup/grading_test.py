@@ -310,14 +310,14 @@ def test_of_problems_that_are_generated_the_first_are_graded():
   assert read == [*range(100)]
 
 
-def test_of_slow_graders_of_one_s_own_some_lines_are_graded(monkeypatch, caplog):
+def test_of_slow_graders_of_one_s_own_some_lines_are_graded(monkeypatch, capsys):
   monkeypatch.setenv(SECONDS, "0.2")
   monkeypatch.setattr(every_line, "_OWN_S", 0.5)
   task = lines("rewards.user_graders:unhurried", *[SEVEN] * 500)
   config = tiny.config()
-  with grader_pool(config.grading, task) as pool, caplog.at_level(logging.WARNING):
+  with grader_pool(config.grading, task) as pool:
     count = check_every_line(policy_of(config), pool, task)
-  assert 1 < count < 64 and f"only the first {count} problems" in caplog.text
+  assert 1 < count < 64 and f"only the first {count} problems" in capsys.readouterr().out
 
 
 FAULTY = "environments.faulty_environments"
