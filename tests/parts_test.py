@@ -35,6 +35,15 @@ def test_a_loss_is_that_of_an_update(name):
     np.testing.assert_allclose(metrics[key], metric_value(metric), rtol=1e-6)
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_a_batch_without_loss_tokens_has_the_loss_0(aggregation):
+  policy, batch, coefficients = random_case(1, dtype=np.float32)
+  given = batch.behavior_logprobs, coefficients, np.zeros_like(batch.mask)
+  loss = lambda policy: parts.loss_of(losses.ppo_clip(), policy, *given, aggregation=aggregation)[0]
+  value, gradient = jax.value_and_grad(loss)(policy)
+  assert value == 0 and not gradient.any()
+
+
 def test_a_missing_proximal_policy_is_named():
   policy, batch, coefficients = random_case(1)
   with pytest.raises(ValueError, match="needs proximal_logprobs"):

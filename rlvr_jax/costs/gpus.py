@@ -39,6 +39,18 @@ class Gpu(NamedTuple):
 # A100 80GB SXM, H100 SXM, H200 SXM and HGX B200 (half of NVLink's bandwidth of both directions),
 # and the tables of technical specifications by compute capability in the CUDA C++ programming
 # guide, read in November 2026.
+_H100 = Gpu(
+  name="NVIDIA H100 80GB HBM3",
+  capability=(9, 0),
+  multiprocessors=132,
+  clock_ghz=1.98,
+  memory_bytes=84_929_347_584,
+  memory_bytes_per_s=3_352_320_000_000,
+  link_bytes_per_s=450e9,
+  flops=989.4e12,
+  l2_bytes=52_428_800,
+  shared_bytes=233_472,
+)
 GPUS = {
   "a100": Gpu(
     name="NVIDIA A100-SXM4-80GB",
@@ -52,31 +64,11 @@ GPUS = {
     l2_bytes=41_943_040,
     shared_bytes=167_936,
   ),
-  "h100": Gpu(
-    name="NVIDIA H100 80GB HBM3",
-    capability=(9, 0),
-    multiprocessors=132,
-    clock_ghz=1.98,
-    memory_bytes=84_929_347_584,
-    memory_bytes_per_s=3_352_320_000_000,
-    link_bytes_per_s=450e9,
-    flops=989.4e12,
-    l2_bytes=52_428_800,
-    shared_bytes=233_472,
+  "h100": _H100,
+  "h200": _H100._replace(  # with other memory
+    name="NVIDIA H200", memory_bytes=150_000_000_000, memory_bytes_per_s=4_800_000_000_000
   ),
-  "h200": Gpu(
-    name="NVIDIA H200",
-    capability=(9, 0),
-    multiprocessors=132,
-    clock_ghz=1.98,
-    memory_bytes=150_000_000_000,
-    memory_bytes_per_s=4_800_000_000_000,
-    link_bytes_per_s=450e9,
-    flops=989.4e12,
-    l2_bytes=52_428_800,
-    shared_bytes=233_472,
-  ),
-  "b200": Gpu(
+  "b200": _H100._replace(
     name="NVIDIA B200",
     capability=(10, 0),
     multiprocessors=148,
@@ -86,7 +78,6 @@ GPUS = {
     link_bytes_per_s=900e9,
     flops=2250e12,
     l2_bytes=132_644_864,
-    shared_bytes=233_472,
   ),
 }
 

@@ -338,3 +338,13 @@ def test_a_url_is_read_as_a_file_is(write):
   here, there = write(LINES), "memory://own/mine.jsonl"
   mine = lambda path: tasks.jsonl(train=path, held_out_size=5, grader="gsm8k")
   assert questions(mine(there).train) == questions(mine(here).train)
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.json"])
+def test_a_line_that_is_nested_too_deeply_is_named(tmp_path, name):
+  lines = [json.dumps(line) for line in LINES]
+  lines[1] = f'{{"prompt": "2?", "x": {"[" * 100_000}'
+  path = tmp_path / name
+  path.write_text("\n".join(lines))
+  with pytest.raises(ValueError, match=f"{name}.*it is nested too deeply"):
+    tasks.jsonl(train=str(path), grader="gsm8k", held_out_size=1)

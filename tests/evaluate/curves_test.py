@@ -213,3 +213,15 @@ def test_the_picture_has_colored_lines(workdirs, tmp_path):
   image = imread(tmp_path / "picture.png")
   assert image.shape == (480, 960, 4)
   assert 0.002 < (np.ptp(image[..., :3], axis=-1) > 0.3).mean() < 0.5
+
+
+@pytest.mark.parametrize("name", ["curves.png", "curves.svg", "curves"])
+def test_a_figure_takes_the_place_of_a_link(tmp_path, name):
+  theirs = tmp_path / "theirs"
+  theirs.write_text("theirs")
+  (tmp_path / name).symlink_to(theirs)
+  with curves.save_figure(tmp_path / name) as axes:
+    axes.plot([1, 2])
+  assert theirs.read_text() == "theirs" and not (tmp_path / name).is_symlink()
+  begins = b"<?xml" if name.endswith("svg") else b"\x89PNG"
+  assert (tmp_path / name).read_bytes().startswith(begins)

@@ -211,7 +211,10 @@ def test_no_text_raises():
     gold = text if draw.random() < 0.2 else draw.choice(golds)
     if draw.random() < 0.2:
       text += "x<1"
-    assert _grade(_boxed(text), gold).outcome in set(Outcome) - {Outcome.CRASHED}, (gold, text)
+    grade = _grade(_boxed(text), gold)
+    assert grade.outcome in set(Outcome) - {Outcome.CRASHED}, (gold, text)
+    # Nor is an exception taken for an answer that cannot be read.
+    assert "in comparing the answer" not in grade.detail, (gold, text, grade.detail)
   assert _grade(_boxed(r"2\ge½!x<1"), r"(-\infty,1)").outcome is Outcome.WRONG
 
 

@@ -144,6 +144,14 @@ def test_stages_are_summarised(train):
 
 
 @pytest.mark.slow
+def test_a_run_in_a_thread_may_have_a_limit_that_ends_with_it(train):
+  schedule = staleness.fixed_lag(lag=1, num_updates=UPDATES)._replace(threaded=True)
+  sampled = versions(train(schedule, "ends"))
+  assert len(sampled) == UPDATES
+  assert all(0 <= number - version <= 1 for number, version in enumerate(sampled))
+
+
+@pytest.mark.slow
 def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train):
   real = train(staleness.asynchronous(max_lag=2), "real")
   sampled = versions(real)
