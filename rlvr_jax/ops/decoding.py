@@ -3,7 +3,7 @@
 Keys lie in blocks: a slot's prompt, its response, and its staged keys (`ops.caches`). The largest
 score of all is found first. Each block is then summed by itself, and the blocks' sums are added in
 order. A block without a visible key adds zeros, so that a row's bits do not depend on the number of
-blocks that other rows need.
+blocks that other rows need. In bfloat16 on CPUs they may: XLA orders some sums by that number.
 """
 
 from __future__ import annotations
