@@ -10,8 +10,9 @@ import rlvr_jax
 PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
 MAX_ATTRIBUTES = 8
 MAX_FILES = 12
-# Collections, such as ops, data, losses or configs, may have any number of files.
-ROOMS = ("update", "rollouts", "storage", "costs", "commands", "train")
+# Collections, such as ops, data, losses or configs, may have any number of files, and rollouts:
+# each of its files is one idea.
+ROOMS = ("update", "storage", "costs", "commands", "train")
 # Classes with more attributes, and why.
 LARGE = {
   "data/curriculum.py: CurriculumDraws": "estimates and visits of cells, and what was observed",

@@ -27,7 +27,9 @@ import numpy as np
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.presets import preset
-from rlvr_jax.rollouts.engine import Answer, Engine, Group, Usage, make_requests
+from rlvr_jax.rollouts.engine import Usage
+from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.rollouts.serve import Answer, Group, make_requests, serve
 from rlvr_jax.types import Prompts, Sampling
 
 VOCABULARY, SLOTS, GROUP, REPLY = 512, 16, 4, 16
@@ -74,12 +76,12 @@ class Replies:
     return Answer(group, rollout, np.zeros(0 if is_last else REPLY, np.int32), is_last)
 
 
-def make_engine(turn: int) -> Engine:
+def make_engine(turn: int) -> EnginePrograms:
   """An engine whose turns have about so many tokens, with random weights."""
   config = preset(
     "tiny", vocab_size=VOCABULARY, num_layers=1, width=32, mlp_width=64, unroll_layers=1
   )
-  return Engine(
+  return EnginePrograms(
     transformer(config),
     Sampling(),
     slots=SLOTS,
@@ -92,7 +94,7 @@ def make_engine(turn: int) -> Engine:
   )
 
 
-def measure(engine: Engine, share: float, per_slot: int) -> tuple[Usage, int]:
+def measure(engine: EnginePrograms, share: float, per_slot: int) -> tuple[Usage, int]:
   """The counts of a stream of dialogues, and the steps in which all slots waited.
 
   Args:
@@ -107,7 +109,7 @@ def measure(engine: Engine, share: float, per_slot: int) -> tuple[Usage, int]:
   replies = Replies(usage, share)
   params = engine.load(engine.settings.model.init(jax.random.key(0)), {})
   requests = make_requests(prompts, jax.random.key(1), GROUP, None)
-  for _ in engine.serve(params, requests, usage, replies):
+  for _ in serve(engine, params, requests, usage, replies):
     pass
   return usage, replies.idle_steps
 

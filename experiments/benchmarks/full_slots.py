@@ -36,7 +36,9 @@ import numpy as np
 
 from experiments.benchmarks import grpo_step
 from rlvr_jax.data import encode_prompts
-from rlvr_jax.rollouts.engine import Engine, Usage, make_requests
+from rlvr_jax.rollouts.engine import Usage
+from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.rollouts.serve import make_requests, serve
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.start import parameters
 
@@ -45,12 +47,12 @@ _SLOTS, _PROMPTS, _GROUP = 64, 64, 8
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured rounds, after one warm-up.", lower_bound=1)
 
 
-def measure_until_drain(engine: Engine, params, requests) -> tuple[Usage, np.ndarray]:
+def measure_until_drain(engine: EnginePrograms, params, requests) -> tuple[Usage, np.ndarray]:
   """Measures slot usage while requests wait, with wall-clock and processor seconds."""
   usage = Usage()
   start = read_clocks()
   measured = usage, read_clocks() - start
-  for _ in engine.serve(params, requests, usage):
+  for _ in serve(engine, params, requests, usage):
     if usage.drain_slot_steps:
       break
     measured = Usage(**vars(usage)), read_clocks() - start
@@ -62,10 +64,10 @@ def read_clocks() -> np.ndarray:
   return np.array([time.perf_counter(), time.process_time()])
 
 
-def make_endless(engine: Engine) -> Engine:
+def make_endless(engine: EnginePrograms) -> EnginePrograms:
   """Makes an engine like `engine` whose responses all have maximum length."""
   settings = engine.settings
-  return Engine(
+  return EnginePrograms(
     settings.model,
     settings.sampling,
     slots=settings.slots,
@@ -96,7 +98,7 @@ def main(argv: list[str]) -> None:
     key = jax.random.key(number)
     requests = make_requests(prompts, key, _GROUP, owner=None)
     usage, seconds = measure_until_drain(refilled, params, requests)
-    ends = [read_clocks() for _ in full.serve(params, make_requests(few, key, _GROUP, owner=None))]
+    ends = [read_clocks() for _ in serve(full, params, make_requests(few, key, _GROUP, owner=None))]
     last = len(ends) // 4
     full_rates.append(_SLOTS * full.settings.shape.steps * last / (ends[-1] - ends[-1 - last]))
     refilled_rates.append(usage.slot_tokens / seconds)

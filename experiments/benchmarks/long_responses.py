@@ -26,8 +26,8 @@ from rlvr_jax.data.tokenizer import ByteTokenizer
 from rlvr_jax.rewards import Grade, Outcome, outcome_policy
 from rlvr_jax.rollouts.batch import Flight, batch_to_arrays, loss_tokens
 from rlvr_jax.rollouts.collect import Collector
-from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.rollouts.packing import min_row_length, pack_batch, row_layout
+from rlvr_jax.rollouts.serve import Group
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.types import TrainBatch
 

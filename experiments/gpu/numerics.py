@@ -22,15 +22,9 @@ import numpy as np
 
 from rlvr_jax.configs import base
 from rlvr_jax.data import ByteTokenizer, Task
-from rlvr_jax.rollouts.engine import (
-  Engine,
-  Group,
-  Request,
-  make_requests,
-  row_keys,
-  stack_groups,
-)
 from rlvr_jax.rollouts.packing import pack_batch
+from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.rollouts.serve import Group, Request, make_requests, row_keys, serve, stack_groups
 from rlvr_jax.train.setup.build import Parts, build
 from rlvr_jax.types import Prompts, Sampling, TrainBatch
 from rlvr_jax.update.step import initial_state
@@ -121,7 +115,7 @@ def sampler_gap(parts: Parts) -> float:
   engine = parts.programs.engine
   prompts = jax.tree.map(np.asarray, batch.prompts)
   requests = make_requests(prompts, jax.random.key(0), parts.shape.group_size, None)
-  groups = [g for some in engine.serve(engine.load(params, {}), requests) for g in some]
+  groups = [g for some in serve(engine, engine.load(params, {}), requests) for g in some]
   rollouts = stack_groups(sorted(groups, key=lambda group: group.prompt_index))
   arguments = (params, {}, batch.prompts, rollouts.tokens, rollouts.lengths)
   trained = np.asarray(parts.programs.logprobs_at_temperature_1(*arguments))
@@ -139,11 +133,11 @@ def differing_rollouts(parts: Parts) -> int:
   long = Request(None, len(lengths), prompt(129), keys[-1])
 
   def serve(requests: Sequence[Request]) -> dict[int, Group]:
-    engine = Engine(
+    engine = EnginePrograms(
       parts.model, Sampling(), slots=4, prefill_rows=2, max_prompt_length=129, max_new_tokens=257,
       stop_tokens=(3,), pad_token=0, compiler_options=parts.compiler_options.generation,
     )  # fmt: skip
-    served = engine.serve(engine.load(params, {}), requests)
+    served = serve(engine, engine.load(params, {}), requests)
     return {group.prompt_index: group for groups in served for group in groups}
 
   # The long prompt comes first, so that the programs for it read everything.

@@ -21,7 +21,7 @@ from rlvr_jax.models.functional import Model
 from rlvr_jax.ops.caches import CacheShape
 from rlvr_jax.rollouts.decoder import token_bytes
 from rlvr_jax.rollouts.dialogues import DialogueUsage
-from rlvr_jax.rollouts.engine import PATIENCE_S
+from rlvr_jax.rollouts.serve import PATIENCE_S
 from rlvr_jax.types import Params
 
 _LAYER_SUMS = 2  # per layer, of activations over `tensor`: after attention and after the MLP

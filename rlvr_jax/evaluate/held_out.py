@@ -15,7 +15,8 @@ from rlvr_jax.ops.keys import key_for, seeds_for
 from rlvr_jax.rewards.outcome import DIALOGUE_OUTCOMES, Outcome
 from rlvr_jax.rollouts.batch import Flight, sampled_places
 from rlvr_jax.rollouts.collect import Collector, serve_graded
-from rlvr_jax.rollouts.engine import Engine, Request, make_requests
+from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.rollouts.serve import Request, make_requests
 from rlvr_jax.types import Params
 
 Sample = Mapping[str, Any]  # a record of `rollouts.batch.Graded.samples`
@@ -33,7 +34,7 @@ class EvaluatedBatch(NamedTuple):
 
 
 def evaluate_problems(
-  engine: Engine,
+  engine: EnginePrograms,
   params: Params,
   problems: ProblemSource,
   *,

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from rlvr_jax.data import Problem
-from rlvr_jax.rollouts.engine import Group, Request, stack_groups
+from rlvr_jax.rollouts.serve import Group, Request, stack_groups
 from rlvr_jax.rollouts.shards import StoreError, make_shard, read_shard, write_shard
 from rlvr_jax.storage.files import replace_path
 from rlvr_jax.types import Params, Prompts, Rollouts, TrainBatch

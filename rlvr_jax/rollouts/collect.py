@@ -28,7 +28,9 @@ from rlvr_jax.rollouts.batch import (
   sampled_places,
 )
 from rlvr_jax.rollouts.dialogues import DialogueUsage, End, EnvironmentDialogues, Environments
-from rlvr_jax.rollouts.engine import ChangingWeights, Engine, Group, Request, Usage
+from rlvr_jax.rollouts.engine import Usage
+from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.rollouts.serve import ChangingWeights, Group, Request, serve
 from rlvr_jax.types import Params, Prompts, Rollouts, TrainBatch
 
 # Outcomes of which a sample tells why.
@@ -179,7 +181,7 @@ class Collector:
 
 
 def serve_graded(
-  engine: Engine,
+  engine: EnginePrograms,
   params: Params | None,
   requests: Iterable[Request[Flight] | None],
   collector: Collector,
@@ -205,7 +207,7 @@ def serve_graded(
     usage = usage or collector.usage()
     assert isinstance(usage, DialogueUsage)  # the collector's
     dialogues = EnvironmentDialogues(collector.environments, usage)
-  for groups in engine.serve(params, requests, usage, dialogues, new_weights):
+  for groups in serve(engine, params, requests, usage, dialogues, new_weights):
     record(groups)
     for group in groups:
       collector.add(group)

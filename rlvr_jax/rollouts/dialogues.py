@@ -19,7 +19,8 @@ from rlvr_jax.environments.pool import EnvironmentPool, Failure, Started
 from rlvr_jax.rewards.graders import thought_prefix
 from rlvr_jax.rewards.outcome import Outcome
 from rlvr_jax.rollouts.batch import Flight
-from rlvr_jax.rollouts.engine import Answer, Group, Usage
+from rlvr_jax.rollouts.engine import Usage
+from rlvr_jax.rollouts.serve import Answer, Group
 
 CUTS = ("tail", "head", "middle")
 _WAIT_S = 2.0  # of a process for its environments, before it exchanges with the others

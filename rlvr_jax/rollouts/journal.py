@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rlvr_jax.rollouts.engine import Group, Owner
+from rlvr_jax.rollouts.serve import Group, Owner
 from rlvr_jax.rollouts.shards import MARKER, decode_group, encode_group, read_line
 from rlvr_jax.storage.files import JsonLines, read_lines, with_crc32
 

@@ -11,7 +11,8 @@ from rlvr_jax.costs import workload
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.dialogues import DialogueUsage
-from rlvr_jax.rollouts.engine import Engine, Request
+from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.rollouts.serve import Request, serve
 from rlvr_jax.types import BatchShape, Sampling
 
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "slots.py"
@@ -24,7 +25,7 @@ def test_the_simulation_counts_what_the_engine_counts():
   network = TransformerConfig(
     vocab_size=24, width=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=16
   )
-  engine = Engine(
+  engine = EnginePrograms(
     transformer(network),
     Sampling(),
     slots=3,
@@ -38,7 +39,7 @@ def test_the_simulation_counts_what_the_engine_counts():
   keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), (20, 1))))
   asked = [Request(None, i, np.asarray([1, 2], np.int32), keys[i]) for i in range(20)]
   usage = DialogueUsage()
-  groups = [group for served in engine.serve(params, asked, usage) for group in served]
+  groups = [group for served in serve(engine, params, asked, usage) for group in served]
   lengths = np.concatenate(
     [g.lengths for g in sorted(groups, key=lambda group: group.prompt_index)]
   )

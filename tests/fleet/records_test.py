@@ -19,7 +19,7 @@ from rlvr_jax.fleet.records import (
   lease_name,
   plan_name,
 )
-from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.rollouts.serve import Group
 from rlvr_jax.rollouts.shards import ARRAYS
 
 PLAN = Plan(7, 6, 4, [11, 12], {"next": 56}, 5, [[0, 1], [1, 2]])

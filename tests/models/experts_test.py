@@ -24,7 +24,8 @@ from rlvr_jax.models.quantized import dequantize, quantize, rounded
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.ops.reductions import values
-from rlvr_jax.rollouts.engine import Engine, make_requests
+from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.rollouts.serve import make_requests, serve
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts, Sampling
 from rlvr_jax.update.step import initial_state, train_step
@@ -212,7 +213,7 @@ def test_rows_choose_as_padded_rollouts_do():
 def make_engine(slots):
   model = transformer(CONFIG)
   settings = dict(max_prompt_length=S, max_new_tokens=T, stop_tokens=(3,), pad_token=0)
-  return Engine(model, Sampling(), slots=slots, prefill_rows=4, **settings)
+  return EnginePrograms(model, Sampling(), slots=slots, prefill_rows=4, **settings)
 
 
 def test_bits_of_a_rollout_depend_on_its_own_prompt_and_key_alone():
@@ -245,14 +246,14 @@ def test_the_order_of_requests_changes_no_bit():
   asked = make_requests(prompts, jax.random.key(1), 2, owner=None)
   loaded = engine.load(params, {})
 
-  def serve(order):
-    groups = [group for some in engine.serve(loaded, [asked[i] for i in order]) for group in some]
+  def in_order(order):
+    groups = [group for some in serve(engine, loaded, [asked[i] for i in order]) for group in some]
     return {group.prompt_index: jax.tree.map(np.copy, group) for group in groups}
 
-  expected = serve(range(7))
+  expected = in_order(range(7))
   assert len({int(n) for group in expected.values() for n in group.lengths}) > 1
   for seed in range(3):
-    found = serve(np.random.default_rng(seed).permutation(7))
+    found = in_order(np.random.default_rng(seed).permutation(7))
     for i in range(7):
       jax.tree.map(np.testing.assert_array_equal, found[i], expected[i])
 
@@ -422,7 +423,7 @@ def test_generation_on_a_mesh_is_that_of_one_device(sizes):
   mesh = sharding.make_mesh(**sizes)
   model = transformer(CONFIG, sharding.make_layout(mesh))
   settings = dict(max_prompt_length=S, max_new_tokens=T, stop_tokens=(3,), pad_token=0)
-  engine = Engine(model, Sampling(), slots=8, prefill_rows=8, **settings)
+  engine = EnginePrograms(model, Sampling(), slots=8, prefill_rows=8, **settings)
   params = jax.device_put(params, sharding.state_shardings(params, mesh))
   many = sample(engine, params, {}, prompts, jax.random.key(1), G)
   np.testing.assert_array_equal(many.tokens, one.tokens)

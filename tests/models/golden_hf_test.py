@@ -19,7 +19,7 @@ from rlvr_jax.models.safetensors import open_checkpoint
 from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Reach
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.rollouts import decoder
-from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
 from rlvr_jax.types import Prompts, Sampling
 
@@ -162,6 +162,6 @@ def test_greedy_cached_decoding_gives_the_published_models_tokens(case):
     pad_token=0,
   )
   for slots in (len(ids), 1):  # all at once, and one after the other
-    sampler = Engine(model, Sampling(temperature=0.0), slots=slots, **settings)
+    sampler = EnginePrograms(model, Sampling(temperature=0.0), slots=slots, **settings)
     rollouts = sample(sampler, params, {}, prompts, jax.random.key(0), 1)
     np.testing.assert_array_equal(rollouts.tokens[:, 0], new)

@@ -22,7 +22,7 @@ from rlvr_jax.models.safetensors import open_checkpoint
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.layers import layers_in, rows_of, split_into_loops, take_rows
 from rlvr_jax.ops.logprobs import token_logprobs
-from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts, Sampling
 
@@ -109,7 +109,9 @@ def test_decoding_layer_by_layer_agrees_with_the_loops(pattern):
   lengths = np.asarray([S, 3], np.int32)
   prompts = Prompts(rng.integers(4, V, (2, S)).astype(np.int32), lengths)
   settings = dict(max_prompt_length=S, max_new_tokens=T, stop_tokens=(3,), pad_token=0)
-  engine = Engine(model, Sampling(), slots=6, prefill_rows=2, records_routes=True, **settings)
+  engine = EnginePrograms(
+    model, Sampling(), slots=6, prefill_rows=2, records_routes=True, **settings
+  )
   rollouts = sample(engine, params, {}, prompts, jax.random.key(1), G)
   tokens = jnp.asarray(rollouts.tokens)
   hidden, routes, sums = jax.jit(model.response_routed)(
@@ -180,7 +182,7 @@ def test_generation_on_a_mesh_is_that_of_one_device():
   mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
   one, many = (
     sample(
-      Engine(transformer(CONFIG, layout), Sampling(), slots=8, prefill_rows=8, **settings),
+      EnginePrograms(transformer(CONFIG, layout), Sampling(), slots=8, prefill_rows=8, **settings),
       placed, {}, prompts, jax.random.key(1), G,
     )
     for layout, placed in (

@@ -18,7 +18,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.lora import LoraSettings, adapt, combine, init, target_kernels
 from rlvr_jax.ops.logprobs import head_logits, token_logprobs
-from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.checkpointing.checkpoint_files import parameter_checksums
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Sampling
@@ -156,7 +156,7 @@ def test_merged_sampling_agrees_with_unmerged_scoring(dtype, tied_head, bound):
   changes = dict(compute_dtype=dtype, tied_head=tied_head)
   model, base, adapters, _ = setup("float32", EVERYTHING, **changes)
   prompts = jax.tree.map(np.asarray, make_batch().prompts)
-  engine = Engine(
+  engine = EnginePrograms(
     adapt(model, EVERYTHING),
     Sampling(),
     slots=4 * len(prompts.lengths),

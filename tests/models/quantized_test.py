@@ -13,7 +13,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.quantized import FORMATS, adapt_to_quantized, dequantize, quantize
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import token_logprobs
-from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts, Sampling
 
@@ -129,7 +129,7 @@ PROMPTS = Prompts(
 
 
 def make_engine(model):
-  return Engine(
+  return EnginePrograms(
     model,
     Sampling(),
     slots=P * G,

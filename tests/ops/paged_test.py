@@ -13,7 +13,7 @@ from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.caches import Cache, Pages, Reach, choose_cache
 from rlvr_jax.ops.decoding import cached_attention
 from rlvr_jax.ops.logprobs import token_logprobs
-from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts, Sampling
 
@@ -77,7 +77,7 @@ def test_an_engine_with_pages_records_the_trainers_logprobs(data):
   )
   layout = ONE_DEVICE if data is None else sharding.make_layout(sharding.make_mesh(data=data))
   S, T, model = 40, 40, transformer(network, layout)
-  engine = Engine(
+  engine = EnginePrograms(
     model, Sampling(), slots=2, prefill_rows=2, max_prompt_length=S, max_new_tokens=T,
     stop_tokens=(3,), pad_token=0, cache="pages",
   )  # fmt: skip

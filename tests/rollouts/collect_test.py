@@ -27,7 +27,7 @@ from rlvr_jax.rollouts.batch import (
   to_shard,
 )
 from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
-from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.rollouts.serve import Group
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.types import Prompts, TrainBatch
 

@@ -11,7 +11,8 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.caches import CacheShape
 from rlvr_jax.ops.logprobs import token_logprobs
-from rlvr_jax.rollouts.engine import Answer, Engine, make_requests, stack_groups
+from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.rollouts.serve import Answer, make_requests, serve, stack_groups
 from rlvr_jax.types import Prompts, Sampling
 from rlvr_jax.update.objective import routes_of_inputs
 
@@ -91,7 +92,7 @@ def _prompts():
 
 @functools.cache
 def _engine(T, slots, has_replies=True, temperature=1.0, cache_format=""):
-  return Engine(
+  return EnginePrograms(
     MODEL,
     Sampling(temperature=temperature),
     slots=slots,
@@ -109,7 +110,7 @@ def _serve(T, slots, dialogues, temperature=1.0, cache_format=""):
   engine = _engine(T, slots, dialogues is not None, temperature, cache_format)
   params = engine.load(_params(), {})
   requests = make_requests(_prompts(), jax.random.key(5), G, None)
-  groups = [g for some in engine.serve(params, requests, dialogues=dialogues) for g in some]
+  groups = [g for some in serve(engine, params, requests, dialogues=dialogues) for g in some]
   return sorted(groups, key=lambda group: group.prompt_index)
 
 
@@ -184,19 +185,19 @@ def test_every_place_of_a_dialogue_has_its_routes():
   """Those of replies too, in a cache that is computed anew or behind it; and delays change none."""
   config = dataclasses.replace(CONFIG, num_experts=8, experts_per_token=2, expert_width=16)
   model, T, stop = transformer(config), 96, [5, 5]
-  engine = Engine(
+  engine = EnginePrograms(
     model, Sampling(), slots=12, prefill_rows=P, max_prompt_length=S, max_new_tokens=T,
     stop_tokens=STOPS, pad_token=PAD, has_replies=True, records_routes=True,
   )  # fmt: skip
   params = model.init(jax.random.key(0))
   requests = make_requests(_prompts(), jax.random.key(5), G, None)
 
-  def serve(delays):
+  def with_delays(delays):
     replies = Replies(T, delays=delays, stop_tokens=stop)
-    served = engine.serve(engine.load(params, {}), requests, dialogues=replies)
+    served = serve(engine, engine.load(params, {}), requests, dialogues=replies)
     return sorted((g for some in served for g in some), key=lambda group: group.prompt_index)
 
-  groups = serve(0)
+  groups = with_delays(0)
   rollouts = stack_groups(groups)
   assert rollouts.turns.max() >= 4
   _, own, _ = jax.jit(model.response_routed)(
@@ -209,7 +210,7 @@ def test_every_place_of_a_dialogue_has_its_routes():
     assert len(same) > 50 and same.mean() > 0.999  # but for ties up to rounding
   behind = np.arange(T) >= rollouts.lengths[..., None]
   assert not rollouts.routes[behind].any()
-  for group, other in zip(serve(3), groups, strict=True):
+  for group, other in zip(with_delays(3), groups, strict=True):
     np.testing.assert_array_equal(group.routes, other.routes)
     np.testing.assert_array_equal(group.prompt_routes, other.prompt_routes)
 

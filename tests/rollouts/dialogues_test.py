@@ -24,7 +24,7 @@ from rlvr_jax.rollouts.dialogues import (
   EnvironmentStoppedError,
   shorten,
 )
-from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.rollouts.serve import Group
 from rlvr_jax.train.setup.grading import check_first_messages
 
 T, TOKENIZER, STOP = 24, ByteTokenizer(), 257

@@ -15,7 +15,9 @@ from oracles.sampling import sample
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
-from rlvr_jax.rollouts.engine import Engine, Request, Usage, make_requests
+from rlvr_jax.rollouts.engine import Usage
+from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.rollouts.serve import Request, make_requests, serve
 from rlvr_jax.types import Prompts, Sampling
 
 V, P, G, S, T = 24, 3, 4, 6, 9
@@ -66,7 +68,7 @@ def _prompts():
 @functools.cache
 def _engine(sampling=SAMPLINGS[0], stop_tokens=(3, 11), slots=P * G, length=T, cache_format=""):
   """Compiled once for all tests."""
-  return Engine(
+  return EnginePrograms(
     MODEL,
     sampling,
     slots=slots,
@@ -205,7 +207,7 @@ def _requests(count=7):
 def _serve(engine, asked, usage=None):
   """The groups by index, as they were when they came, each once."""
   found = {}
-  for groups in engine.serve(engine.load(_params(), {}), asked, usage):
+  for groups in serve(engine, engine.load(_params(), {}), asked, usage):
     for group in groups:
       assert group.prompt_index not in found
       found[group.prompt_index] = copy.deepcopy(group)
@@ -293,7 +295,7 @@ def test_prompts_of_like_length_are_prefilled_together():
   prompts = [rng.integers(0, V, n).astype(np.int32) for n in lengths]
   keys = _requests()
   asked = [Request(None, i, p, keys[i].keys) for i, p in enumerate(prompts)]
-  engine = Engine(
+  engine = EnginePrograms(
     MODEL,
     Sampling(),
     slots=4,
@@ -319,7 +321,7 @@ def test_prompts_of_like_length_are_prefilled_together():
 
 
 def _long_engine(compiles_ahead=False):
-  return Engine(
+  return EnginePrograms(
     MODEL,
     Sampling(),
     slots=4,
@@ -370,13 +372,14 @@ import resource
 import jax, numpy as np
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.rollouts.engine import Engine, Request
+from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.rollouts.serve import Request, serve
 from rlvr_jax.types import Sampling
 
 network = TransformerConfig(
   vocab_size=24, width=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=64, mlp_width=16
 )
-engine = Engine(
+engine = EnginePrograms(
   transformer(network), Sampling(), slots=8, prefill_rows=8, max_prompt_length=513,
   max_new_tokens=16, stop_tokens=(), pad_token=0,
 )
@@ -386,7 +389,7 @@ prompt = np.ones(513, np.int32)
 
 def peak_kib(count):
   asked = (Request(None, i, prompt, keys[i]) for i in range(count))
-  assert len([group for served in engine.serve(params, asked) for group in served]) == count
+  assert len([group for served in serve(engine, params, asked) for group in served]) == count
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 peak_kib(16)

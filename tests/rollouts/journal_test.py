@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.rollouts.journal import GroupJournal, from_json
+from rlvr_jax.rollouts.serve import Group
 
 
 def _group(index, T=9, pad=7):

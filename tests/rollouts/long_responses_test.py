@@ -10,7 +10,7 @@ from oracles.batches import make_host_batch, random_prompts
 from oracles.sampling import sample
 from oracles.updates import relative_distance
 
-from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts, Sampling
 from rlvr_jax.update.agreement import behavior_gap
@@ -25,7 +25,9 @@ def sampled(length, prompts, group_size):
   tokens = np.random.default_rng(0).integers(0, V, (prompts, S)).astype(np.int32)
   asked = Prompts(tokens, np.full(prompts, S, np.int32))
   settings = dict(max_prompt_length=S, max_new_tokens=length, stop_tokens=(), pad_token=0)
-  engine = Engine(model, Sampling(), slots=prompts * group_size, prefill_rows=prompts, **settings)
+  engine = EnginePrograms(
+    model, Sampling(), slots=prompts * group_size, prefill_rows=prompts, **settings
+  )
   rollouts = sample(engine, params, {}, asked, jax.random.key(1), group_size)
   assert np.all(rollouts.lengths == length)
   batch = make_host_batch(

@@ -10,7 +10,8 @@ import pytest
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
-from rlvr_jax.rollouts.engine import Engine, make_requests, stack_groups
+from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.rollouts.serve import make_requests, serve, stack_groups
 from rlvr_jax.types import Prompts, Sampling
 
 V, P, G, S, T, SLOTS = 24, 4, 3, 6, 72, 5
@@ -32,7 +33,7 @@ MODEL = transformer(CONFIG)
 
 @functools.cache
 def engine():
-  return Engine(
+  return EnginePrograms(
     MODEL,
     SAMPLING,
     slots=SLOTS,
@@ -91,16 +92,16 @@ class Recorded(ByHand):
     return int(self._groups[group.prompt_index].token_versions[rollout, length])
 
 
-def serve(new_weights, reverse=False):
+def serve_with(new_weights, reverse=False):
   asked = make_requests(prompts(), jax.random.key(4), G, owner=None)
-  served = engine().serve(None, asked[::-1] if reverse else asked, new_weights=new_weights)
+  served = serve(engine(), None, asked[::-1] if reverse else asked, new_weights=new_weights)
   groups = {group.prompt_index: group for groups in served for group in groups}
   return [groups[index] for index in range(P)]
 
 
 @functools.cache
 def sampled(rebuilds):
-  return serve(ByHand(rebuilds))
+  return serve_with(ByHand(rebuilds))
 
 
 def assert_same(groups, expected):
@@ -193,13 +194,13 @@ def test_with_the_old_cache_each_token_is_of_its_version_after_a_mixed_past():
 def test_recorded_versions_give_the_same_bits(rebuilds):
   """In another order, where slots at a time have several versions, which take turns."""
   groups = sampled(rebuilds)
-  assert_same(serve(Recorded(rebuilds, groups), reverse=True), groups)
+  assert_same(serve_with(Recorded(rebuilds, groups), reverse=True), groups)
 
 
 def test_one_version_is_as_without_versions():
   asked = make_requests(prompts(), jax.random.key(4), G, owner=None)
-  groups = {g.prompt_index: g for served in engine().serve(weights(0), asked) for g in served}
+  groups = {g.prompt_index: g for served in serve(engine(), weights(0), asked) for g in served}
   for rebuilds in (False, True):
-    for group in serve(ByHand(rebuilds, last=0)):
+    for group in serve_with(ByHand(rebuilds, last=0)):
       assert (group.token_versions <= 0).all()
       assert_same([group._replace(token_versions=None)], [groups[group.prompt_index]])

@@ -13,7 +13,7 @@ from rlvr_jax.models.layout import ONE_DEVICE
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.caches import Cache, read_back, round_to_int8
 from rlvr_jax.ops.logprobs import head_logits, token_logprobs
-from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts, Sampling
 
@@ -45,7 +45,7 @@ def _prompts():
 
 
 def _engine(layout=ONE_DEVICE, cache_format="int8"):
-  return Engine(
+  return EnginePrograms(
     transformer(CONFIG, layout), Sampling(), slots=4, prefill_rows=P, max_prompt_length=S,
     max_new_tokens=T, stop_tokens=(3,), pad_token=0, cache_format=cache_format,
   )  # fmt: skip

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rlvr_jax.evaluate.run_files import read_metrics
-from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.rollouts.journal import from_json
+from rlvr_jax.rollouts.serve import Group
 from rlvr_jax.rollouts.store import INDEX, RolloutStore, TornShardError
 from rlvr_jax.storage import places
 from rlvr_jax.storage.bucket import Bucket, ChangedError, UnreachableError

@@ -9,8 +9,8 @@ from train import tiny
 from rlvr_jax.commands.train import train
 from rlvr_jax.costs import memory
 from rlvr_jax.costs.programs import build_shapes_only, make_topology_mesh
-from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.rollouts.journal import GroupJournal
+from rlvr_jax.rollouts.serve import Group
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.setup.build import build
 

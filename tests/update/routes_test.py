@@ -14,8 +14,8 @@ from oracles.updates import relative_distance
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.route_changes import RouteChanges, change_metrics, changes_by_layer, count_changes
-from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.packing import pack_batch, row_layout
+from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts, Routes, Sampling
 from rlvr_jax.update.accumulate import policy_logprobs
@@ -88,7 +88,7 @@ def with_own_routes(params, batch, method=None):
 def make_engine(dtype="float32", records_routes=True, **network):
   settings = dict(max_prompt_length=S, max_new_tokens=T, stop_tokens=(3,), pad_token=0)
   model = make_method(dtype, **network).model
-  return Engine(
+  return EnginePrograms(
     model, Sampling(), slots=8, prefill_rows=4, records_routes=records_routes, **settings
   )
 

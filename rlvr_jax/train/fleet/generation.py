@@ -31,7 +31,7 @@ from rlvr_jax.fleet.records import (
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rollouts.batch import BatchInFlight, Flight, PolicySnapshot, Position, RolloutBatch
 from rlvr_jax.rollouts.collect import Collector
-from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.rollouts.serve import Group
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline

@@ -33,15 +33,8 @@ from rlvr_jax.fleet.records import (
 from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rollouts.batch import Flight, PolicySnapshot, sampled_places
 from rlvr_jax.rollouts.collect import Collector, serve_graded
-from rlvr_jax.rollouts.engine import (
-  NOT_SAMPLED,
-  ChangingWeights,
-  Group,
-  OneVersion,
-  Request,
-  Usage,
-  row_keys,
-)
+from rlvr_jax.rollouts.engine import NOT_SAMPLED, Usage
+from rlvr_jax.rollouts.serve import ChangingWeights, Group, OneVersion, Request, row_keys
 from rlvr_jax.storage.bucket import UnreachableError
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlvr_jax.rollouts.batch import Flight, PolicySnapshot
-from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.rollouts.serve import Group
 from rlvr_jax.types import Params
 
 # Of `config.fleet.new_weights`; what becomes of a response that newer weights find in a slot:

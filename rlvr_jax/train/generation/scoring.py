@@ -12,7 +12,7 @@ from rlvr_jax.data import problem_batches
 from rlvr_jax.ops.keys import key_for, seeds_for
 from rlvr_jax.rollouts.batch import RolloutBatch, drop_scores, permute_rewards, sampled_places
 from rlvr_jax.rollouts.collect import Collector, serve_graded
-from rlvr_jax.rollouts.engine import make_requests
+from rlvr_jax.rollouts.serve import make_requests
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.run_log import RunLog
 from rlvr_jax.train.setup.build import Parts

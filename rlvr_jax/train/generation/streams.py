@@ -14,16 +14,9 @@ import numpy as np
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import BatchInFlight, Flight, PolicySnapshot
 from rlvr_jax.rollouts.collect import Collector, serve_graded
-from rlvr_jax.rollouts.engine import (
-  NOT_SAMPLED,
-  ChangingWeights,
-  Group,
-  OneVersion,
-  Request,
-  Usage,
-  make_requests,
-)
+from rlvr_jax.rollouts.engine import NOT_SAMPLED, Usage
 from rlvr_jax.rollouts.journal import GroupJournal, from_json
+from rlvr_jax.rollouts.serve import ChangingWeights, Group, OneVersion, Request, make_requests
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.generation.new_weights import (

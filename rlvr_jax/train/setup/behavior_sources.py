@@ -21,7 +21,7 @@ from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated
-from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.rollouts.recorded import RecordedGroups
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.sampling import LEAST_TEMPERATURE, sampling_of
@@ -47,7 +47,7 @@ class Source(NamedTuple):
   name: str
   prompts: int  # number of groups in every batch
   sampling: Sampling  # the distribution of its log-probabilities
-  engine: Engine | None = None  # samples from it
+  engine: EnginePrograms | None = None  # samples from it
   recorded: RecordedGroups | None = None  # instead of an engine
   # (trained, frozen) of the trained policy → (trained, frozen) of this source
   params_of: Callable[[Params, Params], tuple[Params, Params]] = lambda *policy: policy

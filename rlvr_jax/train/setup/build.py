@@ -30,8 +30,8 @@ from rlvr_jax.rewards.outcome import OutcomePolicy
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.collect import Collector
-from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.packing import RowLayout, layout_of_few
+from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.sampling import LEAST_TEMPERATURE, sampling_of
 from rlvr_jax.train.cluster import sharding
@@ -366,7 +366,7 @@ def make_engine_factory(
 
   def engine_of(
     model: Model, sampling: Sampling, prompts: int | None = None, batches: int | None = None
-  ) -> Engine:
+  ) -> EnginePrograms:
     return make_engine(
       config.sampling,
       shape if prompts is None else shape._replace(prompts=prompts),

@@ -14,7 +14,7 @@ from rlvr_jax.models import memory
 from rlvr_jax.models.functional import Model
 from rlvr_jax.ops.caches import CacheShape, choose_cache
 from rlvr_jax.rollouts.decoder import slot_bytes
-from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import multihost, sharding
 from rlvr_jax.train.cluster.process import exit_after
 from rlvr_jax.train.setup.compiler_options import Options
@@ -63,7 +63,7 @@ class EngineOf(Protocol):
     sampling: Sampling,
     prompts: int | None = None,
     batches: int | None = None,
-  ) -> Engine: ...
+  ) -> EnginePrograms: ...
 
 
 def make_engine(
@@ -79,7 +79,7 @@ def make_engine(
   compiler_options: Options | None = None,
   has_replies: bool = False,
   records_routes: bool = False,
-) -> Engine:
+) -> EnginePrograms:
   """An engine for batches of a shape.
 
   Args:
@@ -109,7 +109,7 @@ def make_engine(
       return sharding.to_host(tree)
 
   cache = _cache(settings, model)
-  return Engine(
+  return EnginePrograms(
     model,
     sampling,
     slots=choose_slots(

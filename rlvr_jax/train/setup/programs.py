@@ -29,8 +29,8 @@ from rlvr_jax.ops.row_attention import (
   row_length,
 )
 from rlvr_jax.ops.row_blocks import LONGEST_ROW, TILE, short_row
-from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.packing import RowLayout, min_row_length, row_layout
+from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.checkpointing.checkpoint_files import parameter_checksums
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.behavior_sources import AT_TEMPERATURE_1, Source
@@ -60,8 +60,8 @@ class Programs(NamedTuple):
 
   train_step: Callable  # (state, frozen, batch) → (state, metrics); the state is donated
   supervised_step: Any  # jitted, see `update.supervised.supervised_step`
-  engine: Engine  # samples from the policy as in training, on the trainer's devices
-  held_out_engine: Engine  # with the evaluation's sampling
+  engine: EnginePrograms  # samples from the policy as in training, on the trainer's devices
+  held_out_engine: EnginePrograms  # with the evaluation's sampling
   sync_weights: Callable  # see `make_sync_weights`
   checksums: Callable  # params → u32[leaves]
   behavior_gap: Callable  # see `update.agreement.behavior_gap`; sampling is static

@@ -19,7 +19,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.layers import rows_of
 from rlvr_jax.rollouts.decoder import cached_heads
-from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.types import Prompts, Sampling
@@ -196,7 +196,7 @@ def engine_on(sizes, config=CONFIG, parameters=None):
   mesh = sharding.make_mesh(**sizes)
   trained = sharding.make_mesh(**parameters or sizes)
   model = transformer(config, sharding.make_layout(mesh, trained))
-  engine = Engine(
+  engine = EnginePrograms(
     model,
     Sampling(),
     slots=8,

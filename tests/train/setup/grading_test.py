@@ -19,7 +19,7 @@ from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.environments.pool import EnvironmentPool, EnvironmentStartError
 from rlvr_jax.rewards import GraderStartError
 from rlvr_jax.rollouts.dialogues import as_mapping
-from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.rollouts.serve import Group
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.grading import (
   WEIGHTED,
