@@ -1,6 +1,6 @@
 """The records that cross rooms, with a shape on every field.
 
-Those of batches in progress are in `rollouts.engine` and `rollouts.batch`.
+Those of batches in progress are in `rollouts.serve` and `rollouts.batch`.
 
 Axis legend, used in comments and as suffixes throughout the package:
 

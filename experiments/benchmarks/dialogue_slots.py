@@ -36,7 +36,7 @@ VOCABULARY, SLOTS, GROUP, REPLY = 512, 16, 4, 16
 
 
 class Replies:
-  """Answers turns after a share of the time that they took; see `engine.Dialogues`.
+  """Answers turns after a share of the time that they took; see `serve.Dialogues`.
 
   Its clock counts decoding steps, those in which all slots wait included. `idle_steps` are those
   outside the drain.
@@ -57,6 +57,9 @@ class Replies:
     turns = group.turns[rollout, : group.lengths[rollout]]
     took = int((turns == turns[-1]).sum())
     self._asked.append((self._now() + self._share * took, group, rollout))
+
+  def add_costs(self, *, idle_slot_steps: int = 0, rebuilt_tokens: int = 0) -> None:
+    del idle_slot_steps, rebuilt_tokens
 
   def take(self, *, patience_s: float, until_one: bool) -> list[Answer]:
     del patience_s  # of a wall clock

@@ -1,6 +1,6 @@
 """Seconds of generation by roofline: responses of given lengths, decoded in slots.
 
-A simulation of `rollouts.engine.Engine.serve`: which rollout is in which slot in every burst, and
+A simulation of `rollouts.serve`: which rollout is in which slot in every burst, and
 which dialogues wait for a reply.
 """
 

@@ -52,7 +52,7 @@ def evaluate_problems(
 
   Args:
     engine: samples from the policy.
-    params: from `engine.load`.
+    params: from `EnginePrograms.load`.
     problems: the problems, all used, as one stream of requests.
     collector: encodes, decodes and grades.
     batch_size: number of problems that are encoded, and yielded, together.

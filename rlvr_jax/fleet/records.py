@@ -152,7 +152,7 @@ class GradedGroup(NamedTuple):
   """A finished and graded group."""
 
   record: GroupRecord
-  arrays: dict[str, np.ndarray]  # of `engine.Group`, those that are not None
+  arrays: dict[str, np.ndarray]  # of `serve.Group`, those that are not None
 
   def encode(self) -> bytes:
     """The record, and the arrays as `encode_group` has them, with a checksum."""

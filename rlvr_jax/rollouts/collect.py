@@ -193,12 +193,12 @@ def serve_graded(
 
   Args:
     engine: samples from the policy.
-    params: from `engine.load`; None with `new_weights`.
-    requests: consumed as slots become free; see `Engine.serve`.
+    params: from `EnginePrograms.load`; None with `new_weights`.
+    requests: consumed as slots become free; see `serve`.
     collector: decodes and grades.
     usage: counts the steps and tokens of the slots, from `Collector.usage`.
     record: called after every burst, with the groups that it has finished; they are graded then.
-    new_weights: see `Engine.serve`.
+    new_weights: see `serve`.
   Yields:
     After every burst, the number of groups that it has finished.
   """

@@ -19,7 +19,7 @@ from rlvr_jax.environments.pool import EnvironmentPool, Failure, Started
 from rlvr_jax.rewards.graders import thought_prefix
 from rlvr_jax.rewards.outcome import Outcome
 from rlvr_jax.rollouts.batch import Flight
-from rlvr_jax.rollouts.engine import Usage
+from rlvr_jax.rollouts.engine import SlotUsage
 from rlvr_jax.rollouts.serve import Answer, Group
 
 CUTS = ("tail", "head", "middle")
@@ -54,7 +54,7 @@ _END_OF_FAILURE = {
 
 
 @dataclasses.dataclass
-class DialogueUsage(Usage):
+class DialogueUsage(SlotUsage):
   """Counts of streams of dialogues.
 
   Attributes:
@@ -62,16 +62,12 @@ class DialogueUsage(Usage):
     reply_waits_s: seconds from the end of a turn until its answer was taken, over all replies.
     environment_wait_seconds: in which the engine waited for replies.
     dropped_tokens: sampled behind a stop string.
-    idle_slot_steps: decoding steps of slots without a rollout, while dialogues waited for replies.
-    rebuilt_tokens: of prompts and responses, whose cache was computed anew after a reply.
   """
 
   replies: int = 0
   reply_waits_s: float = 0.0
   environment_wait_seconds: float = 0.0
   dropped_tokens: int = 0
-  idle_slot_steps: int = 0
-  rebuilt_tokens: int = 0
 
   def add_replies(self, replies: int, waits_s: float, engine_s: float) -> None:
     """Counts replies, their waits, and the engine's wait for them."""
@@ -82,11 +78,6 @@ class DialogueUsage(Usage):
   def drop(self, tokens: int) -> None:
     """Counts tokens behind a stop string."""
     self.dropped_tokens += tokens
-
-  def add_costs(self, *, idle_slot_steps: int = 0, rebuilt_tokens: int = 0) -> None:
-    """See `engine.Dialogues`."""
-    self.idle_slot_steps += idle_slot_steps
-    self.rebuilt_tokens += rebuilt_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +188,7 @@ class _Asked(NamedTuple):
 
 
 class EnvironmentDialogues:
-  """Answers the turns of one stream of dialogues; see `engine.Dialogues`.
+  """Answers the turns of one stream of dialogues; see `serve.Dialogues`.
 
   The first process has the environments. All processes get its replies after the same burst.
   """
@@ -212,7 +203,7 @@ class EnvironmentDialogues:
     self._started: dict[tuple[int, int], Future[Started | Failure]] = {}
 
   def find_stop(self, group: Group[Flight], rollout: int, start: int) -> int | None:
-    """See `engine.Dialogues`."""
+    """See `serve.Dialogues`."""
     settings = self._environments.settings
     if not settings.stop_strings:
       return None
@@ -228,7 +219,7 @@ class EnvironmentDialogues:
     return first + kept
 
   def ask(self, group: Group[Flight], rollout: int) -> None:
-    """See `engine.Dialogues`."""
+    """See `serve.Dialogues`."""
     number, self._num_asked = self._num_asked, self._num_asked + 1
     future = None
     failure = group.owner.failed_resets.get(group.prompt_index)
@@ -242,7 +233,7 @@ class EnvironmentDialogues:
     self._asked[number] = _Asked(group, rollout, time.monotonic(), future)
 
   def take(self, *, patience_s: float, until_one: bool) -> list[Answer]:
-    """See `engine.Dialogues`; waits some seconds at most, so that signals are noticed."""
+    """See `serve.Dialogues`; waits some seconds at most, so that signals are noticed."""
     ended, self._ended = self._ended, {}
     began = time.monotonic()
     replies = self._environments.share(self._replies(patience_s, until_one and not ended))
@@ -253,7 +244,7 @@ class EnvironmentDialogues:
     return answers + [self._answer(*reply) for reply in replies]
 
   def add_costs(self, *, idle_slot_steps: int = 0, rebuilt_tokens: int = 0) -> None:
-    """See `engine.Dialogues`."""
+    """See `serve.Dialogues`."""
     self._usage.add_costs(idle_slot_steps=idle_slot_steps, rebuilt_tokens=rebuilt_tokens)
 
   def _replies(self, patience_s: float, until_one: bool) -> list[Any]:

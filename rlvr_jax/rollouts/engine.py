@@ -108,10 +108,12 @@ class Rollout:
     self.arrays["turns"][new] = self.arrays["turns"][self.length - 1] + 1
     self.length = new.stop
 
-  def cut(self, length: int, empty: Mapping[str, Any]) -> None:
-    """Ends the turn after `length` tokens of the response; those after them become `empty`."""
-    for name in self.arrays.keys() - {"prompt_routes"}:
-      self.arrays[name][length : self.length] = empty.get(name, 0)
+  def cut(self, length: int, pad_token: int) -> None:
+    """Ends the policy's turn after `length` tokens of the response; drops those after them."""
+    empty = {"tokens": pad_token, "behavior_logprobs": 0, "versions": NOT_SAMPLED}
+    for name, value in {**empty, "turns": 0, "routes": 0}.items():
+      if name in self.arrays:
+        self.arrays[name][length : self.length] = value
     self.length, self.stopped = length, True
 
 
@@ -169,13 +171,8 @@ class _Context(NamedTuple):
 
   tokens: np.ndarray  # i32[n], without the last, which is decoded
   prompt: int  # of these, tokens of the prompt
+  padded: int  # length to which these are padded
   runs: list[_Run]
-
-  @classmethod
-  def of(cls, runs: Iterable[_Run]) -> _Context:
-    """The context of rollouts that have the same one."""
-    first, *others = runs
-    return cls(first.cached_tokens(), len(first.rollout.prompt) - 1, [first, *others])
 
   @property
   def has_response(self) -> bool:
@@ -245,6 +242,19 @@ class _Queue:
     # (routes on the devices, contexts by row) of batches since the last burst
     self._routes: list[tuple[Array, list[_Context]]] = []
 
+  def add(self, runs: Iterable[_Run]) -> _Context:
+    """Lets rollouts that begin with the same tokens wait for their prefill."""
+    context = self.context(runs)
+    self.waiting.append(context)
+    return context
+
+  def context(self, runs: Iterable[_Run]) -> _Context:
+    """The context of rollouts that begin with the same tokens."""
+    first, *others = runs
+    tokens, prompt = first.cached_tokens(), len(first.rollout.prompt) - 1
+    padded = self._programs.padded_length(len(tokens), has_response=prompt < len(tokens))
+    return _Context(tokens, prompt, padded, [first, *others])
+
   @property
   def num_rollouts(self) -> int:
     """How many there are."""
@@ -252,6 +262,8 @@ class _Queue:
 
   def lacks(self, free: int) -> bool:
     """Whether more contexts are to begin, so that batches for so many free slots are full."""
+    if self.num_rollouts < free:
+      return True
     rollouts, contexts = len(self.prefilled), self.waiting
     while rollouts < free and len(contexts) >= self._programs.prefill_rows(1):
       batch, contexts = self._choose(contexts)
@@ -297,7 +309,7 @@ class _Queue:
       return
     self.prefilled = collections.deque(of for of in self.prefilled if not is_stale(of))
     rows = itertools.groupby(stale, key=lambda of: (id(of.prefilled), of.row))
-    self.waiting[:0] = [_Context.of(of.run for of in row) for _, row in rows]
+    self.waiting[:0] = [self.context(of.run for of in row) for _, row in rows]
 
   def take_routes(self) -> list[tuple[Array, list[_Context]]]:
     """(routes on the devices, contexts by row) of batches since the last call."""
@@ -322,9 +334,7 @@ class _Queue:
     Returns:
       (padded length, whether it has a response, version of the weights).
     """
-    has_response = context.has_response
-    length = self._programs.padded_length(len(context.tokens), has_response=has_response)
-    return length, has_response, self._weights.version(context.runs[0].rollout)
+    return (context.padded, context.has_response, self._weights.version(context.runs[0].rollout))
 
 
 class Engine:
@@ -408,7 +418,7 @@ class Engine:
     """Begins rollouts of one prompt, which share its prefill if one version samples them."""
     version = self._weights.version
     for _, alike in itertools.groupby(sorted(rollouts, key=version), version):
-      self._queue.waiting.append(_Context.of(map(_Run, alike)))
+      self._queue.add(map(_Run, alike))
 
   def resume(self, rollout: Rollout, reply: np.ndarray) -> None:
     """Appends the environment's reply to a turn that has ended; the policy's next turn follows.
@@ -420,9 +430,8 @@ class Engine:
     steps, before = self.settings.shape.steps, rollout.length
     rollout.add_reply(reply)
     run = _Run(rollout, cached=(rollout.length // steps) * steps, routed=before)
-    context = _Context.of([run])
+    context = self._queue.add([run])
     self.usage.add_costs(rebuilt_tokens=len(context.tokens))
-    self._queue.waiting.append(context)
 
   def swap(self, version: int, params: Params, *, rebuild: bool = False) -> None:
     """Lets a version sample from the next burst on; earlier ones are kept for plans.
@@ -505,7 +514,7 @@ class Engine:
       for slot, run in enumerate(self._slots)
       if run is not None and self._weights.version(run.rollout) != run.version
     }
-    contexts = [_Context.of([run]) for _, run in changed.values()]
+    contexts = [self._queue.context([run]) for _, run in changed.values()]
     while contexts:
       batch, contexts = self._queue.prefill(contexts)
       new = {changed[id(pending.run.rollout)][0]: pending for pending in batch}
@@ -576,7 +585,7 @@ class Engine:
     length = None if self._find_stop is None else self._find_stop(run.rollout, before)
     if length is None:
       return False
-    run.rollout.cut(length, {"tokens": self._programs.pad_token, "versions": NOT_SAMPLED})
+    run.rollout.cut(length, self._programs.pad_token)
     return True
 
   def _mask(self, slots: Iterable[int]) -> np.ndarray:

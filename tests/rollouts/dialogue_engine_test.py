@@ -11,6 +11,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.caches import CacheShape
 from rlvr_jax.ops.logprobs import token_logprobs
+from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.rollouts.serve import Answer, make_requests, serve, stack_groups
 from rlvr_jax.types import Prompts, Sampling
@@ -70,11 +71,16 @@ class Replies:
 
   def _answer(self, group, rollout):
     length = int(group.lengths[rollout])
-    turn = int(group.turns[rollout, length - 1]) // 2
-    said = int(group.tokens[rollout, :length].sum())
-    reply = (np.arange(1 + said % 7) * 5 + said) % V
-    is_last = turn + 1 >= self._max_turns or length + len(reply) >= self._T
-    return Answer(group, rollout, reply.astype(np.int32)[: 0 if is_last else None], is_last)
+    reply = _reply(group.tokens[rollout, :length], group.turns[rollout], self._max_turns, self._T)
+    return Answer(group, rollout, reply, is_last=not len(reply))
+
+
+def _reply(response, turns, max_turns, T):
+  """What follows the response's last turn; nothing if the dialogue ends."""
+  said = int(response.sum())
+  reply = (np.arange(1 + said % 7) * 5 + said) % V
+  is_last = turns[len(response) - 1] // 2 + 1 >= max_turns or len(response) + len(reply) >= T
+  return reply.astype(np.int32)[: 0 if is_last else None]
 
 
 @functools.cache
@@ -169,6 +175,71 @@ def test_the_record_does_not_depend_on_delays_at_other_numbers_of_slots(slots):
   for group, other in zip(expected, _dialogues(), strict=True):  # but for rounding
     np.testing.assert_array_equal(group.tokens, other.tokens)
     np.testing.assert_allclose(group.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("bursts", [0, 3])
+def test_rollouts_are_resumed_with_replies(bursts):
+  """By hand, so many bursts after their turn has ended; the record is that of a stream."""
+  T, slots = 128, 12
+  programs = _engine(T, slots)
+  engine, ended, waiting = Engine(programs), {}, []
+  engine.swap(0, programs.load(_params(), {}))
+  for p, request in enumerate(make_requests(_prompts(), jax.random.key(5), G, None)):
+    keys = enumerate(request.keys)
+    engine.begin([engine.rollout((p, g), request.prompt, key) for g, key in keys])
+  number = 0  # of bursts
+  while engine.busy or waiting:
+    due = [entry for entry in waiting if entry[0] <= number or not engine.busy]
+    waiting = [entry for entry in waiting if entry not in due]
+    for _, rollout, reply in due:
+      engine.resume(rollout, reply)
+    for rollout in engine.burst(waiting=len(waiting)):
+      arrays = rollout.arrays
+      reply = _reply(arrays["tokens"][: rollout.length], arrays["turns"], 4, T)
+      if len(reply):
+        waiting.append((number + bursts, rollout, reply))
+      else:
+        ended[rollout.place] = rollout
+    number += 1
+  assert len(ended) == P * G
+  for (p, g), rollout in ended.items():
+    assert rollout.length == _dialogues()[p].lengths[g]
+    for name in ("tokens", "turns", "behavior_logprobs"):
+      np.testing.assert_array_equal(rollout.arrays[name], getattr(_dialogues()[p], name)[g], name)
+    sampled = rollout.arrays["turns"][: rollout.length] % 2 == 0
+    np.testing.assert_array_equal(rollout.arrays["versions"][: rollout.length], sampled - 1)
+  assert (engine.usage.idle_slot_steps > 0) == (bursts > 0) and engine.usage.rebuilt_tokens > 0
+
+
+def test_a_stop_string_ends_the_turn_of_a_pushed_rollout():
+  """It is handed on with nothing behind the stop string."""
+  programs = _engine(128, 12)
+  [request, *_] = make_requests(_prompts(), jax.random.key(5), G, None)
+
+  def turns(find_stop):
+    engine = Engine(programs, find_stop)
+    engine.swap(0, programs.load(_params(), {}))
+    engine.begin([engine.rollout(g, request.prompt, key) for g, key in enumerate(request.keys)])
+    ended = {}
+    while engine.busy:
+      ended |= {rollout.place: rollout for rollout in engine.burst()}
+    return ended
+
+  seen = []
+
+  def at_fives(rollout, start):
+    seen.append((rollout.place, start, rollout.length))
+    return 5 if rollout.length >= 5 else None
+
+  whole, cut = turns(None), turns(at_fives)
+  assert max(rollout.length for rollout in whole.values()) > 5
+  for g, rollout in cut.items():
+    n = rollout.length
+    assert n == min(whole[g].length, 5) and rollout.stopped
+    for name, empty in dict(tokens=PAD, behavior_logprobs=0, versions=-1, turns=0).items():
+      np.testing.assert_array_equal(rollout.arrays[name][:n], whole[g].arrays[name][:n], name)
+      assert (rollout.arrays[name][n:] == empty).all()
+  assert [entry[:2] for entry in seen] == [(g, 0) for g in range(G)]  # all in the first burst
 
 
 def test_logprobs_of_all_turns_equal_the_trainers():

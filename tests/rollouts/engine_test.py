@@ -1,5 +1,6 @@
 """The sampler against the trainer's own log-probabilities, and as a sampler."""
 
+import collections
 import copy
 import functools
 import re
@@ -15,7 +16,7 @@ from oracles.sampling import sample
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
-from rlvr_jax.rollouts.engine import Usage
+from rlvr_jax.rollouts.engine import NOT_SAMPLED, Engine, Usage
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.rollouts.serve import Request, make_requests, serve
 from rlvr_jax.types import Prompts, Sampling
@@ -365,6 +366,167 @@ def test_the_next_burst_is_compiled_while_one_runs():
   assert engine.programs.burst._cache_size() == 1  # the first; the others came from the thread
   assert engine.programs.prefill._cache_size() == 1
   _assert_equal(groups, _serve(_long_engine(), requests))
+
+
+# --- rollouts pushed by hand ----------------------------------------------------------------------
+
+
+def _loaded(programs, version=0):
+  params = MODEL.init(jax.random.key(version))
+  return programs.load({**params, "embedding": params["embedding"] * 2.5}, {})
+
+
+def _rollouts(engine, plans=None):
+  """The rollouts of `_requests`, by prompt."""
+  return [
+    [
+      engine.rollout((p, g), request.prompt, key, plans and plans[p, g])
+      for g, key in enumerate(request.keys)
+    ]
+    for p, request in enumerate(_requests())
+  ]
+
+
+def _drive(engine, prompts, between=lambda: None):
+  """Decodes rollouts; returns them by place. `between` is called after every burst."""
+  asked, ended = collections.deque(prompts), {}
+  while True:
+    while engine.free and asked:
+      engine.begin(asked.popleft())
+    if not engine.busy:
+      return ended
+    for rollout in engine.burst():
+      assert rollout.place not in ended
+      ended[rollout.place] = rollout
+    between()
+
+
+def _assert_same_arrays(rollouts, expected, names=("tokens", "behavior_logprobs", "versions")):
+  assert rollouts.keys() == expected.keys()
+  for place, rollout in rollouts.items():
+    for name in names:
+      np.testing.assert_array_equal(rollout.arrays[name], expected[place].arrays[name], name)
+
+
+def test_pushed_rollouts_have_the_bits_of_a_stream():
+  programs = _few_slots()
+  engine = Engine(programs)
+  engine.swap(7, _loaded(programs))
+  ended = _drive(engine, _rollouts(engine))
+  usage = Usage()
+  groups = _serve(programs, _requests(), usage)
+  assert len(ended) == 2 * len(groups)
+  for (p, g), rollout in ended.items():
+    assert rollout.length == groups[p].lengths[g] and rollout.stopped == groups[p].stopped[g]
+    for name in ("tokens", "behavior_logprobs"):
+      np.testing.assert_array_equal(rollout.arrays[name], getattr(groups[p], name)[g])
+    versions = rollout.arrays["versions"]
+    assert (versions[: rollout.length] == 7).all()
+    assert (versions[rollout.length :] == NOT_SAMPLED).all()
+  for name, count in vars(usage).items():
+    assert getattr(engine.usage, name) == count > 0
+
+
+def test_as_many_prompts_begin_as_fill_the_slots_and_a_batch_of_prompts():
+  """Three slots, two rollouts a prompt, three prompts prefilled together."""
+  programs = _few_slots()
+  engine = Engine(programs)
+  engine.swap(0, _loaded(programs))
+  prompts = _rollouts(engine)
+  begun = 0
+  while engine.free:
+    engine.begin(prompts[begun])
+    begun += 1
+  assert begun == P and engine.num_rollouts == 2 * P and engine.idle_slots == 3
+  engine.burst()
+  assert not engine.free  # three prefilled rollouts are left for three slots at most
+  # Five slots want a third rollout of a second batch.
+  engine = Engine(_engine(stop_tokens=(3,), slots=7, length=LONG))
+  for prompt in _rollouts(engine)[:P]:
+    assert engine.free
+    engine.begin(prompt)
+  assert engine.free
+
+
+@pytest.mark.parametrize("rebuild", [False, True])
+def test_rollouts_go_on_under_newer_weights_and_a_plan_repeats_them(rebuild):
+  """Also those that were prefilled, and had no slot, when the weights came."""
+  programs = _few_slots()
+  engine, versions = Engine(programs), iter(range(1, 4))
+  engine.swap(0, _loaded(programs), rebuild=rebuild)
+
+  def swap():
+    version = next(versions, None)
+    if version is not None:
+      engine.release(before=version)
+      engine.swap(version, _loaded(programs, version), rebuild=rebuild)
+
+  ended = _drive(engine, _rollouts(engine), swap)
+  sampled = {place: np.unique(r.arrays["versions"][: r.length]) for place, r in ended.items()}
+  assert {0, 1, 2, 3} == {*np.concatenate([*sampled.values()])}
+  assert max(len(several) for several in sampled.values()) > 1
+  again = Engine(programs)
+  for version in range(4):
+    again.swap(version, _loaded(programs, version), rebuild=rebuild)
+  plans = {place: r.arrays["versions"][: r.length] for place, r in ended.items()}
+  _assert_same_arrays(_drive(again, _rollouts(again, plans)[::-1]), ended)
+
+
+def test_rollouts_that_wait_for_a_slot_begin_with_the_newest_weights():
+  """As if the older ones, with which they were prefilled, had not been there."""
+  programs = _few_slots()
+  engine = Engine(programs)
+  engine.swap(0, _loaded(programs))
+  ended = _drive(
+    engine, _rollouts(engine), lambda: engine.swap(1, _loaded(programs, 1), rebuild=False)
+  )
+  other = Engine(programs)
+  other.swap(1, _loaded(programs, 1))
+  expected = _drive(other, _rollouts(other))
+  newer = {place: r for place, r in ended.items() if r.arrays["versions"][0] == 1}
+  assert len(newer) == len(ended) - 3  # all but those of the first burst
+  _assert_same_arrays(newer, {place: expected[place] for place in newer})
+
+
+def test_a_shorter_plan_repeats_its_last_version():
+  programs = _few_slots()
+  engine = Engine(programs)
+  for version in (0, 1):
+    engine.swap(version, _loaded(programs, version))
+  places = [(p, g) for p in range(len(_requests())) for g in range(2)]
+  one = _drive(engine, _rollouts(engine, {place: np.asarray([0]) for place in places}))
+  all_tokens = _drive(engine, _rollouts(engine, {place: np.zeros(LONG, int) for place in places}))
+  _assert_same_arrays(one, all_tokens)
+  assert {*np.unique(one[places[0]].arrays["versions"])} == {NOT_SAMPLED, 0}
+
+
+def test_what_an_engine_cannot_decode_is_said():
+  programs = _few_slots()
+  engine = Engine(programs)
+  with pytest.raises(ValueError, match="begin or resume"):
+    engine.burst()
+  engine.swap(3, _loaded(programs))
+  plans = {(p, g): np.asarray([4]) for p in range(len(_requests())) for g in range(2)}
+  engine.begin(_rollouts(engine, plans)[2])
+  with pytest.raises(ValueError, match=r"version 4 .* token 0 of rollout \(2, 0\).* \[3\]"):
+    engine.burst()
+  engine = Engine(programs)
+  engine.swap(3, _loaded(programs))
+  engine.release(before=4)
+  engine.begin(_rollouts(engine)[0])
+  with pytest.raises(ValueError, match=r"version 3 .* \[\]"):
+    engine.burst()
+
+
+def test_idle_slots_take_no_memory():
+  programs = _few_slots()
+  engine = Engine(programs)
+  engine.swap(0, _loaded(programs))
+  count = lambda: len(jax.live_arrays())
+  _drive(engine, _rollouts(engine)[:1])
+  before, during = count(), []
+  _drive(engine, _rollouts(engine), lambda: during.append(count()))
+  assert count() == before < during[0]
 
 
 PEAK = """

@@ -150,7 +150,7 @@ class _SampledBy:
 
 
 class _BetweenBursts(NamedTuple):
-  """Weights that a sampler swaps between bursts; see `engine.ChangingWeights`."""
+  """Weights that a sampler swaps between bursts; see `serve.ChangingWeights`."""
 
   rebuilds: bool
   weights: Weights

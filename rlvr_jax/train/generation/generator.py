@@ -136,7 +136,7 @@ class Generator:
 
   `OnDemand` and `AsyncGenerator` decide which policy samples which batch, and when.
 
-  A batch begins when slots are free: `Engine.serve` pulls a request from the stream, which pulls a
+  A batch begins when slots are free: `serve` pulls a request from the stream, which pulls a
   batch from `_begin_batches`, which asks `next_policy` whether the same policy samples it. What is
   sampled comes back the other way: `Streams.sample` yields the batches that a burst has completed,
   and `batches` yields them once they are graded.

@@ -22,7 +22,7 @@ class NewWeights(NamedTuple):
   """Where the newer weights of a stream come from."""
 
   newest: Callable[[], PolicySnapshot | None]  # None: there is none so far
-  rebuilds: bool  # see `engine.ChangingWeights`
+  rebuilds: bool  # see `serve.ChangingWeights`
 
 
 class Replayed(NamedTuple):
@@ -30,7 +30,7 @@ class Replayed(NamedTuple):
 
   policies: Mapping[int, PolicySnapshot]  # by version, all that the batches need
   token_versions: Callable[[int], np.ndarray]  # number of a draw → `RecordedRun.token_versions`
-  rebuilds: bool  # see `engine.ChangingWeights`
+  rebuilds: bool  # see `serve.ChangingWeights`
 
 
 class ReplayError(RuntimeError):
@@ -38,7 +38,7 @@ class ReplayError(RuntimeError):
 
 
 class RecordedWeights:
-  """Each token is sampled by the version that a recorded run has; see `engine.ChangingWeights`.
+  """Each token is sampled by the version that a recorded run has; see `serve.ChangingWeights`.
 
   Attributes:
     rebuilds: whether the caches of running rollouts are computed anew.
@@ -56,7 +56,7 @@ class RecordedWeights:
     Args:
       replayed: what was recorded, and its policies.
       draw_of: the number of the draw of prompts that a flight is of.
-      load: the weights of a policy, from `Engine.load`.
+      load: the weights of a policy, from `EnginePrograms.load`.
       use: called with every policy before it samples.
     """
     self.rebuilds = replayed.rebuilds
@@ -97,7 +97,7 @@ class RecordedWeights:
 
 
 class NewestWeights:
-  """The newest policy samples; see `engine.ChangingWeights`.
+  """The newest policy samples; see `serve.ChangingWeights`.
 
   Attributes:
     rebuilds: whether the caches of running rollouts are computed anew.
@@ -115,7 +115,7 @@ class NewestWeights:
     Args:
       new_weights: where newer ones come from.
       policy: that the stream begins with, unless there is a newer one.
-      load: the weights of a policy, from `Engine.load`.
+      load: the weights of a policy, from `EnginePrograms.load`.
       use: called with every policy before it samples.
     """
     self.rebuilds = new_weights.rebuilds
