@@ -494,10 +494,10 @@ def test_a_shorter_plan_repeats_its_last_version():
   for version in (0, 1):
     engine.swap(version, _loaded(programs, version))
   places = [(p, g) for p in range(len(_requests())) for g in range(2)]
-  one = _drive(engine, _rollouts(engine, {place: np.asarray([0]) for place in places}))
-  all_tokens = _drive(engine, _rollouts(engine, {place: np.zeros(LONG, int) for place in places}))
-  _assert_same_arrays(one, all_tokens)
-  assert {*np.unique(one[places[0]].arrays["versions"])} == {NOT_SAMPLED, 0}
+  drive = lambda plan: _drive(engine, _rollouts(engine, {place: plan for place in places}))
+  complete = drive(np.repeat([0, 1], (16, LONG - 16)))
+  _assert_same_arrays(drive(np.asarray([0, 1])), complete)
+  assert {*np.concatenate([r.arrays["versions"][16:] for r in complete.values()])} == {-1, 1}
 
 
 def test_what_an_engine_cannot_decode_is_said():
@@ -520,13 +520,18 @@ def test_what_an_engine_cannot_decode_is_said():
 
 def test_idle_slots_take_no_memory():
   programs = _few_slots()
-  engine = Engine(programs)
-  engine.swap(0, _loaded(programs))
-  count = lambda: len(jax.live_arrays())
-  _drive(engine, _rollouts(engine)[:1])
+  params, count = _loaded(programs), lambda: len(jax.live_arrays())
+
+  def drive(between=lambda: None):
+    engine = Engine(programs)
+    engine.swap(0, params)
+    assert len(_drive(engine, _rollouts(engine), between)) == 2 * len(_requests())
+    return engine
+
+  drive()  # compiles, which makes constants
   before, during = count(), []
-  _drive(engine, _rollouts(engine), lambda: during.append(count()))
-  assert count() == before < during[0]
+  engine = drive(lambda: during.append(count()))
+  assert not engine.busy and count() == before < during[0]
 
 
 PEAK = """
