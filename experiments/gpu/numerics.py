@@ -132,7 +132,7 @@ def differing_rollouts(parts: Parts) -> int:
   short = [Request(None, i, prompt(n), keys[i]) for i, n in enumerate(lengths)]
   long = Request(None, len(lengths), prompt(129), keys[-1])
 
-  def serve(requests: Sequence[Request]) -> dict[int, Group]:
+  def sample(requests: Sequence[Request]) -> dict[int, Group]:
     engine = EnginePrograms(
       parts.model, Sampling(), slots=4, prefill_rows=2, max_prompt_length=129, max_new_tokens=257,
       stop_tokens=(3,), pad_token=0, compiler_options=parts.compiler_options.generation,
@@ -141,7 +141,7 @@ def differing_rollouts(parts: Parts) -> int:
     return {group.prompt_index: group for groups in served for group in groups}
 
   # The long prompt comes first, so that the programs for it read everything.
-  some, all_of_them = serve(short), serve([long, *reversed(short)])
+  some, all_of_them = sample(short), sample([long, *reversed(short)])
   pairs = [(some[i], all_of_them[i]) for i in range(len(lengths))]
   same = lambda a, b: (a.tokens == b.tokens) & (a.behavior_logprobs == b.behavior_logprobs)
   return sum(int((~same(a, b).all(axis=-1)).sum()) for a, b in pairs)
