@@ -321,12 +321,14 @@ class _Queue:
 
     A context's padded length, and the number of rows of its batch, depend only on its own length.
     """
-    kind = self._kind(contexts[0])
-    choice = enumerate(contexts[: self._programs.prefill_rows(1)])
-    alike = (i for i, context in choice if self._kind(context) == kind)
-    chosen = [*itertools.islice(alike, self._programs.prefill_rows(kind[0]))]
-    left = [context for i, context in enumerate(contexts) if i not in chosen]
-    return [contexts[i] for i in chosen], left
+    kind, most = self._kind(contexts[0]), self._programs.prefill_rows(1)
+    size = self._programs.prefill_rows(kind[0])
+    members: list[_Context] = []
+    left: list[_Context] = []
+    for context in contexts[:most]:
+      fits = len(members) < size and self._kind(context) == kind
+      (members if fits else left).append(context)
+    return members, left + contexts[most:]
 
   def _kind(self, context: _Context) -> tuple[int, bool, int]:
     """Contexts of one kind are prefilled together.
