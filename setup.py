@@ -48,7 +48,6 @@ EXTRAS = {
     "pytest>=8.4",
     "pytest-xdist>=3.8.0",
     "ruff>=0.17.5",
-    "safetensors>=0.6",
     "sympy>=1.13",  # tests rewrite formulas with it
     "setuptools>=75",  # tests/install_test.py builds the package
   ],
@@ -83,6 +82,7 @@ setuptools.setup(
     "optax>=0.2.7",
     "orbax-checkpoint>=0.12.4",
     "reasoning-gym>=0.1.25",
+    "safetensors>=0.6",
     "scipy>=1.15",
     "tensorboardX>=2.6.4",
     "tensorflow-datasets>=4.9.9",

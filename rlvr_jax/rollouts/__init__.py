@@ -4,6 +4,7 @@ __all__ = [
   "batch",
   "decoder",
   "engine",
+  "group",
   "packing",
   "queue",
   "staleness",

@@ -1,0 +1,464 @@
+"""What samplers get and give: policies, draws of problems, and graded groups; and groups as a file.
+
+`ARRAYS` lists every array that a group may have. All that is done with arrays of any name follows
+it: cutting and restoring padding, joining groups of different widths, and storing.
+
+A file of groups is a safetensors file. Its metadata is one text: a checksum of the whole file, one
+of the JSON that follows, and the JSON. Padding is not stored: the rows of responses are cut to
+their lengths and lie one after another. The samples of a group are JSON too, but among the arrays,
+so that `read_info` need not read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+if TYPE_CHECKING:  # they load jax, which files of groups do not need
+  from rlvr_jax.data import Problem
+  from rlvr_jax.types import Params
+
+MARKER = "rlvr_jax groups 1"
+MAX_BYTES = 2**36  # of the arrays in a file, padding included
+PAD_TOKEN = None  # padding of token ids: the tokenizer's, which a file of groups records
+_METADATA = "rlvr_jax"  # name of the only text in a file's metadata
+_START = re.compile(rb'.{8}{"__metadata__":{"rlvr_jax":"crc32 ([0-9a-f]{8}) ', re.DOTALL)
+_UNSET = "crc32 00000000 "  # while the checksum is computed
+_ARRAY_NAME = re.compile(r"([0-9]+)\.([a-z_.]+)")  # index of the group in the file, and name
+_SAMPLES = "samples"  # name of a group's samples among its arrays
+_MAX_HEADER_BYTES = 10**8  # as the library allows
+_PADDED = ("S", "T")  # the axes with padding
+
+
+class Policy(NamedTuple):
+  """Weights that sample."""
+
+  version: int  # number of updates before it
+  params: Params
+  fingerprint: Callable[[], str]  # of the parameters; waits until they are computed
+
+
+class Draw(NamedTuple):
+  """Problems sampled together; a batch takes one draw, with dynamic sampling several."""
+
+  number: int
+  problems: list[Problem]  # P
+  seed: int  # of the run; with the number it determines the keys of all rollouts
+  version: int  # of the oldest policy that may sample it
+  sources: list[int]  # P, the index of the source that samples each problem's group
+  plan: np.ndarray | None = None  # i32[P, G, T], the version of each token, from a recorded run
+
+
+class Group(NamedTuple):
+  """The graded rollouts of one prompt."""
+
+  draw: int
+  index: int  # type: ignore[assignment]  # of its problem in the draw; hides `tuple.index`
+  source: int
+  versions: dict[int, str]  # version → fingerprint, of each policy of this run that sampled it
+  arrays: dict[str, np.ndarray]  # by name, as `ARRAYS` lists them; padding may have any value
+  samples: list[dict[str, Any]]  # one per rollout: texts, answers, details; JSON
+  measured: dict[str, float]  # metrics of its sampling
+
+
+class Sampler(Protocol):
+  """Samples and grades groups: in this thread, in another one, or in other programs."""
+
+  def offer(self, policy: Policy) -> None:
+    """Gives newer weights; draws wanted from now on are sampled by these or newer ones."""
+    ...
+
+  def want(self, draw: Draw, indices: Collection[int]) -> None:
+    """Asks for the groups of a draw with these indices."""
+    ...
+
+  def take(self) -> list[Group]:
+    """Waits for graded groups; returns at least one, in any order, or raises an error."""
+    ...
+
+  def close(self) -> None:
+    """Ends threads and processes."""
+    ...
+
+
+# --- the table of arrays --------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+  """Layout, dtype and padding of one of a group's arrays.
+
+  The layout names the array's axes; arrays that share an axis have the same size there:
+
+    G  rollouts                                     S  places of the prompt, padded on the left
+    T  places of a response, padded on the right    layers, experts  of a mixture's recorded routes
+  """
+
+  layout: str  # "" for one value of the group
+  dtype: str  # or several, with "|" between them
+  padding: float | None = 0  # or PAD_TOKEN
+
+  @property
+  def axes(self) -> list[str]:
+    """The names of the axes."""
+    return self.layout.split()
+
+  @property
+  def padded_axis(self) -> str | None:
+    """The axis with padding, "S" or "T"; None if the array has none."""
+    return next((axis for axis in self.axes if axis in _PADDED), None)
+
+
+ARRAYS: Mapping[str, Kind] = {
+  "prompts.tokens": Kind("S", "int32", PAD_TOKEN),
+  "prompts.lengths": Kind("", "int32"),
+  "tokens": Kind("G T", "int32", PAD_TOKEN),
+  "lengths": Kind("G", "int32"),
+  "stopped": Kind("G", "bool"),
+  "mask": Kind("G T", "float32"),
+  "turns": Kind("G T", "int32"),
+  "turn_scores": Kind("G T", "float32", math.nan),
+  "routes": Kind("G T layers experts", "uint8|uint16"),
+  "prompt_routes": Kind("S layers experts", "uint8|uint16"),
+  "behavior_logprobs": Kind("G T", "float32"),
+  "sampled_logprobs": Kind("G T", "float32"),
+  "reference_logprobs": Kind("G T", "float32"),
+  "proximal_logprobs": Kind("G T", "float32"),
+  "token_versions": Kind("G T", "int32", -1),
+  "lags": Kind("G T", "int32", -1),
+  "rewards": Kind("G", "float32"),
+  "correct": Kind("G", "float32"),
+  "valid": Kind("G", "bool"),
+  "ends": Kind("G", "int32"),
+  "scores": Kind("G", "float32"),
+  "solve_rate": Kind("", "float32"),
+}
+
+
+def check_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+  """The sizes of a group's axes, by name, after a check of its arrays against `ARRAYS`.
+
+  Raises:
+    ValueError: a name is unknown, or shapes do not have the layouts or differ in an axis.
+    TypeError: an array has another dtype.
+  """
+  sizes: dict[str, int] = {}
+  for name, array in arrays.items():
+    kind = _kind(name)
+    dtype = getattr(array, "dtype", type(array).__name__)
+    if not isinstance(array, np.ndarray) or str(dtype) not in kind.dtype.split("|"):
+      allowed = kind.dtype.replace("|", " or ")
+      raise TypeError(f"{name!r} is of type {dtype}, must be a NumPy array of {allowed}")
+    found = dict(zip(kind.axes, array.shape, strict=False))
+    if array.ndim != len(kind.axes) or any(sizes.get(a, n) != n for a, n in found.items()):
+      known = {axis: sizes[axis] for axis in kind.axes if axis in sizes}
+      raise ValueError(
+        f"{name!r} has the shape {array.shape}, must have the axes [{kind.layout}]"
+        + (f", with {known} as in the group's other arrays" if known else "")
+      )
+    sizes |= found
+  return sizes
+
+
+def _kind(name: str) -> Kind:
+  if name not in ARRAYS:
+    raise ValueError(
+      f"{name!r} is not an array of a group: known are {', '.join(ARRAYS)}; add a line to ARRAYS in"
+      " rollouts/group.py"
+    )
+  return ARRAYS[name]
+
+
+# --- padding and joining --------------------------------------------------------------------------
+
+
+def pad(
+  arrays: Mapping[str, np.ndarray], *, S: int, T: int, pad_token: int
+) -> dict[str, np.ndarray]:
+  """A group's arrays, with more padding.
+
+  Args:
+    arrays: by name, as `ARRAYS` lists them.
+    S: places that prompts have afterwards, at least as many as now.
+    T: places that responses have afterwards, at least as many as now.
+    pad_token: pads token ids.
+  """
+  sizes = {"S": S, "T": T}
+  padded = {}
+  for name, array in arrays.items():
+    kind = ARRAYS[name]
+    missing = [(sizes.get(axis, n) - n) for axis, n in zip(kind.axes, array.shape, strict=True)]
+    sides = [(m, 0) if axis == "S" else (0, m) for axis, m in zip(kind.axes, missing, strict=True)]
+    value = pad_token if kind.padding is PAD_TOKEN else kind.padding
+    padded[name] = np.pad(array, sides, constant_values=value) if any(missing) else array
+  return padded
+
+
+def join(groups: Sequence[Group], *, pad_token: int = 0) -> dict[str, np.ndarray]:
+  """The arrays of groups by name, each with a new first axis of P groups.
+
+  Args:
+    groups: P ≥ 1 groups with arrays of the same names.
+    pad_token: pads token ids of groups that are narrower than the widest one.
+  Raises:
+    ValueError: a group lacks an array that another one has.
+  """
+  names = groups[0].arrays.keys()
+  for group in groups:
+    if group.arrays.keys() != names:
+      one, other = (f"{g.index} of draw {g.draw}" for g in (groups[0], group))
+      raise ValueError(
+        f"groups {one} and {other} cannot be joined: only one of them has the arrays"
+        f" {sorted(names ^ group.arrays.keys())}"
+      )
+  sizes = [check_arrays(group.arrays) for group in groups]
+  S, T = (max(of_group.get(axis, 0) for of_group in sizes) for axis in _PADDED)
+  padded = [pad(group.arrays, S=S, T=T, pad_token=pad_token) for group in groups]
+  return {name: np.stack([arrays[name] for arrays in padded]) for name in names}
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+class DamagedError(ValueError):
+  """Bytes that are not a file of groups as it was written."""
+
+
+class FormatError(ValueError):
+  """A file of groups, undamaged, with what this version does not read or does not allow."""
+
+
+def encode(groups: Sequence[Group], info: Mapping[str, Any]) -> bytes:
+  """The bytes of a file of groups.
+
+  Args:
+    groups: one group, or those of a batch.
+    info: JSON values, finite.
+  Raises:
+    ValueError, TypeError: the message says what cannot be stored.
+  """
+  arrays: dict[str, np.ndarray] = {}
+  heads = []
+  for number, group in enumerate(groups):
+    head, cut = _cut(group)
+    samples = _to_json("samples", group.samples)
+    cut[_SAMPLES] = np.frombuffer(samples.encode(), np.uint8)
+    heads.append(head)
+    arrays |= {f"{number}.{name}": array for name, array in cut.items()}
+  content = {"format": MARKER, "info": dict(info), "groups": heads}
+  json_text = _to_json("info", content)
+  text = f"{_UNSET}{zlib.crc32(json_text.encode()):08x} {json_text}"
+  data = safetensors.numpy.save(arrays, {_METADATA: text})
+  start = data.index(_UNSET.encode())
+  checksum = f"crc32 {zlib.crc32(data):08x} ".encode()
+  return b"".join([data[:start], checksum, memoryview(data)[start + len(checksum) :]])
+
+
+def decode(data: bytes, *, max_bytes: int = MAX_BYTES) -> tuple[list[Group], dict[str, Any]]:
+  """Decodes (groups, info), bit for bit as they were given to `encode`.
+
+  Everything in the file is checked before it is used; the file may be of any author.
+
+  Args:
+    data: the bytes of the file.
+    max_bytes: most bytes that all arrays may have, padding included.
+  Raises:
+    DamagedError: the bytes differ from those that were written.
+    FormatError: the file has another format, an array that `ARRAYS` does not allow, or too much.
+  """
+  view = memoryview(data)
+  found = _START.match(view[:64])
+  if found is None:
+    raise DamagedError(f"the {len(data)} bytes are not those of a file of groups")
+  start, end = found.span(1)
+  checksum = zlib.crc32(view[end:], zlib.crc32(b"00000000", zlib.crc32(view[:start])))
+  if f"{checksum:08x}".encode() != found[1]:
+    raise DamagedError(
+      f"the {len(data)} bytes have the checksum {checksum:08x}, not {found[1].decode()}"
+    )
+  with _as_format_errors():
+    content = _read_content(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    arrays = safetensors.numpy.load(data)
+    return _read_groups(content["groups"], arrays, max_bytes), content["info"]
+
+
+def read_info(file: IO[bytes]) -> dict[str, Any]:
+  """The info of a file of groups, of which only the beginning is read.
+
+  Raises:
+    DamagedError: the info is not as it was written; damage elsewhere may go unseen.
+    FormatError: the file has another format.
+  """
+  size = int.from_bytes(file.read(8), "little")
+  return _read_content(file.read(min(size, _MAX_HEADER_BYTES)))["info"]
+
+
+def _read_content(header: bytes) -> dict[str, Any]:
+  """The JSON in the metadata of a file of groups, from its header; errors as of `read_info`."""
+  try:
+    text = json.loads(header)["__metadata__"][_METADATA]
+    checksum, _, content = text[len(_UNSET) :].partition(" ")
+    if checksum != f"{zlib.crc32(content.encode()):08x}":
+      raise ValueError("the metadata do not match their checksum")
+  except (ValueError, KeyError, TypeError, RecursionError) as error:
+    raise DamagedError(f"the beginning is damaged: {error}") from error
+  with _as_format_errors():
+    found = json.loads(content)
+    if found["format"] != MARKER:
+      raise FormatError(f"the format is {found['format']!r}, this version reads {MARKER!r}")
+    return {"info": dict(found["info"]), "groups": list(found["groups"])}
+
+
+@contextlib.contextmanager
+def _as_format_errors() -> Iterator[None]:
+  """Converts errors about contents that are as written, but not as this version writes them."""
+  try:
+    yield
+  except FormatError:
+    raise
+  except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+    raise FormatError(f"not the contents of groups ({type(error).__name__}: {error})") from error
+  except safetensors.SafetensorError as error:
+    raise FormatError(f"not a safetensors file: {error}") from error
+
+
+def _to_json(what: str, value: Any) -> str:
+  try:
+    return json.dumps(value, allow_nan=False)
+  except (TypeError, ValueError) as error:
+    raise type(error)(f"{what} must be finite JSON values: {error}") from error
+
+
+def _cut(group: Group) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+  """(JSON, arrays without padding) of a group."""
+  sizes = check_arrays(group.arrays)
+  lengths, pad_tokens = _find_lengths(group.arrays)
+  arrays = {
+    name: array[_places(axis, array.shape, lengths)]
+    if (axis := ARRAYS[name].padded_axis)
+    else array
+    for name, array in group.arrays.items()
+  }
+  head = {name: getattr(group, name) for name in ("draw", "index", "source", "measured")}
+  head["versions"] = sorted(group.versions.items())
+  return head | {"sizes": sizes, "lengths": lengths, "pad_tokens": pad_tokens}, arrays
+
+
+def _find_lengths(
+  arrays: Mapping[str, np.ndarray],
+) -> tuple[dict[str, list[int]], dict[str, int]]:
+  """(lengths by axis, pad tokens by name) with which padding that is restored equals the old one.
+
+  A row's length is the last place at which an array differs from its padding.
+  """
+  lengths: dict[str, np.ndarray] = {}
+  pad_tokens: dict[str, int] = {}
+  padded = [name for name in arrays if ARRAYS[name].padded_axis]
+  # Token ids last: the lengths that the others have show where the pad token is.
+  for name in sorted(padded, key=lambda name: ARRAYS[name].padding is PAD_TOKEN):
+    axis, padding = ARRAYS[name].padded_axis, ARRAYS[name].padding
+    rows = arrays[name][None, ::-1] if axis == "S" else arrays[name]  # padding at their ends
+    known = lengths.get(str(axis), np.zeros(len(rows), np.int64))
+    if padding is PAD_TOKEN:
+      pad_tokens[name] = padding = int(rows[np.argmin(known), -1]) if rows.size else 0
+    differs = _bits(rows) != _bits(np.full((), padding, rows.dtype))
+    differs = differs.any(axis=tuple(range(2, differs.ndim)))
+    ends = (differs * np.arange(1, rows.shape[1] + 1)).max(axis=1, initial=0)
+    lengths[str(axis)] = np.maximum(known, ends)
+  return {axis: found.tolist() for axis, found in lengths.items()}, pad_tokens
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+  """The bits of numbers as integers, which distinguish −0.0 from 0.0; NaN equals itself."""
+  return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape)
+
+
+def _places(axis: str, shape: Sequence[int], lengths: Mapping[str, Sequence[int]]) -> Any:
+  """The index of the part of an array that is stored, row by row."""
+  if axis == "S":
+    return slice(shape[0] - lengths["S"][0], None)
+  return np.arange(shape[1]) < np.asarray(lengths["T"])[:, None]
+
+
+def _read_groups(
+  heads: Sequence[Mapping[str, Any]], stored: dict[str, np.ndarray], max_bytes: int
+) -> list[Group]:
+  """The groups of a file from their JSON and its arrays.
+
+  Raises:
+    Exception: of the types of `_as_format_errors`, if something is not as `encode` writes it.
+  """
+  by_group: list[dict[str, np.ndarray]] = [{} for _ in heads]
+  for full_name, array in stored.items():
+    if not (match := _ARRAY_NAME.fullmatch(full_name)):
+      raise FormatError(f"an array has the name {full_name!r:.80}")
+    by_group[int(match[1])][match[2]] = array
+  groups = []
+  for head, arrays in zip(heads, by_group, strict=True):
+    samples = json.loads(arrays.pop(_SAMPLES).tobytes())
+    restored = _restore(head, arrays, max_bytes)
+    max_bytes -= sum(array.nbytes for array in restored.values())
+    groups.append(
+      Group(
+        draw=_count(head["draw"]),
+        index=_count(head["index"]),
+        source=_count(head["source"]),
+        versions={_count(version): _text(x) for version, x in head["versions"]},
+        arrays=restored,
+        samples=[dict(sample) for sample in samples],
+        measured={_text(name): float(value) for name, value in head["measured"].items()},
+      )
+    )
+  return groups
+
+
+def _restore(
+  head: Mapping[str, Any], arrays: Mapping[str, np.ndarray], max_bytes: int
+) -> dict[str, np.ndarray]:
+  """A group's arrays with their padding; raises as `_read_groups`."""
+  sizes = {str(axis): _count(size) for axis, size in head["sizes"].items()}
+  lengths = {axis: [_count(n) for n in found] for axis, found in head["lengths"].items()}
+  shapes = {name: tuple(sizes[axis] for axis in _kind(name).axes) for name in arrays}
+  total = sum(array.itemsize * math.prod(shapes[name]) for name, array in arrays.items())
+  if total > max_bytes:
+    raise FormatError(f"arrays of {total} bytes with padding, where {max_bytes} are allowed")
+  for axis, found in lengths.items():
+    if len(found) != (1 if axis == "S" else sizes["G"]) or max(found, default=0) > sizes[axis]:
+      raise FormatError(f"lengths {found!s:.80} for an axis {axis} of {sizes}")
+  restored = {}
+  for name, array in arrays.items():
+    kind, shape = ARRAYS[name], shapes[name]
+    if array.dtype == bool and (array.view(np.uint8) > 1).any():
+      raise FormatError(f"{name!r} has bytes that are not booleans")
+    if kind.padded_axis is None:
+      restored[name] = array.copy()  # of its own memory, writable
+      continue
+    padding = int(head["pad_tokens"][name]) if kind.padding is PAD_TOKEN else kind.padding
+    restored[name] = np.full(shape, padding, array.dtype)
+    places = _places(kind.padded_axis, shape, lengths)
+    if restored[name][places].shape != array.shape:
+      raise FormatError(f"{name!r} has the shape {array.shape}, its lengths are {lengths}")
+    restored[name][places] = array
+  if check_arrays(restored) != sizes:
+    raise FormatError(f"axes of {sizes}, but the arrays have {check_arrays(restored)}")
+  return restored
+
+
+def _count(value: Any) -> int:
+  if type(value) is not int or not 0 <= value < 2**53:
+    raise FormatError(f"{value!r:.80} where a whole number is expected")
+  return value
+
+
+def _text(value: Any) -> str:
+  if not isinstance(value, str):
+    raise FormatError(f"{value!r:.80} where a text is expected")
+  return value
