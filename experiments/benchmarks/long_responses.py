@@ -24,7 +24,7 @@ from experiments.benchmarks.tables import hardware, write_results
 from rlvr_jax.data.problems import Problem
 from rlvr_jax.data.tokenizer import ByteTokenizer
 from rlvr_jax.rewards import Grade, Outcome, outcome_policy
-from rlvr_jax.rollouts.batch import Flight, batch_to_arrays, loss_tokens
+from rlvr_jax.rollouts.batch import Flight, loss_tokens, split
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.packing import min_row_length, pack_batch, row_layout
 from rlvr_jax.rollouts.serve import Group
@@ -77,15 +77,15 @@ def measure(limit: int) -> dict[str, float]:
   row["making the batch, s"] = lap()
   packed = pack_batch(batch, layout)
   row["packing, s"] = lap()
-  arrays = batch_to_arrays(batch) | {"versions": np.zeros(PROMPTS, np.int32)}
+  groups = split(batch)
   lap()
   with tempfile.TemporaryDirectory() as folder, RolloutStore(folder, writable=True) as store:
-    store.append(0, arrays, {"groups": PROMPTS})
+    store.write(0, groups, {"groups": PROMPTS})
     row["writing to the store, s"] = lap()
     store.read(0)
     row["reading, s"] = lap()
     row["store, MB"] = sum(path.stat().st_size for path in pathlib.Path(folder).iterdir()) / 1e6
-  row["arrays of the batch, MB"] = sum(x.nbytes for x in arrays.values()) / 1e6
+  row["arrays of the batch, MB"] = sum(x.nbytes for g in groups for x in g.arrays.values()) / 1e6
   row["its packed rows, MB"] = sum(np.asarray(x).nbytes for x in packed_leaves(packed)) / 1e6
   row["tokens"] = int(loss_tokens(batch).sum())
   return row

@@ -3,13 +3,13 @@
   python -m experiments.compare --workdir=runs/compare
 
 Trains the quickstart's policy for `--before` updates, records one batch of rollouts to
-WORKDIR/rollouts.array_record, and trains on for the largest of `--lags`. For every recipe and lag
+WORKDIR/rollouts.safetensors, and trains on for the largest of `--lags`. For every recipe and lag
 it takes the gradient of the recipe's loss on the recorded batch at the parameters of that lag:
 loss, gradient norm, cosine of the update direction (the negative gradient, before the optimizer) to
 GRPO's, share of clipped or capped tokens, ESS, ratio of the gradient masses mS/mF. Writes
 compare.md, compare.json and one heat map of all pairwise cosines per lag.
 
-`--rollouts` replaces the recorded batch: FILE.array_record, as this program or a non-finite stop
+`--rollouts` replaces the recorded batch: FILE.safetensors, as this program or a non-finite stop
 writes it, or RUN/rollouts:NUMBER, a batch of a run's store. Its lag then counts from the trained
 policy.
 """
@@ -88,7 +88,7 @@ def compare(workdir: pathlib.Path, **arguments: Any) -> dict[int, dict[str, dict
   """
   workdir.mkdir(parents=True, exist_ok=True)
   comparison = compare_gradients(workdir, **arguments)
-  write_batch(workdir / "rollouts.array_record", comparison.batch)
+  write_batch(workdir / "rollouts.safetensors", comparison.batch)
   sections = []
   for lag in comparison.lags:
     title = f"{lag} updates after recording"

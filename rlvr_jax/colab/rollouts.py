@@ -16,7 +16,7 @@ from rlvr_jax.colab.runs import read_schedule
 from rlvr_jax.data import Tokenizer
 from rlvr_jax.evaluate.pass_at_k import wilson_interval
 from rlvr_jax.ops.checks import check_choice
-from rlvr_jax.rollouts.batch import from_shard
+from rlvr_jax.rollouts.batch import from_groups
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.places import parse_path
@@ -86,7 +86,7 @@ def load(workdir: str | os.PathLike[str], *, trust_run: bool = False) -> list[Ro
   store = RolloutStore(folder / "rollouts", writable=False)
   rollouts: list[Rollout] = []
   for number in store.numbers():
-    rollouts += _batch_rollouts(from_shard(number, *store.read(number)), first_updates, tokenizer)
+    rollouts += _batch_rollouts(from_groups(number, *store.read(number)), first_updates, tokenizer)
   return rollouts
 
 

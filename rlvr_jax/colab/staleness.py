@@ -23,7 +23,8 @@ from rlvr_jax.ops import reductions
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.veto import SCOPES, negative_advantage_veto, trigger_tokens, vetoed_tokens
 from rlvr_jax.rollouts import staleness
-from rlvr_jax.rollouts.batch import FOREIGN
+from rlvr_jax.rollouts.batch import FOREIGN, oldest_versions
+from rlvr_jax.rollouts.group import join
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.places import parse_path
@@ -274,10 +275,12 @@ def load_sampled(workdir: str | os.PathLike[str]) -> Sampled:
   store = RolloutStore(parse_path("the workdir", workdir) / "rollouts", writable=False)
   found = Sampled([], [])
   for number in store.numbers():
-    arrays, _, samples = store.read(number)
+    groups, _ = store.read(number)
+    arrays = join(groups)
+    samples = [sample for group in groups for sample in group.samples]
     *rows, T = arrays["tokens"].shape
     tokens = np.arange(T) < np.reshape([sample["tokens"] for sample in samples], (*rows, 1))
-    of_groups = arrays["versions"][:, None, None]
+    of_groups = oldest_versions(groups)[:, None, None]
     versions = np.where(tokens, arrays.get("token_versions", of_groups), FOREIGN)
     found.versions.append(versions.reshape(-1, T))
     found.samplers.append([sample.get("sampler", "this program") for sample in samples])

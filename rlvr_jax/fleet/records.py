@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from rlvr_jax.rollouts.shards import decode_group, encode_group
+from rlvr_jax.rollouts.group import DamagedError as DamagedArraysError
+from rlvr_jax.rollouts.group import FormatError, Group, decode, encode
 from rlvr_jax.storage.files import parse_checked_line, with_crc32
 
 MARKER = "rlvr_jax fleet 1"
@@ -155,19 +156,23 @@ class GradedGroup(NamedTuple):
   arrays: dict[str, np.ndarray]  # of `serve.Group`, those that are not None
 
   def encode(self) -> bytes:
-    """The record, and the arrays as `encode_group` has them, with a checksum."""
-    data = encode_group(self.arrays)
-    return self.record.encode() + b"%08x\n" % zlib.crc32(data) + data
+    """The record, and the arrays as a file of one group."""
+    return self.record.encode() + encode([Group(0, 0, 0, {}, self.arrays, [], {})], {})
 
   @classmethod
   def decode(cls, data: bytes, name: str) -> GradedGroup:
     """The inverse of `encode`; raises RecordError as `TrainerRecord.decode`."""
     line, _, rest = data.partition(b"\n")
-    checksum, _, arrays = rest.partition(b"\n")
     record = GroupRecord.decode(line + b"\n", name)
-    if checksum != b"%08x" % zlib.crc32(arrays):
-      raise DamagedError(f"fleet/{name} is damaged")
-    return cls(record, decode_group(arrays)[0])
+    try:
+      (group,), _ = decode(rest)
+    except DamagedArraysError as error:
+      raise DamagedError(f"fleet/{name} is damaged: {error}") from error
+    except FormatError as error:
+      raise RecordError(
+        f"fleet/{name} is not what this version of rlvr_jax reads: {error}"
+      ) from error
+    return cls(record, group.arrays)
 
 
 def plan_name(plan: Plan) -> str:

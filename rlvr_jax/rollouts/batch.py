@@ -14,9 +14,10 @@ import jax
 import numpy as np
 
 from rlvr_jax.data import Problem
+from rlvr_jax.rollouts.group import Group as GradedGroup
+from rlvr_jax.rollouts.group import decode, encode, join
 from rlvr_jax.rollouts.serve import Group, Request, stack_groups
-from rlvr_jax.rollouts.shards import StoreError, make_shard, read_shard, write_shard
-from rlvr_jax.storage.files import replace_path
+from rlvr_jax.storage.files import replace_file
 from rlvr_jax.types import Params, Prompts, Rollouts, TrainBatch
 
 FOREIGN = -1  # version of rollouts that were not sampled by a policy of this run
@@ -213,10 +214,8 @@ _INFO = ("version", "fingerprint", "draws", "flops")
 _INFO_OF_GRADED = ("tokens", "prompts", "statistics")
 
 
-def to_shard(
-  batch: RolloutBatch, **about: Any
-) -> tuple[dict[str, np.ndarray], dict[str, Any], list[dict[str, Any]]]:
-  """Converts a batch to (arrays, JSON values, samples) for `RolloutStore.append`; drops timings.
+def to_groups(batch: RolloutBatch, **about: Any) -> tuple[list[GradedGroup], dict[str, Any]]:
+  """Converts a batch to (groups, info) for `RolloutStore.write`; drops timings.
 
   Args:
     batch: a graded batch.
@@ -224,65 +223,93 @@ def to_shard(
   """
   graded = batch.graded
   assert graded is not None and batch.versions is not None and batch.position is not None
-  arrays = batch_to_arrays(graded.train) | {"versions": batch.versions}
+  groups = split(graded.train, draw=batch.position.draws - 1, samples=graded.samples)
+  sampled_by = []
+  for group, version in zip(groups, batch.versions.tolist(), strict=True):
+    of_tokens = group.arrays.get("token_versions", np.array(version))
+    versions = [v for v in np.unique(of_tokens).tolist() if v != FOREIGN]
+    sampled_by.append({v: batch.fingerprints.get(v) or "" for v in versions})
+  groups = [
+    group._replace(versions=versions) for group, versions in zip(groups, sampled_by, strict=True)
+  ]
   info = {name: getattr(batch, name) for name in _INFO}
   info |= {name: getattr(graded, name) for name in _INFO_OF_GRADED}
-  info |= {"after": batch.position._asdict(), "groups": len(batch.versions)}
+  info |= {"after": batch.position._asdict(), "groups": len(groups)}
   info |= {"others": dict(batch.others)} if batch.others else {}
   info |= {"drawn": batch.drawn} if batch.drawn is not None else {}
-  return arrays, info | about, graded.samples
+  return groups, info | about
 
 
-def from_shard(
-  number: int,
-  arrays: Mapping[str, np.ndarray],
-  info: Mapping[str, Any],
-  samples: list[dict[str, Any]],
+def from_groups(
+  number: int, groups: Sequence[GradedGroup], info: Mapping[str, Any]
 ) -> RolloutBatch:
-  """The inverse of `to_shard`."""
-  fields = dict(arrays)
-  versions = fields.pop("versions")
-  train = batch_from_arrays(fields)
-  graded = Graded(train=train, samples=samples, **{name: info[name] for name in _INFO_OF_GRADED})
-  position = Position(**info["after"])
+  """The inverse of `to_groups`."""
+  samples = [sample for group in groups for sample in group.samples]
+  of_graded = {name: info[name] for name in _INFO_OF_GRADED}
   rest = {name: info[name] for name in _INFO}
-  rest |= {"others": info.get("others", {}), "drawn": info.get("drawn")}
-  return RolloutBatch(number=number, versions=versions, position=position, graded=graded, **rest)
+  return RolloutBatch(
+    number=number,
+    versions=oldest_versions(groups),
+    position=Position(**info["after"]),
+    graded=Graded(train=to_train_batch(groups), samples=samples, **of_graded),
+    others=info.get("others", {}),
+    drawn=info.get("drawn"),
+    **rest,
+  )
 
 
-def batch_to_arrays(batch: TrainBatch) -> dict[str, np.ndarray]:
-  """Arrays by name, for fields that are not None; `prompts.tokens` and `prompts.lengths` too."""
-  fields = {f"prompts.{name}": value for name, value in vars(batch.prompts).items()}
-  fields |= {name: value for name, value in vars(batch).items() if name != "prompts"}
-  return {name: np.asarray(value) for name, value in fields.items() if value is not None}
+def oldest_versions(groups: Sequence[GradedGroup]) -> np.ndarray:
+  """i32[P], the oldest version that sampled each group; `FOREIGN` if none of this run did."""
+  return np.array([min(group.versions, default=FOREIGN) for group in groups], np.int32)
 
 
-def batch_from_arrays(arrays: Mapping[str, np.ndarray]) -> TrainBatch:
-  """The inverse of `batch_to_arrays`.
-
-  Raises:
-    StoreError: an array is unknown to this version.
-  """
-  fields: dict[str, Any] = dict(arrays)
-  prompts = {name: fields.pop(f"prompts.{name}") for name in ("tokens", "lengths")}
-  if unknown := fields.keys() - {field.name for field in dataclasses.fields(TrainBatch)}:
-    raise StoreError(
-      f"the rollouts have the arrays {sorted(unknown)}, which this version of rlvr_jax does not"
-      " know; use the version that wrote them"
+def split(
+  batch: TrainBatch, *, draw: int = 0, samples: Sequence[dict[str, Any]] = ()
+) -> list[GradedGroup]:
+  """The groups of a batch, without versions and metrics."""
+  arrays = {f"prompts.{name}": value for name, value in vars(batch.prompts).items()}
+  arrays |= {name: value for name, value in vars(batch).items() if name != "prompts"}
+  arrays = {name: np.asarray(value) for name, value in arrays.items() if value is not None}
+  P = len(batch.tokens)
+  sources = arrays.pop("sources", np.zeros(P, np.int32)).tolist()
+  size = len(samples) // P
+  return [
+    GradedGroup(
+      draw=draw,
+      index=p,
+      source=sources[p],
+      versions={},
+      arrays={name: np.asarray(array[p]) for name, array in arrays.items()},
+      samples=[*samples[p * size : (p + 1) * size]],
+      measured={},
     )
-  return with_turn_scores(TrainBatch(prompts=Prompts(**prompts), **fields))
+    for p in range(P)
+  ]
+
+
+def to_train_batch(groups: Sequence[GradedGroup]) -> TrainBatch:
+  """The batch of these groups, with the arrays that a `TrainBatch` has; NumPy."""
+  names = {field.name for field in dataclasses.fields(TrainBatch)}
+  arrays = join(groups)
+  prompts: Any = {name: arrays.pop(f"prompts.{name}") for name in ("tokens", "lengths")}
+  fields: Any = {name: array for name, array in arrays.items() if name in names}
+  sources: Any = np.array([group.source for group in groups], np.int32)
+  return with_turn_scores(TrainBatch(prompts=Prompts(**prompts), sources=sources, **fields))
 
 
 def write_batch(path: pathlib.Path, batch: TrainBatch) -> None:
-  """Writes one batch as a shard; see `rollouts.shards`."""
-  shard = make_shard(0, batch_to_arrays(batch), info={})
-  with replace_path(path) as temporary:
-    write_shard(temporary, shard)
+  """Writes one batch as a file of groups; see `rollouts.group`."""
+  with replace_file(path) as file:
+    file.write(encode(split(batch), {}))
 
 
 def read_batch(path: pathlib.Path) -> TrainBatch:
-  """The inverse of `write_batch`."""
-  return batch_from_arrays(read_shard(path, 0).arrays)
+  """The inverse of `write_batch`; groups without a source have source 0.
+
+  Raises:
+    DamagedError, FormatError: see `group.decode`.
+  """
+  return to_train_batch(decode(path.read_bytes())[0])
 
 
 def with_oldest_versions(versions: np.ndarray, rollouts: Rollouts) -> np.ndarray:

@@ -17,7 +17,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import safetensors
@@ -290,15 +290,17 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES) -> tuple[list[Group], dic
     return _read_groups(content["groups"], arrays, max_bytes), content["info"]
 
 
-def read_info(file: IO[bytes]) -> dict[str, Any]:
+def read_info(read_start: Callable[[int], bytes]) -> dict[str, Any]:
   """The info of a file of groups, of which only the beginning is read.
 
+  Args:
+    read_start: reads so many bytes of the file from its beginning on, or fewer if it is shorter.
   Raises:
     DamagedError: the info is not as it was written; damage elsewhere may go unseen.
     FormatError: the file has another format.
   """
-  size = int.from_bytes(file.read(8), "little")
-  return _read_content(file.read(min(size, _MAX_HEADER_BYTES)))["info"]
+  size = int.from_bytes(read_start(8), "little")
+  return _read_content(read_start(8 + min(size, _MAX_HEADER_BYTES))[8:])["info"]
 
 
 def _read_content(header: bytes) -> dict[str, Any]:

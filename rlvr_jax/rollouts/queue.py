@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlvr_jax.rollouts.batch import RolloutBatch, from_shard
+from rlvr_jax.rollouts.batch import RolloutBatch, from_groups
 from rlvr_jax.rollouts.store import RolloutStore
 
 _MAX_CACHED = 16  # batches kept in memory; the others are read from the store for their update
@@ -58,7 +58,7 @@ class RolloutQueue:
     """
     batch = self.batches[number]
     if batch.graded is None:
-      stored = from_shard(number, *self.store.read(number))
+      stored = from_groups(number, *self.store.read(number))
       batch = dataclasses.replace(batch, graded=stored.graded, versions=stored.versions)
       self.batches[number] = batch
     return batch

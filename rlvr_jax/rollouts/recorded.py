@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
-from rlvr_jax.rollouts.batch import Graded, from_shard
+from rlvr_jax.rollouts.batch import Graded, to_train_batch
+from rlvr_jax.rollouts.group import Group, pad
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
-from rlvr_jax.types import Prompts
-
-
-class _Form(NamedTuple):
-  """What groups are made to have."""
-
-  pad_token: int
-  prompt_length: int  # S
-  response_length: int  # T
-  has_routes: bool
 
 
 class RecordedGroups:
@@ -62,7 +48,8 @@ class RecordedGroups:
       StoreError: the folder is not a store, the store is empty, or its shapes or tokenizer differ.
     """
     self._store = RolloutStore(directory, writable=False)
-    self._form = _Form(pad_token, max_prompt_length, max_response_length, routes is not None)
+    self._padding = dict(S=max_prompt_length, T=max_response_length, pad_token=pad_token)
+    self._has_routes = routes is not None
     stored_numbers = self._store.numbers()
     if not stored_numbers:
       raise StoreError(f"the store {directory} is empty: wait until its run has sampled a batch")
@@ -73,7 +60,7 @@ class RecordedGroups:
     self.truncated = any(info["truncated"] for info in infos)
     self.shaped = any(info["shaped"] for info in infos)
     self._ends = list(itertools.accumulate(info["groups"] for info in infos))
-    self._last_read: tuple[int, Graded] | None = None  # (index in `numbers`, its batch)
+    self._last_read: tuple[int, list[Group]] | None = None  # (index in `numbers`, its groups)
     expected = {"tokenizer": tokenizer, "group_size": group_size}
     for name, value in expected.items():
       stored_values = sorted({info[name] for info in infos})
@@ -106,50 +93,26 @@ class RecordedGroups:
     """Reads the groups start, …, start + count − 1, modulo the number of groups.
 
     Raises:
-      TornShardError: the shard of a group is damaged.
+      TornShardError: the file of a group is damaged.
     """
     groups = [self._read_group(index % len(self)) for index in range(start, start + count)]
-    batch = jax.tree.map(lambda *x: np.stack(x), *[group.train for group in groups])
     samples = [sample for group in groups for sample in group.samples]
-    return Graded(batch, tokens=0, prompts=0, statistics={}, samples=samples)
+    return Graded(to_train_batch(groups), tokens=0, prompts=0, statistics={}, samples=samples)
 
-  def _read_group(self, index: int) -> Graded:
-    """Reads one group, padded; its arrays have no prompt axis."""
-    shard = bisect.bisect_right(self._ends, index)
-    if self._last_read is None or self._last_read[0] != shard:
-      number = self.numbers[shard]
-      graded = from_shard(number, *self._store.read(number)).graded
-      assert graded is not None  # a store has graded batches only
-      self._last_read = (shard, graded)
-    graded = self._last_read[1]
-    batch = graded.train
-    size = batch.rewards.shape[1]
-    row = index - (self._ends[shard] - len(batch.rewards))
-    group = jax.tree.map(lambda x: x[row], batch)
-    pad_token, S, T, has_routes = self._form
-    left = S - batch.prompts.tokens.shape[1]
-    right = [(0, 0), (0, T - batch.tokens.shape[2])]
-    of_token = [(0, 0)] * 2  # of routes: layers, experts
-    tokens: Any = np.pad(group.prompts.tokens, (left, 0), constant_values=pad_token)
-    sampled = group.sampled_logprobs
-    behavior_logprobs = group.behavior_logprobs if sampled is None else sampled
-    padded = dataclasses.replace(
-      group,
-      prompts=Prompts(tokens=tokens, lengths=group.prompts.lengths),
-      tokens=np.pad(group.tokens, right, constant_values=pad_token),
-      mask=np.pad(group.mask, right),
-      behavior_logprobs=np.pad(behavior_logprobs, right),
-      sampled_logprobs=None,
-      token_versions=None,  # of another run's policies
-      turns=None if group.turns is None else np.pad(group.turns, right),
-      turn_scores=None
-      if group.turn_scores is None
-      else np.pad(group.turn_scores, right, constant_values=np.nan),
-      routes=np.pad(group.routes, [*right, *of_token]) if has_routes else None,
-      prompt_routes=np.pad(group.prompt_routes, [(left, 0), *of_token]) if has_routes else None,
-    )
-    samples = graded.samples[row * size : (row + 1) * size]
-    return Graded(padded, tokens=0, prompts=0, statistics={}, samples=samples)
+  def _read_group(self, index: int) -> Group:
+    """Reads one group, with this run's padding, and without what belongs to another run's."""
+    batch = bisect.bisect_right(self._ends, index)
+    if self._last_read is None or self._last_read[0] != batch:
+      self._last_read = batch, self._store.read(self.numbers[batch])[0]
+    groups = self._last_read[1]
+    group = groups[index - (self._ends[batch] - len(groups))]
+    arrays = dict(group.arrays)
+    arrays["behavior_logprobs"] = arrays.pop("sampled_logprobs", arrays["behavior_logprobs"])
+    arrays.pop("token_versions", None)  # of another run's policies
+    if not self._has_routes:
+      arrays.pop("routes", None)
+      arrays.pop("prompt_routes", None)
+    return group._replace(arrays=pad(arrays, **self._padding), source=0)
 
 
 def _name_routes(kinds: set[tuple[int, ...] | None]) -> str:

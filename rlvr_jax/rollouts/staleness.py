@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlvr_jax.ops.checks import check_integer
+from rlvr_jax.rollouts.group import join
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.places import parse_path
 
@@ -134,8 +135,11 @@ class RecordedRun:
     number, drawn = self._draws[draw]
     if drawn.token_versions is not None:
       return decode_versions(drawn.token_versions)
-    arrays = self._store.read(number).arrays
-    return arrays.get("token_versions", arrays["versions"][:, None, None])
+    groups, _ = self._store.read(number)
+    if all("token_versions" in group.arrays for group in groups):
+      return join(groups)["token_versions"]
+    oldest = [min(group.versions, default=-1) for group in groups]
+    return np.array(oldest, np.int32)[:, None, None]
 
 
 def encode_versions(versions: np.ndarray) -> list[Any]:

@@ -136,6 +136,11 @@ class Bucket:
       headers, data = self._call("GET", "b/{}/o/{}", *self._key(name), alt="media")
     return data, int(headers["X-Goog-Generation"])
 
+  def read_start(self, name: str, size: int) -> bytes:
+    """Reads so many bytes of an object from its beginning on; all if it is shorter."""
+    with _explain_errors(f"{self.url}/{name}"):
+      return self._system.cat_file("/".join(self._key(name)), start=0, end=size)
+
   def put(
     self,
     name: str,

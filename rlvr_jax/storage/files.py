@@ -44,7 +44,7 @@ def path_within(folder: pathlib.Path, name: str) -> pathlib.Path:
 
   Args:
     folder: on this machine.
-    name: such as "metrics.jsonl" or "rollouts/index.jsonl"; of an object, or in a record.
+    name: such as "metrics.jsonl" or "rollouts/00000000.json"; of an object, or in a record.
   Raises:
     ForeignNameError: the name is absolute or has an empty part, "." or "..".
   """
@@ -202,10 +202,11 @@ def replace_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def replace_path(path: pathlib.Path) -> Iterator[pathlib.Path]:
+def replace_path(path: pathlib.Path, *, durable: bool = True) -> Iterator[pathlib.Path]:
   """As `replace_file`, for libraries that need a path; an error removes the temporary file.
 
-  At the end of the context the new file is durable: it survives a crash of the machine.
+  At the end of the context the new file is durable, unless that is not asked for: it survives a
+  crash of the machine.
   """
   temporary = path.with_name(path.name + TEMPORARY)
   if temporary.is_symlink():  # which the library would follow
@@ -213,10 +214,12 @@ def replace_path(path: pathlib.Path) -> Iterator[pathlib.Path]:
   try:
     with report_full_disk(path):
       yield temporary
-      with open(temporary, "rb+") as file:
-        os.fsync(file.fileno())
+      if durable:
+        with open(temporary, "rb+") as file:
+          os.fsync(file.fileno())
       temporary.replace(path)
-      sync_folder(path.parent)
+      if durable:
+        sync_folder(path.parent)
   except BaseException:
     temporary.unlink(missing_ok=True)
     raise

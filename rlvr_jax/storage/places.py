@@ -120,10 +120,6 @@ class LocalFiles:
   def exists(self, name: str) -> bool:
     return path_within(self._folder, name).exists()
 
-  def sizes(self) -> dict[str, int] | None:
-    """Bytes of the files by name if equal sizes prove that a file is intact; on a disk, None."""
-    return None
-
   def open_to_write(self, name: str) -> contextlib.AbstractContextManager[pathlib.Path]:
     """Context with a path to write to; its file replaces `name` at the end."""
     return replace_path(path_within(self._folder, name))
@@ -131,6 +127,15 @@ class LocalFiles:
   def open_to_read(self, name: str) -> contextlib.AbstractContextManager[pathlib.Path]:
     """Context with a path to read from."""
     return contextlib.nullcontext(path_within(self._folder, name))
+
+  def read_start(self, name: str, size: int) -> bytes:
+    """Reads so many bytes of a file from its beginning on; all if it is shorter."""
+    with open(path_within(self._folder, name), "rb") as file:
+      return file.read(size)
+
+  def size(self, name: str) -> int:
+    """Bytes of a file."""
+    return path_within(self._folder, name).stat().st_size
 
   def delete(self, name: str) -> None:
     """Removes a file, if it exists."""
@@ -161,10 +166,6 @@ class BucketFiles:
   def exists(self, name: str) -> bool:
     return self._bucket.exists(name)
 
-  def sizes(self) -> dict[str, int]:
-    """Bytes of the files by name; equal sizes prove that an object is as it was written."""
-    return self._bucket.sizes()
-
   @contextlib.contextmanager
   def open_to_write(self, name: str) -> Iterator[pathlib.Path]:
     """Context with a path to write to; its file is stored at the end and never replaces another."""
@@ -181,6 +182,12 @@ class BucketFiles:
         path.write_bytes(self._bucket.read(name))
       yield path
 
+  def read_start(self, name: str, size: int) -> bytes:
+    return self._bucket.read_start(name, size)
+
+  def size(self, name: str) -> int:
+    return self._bucket.sizes(name)[name]
+
   def delete(self, name: str) -> None:
     self._bucket.delete(name)
 
@@ -191,51 +198,6 @@ class BucketFiles:
     self._bucket.put(target, self._bucket.read(name), generation=0)
     self._bucket.delete(name)
     return parse_path("", f"{self._bucket.url}/{target}")
-
-
-# --- appended lines -------------------------------------------------------------------------------
-
-
-class LocalTail:
-  """Reads the lines that another process appends to a file.
-
-  Attributes:
-    size: bytes read so far.
-  """
-
-  def __init__(self, path: pathlib.Path):
-    self._path = path
-    self.size = 0
-
-  def is_empty(self) -> bool:
-    """Whether the file has no bytes."""
-    return not self._path.stat().st_size
-
-  def read_new(self) -> bytes:
-    """Reads the complete lines since the last call; the rest is being written, or torn."""
-    with open(self._path, "rb") as file:
-      file.seek(self.size)
-      data = file.read()
-    data = data[: data.rfind(b"\n") + 1]
-    self.size += len(data)
-    return data
-
-
-class BucketTail:
-  """Reads the lines that another process appends to a file in a bucket; methods as `LocalTail`."""
-
-  def __init__(self, bucket: Bucket, name: str):
-    self._bucket = bucket
-    self._name = name
-    self._next_segment = 0
-
-  def is_empty(self) -> bool:
-    return not self._bucket.names(f"{self._name}/")
-
-  def read_new(self) -> bytes:
-    segments = self._bucket.segments(self._name, first=self._next_segment)
-    self._next_segment = segments[-1].number + 1 if segments else self._next_segment
-    return b"".join(segment.data for segment in segments)
 
 
 # --- workdirs -------------------------------------------------------------------------------------
@@ -291,7 +253,7 @@ class Workdir:
       self._mirror.publish(*names)
 
   def follow(self, path: pathlib.Path) -> None:
-    """Publishes, within some seconds, a file of lines that has grown or was removed.
+    """Publishes, within some seconds, a file that is new, has grown or was removed.
 
     Returns at once. A failed upload is retried, until `publish` or `close` raises its error.
     """
@@ -367,10 +329,11 @@ class _Mirror:
     path = path_within(self._local, name)
     try:
       file = open(path, "rb")
-    except FileNotFoundError:  # such as the journal of a batch that is now in the store
+    except FileNotFoundError:  # such as a group of a batch that is now in the store
       if name in self._lines:
-        self._lines[name].remove()
-        del self._lines[name]
+        self._lines.pop(name).remove()
+      elif path.suffix != ".jsonl":
+        self._bucket.delete(name)
       return
     with file:
       if path.suffix == ".jsonl":
@@ -428,8 +391,3 @@ def open_files(folder: pathlib.Path, workdir: Workdir | None = None) -> LocalFil
   if bucket is None:
     return LocalFiles(folder)
   return BucketFiles(bucket, workdir.local.parent if workdir else None)
-
-
-def open_tail(path: pathlib.Path) -> LocalTail | BucketTail:
-  """A reader of the lines appended to a file; `path`: from `parse_path`."""
-  return BucketTail(Bucket(path.parent), path.name) if in_bucket(path) else LocalTail(path)

@@ -17,7 +17,7 @@ import numpy as np
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.precision import with_matmul_precision
-from rlvr_jax.rollouts.batch import Graded, RolloutBatch, from_shard, read_batch
+from rlvr_jax.rollouts.batch import Graded, RolloutBatch, from_groups, read_batch
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.reporting.progress import progress
 from rlvr_jax.train.session import open_session
@@ -76,20 +76,20 @@ def contents_of(batch: RolloutBatch) -> Graded:
 
 
 def read_recorded_batch(place: str) -> TrainBatch:
-  """A batch of FILE.array_record, or of a run's store and a number, STORE:NUMBER.
+  """A batch of FILE.safetensors, or of a run's store and a number, STORE:NUMBER.
 
   Raises:
     ValueError: `place` is neither.
   """
-  if place.endswith(".array_record"):
+  if place.endswith(".safetensors"):
     return read_batch(pathlib.Path(place))
   directory, _, number = place.rpartition(":")
   if not number.isdigit():
     raise ValueError(
-      f"rollouts = {place!r}: give FILE.array_record, or a store and a batch, STORE:NUMBER"
+      f"rollouts = {place!r}: give FILE.safetensors, or a store and a batch, STORE:NUMBER"
     )
   store = RolloutStore(directory, writable=False)
-  batch = contents_of(from_shard(int(number), *store.read(int(number)))).train
+  batch = contents_of(from_groups(int(number), *store.read(int(number)))).train
   return dataclasses.replace(batch, sources=None)
 
 

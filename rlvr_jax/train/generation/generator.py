@@ -24,13 +24,13 @@ from rlvr_jax.rollouts.batch import (
   Position,
   RolloutBatch,
   append_recorded,
-  from_shard,
+  from_groups,
   grades_future,
   may_finish,
   mean_solve_rate,
   sampled_places,
   solve_rates,
-  to_shard,
+  to_groups,
   with_oldest_versions,
 )
 from rlvr_jax.rollouts.collect import Collector
@@ -167,7 +167,7 @@ class Generator:
     live = [] if parts.config.fleet.samplers else parts.sources.live
     recorded = parts.schedule.recorded
     has_versions = recorded.has_several if recorded else parts.config.fleet.new_weights != FINISH
-    self._streams = Streams(live, collector, store.journal(), has_versions=has_versions)
+    self._streams = Streams(live, collector, store, has_versions=has_versions)
     # If all groups are recorded, no problem is drawn, but the position is saved.
     self._problems = problem_draws(
       parts.task.train, batch_size=max(parts.sources.num_live, 1), seed=parts.config.seed
@@ -313,7 +313,7 @@ class Generator:
     The first process reads the store; all processes get the same state.
     """
     damage: str | None = None
-    if multihost.is_first() and self.number in self._store.numbers():
+    if multihost.is_first() and self.number in self._store:
       try:
         self._store.read(self.number)
         damage = ""
@@ -339,7 +339,7 @@ class Generator:
     if stored.damage:
       self._set_aside(number, stored.damage)
       return None
-    batch = from_shard(number, *self._store.read(number))
+    batch = from_groups(number, *self._store.read(number))
     if policy is not None:
       for version, fingerprint in batch.fingerprints.items():
         expected = replayed.get(version, policy)
@@ -372,7 +372,7 @@ class Generator:
     shaped_by_outcome = bool(shaped_outcomes(parts.outcome_policy)) or scores_partly(
       parts.config.environment.name, parts.outcome_policy
     )
-    arrays, info, samples = to_shard(
+    groups, info = to_groups(
       batch,
       tokenizer=parts.config.tokenizer,
       truncated=sources.truncated,
@@ -386,7 +386,7 @@ class Generator:
     draws = info["after"]["draws"]
 
     def write() -> None:
-      self._store.append(batch.number, arrays, info, samples)
+      self._store.write(batch.number, groups, info)
       self._streams.forget(before=draws)
 
     multihost.run_on_first(write, None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,8 +15,10 @@ from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import BatchInFlight, Flight, PolicySnapshot
 from rlvr_jax.rollouts.collect import Collector, serve_graded
 from rlvr_jax.rollouts.engine import NOT_SAMPLED, Usage
-from rlvr_jax.rollouts.journal import GroupJournal, from_json
+from rlvr_jax.rollouts.group import Group as StoredGroup
+from rlvr_jax.rollouts.group import decode, encode
 from rlvr_jax.rollouts.serve import ChangingWeights, Group, OneVersion, Request, make_requests
+from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.generation.new_weights import (
@@ -39,7 +41,7 @@ class Streams:
     self,
     sources: Sequence[Source],
     collector: Collector,
-    journal: GroupJournal,
+    store: RolloutStore,
     *,
     has_versions: bool = False,
   ):
@@ -47,10 +49,10 @@ class Streams:
 
     Args:
       sources: without recorded ones.
-      collector, journal: of the run.
+      collector, store: of the run.
       has_versions: whether weights change within responses, so that each token has its version.
     """
-    self._sources, self._collector, self._journal = sources, collector, journal
+    self._sources, self._collector, self._store = sources, collector, store
     self._has_versions = has_versions
     self.usage = collector.usage()  # of all streams so far
     # With `has_versions`, by version: those that have sampled tokens of unfinished batches. Without
@@ -63,7 +65,7 @@ class Streams:
   ) -> list[list[Request[Flight]]]:
     """Requests for every source's share of a draw of prompts.
 
-    Groups that a killed process has sampled with this policy are in the journal: they join the
+    Groups that a killed process has sampled with this policy are in the store: they join the
     flight, and are not requested.
 
     Args:
@@ -75,7 +77,7 @@ class Streams:
     """
     if self._has_versions:
       self._use(policy)
-    self._take_journaled(flight, policy, draw)
+    self._take_stored(flight, policy, draw)
     pending, start = [], 0
     for index, source in enumerate(self._sources):
       share = slice(start, start + source.prompts)
@@ -89,15 +91,18 @@ class Streams:
     return pending
 
   def forget(self, *, before: int) -> None:
-    """Removes the journal of draws with a lower number: their batches are in the store."""
-    self._journal.forget(before=before)
+    """Removes the groups of draws with a lower number: their batches are in the store."""
+    self._store.forget_groups(before)
 
-  def _take_journaled(self, flight: Flight, policy: PolicySnapshot, draw: int) -> None:
-    nothing: list[dict[str, Any]] = []
-    read = lambda: self._journal.read(draw, policy.fingerprint())
-    lines = multihost.exchange(multihost.run_on_first(read, nothing))[0]
-    for line in lines:
-      group = from_json(line, flight)
+  def _take_stored(self, flight: Flight, policy: PolicySnapshot, draw: int) -> None:
+    def read() -> str:
+      groups = self._store.read_groups(draw).values()
+      of_policy = [g for g in groups if [*g.versions.values()] == [policy.fingerprint()]]
+      return base64.b64encode(encode(of_policy, {})).decode()
+
+    text = multihost.exchange(multihost.run_on_first(read, ""))[0]
+    for stored in decode(base64.b64decode(text))[0]:
+      group = _from_stored(stored, flight)
       versions = with_version(group, policy.version) if self._has_versions else None
       self._collector.add(group._replace(token_versions=versions))
 
@@ -144,7 +149,6 @@ class Streams:
       After every burst, the batches that it has completed, in order.
     """
     stream = _Stream(batches)
-    record = functools.partial(self._record, stream)
     progress = _Progress(total, self.usage)
     for index, source in enumerate(self._sources):
       assert source.engine is not None  # a source without one is recorded
@@ -158,7 +162,7 @@ class Streams:
         stream.pull(index),
         self._collector,
         self.usage,
-        record,
+        functools.partial(self._record, stream, index),
         changing,
       ):
         progress.after(finished, source.engine.settings.slots)
@@ -185,18 +189,15 @@ class Streams:
       return RecordedWeights(new_weights, stream.draw_of, load, self._use)
     return NewestWeights(new_weights, policy, load, self._decode_with)
 
-  def _record(self, stream: _Stream, groups: list[Group[Flight]]) -> None:
-    """Writes finished groups of the batches that have begun into the journal.
+  def _record(self, stream: _Stream, source: int, groups: list[Group[Flight]]) -> None:
+    """Writes finished groups of the batches that have begun into the store.
 
     Those of several versions are left out: after a kill their policies may not be there.
     """
     for batch in stream.begun if multihost.is_first() else ():
-      by_policy: dict[int, tuple[PolicySnapshot, list[Group[Flight]]]] = {}
       for group in groups:
         if group.owner is batch.flight and (policy := self._only_policy(group, batch)) is not None:
-          by_policy.setdefault(policy.version, (policy, []))[1].append(group)
-      for policy, finished in by_policy.values():
-        self._journal.append(batch.draw, policy.fingerprint(), finished)
+          self._store.write_group(_to_stored(group, batch.draw, source, policy))
 
   def _only_policy(self, group: Group[Flight], batch: BatchInFlight) -> PolicySnapshot | None:
     """The policy that has sampled all of a group; None if there are several."""
@@ -206,6 +207,26 @@ class Streams:
     if not versions:  # of another run's policy
       return batch.snapshot
     return self.policies[versions.pop()] if len(versions) == 1 else None
+
+
+def _to_stored(group: Group, draw: int, source: int, policy: PolicySnapshot) -> StoredGroup:
+  """A finished group, not graded yet, as the store has it."""
+  about = ("owner", "prompt_index", "details")
+  return StoredGroup(
+    draw=draw,
+    index=group.prompt_index,
+    source=source,
+    versions={policy.version: policy.fingerprint()},
+    arrays={k: v for k, v in group._asdict().items() if k not in about and v is not None},
+    samples=[{"detail": detail} for detail in group.details or ()],
+    measured={},
+  )
+
+
+def _from_stored(stored: StoredGroup, owner: Flight) -> Group[Flight]:
+  """The inverse of `_to_stored`."""
+  details = [sample["detail"] for sample in stored.samples] or None
+  return Group(owner=owner, prompt_index=stored.index, details=details, **stored.arrays)
 
 
 def source_key(seed: int, draw: int, index: int) -> Array:

@@ -487,7 +487,7 @@ def raise_non_finite(
   update: DispatchedUpdate, values: Mapping[str, float], workdir: pathlib.Path
 ) -> NoReturn:
   """Raises NonFiniteError after writing the update's batch into the workdir."""
-  path = workdir / f"nonfinite_batch_{update.step}.array_record"
+  path = workdir / f"nonfinite_batch_{update.step}.safetensors"
   if multihost.is_first():
     write_batch(path, update.batch)
   raise NonFiniteError(
