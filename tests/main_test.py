@@ -308,7 +308,7 @@ def test_nonfinite_updates_are_skipped_and_too_many_end_the_run(tmp_path):
   train_records = tiny.records(workdir, "train")
   skipped = [record["update/skipped_in_a_row"] for record in train_records]
   assert skipped[0] == 0 and skipped[-2:] == [1, 2]
-  saved = read_batch(workdir / f"nonfinite_batch_{train_records[-1]['step']}.array_record")
+  saved = read_batch(workdir / f"nonfinite_batch_{train_records[-1]['step']}.safetensors")
   assert saved.tokens.shape == (8, 4, 4) and saved.prompts.tokens.shape == (8, 8)
   assert saved.mask.sum() > 0 and saved.lags is not None
 

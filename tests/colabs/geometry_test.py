@@ -14,7 +14,7 @@ from colabs import notebooks
 from rlvr_jax.colab import geometry
 from rlvr_jax.colab.display import COLORS
 from rlvr_jax.evaluate.geometry_plots import Measurement, apply_salt
-from rlvr_jax.rollouts.batch import Graded, Position, RolloutBatch, to_shard
+from rlvr_jax.rollouts.batch import Graded, Position, RolloutBatch, to_groups
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.reporting.writer import MetricWriter
 from rlvr_jax.types import Prompts, TrainBatch
@@ -60,7 +60,7 @@ def run(tmp_path):
       graded=Graded(train, tokens=6, prompts=2, statistics={}, samples=samples),
       position=Position(number + 1, number + 1, -1, {}),
     )  # fmt: skip
-    store.append(number, *to_shard(batch))
+    store.write(number, *to_groups(batch))
   store.close()
   return geometry.Run(str(tmp_path), [measurement(0), measurement(2)])
 

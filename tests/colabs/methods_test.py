@@ -96,6 +96,6 @@ def test_a_batch_is_counted_by_successes():
 
 def test_a_place_of_rollouts_is_a_file_or_a_numbered_batch():
   with pytest.raises(
-    ValueError, match=r"rollouts = 'a/store': give FILE.array_record, or a store and"
+    ValueError, match=r"rollouts = 'a/store': give FILE.safetensors, or a store and"
   ):
     same_rollouts.read_recorded_batch("a/store")

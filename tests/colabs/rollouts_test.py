@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from rlvr_jax.colab import first_run, rollouts, runs
 from rlvr_jax.evaluate.pass_at_k import wilson_interval
-from rlvr_jax.rollouts.batch import Graded, Position, RolloutBatch, to_shard
+from rlvr_jax.rollouts.batch import Graded, Position, RolloutBatch, to_groups
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.types import Prompts, TrainBatch
 
@@ -56,7 +56,7 @@ def workdir(tmp_path_factory):
       fingerprint="f",
       position=Position(number + 1, number + 1, -1, {}),
     )
-    store.append(number, *to_shard(batch))
+    store.write(number, *to_groups(batch))
   store.close()
   return folder
 

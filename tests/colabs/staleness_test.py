@@ -14,6 +14,7 @@ from rlvr_jax.colab import toy as toys
 from rlvr_jax.colab.toy import Recipe
 from rlvr_jax.losses import ppo_clip
 from rlvr_jax.rollouts import staleness as schedules
+from rlvr_jax.rollouts.group import Group
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.setup.build import build
 
@@ -86,17 +87,20 @@ def test_the_fleet_of_the_notebook_is_one():
 
 def test_who_sampled_what(tmp_path):
   """A batch of two groups, of two samplers; the second response goes on under newer weights."""
-  arrays = dict(
-    tokens=np.zeros((2, 1, 3), np.int32),
-    versions=np.array([0, 1], np.int32),
-    token_versions=np.array([[[0, 0, -1]], [[1, 2, 2]]], np.int32),
-  )
+  of_tokens = np.array([[[0, 0, -1]], [[1, 2, 2]]], np.int32)
+  versions = [{0: "f"}, {1: "g", 2: "h"}]
   samples = [dict(tokens=2, sampler="a"), dict(tokens=3, sampler="b")]
+  plain = [
+    Group(0, p, 0, versions[p], {"tokens": np.zeros((1, 3), np.int32)}, [samples[p]], {})
+    for p in range(2)
+  ]
+  several = [
+    group._replace(arrays=group.arrays | {"token_versions": of_group})
+    for group, of_group in zip(plain, of_tokens, strict=True)
+  ]
   with RolloutStore(tmp_path / "rollouts", writable=True) as store:
-    store.append(
-      0, {name: x for name, x in arrays.items() if name != "token_versions"}, {}, samples
-    )
-    store.append(1, arrays, {}, samples)
+    store.write(0, plain, {})
+    store.write(1, several, {})
   sampled = staleness.load_sampled(tmp_path)
   assert sampled.versions[0].tolist() == [[0, 0, -1], [1, 1, 1]]  # a version per group
   assert sampled.versions[1].tolist() == [[0, 0, -1], [1, 2, 2]]

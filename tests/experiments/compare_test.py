@@ -57,7 +57,7 @@ def test_methods_agree_and_differ_where_they_must(module, tmp_path):
   assert now["dr_grpo"]["advantage/mass_ratio"] == pytest.approx(1.0, rel=1e-4)
   for name in ("compare.md", "compare.json", "cosines_lag_0.png", "cosines_lag_3.png"):
     assert (tmp_path / name).stat().st_size > 0
-  again = read_batch(tmp_path / "rollouts.array_record")
+  again = read_batch(tmp_path / "rollouts.safetensors")
   assert again.tokens.shape == (16, 8, 4)
   stored = same_rollouts.read_recorded_batch(
     f"{tmp_path}/training/rollouts:2"

@@ -19,12 +19,12 @@ from rlvr_jax.rollouts.batch import (
   Position,
   RolloutBatch,
   append_recorded,
-  batch_from_arrays,
-  batch_to_arrays,
-  from_shard,
+  from_groups,
   mean_solve_rate,
   solve_rates,
-  to_shard,
+  split,
+  to_groups,
+  to_train_batch,
 )
 from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
 from rlvr_jax.rollouts.serve import Group
@@ -32,7 +32,6 @@ from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.types import Prompts, TrainBatch
 
 P, G, T = 2, 2, 5
-ARRAYS = batch_to_arrays(make_host_batch(np.ones((1, 1, 1))))
 
 
 def _groups():
@@ -221,8 +220,8 @@ def test_valid_rollouts_survive_a_store(tmp_path):
   versions, position = np.zeros(P, np.int32), Position(8, 8, -1, {})
   batch = RolloutBatch(number=7, version=0, versions=versions, position=position, graded=graded)
   with contextlib.closing(RolloutStore(tmp_path / "rollouts", writable=True)) as store:
-    store.append(7, *to_shard(batch))
-    again = from_shard(7, *store.read(7)).graded.train
+    store.write(7, *to_groups(batch))
+    again = from_groups(7, *store.read(7)).graded.train
   assert not again.valid.all()
   np.testing.assert_array_equal(again.valid, graded.train.valid)
 
@@ -236,10 +235,10 @@ def test_dynamic_sampling_keeps_the_sources_shares():
   np.testing.assert_array_equal(kept.train.sources, [0, 1])
 
 
-def test_a_batch_survives_the_way_through_nested_dicts():
+def test_a_batch_survives_its_way_through_groups():
   graded, _ = _collect(GRADES)
   assert not graded.train.valid.all()
-  again = batch_from_arrays(batch_to_arrays(graded.train))
+  again = to_train_batch(split(graded.train))
   assert again.reference_logprobs is None
   for field in ("tokens", "mask", "behavior_logprobs", "rewards", "correct", "valid", "solve_rate"):
     np.testing.assert_array_equal(getattr(again, field), getattr(graded.train, field))

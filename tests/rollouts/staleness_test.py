@@ -222,15 +222,14 @@ def test_versions_that_no_queue_gives_are_refused(versions, message):
 
 
 def test_a_batch_of_several_versions_is_sampled_when_the_newest_is_there(tmp_path):
-  rewards = {"rewards": np.zeros((1, 2), np.float32)}
   several = [[0], [0], [0, 1, 2], [1, 3], [2, 3], [5]]
   drawn = staleness.Drawn(0, {}, 0, burst_steps=16, slots=4, new_weights="switch")
   with RolloutStore(tmp_path / "rollouts", writable=True) as store:
     for number, (oldest, *others) in enumerate(several):
       info = {"version": oldest, "others": dict.fromkeys(map(str, others), "f")}
-      store.append(number, rewards, info | {"drawn": drawn._replace(draw=number)._asdict()})
+      store.write(number, [], info | {"drawn": drawn._replace(draw=number)._asdict()})
     without = {"version": 5, "others": {"6": "f"}}
-    store.append(6, rewards, without)
+    store.write(6, [], without)
   schedule = simulated(max_lag=2, updates=6, recorded=str(tmp_path))
   assert plan(schedule, 6) == [(0, 0), (1, 0), (2, 2), (3, 3), (4, 3), (5, 5)]
   assert [schedule.refreshes(t) for t in range(6)] == [True] * 4 + [False, True]
@@ -253,8 +252,8 @@ def test_groups_that_dynamic_sampling_drops_have_versions_too(tmp_path):
   assert draws[0]["token_versions"] == [[[0, 2], [0, 1, 2, 2]], [[0, 3], [0, 1, -1, 1, 0, 1]]]
   with RolloutStore(tmp_path / "rollouts", writable=True) as store:
     for number in range(2):
-      store.append(number, {"versions": np.zeros(2, np.int32)}, {"version": 0})
-    store.append(2, {"versions": np.zeros(2, np.int32)}, {"version": 0, "drawn": draws})
+      store.write(number, [], {"version": 0})
+    store.write(2, [], {"version": 0, "drawn": draws})
   recorded = simulated(max_lag=2, updates=3, recorded=str(tmp_path)).recorded
   assert recorded.versions == [[0], [0], [0, 1, 2]]
   np.testing.assert_array_equal(recorded.token_versions(0)[..., :3], first)
@@ -264,14 +263,14 @@ def test_groups_that_dynamic_sampling_drops_have_versions_too(tmp_path):
 
 
 def test_a_recorded_run_is_replayed_exactly(tmp_path):
-  """Whatever the seed; the index still lists a deleted batch, and one that was sampled again."""
-  recorded, rewards = [0, 0, 0, 1, 3, 3], {"rewards": np.zeros((1, 2), np.float32)}
+  """Whatever the seed; the store still knows a deleted batch, and one that was sampled again."""
+  recorded = [0, 0, 0, 1, 3, 3]
   with RolloutStore(tmp_path / "rollouts", writable=True) as store:
     for number, version in enumerate([0, 0, 0, 1, 2, 3]):
-      store.append(number, rewards, {"version": version})
+      store.write(number, [], {"version": version})
     store.remove(1)
     store.set_aside(4)
-    store.append(4, rewards, {"version": 3})
+    store.write(4, [], {"version": 3})
   for seed, updates in [(0, 6), (1, 6), (0, 4)]:
     schedule = simulated(seed, max_lag=2, updates=updates, recorded=str(tmp_path))
     assert plan(schedule, updates) == list(enumerate(recorded))[:updates]

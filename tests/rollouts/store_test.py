@@ -20,7 +20,6 @@ from rlvr_jax.rollouts.store import (
   StoreError,
   TornShardError,
 )
-from rlvr_jax.storage.files import DiskFullError
 
 
 def make_group(seed, draw=0, index=0, size=6):
@@ -399,7 +398,7 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path, writable):
 
 
 @pytest.mark.parametrize("writable", [False, True])
-@pytest.mark.parametrize("name", ["index.jsonl", "00000003.array_record"])
+@pytest.mark.parametrize("name", ["index.jsonl", "00000003.safetensors"])
 def test_a_store_of_the_former_format_is_refused_by_name(tmp_path, writable, name):
   (tmp_path / name).write_text("{}")
   with pytest.raises(StoreError, match=rf"former format .*{name}.*version of rlvr_jax that wrote"):

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import json
 import pathlib
 import threading
 import time
@@ -11,18 +10,15 @@ import numpy as np
 import pytest
 
 from rlvr_jax.evaluate.run_files import read_metrics
-from rlvr_jax.rollouts.journal import from_json
-from rlvr_jax.rollouts.serve import Group
-from rlvr_jax.rollouts.store import INDEX, RolloutStore, TornShardError
+from rlvr_jax.rollouts.group import Group
+from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
 from rlvr_jax.storage import places
 from rlvr_jax.storage.bucket import Bucket, ChangedError, UnreachableError
 from rlvr_jax.storage.files import (
   ForeignNameError,
   JsonLines,
-  parse_checked_line,
   path_within,
   replace_file,
-  with_crc32,
 )
 from rlvr_jax.storage.places import Workdir, open_files
 from rlvr_jax.storage.shared import DiskFiles
@@ -186,26 +182,18 @@ def test_objects_of_a_bucket_do_not_leave_the_staging_folder(url, name, tmp_path
   assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
 
 
-def test_an_index_of_a_foreign_store_names_no_file(tmp_path, url):
-  secret = tmp_path / "secret"
-  for folder in (tmp_path / "rollouts", f"{url}/rollouts"):
-    workdir = Workdir(url) if str(folder).startswith("gs") else None
-    with RolloutStore(folder, writable=True, workdir=workdir) as store:
-      store.append(0, *batch(0))
-      local = store.local
-    record = parse_checked_line((local / INDEX).read_bytes())
-    for fields in ({"file": str(secret)}, {"file": "../../secret"}, {"number": "../../secret"}):
-      (local / INDEX).write_text(json.dumps(with_crc32(record | fields)) + "\n")
-      if workdir:
-        workdir.publish()
-      assert_has(RolloutStore(folder, writable=False), [0])
-    assert not secret.exists()
+def test_names_in_a_foreign_store_reach_no_file_outside(url, names):
+  for name in ("../../out", "x/../../../out", "../00000000.000000.safetensors"):
+    Bucket(f"{url}/rollouts/groups").put(name, b"theirs")
+  with opened(url) as workdir:
+    with RolloutStore(f"{url}/rollouts", writable=True, workdir=workdir) as store:
+      assert store.read_groups(0) == {}
+    assert [path.name for path in workdir.local.parent.rglob("*") if path.is_file()] == []
 
 
 def test_there_is_one_way_from_a_name_to_a_path():
   """In the rooms that read foreign names, a path is joined with names of our own alone."""
   rooms = [*(ROOT / "storage").glob("*.py"), ROOT / "rollouts" / "store.py"]
-  rooms += [ROOT / "rollouts" / "journal.py"]
   found = {}
   for file in rooms:
     tree = ast.parse(file.read_text())
@@ -361,16 +349,22 @@ def test_staging_folders_of_killed_processes_are_removed(url, tmp_path, monkeypa
 # --- rollouts -------------------------------------------------------------------------------------
 
 
+def make_group(draw, index=0):
+  arrays = {"tokens": np.random.default_rng(draw).integers(0, 9, (3, 4)).astype(np.int32)}
+  return Group(draw, index, 0, {0: "f"}, arrays, [], {})
+
+
 def batch(number):
-  rng = np.random.default_rng(number)
-  return {"tokens": rng.integers(0, 9, (2, 3, 4)).astype(np.int32)}, {"version": number}
+  return [make_group(number), make_group(number, 1)], {"version": number}
 
 
 def assert_has(store, numbers):
   assert store.numbers() == numbers
   for number in numbers:
-    arrays, info, _ = store.read(number)
-    assert np.array_equal(arrays["tokens"], batch(number)[0]["tokens"])
+    groups, info = store.read(number)
+    for group, expected in zip(groups, batch(number)[0], strict=True):
+      assert group._replace(arrays={}) == expected._replace(arrays={})
+      assert np.array_equal(group.arrays["tokens"], expected.arrays["tokens"])
     assert info == batch(number)[1] and store.info(number)["version"] == number
 
 
@@ -381,76 +375,80 @@ def test_rollouts_in_a_bucket(url, folder, names, emulator):
       of_run = RolloutStore(place, writable=False, workdir=other)  # another process of the run
       assert of_run.numbers() == []
       for number in range(3):
-        store.append(number, *batch(number))
+        store.write(number, *batch(number))
       with pytest.raises(ValueError, match="is not overwritten"):
-        store.append(0, *batch(0))
-      assert len(names()) == 3  # one object each, and no index yet
+        store.write(0, *batch(0))
+      assert names() == [f"rollouts/{number:08d}.safetensors" for number in range(3)]
       assert_has(of_run, [0, 1, 2])
       assert_has(RolloutStore(place, writable=False), [0, 1, 2])
-      workdir.publish()
-      assert_has(of_run, [0, 1, 2])
-      store.append(3, *batch(3))
-    killed = workdir.local  # what was not published is lost with the machine
-    workdir.publish = lambda: None
-  assert not killed.exists()
+      size = len(emulator.objects[f"{folder}/rollouts/00000001.safetensors"].data)
+      assert store.info(1) == {"version": 1, "bytes": size}
+      store.write(3, *batch(3))
+    workdir.publish = lambda: None  # it is lost with the machine
   with opened(url) as workdir, RolloutStore(place, writable=True, workdir=workdir) as store:
     assert_has(store, [0, 1, 2, 3])
     before = len(emulator.requests)
     assert not [*store.find_damaged(range(4))] and len(emulator.requests) == before + 1
     store.remove(0, 1)
     assert not [*store.find_damaged(range(4))]
-    lost = emulator.objects.pop(f"{folder}/rollouts/00000003.array_record")
+    lost = emulator.objects.pop(f"{folder}/rollouts/00000003.safetensors")
     assert [*store.find_damaged(range(5))] == [3, 4]
-    emulator.objects[f"{folder}/rollouts/00000003.array_record"] = lost
-    emulator.damage(f"{folder}/rollouts/00000002.array_record")
+    emulator.objects[f"{folder}/rollouts/00000003.safetensors"] = lost
+    emulator.damage(f"{folder}/rollouts/00000002.safetensors")
     with pytest.raises(TornShardError, match=rf"batch 2, {place}/00000002.* put back a copy"):
       store.read(2)
     reader = RolloutStore(place, writable=False)
     assert not reader.is_intact(2) and reader.is_intact(3)
+    assert reader.info(0)["removed"] and reader.info(0)["version"] == 0
     store.set_aside(2)
-    workdir.publish = lambda: None
   assert names() == [
-    *("rollouts/00000003.array_record", f"rollouts/{INDEX}/00000000"),
-    *(f"rollouts/{INDEX}/00000001", f"rollouts/{INDEX}/00000002"),
-    "rollouts/torn/00000002.array_record.0",
+    *("rollouts/00000000.json", "rollouts/00000001.json", "rollouts/00000003.safetensors"),
+    "rollouts/torn/00000002.safetensors.0",
   ]
   with opened(url) as workdir, RolloutStore(place, writable=True, workdir=workdir) as store:
     assert_has(store, [3])
     assert store.is_removed(0) and store.is_removed(1) and not store.is_removed(2)
-    store.append(2, *batch(2))
-    assert_has(RolloutStore(place, writable=False), [2, 3])
+    for number in (0, 2):
+      store.write(number, *batch(number))
+    assert_has(RolloutStore(place, writable=False), [0, 2, 3])
+    store.remove(0)
+    assert store.is_removed(0)
 
 
 def test_finished_groups_survive_their_machine(url, names, monkeypatch):
   monkeypatch.setattr(places, "FOLLOW_S", 0.02)
-  arrays = lambda k: (
-    *(np.full((2, 3), k, "i4"), np.full(2, 3, "i4")),
-    *(np.full(2, True), np.full((2, 3), k, "f4")),
-  )
-  group = lambda k: Group(None, k, *arrays(k))
   vanished = Workdir(url)  # it never closes
+  name = "rollouts/groups/{:08d}.{:06d}.safetensors".format
   with RolloutStore(f"{url}/rollouts", writable=True, workdir=vanished) as store:
     for draw in range(2):
-      store.journal().append(draw, "ours", [group(0), group(1)])
-    objects = [f"rollouts/groups/{draw:08d}.jsonl/00000000" for draw in range(2)]
+      for index in range(2):
+        store.write_group(make_group(draw, index))
+    objects = [name(draw, index) for draw in range(2) for index in range(2)]
     wait_until(lambda: names() == objects)
   with opened(url) as workdir:
     with RolloutStore(f"{url}/rollouts", writable=True, workdir=workdir) as store:
-      journal = store.journal()
-      found = [from_json(content, None) for content in journal.read(1, "ours")]
-      for expected, one in zip([group(0), group(1)], found, strict=True):
-        for array, other in zip(expected[2:6], one[2:6], strict=True):
-          assert np.array_equal(array, other) and array.dtype == other.dtype
-      journal.append(1, "ours", [group(2)])
-      wait_until(lambda: names() == [*objects, "rollouts/groups/00000001.jsonl/00000001"])
-      assert not journal.read(1, "another policy's")
-      journal.forget(before=2)
+      found = store.read_groups(1)
+      assert list(found) == [0, 1]
+      assert np.array_equal(found[1].arrays["tokens"], make_group(1).arrays["tokens"])
+      store.write_group(make_group(1, 2))
+      wait_until(lambda: names() == [*objects, name(1, 2)])
+      store.forget_groups(before=1)
+      wait_until(lambda: names() == [name(1, index) for index in range(3)])
+      store.forget_groups(before=2)
   assert names() == []
+
+
+def test_a_bucket_of_the_former_format_is_refused(url):
+  Bucket(f"{url}/rollouts").put("index.jsonl/00000000", b"{}")
+  with pytest.raises(StoreError, match=r"former format of rollouts \(index\.jsonl\)"):
+    RolloutStore(f"{url}/rollouts", writable=False)
+  with pytest.raises(StoreError, match="does not exist"):
+    RolloutStore(f"{url}/elsewhere", writable=False)
 
 
 def test_a_bucket_that_cannot_be_reached_is_no_damage(url, emulator, monkeypatch):
   with opened(url) as workdir, RolloutStore(f"{url}/rollouts", writable=True, workdir=workdir) as s:
-    s.append(0, *batch(0))
+    s.write(0, *batch(0))
     with monkeypatch.context() as patch:
       patch.setattr(emulator, "refuses", 403)
       with pytest.raises(UnreachableError):

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 def stored(workdir):
   """The contents of the rollouts that a run keeps, by number, without their timings."""
   store = RolloutStore(parse_path("", workdir) / "rollouts", writable=False)
-  read = {number: store.read(number)[0] for number in store.numbers()}
+  read = {number: tiny.read_stored(store, number)[0] for number in store.numbers()}
   return {
     number: {name: array.tobytes() for name, array in arrays.items()}
     for number, arrays in read.items()
@@ -196,7 +196,7 @@ def test_killed_and_damaged_it_ends_as_on_a_disk(url, folder, emulator, undistur
         refused = tiny.run(url, expect=1)
   assert re.search(rf"error: {url} is in use by process \d+ on", refused)
   emulator.damage(f"{folder}/metrics.jsonl/00000002")
-  emulator.damage(f"{folder}/rollouts/00000004.array_record")
+  emulator.damage(f"{folder}/rollouts/00000004.safetensors")
   printed = tiny.run(url)
   assert f"{url}/metrics.jsonl differs" in printed and "rlvr_jax_staging" not in printed
   assert "resumed at update" in printed

@@ -56,7 +56,7 @@ def _whole(tmp_path_factory):
 
 def batches(workdir):
   store = RolloutStore(workdir / "rollouts", writable=False)
-  return [store.read(number)[0] for number in store.numbers()]
+  return [tiny.read_stored(store, number)[0] for number in store.numbers()]
 
 
 def samples(workdir):

@@ -42,7 +42,7 @@ def check_store(workdir):
   store = RolloutStore(workdir / "rollouts", writable=False)
   several = 0
   for number, record in zip(store.numbers(), tiny.records(workdir, "train"), strict=True):
-    arrays, info, samples = store.read(number)
+    arrays, info, samples = tiny.read_stored(store, number)
     of_tokens, lengths = arrays["token_versions"], (arrays["tokens"] != 0).sum(-1)
     sampled = of_tokens >= 0
     assert (sampled.sum(-1) >= arrays["mask"].sum(-1)).all() and (lengths >= 0).all()
@@ -66,7 +66,7 @@ def assert_repeats(workdir, run):
   assert again.numbers() == recorded.numbers()
   for number in recorded.numbers():
     (arrays, info, samples), (expected, before, expected_samples) = (
-      store.read(number) for store in (again, recorded)
+      tiny.read_stored(store, number) for store in (again, recorded)
     )
     for sample in expected_samples:
       sample.pop("sampler", None)  # of a fleet
@@ -202,14 +202,14 @@ def lose(workdir, *, checkpoints_after, batches_from):
     if int(path.name) > checkpoints_after:
       shutil.rmtree(path)
   for number in range(batches_from, UPDATES):
-    (workdir / "rollouts" / f"{number:08d}.array_record").unlink()
+    (workdir / "rollouts" / f"{number:08d}.safetensors").unlink()
 
 
 @pytest.mark.slow
 def test_after_a_kill_the_newest_policies_go_on(tmp_path):
   again = dict(fleet__new_weights="switch", checkpoint__every=1, checkpoint__keep=9)
   train(build(config(**again)), tmp_path / "run")
-  kept = [tmp_path / "run" / "rollouts" / f"0000000{number}.array_record" for number in range(4)]
+  kept = [tmp_path / "run" / "rollouts" / f"0000000{number}.safetensors" for number in range(4)]
   before = [path.read_bytes() for path in kept]
   lose(tmp_path / "run", checkpoints_after=2, batches_from=4)
   train(build(config(**again)), tmp_path / "run")

@@ -17,7 +17,7 @@ from rewards.user_graders import SECONDS
 from train import tiny
 
 from rlvr_jax.commands.train import train
-from rlvr_jax.rollouts.journal import from_json
+from rlvr_jax.rollouts.group import decode
 from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.checkpointing.workdir import WorkdirError
@@ -123,7 +123,7 @@ def test_killed_at_random_points(schedule, tmp_path):
     assert_same(workdir, expected)
     # What was damaged after it was last needed stays so; the rest is there, once.
     store = RolloutStore(workdir / "rollouts", writable=False)
-    whole = {f"{n:08d}.array_record" for n in store.numbers() if store.is_intact(n)}
+    whole = {f"{n:08d}.safetensors" for n in store.numbers() if store.is_intact(n)}
     assert whole | damaged == set(stored)
     kept = shards(workdir)
     assert {name: kept[name] for name in whole} == {name: stored[name] for name in whole}
@@ -200,14 +200,11 @@ def test_killed_within_a_refresh(schedule, tmp_path):
     store = RolloutStore(workdir / "rollouts", writable=False)
     assert store.numbers() == list(range(len(stored)))
     kept = 0
-    for content in written:
-      arrays, info, _ = store.read(content["draw"])
-      if info["fingerprint"] == content["fingerprint"]:
-        group = from_json(content, None)
-        np.testing.assert_array_equal(arrays["tokens"][group.prompt_index], group.tokens)
-        np.testing.assert_array_equal(
-          arrays["behavior_logprobs"][group.prompt_index], group.behavior_logprobs
-        )
+    for group in written:
+      groups, info = store.read(group.draw)
+      if [info["fingerprint"]] == [*group.versions.values()]:
+        for name in ("tokens", "behavior_logprobs"):
+          np.testing.assert_array_equal(groups[group.index].arrays[name], group.arrays[name])
         kept += 1
     assert kept == len(written) or (kept and not in_order)
     if kills >= 20:
@@ -218,19 +215,18 @@ def test_killed_within_a_refresh(schedule, tmp_path):
 
 def killed_while_sampling(workdir, draw, groups, *flags):
   """Kills the program when so many groups of a draw are written; those, if it was in time."""
-  journal = workdir / "rollouts" / GROUPS_FOLDER
-  path = journal / f"{draw:08d}.jsonl"
-  enough = lambda: path.exists() and path.read_bytes().count(b"\n") >= groups
+  folder = workdir / "rollouts" / GROUPS_FOLDER
+  written = lambda: [*folder.glob(f"{draw:08d}.*.safetensors")]
+  enough = lambda: len(written()) >= groups
   with tiny.started(workdir, *flags) as process:
     deadline = time.monotonic() + tiny.TIMEOUT_S
     while process.poll() is None and not enough():
       assert time.monotonic() < deadline
       time.sleep(0.0005)
-  if not path.exists() or f"{draw:08d}.array_record" in shards(workdir):
+  if f"{draw:08d}.safetensors" in shards(workdir):
     return []
-  lines = path.read_bytes().splitlines(keepends=True)
-  whole = [json.loads(line) for line in lines if line.endswith(b"\n")]
-  return [content | {"draw": draw} for content in whole] if len(whole) < 8 else []
+  found = [group for path in written() for group in decode(path.read_bytes())[0]]
+  return found if len(found) < 8 else []
 
 
 def duration_of(workdir, *flags, **program):
@@ -257,7 +253,7 @@ def killed(workdir, after, *flags, **program):
 
 def shards(workdir, without=()):
   """Name → bytes of the rollouts in the store."""
-  paths = workdir.glob("rollouts/*.array_record")
+  paths = workdir.glob("rollouts/*.safetensors")
   return {path.name: path.read_bytes() for path in paths if path.name not in without}
 
 
@@ -331,8 +327,8 @@ def test_what_lies_behind_the_checkpoint_is_checked(stopped, uninterrupted, resu
   tiny.cut(workdir / "metrics.jsonl")
   (workdir / "rollouts.jsonl").write_bytes(b"")
   left = [record for record in tiny.records(workdir) if not is_later(record)]
-  tiny.flip(workdir / "rollouts" / "00000001.array_record")
-  (workdir / "rollouts" / "00000000.array_record").unlink()
+  tiny.flip(workdir / "rollouts" / "00000001.safetensors")
+  (workdir / "rollouts" / "00000000.safetensors").unlink()
   output = resume(workdir)
   assert re.search(r"metrics\.jsonl differs from what the checkpoint recorded: it has ", output)
   assert re.search(r"rollouts\.jsonl differs from .*: it has 0 of \d+ \w+ records, 0 of", output)

@@ -9,8 +9,7 @@ from train import tiny
 from rlvr_jax.commands.train import train
 from rlvr_jax.costs import memory
 from rlvr_jax.costs.programs import build_shapes_only, make_topology_mesh
-from rlvr_jax.rollouts.journal import GroupJournal
-from rlvr_jax.rollouts.serve import Group
+from rlvr_jax.rollouts.group import Group
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.setup.build import build
 
@@ -54,7 +53,7 @@ def _compared(tmp_path_factory):
 
 
 def arrays_of(workdir, number=0):
-  return RolloutStore(workdir / "rollouts", writable=False).read(number)
+  return tiny.read_stored(RolloutStore(workdir / "rollouts", writable=False), number)
 
 
 @pytest.mark.slow
@@ -108,7 +107,7 @@ def test_a_resumed_run_repeats_itself(replayed, tmp_path, step):
 
 @pytest.mark.slow
 def test_groups_of_a_killed_refresh_come_back_with_their_routes(replayed, tmp_path):
-  """From the journal, of which the last groups are lost."""
+  """From the store, which has lost the last groups."""
   cut = tmp_path / "cut"
   shutil.copytree(replayed, cut)
   for later in (2, 3, 4):
@@ -118,15 +117,12 @@ def test_groups_of_a_killed_refresh_come_back_with_their_routes(replayed, tmp_pa
     if int(shard.name.partition(".")[0]) >= 2:
       shard.unlink()
   fields = ("tokens", "behavior_logprobs", "routes", "prompt_routes")
-  groups = [
-    Group(
-      owner=None, prompt_index=p, stopped=np.ones(arrays["mask"].shape[1], bool),
-      lengths=arrays["mask"][p].sum(-1).astype(np.int32), **{k: arrays[k][p] for k in fields},
-    )
-    for p in range(3)
-  ]  # fmt: skip
-  (cut / "rollouts" / "groups").mkdir(exist_ok=True)
-  GroupJournal(cut / "rollouts" / "groups").append(2, info["fingerprint"], groups)
+  with RolloutStore(cut / "rollouts", writable=True) as store:
+    for p in range(3):
+      lengths = arrays["mask"][p].sum(-1).astype(np.int32)
+      of_group = {"lengths": lengths, "stopped": np.ones(len(lengths), bool)}
+      of_group |= {name: arrays[name][p] for name in fields}
+      store.write_group(Group(2, p, 0, {2: info["fingerprint"]}, of_group, [], {}))
   train(build(config(proximal_every=1, loss="decoupled_ppo")), cut)
   counted = ("response/truncated", "counter/")  # those that were not cut off say so here
   plain = lambda records: [
@@ -200,10 +196,12 @@ def test_routes_of_another_run_are_replayed_or_refused(compared, tmp_path):
   assert plain.train.routes is None and plain.train.prompt_routes is None
 
   without = tmp_path / "without"
-  arrays, info, samples = arrays_of(compared)
-  del arrays["routes"], arrays["prompt_routes"], info["routes"]
+  groups, info = RolloutStore(compared / "rollouts", writable=False).read(0)
+  del info["routes"]
+  for group in groups:
+    del group.arrays["routes"], group.arrays["prompt_routes"]
   with RolloutStore(without, writable=True) as writer:
-    writer.append(0, arrays, {k: v for k, v in info.items() if k not in ("bytes",)}, samples)
+    writer.write(0, groups, info)
   lacking = dict(sources__recorded=dict(fraction=0.5, store=str(without)))
   with pytest.raises(
     ValueError, match="has no routes, this run needs routes of 1 layers with 2 of"

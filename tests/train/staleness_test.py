@@ -197,7 +197,7 @@ def as_after(update, staged, tmp_path):
 
 
 def shard(workdir, number):
-  return workdir / "rollouts" / f"{number:08d}.array_record"
+  return workdir / "rollouts" / f"{number:08d}.safetensors"
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch
   assert list(batches) == [0, 1, 2, 3]
   tiny.cut(shard(made.workdir, 1))
   made.update()
-  with pytest.raises(TornShardError, match=r"00000001\.array_record"):
+  with pytest.raises(TornShardError, match=r"00000001\.safetensors"):
     made.update()
   assert made.now.step == 1
 
@@ -288,7 +288,7 @@ def test_a_batch_after_the_checkpoint_is_read_or_sampled_again(
   others = {4, 5, 6, 7} - {damaged}
   written = {n: shard(workdir, n).stat().st_mtime_ns for n in others}
   train(staleness.stages(count=2, num_updates=UPDATES))
-  assert f"0000000{damaged}.array_record" in capsys.readouterr().out
+  assert f"0000000{damaged}.safetensors" in capsys.readouterr().out
   assert {n: shard(workdir, n).stat().st_mtime_ns for n in others} == written
   assert_same_run(workdir, staged)
 
@@ -319,8 +319,8 @@ def test_finished_groups_of_a_killed_refresh_are_not_sampled_again(trainer):
   before = killed.trainer.log.timings.get("time/slot_tokens", 0)
   killed.take_batches()
   for number in range(2):
-    ours, info, _ = store.read(number)
-    expected, expected_info, _ = whole.trainer.queue.store.read(number)
+    ours, info, _ = tiny.read_stored(store, number)
+    expected, expected_info, _ = tiny.read_stored(whole.trainer.queue.store, number)
     assert info == expected_info
     for name in expected:
       np.testing.assert_array_equal(ours[name], expected[name])
@@ -414,7 +414,7 @@ def fill(made, count, end):
   batches = list(made.trainer.generator.batches(lambda **_: next(left, None), end))
   assert [batch.number for batch in batches] == list(range(count))
   assert made.trainer.generator.position() == batches[-1].position
-  return [made.trainer.queue.store.read(number) for number in range(count)], batches
+  return [tiny.read_stored(made.trainer.queue.store, n) for n in range(count)], batches
 
 
 def test_dynamic_sampling_fills_the_batches_of_a_refresh_from_one_stream(trainer):
@@ -627,7 +627,7 @@ def test_sources_share_a_batch(on_policy, train):
   store = RolloutStore(workdir / "rollouts", writable=False)
   recorded = RolloutStore(on_policy / "rollouts", writable=False)
   for number in range(3):
-    arrays, info, _ = store.read(number)
+    arrays, info, _ = tiny.read_stored(store, number)
     version = max(number - 1, 0)
     np.testing.assert_array_equal(arrays["sources"], [0, 0, 1, 1, 2, 2, 3, 4])
     np.testing.assert_array_equal(arrays["versions"], [version] * 6 + [-1, -1])
@@ -635,7 +635,7 @@ def test_sources_share_a_batch(on_policy, train):
     # FADE's p̂ is of groups that policies of this run sampled: no checkpoint's, no store's.
     np.testing.assert_array_equal(arrays["valid"], np.ones(arrays["rewards"].shape, bool))
     assert arrays["solve_rate"].tolist() == [np.float32(arrays["correct"][:6].mean())] * 8
-    theirs, *_ = recorded.read(0)
+    theirs, *_ = tiny.read_stored(recorded, 0)
     for name in ("tokens", "behavior_logprobs", "rewards", "prompts.tokens"):
       np.testing.assert_array_equal(arrays[name][7], theirs[name][number])
   first, second, *_ = updates(workdir)
@@ -663,7 +663,7 @@ def test_raw_log_probabilities_do_not_see_the_temperature(train, capsys):
   workdirs = {name: train(staleness.on_policy(), name, these) for name, these in heated.items()}
   assert "config.sources.temperature.recorded = raw" in capsys.readouterr().out
   stores = {name: RolloutStore(d / "rollouts", writable=False) for name, d in workdirs.items()}
-  sampled, raw = (stores[name].read(0)[0] for name in ("sampled", "raw"))
+  sampled, raw = (tiny.read_stored(stores[name], 0)[0] for name in ("sampled", "raw"))
   np.testing.assert_array_equal(raw["tokens"], sampled["tokens"])
   np.testing.assert_array_equal(raw["sampled_logprobs"], sampled["behavior_logprobs"])
   assert "sampled_logprobs" not in sampled
@@ -700,7 +700,8 @@ def test_training_on_a_store_alone(on_policy, train, parts):
   assert updates(workdir, left_out) == updates(on_policy, left_out)
   last = updates(workdir)[-1]
   assert last["counter/tokens_generated"] == 0 < last["counter/tokens_trained"]
-  versions = RolloutStore(workdir / "rollouts", writable=False).read(0)[0]["versions"]
+  store = RolloutStore(workdir / "rollouts", writable=False)
+  versions = tiny.read_stored(store, 0)[0]["versions"]
   np.testing.assert_array_equal(versions, [-1] * 8)
 
 
@@ -763,9 +764,9 @@ def test_what_another_run_has_must_fit(on_policy, tmp_path):
     build(sources__checkpoint=dict(fraction=0.5, workdir=str(foreign), step=-1))
   for name, message in (("truncated", "truncated sampling"), ("shaped", "are shaped")):
     other = tmp_path / name
-    arrays, info, samples = RolloutStore(store, writable=False).read(0)
+    groups, info = RolloutStore(store, writable=False).read(0)
     with RolloutStore(other, writable=True) as writer:
-      writer.append(0, arrays, info | {name: True}, samples)
+      writer.write(0, groups, info | {name: True})
     with pytest.raises(ValueError, match=message):
       build(
         sources__recorded=dict(fraction=0.5, store=str(other)),
@@ -790,7 +791,7 @@ def test_a_resumed_run_keeps_to_what_it_began_with(on_policy, parts, tmp_path):
   begun = restore.restore_sources(before, tmp_path / "run")
   assert pins(begun) == {"checkpoint": UPDATES, "recorded": list(range(UPDATES))}
   store = RolloutStore(theirs / "rollouts", writable=True)
-  store.append(UPDATES, *store.read(0))
+  store.write(UPDATES, *store.read(0))
   shutil.copytree(theirs / "checkpoints" / "8", theirs / "checkpoints" / "9")
   after = build(**fields)
   assert pins(after) == {"checkpoint": 9, "recorded": list(range(UPDATES + 1))}
@@ -806,7 +807,7 @@ def test_what_is_used_may_be_removed(train, parts):
   tidy.config.store.keep_used = False
   tidy.config.checkpoint.keep = 1
   workdir = train(staleness.on_policy(), "tidy", tidy)
-  kept = [int(path.name.split(".")[0]) for path in (workdir / "rollouts").glob("*.array_record")]
+  kept = [int(path.name.split(".")[0]) for path in (workdir / "rollouts").glob("*.safetensors")]
   steps = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
   # The last one is for resumes; an earlier one is kept if its policy is the best.
   assert len(steps) <= 2 and sorted(kept) == list(range(steps[-1], UPDATES))
@@ -834,8 +835,7 @@ def test_asked_to_end_while_a_stage_is_sampled(trainer, parts, on_policy, staged
   made.trainer.checkpointer.wait()
   numbers = made.trainer.queue.store.numbers()
   assert set(range(4)) <= set(numbers) < set(range(8))
-  journal = made.workdir / "rollouts" / GROUPS_FOLDER
-  groups = [line for path in journal.glob("*.jsonl") for line in path.read_text().splitlines()]
+  groups = [*(made.workdir / "rollouts" / GROUPS_FOLDER).glob("*.safetensors")]
   assert len(groups) + (len(numbers) - 4) * parts.config.batch.prompts >= parts.config.batch.prompts
   written = {n: shard(made.workdir, n).stat().st_mtime_ns for n in numbers}
   made.trainer.queue.store.close()  # there is one writer at a time

@@ -18,6 +18,8 @@ import pytest
 
 from rlvr_jax.configs import base
 from rlvr_jax.evaluate import run_files
+from rlvr_jax.rollouts.batch import oldest_versions
+from rlvr_jax.rollouts.group import join
 from rlvr_jax.storage.bucket import Bucket
 from rlvr_jax.storage.places import OWNER, in_bucket, open_lines, parse_path
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
@@ -207,6 +209,16 @@ def records(workdir, phase=None):
   """The records of metrics.jsonl without what a clock measured."""
   found = [without_timings(record) for record in run_files.read_metrics(workdir)]
   return [record for record in found if phase in (None, record["phase"])]
+
+
+def read_stored(store, number):
+  """(arrays, info, samples) of a stored batch; who sampled its groups is among the arrays."""
+  groups, info = store.read(number)
+  arrays = join(groups) | {
+    "versions": oldest_versions(groups),
+    "sources": np.array([group.source for group in groups]),
+  }
+  return arrays, info, [sample for group in groups for sample in group.samples]
 
 
 def rollouts(workdir):

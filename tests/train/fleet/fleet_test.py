@@ -144,7 +144,7 @@ def test_a_fleet_samples_what_one_program_samples(tmp_path):
   with sampling(tmp_path / "fleet", parts):
     train(parts, tmp_path / "fleet")
   train(build(tiny.config(num_updates=2, schedule="on_policy()")), tmp_path / "alone")
-  of = lambda name: RolloutStore(tmp_path / name / "rollouts", writable=False).read(0)
+  of = lambda name: tiny.read_stored(RolloutStore(tmp_path / name / "rollouts", writable=False), 0)
   (arrays, _, samples), (expected, _, expected_samples) = of("fleet"), of("alone")
   assert len({sample.pop("sampler") for sample in samples}) == 1
   assert samples == expected_samples and arrays.keys() == expected.keys()
@@ -163,7 +163,7 @@ def test_other_kinds_of_runs(kind, tmp_path):
   assert len(records) == 4 and max(mean_lags(tmp_path / "run")) <= fleets.MAX_LAG
   store = RolloutStore(tmp_path / "run" / "rollouts", writable=False)
   for number in store.numbers():
-    arrays, info, samples = store.read(number)
+    arrays, info, samples = tiny.read_stored(store, number)
     lags = number - arrays["versions"]
     assert (lags >= 0).all() and (lags <= fleets.MAX_LAG).all()
     assert info["version"] == arrays["versions"].min()
@@ -360,7 +360,9 @@ def test_a_slow_sampler_and_one_with_a_wrong_clock(fleet):
   assert trained_once(fleet.workdir)
   folder = parse_path("", fleet.workdir) / "rollouts"
   store = RolloutStore(folder, writable=False)
-  samplers = {s["sampler"] for number in store.numbers() for s in store.read(number).samples}
+  samplers = {
+    s["sampler"] for number in store.numbers() for s in tiny.read_stored(store, number)[2]
+  }
   assert len(samplers) == 2
 
 

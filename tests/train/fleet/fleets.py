@@ -131,7 +131,7 @@ def check_store(workdir, num_updates=16, max_lag=MAX_LAG):
   draws = problem_draws(make_task(get_config().task).train, batch_size=8, seed=0)
   versions, fingerprints = [], {}
   for number in store.numbers():
-    arrays, info, samples = store.read(number)
+    arrays, info, samples = tiny.read_stored(store, number)
     versions.append(arrays["versions"])
     lags = number - arrays["versions"]
     assert (lags >= 0).all() and (lags <= max_lag).all(), (number, lags)
