@@ -279,22 +279,12 @@ class JsonLines:
   Opening the file removes a torn last line, which a kill during a call leaves.
   """
 
-  def __init__(self, path: pathlib.Path, *, fsync: bool = False, exclusive: bool = False):
-    """Opens a file.
-
-    Args:
-      path: the file, which is created if needed.
-      fsync: whether each call also waits for the disk.
-      exclusive: whether to lock the file until it is closed or the process ends.
-    Raises:
-      BlockingIOError: another process has locked it.
-    """
-    self._path, self._fsync = path, fsync
+  def __init__(self, path: pathlib.Path):
+    """Opens a file, which is created if needed."""
+    self._path = path
     # Unbuffered: a buffer would hold the bytes of a failed write, and write them again on close.
     self._file = open_own(path, "ab", buffering=0)
     try:
-      if exclusive:
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
       self._file.truncate(_complete_size(path))
     except BaseException:
       self._file.close()
@@ -315,8 +305,6 @@ class JsonLines:
       with report_full_disk(self._path):
         while rest:
           rest = rest[self._file.write(rest) :]
-        if self._fsync:
-          os.fsync(self.fileno())
     except OSError:
       with contextlib.suppress(OSError):
         self._file.truncate(size)

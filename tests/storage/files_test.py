@@ -69,13 +69,12 @@ def test_a_link_in_a_folder_is_not_followed(tmp_path):
   assert theirs.read_text() == "kept"
 
 
-@pytest.mark.parametrize("fsync", [False, True])
-def test_lines_that_do_not_fit_leave_no_trace_and_others_still_do(tmp_path, fsync):
+def test_lines_that_do_not_fit_leave_no_trace_and_others_still_do(tmp_path):
   """A file size limit stands in for a full disk."""
   code = """
 import pathlib, resource, sys
 from rlvr_jax.storage import files
-lines = files.JsonLines(pathlib.Path(sys.argv[1]), fsync=sys.argv[2] == "True")
+lines = files.JsonLines(pathlib.Path(sys.argv[1]))
 lines.append([{"x": 1}, {"x": 2}])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 try:
@@ -86,20 +85,10 @@ lines.append([{"x": 4}])
 lines.close()
 """
   path = tmp_path / "a.jsonl"
-  command = [sys.executable, "-c", code, path, str(fsync)]
+  command = [sys.executable, "-c", code, path]
   done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
   assert f"no space left to write {path}. Free some space and rerun" in done.stdout
   assert path.read_text() == '{"x": 1}\n{"x": 2}\n{"x": 4}\n'
-
-
-def test_with_fsync_a_line_is_brought_to_the_disk(tmp_path, monkeypatch):
-  synced = []
-  monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
-  for fsync in (False, True):
-    lines = files.JsonLines(tmp_path / "a.jsonl", fsync=fsync)
-    lines.append([{"x": 1}])
-    lines.close()
-  assert synced == [2 * len('{"x": 1}\n')]
 
 
 def test_a_torn_last_line_is_left_out_and_a_damaged_one_named(tmp_path):
@@ -120,18 +109,6 @@ def test_opening_removes_a_torn_last_line_alone(tmp_path):
       lines.append([{"x": 2}])
       lines.close()
       assert path.read_bytes() == whole + b'{"x": 2}\n'
-
-
-def test_a_locked_file_is_left_as_it_is(tmp_path):
-  path = tmp_path / "a.jsonl"
-  first = files.JsonLines(path, exclusive=True)
-  path.write_bytes(b"being writ")
-  with pytest.raises(BlockingIOError):
-    files.JsonLines(path, exclusive=True)
-  assert path.read_bytes() == b"being writ"
-  first.close()
-  files.JsonLines(path, exclusive=True).close()
-  assert path.read_bytes() == b""
 
 
 @pytest.mark.parametrize(
