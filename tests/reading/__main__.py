@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from reading import counts, runs, tracer  # noqa: E402
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 300.0
 
 
 def recorded(root, variant):
@@ -45,7 +45,7 @@ def recorded(root, variant):
     root: folder of the checkout whose package is read.
     variant: of `runs.VARIANTS`.
   Raises:
-    RuntimeError: the run failed; with the end of what it printed.
+    RuntimeError: the run failed or takes too long; with the end of what it printed.
   """
   with tempfile.TemporaryDirectory() as folder:
     site, found = pathlib.Path(folder, "site"), pathlib.Path(folder, "found")
@@ -62,16 +62,19 @@ def recorded(root, variant):
     }
     workdir = pathlib.Path(folder, "run")
     config = f"--config={pathlib.Path(runs.__file__)}:{variant}"
-    arguments = [[config], ["--mode=sample"]] if variant == "fleet" else [[config]]
+    arguments = [[config], ["--mode=sample", "--trust_run"]] if variant == "fleet" else [[config]]
     with contextlib.ExitStack() as stack:
       programs = [
         stack.enter_context(program([*each, f"--workdir={workdir}"], root, variables, folder))
         for each in arguments
       ]
-      for each in programs:
-        if each.wait(TIMEOUT_S):
+      deadline = time.monotonic() + TIMEOUT_S
+      while any(each.poll() is None for each in programs):
+        failed = any(each.poll() for each in programs) or time.monotonic() > deadline
+        if failed:
           text = pathlib.Path(folder, "log").read_text(errors="replace")
-          raise RuntimeError(f"the run {variant} failed:\n{text[-3000:]}")
+          raise RuntimeError(f"the run {variant} failed or did not end:\n{text[-3000:]}")
+        time.sleep(0.1)
     records = [json.loads(path.read_text()) for path in found.glob("*.json")]
   if not any(record["is_trainer"] and record["threads"] for record in records):
     raise RuntimeError(f"no window was recorded of the run {variant}: has {tracer.LOOP} moved?")

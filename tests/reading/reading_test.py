@@ -4,7 +4,6 @@ import ast
 import textwrap
 
 import pytest
-
 from reading import __main__ as reading
 from reading import counts
 
