@@ -14,13 +14,14 @@ PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
 STAGES = {"advantages", "reweighting", "geometry", "losses"}
 # Checks of arguments need the standard library only, so that any room may use them.
 PURE = {"types", "ops", "ops.checks"}
-LEAVES = ("specs", "sampling", "storage", "codejudge", "launch", "console", "processes")
+LEAVES = ("specs", "sampling", "storage", "codejudge", "launch", "console")
 BELOW_THE_LOOP = {
   "specs",
   "sampling",
   "storage",
   "models",
   "data",
+  "workers",
   "rewards",
   "environments",
 } | PURE
@@ -43,9 +44,10 @@ ALLOWED = {
   "parts": PURE | STAGES,
   "models": {"storage"} | PURE,
   "data": {"types", "specs", "storage", "ops.checks"},
-  "environments": {"specs", "processes", "codejudge", "ops.checks"},
-  "rewards": {"specs", "processes", "codejudge", "ops.checks"},
-  "rollouts": {"storage", "data", "rewards", "environments"} | PURE,
+  "workers": {"ops.checks"},
+  "environments": {"specs", "workers", "codejudge", "ops.checks"},
+  "rewards": {"specs", "workers", "codejudge", "ops.checks"},
+  "rollouts": {"storage", "data", "workers", "rewards", "environments"} | PURE,
   "fleet": {"storage", "rollouts"},
   "evaluate": BELOW_THE_LOOP - {"update", "fleet"},
   **{
@@ -62,7 +64,7 @@ ALLOWED = {
 }
 JAX = {"jax", "jaxlib", "chex", "flax", "optax", "orbax"}
 NNX = {"Module", "Param", "Rngs", "split", "merge", "to_pure_dict"}
-STANDARD_LIBRARY_ONLY = {"codejudge", "launch", "processes"}
+STANDARD_LIBRARY_ONLY = {"codejudge", "launch", "workers"}
 NEVER = {"configs", "experiments", "colabs", "tests", "tensorflow", "torch"}
 
 

@@ -21,7 +21,7 @@ from train import tiny
 from rlvr_jax.commands.train import train
 from rlvr_jax.evaluate.run_files import read_metrics
 from rlvr_jax.rewards import Grade, Outcome
-from rlvr_jax.rewards.worker_process import GraderStartError
+from rlvr_jax.rewards.grading import GraderStartError
 from rlvr_jax.rollouts.batch import read_batch
 from rlvr_jax.rollouts.staleness import stages, updates_per_refresh
 from rlvr_jax.storage.places import Workdir

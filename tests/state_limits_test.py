@@ -17,7 +17,6 @@ ROOMS = ("update", "storage", "costs", "commands", "train")
 LARGE = {
   "data/curriculum.py: CurriculumDraws": "estimates and visits of cells, and what was observed",
   "data/huggingface_tokenizer.py: HuggingFaceTokenizer": "constants of the loaded tokenizer",
-  "rewards/pool.py: GraderPool": "one condition guards queue, workers and their places",
 }
 # Objects of libraries, of the standard library and of the sandbox's own syntax trees, which take
 # their settings as attributes; configurations; and a module's hook.
@@ -31,7 +30,6 @@ OUTSIDE = {
   "data/huggingface_tokenizer.py": {"self._tokenizer"},
   "integrations/tunix/salt.py": {"trunk"},
   "models/gguf.py": {"tokenizer", "parser"},
-  "rewards/worker.py": {"deadlines"},
   "ops/precision.py": {"traced"},
   "train/checkpointing/checkpoint_files.py": {"sys"},
   "train/setup/config_file.py": {"config", "task", "flags.FLAGS['config']", "values['config']"},

@@ -53,8 +53,8 @@ import numpy as np
 
 from rlvr_jax.configs import base
 from rlvr_jax.data import ByteTokenizer, Problem, Task
+from rlvr_jax.rewards.grading import GraderPool
 from rlvr_jax.rewards.outcome import Grade, Outcome
-from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.loop import RunState, Trainer, make_trainer

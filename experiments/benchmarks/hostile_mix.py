@@ -33,8 +33,9 @@ from absl import app, flags
 from experiments.benchmarks.tables import Row, hardware, write_results
 from rlvr_jax.codejudge import tasks
 from rlvr_jax.environments import Turn
-from rlvr_jax.environments.pool import EnvironmentPool, Failure, Started
-from rlvr_jax.rewards import GraderPool, Outcome, pool
+from rlvr_jax.environments.dialogues import EnvironmentPool, Started
+from rlvr_jax.rewards import GraderPool, Outcome
+from rlvr_jax.workers.pool import Failure, default_workers
 
 _ITEMS = flags.DEFINE_integer("items", 400, "Programs of a section.", lower_bound=20)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of both sections.", lower_bound=1)
@@ -239,7 +240,7 @@ def open_pool(stack: contextlib.ExitStack, workers: int) -> Run:
 
 def main(argv: list[str]) -> None:
   del argv
-  workers = _WORKERS.value or pool.default_workers()
+  workers = _WORKERS.value or default_workers()
   rows = []
   unexpected = []
   with contextlib.ExitStack() as stack:

@@ -26,7 +26,8 @@ from absl import app, flags
 
 from experiments.benchmarks import slow_grader
 from experiments.benchmarks.tables import Row, hardware, write_results
-from rlvr_jax.rewards import Grade, GraderPool, Outcome, pool
+from rlvr_jax.rewards import Grade, GraderPool, Outcome
+from rlvr_jax.workers.pool import default_workers
 
 _SECTIONS = flags.DEFINE_list("sections", ["innocent", "bombs", "endless"], "Sections to run.")
 _ITEMS = flags.DEFINE_integer("items", 1000, "Completions of a section.", lower_bound=100)
@@ -101,7 +102,7 @@ def _grade(graders: GraderPool, section_items: Sequence[tuple[str, str, Any]]) -
 
 def main(argv: list[str]) -> None:
   del argv
-  workers = _WORKERS.value or pool.default_workers()
+  workers = _WORKERS.value or default_workers()
   rows = []
   unexpected = []
   for section in _SECTIONS.value:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rlvr_jax.costs.hlo_text import CostsError
 from rlvr_jax.data.batches import PromptError
-from rlvr_jax.environments.pool import EnvironmentStartError
+from rlvr_jax.environments.dialogues import EnvironmentStartError
 from rlvr_jax.fleet.records import RecordError
+from rlvr_jax.rewards.grading import GraderStartError
 from rlvr_jax.rewards.outcome import GradingStoppedError
-from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.dialogues import EnvironmentStoppedError
 from rlvr_jax.rollouts.queue import FingerprintError
 from rlvr_jax.rollouts.store import StoreError, TornShardError

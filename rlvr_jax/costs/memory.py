@@ -9,13 +9,13 @@ import jax
 from rlvr_jax.costs import programs
 from rlvr_jax.costs.chips import find_chip
 from rlvr_jax.models import memory
-from rlvr_jax.rewards.pool import default_workers
 from rlvr_jax.rollouts.decoder import slot_bytes, token_bytes
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.cluster.process import MUCH_FREED
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.programs import published_params
+from rlvr_jax.workers.pool import default_workers
 
 COMPILER_FACTOR = 1.5  # compiled bytes over estimated bytes, above 5 GiB, in docs/models.md
 _GIB = 2**30

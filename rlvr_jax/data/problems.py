@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-sys.set_int_max_str_digits(50_000)  # as in `processes`: references have long integers, too
+sys.set_int_max_str_digits(50_000)  # as in `workers.worker`: references have long integers, too
 
 
 @dataclasses.dataclass(frozen=True)

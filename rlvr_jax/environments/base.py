@@ -26,14 +26,12 @@ something open may have `close()`, called when its dialogue has ended.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from rlvr_jax.ops.checks import MAX_SCORE, check_between, is_score
+from rlvr_jax.ops.checks import MAX_SCORE, is_score
+from rlvr_jax.workers.worker import Stopped
 
 MAX_REPLY = 2**20  # bytes of a reply, in UTF-8
 ROLES = ("user", "tool")  # of a reply
@@ -66,15 +64,19 @@ class Turn(NamedTuple):
     return self.score is not None and self.score >= 1
 
 
-class Refused(Exception):
+class Refused(Stopped):
   """Raised by `step`: the policy's text is refused, an outcome with a reward and not a fault."""
 
+  kind = "refused"
 
-class TimedOut(Exception):
+
+class TimedOut(Stopped):
   """Raised by `step`: the policy's text cost too much, an outcome with a reward and not a fault.
 
   An environment with a limit of its own spares its process, which the pool's limit kills.
   """
+
+  kind = "timeout"
 
 
 class Environment(Protocol):
@@ -85,41 +87,6 @@ class Environment(Protocol):
 
   def step(self, text: str) -> Turn:
     """Answers the policy's text."""
-
-
-# --- waiting --------------------------------------------------------------------------------------
-
-Waiter: TypeAlias = Callable[[float], AbstractContextManager[None]]
-
-
-@contextlib.contextmanager
-def _wait_alone(limit_s: float) -> Iterator[None]:
-  del limit_s
-  yield
-
-
-_waiter: contextvars.ContextVar[Waiter] = contextvars.ContextVar("waiter", default=_wait_alone)
-
-
-def waiting(limit_s: float) -> AbstractContextManager[None]:
-  """While in this context, a step waits for another program, and other dialogues go on.
-
-  A worker runs one environment's code at a time, under the pool's limit of wall-clock time. What is
-  done in this context, such as reading from a socket, runs beside others' code, and has its own
-  limit instead.
-
-  Args:
-    limit_s: wall-clock seconds after which the step counts as timed out.
-  Raises:
-    ValueError: `limit_s` is not positive and finite.
-  """
-  check_between("waiting", "limit_s", limit_s, low=0.0, open_low=True)
-  return _waiter.get()(limit_s)
-
-
-def set_waiter(waiter: Waiter) -> None:
-  """Sets what `waiting` does in this thread; for the pool's workers."""
-  _waiter.set(waiter)
 
 
 # --- checks ---------------------------------------------------------------------------------------

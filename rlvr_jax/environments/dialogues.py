@@ -1,93 +1,218 @@
-"""The pool's record of one dialogue, by which a new worker repeats it."""
+"""Dialogues in worker processes: an environment's turn is a reply to the policy's text."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+from rlvr_jax.environments import base
+from rlvr_jax.environments.base import Environment, Message, Problem, Turn
+from rlvr_jax.environments.by_name import make_environment, parse_environment
+from rlvr_jax.ops.checks import check_integer
+from rlvr_jax.workers.pool import Failure, Pool, check_limits, encode
+from rlvr_jax.workers.process import Service, Session, StartError, check_variables
+from rlvr_jax.workers.worker import Ask
+
+FIELD = "environment"  # start of messages about the environment's string
+_GRADE_S = 3600.0  # limit for a grade
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
+
+# From texts and references to a future of their grades, which have `outcome`, `score`, `detail` and
+# `feedback`: `GraderPool.submit`.
+SubmitGrades: TypeAlias = Callable[[Sequence[str], Sequence[Any]], "Future[Any]"]
 
 
-class _Exchange(NamedTuple):
-  """A request that was answered."""
+class Started(NamedTuple):
+  """A dialogue that has begun."""
 
-  request: Mapping[str, Any]
-  digest: bytes  # of the result
-
-
-class Pending(NamedTuple):
-  """A request without a result."""
-
-  request: Mapping[str, Any]
-  future: Future[Any]
+  dialogue: Session  # for `EnvironmentPool.step`
+  messages: Sequence[Message] | None  # of the prompt; None: the problem's own prompt
 
 
-class Dialogue:
-  """Requests and results of one dialogue, and how far its worker is with them."""
+class EnvironmentStartError(StartError):
+  """A worker could not be started, or workers end again and again."""
 
-  def __init__(self, place: int, reference: Any):
-    self.place = place  # of its workers in the pool
-    self.reference = reference  # of its problem, for the grader
-    self.pending: Pending | None = None
-    self.is_sent = False  # whether the worker has a request, which it has not answered
-    self._past: list[_Exchange] = []
-    self._position = 0  # exchanges that the worker has had
-    self._grades: dict[str, Any] = {}
 
-  @property
-  def is_replayed(self) -> bool:
-    """Whether the worker is behind the record."""
-    return self._position < len(self._past)
+# --- in the worker --------------------------------------------------------------------------------
 
-  def add(self, request: Mapping[str, Any], future: Future[Any]) -> None:
-    """Adds the next request."""
-    self.pending = Pending(request, future)
 
-  def forget_worker(self) -> None:
-    """The worker has ended; the next one knows nothing of the dialogue."""
-    self._position = 0
-    self.is_sent = False
+class Environments:
+  """The program of a worker: the environments of its dialogues. See `workers.worker.Program`.
 
-  def next_request(self) -> Mapping[str, Any] | None:
-    """The request to send now, which counts as sent; None if there is none, or one is under way."""
-    if self.is_sent or self.pending is None:  # a dialogue that nobody waits for is not replayed
-      return None
-    self.is_sent = True
-    return self._past[self._position].request if self.is_replayed else self.pending.request
+  Makes the environment once at the start, so that a mistake ends the worker's start.
+  """
 
-  def take_result(self, result: Mapping[str, Any]) -> Future[Any] | None:
-    """Takes the worker's result; returns the future that gets it, None for a replayed one.
+  def __init__(self, ask: Ask, *, environment: str, deadline_s: float, has_grade: bool):
+    def refuse(text: str) -> tuple[str, float, str]:
+      raise RuntimeError("grade was called by the factory; call it in step")
 
+    self._ask = ask if has_grade else None
+    self._make = functools.partial(make_environment, FIELD, environment, deadline_s=deadline_s)
+    self._environments: dict[int, Environment] = {}  # by session
+    self.ready = base.declared_roles(self._make(refuse if has_grade else None))
+
+  def answer(self, session: int, request: Any) -> tuple[Any, bool]:
+    """Resets the environment of a dialogue, or makes its step."""
+    if "problem" in request:
+      grade = None if self._ask is None else functools.partial(_grade, self._ask, session)
+      environment = self._environments[session] = self._make(grade)
+      messages = environment.reset(request["problem"], request["seed"])
+      return base.check_messages(messages), False
+    environment = self._environments[session]
+    roles = base.declared_roles(environment)
+    turn = base.check_turn(environment.step(request["text"]), roles)
+    return list(turn), turn.done
+
+  def close(self, session: int) -> None:
+    """Closes the environment of a dialogue, if it has one that can be closed."""
+    close = getattr(self._environments.pop(session, None), "close", None)
+    if close is not None:
+      close()
+
+
+def _grade(ask: Ask, session: int, text: str) -> tuple[str, float, str]:
+  """The `grade` of an environment."""
+  try:
+    outcome, score, feedback = ask(session, base.clean("grade is called with text", text), _GRADE_S)
+  except RuntimeError as error:
+    raise RuntimeError(f"grading failed: {error}") from error
+  return outcome, score, feedback
+
+
+# --- in the parent --------------------------------------------------------------------------------
+
+
+class EnvironmentPool:
+  """Runs dialogues in worker processes, each reset and step under a wall-clock limit.
+
+  Any thread may call the methods, and none of them blocks, except for the constructor and `close`.
+  A dialogue's results depend on its problem, seed and texts only: if its process ends, another one
+  repeats it. If a result then differs, the dialogue has failed.
+
+  The kind of a `Failure` is "timeout" for a step that exceeds the limit, as where the environment
+  raised `TimedOut`; "refused" if it raised `Refused`; "memory" for a failed allocation; "failed"
+  for any other exception, an invalid result, or a process that ended. A failure ends its dialogue.
+
+  Args:
+    environment: string of an environment, "name(keyword=value)" or "my_module:factory".
+    processes: number of workers, ≥ 1.
+    deadline_s: wall-clock limit of a reset or step, seconds. Waiting for a grade, or in
+      `workers.worker.waiting`, has limits of its own.
+    memory_mib: limit on each worker's address space, MiB; None for no limit.
+    startup_timeout_s: limit for a worker to start, seconds.
+    variables: added to the workers' environment variables.
+    grade: `GraderPool.submit`, for an environment with a keyword `grade`. A grade that has not come
+      within an hour is a timeout; the grader's own limits are shorter.
+  Attributes:
+    roles: that replies may have, of "user" and "tool".
+  Raises:
+    ValueError: an argument out of range, an unknown environment, or variables that are not text.
+    EnvironmentStartError: the environment cannot be made.
+  """
+
+  def __init__(
+    self,
+    environment: str,
+    *,
+    processes: int = 1,
+    deadline_s: float,
+    memory_mib: int | None = None,
+    startup_timeout_s: float = 60.0,
+    variables: Mapping[str, str] = _NO_VARIABLES,
+    grade: SubmitGrades | None = None,
+  ):
+    seconds = {"deadline_s": deadline_s, "startup_timeout_s": startup_timeout_s}
+    check_limits(
+      "EnvironmentPool", counts={"processes": processes}, seconds=seconds, memory_mib=memory_mib
+    )
+    check_variables(variables, "variables")
+    parse_environment(FIELD, environment)
+    service = Service(
+      f"the worker of the environment {environment!r}",
+      "rlvr_jax.environments.dialogues:Environments",
+      {"environment": environment, "deadline_s": deadline_s, "has_grade": grade is not None},
+      limit_s=deadline_s,
+      startup_timeout_s=startup_timeout_s,
+      memory_mib=memory_mib,
+      variables=variables,
+      memory_field="memory_mib, which is config.environment.memory_mib",
+      start_error=EnvironmentStartError,
+      answer=None if grade is None else functools.partial(_ask_grade, grade),
+    )
+    self._pool = Pool(service, processes)
+    self.roles = tuple(self._pool.ready)
+
+  def reset(
+    self, problem: Problem, seed: int, graded: Mapping[str, Any] | None = None
+  ) -> Future[Started | Failure]:
+    """Starts a dialogue.
+
+    Args:
+      problem: "question", "answer" and "reference"; JSON-serializable.
+      seed: the same for all rollouts of a problem.
+      graded: the reference for `grade`; None: the problem's.
     Raises:
-      ValueError: a replayed result is not the recorded one.
+      TypeError: the problem is not JSON-serializable.
+      RuntimeError: the pool is closed, or has failed.
     """
-    digest = hashlib.sha256(json.dumps(result, sort_keys=True).encode()).digest()
-    self.is_sent = False
-    if self.is_replayed:
-      if digest != self._past[self._position].digest:
-        raise ValueError(
-          f"the environment is not deterministic: its process had ended, and turn {self._position}"
-          " was another one when the dialogue was repeated; let replies depend on problem, seed and"
-          " texts only"
-        )
-      self._position += 1
-      return None
-    assert self.pending is not None
-    self._past.append(_Exchange(self.pending.request, digest))
-    self._position += 1
-    return self.end_pending()
+    check_integer("EnvironmentPool.reset", "seed", seed, low=-(2**63), high=2**64)
+    try:
+      request = encode({"problem": dict(problem), "seed": seed})
+    except (TypeError, ValueError) as error:
+      raise TypeError(
+        f"an environment's problem must be JSON-serializable ({error}): {problem!r:.300}"
+      ) from error
+    session = Session(problem.get("reference") if graded is None else graded)
+    return self._pool.submit(session, request, functools.partial(Started, session))
 
-  def end_pending(self) -> Future[Any] | None:
-    """Forgets the pending request; returns its future."""
-    pending = self.pending
-    self.pending = None
-    return None if pending is None else pending.future
+  def step(self, dialogue: Session, text: str) -> Future[Turn | Failure]:
+    """Gives the policy's text to a dialogue's environment.
 
-  def recorded_grade(self, text: str) -> Any:
-    """The grade that `text` got before, so that a replay asks for none; None without one."""
-    return self._grades.get(text)
+    Args:
+      dialogue: from `Started`. Its previous result has come; `done` or a failure ends it.
+      text: the policy's.
+    Raises:
+      ValueError: the dialogue has ended or has a step under way.
+      RuntimeError: the pool is closed, or has failed.
+    """
+    if not isinstance(text, str):
+      raise TypeError(f"text = {text!r:.100} is not a text")
+    return self._pool.submit(dialogue, encode({"text": text}), lambda reply: Turn(*reply))
 
-  def record_grade(self, text: str, grade: Any) -> None:
-    """Records a grade."""
-    self._grades[text] = grade
+  def close_dialogue(self, dialogue: Session) -> None:
+    """Ends a dialogue whose state is no longer needed; one that has ended already is fine."""
+    self._pool.close_session(dialogue)
+
+  def worker_pids(self) -> list[int]:
+    """Process ids of the current workers; each leads its own session."""
+    return self._pool.worker_pids()
+
+  def close(self) -> None:
+    """Kills the workers and fails the unfinished futures. A second call has no effect."""
+    self._pool.close()
+
+  def __enter__(self) -> EnvironmentPool:
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self.close()
+
+
+def _ask_grade(submit: SubmitGrades, reference: Any, text: str) -> Future[Any]:
+  """The grade of a text as an environment gets it, [outcome, score, feedback]."""
+  answer: Future[Any] = Future()
+
+  def take(done: Future[Any]) -> None:
+    try:
+      (grade,) = done.result(0)
+      if grade.outcome == "crashed":  # no verdict, and no policy can cause that
+        raise RuntimeError(grade.detail)
+      answer.set_result([str(grade.outcome), float(grade.score), str(grade.feedback)])
+    except Exception as error:
+      answer.set_exception(error)
+
+  submit([text], [reference]).add_done_callback(take)
+  return answer

@@ -34,9 +34,9 @@ from rlvr_jax.environments.base import (
   Turn,
   check_score,
   clean,
-  waiting,
 )
 from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.workers.worker import waiting
 
 if TYPE_CHECKING:
   import aiohttp

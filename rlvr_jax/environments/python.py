@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlvr_jax.codejudge import fences, sandbox, tasks
-from rlvr_jax.environments.base import Environment, Problem, Refused, Turn, waiting
+from rlvr_jax.codejudge import fences, tasks
+from rlvr_jax.codejudge.sandboxes import Sandboxes
+from rlvr_jax.environments.base import Environment, Problem, Refused, Turn
 from rlvr_jax.ops.checks import check_between, check_integer
+from rlvr_jax.workers.worker import waiting
 
-_MAX_SANDBOXES = 4  # of a process: programs that sleep, and one that uses the core
 _MAX_WAIT_S = 3600.0  # for the programs of other dialogues, each of which has its own limit
 _NO_OUTPUT = "[no output]"
 
@@ -37,59 +36,7 @@ class _Options(NamedTuple):
   state: bool
 
 
-class _Sandboxes:
-  """Sandboxes of this process; one program at a time uses a core, and sleeping ones wait beside."""
-
-  def __init__(self) -> None:
-    self._is_tested = False
-    self._lock = threading.Lock()
-    self._free: list[sandbox.Sandbox] = []
-    self._places = threading.Semaphore(_MAX_SANDBOXES)
-    self._core = threading.Semaphore(1)
-
-  def open(self) -> None:
-    """Opens the first sandbox at the first call; raises SandboxError if it does not work here."""
-    with self._lock:
-      if not self._is_tested:
-        self._free.append(sandbox.open_sandbox())
-        self._is_tested = True
-
-  def run(self, source: str, earlier: Sequence[str], options: _Options) -> dict[str, Any]:
-    """Runs a program after earlier ones, see `tasks.run`."""
-    is_on_core = True
-
-    def leave_core() -> None:
-      nonlocal is_on_core
-      is_on_core = False
-      self._core.release()
-
-    with self._places:
-      self._core.acquire()
-      try:
-        opened = self._take()
-        try:
-          result = tasks.run(
-            opened, source, earlier=earlier, time_limit_s=options.limit_s,
-            memory_mib=options.memory_mib, on_asleep=leave_core,
-          )  # fmt: skip
-        except BaseException:
-          opened.close()  # the next program gets a new one
-          raise
-        with self._lock:
-          self._free.append(opened)
-        return result
-      finally:
-        if is_on_core:
-          self._core.release()
-
-  def _take(self) -> sandbox.Sandbox:
-    with self._lock:
-      if self._free:
-        return self._free.pop()
-    return sandbox.open_sandbox()
-
-
-_sandboxes = _Sandboxes()
+_sandboxes = Sandboxes()
 
 
 class _Python:
@@ -109,8 +56,12 @@ class _Python:
     source = extract_program(text)
     if source is None:
       return Turn(done=True)
-    with waiting(_MAX_WAIT_S):
-      result = _sandboxes.run(source, self._earlier, self._options)
+    options = self._options
+    with waiting(_MAX_WAIT_S), _sandboxes.take() as (sandbox, leave_core):
+      result = tasks.run(
+        sandbox, source, earlier=self._earlier, time_limit_s=options.limit_s,
+        memory_mib=options.memory_mib, on_asleep=leave_core,
+      )  # fmt: skip
     if "died" in result:
       raise Refused(f"the program broke its sandbox (status {result['died']})")
     if self._options.state and result.get("status") == 0:

@@ -1,6 +1,6 @@
 """Graders by name: "mathematics" or "code(reward='fraction')" in a configuration.
 
-A grader is a plain function, run in the pool's workers:
+A grader is a plain function, run in worker processes:
 
     def grade(completion: str, reference: Mapping[str, Any], *, keyword=1) -> Grade | float: ...
 
@@ -48,6 +48,7 @@ from rlvr_jax.rewards.graders import format_decimal, gsm8k, reasoning_gym
 from rlvr_jax.rewards.mathematics import mathematics
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.tour import tour
+from rlvr_jax.workers.worker import on_main_thread
 
 __all__ = [  # the graders that a string can name without a module
   "boxed",
@@ -105,7 +106,11 @@ def load_grader(text: str) -> Grader:
   def grade(completion: str, reference: Mapping[str, Any]) -> Grade:
     return convert_to_grade(function(completion, reference, **spec.arguments))
 
-  return grade
+  def grade_on_main_thread(completion: str, reference: Mapping[str, Any]) -> Grade:
+    return on_main_thread(functools.partial(grade, completion, reference))
+
+  # A user's grader may set handlers of signals, such as for a limit of time of its own.
+  return grade_on_main_thread if ":" in spec.name else grade
 
 
 def _find_function(owner: str, spec: specs.Spec) -> Callable[..., Any]:

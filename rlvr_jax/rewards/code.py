@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlvr_jax.codejudge import fences, tasks
-from rlvr_jax.codejudge import sandbox as sandboxes
-from rlvr_jax.rewards import deadlines
+from rlvr_jax.codejudge.sandboxes import Sandboxes
 from rlvr_jax.rewards.graders import THINK_CLOSE, THINK_OPEN
 from rlvr_jax.rewards.outcome import Grade, Outcome
+from rlvr_jax.workers.worker import waiting
 
 REWARDS = ("all", "fraction")
+_MAX_WAIT_S = 3600.0  # for the programs of other items, each of which has its own limit
 _ANSWERS = re.compile(r"^[ \t]*<answer>\n?", re.MULTILINE)
 
 
@@ -90,21 +91,13 @@ def _grade_wrong(failure: str, score: float = 0.0) -> Grade:
   return Grade(Outcome.WRONG, score, failure, feedback=failure)
 
 
-_sandbox: sandboxes.Sandbox | None = None  # of this process; opened at the first item
+_sandboxes = Sandboxes()
 
 
 def _judge_program(source: str, tests: Mapping[str, Any]) -> dict[str, Any]:
-  """The verdict of this process's sandbox, which is replaced after a failure."""
-  global _sandbox
-  if _sandbox is None:
-    _sandbox = sandboxes.open_sandbox()
-  deadlines.extend(sandboxes.verdict_deadline_s(tasks.time_limit_s(tests)))
-  try:
-    return tasks.judge(_sandbox, source, tests, on_asleep=deadlines.report_asleep)
-  except sandboxes.SandboxError:
-    _sandbox.close()
-    _sandbox = None  # the next item gets a new one
-    raise
+  """The verdict of one of this process's sandboxes; other items are graded meanwhile."""
+  with waiting(_MAX_WAIT_S), _sandboxes.take() as (sandbox, leave_core):
+    return tasks.judge(sandbox, source, tests, on_asleep=leave_core)
 
 
 def code_self_test(*, reward: str = "all") -> None:

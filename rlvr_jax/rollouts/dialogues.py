@@ -15,12 +15,13 @@ import numpy as np
 from rlvr_jax.data import Problem, Tokenizer
 from rlvr_jax.data.stop_strings import find_stop
 from rlvr_jax.environments.base import Message, Turn
-from rlvr_jax.environments.pool import EnvironmentPool, Failure, Started
+from rlvr_jax.environments.dialogues import EnvironmentPool, Started
 from rlvr_jax.rewards.graders import thought_prefix
 from rlvr_jax.rewards.outcome import Outcome
 from rlvr_jax.rollouts.batch import Flight
 from rlvr_jax.rollouts.engine import SlotUsage
 from rlvr_jax.rollouts.serve import Answer, Group
+from rlvr_jax.workers.pool import Failure
 
 CUTS = ("tail", "head", "middle")
 _WAIT_S = 2.0  # of a process for its environments, before it exchanges with the others

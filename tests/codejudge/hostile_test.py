@@ -14,7 +14,7 @@ import time
 import pytest
 from codejudge.processes import descendants, wait_until
 
-from rlvr_jax.codejudge import sandbox
+from rlvr_jax.codejudge import sandbox, sandboxes
 from rlvr_jax.rewards import GraderPool, Outcome
 
 LIMIT_S = 0.7  # of programs that are to be stopped
@@ -515,6 +515,7 @@ def test_guesses_are_not_told_to_be_right(reference, tmp_path, monkeypatch):
   grader = importlib.import_module("rlvr_jax.rewards.code")
   program = GUESSER.format(path=str(tmp_path / "guesses"))
   with contextlib.closing(sandbox.Sandbox(sandbox.NONE)) as open_world:
-    monkeypatch.setattr(grader, "_sandbox", open_world)
+    monkeypatch.setattr(grader, "_sandboxes", sandboxes.Sandboxes())
+    monkeypatch.setattr(sandboxes, "open_sandbox", lambda: open_world)
     outcomes = [grader.code(program, reference).outcome for _ in range(15)]
   assert (tmp_path / "guesses").exists() and set(outcomes) == WRONG, outcomes

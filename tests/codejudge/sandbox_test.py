@@ -491,7 +491,7 @@ def test_a_launcher_that_has_died_is_an_error():
 FORBIDDEN = (
   'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"',
   "from rlvr_jax.rewards import code\ncode.code_self_test()\n"
-  "print(code._sandbox.mechanism, code.code('def f(): return 1', "
+  "print(code._sandboxes._free[0].mechanism, code.code('def f(): return 1', "
   "{'style': 'asserts', 'tests': ['assert f() == 1']}).outcome.value)",
 )
 

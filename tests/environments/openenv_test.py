@@ -23,9 +23,10 @@ from train.dialogues_test import config
 from rlvr_jax.commands.train import train
 from rlvr_jax.environments import Turn
 from rlvr_jax.environments.by_name import parse_environment
+from rlvr_jax.environments.dialogues import EnvironmentPool, EnvironmentStartError, Started
 from rlvr_jax.environments.openenv import fill_in, make_action
-from rlvr_jax.environments.pool import EnvironmentPool, EnvironmentStartError, Failure, Started
 from rlvr_jax.train.setup.build import build
+from rlvr_jax.workers.pool import Failure
 
 web = pytest.importorskip("aiohttp.web", reason='needs aiohttp: pip install -e ".[openenv]"')
 HERE = pathlib.Path(__file__).parent

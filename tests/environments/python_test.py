@@ -6,7 +6,7 @@ import pytest
 from codejudge.processes import descendants, running, wait_until
 
 from rlvr_jax.environments import Turn, python
-from rlvr_jax.environments.pool import EnvironmentPool
+from rlvr_jax.environments.dialogues import EnvironmentPool
 from rlvr_jax.environments.python import extract_program
 
 PROBLEM = {"question": "q", "answer": "", "reference": {}}

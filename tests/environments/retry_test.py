@@ -3,7 +3,7 @@
 import pytest
 
 from rlvr_jax.environments import Turn, retry
-from rlvr_jax.environments.pool import EnvironmentPool
+from rlvr_jax.environments.dialogues import EnvironmentPool
 from rlvr_jax.rewards import GraderPool
 from rlvr_jax.rewards.by_name import weighted_reference
 

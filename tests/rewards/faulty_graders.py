@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 
-from rlvr_jax.rewards import Grade, Outcome, deadlines
+from rlvr_jax.rewards import Grade, Outcome
+from rlvr_jax.workers.worker import waiting
 
 
 def faulty(completion, reference):
@@ -19,8 +20,8 @@ def faulty(completion, reference):
     return Grade(Outcome.CORRECT, 1.0, argument)
   if kind == "longer":  # than the pool's limit, as announced; or longer still
     announced, taken = map(float, argument.split())
-    deadlines.extend(announced)
-    time.sleep(taken)
+    with waiting(announced):
+      time.sleep(taken)
     return Grade(Outcome.CORRECT, 1.0)
   if kind == "hang":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -31,13 +32,18 @@ def faulty(completion, reference):
     re.match(r"(a|a)*b", "a" * 64)
   if kind == "child":
     subprocess.run(["sleep", argument], check=True)
+  if kind == "alarm":  # a limit of its own, as some libraries of verifiers have
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(5)
+    signal.alarm(0)
+    return Grade(Outcome.CORRECT, 1.0)
   if kind == "exit":
     os._exit(int(argument))
   if kind == "sys.exit":
     sys.exit(argument)
   if kind == "nap":
-    deadlines.report_asleep()
-    time.sleep(float(argument))
+    with waiting(60):
+      time.sleep(float(argument))
     return Grade(Outcome.CORRECT, 1.0, argument)
   if kind == "recursion":
     return faulty(completion, reference)

@@ -10,7 +10,7 @@ import pytest
 
 from rlvr_jax.data import ByteTokenizer, Problem
 from rlvr_jax.data.batches import PromptError, encode_prompts
-from rlvr_jax.environments.pool import EnvironmentPool
+from rlvr_jax.environments.dialogues import EnvironmentPool
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rollouts.batch import Flight
 from rlvr_jax.rollouts.collect import Collector

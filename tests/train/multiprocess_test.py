@@ -260,7 +260,7 @@ PROGRAM = """
 
   me = int(sys.argv[2])
   multihost.initialize(sys.argv[1], 2, me)
-  from rlvr_jax.rewards.pool import GraderPool
+  from rlvr_jax.rewards.grading import GraderPool
 
   # From here on the devices compute nothing.
   programs = []

@@ -16,7 +16,7 @@ import pytest
 from train import tiny
 
 from rlvr_jax.commands import train as runs
-from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.rewards.grading import GraderPool
 from rlvr_jax.rollouts import queue, staleness
 from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore, StoreError, TornShardError
 from rlvr_jax.train import loop

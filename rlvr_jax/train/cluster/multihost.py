@@ -25,8 +25,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from rlvr_jax.rewards.grading import GraderPool, GradingFuture
 from rlvr_jax.rewards.outcome import Grade, Outcome
-from rlvr_jax.rewards.pool import GraderPool, GradingFuture
 from rlvr_jax.train.cluster import control
 from rlvr_jax.train.cluster.process import (
   DEADLINE_S,

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from rlvr_jax import advantages, geometry, losses, reweighting, specs
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.data import Problem, Task, Tokenizer, encode_prompts, tasks
-from rlvr_jax.environments.pool import EnvironmentPool
+from rlvr_jax.environments.dialogues import EnvironmentPool
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import model_settings
@@ -26,8 +26,8 @@ from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.aggregate import AGGREGATIONS
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
+from rlvr_jax.rewards.grading import GraderPool
 from rlvr_jax.rewards.outcome import OutcomePolicy
-from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.packing import RowLayout, layout_of_few

@@ -18,13 +18,12 @@ from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.data.sources import Change
 from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.environments.by_name import parse_environment, tries_of
-from rlvr_jax.environments.pool import EnvironmentPool, EnvironmentStartError, Failure
+from rlvr_jax.environments.dialogues import EnvironmentPool, EnvironmentStartError
 from rlvr_jax.ops.checks import MAX_SCORE, check_between, check_choice, check_integer
 from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rewards.by_name import parse_grader, weighted_reference
+from rlvr_jax.rewards.grading import GraderPool, GraderStartError
 from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy, outcome_policy
-from rlvr_jax.rewards.pool import GraderPool, default_workers
-from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.dialogues import (
   CUT_NOTE,
@@ -37,6 +36,7 @@ from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.reporting.progress import warn
 from rlvr_jax.train.setup.checks import KNOWN_SCORES, MAX_WORKERS
+from rlvr_jax.workers.pool import Failure, default_workers
 
 WEIGHTED, _CODE = "weighted", "code"  # by name
 _NO_ANSWER = "no answer"  # a text that no grader or environment takes for one

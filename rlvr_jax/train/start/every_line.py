@@ -11,9 +11,8 @@ import jax
 from rlvr_jax.data import Problem, ProblemSource, Task
 from rlvr_jax.data.sources import listed_sources
 from rlvr_jax.rewards.by_name import right_completion
+from rlvr_jax.rewards.grading import GraderPool, GraderStartError
 from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy
-from rlvr_jax.rewards.pool import GraderPool
-from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.train.reporting.progress import say, warn
 from rlvr_jax.train.setup.grading import ChangedProblems, used_graders
 

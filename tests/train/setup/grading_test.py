@@ -16,7 +16,7 @@ from rlvr_jax.data import Problem, Task
 from rlvr_jax.data.byte_pairs import save, train_byte_pairs
 from rlvr_jax.data.sources import Candidates, Chosen, Concatenated, Generated
 from rlvr_jax.data.task_utils import BY_REFERENCE
-from rlvr_jax.environments.pool import EnvironmentPool, EnvironmentStartError
+from rlvr_jax.environments.dialogues import EnvironmentPool, EnvironmentStartError
 from rlvr_jax.rewards import GraderStartError
 from rlvr_jax.rollouts.dialogues import as_mapping
 from rlvr_jax.rollouts.serve import Group
@@ -330,7 +330,10 @@ FAULTY = "environments.faulty_environments"
     ("python", "problem's environment ended with the score None to 'no answer' within "),
     (f"{FAULTY}:says(text='late by a lot')", "environment: timeout on the text 'no answer': by a"),
     (f"{FAULTY}:says(text='raise a fault')", "environment: failed on the text 'no answer': Value"),
-    (f"{FAULTY}:says(text='', question='hang')", "environment: failed at its reset: the step did"),
+    (
+      f"{FAULTY}:says(text='', question='hang')",
+      "environment: failed at its reset: it took",
+    ),
   ],
 )
 def test_an_environment_plays_a_turn_at_the_start(name, expected):

@@ -1,4 +1,4 @@
-"""The pool of environments' processes, and environments that do their worst to it."""
+"""Environments in worker processes, and some that do their worst to them."""
 
 import os
 import pathlib
@@ -16,12 +16,12 @@ from codejudge.processes import descendants, running, wait_until
 from rlvr_jax.environments import Turn
 from rlvr_jax.environments.base import MAX_REPLY, cut
 from rlvr_jax.environments.by_name import make_environment, parse_environment
-from rlvr_jax.environments.pool import (
+from rlvr_jax.environments.dialogues import (
   EnvironmentPool,
   EnvironmentStartError,
-  Failure,
   Started,
 )
+from rlvr_jax.workers.pool import Failure
 
 HERE = pathlib.Path(__file__).parent
 WAIT_S = 60.0
@@ -116,9 +116,9 @@ def test_turns(pool, text, expected):
     ("eat", "memory", "MemoryError"),
     ("refuse that is rude", "refused", "^that is rude$"),
     ("late by a lot", "timeout", "^by a lot$"),
-    ("wait 0.2 60", "timeout", "the wait did not end within its limit"),
-    ("hang", "timeout", "the step did not end within deadline_s = 1 s"),
-    ("spin", "timeout", "deadline_s"),
+    ("wait 0.2 60", "timeout", "it waited longer than the limit of the wait"),
+    ("hang", "timeout", "it took longer than 1 s"),
+    ("spin", "timeout", "it took longer"),
   ],
 )
 def test_a_failure_ends_its_dialogue_and_no_other(pool, text, kind, detail):
@@ -205,8 +205,10 @@ def test_misuse_is_an_exception_of_the_future_or_the_call(pool):
   with pytest.raises(ValueError, match="has a step under way"):
     ask(pool, dialogue, "a")
   assert slow.result(WAIT_S) == Turn("0 q|sleep 0.2")
+  ended = start(pool)
+  pool.close_dialogue(ended)
   with pytest.raises(ValueError, match="has ended"):
-    ask(pool, 10**6, "a")
+    ask(pool, ended, "a")
   with pytest.raises(TypeError, match="JSON-serializable"):
     pool.reset(problem(answer=object()), 0)
   with pytest.raises(TypeError, match="not a text"):
@@ -481,7 +483,7 @@ def test_a_callback_may_close_the_pool():
 def test_workers_end_with_a_killed_parent(text):
   code = (
     "import time\n"
-    "from rlvr_jax.environments.pool import EnvironmentPool\n"
+    "from rlvr_jax.environments.dialogues import EnvironmentPool\n"
     f"pool = EnvironmentPool({FAULTY!r}, deadline_s=2.0)\n"
     "problem = {'question': '', 'answer': '', 'reference': {}}\n"
     f"pool.step(pool.reset(problem, 0).result(60).dialogue, {text!r})\n"

@@ -1,0 +1,357 @@
+"""A worker: reads and writes lines of JSON, has many sessions, runs one of them at a time.
+
+A pool starts it with its settings as the argument. It first writes {"ready": what its program says}
+or {"error": text}. Requests name a session by its number: {"session", "request"}, or {"session",
+"close"} for one that is no longer needed. Of a request the worker reports {"event": "running"} when
+the program's code starts, and at the end its "result": {"reply", "ends"}, or {"failure": [kind,
+detail]}. A session that has ended is closed on its own account, so that its `close` cannot take
+away a result; at the end of that the worker reports "closed". Where the code waits (`waiting`), it
+reports "waiting" with "limit_s", then "waited", then "running" again, and other sessions run
+meanwhile. {"event": "ask", "question"} asks the pool, and {"session", "answer"} answers, or
+{"session", "error"}. The worker ends when its stdin does. It never loads jax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import faulthandler
+import functools
+import importlib
+import json
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
+
+MAX_DETAIL = 1000  # characters
+MEMORY_STATUS = 77  # exit status if the memory is used up outside of a program's code
+# A variable by which a worker's processes are known: also those in sessions of their own, or of a
+# worker that has ended, which belong to nobody.
+MARK = "RLVR_JAX_WORKER"
+_MARGIN_S = 1.0  # after the limit; then a worker that its parent has not killed ends by itself
+_MAX_THREADS = 32  # requests that wait at a time, and one that runs
+_STACK_BYTES = 4 * 2**20  # of a thread; stacks count as address space, which may be limited
+
+Result = TypeVar("Result")
+# (session, question, seconds to wait) → the pool's answer; RuntimeError if it has none.
+Ask: TypeAlias = Callable[[int, Any, float], Any]
+
+# Tests of programs have integers as long as LiveCodeBench allows, in messages in JSON.
+sys.set_int_max_str_digits(50_000)
+
+
+class Stopped(Exception):
+  """Raised by a program: the failure of a request that is no fault."""
+
+  kind = "failed"
+
+
+class Program(Protocol):
+  """What a worker runs; made once in each. May have `close(session)`, called after its end.
+
+  Attributes:
+    ready: what the pool learns of it at the start; JSON.
+  """
+
+  ready: Any
+
+  def answer(self, session: int, request: Any) -> tuple[Any, bool]:
+    """Answers a request: the reply, JSON, and whether it is the session's last one."""
+
+
+# --- for code that runs in a worker ---------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _wait_alone(limit_s: float) -> Iterator[None]:
+  del limit_s
+  yield
+
+
+_waiter: contextvars.ContextVar[Callable[[float], AbstractContextManager[None]]]
+_waiter = contextvars.ContextVar("waiter", default=_wait_alone)
+
+
+def waiting(limit_s: float) -> AbstractContextManager[None]:
+  """While in this context, a request waits for another program, and other requests go on.
+
+  A worker runs the code of one request at a time, under the pool's limit of wall-clock time. What
+  is done in this context, such as reading from a socket, runs beside others' code, and has its own
+  limit instead.
+
+  Args:
+    limit_s: wall-clock seconds after which the request counts as timed out.
+  Raises:
+    ValueError: `limit_s` is not positive and finite.
+  """
+  if not 0 < limit_s < float("inf"):
+    raise ValueError(f"waiting: limit_s = {limit_s!r} is not a number in (0, inf)")
+  return _waiter.get()(limit_s)
+
+
+class _MainThread:
+  """Makes calls of other threads in the main one."""
+
+  def __init__(self) -> None:
+    self._calls: queue.SimpleQueue[tuple[Future[Any], contextvars.Context, Callable[[], Any]]]
+    self._calls = queue.SimpleQueue()
+    self._free = threading.Semaphore(0)  # until it serves
+
+  def call(self, function: Callable[[], Result]) -> Result:
+    if not self._free.acquire(blocking=False):  # nobody serves, or the call that it makes waits
+      return function()
+    try:
+      future: Future[Result] = Future()
+      self._calls.put((future, contextvars.copy_context(), function))
+      return future.result()
+    finally:
+      self._free.release()
+
+  def serve(self) -> None:
+    self._free.release()
+    while True:
+      future, context, function = self._calls.get()
+      try:
+        future.set_result(context.run(function))
+      except BaseException as error:
+        future.set_exception(error)
+      del future, context, function
+
+
+_main_thread = _MainThread()
+
+
+def on_main_thread(function: Callable[[], Result]) -> Result:
+  """The result of a call, made in the worker's main thread, which may set handlers of signals.
+
+  In the calling thread instead if a call there waits (`waiting`), or outside of workers.
+  """
+  return _main_thread.call(function)
+
+
+# --- the worker -----------------------------------------------------------------------------------
+
+
+def _describe(error: BaseException) -> str:
+  """The error in one line, with the line of the program that raised it."""
+  frames = traceback.extract_tb(error.__traceback__)
+  position = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+  return f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_DETAIL]}{position}"
+
+
+class _Channel:
+  """Sends lines to the pool and gets its answers, in any thread."""
+
+  def __init__(self, stream: BinaryIO):
+    self._stream = stream
+    self._lock = threading.Lock()
+    self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}  # by session
+
+  def send(self, message: dict[str, Any]) -> None:
+    line = json.dumps(message).encode() + b"\n"
+    with self._lock:
+      self._stream.write(line)
+      self._stream.flush()
+
+  def ask(self, session: int, question: Any, limit_s: float) -> Any:
+    """The pool's answer to a question of a session's request; see `Ask`."""
+    answers = self._answers[session] = queue.SimpleQueue()
+    with waiting(limit_s):
+      self.send({"event": "ask", "session": session, "question": question})
+      message = answers.get(timeout=limit_s)
+    del self._answers[session]
+    if "error" in message:
+      raise RuntimeError(message["error"])
+    return message["answer"]
+
+  def take_answer(self, message: dict[str, Any]) -> None:
+    """Hands an answer of the pool to the request that waits for it."""
+    if answers := self._answers.get(message["session"]):
+      answers.put(message)
+
+
+class _Worker:
+  """The requests of this process, and the threads that run them, one at a time."""
+
+  def __init__(self, program: Program, channel: _Channel, limit_s: float, has_memory_limit: bool):
+    self._program = program
+    self._channel = channel
+    self._limit_s = limit_s
+    self._has_memory_limit = has_memory_limit
+    self._requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    self._core = threading.Lock()  # held while a program's code runs
+    self._num_threads = 0  # this and the next change while their thread has the core
+    self._num_waiting = 0
+    self._start_thread()
+
+  def receive(self, lines: Iterable[bytes]) -> None:
+    """Runs in a thread: handles messages of the pool, until it has ended."""
+    try:
+      for line in lines:
+        message = json.loads(line)
+        if "request" in message or "close" in message:
+          self._requests.put(message)
+        else:
+          self._channel.take_answer(message)
+    except MemoryError:
+      os._exit(MEMORY_STATUS)
+    kill(find_processes(os.environ.get(MARK, "")) - {os.getpid()})
+    os.killpg(0, signal.SIGKILL)
+
+  def _start_thread(self) -> None:
+    """Starts a thread if all wait."""
+    if self._num_threads <= min(self._num_waiting, _MAX_THREADS - 1):
+      threading.Thread(target=self._serve, daemon=True).start()
+      self._num_threads += 1
+
+  def _serve(self) -> None:
+    """Runs in threads: answers requests."""
+    try:
+      while True:
+        message = self._requests.get()
+        session = message["session"]
+        _waiter.set(functools.partial(self._wait, session))
+        self._enter_core(session)
+        if "close" in message:
+          self._close(session)
+          self._leave_core({"event": "closed", "session": session})
+          continue
+        result = self._answer(session, message["request"])
+        if result.get("ends", True) and hasattr(self._program, "close"):
+          self._requests.put({"session": session, "close": True})
+        self._leave_core({"event": "result", "session": session, **result})
+    except MemoryError:
+      os._exit(MEMORY_STATUS)
+    except BaseException:
+      os._exit(1)
+
+  def _enter_core(self, session: int) -> None:
+    self._core.acquire()
+    # The pool kills a worker at the limit. If the pool is dead, this ends the worker. It is a C
+    # thread without the interpreter lock: neither a sleeping nor a spinning program delays it.
+    try:
+      faulthandler.dump_traceback_later(self._limit_s + _MARGIN_S, file=2, exit=True)
+    except RuntimeError:  # there is no memory for its stack
+      os._exit(MEMORY_STATUS)
+    self._channel.send({"event": "running", "session": session})
+
+  def _leave_core(self, message: dict[str, Any]) -> None:
+    faulthandler.cancel_dump_traceback_later()
+    self._channel.send(message)  # before the next session is reported to run
+    self._core.release()
+
+  @contextlib.contextmanager
+  def _wait(self, session: int, limit_s: float) -> Iterator[None]:
+    """What `waiting` does in a request's thread."""
+    self._num_waiting += 1
+    with contextlib.suppress(RuntimeError):  # there is no memory for one more thread
+      self._start_thread()
+    self._leave_core({"event": "waiting", "session": session, "limit_s": float(limit_s)})
+    try:
+      yield
+    finally:
+      self._channel.send({"event": "waited", "session": session})
+      self._enter_core(session)
+      self._num_waiting -= 1
+
+  def _answer(self, session: int, request: Any) -> dict[str, Any]:
+    """Runs the program's code; returns the result."""
+    try:
+      reply, ends = self._program.answer(session, request)
+      return {"reply": reply, "ends": ends}
+    except Stopped as error:
+      kind, detail = error.kind, str(error)
+    except MemoryError as error:
+      # If this process has no limit, the machine's memory is used up.
+      kind = "memory" if self._has_memory_limit else "failed"
+      detail = _describe(error)
+    except BaseException as error:  # sys.exit() in a program is its failure as well
+      kind, detail = "failed", _describe(error)
+    return {"failure": [kind, detail.encode(errors="replace").decode()[:MAX_DETAIL]]}
+
+  def _close(self, session: int) -> None:
+    with contextlib.suppress(BaseException):  # nobody waits for it
+      self._program.close(session)  # type: ignore[attr-defined]
+
+
+def main() -> None:
+  """Runs a worker."""
+  settings = json.loads(sys.argv[1])
+  requests, channel = _protect_streams()
+  try:
+    limit_memory(settings["memory_mib"])
+    module, _, name = settings["program"].partition(":")
+    program = getattr(importlib.import_module(module), name)(channel.ask, **settings["arguments"])
+  except ValueError as error:
+    channel.send({"error": str(error)})
+    return
+  except BaseException as error:
+    channel.send({"error": _describe(error)})
+    return
+  # Until here the pool reads errors from stderr; from here on others' output is discarded.
+  os.dup2(1, 2)
+  channel.send({"ready": program.ready})
+  threading.stack_size(_STACK_BYTES)
+  worker = _Worker(program, channel, settings["limit_s"], settings["memory_mib"] is not None)
+  threading.Thread(target=worker.receive, args=(requests,), daemon=True).start()
+  _main_thread.serve()
+
+
+def _protect_streams() -> tuple[BinaryIO, _Channel]:
+  """Duplicates stdin and stdout for the protocol, and redirects those of others to /dev/null."""
+  requests = os.fdopen(os.dup(0), "rb")
+  replies = os.fdopen(os.dup(1), "wb")
+  null = os.open(os.devnull, os.O_RDWR)
+  os.dup2(null, 0)
+  os.dup2(null, 1)
+  return requests, _Channel(replies)
+
+
+def limit_memory(memory_mib: int | None) -> None:
+  """Limits this process's address space; None is no limit.
+
+  Raises:
+    MemoryError: the process takes more already, so that its first work would end it.
+  """
+  if memory_mib is None:
+    return
+  limit = memory_mib * 2**20
+  with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
+    taken = int(file.read().split()[0]) * resource.getpagesize()
+    if taken >= limit:
+      raise MemoryError(f"without a request it takes {taken / 2**20:.0f} MiB")
+  resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+# --- processes that belong to a worker ------------------------------------------------------------
+
+
+def find_processes(mark: str) -> set[int]:
+  """The processes that have a worker's mark or descend from one that has it."""
+  marked = f"{MARK}={mark}".encode()
+  found, parents = set[int](), dict[int, int]()
+  for entry in filter(str.isdigit, os.listdir("/proc")):
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+      with open(f"/proc/{entry}/stat", "rb") as file:
+        parents[int(entry)] = int(file.read().rpartition(b")")[2].split()[1])
+      with open(f"/proc/{entry}/environ", "rb") as file:
+        if marked in file.read().split(b"\0"):
+          found.add(int(entry))
+  while more := {pid for pid, parent in parents.items() if parent in found} - found:
+    found |= more
+  return found
+
+
+def kill(pids: Iterable[int]) -> None:
+  """Kills processes; those that have ended are fine."""
+  for pid in pids:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      os.kill(pid, signal.SIGKILL)
