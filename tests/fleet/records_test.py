@@ -19,8 +19,8 @@ from rlvr_jax.fleet.records import (
   lease_name,
   plan_name,
 )
-from rlvr_jax.rollouts.serve import Group
 from rlvr_jax.rollouts.group import ARRAYS
+from rlvr_jax.rollouts.serve import Group
 
 PLAN = Plan(7, 6, 4, [11, 12], {"next": 56}, 5, [[0, 1], [1, 2]])
 RECORD = GroupRecord("ab", "host-1", {"5": "f0"}, [["correct", 1.0, "", "3"]], None, {"a_max": 0.5})
