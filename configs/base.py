@@ -159,8 +159,7 @@ def get_config() -> ConfigDict:
     # What a response does when newer weights come. finish: ends with those that it began with;
     # switch: goes on with the newer ones and its old cache; recompute: computes its cache anew
     new_weights="finish",
-    groups_per_lease=2,  # groups that a sampler takes at a time
-    silent_s=30.0,  # seconds without a sign of life after which a sampler loses its leases
+    silent_s=30.0,  # seconds after which groups of a silent sampler, and late groups, are others'
   )
 
   c.start = dict(  # begin with another run's policy, in place of a warm start

@@ -1,6 +1,6 @@
 """The records that cross rooms, with a shape on every field.
 
-Those of batches in progress are in `rollouts.serve` and `rollouts.batch`.
+Those of what is being sampled are in `rollouts.group` and `rollouts.batches`.
 
 Axis legend, used in comments and as suffixes throughout the package:
 
@@ -57,41 +57,16 @@ class Prompts:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rollouts:
-  """Output of the sampler; text is decoded from the token ids for grading only."""
-
-  tokens: Array  # i32[P, G, T], right-padded; the stop token is included
-  lengths: Array  # i32[P, G], 1 ≤ length ≤ T, of all turns
-  stopped: Array  # bool[P, G], True: ended by a stop token, False: ended by the length limit
-  # f32[P, G, T], under the distribution sampled from; 0 where padded, or not sampled
-  behavior_logprobs: Array
-  # i32[P, G, T], of dialogues, the number of the turn that a token belongs to: 0 is the policy's
-  # first, 1 the environment's reply to it, 2 the policy's second, and so on; 0 where padded. None:
-  # one turn of the policy.
-  turns: Array | None = None
-  # f32[P, G, T], of dialogues, the environment's score of a turn of the policy, as far as it is not
-  # that of the dialogue, at the turn's last token; NaN elsewhere. None: one turn of the policy.
-  turn_scores: Array | None = None
-  # Of a mixture whose routes are recorded, unsigned integers: the experts that its routers chose, k
-  # in each layer, by falling probability, at the place that predicts a token; 0 where padded.
-  routes: Array | None = None  # [P, G, T, layers, k]; the first is that of the prompt's last token
-  prompt_routes: Array | None = None  # [P, S, layers, k], left-padded, without the last token's: 0
-  # i32[P, G, T], where weights may change within a response: the version of the policy that sampled
-  # a token; −1 where padded, or not sampled. None: a group has one version.
-  token_versions: Array | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class TrainBatch:
   """Graded rollouts, ready for an update."""
 
   prompts: Prompts
-  tokens: Array  # i32[P, G, T]
+  tokens: Array  # i32[P, G, T], right-padded; the stop token is included
   # f32[P, G, T], 1 on response tokens that count in the loss (stop token included); 0 on those of
   # an environment
   mask: Array
-  behavior_logprobs: Array  # f32[P, G, T]
+  # f32[P, G, T], under the distribution sampled from; 0 where padded, or not sampled
+  behavior_logprobs: Array
   rewards: Array  # f32[P, G], 0 where not valid
   correct: Array  # f32[P, G] in {0, 1}, 0 where not valid
   # bool[P, G], False: without a grade, as where a grader crashed; no result depends on such a
@@ -99,24 +74,31 @@ class TrainBatch:
   valid: Array
   reference_logprobs: Array | None = None  # f32[P, G, T], None without a reference policy
   proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss is decoupled
-  # f32[P], all equal: see `rollouts.batch.mean_solve_rate`, before any filter of groups
+  # f32[P], all equal: see `rollouts.grading.mean_solve_rate`, before any filter of groups
   solve_rate: Array | None = None
   # i32[P, G, T], updates since the policy that sampled a token; −1: not of this run
   lags: Array | None = None
-  # i32[P, G, T], see `Rollouts`; an update asks only whether there are any: if so, the head leaves
-  # out places that predict nothing.
+  # i32[P, G, T], of dialogues, the number of the turn that a token belongs to: 0 is the policy's
+  # first, 1 the environment's reply to it, 2 the policy's second, and so on; 0 where padded. None:
+  # one turn of the policy. Most updates ask only whether there are any: if so, the head leaves out
+  # places that predict nothing.
   turns: Array | None = None
-  # f32[P, G, T], see `Rollouts`; in an update only where the advantage reads them.
+  # f32[P, G, T], of dialogues, the environment's score of a turn of the policy, as far as it is not
+  # that of the dialogue, at the turn's last token; NaN elsewhere. In an update only where the
+  # advantage reads them.
   turn_scores: Array | None = None
   sources: Array | None = None  # i32[P], index of the source that sampled the group
   packed: Packed | None = None  # the rollouts in rows; None: padded, [P, G, S + T]
   # f32[P, G, T], under the distribution sampled from, where `behavior_logprobs` deliberately are
   # others (config.sources.temperature.recorded); in the store only, no update reads them.
   sampled_logprobs: Array | None = None
-  # [P, G, T, layers, k] and [P, S, layers, k], see `Rollouts`; None once they are in `packed`.
-  routes: Array | None = None
-  prompt_routes: Array | None = None
-  # i32[P, G, T], see `Rollouts`; in the store only, updates read `lags`.
+  # Of a mixture whose routes are recorded, unsigned integers: the experts that its routers chose, k
+  # in each layer, by falling probability, at the place that predicts a token; 0 where padded. None
+  # once they are in `packed`.
+  routes: Array | None = None  # [P, G, T, layers, k]; the first is that of the prompt's last token
+  prompt_routes: Array | None = None  # [P, S, layers, k], left-padded, without the last token's: 0
+  # i32[P, G, T], where weights may change within a response: the version of the policy that sampled
+  # a token; −1 where padded, or not sampled. In the store only, updates read `lags`.
   token_versions: Array | None = None
 
 

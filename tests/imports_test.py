@@ -48,7 +48,7 @@ ALLOWED = {
   "environments": {"specs", "workers", "codejudge", "ops.checks"},
   "rewards": {"specs", "workers", "codejudge", "ops.checks"},
   "rollouts": {"storage", "data", "workers", "rewards", "environments"} | PURE,
-  "fleet": {"storage", "rollouts"},
+  "fleet": {"types", "data", "storage", "rollouts"},
   "evaluate": BELOW_THE_LOOP - {"update", "fleet"},
   **{
     f"train.{name}": BELOW_TRAIN | {f"train.{lower}" for lower in TRAIN[:index]}

@@ -301,7 +301,7 @@ def test_nonfinite_updates_are_skipped_and_too_many_end_the_run(tmp_path):
   workdir = tmp_path / "run"
   parts = build(tiny.config(learning_rate="linear(peak=1e30)", max_skipped_in_a_row=2))
   message = (
-    "2 updates in a row.* not finite.*learning_rate.* the last batch, .*array_record in the workdir"
+    "2 updates in a row.* not finite.*learning_rate.* the last batch, .*safetensors in the workdir"
   )
   with pytest.raises(NonFiniteError, match=message):
     train(parts, workdir)

@@ -88,7 +88,7 @@ def measure_arm(arm: str, seeds: int, updates: int, scratch: pathlib.Path) -> li
         "pass@1": [r for r in records if r["phase"] == "eval"][-1]["eval/pass@1"],
         "mean lag": float(np.mean([r["staleness/mean"] for r in updated])),
         "largest lag": max(r["staleness/max"] for r in updated),
-        "samplers": max((r["fleet/samplers"] for r in updated if "fleet/samplers" in r), default=1),
+        "samplers": max((r.get("fleet/running", 1) for r in updated), default=1),
       }
     )
   return found

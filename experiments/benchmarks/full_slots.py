@@ -3,7 +3,7 @@
   python experiments/benchmarks/full_slots.py
 
 The model and the lengths are those of w3 in `grpo_step.py`: 64 prompts × 8 responses of up to 512
-tokens, in one stream through 64 slots. Refilled slots lose the rest of a burst when a response ends
+tokens, through 64 slots. Refilled slots lose the rest of a burst when a response ends
 within it, and the time of prefill and insertion. Always-busy slots decode 8 prompts × 8 responses
 of 512 tokens, of which the last quarter counts: a step reads up to the length of the longest slot,
 which is that long among refilled slots too. Both are measured in turn in one process.
@@ -15,6 +15,7 @@ for machines that are never quiet.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pathlib
@@ -34,11 +35,11 @@ keep_freed_memory()
 import jax
 import numpy as np
 
+from experiments import bursts
 from experiments.benchmarks import grpo_step
 from rlvr_jax.data import encode_prompts
-from rlvr_jax.rollouts.engine import Usage
+from rlvr_jax.rollouts.engine import Engine, Usage
 from rlvr_jax.rollouts.programs import EnginePrograms
-from rlvr_jax.rollouts.serve import make_requests, serve
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.start import parameters
 
@@ -47,15 +48,14 @@ _SLOTS, _PROMPTS, _GROUP = 64, 64, 8
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured rounds, after one warm-up.", lower_bound=1)
 
 
-def measure_until_drain(engine: EnginePrograms, params, requests) -> tuple[Usage, np.ndarray]:
-  """Measures slot usage while requests wait, with wall-clock and processor seconds."""
-  usage = Usage()
+def measure_until_drain(engine: Engine, groups) -> tuple[Usage, np.ndarray]:
+  """Measures slot usage while groups wait, with wall-clock and processor seconds."""
   start = read_clocks()
-  measured = usage, read_clocks() - start
-  for _ in serve(engine, params, requests, usage):
-    if usage.drain_slot_steps:
+  measured = copy.copy(engine.usage), read_clocks() - start
+  for _ in bursts.bursts(engine, groups):
+    if engine.usage.drain_slot_steps:
       break
-    measured = Usage(**vars(usage)), read_clocks() - start
+    measured = copy.copy(engine.usage), read_clocks() - start
   return measured
 
 
@@ -96,9 +96,10 @@ def main(argv: list[str]) -> None:
   steps_per_token = []
   for number in range(1 + _ROUNDS.value):
     key = jax.random.key(number)
-    requests = make_requests(prompts, key, _GROUP, owner=None)
-    usage, seconds = measure_until_drain(refilled, params, requests)
-    ends = [read_clocks() for _ in serve(full, params, make_requests(few, key, _GROUP, owner=None))]
+    engine, endless = bursts.begin(refilled, params), bursts.begin(full, params)
+    usage, seconds = measure_until_drain(engine, bursts.groups(engine, prompts, key, _GROUP))
+    groups = bursts.groups(endless, few, key, _GROUP)
+    ends = [read_clocks() for _ in bursts.bursts(endless, groups)]
     last = len(ends) // 4
     full_rates.append(_SLOTS * full.settings.shape.steps * last / (ends[-1] - ends[-1 - last]))
     refilled_rates.append(usage.slot_tokens / seconds)

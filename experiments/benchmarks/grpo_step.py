@@ -56,8 +56,9 @@ from rlvr_jax.data import ByteTokenizer, Problem, Task
 from rlvr_jax.rewards.grading import GraderPool
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.train.begin import make_run
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
-from rlvr_jax.train.loop import RunState, Trainer, make_trainer
+from rlvr_jax.train.loop import Run, RunState, next_batch, update
 from rlvr_jax.train.reporting.run_log import RunLog
 from rlvr_jax.train.reporting.writer import MetricWriter
 from rlvr_jax.train.session import logged_run
@@ -170,25 +171,22 @@ def make_task(longest: int = PROMPT_LENGTH) -> Task:
   )
 
 
-def measure_steps(trainer: Trainer, now: RunState, num_steps: int) -> dict[str, list[float]]:
+def measure_steps(run: Run, now: RunState, num_steps: int) -> dict[str, list[float]]:
   """Measures seconds, response tokens and slot-steps of every step."""
   measurements: dict[str, list[float]] = {
     name: [] for name in ("steps", "rollouts", "updates", "tokens", "of_lockstep")
   }
-  generation = trainer.start_generation()
   for number in range(num_steps):
     if _TRACE.value and number == num_steps - 1:
       jax.profiler.start_trace(_TRACE.value)
     start = time.perf_counter()
-    trainer.offer_weights(now, generation)
-    now = trainer.take_batches(now, generation)
-    collected = trainer.queue.load(trainer.parts.schedule.batch(now.step))
-    lengths = collected.graded.train.mask.sum(axis=-1)
-    slot_steps = trainer.log.timings["time/slot_steps"]
+    batch = next_batch(run, now)
+    lengths = batch.train.mask.sum(axis=-1)
+    slot_steps = batch.timings["time/slot_steps"]
     update_start = time.perf_counter()
-    measurements["rollouts"].append(trainer.log.timings["time/generate_seconds"])
-    now = trainer.update(now)
-    trainer.log.read_update()
+    measurements["rollouts"].append(batch.timings["time/generate_seconds"])
+    now = update(run, now, batch)
+    run.log.read_update()
     end = time.perf_counter()
     measurements["steps"].append(end - start)
     measurements["updates"].append(end - update_start)
@@ -225,12 +223,12 @@ def main(argv: list[str]) -> None:
     frozen = parameters.load_frozen(parts)
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
     log = RunLog(logged_run(parts), writer)
-    collector = parts.make_collector(pool)
+    answers = lambda: parts.make_answers(pool)
     rows = RunRows(parts, None)
-    trainer = make_trainer(parts, rows, frozen, log, checkpointer, collector, store, initial=params)
+    run = make_run(parts, rows, frozen, log, checkpointer, answers, store, initial=params)
     state = jax.block_until_ready(parameters.first_state(parts, params, 0.0))
-    now = RunState(0, state, trainer.generator.position())
-    measurements = measure_steps(trainer, now, _WARMUP_STEPS + _STEPS.value)
+    now = RunState(0, state, run.batches.position(), dict(log.counters))
+    measurements = measure_steps(run, now, _WARMUP_STEPS + _STEPS.value)
     checkpointer.close()
   shape = _WORKLOADS[_WORKLOAD.value]
   count = shape["prompts"] * shape["group_size"]

@@ -24,10 +24,11 @@ from experiments.benchmarks.tables import hardware, write_results
 from rlvr_jax.data.problems import Problem
 from rlvr_jax.data.tokenizer import ByteTokenizer
 from rlvr_jax.rewards import Grade, Outcome, outcome_policy
-from rlvr_jax.rollouts.batch import Flight, loss_tokens, split
-from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.rollouts.batch import loss_tokens, train_batch
+from rlvr_jax.rollouts.engine import Rollout
+from rlvr_jax.rollouts.grading import Grading
+from rlvr_jax.rollouts.group import Group
 from rlvr_jax.rollouts.packing import min_row_length, pack_batch, row_layout
-from rlvr_jax.rollouts.serve import Group
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.types import TrainBatch
 
@@ -37,49 +38,50 @@ PROMPTS, GROUP_SIZE, PROMPT = 32, 16, 1024
 MEDIAN, SIGMA = 3000, 0.6  # of the lengths, lognormal; the longest has 8192 tokens
 
 
-def draw_groups(limit: int, flight: Flight) -> Iterator[Group[Flight]]:
-  """Sampled groups, with random tokens."""
+def draw_rollouts(limit: int) -> Iterator[list[Rollout]]:
+  """The rollouts of each prompt, with random tokens."""
   rng = np.random.default_rng(0)
+  prompt = np.full(PROMPT, ord("x"), np.int32)
   for index in range(PROMPTS):
-    lengths = rng.lognormal(np.log(MEDIAN), SIGMA, GROUP_SIZE).astype(np.int32)
-    lengths = np.clip(lengths, 1, 8192)
-    written = np.arange(limit) < lengths[:, None]
-    tokens = np.zeros((GROUP_SIZE, limit), np.int32)
-    logprobs = np.zeros((GROUP_SIZE, limit), np.float32)
-    tokens[written] = rng.integers(32, 127, written.sum())
-    logprobs[written] = -rng.exponential(0.3, written.sum())
-    yield Group(flight, index, tokens, lengths, np.ones(GROUP_SIZE, bool), logprobs)
+    rollouts = []
+    for g, drawn in enumerate(rng.lognormal(np.log(MEDIAN), SIGMA, GROUP_SIZE).astype(np.int32)):
+      length = int(np.clip(drawn, 1, min(limit, 8192)))
+      tokens, logprobs = np.zeros(limit, np.int32), np.zeros(limit, np.float32)
+      tokens[:length] = rng.integers(32, 127, length)
+      logprobs[:length] = -rng.exponential(0.3, length)
+      arrays = {"tokens": tokens, "behavior_logprobs": logprobs}
+      rollouts.append(
+        Rollout((0, index, g), prompt, np.zeros(2, np.uint32), arrays, length=length, stopped=True)
+      )
+    yield rollouts
 
 
 def measure(limit: int) -> dict[str, float]:
   """Seconds by step, bytes in the store and GiB of arrays, of one batch."""
   problem = Problem("x" * (PROMPT - 1), "1", solution="1", reference={"answer": "1"})
-  collector = Collector(
-    ByteTokenizer(),
-    PROMPT,
-    submit=lambda texts, _: [Grade(Outcome.CORRECT, 1.0) for _ in texts],
-    results=lambda futures: [grade for grades in futures for grade in grades],
-    outcome_policy=outcome_policy(),
-  )
-  flight = collector.begin([problem] * PROMPTS)
+  grading = Grading(ByteTokenizer(), PROMPT, outcome_policy())
+  grades = [Grade(Outcome.CORRECT, 1.0)] * GROUP_SIZE
   length = min_row_length(PROMPT, limit, alignment=1024)
   layout = row_layout(
     prompts=PROMPTS, group_size=GROUP_SIZE, max_prompt_length=PROMPT, max_response_length=limit,
     length=length, alignment=1024, devices=1, tokens_per_micro_batch=length,
   )  # fmt: skip
-  sampled = list(draw_groups(limit, flight))
+  sampled = list(draw_rollouts(limit))
   clock = [time.perf_counter()]
   lap = lambda: clock.append(time.perf_counter()) or clock[-1] - clock[-2]
-  for group in sampled:
-    collector.add(group)
-  row: dict[str, float] = {"limit": limit, "decoding to text, s": lap()}
-  batch = collector.finish(flight, [0] * PROMPTS).train
+  groups = []
+  for index, rollouts in enumerate(sampled):
+    arrays = grading.arrays(rollouts, grades)
+    arrays["solve_rate"] = np.array(1, np.float32)
+    samples = grading.samples(problem, 0, arrays, grades)
+    groups.append(Group(0, index, 0, {0: "0" * 16}, arrays, samples, {}))
+  row: dict[str, float] = {"limit": limit, "groups with their texts, s": lap()}
+  batch = train_batch(groups)
   row["making the batch, s"] = lap()
   packed = pack_batch(batch, layout)
   row["packing, s"] = lap()
-  groups = split(batch)
-  lap()
   with tempfile.TemporaryDirectory() as folder, RolloutStore(folder, writable=True) as store:
+    lap()
     store.write(0, groups, {"groups": PROMPTS})
     row["writing to the store, s"] = lap()
     store.read(0)

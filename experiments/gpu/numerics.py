@@ -20,11 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import bursts
 from rlvr_jax.configs import base
 from rlvr_jax.data import ByteTokenizer, Task
+from rlvr_jax.rollouts.engine import Rollout
 from rlvr_jax.rollouts.packing import pack_batch
 from rlvr_jax.rollouts.programs import EnginePrograms
-from rlvr_jax.rollouts.serve import Group, Request, make_requests, row_keys, serve, stack_groups
+from rlvr_jax.rollouts.sampler import row_keys
 from rlvr_jax.train.setup.build import Parts, build
 from rlvr_jax.types import Prompts, Sampling, TrainBatch
 from rlvr_jax.update.step import initial_state
@@ -112,15 +114,20 @@ def changes(parts: Parts) -> np.ndarray:
 def sampler_gap(parts: Parts) -> float:
   """The largest difference of log-probabilities, in nats, between the sampler and the trainer."""
   params, batch = make_params(parts), make_batch(parts)
-  engine = parts.programs.engine
+  programs, shape = parts.programs.engine, parts.shape
+  engine = bursts.begin(programs, programs.load(params, {}))
   prompts = jax.tree.map(np.asarray, batch.prompts)
-  requests = make_requests(prompts, jax.random.key(0), parts.shape.group_size, None)
-  groups = [g for some in serve(engine, engine.load(params, {}), requests) for g in some]
-  rollouts = stack_groups(sorted(groups, key=lambda group: group.prompt_index))
-  arguments = (params, {}, batch.prompts, rollouts.tokens, rollouts.lengths)
+  groups = bursts.groups(engine, prompts, jax.random.key(0), shape.group_size)
+  rollouts = bursts.sample(engine, groups)
+  of_group = lambda x: np.reshape(x, (shape.prompts, shape.group_size, -1))
+  tokens, sampled = (
+    of_group([rollout.arrays[name] for rollout in rollouts])
+    for name in ("tokens", "behavior_logprobs")
+  )
+  lengths = of_group([rollout.length for rollout in rollouts]).astype(np.int32)
+  arguments = (params, {}, batch.prompts, tokens, lengths[..., 0])
   trained = np.asarray(parts.programs.logprobs_at_temperature_1(*arguments))
-  exists = np.arange(rollouts.tokens.shape[-1]) < rollouts.lengths[..., None]
-  return float(np.abs(trained - rollouts.behavior_logprobs)[exists].max())
+  return float(np.abs(trained - sampled)[np.arange(tokens.shape[-1]) < lengths].max())
 
 
 def differing_rollouts(parts: Parts) -> int:
@@ -128,23 +135,22 @@ def differing_rollouts(parts: Parts) -> int:
   params, random = make_params(parts), np.random.default_rng(2)
   lengths = (5, 30, 17)
   keys = row_keys(jax.random.key(3), len(lengths) + 1, 4)
-  prompt = lambda length: random.integers(0, VOCABULARY, length).astype(np.int32)
-  short = [Request(None, i, prompt(n), keys[i]) for i, n in enumerate(lengths)]
-  long = Request(None, len(lengths), prompt(129), keys[-1])
+  prompts = [random.integers(0, VOCABULARY, n).astype(np.int32) for n in (*lengths, 129)]
 
-  def sample(requests: Sequence[Request]) -> dict[int, Group]:
-    engine = EnginePrograms(
+  def sample(order: Sequence[int]) -> list[Rollout]:
+    programs = EnginePrograms(
       parts.model, Sampling(), slots=4, prefill_rows=2, max_prompt_length=129, max_new_tokens=257,
       stop_tokens=(3,), pad_token=0, compiler_options=parts.compiler_options.generation,
     )  # fmt: skip
-    served = serve(engine, engine.load(params, {}), requests)
-    return {group.prompt_index: group for groups in served for group in groups}
+    engine = bursts.begin(programs, programs.load(params, {}))
+    groups = [[engine.rollout((i, g), prompts[i], keys[i, g]) for g in range(4)] for i in order]
+    return bursts.sample(engine, groups)
 
   # The long prompt comes first, so that the programs for it read everything.
-  some, all_of_them = sample(short), sample([long, *reversed(short)])
-  pairs = [(some[i], all_of_them[i]) for i in range(len(lengths))]
-  same = lambda a, b: (a.tokens == b.tokens) & (a.behavior_logprobs == b.behavior_logprobs)
-  return sum(int((~same(a, b).all(axis=-1)).sum()) for a, b in pairs)
+  some, all_of_them = sample([0, 1, 2]), sample([3, 2, 1, 0])
+  names = ("tokens", "behavior_logprobs")
+  same = lambda a, b: all(np.array_equal(a.arrays[name], b.arrays[name]) for name in names)
+  return sum(not same(a, b) for a, b in zip(some, all_of_them, strict=False))
 
 
 def flatten(tree: Any) -> np.ndarray:

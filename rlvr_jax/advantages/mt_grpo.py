@@ -22,7 +22,7 @@ def scores_by_turn(turn_scores: Array, turns: Array, valid: Array) -> tuple[Arra
 
   Args:
     turn_scores: f32[P, G, T], at the last token of a turn its score; NaN elsewhere.
-    turns: i32[P, G, T], see `types.Rollouts`; at most N = T//2 + 1 turns of the policy.
+    turns: i32[P, G, T], see `types.TrainBatch`; at most N = T//2 + 1 turns of the policy.
     valid: bool[P, G].
   Returns:
     f32[P, G, N], NaN of a turn without a score; bool[P, G, N], False where not valid.

@@ -17,7 +17,7 @@ from rlvr_jax.evaluate import geometry_plots
 from rlvr_jax.evaluate.geometry_plots import Measurement, apply_salt, load_geometry, ordered_cosines
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.reweighting import Reweighting
-from rlvr_jax.rollouts.batch import from_groups
+from rlvr_jax.rollouts.batches import read_batch
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.specs import make
 from rlvr_jax.storage.places import parse_path
@@ -144,9 +144,7 @@ def load_completions(run: Run, update: int, *, trust_run: bool = False) -> list[
   store = RolloutStore(folder / "rollouts", writable=False)
   if number not in store.numbers():
     return []
-  graded = from_groups(number, *store.read(number)).graded
-  assert graded is not None  # stored batches are graded
-  samples = graded.samples
+  samples = read_batch(store, number).samples
   # Older stores have no shaped rewards, which equal the rewards without an overlong penalty.
   rewards = [sample.get("shaped_reward", sample["reward"]) or 0.0 for sample in samples]
   return samples if np.array_equal(rewards, run.at(update).rewards.ravel()) else []

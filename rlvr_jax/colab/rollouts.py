@@ -16,7 +16,7 @@ from rlvr_jax.colab.runs import read_schedule
 from rlvr_jax.data import Tokenizer
 from rlvr_jax.evaluate.pass_at_k import wilson_interval
 from rlvr_jax.ops.checks import check_choice
-from rlvr_jax.rollouts.batch import from_groups
+from rlvr_jax.rollouts.batches import Batch, read_batch
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.places import parse_path
@@ -86,7 +86,7 @@ def load(workdir: str | os.PathLike[str], *, trust_run: bool = False) -> list[Ro
   store = RolloutStore(folder / "rollouts", writable=False)
   rollouts: list[Rollout] = []
   for number in store.numbers():
-    rollouts += _batch_rollouts(from_groups(number, *store.read(number)), first_updates, tokenizer)
+    rollouts += _batch_rollouts(read_batch(store, number), first_updates, tokenizer)
   return rollouts
 
 
@@ -96,11 +96,11 @@ def _first_updates(schedule: Schedule, num_updates: int) -> dict[int, int]:
 
 
 def _batch_rollouts(
-  batch: Any, first_updates: dict[int, int], tokenizer: Tokenizer | None
+  batch: Batch, first_updates: dict[int, int], tokenizer: Tokenizer | None
 ) -> list[Rollout]:
-  train = batch.graded.train
+  train: Any = batch.train
   group_size = train.rewards.shape[1]
-  update = first_updates.get(batch.number, batch.version)
+  update = first_updates.get(batch.number, max(batch.fingerprints, default=0))
   flat = lambda x: x.reshape(-1, x.shape[-1])
   logprobs, tokens = flat(train.behavior_logprobs), flat(train.tokens)
   numbers = flat(np.zeros_like(train.tokens) if train.turns is None else train.turns)
@@ -112,7 +112,7 @@ def _batch_rollouts(
       tuple(sample.get("turns", [sample["completion"]])), numbers[index, : sample["tokens"]],
       _token_texts(tokens[index, : sample["tokens"]].tolist(), tokenizer),
     )
-    for index, sample in enumerate(batch.graded.samples)
+    for index, sample in enumerate(batch.samples)
   ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import ml_collections
 from rlvr_jax import specs
 from rlvr_jax.configs import quickstart, quickstart_dialogue, steps
 from rlvr_jax.rollouts.staleness import Schedule
+from rlvr_jax.train import loop
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, read_config
 from rlvr_jax.train.reporting.report import write_report
 from rlvr_jax.train.same_rollouts import Comparison, compare_gradients
@@ -39,7 +40,7 @@ def train(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Path:
   silent = io.StringIO()
   with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
     with open_session(build(config), folder) as run:
-      run.trainer.run(run.now)
+      loop.train(run.run, run.now)
       write_report(run.workdir.local, run.workdir.path)
   return folder
 
@@ -160,7 +161,6 @@ def fleet_config() -> ml_collections.ConfigDict:
   c = worked_sums_config(updates=40)
   c.schedule = "asynchronous(max_lag=4)"
   c.fleet.samplers, c.fleet.new_weights = True, "switch"
-  c.fleet.groups_per_lease = 2
   c.warm_start.num_steps = 200
   c.sampling.slots = 4
   c.evaluation.every = c.num_updates

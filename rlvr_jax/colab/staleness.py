@@ -23,7 +23,8 @@ from rlvr_jax.ops import reductions
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.veto import SCOPES, negative_advantage_veto, trigger_tokens, vetoed_tokens
 from rlvr_jax.rollouts import staleness
-from rlvr_jax.rollouts.batch import FOREIGN, oldest_versions
+from rlvr_jax.rollouts.batches import token_versions
+from rlvr_jax.rollouts.grading import FOREIGN
 from rlvr_jax.rollouts.group import join
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore
@@ -276,12 +277,12 @@ def load_sampled(workdir: str | os.PathLike[str]) -> Sampled:
   found = Sampled([], [])
   for number in store.numbers():
     groups, _ = store.read(number)
-    arrays = join(groups)
     samples = [sample for group in groups for sample in group.samples]
-    *rows, T = arrays["tokens"].shape
-    tokens = np.arange(T) < np.reshape([sample["tokens"] for sample in samples], (*rows, 1))
-    of_groups = oldest_versions(groups)[:, None, None]
-    versions = np.where(tokens, arrays.get("token_versions", of_groups), FOREIGN)
+    *rows, T = join(groups)["tokens"].shape
+    lengths = np.reshape([sample["tokens"] for sample in samples], (*rows, 1))
+    of_tokens = token_versions(groups)
+    of_tokens = of_tokens if of_tokens.ndim == 3 else of_tokens[:, None, None]
+    versions = np.where(np.arange(T) < lengths, of_tokens, FOREIGN)
     found.versions.append(versions.reshape(-1, T))
     found.samplers.append([sample.get("sampler", "this program") for sample in samples])
   return found

@@ -27,7 +27,7 @@ import ml_collections
 from rlvr_jax.costs import memory
 from rlvr_jax.costs.chips import CHIPS
 from rlvr_jax.data import Problem, Task, Tokenizer
-from rlvr_jax.data.batches import encode_prompt
+from rlvr_jax.data.batches import encode_prompt, encode_prompts
 from rlvr_jax.models.huggingface import open_tensors
 from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rewards import GraderPool
@@ -345,9 +345,12 @@ class Preflight:
       enter = lambda pool: stack.enter_context(contextlib.closing(pool))
       pools = start_pools(parts.config, parts.task, parts.tokenizer, enter)
       text = check_first_dialogue(parts.outcome_policy, pools[1], parts.task)
-      collector = parts.make_collector(*pools)
-      check_first_messages(collector, parts.task.held_out, parts.task.train)
-      prompts = collector.begin([parts.task.train[0]], seeds_for(0, "rollout", 0, 1)).prompts
+      answers, length = parts.make_answers(*pools), parts.shape.max_prompt_length
+      sources = parts.task.held_out, parts.task.train
+      check_first_messages(answers, parts.tokenizer, length, *sources)
+      first = [parts.task.train[0]]
+      (beginning,) = answers.begin(first, seeds_for(0, "rollout", 0, 1))
+      prompts = encode_prompts(first, parts.tokenizer, length, [beginning.messages])
     ids = prompts.tokens[0, -int(prompts.lengths[0]) :].tolist()
     did = text or "its processes are on the first host"
     return Finding(OK, f"{did}; of the prompts {_describe_prompt(parts.tokenizer, ids)}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlvr_jax.evaluate.held_out import GAP, Sample, accuracy, evaluate_problems
+from rlvr_jax.rollouts.group import Policy
 from rlvr_jax.storage.files import (
   DamagedFileError,
   JsonLines,
@@ -22,6 +23,7 @@ from rlvr_jax.storage.files import (
 from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.checkpointing.workdir import StartFiles, open_workdir
 from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.generation.samplers import held_out_sampler
 from rlvr_jax.train.reporting.progress import progress, say, warn
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import check_first_messages, start_pools
@@ -59,22 +61,19 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     if done < num_problems:
       start = lambda: start_pools(parts.config, parts.task, parts.tokenizer, enter)
       pools = multihost.run_together(start)
-      collector = parts.make_collector(*pools)
-      check_first_messages(collector, parts.task.held_out)
+      answers = parts.make_answers(*pools)
+      length = parts.shape.max_prompt_length
+      check_first_messages(answers, parts.tokenizer, length, parts.task.held_out)
       lines = multihost.run_on_first(lambda: enter(_reopen_problems(local, done)), None)
       frozen = load_frozen(parts).trainer
       params, step = load_policy(parts, folder)
       multihost.run_on_first(files.keep, None)
-      engine = parts.programs.held_out_engine
       batches = evaluate_problems(
-        engine,
-        engine.load(params, frozen),
+        held_out_sampler(parts, frozen, answers),
+        Policy(step, params, lambda: ""),
         parts.task.held_out,
-        collector=collector,
         batch_size=c.batch_prompts,
-        num_samples=c.num_samples,
         seed=c.seed,
-        version=step,
         first_batch=done // c.batch_prompts,
       )
       with progress(num_problems, "evaluation", unit="problems", initial=done) as bar:

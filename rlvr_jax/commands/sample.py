@@ -9,7 +9,14 @@ from pathlib import Path
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError, deadline
-from rlvr_jax.train.fleet.roles import check_same_run, open_sampler, with_sources_of_run
+from rlvr_jax.train.fleet.roles import (
+  ComparedSampler,
+  check_same_run,
+  sample_for,
+  with_sources_of_run,
+)
+from rlvr_jax.train.generation.policies import Policies
+from rlvr_jax.train.generation.samplers import training_sampler
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import check_first_dialogue, check_first_grade, start_pools
@@ -23,7 +30,7 @@ def sample(parts: Parts, workdir: str | Path) -> None:
     parts: of the run's configuration, on this program's devices.
     workdir: of the run.
   Raises:
-    EndRequestedError: a signal requested shutdown; the leases have been given back.
+    EndRequestedError: a signal requested shutdown; its groups are others' now.
     WorkdirError: the workdir has no run, or one that samples by itself.
     RefusedError: the trainer has other code, another configuration or other data.
     AgreementError: this program samples another distribution than the trainer computes.
@@ -42,9 +49,11 @@ def sample(parts: Parts, workdir: str | Path) -> None:
     )
     check_first_grade(parts.outcome_policy, pools[0], parts.task)
     check_first_dialogue(parts.outcome_policy, pools[1], parts.task)
-    collector = parts.make_collector(*pools)
+    policies, answers = Policies(parts, frozen.sampler), parts.make_answers(*pools)
     stack.enter_context(multihost.share_shutdown_signals())
-    stack.enter_context(open_sampler(parts, folder, frozen, collector)).run()
+    ending = multihost.raise_if_shutdown_requested
+    inner = training_sampler(parts, policies, answers, ending)
+    sample_for(parts, folder, ComparedSampler(parts, policies, inner))
 
 
 @contextlib.contextmanager
@@ -53,5 +62,5 @@ def _report_shutdown() -> Iterator[None]:
   try:
     yield
   except EndRequestedError as error:
-    say(f"{error}; the sampler has given its leases back. Rerun the same command to continue")
+    say(f"{error}; others sample its groups. Rerun the same command to continue")
     raise

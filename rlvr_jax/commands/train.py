@@ -8,23 +8,22 @@ from pathlib import Path
 from rlvr_jax.costs.hlo_text import CostsError
 from rlvr_jax.data.batches import PromptError
 from rlvr_jax.environments.dialogues import EnvironmentStartError
-from rlvr_jax.fleet.records import RecordError
+from rlvr_jax.fleet.exchange import RecordError
+from rlvr_jax.fleet.program import PolicyGoneError, RefusedError
 from rlvr_jax.rewards.grading import GraderStartError
 from rlvr_jax.rewards.outcome import GradingStoppedError
-from rlvr_jax.rollouts.dialogues import EnvironmentStoppedError
-from rlvr_jax.rollouts.queue import FingerprintError
+from rlvr_jax.rollouts.answers import EnvironmentStoppedError
+from rlvr_jax.rollouts.batches import DynamicSamplingError, FingerprintError
+from rlvr_jax.rollouts.sampler import ReplayError, SamplerStoppedError
 from rlvr_jax.rollouts.store import StoreError, TornShardError
 from rlvr_jax.storage.bucket import ChangedError
 from rlvr_jax.storage.files import DamagedFileError
+from rlvr_jax.train import loop
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.checkpointing.workdir import WorkdirError
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.fleet.policies import PolicyDamagedError
-from rlvr_jax.train.fleet.sampler import RefusedError
 from rlvr_jax.train.generation.agreement import AgreementError
-from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
-from rlvr_jax.train.generation.dynamic_sampling import DynamicSamplingError
-from rlvr_jax.train.generation.new_weights import ReplayError
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.report import write_report
 from rlvr_jax.train.session import open_session
@@ -42,15 +41,16 @@ FAILURES = (
   EnvironmentStoppedError,
   FingerprintError,
   FloatingPointError,
-  GeneratorStoppedError,
   GraderStartError,
   GradingStoppedError,
   OSError,
   PolicyDamagedError,
+  PolicyGoneError,
   PromptError,
   RecordError,
   RefusedError,
   ReplayError,
+  SamplerStoppedError,
   StoreError,
   TornShardError,
   WorkdirError,
@@ -77,7 +77,7 @@ def train(
     NonFiniteError: `config.max_skipped_in_a_row` updates in a row were skipped.
   """
   with open_session(parts, workdir, profile=profile, tracked_by=tracked_by) as run:
-    now = run.trainer.run(run.now)
+    now = loop.train(run.run, run.now)
     if multihost.is_first():
       say(write_report(run.workdir.local, run.workdir.path))
   return dict(now.evaluation)

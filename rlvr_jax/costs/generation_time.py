@@ -1,6 +1,6 @@
 """Seconds of generation by roofline: responses of given lengths, decoded in slots.
 
-A simulation of `rollouts.serve`: which rollout is in which slot in every burst, and
+A simulation of `rollouts.engine`: which rollout is in which slot in every burst, and
 which dialogues wait for a reply.
 """
 
@@ -20,8 +20,8 @@ from rlvr_jax.models.flops import forward_flops
 from rlvr_jax.models.functional import Model
 from rlvr_jax.ops.caches import CacheShape
 from rlvr_jax.rollouts.decoder import token_bytes
-from rlvr_jax.rollouts.dialogues import DialogueUsage
-from rlvr_jax.rollouts.serve import PATIENCE_S
+from rlvr_jax.rollouts.engine import SlotUsage
+from rlvr_jax.rollouts.sampler import PATIENCE_S
 from rlvr_jax.types import Params
 
 _LAYER_SUMS = 2  # per layer, of activations over `tensor`: after attention and after the MLP
@@ -109,7 +109,7 @@ def refresh(
     Seconds(overlapped.seconds + prompts + sync, in_turn.seconds + prompts + sync),
     slots_busy=usage.slot_tokens / usage.slot_steps,
     waiting_share=usage.idle_slot_steps / usage.slot_steps,
-    waiting_s=usage.environment_wait_seconds,
+    waiting_s=overlapped.waits_s,
     rebuilt_per_token=usage.rebuilt_tokens / usage.slot_tokens,
   )
 
@@ -127,7 +127,8 @@ class Sampled(NamedTuple):
   """Sums over the bursts of a simulation."""
 
   seconds: float
-  usage: DialogueUsage  # of the slots, as the engine counts it
+  usage: SlotUsage  # of the slots, as the engine counts it
+  waits_s: float  # for replies, with idle slots
 
 
 def sample_in_slots(
@@ -156,8 +157,8 @@ def sample_in_slots(
   blocks = lambda tokens, part: -(-tokens // part.size) * part.size
   running: list[_Rollout | None] = [None] * slots
   prompt, left, repeated, generated = (np.zeros(slots, np.int64) for _ in range(4))
-  usage = DialogueUsage()
-  now = burst_s = 0.0
+  usage = SlotUsage()
+  now = burst_s = waits_s = 0.0
   has_more = True  # rollouts than slots, at the last burst
   while True:
     free = np.flatnonzero(left == 0)
@@ -167,7 +168,7 @@ def sample_in_slots(
       begins = first if len(free) == slots else now
       patience = min(burst_s, PATIENCE_S) * len(free) / slots
       until = max(now, min(begins + patience, last))
-      usage.add_replies(0, 0.0, until - now)
+      waits_s += until - now
       now = until
     rebuilt = []
     for slot in free:
@@ -192,7 +193,7 @@ def sample_in_slots(
     if not is_busy.any():
       if waiting:
         continue
-      return Sampled(now, usage)
+      return Sampled(now, usage, waits_s)
     steps = min(cache.steps, int(left.max()))
     if pages:
       cached = blocks(prompt, cache.prompt) + blocks(generated, cache.response)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,15 +10,12 @@ from absl import logging
 
 from rlvr_jax.data import ProblemSource
 from rlvr_jax.evaluate.pass_at_k import summarize
-from rlvr_jax.ops.keys import key_for, seeds_for
 from rlvr_jax.rewards.outcome import DIALOGUE_OUTCOMES, Outcome
-from rlvr_jax.rollouts.batch import Flight, sampled_places
-from rlvr_jax.rollouts.collect import Collector, serve_graded
-from rlvr_jax.rollouts.programs import EnginePrograms
-from rlvr_jax.rollouts.serve import Request, make_requests
-from rlvr_jax.types import Params
+from rlvr_jax.rollouts.grading import sampled_places
+from rlvr_jax.rollouts.group import Draw, Group, Policy, join
+from rlvr_jax.rollouts.sampler import LocalSampler
 
-Sample = Mapping[str, Any]  # a record of `rollouts.batch.Graded.samples`
+Sample = Mapping[str, Any]  # a record of `rollouts.group.Group.samples`
 GAP = "eval/gap_to_best_play"
 _MAX_TURNS = 16  # the most that a metric counts
 
@@ -34,15 +30,12 @@ class EvaluatedBatch(NamedTuple):
 
 
 def evaluate_problems(
-  engine: EnginePrograms,
-  params: Params,
+  sampler: LocalSampler,
+  policy: Policy,
   problems: ProblemSource,
   *,
-  collector: Collector,
   batch_size: int,
-  num_samples: int,
   seed: int,
-  version: int,
   first_batch: int = 0,
 ) -> Iterator[EvaluatedBatch]:
   """Evaluates problems in order; responses are graded while the devices generate others.
@@ -51,40 +44,35 @@ def evaluate_problems(
   resumed evaluation samples the same responses.
 
   Args:
-    engine: samples from the policy.
-    params: from `EnginePrograms.load`.
-    problems: the problems, all used, as one stream of requests.
-    collector: encodes, decodes and grades.
-    batch_size: number of problems that are encoded, and yielded, together.
-    num_samples: number of responses to each problem.
+    sampler: with the purpose "evaluation".
+    policy: that is evaluated.
+    problems: the problems, all used.
+    batch_size: number of problems that are drawn, and yielded, together.
     seed: seed of sampling.
-    version: number of updates of the parameters, for the sample records.
     first_batch: index of the first batch to evaluate.
   """
-  flights: collections.deque[Flight] = collections.deque()
+  sampler.offer(policy)
+  sizes: dict[int, int] = {}  # of the batches, by number
+  for start in range(0, len(problems), batch_size)[first_batch:]:
+    indices = range(start, min(start + batch_size, len(problems)))
+    number = start // batch_size
+    drawn = [problems[index] for index in indices]
+    sampler.want(Draw(number, drawn, seed, policy.version, [0] * len(drawn)), range(len(drawn)))
+    sizes[number] = len(drawn)
+  groups: dict[int, dict[int, Group]] = {number: {} for number in sizes}
+  for number, size in sizes.items():
+    while len(groups[number]) < size:
+      for group in sampler.take():
+        groups[group.draw][group.index] = group
+    yield _evaluated([groups[number][index] for index in range(size)])
+    del groups[number]
 
-  def stream() -> Iterator[Request[Flight]]:
-    for start in range(0, len(problems), batch_size)[first_batch:]:
-      indices = range(start, min(start + batch_size, len(problems)))
-      number = start // batch_size
-      seeds = seeds_for(seed, "evaluation", number, len(indices))
-      flight = collector.begin([problems[index] for index in indices], seeds)
-      flights.append(flight)
-      key = key_for(seed, "evaluation", number)
-      yield from make_requests(flight.prompts, key, num_samples, owner=flight)
 
-  def finish(flight: Flight) -> EvaluatedBatch:
-    samples = collector.finish(flight, [version] * len(flight.problems)).samples
-    rows = [samples[start : start + num_samples] for start in range(0, len(samples), num_samples)]
-    rollouts = flight.rollouts
-    sampled = sampled_places(rollouts).sum(-1)
-    return EvaluatedBatch(rows, flight.prompts.lengths, rollouts.lengths, sampled)
-
-  for _ in serve_graded(engine, params, stream(), collector):
-    # By the time that the second batch is sampled, the first one has its grades.
-    while len(flights) > 1 and flights[0].sampled and flights[1].sampled:
-      yield finish(flights.popleft())
-  yield from map(finish, flights)
+def _evaluated(groups: Sequence[Group]) -> EvaluatedBatch:
+  arrays = join(groups)
+  sampled = sampled_places(arrays).sum(-1)
+  samples = [list(group.samples) for group in groups]
+  return EvaluatedBatch(samples, arrays["prompts.lengths"], arrays["lengths"], sampled)
 
 
 def accuracy(

@@ -1,6 +1,7 @@
-"""What trainer and samplers of a fleet write into the workdir for each other; no jax."""
+"""A run whose groups other programs sample: they meet in a folder or a bucket, without locks."""
 
 __all__ = [
-  "leases",
-  "records",
+  "exchange",
+  "program",
+  "remote",
 ]

@@ -221,7 +221,7 @@ class _Samplers:
   def step(self) -> None:
     """Removes samplers beyond those wanted, and takes the next step of the others, all at once."""
     wanted = range(int(fleet.read_note(self.run, _WANTED)))
-    try:  # from an earlier start, too; each gives its leases back
+    try:  # from an earlier start, too; others sample their groups
       removed = [n for n in self.with_machines() if n not in wanted]
     except CommandError as error:  # this machine is offline
       shells.warn(f"{error}; trying again in {self.args.poll_s:g} s")

@@ -1,12 +1,18 @@
-"""Samples rollouts in slots, packs and stores them; `staleness` says which policy samples what."""
+"""From a draw of problems to a batch; `staleness` says which policy samples what."""
 
 __all__ = [
+  "answers",
   "batch",
+  "batches",
   "decoder",
+  "dialogues",
   "engine",
+  "grading",
   "group",
   "packing",
-  "queue",
+  "programs",
+  "recorded",
+  "sampler",
   "staleness",
   "store",
 ]

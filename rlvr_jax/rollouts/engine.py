@@ -18,6 +18,10 @@ from rlvr_jax.types import Array, Params
 NOT_SAMPLED = -1  # version of tokens that no policy of the run has sampled
 
 
+class MissingWeightsError(ValueError):
+  """A version is to sample whose weights an engine does not have."""
+
+
 @dataclasses.dataclass
 class Usage:
   """Counts of decoding steps and tokens.
@@ -107,6 +111,10 @@ class Rollout:
     self.arrays["tokens"][new] = tokens[: new.stop - new.start]
     self.arrays["turns"][new] = self.arrays["turns"][self.length - 1] + 1
     self.length = new.stop
+
+  def end(self, *, is_cut_off: bool) -> None:
+    """Notes whether the length limit has cut off the dialogue; before, it was its last turn."""
+    self.stopped = not is_cut_off
 
   def cut(self, length: int, pad_token: int) -> None:
     """Ends the policy's turn after `length` tokens of the response; drops those after them."""
@@ -216,11 +224,11 @@ class _Weights:
     """The weights of this version.
 
     Raises:
-      ValueError: the engine does not have them.
+      MissingWeightsError: the engine does not have them.
     """
     version = self.version(rollout)
     if version not in self.loaded:
-      raise ValueError(
+      raise MissingWeightsError(
         f"version {version} is to sample token {rollout.length} of rollout {rollout.place}, but the"
         f" engine has versions {sorted(self.loaded)}: give it the weights by `swap` before"
       )
@@ -399,7 +407,7 @@ class Engine:
       tokens: i32[T], right-padded.
       behavior_logprobs: f32[T], under the distribution sampled from; 0 where padded or not sampled.
       versions: i32[T], that sampled each token; −1 where padded, or not sampled.
-      turns: i32[T], of dialogues, see `types.Rollouts`.
+      turns, turn_scores: i32[T] and f32[T], of dialogues, see `group.ARRAYS`.
       routes: [T, layers, k], if they are recorded, as `prompt_routes` [S, layers, k]; see there.
     """
     settings, programs = self.settings, self._programs
@@ -411,6 +419,7 @@ class Engine:
     }
     if settings.has_replies:
       arrays["turns"] = np.zeros(T, np.int32)
+      arrays["turn_scores"] = np.full(T, np.nan, np.float32)
     if routes is not None:
       arrays["routes"] = np.zeros((T, *routes.shape), routes.dtype)
       arrays["prompt_routes"] = np.zeros((programs.max_prompt_length, *routes.shape), routes.dtype)

@@ -137,8 +137,6 @@ ARRAYS: Mapping[str, Kind] = {
   "rewards": Kind("G", "float32"),
   "correct": Kind("G", "float32"),
   "valid": Kind("G", "bool"),
-  "ends": Kind("G", "int32"),
-  "scores": Kind("G", "float32"),
   "solve_rate": Kind("", "float32"),
 }
 
@@ -223,6 +221,13 @@ def join(groups: Sequence[Group], *, pad_token: int = 0) -> dict[str, np.ndarray
   S, T = (max(of_group.get(axis, 0) for of_group in sizes) for axis in _PADDED)
   padded = [pad(group.arrays, S=S, T=T, pad_token=pad_token) for group in groups]
   return {name: np.stack([arrays[name] for arrays in padded]) for name in names}
+
+
+def empty(name: str, group: Group) -> np.ndarray:
+  """An array of this name that is all padding, of the sizes that a group's other arrays have."""
+  kind, sizes = ARRAYS[name], check_arrays(group.arrays)
+  padding = 0 if kind.padding is PAD_TOKEN else kind.padding
+  return np.full([sizes[axis] for axis in kind.axes], padding, kind.dtype.partition("|")[0])
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ import itertools
 import os
 from collections.abc import Sequence
 
-from rlvr_jax.rollouts.batch import Graded, to_train_batch
 from rlvr_jax.rollouts.group import Group, pad
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
+
+# Arrays that have no meaning in another run.
+_OF_ITS_RUN = ("sampled_logprobs", "token_versions", "solve_rate")
 
 
 class RecordedGroups:
@@ -48,7 +50,7 @@ class RecordedGroups:
       StoreError: the folder is not a store, the store is empty, or its shapes or tokenizer differ.
     """
     self._store = RolloutStore(directory, writable=False)
-    self._padding = dict(S=max_prompt_length, T=max_response_length, pad_token=pad_token)
+    self._sizes = {"S": max_prompt_length, "T": max_response_length, "pad_token": pad_token}
     self._has_routes = routes is not None
     stored_numbers = self._store.numbers()
     if not stored_numbers:
@@ -60,7 +62,7 @@ class RecordedGroups:
     self.truncated = any(info["truncated"] for info in infos)
     self.shaped = any(info["shaped"] for info in infos)
     self._ends = list(itertools.accumulate(info["groups"] for info in infos))
-    self._last_read: tuple[int, list[Group]] | None = None  # (index in `numbers`, its groups)
+    self._last_read: tuple[int, list[Group]] = -1, []  # index in `numbers`, and its groups
     expected = {"tokenizer": tokenizer, "group_size": group_size}
     for name, value in expected.items():
       stored_values = sorted({info[name] for info in infos})
@@ -89,30 +91,27 @@ class RecordedGroups:
     """Number of groups of the batches in `numbers`."""
     return self._ends[-1]
 
-  def take(self, start: int, count: int) -> Graded:
+  def take(self, start: int, count: int) -> list[Group]:
     """Reads the groups start, …, start + count − 1, modulo the number of groups.
 
     Raises:
       TornShardError: the file of a group is damaged.
     """
-    groups = [self._read_group(index % len(self)) for index in range(start, start + count)]
-    samples = [sample for group in groups for sample in group.samples]
-    return Graded(to_train_batch(groups), tokens=0, prompts=0, statistics={}, samples=samples)
+    return [self._read(index % len(self)) for index in range(start, start + count)]
 
-  def _read_group(self, index: int) -> Group:
-    """Reads one group, with this run's padding, and without what belongs to another run's."""
-    batch = bisect.bisect_right(self._ends, index)
-    if self._last_read is None or self._last_read[0] != batch:
-      self._last_read = batch, self._store.read(self.numbers[batch])[0]
+  def _read(self, index: int) -> Group:
+    """One group, padded for this run; no policy of this run has sampled it."""
+    file = bisect.bisect_right(self._ends, index)
+    if self._last_read[0] != file:
+      self._last_read = file, self._store.read(self.numbers[file])[0]
     groups = self._last_read[1]
-    group = groups[index - (self._ends[batch] - len(groups))]
+    group = groups[index - (self._ends[file] - len(groups))]
     arrays = dict(group.arrays)
-    arrays["behavior_logprobs"] = arrays.pop("sampled_logprobs", arrays["behavior_logprobs"])
-    arrays.pop("token_versions", None)  # of another run's policies
-    if not self._has_routes:
-      arrays.pop("routes", None)
-      arrays.pop("prompt_routes", None)
-    return group._replace(arrays=pad(arrays, **self._padding), source=0)
+    if "sampled_logprobs" in arrays:
+      arrays["behavior_logprobs"] = arrays["sampled_logprobs"]
+    for name in _OF_ITS_RUN if self._has_routes else (*_OF_ITS_RUN, "routes", "prompt_routes"):
+      arrays.pop(name, None)
+    return group._replace(versions={}, arrays=pad(arrays, **self._sizes), measured={})
 
 
 def _name_routes(kinds: set[tuple[int, ...] | None]) -> str:

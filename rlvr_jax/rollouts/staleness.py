@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlvr_jax.ops.checks import check_integer
-from rlvr_jax.rollouts.group import join
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.places import parse_path
 
@@ -70,14 +69,10 @@ class RecordedRun:
           f" needs one; lower num_updates = {num_batches} to {number} or choose a longer run"
         ) from None
     self._differs = False
-    others = [[*map(int, info.get("others", {}))] for info in self._infos]
-    firsts = [info["version"] for info in self._infos]
-    self.versions = [sorted([v, *more]) for v, more in zip(firsts, others, strict=True)]
+    self.versions = [sorted(map(int, info["versions"])) for info in self._infos]
     self._draws: dict[int, tuple[int, Drawn]] = {}  # by number: the batch, and how it was made
     for number, info in enumerate(self._infos):
-      drawn = info.get("drawn") or []  # a list with dynamic sampling
-      for fields in drawn if isinstance(drawn, list) else [drawn]:
-        one = Drawn(**fields)
+      for one in (Drawn(**fields) for fields in info["drawn"]):
         self._draws[one.draw] = number, one
         if one.token_versions is not None:
           of_draw = _versions_in(one.token_versions) - {-1}
@@ -116,9 +111,7 @@ class RecordedRun:
       number: of the batch.
       sampled_by: the fingerprints of the versions that have sampled it now.
     """
-    info = self._infos[number]
-    recorded = {info["version"]: info.get("fingerprint")}
-    recorded |= {int(version): x for version, x in info.get("others", {}).items()}
+    recorded = {int(version): x for version, x in self._infos[number]["versions"].items()}
     for version, fingerprint in sorted(sampled_by.items()):
       known = recorded.get(version)
       if not self._differs and known is not None and known != fingerprint:
@@ -136,10 +129,9 @@ class RecordedRun:
     if drawn.token_versions is not None:
       return decode_versions(drawn.token_versions)
     groups, _ = self._store.read(number)
-    if all("token_versions" in group.arrays for group in groups):
-      return join(groups)["token_versions"]
-    oldest = [min(group.versions, default=-1) for group in groups]
-    return np.array(oldest, np.int32)[:, None, None]
+    if "token_versions" in groups[0].arrays:
+      return np.stack([group.arrays["token_versions"] for group in groups])
+    return np.array([[[min(group.versions, default=-1)]] for group in groups], np.int32)
 
 
 def encode_versions(versions: np.ndarray) -> list[Any]:
@@ -199,12 +191,25 @@ class Schedule(NamedTuple):
     recorded = () if self.recorded is None else self.recorded.versions
     return self.threaded or self.samples(update) > 0 or any(update in v for v in recorded)
 
-  def oldest_version(self, batch: int) -> int:
-    """The oldest version with which a batch may begin, where update t trains on batch t."""
-    for version in range(batch + 1):
+  def oldest_version(self, batch: int, update: int | None = None) -> int:
+    """The oldest version with which a batch may begin.
+
+    Args:
+      batch: its number.
+      update: before which it has begun; None: update `batch` trains on it.
+    """
+    last = batch if update is None else update
+    for version in range(last + 1):
       if self.limit(version) > batch:
         return version
-    raise ValueError(f"batch {batch} may not begin before update {batch}; raise the limit")
+    raise ValueError(f"batch {batch} may not begin before update {last}; raise the limit")
+
+  def oldest_trained(self, update: int) -> int:
+    """The oldest version that has sampled what this update or a later one trains on."""
+    first = self.first(update)
+    if self.recorded is not None:  # a batch may have versions that are older than one before it
+      return min((versions[0] for versions in self.recorded.versions[first:]), default=update)
+    return self.oldest_version(first, update=update)
 
   def oldest_sampling(self, update: int) -> int:
     """The oldest version that may sample before this update or a later one."""

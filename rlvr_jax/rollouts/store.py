@@ -231,6 +231,7 @@ class RolloutStore:
         raise KeyError(f"batch {min(missing)} is not in {self.directory}")
       for number in numbers:
         info = {"number": number, **self.info(number), "removed": True}
+        self._files.delete(_info_name(number))  # of an earlier batch of this number, if any
         with self._files.open_to_write(_info_name(number)) as path:
           path.write_text(json.dumps(with_crc32(info)) + "\n")
         self._files.delete(self._path(number).name)
@@ -253,7 +254,7 @@ class RolloutStore:
     for path in self._group_paths(draw):
       try:
         (group,), _ = decode(path.read_bytes())
-      except (DamagedError, FormatError, FileNotFoundError, ValueError) as error:
+      except (ValueError, OSError) as error:
         logging.warning("%s is left out, its group is sampled again: %s", path, error)
         continue
       if path.name == f"{draw:08d}.{group.index:06d}.safetensors" and group.draw == draw:
@@ -316,8 +317,9 @@ class RolloutStore:
 
   def _repair(self) -> None:
     """Removes the temporary files of a killed writer; fetches groups in progress from a bucket."""
-    for path in [*self.local.glob("*" + TEMPORARY), *self.local.glob(f"{GROUPS_FOLDER}/*.tmp")]:
-      path.unlink()
+    for folder in (self.local, self.local / GROUPS_FOLDER):
+      for path in folder.glob("*" + TEMPORARY):
+        path.unlink()
     if in_bucket(self.directory):
       (self.local / GROUPS_FOLDER).mkdir(exist_ok=True)
       groups = open_files(self.directory / GROUPS_FOLDER, self._workdir)

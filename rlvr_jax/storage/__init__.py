@@ -3,6 +3,6 @@
 __all__ = [
   "bucket",
   "files",
+  "objects",
   "places",
-  "shared",
 ]

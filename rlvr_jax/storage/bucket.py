@@ -98,15 +98,11 @@ class Bucket:
 
   def sizes(self, prefix: str = "") -> dict[str, int]:
     """Bytes of the objects whose names begin with `prefix`, by name."""
-    return self._list(prefix, "size")
+    return {name: size for name, (size, _) in self.describe(prefix).items()}
 
-  def generations(self, prefix: str = "") -> dict[str, int]:
-    """Generations of the objects whose names begin with `prefix`, by name, sorted."""
-    return dict(sorted(self._list(prefix, "generation").items()))
-
-  def _list(self, prefix: str, field: str) -> dict[str, int]:
-    """A whole number of each object whose name begins with `prefix`, by name."""
-    found: dict[str, int] = {}
+  def describe(self, prefix: str = "") -> dict[str, tuple[int, int]]:
+    """(bytes, generation) of the objects whose names begin with `prefix`, by name."""
+    found: dict[str, tuple[int, int]] = {}
     page: dict[str, Any] | None = None
     folder = f"{self._prefix}/"
     with _explain_errors(self.url):
@@ -114,12 +110,13 @@ class Bucket:
         page = self._call(
           *("GET", "b/{}/o", self._bucket),
           prefix=folder + prefix,
-          fields=f"items(name,{field}),nextPageToken",
+          fields="items(name,size,generation),nextPageToken",
           pageToken=(page or {}).get("nextPageToken"),
           json_out=True,
         )
         for item in page.get("items", ()):
-          found[item["name"].removeprefix(folder)] = int(item[field])
+          name = item["name"].removeprefix(folder)
+          found[name] = int(item["size"]), int(item["generation"])
     return found
 
   def exists(self, name: str) -> bool:

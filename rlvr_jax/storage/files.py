@@ -349,7 +349,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
   """Parses the record in a line; None if the line is not a JSON object."""
   try:
     record = json.loads(line)
-  except ValueError:
+  except (ValueError, RecursionError):
     return None
   return record if isinstance(record, dict) else None
 

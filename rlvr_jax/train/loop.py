@@ -1,9 +1,6 @@
-"""The training loop on the host: offer weights; then take → update → offer → evaluate → save.
+"""The training loop on the host: offer a policy, open and take batches, update, evaluate, save.
 
-The policy samples the batches of its schedule, and graders score them while the devices continue.
-Each batch goes through the store to one or more updates, whose metrics are logged. At intervals the
-policy is evaluated, and everything that determines the rest of the run is saved. Nothing numerical
-happens here: updates are in `update.step`, sampling in `rollouts.decoder`.
+Nothing numerical happens here: updates are in `update.step`, sampling in `rollouts.decoder`.
 
 The order within a step is fixed: a killed and resumed run repeats the uninterrupted one bit for bit
 on the same kind of machine with the same versions. A warm start, if any, comes before this loop.
@@ -11,20 +8,19 @@ on the same kind of machine with the same versions. A warm start, if any, comes 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from rlvr_jax.evaluate.held_out import accuracy, evaluate_problems
-from rlvr_jax.rollouts.batch import Position
-from rlvr_jax.rollouts.collect import Collector
-from rlvr_jax.rollouts.queue import RolloutQueue
+from rlvr_jax.rollouts.batches import Batch, Batches, Position
+from rlvr_jax.rollouts.group import Policy
+from rlvr_jax.rollouts.sampler import LocalSampler, SamplerStoppedError, ThreadSampler
+from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.cluster import multihost
@@ -33,331 +29,251 @@ from rlvr_jax.train.cluster.process import (
   restart_deadline,
   return_freed_memory,
 )
-from rlvr_jax.train.fleet.generation import collector_of_graded
-from rlvr_jax.train.fleet.roles import start_fleet
-from rlvr_jax.train.generation import modes
-from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
-from rlvr_jax.train.generation.generator import Generator
-from rlvr_jax.train.generation.policies import lazy_fingerprint, sync_weights
+from rlvr_jax.train.fleet.roles import FleetSampler
+from rlvr_jax.train.generation.policies import Policies
 from rlvr_jax.train.generation.scoring import Scorer
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog, check_state
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.programs import is_on_cpu
-from rlvr_jax.train.start import parameters
-from rlvr_jax.train.start.restore import Resumed, describe_layout
+from rlvr_jax.train.start.parameters import Frozen
+from rlvr_jax.train.start.restore import describe_layout
 from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params, TrainState
 
 
 class RunState(NamedTuple):
-  """Where a run stands: what changes from update to update, besides the queue and the log."""
+  """Where a run stands: all that changes from update to update."""
 
   step: int  # number of updates so far
   state: TrainState  # donated by the next update
-  position: Position  # of generation, after the last batch taken
+  position: Position  # of drawing, behind the last batch that was complete at the last update
+  counters: Mapping[str, float]  # of the run log, likewise
   evaluation: Mapping[str, float] = {}  # the last one
   evaluated: int = -1  # number of updates before it
 
 
 @dataclasses.dataclass(frozen=True)
-class Trainer:
-  """The phases of the loop, and the objects that they use.
+class Run:
+  """The objects of a run that its loop uses.
 
   Attributes:
-    parts: the run's parts.
+    parts: what the run is.
     rows: where its rollouts lie in rows.
     frozen: the parameters that are not trained.
-    generator: makes batches.
-    queue: batches that updates will train on.
+    policies: makes policies to sample with.
+    sampler: samples and grades.
+    rest: called when a batch was taken; lets policies go that are not needed before the next offer.
+    batches: in order, of the groups that the sampler gives.
+    store: of batches.
     scorer: computes log-probabilities of batches.
-    collector: encodes, decodes and grades.
+    first_entropy: (parameters) → their entropy on the first prompts, nats per token.
+    held_out_sampler: of evaluations.
     log: counts, and writes records.
     checkpointer: saves checkpoints.
-    workdir: of the run; None where no other program reads it.
   """
 
   parts: Parts
   rows: RunRows
-  frozen: parameters.Frozen
-  generator: Generator
-  queue: RolloutQueue
+  frozen: Frozen
+  policies: Policies
+  sampler: LocalSampler | ThreadSampler | FleetSampler
+  rest: Callable[[], None]
+  batches: Batches
+  store: RolloutStore
   scorer: Scorer
-  collector: Collector
+  first_entropy: Callable[[Params], float]
+  held_out_sampler: LocalSampler
   log: RunLog
   checkpointer: Checkpointer
-  workdir: Workdir | None = None
-
-  def run(self, now: RunState) -> RunState:
-    """Runs updates until the last one.
-
-    Raises:
-      EndRequestedError: shutdown was requested before the last update; the run has been saved.
-      GeneratorStoppedError: there was no next batch; the run has been saved.
-    """
-    c, total = self.parts.config, self.parts.config.num_updates
-    with contextlib.ExitStack() as stack:
-      try:
-        if self.evaluation_is_due(now):  # a shutdown has interrupted the last one
-          now = self.evaluate(now)
-          self.save(now)
-        generation = stack.enter_context(contextlib.closing(self.start_generation()))
-        self.offer_weights(now, generation)
-        for step in range(now.step, total):
-          self.log.before_update(step + 1)
-          with self.undo_if_interrupted():
-            now = self.update(self.take_batches(now, generation))
-          self.offer_weights(now, generation)
-          if due := self.evaluation_is_due(now):
-            now = self.evaluate(now)
-          if due or now.step % c.checkpoint.every == 0 or self.at_long_refresh(now):
-            self.save(now)
-      except EndRequestedError as request:
-        say(f"{request}; saving")
-        self.save(now)
-        raise EndRequestedError(f"shutdown requested: saved after update {now.step}") from request
-      except GeneratorStoppedError as error:
-        say(f"{error}; saving")  # printed first, in case the devices hang too
-        self.save(now)
-        raise
-    return now
-
-  # --- start --------------------------------------------------------------------------------------
-
-  def begin(self, params: Params) -> RunState:
-    """Evaluates and saves step 0."""
-    entropy = self.scorer.initial_entropy(params, self.collector)
-    state = parameters.first_state(self.parts, params, entropy)
-    now = self.evaluate(RunState(0, state, self.generator.position()))
-    self.save(now)
-    return now
-
-  def resume(self, resumed: Resumed) -> RunState:
-    """Continues from a checkpoint."""
-    host, position = resumed.host, resumed.host.position
-    self.log.rewind(host.counters)
-    self.log.remember_evaluation(host.evaluation)
-    missing = self.queue.restore(host.queue, resumed.arrays or {}, resumed.damaged)
-    if missing is not None:
-      # It is sampled again, so generation goes on after the batch before it.
-      before = self.queue.store.info(missing - 1)["after"] if missing else None
-      position = Position(**before) if before else self.generator.position()
-    self.generator.move_to(position)
-    say(
-      f"resumed at update {resumed.step}: parameters, optimizer and algorithm state,"
-      f" {self.log.counters['batches']} batches of prompts sampled, {len(self.queue)} batches of"
-      " rollouts pending"
-    )
-    return RunState(resumed.step, resumed.state, position, host.evaluation, host.evaluated)
-
-  def start_generation(self) -> modes.Generation:
-    """Generation from the generator's position on."""
-    c = self.parts.config
-    if c.fleet.samplers:
-      assert self.workdir is not None  # where samplers find the run
-      return start_fleet(self.parts, self.generator, self.queue, self.checkpointer, self.workdir)
-    return modes.start(
-      self.generator,
-      self.parts.schedule,
-      deadline_s=c.generation_deadline_s,
-      num_updates=c.num_updates,
-    )
-
-  # --- one update ---------------------------------------------------------------------------------
-
-  def offer_weights(self, now: RunState, generation: modes.Generation) -> None:
-    """Syncs the weights to the devices that generate, if the schedule samples from this policy."""
-    if now.step == self.parts.config.num_updates or not self.parts.schedule.refreshes(now.step):
-      return
-    # The policy that samples has to match these parameters.
-    checksums = self.parts.programs.checksums(now.state.params)
-    self.queue.record(now.step, lazy_fingerprint(checksums))
-    began = time.perf_counter()
-    policy = sync_weights(self.parts, self.frozen.sampler, now.state.params, now.step)
-    self.log.add_measurement("time/sync_weights_seconds", time.perf_counter() - began)
-    generation.offer(policy)
-
-  def take_batches(self, now: RunState, generation: modes.Generation) -> RunState:
-    """Takes the graded batches that are due before the next update."""
-    position = now.position
-    with multihost.phase("generation"):
-      multihost.raise_if_shutdown_requested()
-      # Before a wait the last update's metrics are read, so that its time does not include it.
-      for batch in generation.take(self.parts.schedule.batch(now.step), self._end_update):
-        assert batch.position is not None  # every batch that was generated has one
-        self.log.count_sampled(batch, now.step)
-        self.queue.put(batch)
-        position = batch.position
-    return now._replace(position=position)
-
-  def _end_update(self) -> None:
-    """Reads the last update's metrics; its buffer is then free for what comes next."""
-    self.log.read_update()
-    return_freed_memory()
-
-  def update(self, now: RunState) -> RunState:
-    """Dispatches one update, then reads the metrics of the previous one."""
-    schedule, programs = self.parts.schedule, self.parts.programs
-    number = schedule.batch(now.step)
-    with multihost.phase("an update"):
-      if is_on_cpu(self.parts.placement.mesh):
-        self.log.read_update()  # so that its buffer is free before this update takes one
-      self.queue.check_fingerprint(number)
-      rollouts = multihost.run_together(lambda: self.queue.load(number))
-      assert rollouts.graded is not None  # a loaded batch has its contents
-      statistics = rollouts.graded.statistics
-      rollouts, batch = self.scorer.prepare(rollouts, now.state, now.step)
-      self.queue.update(rollouts)
-      dispatched = time.perf_counter()
-      on_devices = self.rows.placement(batch).pack_to_devices(batch)
-      return_freed_memory()
-      measured, arrays = self.scorer.measure(now.state, on_devices, now.step)
-      state, metrics = programs.train_step(now.state, self.frozen.trainer, on_devices)
-      if measured:
-        entropy = programs.mean_entropy(state.params, self.frozen.trainer, on_devices)
-        metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
-      self.log.count_trained(batch, state.params if self.parts.lora else None)
-      host = self.log.host_metrics(statistics, now.step)
-      self.queue.release(number)
-      now = now._replace(step=now.step + 1, state=state)
-      # No batch that is still to come from generation was sampled by an older version.
-      is_last = now.step == self.parts.config.num_updates
-      oldest = now.step if is_last else schedule.oldest_sampling(now.step)
-      self.queue.forget(before=schedule.first(now.step), versions_before=oldest)
-      self.log.read_update()
-      self.log.remember_update(DispatchedUpdate(now.step, dispatched, metrics, host, batch, arrays))
-    return now
-
-  @contextlib.contextmanager
-  def undo_if_interrupted(self) -> Iterator[None]:
-    """Context that restores queue and counters if it is interrupted; sampled groups stay stored."""
-    counters, pending = dict(self.log.counters), dict(self.queue.batches)
-    try:
-      yield
-    except (EndRequestedError, GeneratorStoppedError):
-      self.log.rewind(counters)
-      self.queue.rewind(pending)
-      raise
-
-  # --- evaluation and checkpoints -----------------------------------------------------------------
-
-  def evaluation_is_due(self, now: RunState) -> bool:
-    """Whether the policy is still to be evaluated after this many updates."""
-    c = self.parts.config
-    last = now.step == c.num_updates
-    return now.step != now.evaluated and (last or now.step % c.evaluation.every == 0)
-
-  def at_long_refresh(self, now: RunState) -> bool:
-    """Whether more batches are sampled now than there are updates between checkpoints.
-
-    A checkpoint is then saved first, so that damaged batches can be sampled again from it.
-    """
-    c, schedule = self.parts.config, self.parts.schedule
-    if now.step == c.num_updates or schedule.threaded:
-      return False
-    return schedule.samples(now.step) > c.checkpoint.every
-
-  def evaluate(self, now: RunState) -> RunState:
-    """Measures held-out accuracy with the current parameters."""
-    self._end_update()
-    settings, began = self.parts.config.evaluation, time.perf_counter()
-    engine, batches = self.parts.programs.held_out_engine, []
-    with multihost.phase("an evaluation"):
-      for batch in evaluate_problems(
-        engine,
-        engine.load(now.state.params, self.frozen.trainer),
-        self.parts.task.held_out,
-        collector=self.collector,
-        batch_size=settings.batch_prompts,
-        num_samples=settings.num_samples,
-        seed=settings.seed,
-        version=now.step,
-      ):
-        batches.append(batch)
-        restart_deadline()
-    samples = [row for batch in batches for row in batch.samples]
-    evaluation = accuracy(
-      samples,
-      ks=settings.ks,
-      seed=settings.seed,
-      max_turns=self.parts.config.environment.max_turns,
-      best_play=self.parts.task.best_play,
-    )
-    prompts = np.concatenate([batch.prompt_lengths for batch in batches])
-    responses = np.concatenate([batch.response_lengths for batch in batches])
-    sampled = np.concatenate([batch.sampled_lengths for batch in batches])
-    lengths = prompts, responses, sampled
-    self.log.write_evaluation(now.step, evaluation, samples, lengths, began=began)
-    return now._replace(evaluation=evaluation, evaluated=now.step)
-
-  def save(self, now: RunState) -> None:
-    """Saves everything that determines the rest of the run, except the rollouts in the store."""
-    self._end_update()
-    check_state(now.state, now.step)
-    c, (queue, arrays) = self.parts.config, self.queue.state()
-    host = HostState(
-      position=now.position,
-      counters=self.log.counters,
-      evaluation=dict(now.evaluation),
-      evaluated=now.evaluated,
-      layout=describe_layout(self.parts, self.rows),
-      queue=queue,
-      written=self.log.writer.written(now.step),
-    )
-    measured = now.evaluated == now.step
-    recorded = self.parts.schedule.recorded
-    begins_again = recorded is not None and recorded.has_several  # see `find_resumable`
-    self.checkpointer.save(
-      now.step,
-      now.state,
-      host=host.to_json(),
-      arrays=arrays,
-      metric=now.evaluation[f"eval/pass@{c.evaluation.ks[0]}"] if measured else None,
-      keep_at_or_before=0 if begins_again else self.queue.oldest_version(),
-    )
-    if not c.store.keep_used:
-      # Batches that a run resumed from the last checkpoints may train on are kept.
-      needed = self.parts.schedule.first(self.checkpointer.steps()[-c.checkpoint.keep :][0])
-      multihost.run_on_first(lambda: self.queue.remove_used(before=needed), None)
 
 
-def make_trainer(
-  parts: Parts,
-  rows: RunRows,
-  frozen: parameters.Frozen,
-  log: RunLog,
-  checkpointer: Checkpointer,
-  collector: Collector,
-  store: RolloutStore,
-  *,
-  initial: Params,
-  workdir: Workdir | None = None,
-) -> Trainer:
-  """The trainer of a run.
+def train(run: Run, now: RunState) -> RunState:
+  """Runs updates until the last one. A killed and resumed run repeats the uninterrupted one.
 
-  Args:
-    parts, rows, log, checkpointer, collector, store: of the run.
-    frozen: from `parameters.load_frozen`.
-    initial: trained parameters before the first update.
-    workdir: of the run; None where no other program reads it.
+  Raises:
+    EndRequestedError: shutdown was requested before the last update; the run has been saved.
+    SamplerStoppedError: there was no next batch; the run has been saved.
   """
-  clock = modes.clock_of_generation(parts.schedule, log.clock)
-  return Trainer(
-    parts=parts,
-    rows=rows,
-    frozen=frozen,
-    generator=Generator(
-      parts,
-      rows,
-      frozen.sampler,
-      collector_of_graded(collector) if parts.config.fleet.samplers else collector,
-      store,
-      clock,
-    ),
-    queue=RolloutQueue(store),
-    scorer=Scorer(parts, rows, frozen.trainer, initial, log),
-    collector=collector,
-    log=log,
-    checkpointer=checkpointer,
-    workdir=workdir,
+  total = run.parts.config.num_updates
+  try:
+    now = evaluate_and_save(run, now)  # where a shutdown has interrupted the last evaluation
+    for step in range(now.step, total):
+      run.log.before_update(step + 1)
+      with multihost.phase("generation"):
+        multihost.raise_if_shutdown_requested()
+        batch = next_batch(run, now)
+      with multihost.phase("an update"):
+        now = update(run, now, batch)
+      now = evaluate_and_save(run, now)
+  except EndRequestedError as request:
+    say(f"{request}; saving")
+    save(run, now)
+    raise EndRequestedError(f"shutdown requested: saved after update {now.step}") from request
+  except SamplerStoppedError as error:
+    say(f"{error}; saving")  # printed first, in case the devices hang too
+    save(run, now)
+    raise
+  return now
+
+
+def next_batch(run: Run, now: RunState) -> Batch:
+  """The graded batch of the next update, which this trainer's policies have sampled."""
+  schedule, step, total = run.parts.schedule, now.step, run.parts.config.num_updates
+  if schedule.refreshes(step):
+    began = time.perf_counter()
+    run.sampler.offer(run.policies.make(now.state.params, step))
+    run.log.add_measurement("time/sync_weights_seconds", time.perf_counter() - began)
+  limit = schedule.limit(step)
+  run.batches.open(until=min(limit, total) if schedule.threaded else limit, version=step)
+  number = schedule.batch(step)
+  if not run.batches.has(number):
+    end_update(run)  # so that its time does not include the wait
+  batch = run.batches.take(number)
+  run.rest()
+  run.policies.check(batch, run.store.directory)
+  return batch
+
+
+def update(run: Run, now: RunState, batch: Batch) -> RunState:
+  """Dispatches one update, then reads the metrics of the previous one."""
+  parts, programs, schedule, log = run.parts, run.parts.programs, run.parts.schedule, run.log
+  if is_on_cpu(parts.placement.mesh):
+    log.read_update()  # so that its buffer is free before this update takes one
+  prepared = run.scorer.prepare(batch, now.state, now.step)
+  dispatched = time.perf_counter()
+  on_devices = run.rows.placement(prepared).pack_to_devices(prepared)
+  return_freed_memory()
+  measured, arrays = run.scorer.measure(now.state, on_devices, now.step)
+  state, metrics = programs.train_step(now.state, run.frozen.trainer, on_devices)
+  if measured:
+    entropy = programs.mean_entropy(state.params, run.frozen.trainer, on_devices)
+    metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
+  log.count_trained(prepared, state.params if parts.lora else None)
+  host = log.host_metrics(batch.statistics, now.step)
+  step = now.step + 1
+  first = schedule.first(step)
+  run.batches.forget(before=first)
+  run.scorer.forget(before=first)
+  if step < parts.config.num_updates:
+    oldest = min(schedule.oldest_sampling(step), schedule.oldest_trained(step))
+    run.policies.forget(before=oldest)
+  log.read_update()
+  log.remember_update(DispatchedUpdate(step, dispatched, metrics, host, prepared, arrays))
+  return now._replace(
+    step=step, state=state, position=run.batches.position(), counters=dict(log.counters)
   )
+
+
+def end_update(run: Run) -> None:
+  """Reads the last update's metrics; its buffer is then free for what comes next."""
+  run.log.read_update()
+  return_freed_memory()
+
+
+# --- evaluation and checkpoints -------------------------------------------------------------------
+
+
+def evaluate_and_save(run: Run, now: RunState) -> RunState:
+  """Evaluates the policy and saves the run, as far as that is due after this many updates."""
+  if evaluation_is_due(run, now):
+    now = evaluate(run, now)
+    save(run, now)
+  elif now.step % run.parts.config.checkpoint.every == 0 or at_long_refresh(run, now):
+    save(run, now)
+  return now
+
+
+def evaluation_is_due(run: Run, now: RunState) -> bool:
+  """Whether the policy is still to be evaluated after this many updates."""
+  c = run.parts.config
+  last = now.step == c.num_updates
+  return now.step != now.evaluated and (last or now.step % c.evaluation.every == 0)
+
+
+def at_long_refresh(run: Run, now: RunState) -> bool:
+  """Whether more batches are sampled now than there are updates between checkpoints.
+
+  A checkpoint is then saved first, so that damaged batches can be sampled again from it.
+  """
+  c, schedule = run.parts.config, run.parts.schedule
+  if now.step == c.num_updates or schedule.threaded:
+    return False
+  return schedule.samples(now.step) > c.checkpoint.every
+
+
+def evaluate(run: Run, now: RunState) -> RunState:
+  """Measures held-out accuracy with the current parameters."""
+  end_update(run)
+  settings, began, batches = run.parts.config.evaluation, time.perf_counter(), []
+  with multihost.phase("an evaluation"):
+    for batch in evaluate_problems(
+      run.held_out_sampler,
+      Policy(now.step, now.state.params, lambda: ""),
+      run.parts.task.held_out,
+      batch_size=settings.batch_prompts,
+      seed=settings.seed,
+    ):
+      batches.append(batch)
+      restart_deadline()
+  samples = [row for batch in batches for row in batch.samples]
+  evaluation = accuracy(
+    samples,
+    ks=settings.ks,
+    seed=settings.seed,
+    max_turns=run.parts.config.environment.max_turns,
+    best_play=run.parts.task.best_play,
+  )
+  prompts = np.concatenate([batch.prompt_lengths for batch in batches])
+  responses = np.concatenate([batch.response_lengths for batch in batches])
+  sampled = np.concatenate([batch.sampled_lengths for batch in batches])
+  run.log.write_evaluation(
+    now.step, evaluation, samples, (prompts, responses, sampled), began=began
+  )
+  return now._replace(evaluation=evaluation, evaluated=now.step, counters=dict(run.log.counters))
+
+
+def save(run: Run, now: RunState) -> None:
+  """Saves everything that determines the rest of the run, except the rollouts in the store."""
+  end_update(run)
+  check_state(now.state, now.step)
+  c, schedule = run.parts.config, run.parts.schedule
+  scored_at, arrays = run.scorer.state()
+  host = HostState(
+    position=now.position,
+    counters=dict(now.counters),
+    evaluation=dict(now.evaluation),
+    evaluated=now.evaluated,
+    layout=describe_layout(run.parts, run.rows),
+    fingerprints=run.policies.state(),
+    scored_at=scored_at,
+    written=run.log.writer.written(now.step),
+  )
+  measured = now.evaluated == now.step
+  run.checkpointer.save(
+    now.step,
+    now.state,
+    host=host.to_json(),
+    arrays=arrays,
+    metric=now.evaluation[f"eval/pass@{c.evaluation.ks[0]}"] if measured else None,
+    keep_at_or_before=oldest_to_return_to(schedule, now),
+  )
+  if not c.store.keep_used:
+    # Batches that a run resumed from the last checkpoints may train on are kept.
+    needed = schedule.first(run.checkpointer.steps()[-c.checkpoint.keep :][0])
+    multihost.run_on_first(lambda: remove_used(run.store, needed), None)
+
+
+def oldest_to_return_to(schedule: Schedule, now: RunState) -> int | None:
+  """The update from which the pending batches can be sampled again; None if there are none."""
+  if schedule.recorded is not None and schedule.recorded.has_several:  # see `find_resumable`
+    return 0
+  first = schedule.first(now.step)
+  if first >= now.position.number:
+    return None
+  return schedule.oldest_version(first, update=now.step)
+
+
+def remove_used(store: RolloutStore, before: int) -> None:
+  """Removes batches with a lower number from the store."""
+  store.remove(*(number for number in store.numbers() if number < before))

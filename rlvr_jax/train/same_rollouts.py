@@ -17,8 +17,9 @@ import numpy as np
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.precision import with_matmul_precision
-from rlvr_jax.rollouts.batch import Graded, RolloutBatch, from_groups, read_batch
+from rlvr_jax.rollouts.batch import read_batch, train_batch
 from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.train.loop import next_batch, update
 from rlvr_jax.train.reporting.progress import progress
 from rlvr_jax.train.session import open_session
 from rlvr_jax.train.setup.build import Parts, build, make_method
@@ -50,29 +51,21 @@ def train_and_record(
   copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
   params: dict[int, Params] = {}
   with open_session(build(base), workdir / "training") as run:
-    trainer, now = run.trainer, run.now
+    now, run = run.now, run.run
     first = copy(now.state.params)
-    entropy = trainer.scorer.measure_entropy(first, trainer.collector)
-    state = parameters.first_state(trainer.parts, copy(first), entropy)
+    entropy = run.first_entropy(first)
+    state = parameters.first_state(run.parts, copy(first), entropy)
     now = now._replace(state=state)
-    generation = trainer.start_generation()
-    for update in progress(range(before + max(lags) + 1), "training", unit="updates"):
-      trainer.offer_weights(now, generation)
-      now = trainer.take_batches(now, generation)
-      lag = update - before
+    for step in progress(range(before + max(lags) + 1), "training", unit="updates"):
+      batch = next_batch(run, now)
+      lag = step - before
       if lag == 0:
-        recorded = contents_of(trainer.queue.load(update)).train
+        recorded = batch.train
       if lag in lags:
         params[lag] = copy(now.state.params)
-      now = trainer.update(now)
-    trainer.log.read_update()
-  return trainer.parts, recorded, params, first, entropy
-
-
-def contents_of(batch: RolloutBatch) -> Graded:
-  """The contents of a batch that has its grades."""
-  assert batch.graded is not None  # a store and a queue's loaded batches have them
-  return batch.graded
+      now = update(run, now, batch)
+    run.log.read_update()
+  return run.parts, recorded, params, first, entropy
 
 
 def read_recorded_batch(place: str) -> TrainBatch:
@@ -89,8 +82,8 @@ def read_recorded_batch(place: str) -> TrainBatch:
       f"rollouts = {place!r}: give FILE.safetensors, or a store and a batch, STORE:NUMBER"
     )
   store = RolloutStore(directory, writable=False)
-  batch = contents_of(from_groups(int(number), *store.read(int(number)))).train
-  return dataclasses.replace(batch, sources=None)
+  groups, _ = store.read(int(number))
+  return dataclasses.replace(train_batch(groups), sources=None)
 
 
 def measure_gradients(

@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.rollouts.answers import Answers
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.files import replace_file
 from rlvr_jax.storage.places import Workdir
+from rlvr_jax.train.begin import begin, in_a_thread, make_run, resume, with_fleet
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.workdir import LAYOUT_FILE, StartFiles, open_workdir
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError, deadline
 from rlvr_jax.train.generation import raw_logprobs
-from rlvr_jax.train.loop import RunState, Trainer, make_trainer
+from rlvr_jax.train.loop import Run, RunState
 from rlvr_jax.train.reporting import data_use, machines, trackers
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.run_log import LoggedRun, RunLog
@@ -51,7 +52,7 @@ ROLLOUTS_FOLDER = "rollouts"
 class Session(NamedTuple):
   """A run that is ready for its next update."""
 
-  trainer: Trainer
+  run: Run
   now: RunState
   workdir: Workdir
 
@@ -118,8 +119,14 @@ def open_session(
     writer = multihost.run_on_first(
       lambda: enter(_open_writer(folder, parts, records, tracked_by)), no_writer
     )
-    collector = multihost.run_together(lambda: _start_graders(parts, enter))
-    check_first_messages(collector, parts.task.held_out, parts.task.train)
+    make_answers = multihost.run_together(lambda: _start_graders(parts, enter))
+    check_first_messages(
+      make_answers(),
+      parts.tokenizer,
+      parts.shape.max_prompt_length,
+      parts.task.held_out,
+      parts.task.train,
+    )
     # A resumed run whose warm-start folder is gone still has its records.
     records_to = no_writer if resumed else writer
     params, needs_warm_start = make_first_params(parts, warm, records_to, warm_starts)
@@ -134,12 +141,15 @@ def open_session(
       elapsed=elapsed_seconds(folder.local),
       profile=enter(machines.Profile(profile, folder.local, folder.path)),
     )
-    trainer = make_trainer(
-      *(parts, rows, frozen, log, checkpointer, collector, store), initial=params, workdir=folder
-    )
-    now = trainer.resume(resumed) if resumed else trainer.begin(params)
-    del params, warm, resumed  # the trainer keeps what it needs
-    yield Session(trainer, now, folder)
+    run = make_run(parts, rows, frozen, log, checkpointer, make_answers, store, initial=params)
+    now = resume(run, resumed) if resumed else begin(run, params)
+    del params, warm, resumed  # the run keeps what it needs
+    if parts.config.fleet.samplers:
+      run = with_fleet(run, folder)
+    elif parts.schedule.threaded:
+      run = in_a_thread(run)
+    enter(run.sampler)
+    yield Session(run, now, folder)
 
 
 def logged_run(parts: Parts) -> LoggedRun:
@@ -233,10 +243,10 @@ def _open_writer(
   )
 
 
-def _start_graders(parts: Parts, enter: Enter) -> Collector:
+def _start_graders(parts: Parts, enter: Enter) -> Callable[[], Answers]:
   """Starts graders and environments, and checks them: by all answers, and by the first dialogue."""
   graders, environments = start_pools(parts.config, parts.task, parts.tokenizer, enter)
   check_first_grade(parts.outcome_policy, graders, parts.task)
   check_every_line(parts.outcome_policy, graders, parts.task)
   check_first_dialogue(parts.outcome_policy, environments, parts.task)
-  return parts.make_collector(graders, environments)
+  return lambda: parts.make_answers(graders, environments)

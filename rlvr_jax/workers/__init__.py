@@ -3,3 +3,9 @@
 What runs in them is a program of the room that uses them: graders (`rewards.grading`), environments
 (`environments.dialogues`). A grader is an environment of one turn.
 """
+
+__all__ = [
+  "pool",
+  "process",
+  "worker",
+]

@@ -10,14 +10,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from colabs import notebooks
+from colabs import notebooks, stored
 from rlvr_jax.colab import geometry
 from rlvr_jax.colab.display import COLORS
 from rlvr_jax.evaluate.geometry_plots import Measurement, apply_salt
-from rlvr_jax.rollouts.batch import Graded, Position, RolloutBatch, to_groups
-from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.reporting.writer import MetricWriter
-from rlvr_jax.types import Prompts, TrainBatch
 
 REWARDS = np.array([[0, 1, 0], [1, 0, 1]], np.float32)
 
@@ -34,7 +31,7 @@ def measurement(update):
 def run(tmp_path):
   """Measurements before updates 0 and 2, and the rollouts of the batches 0 to 2."""
   (tmp_path / "config.json").write_text(geometry.tiny_config().to_json_best_effort())
-  store = RolloutStore(tmp_path / "rollouts", writable=True)
+  batches = []
   for number in range(3):
     rewards = REWARDS if number < 2 else 1 - REWARDS
     samples = [
@@ -46,8 +43,7 @@ def run(tmp_path):
       for i, reward in enumerate(rewards.flat)
     ]
     zeros = np.zeros((2, 3, 1), np.float32)
-    train = TrainBatch(
-      Prompts(np.ones((2, 1), np.int32), np.ones(2, np.int32)),
+    arrays = dict(
       tokens=zeros.astype(np.int32),
       mask=zeros + 1,
       behavior_logprobs=zeros,
@@ -55,13 +51,8 @@ def run(tmp_path):
       correct=rewards,
       valid=np.ones((2, 3), bool),
     )
-    batch = RolloutBatch(
-      number=number, version=number, versions=np.full(2, number, np.int32), fingerprint="f",
-      graded=Graded(train, tokens=6, prompts=2, statistics={}, samples=samples),
-      position=Position(number + 1, number + 1, -1, {}),
-    )  # fmt: skip
-    store.write(number, *to_groups(batch))
-  store.close()
+    batches.append((number, arrays, samples))
+  stored.write(tmp_path / "rollouts", batches)
   return geometry.Run(str(tmp_path), [measurement(0), measurement(2)])
 
 

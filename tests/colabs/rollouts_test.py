@@ -7,20 +7,17 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from colabs import stored
 from rlvr_jax.colab import first_run, rollouts, runs
 from rlvr_jax.evaluate.pass_at_k import wilson_interval
-from rlvr_jax.rollouts.batch import Graded, Position, RolloutBatch, to_groups
-from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.types import Prompts, TrainBatch
 
 LENGTHS = np.array([[1, 3], [2, 3]])
 OUTCOMES = ("correct", "wrong", "unparseable", "crashed")
 
 
-def graded(version):
+def batch_of(version):
   logprobs = -np.arange(12, dtype=np.float32).reshape(2, 2, 3) / 10
-  train = TrainBatch(
-    prompts=Prompts(np.ones((2, 2), np.int32), np.ones(2, np.int32)),
+  arrays = dict(
     tokens=np.array([[[48, 0, 0], [49, 50, 51]], [[0xC3, 257, 0], [10, 258, 257]]], np.int32),
     mask=(np.arange(3) < LENGTHS[..., None]).astype(np.float32),
     behavior_logprobs=logprobs,
@@ -35,7 +32,7 @@ def graded(version):
     )
     for i, outcome in enumerate(OUTCOMES)
   ]  # fmt: skip
-  return Graded(train, tokens=9, prompts=2, statistics={}, samples=samples)
+  return version, arrays, samples
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +42,7 @@ def workdir(tmp_path_factory):
   config = runs.sums_config(updates=4)
   config.schedule = "updates_per_refresh(batches=2)"
   (folder / "config.json").write_text(config.to_json_best_effort())
-  store = RolloutStore(folder / "rollouts", writable=True)
-  for number, version in enumerate((0, 0, 2, 2)):
-    versions = np.full(2, version, np.int32)
-    batch = RolloutBatch(
-      number=number,
-      version=version,
-      versions=versions,
-      graded=graded(version),
-      fingerprint="f",
-      position=Position(number + 1, number + 1, -1, {}),
-    )
-    store.write(number, *to_groups(batch))
-  store.close()
+  stored.write(folder / "rollouts", [batch_of(version) for version in (0, 0, 2, 2)])
   return folder
 
 

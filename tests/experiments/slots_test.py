@@ -7,13 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from experiments import bursts
 from rlvr_jax.costs import workload
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.rollouts.dialogues import DialogueUsage
 from rlvr_jax.rollouts.programs import EnginePrograms
-from rlvr_jax.rollouts.serve import Request, serve
-from rlvr_jax.types import BatchShape, Sampling
+from rlvr_jax.types import BatchShape, Prompts, Sampling
 
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "slots.py"
 _spec = importlib.util.spec_from_file_location("slots", _FILE)
@@ -25,7 +24,7 @@ def test_the_simulation_counts_what_the_engine_counts():
   network = TransformerConfig(
     vocab_size=24, width=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=16
   )
-  engine = EnginePrograms(
+  programs = EnginePrograms(
     transformer(network),
     Sampling(),
     slots=3,
@@ -35,16 +34,13 @@ def test_the_simulation_counts_what_the_engine_counts():
     stop_tokens=(3,),
     pad_token=0,
   )
-  params = engine.load(engine.settings.model.init(jax.random.key(0)), {})
-  keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), (20, 1))))
-  asked = [Request(None, i, np.asarray([1, 2], np.int32), keys[i]) for i in range(20)]
-  usage = DialogueUsage()
-  groups = [group for served in serve(engine, params, asked, usage) for group in served]
-  lengths = np.concatenate(
-    [g.lengths for g in sorted(groups, key=lambda group: group.prompt_index)]
-  )
+  params = programs.load(programs.settings.model.init(jax.random.key(0)), {})
+  engine = bursts.begin(programs, params)
+  prompts = Prompts(np.tile(np.asarray([1, 2], np.int32), (20, 1)), np.full(20, 2, np.int32))
+  rollouts = bursts.sample(engine, bursts.groups(engine, prompts, jax.random.key(1), 1))
+  lengths = np.array([rollout.length for rollout in rollouts])
   assert len(set(lengths)) > 8
-  assert slots.simulate(lengths, 3) == usage
+  assert slots.simulate(lengths, 3) == engine.usage
 
 
 def test_slots_of_short_responses_are_nearly_full_until_they_drain():

@@ -622,7 +622,7 @@ def test_a_local_fleet_is_scaled_and_killed_and_ends(laptop, checkout, tmp_path)
   wait_for(lambda: joined() or process.poll() is not None)
   assert call("scale", "--samplers=1").stdout == "try: 1 samplers\n"
   for number in (1, 2):
-    assert "the sampler has given its leases back" in text(folder, number)
+    assert "others sample its groups" in text(folder, number)
   output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
   assert process.returncode == 0, output[-5000:]
   assert state()["samplers"]["0"] == {"state": "finished", "attempt": 1, "statuses": [0]}

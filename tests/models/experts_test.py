@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from oracles import updates
-from oracles.sampling import sample
+from oracles.sampling import make_requests, sample, serve
 from oracles.updates import relative_distance
 
 from rlvr_jax import advantages, geometry, losses, reweighting
@@ -25,7 +25,6 @@ from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.rollouts.programs import EnginePrograms
-from rlvr_jax.rollouts.serve import make_requests, serve
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts, Sampling
 from rlvr_jax.update.step import initial_state, train_step
@@ -243,13 +242,8 @@ def test_the_order_of_requests_changes_no_bit():
   params, engine = transformer(CONFIG).init(jax.random.key(0)), make_engine(3)
   tokens = np.random.default_rng(0).integers(4, V, (7, S)).astype(np.int32)
   prompts = Prompts(tokens, 1 + np.arange(7, dtype=np.int32) % S)
-  asked = make_requests(prompts, jax.random.key(1), 2, owner=None)
-  loaded = engine.load(params, {})
-
-  def in_order(order):
-    groups = [group for some in serve(engine, loaded, [asked[i] for i in order]) for group in some]
-    return {group.prompt_index: jax.tree.map(np.copy, group) for group in groups}
-
+  asked = make_requests(prompts, jax.random.key(1), 2)
+  in_order = lambda order: serve(engine, params, [asked[i] for i in order])
   expected = in_order(range(7))
   assert len({int(n) for group in expected.values() for n in group.lengths}) > 1
   for seed in range(3):

@@ -9,22 +9,12 @@ import numpy as np
 import pytest
 
 from rlvr_jax.data import ByteTokenizer, Problem
-from rlvr_jax.data.batches import PromptError, encode_prompts
+from rlvr_jax.data.batches import PromptError
 from rlvr_jax.environments.dialogues import EnvironmentPool
 from rlvr_jax.rewards.outcome import Grade, Outcome
-from rlvr_jax.rollouts.batch import Flight
-from rlvr_jax.rollouts.collect import Collector
-from rlvr_jax.rollouts.dialogues import (
-  CUTS,
-  DialogueSettings,
-  DialogueUsage,
-  End,
-  EnvironmentDialogues,
-  Environments,
-  EnvironmentStoppedError,
-  shorten,
-)
-from rlvr_jax.rollouts.serve import Group
+from rlvr_jax.rollouts.answers import ALONE, Answers, Asked, EnvironmentStoppedError, Processes
+from rlvr_jax.rollouts.dialogues import CUTS, Beginning, Dialogues, DialogueSettings, shorten
+from rlvr_jax.rollouts.engine import Rollout
 from rlvr_jax.train.setup.grading import check_first_messages
 
 T, TOKENIZER, STOP = 24, ByteTokenizer(), 257
@@ -81,126 +71,129 @@ def _pool(tmp_path_factory):
   sys.path.remove(str(folder))
 
 
-def environments(pool, **settings):
-  return Environments(pool, TOKENIZER, DialogueSettings(max_turns=2, **settings), lambda x: x)
+def dialogues_of(pool, **settings):
+  return Dialogues(DialogueSettings(max_turns=2, **settings), TOKENIZER, pool)
 
 
-def group_of(texts, question="q", seed=5):
-  """A group whose rollouts have said these texts, each in a first turn."""
-  problems = [Problem(question=question, answer="", solution="", reference={})]
-  flight = Flight(problems, encode_prompts(problems, TOKENIZER, 16), [seed])
-  group = Group(
-    owner=flight,
-    prompt_index=0,
-    tokens=np.full((len(texts), T), TOKENIZER.pad_id, np.int32),
-    lengths=np.zeros(len(texts), np.int32),
-    stopped=np.ones(len(texts), bool),
-    behavior_logprobs=np.zeros((len(texts), T), np.float32),
-    turns=np.zeros((len(texts), T), np.int32),
-    ends=np.zeros(len(texts), np.int32),
-    scores=np.full(len(texts), np.nan, np.float32),
-    details=[""] * len(texts),
-    turn_scores=np.full((len(texts), T), np.nan, np.float32),
-  )
-  for g, text in enumerate(texts):
-    say(group, g, text, turn=0)
-  return group
+def problems_of(*questions):
+  return [Problem(question=q, answer="", solution="", reference={}) for q in questions]
 
 
-def say(group, g, text, turn, end=STOP):
+def rollouts_of(texts, question="q"):
+  """Rollouts that have said these texts, each in a first turn."""
+  rollouts = []
+  for place, text in enumerate(texts):
+    arrays = {
+      "tokens": np.full(T, TOKENIZER.pad_id, np.int32),
+      "turns": np.zeros(T, np.int32),
+      "turn_scores": np.full(T, np.nan, np.float32),
+    }
+    prompt = np.asarray(TOKENIZER.encode(question), np.int32)
+    rollouts.append(Rollout(place, prompt, np.zeros(2, np.uint32), arrays, stopped=True))
+    say(rollouts[-1], text, turn=0)
+  return rollouts
+
+
+def say(rollout, text, turn, end=STOP):
   ids = [*TOKENIZER.encode(text), *([end] if end else [])]
-  new = slice(group.lengths[g], group.lengths[g] + len(ids))
-  group.tokens[g, new], group.turns[g, new] = ids, turn
-  group.lengths[g] = new.stop
+  new = slice(rollout.length, rollout.length + len(ids))
+  rollout.arrays["tokens"][new], rollout.arrays["turns"][new] = ids, turn
+  rollout.length = new.stop
 
 
-def answers_to(group, pool, **settings):
-  """(answers by rollout, usage) to the last turns of all rollouts."""
-  usage = DialogueUsage()
-  dialogues = EnvironmentDialogues(environments(pool, **settings), usage)
-  for g in range(len(group.lengths)):
-    dialogues.ask(group, g)
+def judged(texts, references):
+  """A grade that tells what was judged."""
+  future = Future()
+  future.set_result([Grade(Outcome.WRONG, 0.25, answer=f"judged {text}") for text in texts])
+  return future
+
+
+def answers_to(rollouts, pool, problem=None, beginning=None, **settings):
+  """(answers by place of the rollout, counts) to the last turns of rollouts."""
+  answers = Answers(TOKENIZER, judged, dialogues_of(pool, **settings))
+  asked = Asked(problem or problems_of("q")[0], beginning or Beginning(), 5, "")
+  for rollout in rollouts:
+    answers.ask(rollout, asked)
   found, deadline = {}, time.monotonic() + 60
-  while len(found) < len(group.lengths):
+  while len(found) < len(rollouts):
     assert time.monotonic() < deadline
-    found |= {a.rollout: a for a in dialogues.take(patience_s=0.0, until_one=True)}
-  return found, usage
+    taken = answers.take(patience_s=0.0, until_one=True)
+    found |= {rollout.place: answer for rollout, _, answer in taken}
+  return found, answers.counts
 
 
 def test_every_end_has_its_outcome(pool):
   texts = {
-    "score 1": (End.CORRECT, 1.0),
-    "score 0.5": (End.WRONG, 0.5),
-    "late": (End.CORRECT, 0.5),
-    "judge": (End.TO_BE_GRADED, None),
-    "refuse": (End.ENVIRONMENT_REFUSED, None),
-    "fail x": (End.ENVIRONMENT_FAILED, None),
-    "say ": (End.ENVIRONMENT_REFUSED, None),  # a reply without tokens
-    "score nan": (End.ENVIRONMENT_REFUSED, None),
-    "worth inf": (End.ENVIRONMENT_REFUSED, None),
-    "hang": (End.ENVIRONMENT_LIMIT, None),
-    "say 12345678901234": (End.LENGTH_LIMIT, None),  # with the turn there is no place for it
+    "score 1": (Outcome.CORRECT, 1.0),
+    "score 0.5": (Outcome.WRONG, 0.5),
+    "late": (Outcome.CORRECT, 0.5),
+    "judge": (Outcome.WRONG, 0.25),
+    "refuse": (Outcome.ENVIRONMENT_REFUSED, 0.0),
+    "fail x": (Outcome.ENVIRONMENT_FAILED, 0.0),
+    "say ": (Outcome.ENVIRONMENT_REFUSED, 0.0),  # a reply without tokens
+    "score nan": (Outcome.ENVIRONMENT_REFUSED, 0.0),
+    "worth inf": (Outcome.ENVIRONMENT_REFUSED, 0.0),
+    "hang": (Outcome.ENVIRONMENT_LIMIT, 0.0),
+    "say 12345678901234": (Outcome.LENGTH_LIMIT, 0.0),  # with the turn there is no place for it
   }
-  group = group_of(texts)
-  found, usage = answers_to(group, pool)
-  for g, (text, (end, score)) in enumerate(texts.items()):
-    assert found[g].is_last and not len(found[g].tokens), text
-    assert End(group.ends[g]) is end, text
-    np.testing.assert_equal(group.scores[g], np.float32(np.nan if score is None else score))
-    assert group.stopped[g] == (end is not End.LENGTH_LIMIT)
-  assert usage.replies == len(texts) and usage.reply_waits_s > 0
-  named = {end.outcome for end in End if end.outcome is not None}
-  assert len(named) == len(End) - 1 and Outcome.ENVIRONMENT_FAILED in named
+  rollouts = rollouts_of(texts)
+  found, counts = answers_to(rollouts, pool)
+  for rollout, (text, expected) in zip(rollouts, texts.items(), strict=True):
+    grade = found[rollout.place]
+    assert isinstance(grade, Grade) and (grade.outcome, grade.score) == expected, text
+    assert rollout.stopped == (grade.outcome is not Outcome.LENGTH_LIMIT)
+  assert found[3].answer == "judged judge"
+  assert counts.replies == len(texts) and counts.reply_waits_s > 0
 
 
-def test_a_reply_is_appended_and_the_last_turn_has_none(pool):
-  group = group_of(["say higher", "say lower"])
-  say(group, 1, "x", turn=1, end=None)
-  say(group, 1, "say ab", turn=2)
-  found, _ = answers_to(group, pool)
-  assert not found[0].is_last and bytes(found[0].tokens.tolist()) == b"higher"
-  assert found[1].is_last and End(group.ends[1]) is End.TURN_LIMIT
+def test_a_reply_is_tokens_and_the_last_turn_has_none(pool):
+  rollouts = rollouts_of(["say higher", "say lower"])
+  say(rollouts[1], "x", turn=1, end=None)
+  say(rollouts[1], "say ab", turn=2)
+  found, _ = answers_to(rollouts, pool)
+  assert bytes(found[0].tolist()) == b"higher"
+  assert found[1] == Grade(Outcome.TURN_LIMIT)
 
 
 def test_the_score_of_a_turn_is_not_that_of_the_dialogue(pool):
   """It stands at the turn's last token, also where the turn is the dialogue's last by a limit."""
-  group = group_of(["worth 0.25", "say it", "score 1", "worth -1"])
-  say(group, 3, "x", turn=1, end=None)
-  say(group, 3, "worth 2", turn=2)
-  found, _ = answers_to(group, pool)
-  assert [found[g].is_last for g in range(4)] == [False, False, True, True]
-  assert End(group.ends[3]) is End.TURN_LIMIT
+  rollouts = rollouts_of(["worth 0.25", "say it", "score 1", "worth -1"])
+  say(rollouts[3], "x", turn=1, end=None)
+  say(rollouts[3], "worth 2", turn=2)
+  found, _ = answers_to(rollouts, pool)
+  assert [isinstance(found[g], Grade) for g in range(4)] == [False, False, True, True]
+  assert found[3] == Grade(Outcome.TURN_LIMIT) and found[2] == Grade(Outcome.CORRECT, 1.0)
   expected = np.full((4, T), np.nan, np.float32)
-  expected[0, group.lengths[0] - 1], expected[3, group.lengths[3] - 1] = 0.25, 2.0
-  np.testing.assert_array_equal(group.turn_scores, expected)
-  np.testing.assert_array_equal(group.scores, np.float32([np.nan, np.nan, 1.0, np.nan]))
+  expected[0, rollouts[0].length - 1], expected[3, rollouts[3].length - 1] = 0.25, 2.0
+  scores = [rollout.arrays["turn_scores"] for rollout in rollouts]
+  np.testing.assert_array_equal(np.stack(scores), expected)
 
 
 def test_a_turn_that_was_cut_is_not_asked():
-  group = group_of(["x" * (T - 1)])
-  group.lengths[0], group.stopped[0] = T, False
-  found, _ = answers_to(group, None)  # nobody is there to answer
-  assert found[0].is_last and End(group.ends[0]) is End.LENGTH_LIMIT
+  (rollout,) = rollouts_of(["x" * (T - 1)])
+  rollout.length, rollout.stopped = T, False
+  found, _ = answers_to([rollout], None)  # nobody is there to answer
+  assert found[0] == Grade(Outcome.LENGTH_LIMIT) and not rollout.stopped
 
 
 @pytest.mark.parametrize(
   ("cut", "expected"), [("tail", "01 [cut] "), ("head", " [cut] 89"), ("middle", "0 [cut] 9")]
 )
 def test_a_long_reply_is_cut_and_says_so(pool, cut, expected):
-  found, _ = answers_to(group_of(["s 0123456789"]), pool, max_reply_length=9, cut=cut)
-  assert bytes(found[0].tokens.tolist()).decode() == expected
-  found, _ = answers_to(group_of(["s 012345678"]), pool, max_reply_length=9, cut=cut)
-  assert bytes(found[0].tokens.tolist()) == b"012345678"
+  found, _ = answers_to(rollouts_of(["s 0123456789"]), pool, max_reply_length=9, cut=cut)
+  assert bytes(found[0].tolist()).decode() == expected
+  found, _ = answers_to(rollouts_of(["s 012345678"]), pool, max_reply_length=9, cut=cut)
+  assert bytes(found[0].tolist()) == b"012345678"
 
 
 def test_replies_of_a_megabyte_and_of_invalid_utf_8(pool):
   texts = ["long 600000", "broken"]  # characters of two bytes
-  found, _ = answers_to(group := group_of(texts), pool)
-  assert found[0].is_last and End(group.ends[0]) is End.LENGTH_LIMIT
-  assert bytes(found[1].tokens.tolist()).decode() == "a\ufffd\ufffdb"
-  found, _ = answers_to(group_of(texts), pool, max_reply_length=9, cut="middle")
-  assert bytes(found[0].tokens.tolist()).decode() == "é [cut] "
-  assert not found[0].is_last and not found[1].is_last
+  found, _ = answers_to(rollouts_of(texts), pool)
+  assert found[0] == Grade(Outcome.LENGTH_LIMIT)
+  assert bytes(found[1].tolist()).decode() == "a\ufffd\ufffdb"
+  found, _ = answers_to(rollouts_of(texts), pool, max_reply_length=9, cut="middle")
+  assert bytes(found[0].tolist()).decode() == "é [cut] "
+  assert not isinstance(found[1], Grade)
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -212,33 +205,47 @@ def test_cutting_keeps_as_much_as_fits(cut):
 
 
 def test_a_stop_string_ends_a_turn_within_new_tokens(pool):
-  usage = DialogueUsage()
-  dialogues = EnvironmentDialogues(environments(pool, stop_strings=("</a>",)), usage)
-  group = group_of(["x"])
-  say(group, 0, "</a>", turn=1, end=None)  # of the environment: ends nothing
-  say(group, 0, "ab</", turn=2, end=None)
-  assert dialogues.find_stop(group, 0, 6) is None
-  start = int(group.lengths[0])
-  say(group, 0, "a>xyz", turn=2, end=None)
-  assert dialogues.find_stop(group, 0, start) == start + 2 and usage.dropped_tokens == 3
+  answers = Answers(TOKENIZER, judged, dialogues_of(pool, stop_strings=("</a>",)))
+  (rollout,) = rollouts_of(["x"])
+  say(rollout, "</a>", turn=1, end=None)  # of the environment: ends nothing
+  say(rollout, "ab</", turn=2, end=None)
+  assert answers.find_stop(rollout, 6) is None
+  start = rollout.length
+  say(rollout, "a>xyz", turn=2, end=None)
+  assert answers.find_stop(rollout, start) == start + 2 and answers.counts.dropped_tokens == 3
+
+
+def test_a_grader_judges_the_last_turn_or_all(pool):
+  (rollout,) = rollouts_of(["a"])
+  say(rollout, "no", turn=1, end=None)
+  say(rollout, "judge", turn=2)
+  found, _ = answers_to([rollout], pool)
+  assert found[0].answer == "judged judge"
+  found, _ = answers_to([rollout], pool, grade_all_turns=True)
+  assert found[0].answer == "judged anojudge"
 
 
 def test_a_thought_that_was_opened_before_a_turn_belongs_to_it(pool):
-  group = group_of(["a", "b"], question="2+2? <think>\n")
-  say(group, 1, "no", turn=1, end=None)
-  say(group, 1, "c", turn=2)
-  given = environments(pool)
-  assert given.last_turn(group, 0).startswith("<think>") and given.last_turn(group, 0)[-1] == "a"
-  assert given.last_turn(group, 1) == "c"  # the reply opens none
+  first, second = rollouts_of(["a", "b"], question="2+2? <think>\n")
+  say(second, "no", turn=1, end=None)
+  say(second, "c", turn=2)
+  given = dialogues_of(pool)
+  text = given.judged_text(first, "<think>")
+  assert text.startswith("<think>") and text[-1] == "a"
+  assert given.judged_text(second, "<think>") == "c"  # the reply opens none
+  whole = dialogues_of(pool, grade_all_turns=True).judged_text(second, "<think>")
+  assert whole.startswith("<think>b")
 
 
-def problems_of(*questions):
-  return [Problem(question=q, answer="", solution="", reference={}) for q in questions]
+def begin(pool, questions, seeds, processes=ALONE):
+  answers = Answers(TOKENIZER, judged, dialogues_of(pool), processes)
+  return answers.begin(problems_of(*questions), seeds)
 
 
 def test_first_messages_are_shared_by_a_problems_rollouts(pool):
-  messages, failures = environments(pool).begin(problems_of("a", "own words"), [1, 2])
-  assert messages == [None, [{"role": "user", "content": "seed 2"}]] and not failures
+  beginnings = begin(pool, ["a", "own words"], [1, 2])
+  own = [{"role": "user", "content": "seed 2"}]
+  assert beginnings == [Beginning(None, None), Beginning(own, None)]
 
 
 def test_a_rollout_s_environment_has_the_line_and_its_grader_what_it_needs():
@@ -256,37 +263,36 @@ def test_a_rollout_s_environment_has_the_line_and_its_grader_what_it_needs():
   problem = dataclasses.replace(problem, reference=wrapped["reference"]).wrap(wrapped)
   name = "environments.faulty_environments:shows"
   with EnvironmentPool(name, deadline_s=20.0, grade=grade) as pool:
-    group = group_of(["a"])
-    group.owner.problems[0] = problem
-    found, _ = answers_to(group, pool)
+    found, _ = answers_to(rollouts_of(["a"]), pool, problem=problem)
   assert asked == [(["a"], [wrapped])]
-  assert TOKENIZER.decode(found[0].tokens.tolist()) == '{"a": 7} correct'
+  assert TOKENIZER.decode(found[0].tolist()) == '{"a": 7} correct'
 
 
 def test_a_failed_reset_fails_its_own_problem(pool):
-  messages, failures = environments(pool).begin(problems_of("a", "broken", "b"), [1, 2, 3])
-  assert messages == [None] * 3 and failures.keys() == {1} and "KeyError: 2" in failures[1]
-  group = group_of(["say a", "score 1"])
-  group.owner.failed_resets = {0: failures[1]}
-  say(group, 0, "x" * 9, turn=0, end=None)
-  group.stopped[0] = False  # nor does it count that the turn was cut
-  found, _ = answers_to(group, None)  # nobody is asked
-  assert all(found[g].is_last for g in range(2)) and group.details == [failures[1]] * 2
-  assert {End(end) for end in group.ends} == {End.ENVIRONMENT_FAILED}
+  beginnings = begin(pool, ["a", "broken", "b"], [1, 2, 3])
+  assert [x.messages for x in beginnings] == [None] * 3
+  assert [bool(x.failure) for x in beginnings] == [False, True, False]
+  assert "KeyError: 2" in beginnings[1].failure
+  rollouts = rollouts_of(["say a", "score 1"])
+  say(rollouts[0], "x" * 9, turn=0, end=None)
+  rollouts[0].stopped = False  # nor does it count that the turn was cut
+  found, _ = answers_to(rollouts, None, beginning=beginnings[1])  # nobody is asked
+  failed = Grade(Outcome.ENVIRONMENT_FAILED, detail=beginnings[1].failure)
+  assert found == {0: failed, 1: failed}
   with pytest.raises(EnvironmentStoppedError, match=r"all 2 problems of a batch; .*KeyError: 5"):
-    environments(pool).begin(problems_of("broken", "broken"), [5, 6])
+    begin(pool, ["broken", "broken"], [5, 6])
 
 
 def test_first_messages_are_waited_for_in_pieces(pool):
+  """So that a request to end is noticed."""
   shared = []
 
-  def share(value):  # where a request to end is noticed
-    shared.append(value)
-    return value
+  def gather(action):
+    shared.append(action())
+    return [shared[-1]]
 
-  slow = dataclasses.replace(environments(pool), share=share)
-  assert slow.begin(problems_of("slow"), [0]) == ([None], {})
-  assert shared == [None, [(None, None)]]
+  assert begin(pool, ["slow"], [0], Processes(gather=gather)) == [Beginning(None, None)]
+  assert shared == [None, [Beginning(None, None)]]
 
 
 def test_why_an_environment_failed_is_told(pool):
@@ -297,27 +303,19 @@ def test_why_an_environment_failed_is_told(pool):
     "fail x": "KeyError: 'x'",
     "say ": "no tokens",
   }
-  group = group_of(texts)
-  answers_to(group, pool)
-  for detail, part in zip(group.details, texts.values(), strict=True):
-    assert part in detail and bool(part) == bool(detail)
+  rollouts = rollouts_of(texts)
+  found, _ = answers_to(rollouts, pool)
+  for place, part in enumerate(texts.values()):
+    assert part in found[place].detail and bool(part) == bool(found[place].detail)
 
 
 def test_first_messages_are_what_is_measured(pool):
   """Not the question, which nothing is sampled from; before the run samples."""
-  own = Problem(question="own words", answer="", solution="", reference={})
-  plain = Problem(question="a long question", answer="", solution="", reference={})
-  collector = lambda limit: Collector(
-    TOKENIZER, limit, submit=None, results=None, outcome_policy={}, environments=environments(pool)
-  )
-  length = len(TOKENIZER.encode_messages([{"role": "user", "content": "seed 2"}]))
-  flight = collector(length).begin([own], [2])
-  assert flight.prompts.lengths.tolist() == [length]
-  told = rf"^a prompt has {length} tokens .*shorten the first messages .* begins 'seed 2'"
-  with pytest.raises(PromptError, match=told):
-    collector(length - 1).begin([own], [2])
-  with pytest.raises(PromptError, match=r"too_long = 'drop' .* begins 'a long question'"):
-    collector(8).begin([plain], [2])
-  check_first_messages(collector(30), [plain], [own])
+  own, plain = problems_of("own words", "a long question")
+  answers = Answers(TOKENIZER, judged, dialogues_of(pool))
+  check = lambda limit, *sources: check_first_messages(answers, TOKENIZER, limit, *sources)
+  check(30, [plain], [own])
   with pytest.raises(PromptError, match=r"shorten the first messages .* begins 'seed \d+'"):
-    check_first_messages(collector(5), [], [own])
+    check(5, [], [own])
+  with pytest.raises(PromptError, match=r"too_long = 'drop' .* begins 'a long question'"):
+    check(8, [plain])

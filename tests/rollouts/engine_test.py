@@ -1,7 +1,5 @@
 """The sampler against the trainer's own log-probabilities, and as a sampler."""
 
-import collections
-import copy
 import functools
 import re
 import subprocess
@@ -11,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles.sampling import sample
+from oracles.sampling import Request, drive, make_requests, sample, serve
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
-from rlvr_jax.rollouts.engine import NOT_SAMPLED, Engine, Usage
+from rlvr_jax.rollouts.engine import NOT_SAMPLED, Engine
 from rlvr_jax.rollouts.programs import EnginePrograms
-from rlvr_jax.rollouts.serve import Request, make_requests, serve
 from rlvr_jax.types import Prompts, Sampling
 
 V, P, G, S, T = 24, 3, 4, 6, 9
@@ -202,17 +199,12 @@ def _requests(count=7):
   rng = np.random.default_rng(1)
   lengths = 1 + np.arange(count, dtype=np.int32) % S
   prompts = Prompts(tokens=rng.integers(0, V, (count, S)).astype(np.int32), lengths=lengths)
-  return make_requests(prompts, jax.random.key(4), 2, owner=None)
+  return make_requests(prompts, jax.random.key(4), 2)
 
 
-def _serve(engine, asked, usage=None):
-  """The groups by index, as they were when they came, each once."""
-  found = {}
-  for groups in serve(engine, engine.load(_params(), {}), asked, usage):
-    for group in groups:
-      assert group.prompt_index not in found
-      found[group.prompt_index] = copy.deepcopy(group)
-  return found
+def _serve(programs, asked):
+  """The groups by index."""
+  return serve(programs, _params(), asked)
 
 
 def _assert_equal(groups, expected):
@@ -242,7 +234,7 @@ def test_neighbors_change_no_bit(cache_format):
   engine = _few_slots(cache_format=cache_format)
   expected = _serve(engine, _requests())
   for request in _requests()[::3]:
-    _assert_equal(_serve(engine, [request]), {request.prompt_index: expected[request.prompt_index]})
+    _assert_equal(_serve(engine, [request]), {request.index: expected[request.index]})
 
 
 def test_the_number_of_slots_changes_rounding_only():
@@ -257,7 +249,7 @@ def test_the_number_of_slots_changes_rounding_only():
 def test_refilled_slots_have_the_trainers_logprobs():
   groups = _serve(_few_slots(), _requests())
   for request in _requests():
-    group, n = groups[request.prompt_index], len(request.prompt)
+    group, n = groups[request.index], len(request.prompt)
     padded = np.pad(request.prompt, (S - n, 0))[None]
     hidden = _response_hidden(
       _params(), Prompts(tokens=padded, lengths=np.asarray([n])), group.tokens[None]
@@ -271,7 +263,7 @@ def test_frequencies_with_refilled_slots_pass_a_chi_square_test():
   """Two prompts of unequal length, 2,048 rollouts each through 512 slots."""
   engine = _engine(stop_tokens=(3, 11), slots=512)
   prompts = jax.tree.map(lambda x: x[:2], _prompts())
-  groups = _serve(engine, make_requests(prompts, jax.random.key(8), 2048, owner=None))
+  groups = _serve(engine, make_requests(prompts, jax.random.key(8), 2048))
   hidden = _response_hidden(_params(), prompts, np.zeros((2, 1, T), np.int32))[:, 0, 0]
   p = np.exp(distribution(head_logits(hidden, MODEL.head(_params())), Sampling()))
   for index, group in groups.items():
@@ -281,9 +273,10 @@ def test_frequencies_with_refilled_slots_pass_a_chi_square_test():
 
 
 def test_what_the_slots_do_is_counted():
-  usage = Usage()
-  groups = _serve(_few_slots(), _requests(), usage)
-  assert usage.slot_tokens == sum(group.lengths.sum() for group in groups.values())
+  engine = _loaded_engine(_few_slots())
+  ended = drive(engine, _requests())
+  usage = engine.usage
+  assert usage.slot_tokens == sum(rollout.length for rollout in ended.values())
   assert 0 < usage.drain_tokens < usage.slot_tokens
   assert usage.slot_tokens < usage.slot_steps < 3 * usage.slot_tokens
   assert usage.slot_steps % 3 == 0 and 0 < usage.drain_slot_steps < usage.slot_steps
@@ -295,7 +288,7 @@ def test_prompts_of_like_length_are_prefilled_together():
   lengths = [5, 92, 35, 3, 80, 36, 1]
   prompts = [rng.integers(0, V, n).astype(np.int32) for n in lengths]
   keys = _requests()
-  asked = [Request(None, i, p, keys[i].keys) for i, p in enumerate(prompts)]
+  asked = [Request(i, p, keys[i].keys) for i, p in enumerate(prompts)]
   engine = EnginePrograms(
     MODEL,
     Sampling(),
@@ -309,14 +302,14 @@ def test_prompts_of_like_length_are_prefilled_together():
   groups = _serve(engine, asked)
   for request in asked:
     padded = np.pad(request.prompt, (96 - len(request.prompt), 0))[None]
-    tokens = groups[request.prompt_index].tokens[None]
+    tokens = groups[request.index].tokens[None]
     hidden = _response_hidden(
       _params(), Prompts(tokens=padded, lengths=np.asarray([len(request.prompt)])), tokens
     )
     trainer, _ = token_logprobs(hidden, MODEL.head(_params()), tokens)
-    mask = np.arange(LONG) < groups[request.prompt_index].lengths[:, None]
+    mask = np.arange(LONG) < groups[request.index].lengths[:, None]
     np.testing.assert_allclose(
-      np.where(mask, trainer[0], 0), groups[request.prompt_index].behavior_logprobs, atol=2e-5
+      np.where(mask, trainer[0], 0), groups[request.index].behavior_logprobs, atol=2e-5
     )
   _assert_equal(_serve(engine, asked[::-1]), groups)
 
@@ -339,8 +332,7 @@ def _prompts_of(lengths):
   rng = np.random.default_rng(3)
   keys = _requests()
   return [
-    Request(None, i, rng.integers(0, V, n).astype(np.int32), keys[i].keys)
-    for i, n in enumerate(lengths)
+    Request(i, rng.integers(0, V, n).astype(np.int32), keys[i].keys) for i, n in enumerate(lengths)
   ]
 
 
@@ -376,29 +368,19 @@ def _loaded(programs, version=0):
   return programs.load({**params, "embedding": params["embedding"] * 2.5}, {})
 
 
-def _rollouts(engine, plans=None):
-  """The rollouts of `_requests`, by prompt."""
-  return [
-    [
-      engine.rollout((p, g), request.prompt, key, plans and plans[p, g])
-      for g, key in enumerate(request.keys)
-    ]
-    for p, request in enumerate(_requests())
-  ]
+def _loaded_engine(programs, *versions, rebuild=False):
+  """An engine with the weights of versions; of version 0 if none is named."""
+  engine = Engine(programs)
+  for version in versions or (0,):
+    engine.swap(version, _loaded(programs, version), rebuild=rebuild)
+  return engine
 
 
-def _drive(engine, prompts, between=lambda: None):
-  """Decodes rollouts; returns them by place. `between` is called after every burst."""
-  asked, ended = collections.deque(prompts), {}
-  while True:
-    while engine.free and asked:
-      engine.begin(asked.popleft())
-    if not engine.busy:
-      return ended
-    for rollout in engine.burst():
-      assert rollout.place not in ended
-      ended[rollout.place] = rollout
-    between()
+def _rollouts(engine, request, plan=None):
+  """The rollouts of a request, which have not begun."""
+  places = [(request.index, g) for g in range(len(request.keys))]
+  pairs = zip(places, request.keys, strict=True)
+  return [engine.rollout(place, request.prompt, key, plan) for place, key in pairs]
 
 
 def _assert_same_arrays(rollouts, expected, names=("tokens", "behavior_logprobs", "versions")):
@@ -408,43 +390,31 @@ def _assert_same_arrays(rollouts, expected, names=("tokens", "behavior_logprobs"
       np.testing.assert_array_equal(rollout.arrays[name], expected[place].arrays[name], name)
 
 
-def test_pushed_rollouts_have_the_bits_of_a_stream():
+def test_sampled_tokens_bear_the_version_of_their_weights():
   programs = _few_slots()
-  engine = Engine(programs)
-  engine.swap(7, _loaded(programs))
-  ended = _drive(engine, _rollouts(engine))
-  usage = Usage()
-  groups = _serve(programs, _requests(), usage)
-  assert len(ended) == 2 * len(groups)
-  for (p, g), rollout in ended.items():
-    assert rollout.length == groups[p].lengths[g] and rollout.stopped == groups[p].stopped[g]
-    for name in ("tokens", "behavior_logprobs"):
-      np.testing.assert_array_equal(rollout.arrays[name], getattr(groups[p], name)[g])
+  ended = drive(_loaded_engine(programs, 7), _requests())
+  assert ended.keys() == {(p, g) for p in range(len(_requests())) for g in range(2)}
+  for rollout in ended.values():
     versions = rollout.arrays["versions"]
-    assert (versions[: rollout.length] == 7).all()
+    assert (versions[: rollout.length] == 7).all() and rollout.length
     assert (versions[rollout.length :] == NOT_SAMPLED).all()
-  for name, count in vars(usage).items():
-    assert getattr(engine.usage, name) == count > 0
 
 
 def test_as_many_prompts_begin_as_fill_the_slots_and_a_batch_of_prompts():
   """Three slots, two rollouts a prompt, three prompts prefilled together."""
-  programs = _few_slots()
-  engine = Engine(programs)
-  engine.swap(0, _loaded(programs))
-  prompts = _rollouts(engine)
+  engine = _loaded_engine(_few_slots())
   begun = 0
   while engine.free:
-    engine.begin(prompts[begun])
+    engine.begin(_rollouts(engine, _requests()[begun]))
     begun += 1
   assert begun == P and engine.num_rollouts == 2 * P and engine.idle_slots == 3
   engine.burst()
   assert not engine.free  # three prefilled rollouts are left for three slots at most
   # Five slots want a third rollout of a second batch.
   engine = Engine(_engine(stop_tokens=(3,), slots=7, length=LONG))
-  for prompt in _rollouts(engine)[:P]:
+  for request in _requests()[:P]:
     assert engine.free
-    engine.begin(prompt)
+    engine.begin(_rollouts(engine, request))
   assert engine.free
 
 
@@ -452,8 +422,7 @@ def test_as_many_prompts_begin_as_fill_the_slots_and_a_batch_of_prompts():
 def test_rollouts_go_on_under_newer_weights_and_a_plan_repeats_them(rebuild):
   """Also those that were prefilled, and had no slot, when the weights came."""
   programs = _few_slots()
-  engine, versions = Engine(programs), iter(range(1, 4))
-  engine.swap(0, _loaded(programs), rebuild=rebuild)
+  engine, versions = _loaded_engine(programs, rebuild=rebuild), iter(range(1, 4))
 
   def swap():
     version = next(versions, None)
@@ -461,42 +430,32 @@ def test_rollouts_go_on_under_newer_weights_and_a_plan_repeats_them(rebuild):
       engine.release(before=version)
       engine.swap(version, _loaded(programs, version), rebuild=rebuild)
 
-  ended = _drive(engine, _rollouts(engine), swap)
+  ended = drive(engine, _requests(), between=swap)
   sampled = {place: np.unique(r.arrays["versions"][: r.length]) for place, r in ended.items()}
   assert {0, 1, 2, 3} == {*np.concatenate([*sampled.values()])}
   assert max(len(several) for several in sampled.values()) > 1
-  again = Engine(programs)
-  for version in range(4):
-    again.swap(version, _loaded(programs, version), rebuild=rebuild)
-  plans = {place: r.arrays["versions"][: r.length] for place, r in ended.items()}
-  _assert_same_arrays(_drive(again, _rollouts(again, plans)[::-1]), ended)
+  again = _loaded_engine(programs, *range(4), rebuild=rebuild)
+  plan = lambda place: ended[place].arrays["versions"][: ended[place].length]
+  _assert_same_arrays(drive(again, _requests()[::-1], plan=plan), ended)
 
 
 def test_rollouts_that_wait_for_a_slot_begin_with_the_newest_weights():
   """As if the older ones, with which they were prefilled, had not been there."""
   programs = _few_slots()
-  engine = Engine(programs)
-  engine.swap(0, _loaded(programs))
-  ended = _drive(
-    engine, _rollouts(engine), lambda: engine.swap(1, _loaded(programs, 1), rebuild=False)
-  )
-  other = Engine(programs)
-  other.swap(1, _loaded(programs, 1))
-  expected = _drive(other, _rollouts(other))
+  engine = _loaded_engine(programs)
+  swap = lambda: engine.swap(1, _loaded(programs, 1), rebuild=False)
+  ended = drive(engine, _requests(), between=swap)
+  expected = drive(_loaded_engine(programs, 1), _requests())
   newer = {place: r for place, r in ended.items() if r.arrays["versions"][0] == 1}
   assert len(newer) == len(ended) - 3  # all but those of the first burst
   _assert_same_arrays(newer, {place: expected[place] for place in newer})
 
 
 def test_a_shorter_plan_repeats_its_last_version():
-  programs = _few_slots()
-  engine = Engine(programs)
-  for version in (0, 1):
-    engine.swap(version, _loaded(programs, version))
-  places = [(p, g) for p in range(len(_requests())) for g in range(2)]
-  drive = lambda plan: _drive(engine, _rollouts(engine, {place: plan for place in places}))
-  complete = drive(np.repeat([0, 1], (16, LONG - 16)))
-  _assert_same_arrays(drive(np.asarray([0, 1])), complete)
+  engine = _loaded_engine(_few_slots(), 0, 1)
+  with_plan = lambda plan: drive(engine, _requests(), plan=lambda place: plan)
+  complete = with_plan(np.repeat([0, 1], (16, LONG - 16)))
+  _assert_same_arrays(with_plan(np.asarray([0, 1])), complete)
   assert {*np.concatenate([r.arrays["versions"][16:] for r in complete.values()])} == {-1, 1}
 
 
@@ -506,14 +465,12 @@ def test_what_an_engine_cannot_decode_is_said():
   with pytest.raises(ValueError, match="begin or resume"):
     engine.burst()
   engine.swap(3, _loaded(programs))
-  plans = {(p, g): np.asarray([4]) for p in range(len(_requests())) for g in range(2)}
-  engine.begin(_rollouts(engine, plans)[2])
+  engine.begin(_rollouts(engine, _requests()[2], np.asarray([4])))
   with pytest.raises(ValueError, match=r"version 4 .* token 0 of rollout \(2, 0\).* \[3\]"):
     engine.burst()
-  engine = Engine(programs)
-  engine.swap(3, _loaded(programs))
+  engine = _loaded_engine(programs, 3)
   engine.release(before=4)
-  engine.begin(_rollouts(engine)[0])
+  engine.begin(_rollouts(engine, _requests()[0]))
   with pytest.raises(ValueError, match=r"version 3 .* \[\]"):
     engine.burst()
 
@@ -522,15 +479,15 @@ def test_idle_slots_take_no_memory():
   programs = _few_slots()
   params, count = _loaded(programs), lambda: len(jax.live_arrays())
 
-  def drive(between=lambda: None):
+  def decode(between=lambda: None):
     engine = Engine(programs)
     engine.swap(0, params)
-    assert len(_drive(engine, _rollouts(engine), between)) == 2 * len(_requests())
+    assert len(drive(engine, _requests(), between=between)) == 2 * len(_requests())
     return engine
 
-  drive()  # compiles, which makes constants
+  decode()  # compiles, which makes constants
   before, during = count(), []
-  engine = drive(lambda: during.append(count()))
+  engine = decode(lambda: during.append(count()))
   assert not engine.busy and count() == before < during[0]
 
 
@@ -540,23 +497,29 @@ import jax, numpy as np
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.programs import EnginePrograms
-from rlvr_jax.rollouts.serve import Request, serve
+from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.types import Sampling
 
 network = TransformerConfig(
   vocab_size=24, width=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=64, mlp_width=16
 )
-engine = EnginePrograms(
+programs = EnginePrograms(
   transformer(network), Sampling(), slots=8, prefill_rows=8, max_prompt_length=513,
   max_new_tokens=16, stop_tokens=(), pad_token=0,
 )
-params = engine.load(engine.settings.model.init(jax.random.key(0)), {})
+params = programs.load(programs.settings.model.init(jax.random.key(0)), {})
 keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), (256, 1))))
 prompt = np.ones(513, np.int32)
 
 def peak_kib(count):
-  asked = (Request(None, i, prompt, keys[i]) for i in range(count))
-  assert len([group for served in serve(engine, params, asked) for group in served]) == count
+  engine, begun, ended = Engine(programs), 0, 0
+  engine.swap(0, params)
+  while engine.busy or begun < count:
+    while engine.free and begun < count:
+      engine.begin([engine.rollout(begun, prompt, keys[begun, 0])])
+      begun += 1
+    ended += len(engine.burst())
+  assert ended == count
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 peak_kib(16)

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles.sampling import drive, groups_of, make_requests, stack
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
+from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.programs import EnginePrograms
-from rlvr_jax.rollouts.serve import make_requests, serve, stack_groups
 from rlvr_jax.types import Prompts, Sampling
 
 V, P, G, S, T, SLOTS = 24, 4, 3, 6, 72, 5
@@ -63,82 +64,62 @@ def prompts():
   return Prompts(tokens=rng.integers(0, V, (P, S)).astype(np.int32), lengths=lengths)
 
 
-class ByHand:
-  """A newer version every two bursts, up to the last."""
-
-  def __init__(self, rebuilds, last=3, every=2):
-    self.rebuilds, self._last, self._every, self._asked = rebuilds, last, every, -1
-
-  def ask(self):
-    self._asked += 1
-
-  def version(self, group, rollout, length):
-    return min(self._asked // self._every, self._last)
-
-  def params(self, version):
-    return weights(version)
-
-
-class Recorded(ByHand):
-  """The versions that rollouts had before."""
-
-  def __init__(self, rebuilds, groups):
-    self.rebuilds, self._groups = rebuilds, groups
-
-  def ask(self):
-    pass
-
-  def version(self, group, rollout, length):
-    return int(self._groups[group.prompt_index].token_versions[rollout, length])
-
-
-def serve_with(new_weights, reverse=False):
-  asked = make_requests(prompts(), jax.random.key(4), G, owner=None)
-  served = serve(engine(), None, asked[::-1] if reverse else asked, new_weights=new_weights)
-  groups = {group.prompt_index: group for groups in served for group in groups}
-  return [groups[index] for index in range(P)]
+def requests():
+  return make_requests(prompts(), jax.random.key(4), G)
 
 
 @functools.cache
-def sampled(rebuilds):
-  return serve_with(ByHand(rebuilds))
+def sampled(rebuild, last=3, every=2):
+  """The groups of rollouts that get a newer version every two bursts, up to the last."""
+  found, bursts = Engine(engine()), 0
+  found.swap(0, weights(0), rebuild=rebuild)
+
+  def swap():
+    nonlocal bursts
+    bursts += 1
+    version = min(bursts // every, last)
+    found.release(before=version)
+    found.swap(version, weights(version), rebuild=rebuild)
+
+  return groups_of(drive(found, requests(), between=swap))
 
 
 def assert_same(groups, expected):
-  for group, other in zip(groups, expected, strict=True):
+  assert groups.keys() == expected.keys()
+  for index, group in groups.items():
     for name, value in group._asdict().items():
-      np.testing.assert_array_equal(value, getattr(other, name), err_msg=name)
+      np.testing.assert_array_equal(value, getattr(expected[index], name), err_msg=name)
 
 
 def test_tokens_bear_the_version_of_their_burst():
   for rebuilds in (False, True):
     groups = sampled(rebuilds)
     changed = 0
-    for group in groups:
-      for row, length in zip(group.token_versions, group.lengths, strict=True):
+    for group in groups.values():
+      for row, length in zip(group.versions, group.lengths, strict=True):
         assert (row[length:] == -1).all() and (row[:length] >= 0).all()
         assert (np.diff(row[:length]) >= 0).all()
         changes = np.flatnonzero(np.diff(row[:length])) + 1
         assert (changes % STEPS == 0).all()
         changed += len(changes)
     assert changed >= 5
-    assert {*np.concatenate([g.token_versions.ravel() for g in groups])} == {-1, 0, 1, 2, 3}
+    assert {*np.concatenate([g.versions.ravel() for g in groups.values()])} == {-1, 0, 1, 2, 3}
 
 
 def test_with_a_rebuilt_cache_each_token_is_of_its_version():
   """As the forward pass of the version that it bears computes it, over all that stands before."""
-  rollouts = stack_groups(sampled(True))
+  rollouts = stack(sampled(True))
   forward = jax.jit(MODEL.response_hidden)
   compared = 0
   for version in range(4):
     hidden = forward(trained(version), prompts(), rollouts.tokens)
     found, _ = token_logprobs(hidden, MODEL.head(trained(version)), rollouts.tokens, SAMPLING)
-    own = rollouts.token_versions == version
+    own = rollouts.versions == version
     np.testing.assert_allclose(
       rollouts.behavior_logprobs[own], np.asarray(found)[own], rtol=0, atol=1e-5
     )
     compared += own.sum()
-    others = rollouts.token_versions == (version + 1) % 4
+    others = rollouts.versions == (version + 1) % 4
     assert np.abs(rollouts.behavior_logprobs - found)[others].mean() > 0.05
   assert compared == rollouts.lengths.sum()
 
@@ -175,10 +156,12 @@ def test_with_the_old_cache_each_token_is_of_its_version_after_a_mixed_past():
   step, groups = step_under(), sampled(False)
   empty = jnp.zeros((S + T, CONFIG.num_kv_heads, CONFIG.head_dim))
   mixed = 0
-  for group, tokens, length in zip(groups, prompts().tokens, prompts().lengths, strict=True):
+  for group, tokens, length in zip(
+    groups.values(), prompts().tokens, prompts().lengths, strict=True
+  ):
     for g in range(G):
       cache = [(empty, empty)] * CONFIG.num_layers
-      versions, response = group.token_versions[g], group.tokens[g, : group.lengths[g]]
+      versions, response = group.versions[g], group.tokens[g, : group.lengths[g]]
       context = [*tokens[S - length :], *response[:-1]]
       for position, token in enumerate(context):
         place = max(position - (length - 1), 0)  # of the token that is predicted
@@ -193,14 +176,15 @@ def test_with_the_old_cache_each_token_is_of_its_version_after_a_mixed_past():
 @pytest.mark.parametrize("rebuilds", [False, True])
 def test_recorded_versions_give_the_same_bits(rebuilds):
   """In another order, where slots at a time have several versions, which take turns."""
-  groups = sampled(rebuilds)
-  assert_same(serve_with(Recorded(rebuilds, groups), reverse=True), groups)
+  groups, again = sampled(rebuilds), Engine(engine())
+  for version in range(4):
+    again.swap(version, weights(version), rebuild=rebuilds)
+  plan = lambda place: groups[place[0]].versions[place[1]]
+  assert_same(groups_of(drive(again, requests()[::-1], plan=plan)), groups)
 
 
-def test_one_version_is_as_without_versions():
-  asked = make_requests(prompts(), jax.random.key(4), G, owner=None)
-  groups = {g.prompt_index: g for served in serve(engine(), weights(0), asked) for g in served}
-  for rebuilds in (False, True):
-    for group in serve_with(ByHand(rebuilds, last=0)):
-      assert (group.token_versions <= 0).all()
-      assert_same([group._replace(token_versions=None)], [groups[group.prompt_index]])
+@pytest.mark.parametrize("rebuilds", [False, True])
+def test_a_version_that_comes_again_is_as_one(rebuilds):
+  plain = Engine(engine())
+  plain.swap(0, weights(0))
+  assert_same(sampled(rebuilds, last=0), groups_of(drive(plain, requests())))

@@ -221,19 +221,24 @@ def test_versions_that_no_queue_gives_are_refused(versions, message):
   staleness.check_versions("here", [[v] for v in [0, 0, 0, 1, 4]], max_lag=2)
 
 
+def info_of(*versions):
+  """What a store has beside the groups of a batch, as far as a repetition reads it."""
+  return {"versions": dict.fromkeys(map(str, versions), "f"), "drawn": []}
+
+
 def test_a_batch_of_several_versions_is_sampled_when_the_newest_is_there(tmp_path):
   several = [[0], [0], [0, 1, 2], [1, 3], [2, 3], [5]]
   drawn = staleness.Drawn(0, {}, 0, burst_steps=16, slots=4, new_weights="switch")
   with RolloutStore(tmp_path / "rollouts", writable=True) as store:
-    for number, (oldest, *others) in enumerate(several):
-      info = {"version": oldest, "others": dict.fromkeys(map(str, others), "f")}
-      store.write(number, [], info | {"drawn": drawn._replace(draw=number)._asdict()})
-    without = {"version": 5, "others": {"6": "f"}}
-    store.write(6, [], without)
+    for number, versions in enumerate(several):
+      how = [drawn._replace(draw=number)._asdict()]
+      store.write(number, [], info_of(*versions) | {"drawn": how})
+    store.write(6, [], info_of(5, 6))
   schedule = simulated(max_lag=2, updates=6, recorded=str(tmp_path))
   assert plan(schedule, 6) == [(0, 0), (1, 0), (2, 2), (3, 3), (4, 3), (5, 5)]
   assert [schedule.refreshes(t) for t in range(6)] == [True] * 4 + [False, True]
   assert [schedule.recorded.oldest_needed(t) for t in range(7)] == [0, 0, 0, 1, 5, 5, 6]
+  assert [schedule.oldest_trained(t) for t in range(7)] == [0, 0, 0, 1, 2, 5, 6]
   with pytest.raises(ValueError, match=r"batch 2 .* version 0, a lag of 2 updates, above"):
     simulated(max_lag=1, updates=6, recorded=str(tmp_path))
   with pytest.raises(ValueError, match="batch 6 has several versions and does not say how"):
@@ -252,8 +257,8 @@ def test_groups_that_dynamic_sampling_drops_have_versions_too(tmp_path):
   assert draws[0]["token_versions"] == [[[0, 2], [0, 1, 2, 2]], [[0, 3], [0, 1, -1, 1, 0, 1]]]
   with RolloutStore(tmp_path / "rollouts", writable=True) as store:
     for number in range(2):
-      store.write(number, [], {"version": 0})
-    store.write(2, [], {"version": 0, "drawn": draws})
+      store.write(number, [], info_of(0))
+    store.write(2, [], info_of(0) | {"drawn": draws})
   recorded = simulated(max_lag=2, updates=3, recorded=str(tmp_path)).recorded
   assert recorded.versions == [[0], [0], [0, 1, 2]]
   np.testing.assert_array_equal(recorded.token_versions(0)[..., :3], first)
@@ -267,10 +272,10 @@ def test_a_recorded_run_is_replayed_exactly(tmp_path):
   recorded = [0, 0, 0, 1, 3, 3]
   with RolloutStore(tmp_path / "rollouts", writable=True) as store:
     for number, version in enumerate([0, 0, 0, 1, 2, 3]):
-      store.write(number, [], {"version": version})
+      store.write(number, [], info_of(version))
     store.remove(1)
     store.set_aside(4)
-    store.write(4, [], {"version": 3})
+    store.write(4, [], info_of(3))
   for seed, updates in [(0, 6), (1, 6), (0, 4)]:
     schedule = simulated(seed, max_lag=2, updates=updates, recorded=str(tmp_path))
     assert plan(schedule, updates) == list(enumerate(recorded))[:updates]

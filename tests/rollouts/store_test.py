@@ -353,7 +353,8 @@ def test_a_disk_that_fills_while_writing(tmp_path):
   code = """
 import resource, sys
 sys.path.insert(0, sys.argv[2])
-from store_test import DiskFullError, RolloutStore, make_batch, make_group
+from rlvr_jax.storage.files import DiskFullError
+from store_test import RolloutStore, make_batch, make_group
 store = RolloutStore(sys.argv[1], writable=True)
 store.write(0, *make_batch(0))
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
@@ -398,7 +399,7 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path, writable):
 
 
 @pytest.mark.parametrize("writable", [False, True])
-@pytest.mark.parametrize("name", ["index.jsonl", "00000003.safetensors"])
+@pytest.mark.parametrize("name", ["index.jsonl", "00000003.array_record"])
 def test_a_store_of_the_former_format_is_refused_by_name(tmp_path, writable, name):
   (tmp_path / name).write_text("{}")
   with pytest.raises(StoreError, match=rf"former format .*{name}.*version of rlvr_jax that wrote"):

@@ -21,7 +21,6 @@ from rlvr_jax.storage.files import (
   replace_file,
 )
 from rlvr_jax.storage.places import Workdir, open_files
-from rlvr_jax.storage.shared import DiskFiles
 
 
 @pytest.fixture
@@ -142,27 +141,23 @@ def test_a_foreign_name_gives_a_path_within_its_folder_or_none(tmp_path):
 
 
 @pytest.mark.parametrize("foreign", ["../out", "/{}/out", "a/../../out"])
-@pytest.mark.parametrize("kind", ["disk", "bucket", "shared"])
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
 def test_files_are_not_named_outside_their_folder(kind, foreign, tmp_path, request):
   (inside := tmp_path / "inside").mkdir()
   (outside := tmp_path / "out").write_bytes(b"theirs")
   name = foreign.format(tmp_path)
-  if kind == "shared":
-    files = DiskFiles(inside)
-    calls = [files.read_generation, lambda name: files.put(name, b"mine"), files.delete]
-  else:
-    at = inside if kind == "disk" else places.parse_path("", request.getfixturevalue("url"))
-    files = open_files(at)
-    if kind == "bucket":
-      Bucket(at).put(name, b"mine")
-    write = lambda path: path.write_bytes(b"mine")
-    calls = [
-      lambda name: contextlib.ExitStack().enter_context(files.open_to_read(name)),
-      lambda name: write(contextlib.ExitStack().enter_context(files.open_to_write(name))),
-    ]
-    if kind == "disk":
-      calls += [files.exists, files.delete, lambda name: files.move(name, "torn")]
-      calls += [lambda name: files.move("a", name)]
+  at = inside if kind == "disk" else places.parse_path("", request.getfixturevalue("url"))
+  files = open_files(at)
+  if kind == "bucket":
+    Bucket(at).put(name, b"mine")
+  write = lambda path: path.write_bytes(b"mine")
+  calls = [
+    lambda name: contextlib.ExitStack().enter_context(files.open_to_read(name)),
+    lambda name: write(contextlib.ExitStack().enter_context(files.open_to_write(name))),
+  ]
+  if kind == "disk":
+    calls += [files.exists, files.delete, lambda name: files.move(name, "torn")]
+    calls += [lambda name: files.move("a", name)]
   for call in calls:
     with pytest.raises(ForeignNameError):
       call(name)

@@ -151,7 +151,7 @@ def test_a_run_in_a_bucket_is_read_from_there(url, folder, emulator, parts, caps
   # Other runs use it.
   config = tiny.config(sources__recorded=dict(fraction=0.5, store=f"{url}/rollouts"))
   assert tiny.recorded_by(config, parts.tokenizer).numbers == [0, 1]
-  assert staleness.read_versions(url, 2) == [0, 0]
+  assert staleness.RecordedRun(url, 2).versions == [[0], [0]]
 
 
 @pytest.fixture(scope="module")

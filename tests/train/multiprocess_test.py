@@ -255,12 +255,16 @@ DEATH = """
 PROGRAM = """
   import json, sys, time
   import jax
+  import numpy as np
   from jax.experimental import multihost_utils
   from rlvr_jax.train.cluster import multihost, process
 
   me = int(sys.argv[2])
   multihost.initialize(sys.argv[1], 2, me)
+  from rlvr_jax.data import ByteTokenizer, Problem
   from rlvr_jax.rewards.grading import GraderPool
+  from rlvr_jax.rollouts.answers import Answers, Asked, Beginning, Processes
+  from rlvr_jax.rollouts.engine import Rollout
 
   # From here on the devices compute nothing.
   programs = []
@@ -298,10 +302,18 @@ PROGRAM = """
       report("together", f"{type(error).__name__}: {error}")
     with GraderPool("rewards.faulty_graders:faulty", num_workers=1, timeout_s=1.0) as pool:
       texts = ["ok 1", "hang", "ok 2", "raise it", "exit 3"]  # the second process meets the hanging
-      grader = multihost.SharedGrader(pool)
-      parts = [grader.submit(part, [{}] * len(part)) for part in (texts[:3], texts[3:])]
-      grades = grader.results(parts)
-      report("grades", [[g.outcome, g.score] for g in grades])
+      encode = ByteTokenizer().encode
+      gather = lambda action: multihost.exchange(action())
+      answers = Answers(ByteTokenizer(), pool.submit, processes=Processes(me, 2, gather))
+      for number, text in enumerate(texts):
+        tokens = np.array(encode(text), np.int32)
+        turn = Rollout(number, tokens, np.zeros(2), {"tokens": tokens}, length=len(tokens))
+        answers.ask(turn, Asked(Problem("", "", "", {}), Beginning(), 0, ""))
+      grades = {}
+      while answers.is_waiting:
+        came = answers.take(patience_s=0.0, until_one=True)
+        grades |= {turn.place: [grade.outcome, grade.score] for turn, _, grade in came}
+      report("grades", [grades[number] for number in sorted(grades)])
     report("collectives", [name for name in programs if "compile" in name])
     if me == 1:
       raise RuntimeError("out of the blue")

@@ -108,11 +108,10 @@ def test_sigterm_in_every_phase(undisturbed, workdirs):
   kept = groups(workdir)
   assert 0 < kept < 32
 
-  # Several processes wait for the grades of a batch as soon as the next one is sampled.
-  sampled = 32 if count == 1 else 16
-  in_grading = lambda _: groups(workdir) >= sampled
-  output = preempted_when(workdir, count, in_grading, **{SECONDS: "4"})
-  assert "shutdown requested during grading; saving" in output
+  # The others are sampled at once and wait for their grades.
+  in_grading = lambda _: groups(workdir) > kept
+  output = preempted_when(workdir, count, in_grading, **{SECONDS: "1"})
+  assert "shutdown requested during generation; saving" in output
   assert tiny.last_checkpoint(workdir)[0] == 4 and batches(workdir) == 4
 
   finished(workdir, count)

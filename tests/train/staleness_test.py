@@ -8,7 +8,6 @@ import json
 import pathlib
 import shutil
 import threading
-import time
 
 import jax
 import numpy as np
@@ -17,15 +16,15 @@ from train import tiny
 
 from rlvr_jax.commands import train as runs
 from rlvr_jax.rewards.grading import GraderPool
-from rlvr_jax.rollouts import queue, staleness
+from rlvr_jax.rollouts import batches, staleness
+from rlvr_jax.rollouts.answers import Answers
+from rlvr_jax.rollouts.batches import FingerprintError
+from rlvr_jax.rollouts.sampler import SamplerStoppedError
 from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore, StoreError, TornShardError
-from rlvr_jax.train import loop
+from rlvr_jax.train import begin, loop
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.cluster import multihost, process
-from rlvr_jax.train.generation import policies
 from rlvr_jax.train.generation.agreement import AgreementError
-from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
-from rlvr_jax.train.generation.generator import Generator
 from rlvr_jax.train.reporting.run_log import RunLog
 from rlvr_jax.train.reporting.writer import MetricWriter, stage_summary
 from rlvr_jax.train.session import logged_run
@@ -88,7 +87,7 @@ def updates(workdir, without=()):
 
 def versions(workdir):
   store = RolloutStore(workdir / "rollouts", writable=False)
-  return [store.info(number)["version"] for number in store.numbers()]
+  return [min(map(int, store.info(number)["versions"])) for number in store.numbers()]
 
 
 def assert_same_run(workdir, expected):
@@ -166,7 +165,7 @@ def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train):
   assert updates(first, without=counted) == updates(real, without=counted)
   assert_same_run(second, first)
   recorded = simulated().recorded
-  known = RolloutStore(real / "rollouts", writable=False).info(0)["fingerprint"]
+  known = RolloutStore(real / "rollouts", writable=False).info(0)["versions"]["0"]
   assert recorded.first_difference(0, {0: known}) == ""
   assert recorded.first_difference(0, {0: "other"}) == (
     f"version 0 has fingerprint other, there it has {known}"
@@ -224,19 +223,15 @@ def test_a_damaged_batch_is_sampled_again(damage, number, said, staged, train, t
 
 
 @pytest.mark.slow
-def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch):
-  monkeypatch.setattr(queue, "_MAX_CACHED", 1)
+def test_a_long_stage_is_read_from_the_store(staged, train, session, monkeypatch):
+  monkeypatch.setattr(batches, "_MAX_CACHED", 1)
   schedule = staleness.stages(count=2, num_updates=UPDATES)
   assert_same_run(train(schedule), staged)
-  made = trainer(schedule)
-  made.take_batches()
-  batches = made.trainer.queue.batches
-  assert [n for n, batch in batches.items() if batch.graded] == [0]
-  assert list(batches) == [0, 1, 2, 3]
+  made = session(schedule)
+  made.step()
   tiny.cut(shard(made.workdir, 1))
-  made.update()
   with pytest.raises(TornShardError, match=r"00000001\.safetensors"):
-    made.update()
+    made.step()
   assert made.now.step == 1
 
 
@@ -285,86 +280,37 @@ def test_a_batch_after_the_checkpoint_is_read_or_sampled_again(
 ):
   workdir = as_after(3, staged, tmp_path)
   tiny.cut(shard(workdir, damaged))  # all four are sampled at update 4
-  others = {4, 5, 6, 7} - {damaged}
-  written = {n: shard(workdir, n).stat().st_mtime_ns for n in others}
+  before = {n: shard(workdir, n).read_bytes() for n in range(UPDATES) if n != damaged}
+  written = {n: shard(workdir, n).stat().st_mtime_ns for n in range(4, damaged)}
   train(staleness.stages(count=2, num_updates=UPDATES))
   assert f"0000000{damaged}.safetensors" in capsys.readouterr().out
-  assert {n: shard(workdir, n).stat().st_mtime_ns for n in others} == written
+  assert {n: shard(workdir, n).stat().st_mtime_ns for n in written} == written
+  assert {n: shard(workdir, n).read_bytes() for n in before} == before
   assert_same_run(workdir, staged)
-
-
-@pytest.mark.slow
-def test_finished_groups_of_a_killed_refresh_are_not_sampled_again(trainer):
-  """The groups of a batch go through four slots, one after the other."""
-  few = build(sampling__slots=4)
-  schedule = staleness.updates_per_refresh(batches=2)
-  whole = trainer(schedule, few)
-  whole.take_batches()
-  graded = iter(range(11))
-
-  def submit(*work):
-    if next(graded, None) is None:
-      raise KeyboardInterrupt
-    return whole.trainer.collector.submit(*work)
-
-  killed = trainer(schedule, few, submit)
-  with pytest.raises(KeyboardInterrupt):
-    killed.take_batches()
-  store = killed.trainer.queue.store
-  lines = [path.read_text().count("\n") for path in sorted(store.directory.glob("groups/*"))]
-  # With the one that was about to be graded; the first batch may be in the store already.
-  assert lines[-1] == 4 and sum(lines) == 12 - 8 * len(store.numbers())
-  killed.with_submit(whole.trainer.collector.submit)
-  # Of a batch that was in the store before it was killed.
-  before = killed.trainer.log.timings.get("time/slot_tokens", 0)
-  killed.take_batches()
-  for number in range(2):
-    ours, info, _ = tiny.read_stored(store, number)
-    expected, expected_info, _ = tiny.read_stored(whole.trainer.queue.store, number)
-    assert info == expected_info
-    for name in expected:
-      np.testing.assert_array_equal(ours[name], expected[name])
-  assert not list(store.directory.glob("groups/*"))
-  sampled, of_all = (x.trainer.log.timings["time/slot_tokens"] for x in (killed, whole))
-  sampled -= before
-  assert 0.1 * of_all < sampled < 0.4 * of_all  # of 4 of 16 groups
 
 
 # --- what does not fit together -------------------------------------------------------------------
 
 
 class Steps:
-  """A trainer and where it stands, phase by phase."""
+  """A run and where it stands, step by step."""
 
-  def __init__(self, trainer, now):
-    self.trainer, self.now = trainer, now
-    self.workdir = trainer.log.writer.workdir
-    self.generation = trainer.start_generation()
+  def __init__(self, run, now):
+    self.run, self.now, self.workdir = run, now, run.log.writer.workdir
 
-  def with_submit(self, submit):
-    """Goes on with graders that are given work by `submit`, and nothing generated."""
-    old = self.trainer
-    collector = dataclasses.replace(old.collector, submit=submit)
-    generator = Generator(
-      old.parts, old.rows, old.frozen.sampler, collector, old.queue.store, old.log.clock
-    )
-    self.trainer = dataclasses.replace(old, collector=collector, generator=generator)
-    self.generation = self.trainer.start_generation()
-
-  def take_batches(self):
-    self.trainer.offer_weights(self.now, self.generation)
-    self.now = self.trainer.take_batches(self.now, self.generation)
-
-  def update(self):
-    self.now = self.trainer.update(self.now)
+  def step(self):
+    """One update; returns its batch."""
+    batch = loop.next_batch(self.run, self.now)
+    self.now = loop.update(self.run, self.now, batch)
+    return batch
 
 
 @pytest.fixture
-def trainer(parts, on_policy, tmp_path):
-  """A trainer of the on-policy run before its first update, and the parts to change it."""
+def session(parts, on_policy, tmp_path):
+  """(schedule, parts, change of `grade`) → a run before its first update, as `Steps`."""
 
-  def make(schedule, these=parts, submit=None):
-    workdir = tmp_path / f"trainer{len(opened)}"
+  def make(schedule, these=parts, change=lambda grade: grade):
+    workdir = tmp_path / f"session{len(opened)}"
     writer = MetricWriter(workdir, None)
     saved = Checkpointer(workdir / "checkpoints")
     warm = Checkpointer(on_policy / "warm_start").restore(these.placement.state.params)
@@ -373,14 +319,15 @@ def trainer(parts, on_policy, tmp_path):
     these = dataclasses.replace(these, schedule=schedule)
     frozen = parameters.load_frozen(these)
     log = RunLog(logged_run(these), writer)
-    collector = these.make_collector(pool)
+    makers = itertools.chain([change(pool.submit)], itertools.repeat(pool.submit))
+    answers = lambda: Answers(these.tokenizer, next(makers))  # the first are those of training
     rows = RunRows(these, None)
-    made = loop.make_trainer(these, rows, frozen, log, saved, collector, store, initial=warm.state)
-    steps = Steps(made, made.begin(warm.state))
-    if submit:
-      steps.with_submit(submit)
-    opened.extend([steps.generation, writer, saved, pool, store])
-    return steps
+    run = begin.make_run(these, rows, frozen, log, saved, answers, store, initial=warm.state)
+    now = begin.begin(run, warm.state)
+    if schedule.threaded:
+      run = begin.in_a_thread(run)
+    opened.extend([run.sampler, writer, saved, pool, store])
+    return Steps(run, now)
 
   opened = []
   yield make
@@ -388,147 +335,50 @@ def trainer(parts, on_policy, tmp_path):
     resource.close()
 
 
-def mixed_groups():
-  """With dynamic sampling, and slots for three quarters of a draw."""
-  return build(dynamic_sampling=dict(enabled=True, max_batches=60), sampling__slots=24)
-
-
-def graded_at_once(made):
-  """Has a trainer's collector wait for the grades of each group."""
-  collector = made.trainer.collector
-
-  def submit(*work):
-    submitted = collector.submit(*work)
-    collector.results([submitted])
-    return submitted
-
-  made.with_submit(submit)
-  return made
-
-
-def fill(made, count, end):
-  """Fills batches from the first policy by dynamic sampling; returns the store's contents."""
-  params = made.now.state.params
-  policy = policies.sync_weights(made.trainer.parts, made.trainer.frozen.sampler, params, 0)
-  left = iter([policy] * count)
-  batches = list(made.trainer.generator.batches(lambda **_: next(left, None), end))
-  assert [batch.number for batch in batches] == list(range(count))
-  assert made.trainer.generator.position() == batches[-1].position
-  return [tiny.read_stored(made.trainer.queue.store, n) for n in range(count)], batches
-
-
-def test_dynamic_sampling_fills_the_batches_of_a_refresh_from_one_stream(trainer):
-  """They are those that are filled one after another, and no draw is sampled in vain.
-
-  Groups are graded at once, so that no clock decides how many draws begin.
-  """
-  made = lambda: graded_at_once(trainer(staleness.on_policy(), mixed_groups()))
-  streamed, batches = fill(made(), count=4, end=4)
-  alone, apart = fill(made(), count=4, end=None)
-  for (arrays, info, samples), (expected, expected_info, expected_samples) in zip(
-    streamed, alone, strict=True
-  ):
-    assert (info, samples) == (expected_info, expected_samples)
-    jax.tree.map(np.testing.assert_array_equal, arrays, expected)
-  assert sum(batch.draws for batch in batches) > 5
-  total = lambda batches, name: sum(batch.timings.get(f"time/{name}", 0) for batch in batches)
-  tokens = sum(info["tokens"] for _, info, _ in streamed)
-  assert total(batches, "slot_tokens") == total(apart, "slot_tokens") == tokens
-  assert total(batches, "slot_steps") < 0.9 * total(apart, "slot_steps")
-
-
-@pytest.mark.slow
-def test_a_batch_in_the_store_ends_a_stream_of_draws(trainer):
-  """The draws that had begun by then have not happened: the next ones are theirs."""
-  made = trainer(staleness.on_policy(), mixed_groups())
-  start, store = made.trainer.generator.position(), made.trainer.queue.store
-  expected, before = fill(made, count=4, end=4)
-  for number in (0, 3):
-    shard(store.directory.parent, number).unlink()
-  tiny.cut(shard(store.directory.parent, 1))
-  made.trainer.generator.move_to(start, 0)
-  again, batches = fill(made, count=4, end=4)
-  assert [batch.position for batch in batches] == [batch.position for batch in before]
-  assert [bool(batch.timings) for batch in batches] == [True, True, False, True]
-  for (arrays, info, _), (same, same_info, _) in zip(again, expected, strict=True):
-    assert info == same_info
-    jax.tree.map(np.testing.assert_array_equal, arrays, same)
-
-
-def test_a_batch_waits_until_the_policy_that_lets_it_begin_decodes(trainer):
-  """A policy comes just when the next batch asks for one, after the burst asked for weights."""
-  schedule = staleness.asynchronous(max_lag=1)
-  made = trainer(schedule, build(schedule="asynchronous(max_lag=1)", fleet__new_weights="switch"))
-  generator, params = made.trainer.generator, made.now.state.params
-  made_policy = lambda version: policies.sync_weights(
-    made.trainer.parts, made.trainer.frozen.sampler, params, version
-  )
-  offered = [made_policy(0)]
-
-  def next_policy(*, wait, until):
-    if generator.number == 4:
-      return None
-    if generator.number >= schedule.limit(offered[-1].version):
-      offered.append(made_policy(schedule.oldest_version(generator.number)))
-    return offered[-1]
-
-  numbers = []
-  for batch in generator.batches(next_policy, newest=lambda: offered[-1]):
-    versions = batch.graded.train.token_versions
-    assert versions[versions >= 0].min() >= schedule.oldest_version(batch.number)
-    numbers.append(batch.number)
-  assert numbers == [0, 1, 2, 3] and [policy.version for policy in offered] == [0, 1, 2]
-
-
-def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(trainer):
-  made = trainer(staleness.on_policy())
+def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(session):
+  made = session(staleness.on_policy())
   for _ in range(2):
-    made.take_batches()
-    made.update()
+    made.step()
+  version, run = made.now.step, made.run
   bias = lambda x: x.at[(0,) * x.ndim].add(1e-6)
-  made.trainer.offer_weights(made.now, made.generation)
-  params = dict(made.now.state.params)
-  params["embedding"] = bias(params["embedding"])
-  made.generation.offer(
-    policies.sync_weights(made.trainer.parts, made.trainer.frozen.sampler, params, made.now.step)
-  )
-  made.now = made.trainer.take_batches(made.now, made.generation)
-  with pytest.raises(queue.FingerprintError, match=r"rollouts 2 of version 2 .* weight sync"):
-    made.update()
-  assert made.now.step == 2
+  other = dict(made.now.state.params)
+  other["embedding"] = bias(other["embedding"])
+  run.policies.make(made.now.state.params, version)
+  offered = begin.Policies(run.parts, run.frozen.sampler).make(other, version)
+  run.sampler.offer(offered)
+  run.batches.open(until=version + 1, version=version)
+  with pytest.raises(FingerprintError, match=r"rollouts 2 of version 2 .* weight sync"):
+    run.policies.check(run.batches.take(version), run.store.directory)
 
 
-def test_a_sampler_that_computes_something_else_trips_the_gate(trainer, parts):
+def test_a_sampler_that_computes_something_else_trips_the_gate(session, parts):
   source = parts.sources[0]
   slightly_off = lambda *policy: (jax.tree.map(lambda x: x * 1.002, policy[0]), *policy[1:])
-  made = trainer(
+  made = session(
     staleness.on_policy(),
     dataclasses.replace(parts, sources=Sources([source._replace(params_of=slightly_off)])),
   )
   with pytest.raises(AgreementError, match=r"policy source recorded under version 0 .* differ by"):
-    made.take_batches()
-  assert made.trainer.queue.store.numbers() == []  # nothing of it is kept
-  plain = trainer(staleness.on_policy())
-  plain.take_batches()
-  assert plain.trainer.queue.load(0).graded.statistics["agreement/policy_mean"] < 1e-5
+    made.step()
+  assert made.run.store.numbers() == []  # no batch is made of it
+  plain = session(staleness.on_policy())
+  assert plain.step().statistics["agreement/policy_mean"] < 1e-5
 
 
 @pytest.mark.slow
-def test_a_sampler_with_a_rounded_cache_may_differ_by_rounding(trainer):
+def test_a_sampler_with_a_rounded_cache_may_differ_by_rounding(session):
   """Its log-probabilities are those sampled; the bound of exact products does not hold for it."""
   rounded = build(sampling__cache_format="int8")
-  made = trainer(staleness.on_policy(), rounded)
-  made.take_batches()
-  statistics = made.trainer.queue.load(0).graded.statistics
-  assert 1e-5 < statistics["agreement/policy_mean"] < 5e-3
+  made = session(staleness.on_policy(), rounded)
+  assert 1e-5 < made.step().statistics["agreement/policy_mean"] < 5e-3
   source = rounded.sources[0]
   assert source.max_gap == 5e-2
   strict = dataclasses.replace(rounded, sources=Sources([source._replace(max_gap=1e-5)]))
   with pytest.raises(AgreementError, match=r"allowed are 1e-05.*raise config\.max_behavior_gap"):
-    trainer(staleness.on_policy(), strict).take_batches()
+    session(staleness.on_policy(), strict).step()
 
 
-def test_an_update_that_computes_something_else_trips_the_gate(trainer, parts):
+def test_an_update_that_computes_something_else_trips_the_gate(session, parts):
   """The check takes the rows of updates, whose attention here sees every token at place 0."""
   model = parts.model
   misplaced = model._replace(
@@ -538,73 +388,53 @@ def test_an_update_that_computes_something_else_trips_the_gate(trainer, parts):
   )
   gap = make_behavior_gap(parts.method, PlacedModel(misplaced, parts.placement.mesh), None)
   programs = parts.programs._replace(behavior_gap=gap)
-  made = trainer(staleness.on_policy(), dataclasses.replace(parts, programs=programs))
+  made = session(staleness.on_policy(), dataclasses.replace(parts, programs=programs))
   with pytest.raises(AgreementError, match="disagree"):
-    made.take_batches()
+    made.step()
 
 
-def test_the_check_compiles_once(trainer, parts):
+def test_the_check_compiles_once(session, parts):
   gap = make_behavior_gap(parts.method, PlacedModel(parts.model, parts.placement.mesh), None)
   programs = parts.programs._replace(behavior_gap=gap)
-  made = trainer(staleness.on_policy(), dataclasses.replace(parts, programs=programs))
+  made = session(staleness.on_policy(), dataclasses.replace(parts, programs=programs))
   for _ in range(2):
-    made.take_batches()
-    made.update()
+    made.step()
   assert gap._cache_size() == 1
-
-
-def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
-  made = trainer(staleness.updates_per_refresh(batches=2))
-  made.take_batches()
-  other = dataclasses.replace(made.trainer.queue.batches[1], fingerprint="0123456789abcdef")
-  made.trainer.queue.update(other)
-  made.update()
-  with pytest.raises(queue.FingerprintError, match="0123456789abcdef"):
-    made.update()
 
 
 # --- in real time ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_stalled_trainer_bounds_what_is_sampled(trainer):
-  made = trainer(staleness.asynchronous(max_lag=2))
-  made.trainer.offer_weights(made.now, made.generation)
-  deadline = time.monotonic() + 600
-  while len(made.trainer.queue.store.numbers()) < 3 and time.monotonic() < deadline:
-    time.sleep(0.01)
-  time.sleep(0.5)  # time for a fourth, if there were no bound
-  assert made.trainer.queue.store.numbers() == [0, 1, 2]
-  made.take_batches()
-  made.update()
-  made.trainer.offer_weights(made.now, made.generation)
-  while len(made.trainer.queue.store.numbers()) < 4 and time.monotonic() < deadline:
-    time.sleep(0.01)
-  assert made.trainer.queue.store.numbers() == [0, 1, 2, 3]
+def never(*work):
+  return concurrent.futures.Future()
+
+
+def fails(*work):
+  """After a while, and before the deadline of a wait for groups."""
+  future = concurrent.futures.Future()
+  threading.Timer(0.5, future.set_exception, [OSError("a graders' host is gone")]).start()
+  return future
 
 
 @pytest.mark.slow
-def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trainer, parts):
-  def fails_late(*work):
-    future = concurrent.futures.Future()
-    future.limit_s = 60.0
-    # After the first deadline, and before the second.
-    threading.Timer(6.0, future.set_exception, [OSError("a graders' host is gone")]).start()
-    return future
+@pytest.mark.parametrize(
+  ("work", "message"), [(never, "no group .* within 4 s"), (fails, "failed .*host is gone")]
+)
+def test_a_sampler_that_stalls_or_fails_ends_the_run_with_everything_saved(
+  work, message, session, parts
+):
+  def change(grade):
+    left = iter(range(2 * parts.config.batch.prompts * parts.config.batch.group_size))
+    return lambda *asked: (work if next(left, None) is None else grade)(*asked)
 
   config = parts.config.copy_and_resolve_references()
   config.generation_deadline_s = 4.0
-  made = trainer(staleness.asynchronous(max_lag=0), dataclasses.replace(parts, config=config))
-  submit, left = made.trainer.collector.submit, iter(range(2 * parts.config.batch.prompts))
-  made.with_submit(lambda *work: (fails_late if next(left, None) is None else submit)(*work))
-  made.trainer.offer_weights(made.now, made.generation)
-  for _ in range(2):
-    made.take_batches()
-    made.update()
-  with pytest.raises(GeneratorStoppedError, match="no batch within 4 s"):
-    made.take_batches()
-  with pytest.raises(GeneratorStoppedError, match=r"died.*host is gone"):
-    made.take_batches()
+  made = session(
+    staleness.asynchronous(max_lag=0), dataclasses.replace(parts, config=config), change
+  )
+  with pytest.raises(SamplerStoppedError, match=message):
+    loop.train(made.run, made.now)
+  assert made.run.checkpointer.steps()[-1] == 2
 
 
 # --- sources --------------------------------------------------------------------------------------
@@ -684,7 +514,8 @@ def test_raw_log_probabilities_do_not_see_the_temperature(train, capsys):
     sources__recorded=dict(fraction=1.0, store=str(workdirs["raw"] / "rollouts"))
   )
   groups = tiny.recorded_by(config, heated["raw"].tokenizer).take(0, 8)
-  np.testing.assert_array_equal(groups.train.behavior_logprobs, sampled["behavior_logprobs"])
+  for group, logprobs in zip(groups, sampled["behavior_logprobs"], strict=True):
+    np.testing.assert_array_equal(group.arrays["behavior_logprobs"], logprobs)
 
 
 @pytest.mark.slow
@@ -815,30 +646,38 @@ def test_what_is_used_may_be_removed(train, parts):
 
 
 @pytest.mark.slow
-def test_asked_to_end_while_a_stage_is_sampled(trainer, parts, on_policy, staged, tmp_path, train):
+def test_asked_to_end_while_a_stage_is_sampled(session, parts, on_policy, staged, tmp_path, train):
   """What was sampled is kept and not sampled again; the run ends as the undisturbed one."""
-  schedule = staleness.stages(count=2, num_updates=UPDATES)
-  made = trainer(schedule)
-  submit, submitted = made.trainer.collector.submit, itertools.count(1)
+  schedule, rollouts = staleness.stages(count=2, num_updates=UPDATES), parts.config.batch
+  last = 6 * rollouts.prompts * rollouts.group_size  # of the sixth batch, in the second stage
 
-  def asks(*work):
-    if next(submitted) == 6 * parts.config.batch.prompts:  # the sixth batch, in the second stage
-      process.request_shutdown()
-    return submit(*work)
+  def change(grade):
+    graded = itertools.count(1)
 
-  made.with_submit(asks)
+    def ask_to_end(done):
+      if next(graded) == last:
+        process.request_shutdown()
+
+    def asks(*work):
+      future = grade(*work)
+      future.add_done_callback(ask_to_end)
+      return future
+
+    return asks
+
+  made = session(schedule, change=change)
   with (
     multihost.share_shutdown_signals(),
     pytest.raises(process.EndRequestedError, match="after update 4"),
   ):
-    made.trainer.run(made.now)
-  made.trainer.checkpointer.wait()
-  numbers = made.trainer.queue.store.numbers()
+    loop.train(made.run, made.now)
+  made.run.checkpointer.wait()
+  numbers = made.run.store.numbers()
   assert set(range(4)) <= set(numbers) < set(range(8))
   groups = [*(made.workdir / "rollouts" / GROUPS_FOLDER).glob("*.safetensors")]
-  assert len(groups) + (len(numbers) - 4) * parts.config.batch.prompts >= parts.config.batch.prompts
+  assert len(groups) + (len(numbers) - 4) * rollouts.prompts >= rollouts.prompts
   written = {n: shard(made.workdir, n).stat().st_mtime_ns for n in numbers}
-  made.trainer.queue.store.close()  # there is one writer at a time
+  made.run.store.close()  # there is one writer at a time
   workdir = made.workdir.rename(tmp_path / "run")
   shutil.copytree(on_policy / "warm_start", workdir / "warm_start")
   for name in ("config.json", "rows.json"):

@@ -18,7 +18,7 @@ import pytest
 
 from rlvr_jax.configs import base
 from rlvr_jax.evaluate import run_files
-from rlvr_jax.rollouts.batch import oldest_versions
+from rlvr_jax.rollouts.batches import versions_of
 from rlvr_jax.rollouts.group import join
 from rlvr_jax.storage.bucket import Bucket
 from rlvr_jax.storage.places import OWNER, in_bucket, open_lines, parse_path
@@ -215,7 +215,7 @@ def read_stored(store, number):
   """(arrays, info, samples) of a stored batch; who sampled its groups is among the arrays."""
   groups, info = store.read(number)
   arrays = join(groups) | {
-    "versions": oldest_versions(groups),
+    "versions": versions_of(groups),
     "sources": np.array([group.source for group in groups]),
   }
   return arrays, info, [sample for group in groups for sample in group.samples]

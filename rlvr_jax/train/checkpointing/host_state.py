@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rlvr_jax.rollouts.batch import Position
+from rlvr_jax.rollouts.batches import Position
 
 
 class HostState(NamedTuple):
   """The host's part of a run's state; JSON values, except `position`."""
 
-  position: Position  # of generation, after the last batch that was taken
+  position: Position  # of drawing, behind the last batch that is complete
   counters: dict[str, float]  # of the run log
   evaluation: dict[str, float]  # values of the last evaluation
   evaluated: int  # number of updates before the last evaluation
   layout: dict[str, Any]  # machine and layout, see `restore.describe_layout`
-  queue: dict[str, Any]  # pending batches and fingerprints, see `RolloutQueue.state`
+  fingerprints: dict[str, str]  # of the policies of pending batches, see `Policies.state`
+  scored_at: dict[str, int]  # see `Scorer.state`
   written: dict[str, Any]  # records before this checkpoint, see `MetricWriter.written`
 
   def to_json(self) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
-import dataclasses
 import json
 import os
 import signal
@@ -18,15 +17,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from rlvr_jax.rewards.grading import GraderPool, GradingFuture
-from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.train.cluster import control
 from rlvr_jax.train.cluster.process import (
   DEADLINE_S,
@@ -39,7 +36,6 @@ from rlvr_jax.train.cluster.process import (
   restart_deadline,
   shutdown_requested,
   total_wait_s,
-  wait_for,
 )
 
 T = TypeVar("T")
@@ -131,6 +127,11 @@ def is_first() -> bool:
   return jax.process_index() == 0
 
 
+def num_processes() -> int:
+  """Number of processes of the run."""
+  return jax.process_count()
+
+
 def exchange(value: Any) -> list[Any]:
   """Exchanges values; every process must call it.
 
@@ -188,19 +189,6 @@ def raise_if_shutdown_requested() -> None:
     raise EndRequestedError(f"shutdown requested during {_phase.get()}")
 
 
-def wait_for_grades(futures: Sequence[GradingFuture]) -> list[Grade]:
-  """Waits for the grades of this process's submissions; returns them in one list.
-
-  Raises:
-    EndRequestedError: as `raise_if_shutdown_requested`.
-  """
-  with phase("grading"):
-    for future in futures:
-      wait_for(future, future.limit_s)
-    raise_if_shutdown_requested()
-  return run_together(lambda: [grade for future in futures for grade in future.result()])
-
-
 def run_together(action: Callable[[], T]) -> T:
   """Runs `action` on every process; if it raises on one, all processes raise.
 
@@ -230,46 +218,6 @@ def run_together(action: Callable[[], T]) -> T:
 def run_on_first(action: Callable[[], T], elsewhere: T) -> T:
   """Runs `action` on the first process, as `run_together`; other processes return `elsewhere`."""
   return run_together(action if is_first() else lambda: elsewhere)
-
-
-class SharedGrader:
-  """Splits grading between the processes; each has its own pool, and all get the same grades.
-
-  Each item is graded by one process, so a timeout on that process applies to all.
-  """
-
-  def __init__(self, pool: GraderPool):
-    self._pool = pool
-    self._num_submitted = 0
-
-  def submit(
-    self, completions: Sequence[str], references: Sequence[Mapping[str, Any]]
-  ) -> _SharedGrades:
-    """As `GraderPool.submit`; every process passes all completions, in the same order."""
-    # Round-robin over all submissions, so that small ones do not all go to the first processes.
-    graders = (self._num_submitted + np.arange(len(completions))) % jax.process_count()
-    self._num_submitted += len(completions)
-    local = np.flatnonzero(graders == jax.process_index()).tolist()
-    future = self._pool.submit([completions[i] for i in local], [references[i] for i in local])
-    return _SharedGrades(future, graders)
-
-  def results(self, submitted: Sequence[_SharedGrades]) -> list[Grade]:
-    """Waits for the grades of several submissions, in one list; every process must call it."""
-    local = wait_for_grades([shared.future for shared in submitted])
-    by_process = [iter(x) for x in exchange([dataclasses.astuple(grade) for grade in local])]
-    rows = [next(by_process[grader]) for shared in submitted for grader in shared.graders]
-    return [Grade(Outcome(outcome), *rest) for outcome, *rest in rows]
-
-
-class _SharedGrades(NamedTuple):
-  """One submission to `SharedGrader`."""
-
-  future: GradingFuture  # of the completions that this process grades
-  graders: np.ndarray  # i64[completions], the process that grades each
-
-  def done(self) -> bool:
-    """Whether this process has graded its completions."""
-    return self.future.done()
 
 
 @contextlib.contextmanager

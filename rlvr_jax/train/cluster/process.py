@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import ctypes
 import faulthandler
 import gc
-import math
 import os
 import pathlib
 import platform
@@ -312,7 +310,6 @@ def end_with_parent(parent: int) -> None:
 
 # --- shutdown -------------------------------------------------------------------------------------
 
-_POLL_S = 0.1  # seconds between two polls for a shutdown request
 _shutdown_requested = threading.Event()
 _handling_signals = False
 
@@ -334,13 +331,6 @@ def request_shutdown() -> None:
 def handles_shutdown_signals() -> bool:
   """Whether the process is within `handle_shutdown_signals`."""
   return _handling_signals
-
-
-def wait_for(future: concurrent.futures.Future, limit_s: float = math.inf) -> None:
-  """Waits until the future is done, shutdown is requested, or the time is over."""
-  limit = time.monotonic() + limit_s
-  while not (future.done() or shutdown_requested()) and time.monotonic() < limit:
-    concurrent.futures.wait([future], timeout=_POLL_S)
 
 
 @contextlib.contextmanager

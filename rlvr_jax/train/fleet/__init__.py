@@ -1,10 +1,6 @@
-"""Training and sampling as separate programs that meet in the workdir; see docs/staleness.md."""
+"""A run whose rollouts other programs sample, see docs/fleet.md: what `fleet` needs of a run."""
 
 __all__ = [
-  "board",
-  "desk",
-  "generation",
   "policies",
   "roles",
-  "sampler",
 ]

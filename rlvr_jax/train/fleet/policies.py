@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from rlvr_jax.fleet.program import PolicyGoneError
 from rlvr_jax.models.functional import cast_to_decode
 from rlvr_jax.storage.places import Workdir, make_absolute, parse_path
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
@@ -34,7 +35,6 @@ from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.programs import published_params
 from rlvr_jax.types import Params
 
-FOLDER = "policies"  # of a fleet's folder
 DAMAGED_S = 20.0  # in which a trainer that starts writes what is damaged anew; else the run ends
 _AGAIN_S = 1.0  # until a damaged policy is read again
 KEEP = 3  # the latest ones: a sampler that begins to restore one has two updates' time to finish
@@ -45,10 +45,6 @@ class Policy(NamedTuple):
 
   version: int  # number of updates before it
   fingerprint: str  # of the trainer's parameters, see `generation.policies.lazy_fingerprint`
-
-
-class PolicyGoneError(RuntimeError):
-  """A policy is no longer published: newer ones have replaced it."""
 
 
 class PolicyDamagedError(RuntimeError):

@@ -1,46 +1,64 @@
-"""Starts the two roles of a fleet in a workdir: the trainer's generation, and a sampler."""
+"""Starts the two roles of a fleet in a workdir: the trainer's side, and a sampler."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import functools
 import hashlib
 import json
 import pathlib
 import socket
+import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 import rlvr_jax
+from rlvr_jax.data import Problem
 from rlvr_jax.data.batches import PromptError, encode_prompt
-from rlvr_jax.fleet.leases import BEATS
-from rlvr_jax.fleet.records import DamagedError, TrainerRecord, problem_checksum
+from rlvr_jax.fleet import program, remote
+from rlvr_jax.fleet.exchange import Exchange, draw_from_json, draw_to_json
+from rlvr_jax.fleet.program import PolicyGoneError, RefusedError
+from rlvr_jax.fleet.remote import FleetError, RemoteSampler
 from rlvr_jax.rewards.outcome import GradingStoppedError
-from rlvr_jax.rollouts.collect import Collector
-from rlvr_jax.rollouts.dialogues import EnvironmentStoppedError
-from rlvr_jax.rollouts.queue import RolloutQueue
+from rlvr_jax.rollouts.answers import EnvironmentStoppedError
+from rlvr_jax.rollouts.batch import train_batch
+from rlvr_jax.rollouts.grading import sampled_places
+from rlvr_jax.rollouts.group import Draw, Group, Policy, decode, encode
+from rlvr_jax.rollouts.sampler import SWITCH, LocalSampler, SamplerStoppedError
+from rlvr_jax.storage.objects import open_objects
 from rlvr_jax.storage.places import Workdir, in_bucket
-from rlvr_jax.storage.shared import SharedFiles, open_shared
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, differing_fields, read_config
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.cluster.process import current_commit
-from rlvr_jax.train.fleet import policies
-from rlvr_jax.train.fleet.board import Board
-from rlvr_jax.train.fleet.desk import Desk
-from rlvr_jax.train.fleet.generation import FleetGeneration, Limits
-from rlvr_jax.train.fleet.policies import PolicyDamagedError, PolicyPublisher, PolicyReader
-from rlvr_jax.train.fleet.sampler import Identity, Meter, Sampler, Weights
+from rlvr_jax.train.cluster.process import (
+  EndRequestedError,
+  current_commit,
+  restart_deadline,
+  shutdown_requested,
+)
+from rlvr_jax.train.fleet import policies as published
+from rlvr_jax.train.fleet.policies import (
+  PolicyDamagedError,
+  PolicyPublisher,
+  PolicyReader,
+)
+from rlvr_jax.train.generation import agreement
 from rlvr_jax.train.generation.agreement import AgreementError
-from rlvr_jax.train.generation.generator import Generator
+from rlvr_jax.train.generation.policies import Policies
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup import checks
+from rlvr_jax.train.setup.behavior_sources import Sources
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.start.parameters import Frozen
+from rlvr_jax.train.setup.grading import named_graders, used_graders
 from rlvr_jax.train.start.restore import SOURCES_FILE, restore_sources
 
-FOLDER = "fleet"  # of a workdir
+FOLDER = "fleet"  # of a workdir, where trainer and samplers meet
+WEIGHTS = "fleet_weights"  # of a workdir, the published policies
 # Fields that a sampler may have otherwise than the trainer: those of its machine.
 OF_A_SAMPLER = (
   *("mesh", "generation_mesh", "compiler_options", "sampling.slots", "logging"),
@@ -50,100 +68,330 @@ OF_A_SAMPLER = (
 _SETTINGS = ("fleet", "grading", "max_behavior_gap")
 # Errors that any sampler would meet, so that the run must end.
 _OF_THE_RUN = (
-  *(AgreementError, EnvironmentStoppedError, GradingStoppedError, PromptError),
-  *(DamagedError, PolicyDamagedError),
+  *(AgreementError, EnvironmentStoppedError, GradingStoppedError, PromptError, PolicyDamagedError),
 )
 _COMPARED_PROBLEMS = 16
+_WRITTEN_S = 0.1  # between two looks whether a policy is written
+T = TypeVar("T")
 
 
-def start_fleet(
-  parts: Parts,
-  generator: Generator,
-  queue: RolloutQueue,
-  checkpointer: Checkpointer,
-  workdir: Workdir,
-) -> FleetGeneration:
-  """Generation by samplers, for the trainer of a run.
+class FleetSampler:
+  """The samplers of a fleet, as all processes of a trainer see them; the first one meets them."""
 
-  Args:
-    parts: of the run.
-    generator: at the position where it goes on.
-    queue: of the run, with the fingerprints of its policies.
-    checkpointer, workdir: of the run.
+  def __init__(
+    self,
+    parts: Parts,
+    policies: Policies,
+    checkpointer: Checkpointer,
+    workdir: Workdir,
+    has_all: Callable[[], bool],
+  ):
+    """Begins the term of this trainer.
+
+    Args:
+      parts, policies, checkpointer, workdir: of the run.
+      has_all: whether all batches of the run are sampled.
+    """
+    c, path = parts.config, workdir.path
+    self._publisher = PolicyPublisher(path / WEIGHTS, parts, workdir=workdir, beside=checkpointer)
+    self._has_all, self._poll_s = has_all, poll_s(path)
+    self._measured: dict[str, float] = {}
+    # A look at the exchange must not wait for a bucket longer than the others wait for this one.
+    shape = remote.Shape(*parts.shape[1:4], vocabulary=parts.model.config.vocab_size)
+    settings = remote.Settings(
+      identify(parts),
+      shape,
+      silent_s=c.fleet.silent_s,
+      deadline_s=c.generation_deadline_s,
+      alone_s=c.generation_deadline_s,
+      poll_s=self._poll_s,
+    )
+    known = {int(version): x for version, x in policies.state().items()}
+    begin = lambda: RemoteSampler(
+      Exchange(open_objects(path / FOLDER, workdir.guard)),
+      self._when_written,
+      settings,
+      fingerprints=known,
+      say=say,
+    )
+    self._remote = multihost.run_on_first(begin, None)
+
+  def offer(self, policy: Policy) -> None:
+    """Publishes newer weights; all processes write their part."""
+    name = published.Policy(policy.version, policy.fingerprint())
+    for metric, value in self._publisher.publish(policy.params, name).items():
+      self._measured[metric] = self._measured.get(metric, 0.0) + value
+    if self._remote is not None:
+      self._remote.offer(policy)
+
+  def want(self, draw: Draw, indices: Collection[int]) -> None:
+    """Asks the samplers for groups of a draw."""
+    if self._remote is not None:
+      self._remote.want(draw, indices)
+
+  def take(self) -> list[Group]:
+    """Waits for groups; the same in all processes.
+
+    Raises:
+      SamplerStoppedError: waiting is in vain, see `RemoteSampler.look`.
+    """
+    began = time.monotonic()
+    while not (groups := self._look_together(time.monotonic() - began)):
+      time.sleep(self._poll_s)
+    key = "time/fleet_wait_seconds"
+    self._measured[key] = self._measured.get(key, 0.0) + time.monotonic() - began
+    return groups
+
+  def poll(self) -> list[Group]:
+    """The groups that have come; does not wait. Errors as of `take`."""
+    return self._look_together(0.0)
+
+  def _look_together(self, waited_s: float) -> list[Group]:
+    """The groups that have come, in all processes the same; see `RemoteSampler.look`."""
+    multihost.raise_if_shutdown_requested()
+    restart_deadline()
+    look = functools.partial(self._look, waited_s)
+    error, text = multihost.exchange(multihost.run_on_first(look, None))[0]
+    if error:
+      raise SamplerStoppedError(error)
+    return decode(base64.b64decode(text))[0] if text else []
+
+  def _look(self, waited_s: float) -> tuple[str, str]:
+    """(why waiting is in vain, the groups that have come), each "" if there is nothing."""
+    try:
+      groups = self._remote.look(waited_s) if self._remote is not None else []
+    except FleetError as error:
+      return str(error), ""
+    return "", base64.b64encode(encode(groups, {})).decode() if groups else ""
+
+  def measure(self) -> dict[str, float]:
+    """What happened since the last call, and what the samplers do; by metric."""
+    measured, self._measured = self._measured, {}
+    return measured | (self._remote.statistics() if self._remote is not None else {})
+
+  def close(self) -> None:
+    """Ends the samplers too if all batches have been sampled."""
+    self._publisher.close()
+    if self._remote is not None and self._has_all():
+      self._remote.end()
+
+  def _when_written(self, policy: Policy, announce: Callable[[], None]) -> None:
+    """Announces a policy once samplers can restore it, which a thread waits for."""
+
+    def wait() -> None:
+      deadline = time.monotonic() + 3600.0
+      while time.monotonic() < deadline:
+        if any(known.version == policy.version for known in self._publisher.published()):
+          return announce()
+        time.sleep(_WRITTEN_S)
+
+    threading.Thread(target=wait, name="announces a policy", daemon=True).start()
+
+
+# --- samplers -------------------------------------------------------------------------------------
+
+
+class ComparedSampler:
+  """A sampler of this program that compares each policy's first group with the trainer's network.
+
+  It samples what a trainer asks for, and refuses problems that name graders of their own.
   """
-  c = parts.config
-  folder = workdir.path / FOLDER
-  publisher = PolicyPublisher(folder / policies.FOLDER, parts, workdir=workdir, beside=checkpointer)
-  identity = identify(parts)
 
-  def start_board() -> Board:
-    record = TrainerRecord(
-      incarnation=uuid.uuid4().hex,
-      **identity._asdict(),
-      policies=[],
-      draws=[generator.position().draws, -1],
-      ended=False,
-      beat=0,
+  def __init__(self, parts: Parts, policies: Policies, inner: LocalSampler):
+    """Binds the objects of a sampler's program; `policies`: that `inner` loads."""
+    self._parts, self._policies, self._inner = parts, policies, inner
+    self._checked: set[tuple[int, int]] = set()  # (version, index of the source)
+    self._graders = {*used_graders(parts.task)}
+
+  def offer(self, policy: Policy) -> None:
+    """Lets a newer policy sample."""
+    self._inner.offer(policy)
+
+  def want(self, draw: Draw, indices: Collection[int]) -> None:
+    """Asks for groups of a draw.
+
+    Raises:
+      RefusedError: a problem names a grader in a module that this program's task does not use.
+    """
+    for problem in draw.problems:
+      self._check(problem)
+    self._inner.want(draw, indices)
+
+  def _check(self, problem: Problem) -> None:
+    named = named_graders(self._parts.task.grader, problem.reference)
+    if foreign := sorted({name for name in named if ":" in name} - self._graders):
+      raise RefusedError(
+        f"the trainer sends a problem with the grader {foreign[0]!r}, which this sampler's task"
+        " does not use; start it with the trainer's configuration and data"
+      )
+
+  def take(self) -> list[Group]:
+    """Works until groups are finished; [] if none is wanted, or this program is to end.
+
+    Raises:
+      AgreementError: this program samples another distribution than the trainer computes.
+    """
+    try:
+      return [self._compare(group) for group in self._inner.take()]
+    except EndRequestedError:
+      return []  # the caller sees the request by itself
+
+  def close(self) -> None:
+    """Does nothing: nothing runs in the background."""
+
+  def _compare(self, group: Group) -> Group:
+    """The group, with what a comparison has measured if its policy had none."""
+    parts, policies = self._parts, self._policies
+    source = parts.sources.live[group.source]
+    versions = {*group.versions} or {0}
+    if all((version, group.source) in self._checked for version in versions):
+      return group
+    used = policies.used({v for v in versions if (v, group.source) not in self._checked})
+    if not group.versions:  # of another run's policy: it needs no parameters of this one
+      used = policies.newest_used()
+    if not used:
+      return group
+    compared = agreement.behavior_gaps(
+      train_batch([group]),
+      sampled_places(group.arrays)[None].astype(np.float32),
+      used,
+      policies.frozen,
+      sources=Sources([source._replace(prompts=1)]),
+      placement=parts.placement,
+      programs=parts.programs,
+      mixes_caches=parts.config.fleet.new_weights == SWITCH,
     )
-    return Board(
-      open_shared(folder, workdir.guard),
-      record,
-      publisher.published,
-      beat_s=c.fleet.silent_s / BEATS,
-      poll_s=poll_s(workdir.path),
-    )
-
-  board = multihost.run_on_first(start_board, None)
-  limits = Limits(
-    schedule=parts.schedule,
-    num_batches=c.num_updates,
-    quotas=[source.prompts for source in parts.sources.live],
-    groups_per_lease=c.fleet.groups_per_lease,
-    dynamic_batches=c.dynamic_sampling.max_batches if c.dynamic_sampling.enabled else 0,
-    silent_s=c.fleet.silent_s,
-    poll_s=poll_s(workdir.path),
-  )
-  return FleetGeneration(generator, board, publisher, limits, queue.fingerprint)
+    self._checked |= {(version, group.source) for version in versions}
+    alike = (all((v, i) in self._checked for i in range(len(parts.sources.live))) for v in versions)
+    policies.mark_compared([v for v, is_done in zip(versions, alike, strict=True) if is_done])
+    return group._replace(measured=compared.gaps)
 
 
-@contextlib.contextmanager
-def open_sampler(
-  parts: Parts, folder: pathlib.Path, frozen: Frozen, collector: Collector
-) -> Iterator[Sampler]:
-  """Context with a sampler that has joined the fleet of a workdir.
+class Leader:
+  """The sampler of the first of several processes, which tells the others what to do."""
 
-  An error that other samplers would meet as well is published, and ends the run.
+  def __init__(self, inner: ComparedSampler, reader: PolicyReader):
+    """Binds the sampler of this process; `reader`: of policies, on the mesh of all processes."""
+    self._inner, self._reader = inner, reader
+
+  def offer(self, policy: Policy) -> None:
+    _tell("offer", policy.version, policy.fingerprint())
+    _offer(self._inner, self._reader, policy.version, policy.fingerprint())
+
+  def want(self, draw: Draw, indices: Collection[int]) -> None:
+    _tell("want", draw_to_json(draw), sorted(indices))
+    self._inner.want(draw, indices)
+
+  def take(self) -> list[Group]:
+    _tell("take")
+    return self._inner.take()
+
+  def close(self) -> None:
+    _tell("close")
+
+  def is_ending(self) -> bool:
+    """Whether the program is to end; the others learn that the first one waits."""
+    _tell("wait")
+    return _is_ending()
+
+
+def follow(inner: ComparedSampler, reader: PolicyReader) -> None:
+  """Does what the `Leader` in the first process does; returns when that closes."""
+  while True:
+    command, *arguments = multihost.exchange(None)[0]
+    if command == "offer":
+      with contextlib.suppress(PolicyGoneError):  # the first process is told too
+        _offer(inner, reader, *arguments)
+    elif command == "want":
+      inner.want(draw_from_json(arguments[0]), arguments[1])
+    elif command == "take":
+      inner.take()
+    elif command == "wait":
+      _is_ending()
+    else:
+      return
+
+
+def _tell(*command: Any) -> None:
+  multihost.exchange([*command])
+
+
+def _is_ending() -> bool:
+  """Whether this program is to end; all its processes ask together."""
+  restart_deadline()
+  return multihost.any_process(shutdown_requested())
+
+
+def _offer(inner: ComparedSampler, reader: PolicyReader, version: int, fingerprint: str) -> None:
+  """Restores a policy in all processes, and lets it sample.
+
+  Raises:
+    PolicyGoneError: in all processes, if it is gone for one of them.
+  """
+  policy = published.Policy(version, fingerprint)
+  params = _unless_gone(lambda: reader.restore(policy)).params
+  _unless_gone(lambda: reader.verify(policy, params))
+  inner.offer(Policy(version, params, lambda: fingerprint))
+
+
+def _unless_gone(action: Callable[[], T]) -> T:
+  """The result of an action in all processes; raises PolicyGoneError in all if it does in one."""
+  result: list[T] = []
+
+  def attempt() -> None:
+    with contextlib.suppress(PolicyGoneError):
+      result.append(action())
+
+  multihost.run_together(attempt)
+  if multihost.any_process(not result):
+    raise PolicyGoneError("a policy is no longer published")
+  return result[0]
+
+
+def sample_for(parts: Parts, folder: pathlib.Path, sampler: ComparedSampler) -> None:
+  """Samples for the trainer of a workdir, until that has all its batches.
 
   Args:
-    parts, frozen, collector: of the sampler.
+    parts: of the sampler.
     folder: the workdir, from `parse_path`.
+    sampler: of this program.
+  Raises:
+    EndRequestedError: a signal requested shutdown.
+    RefusedError: the trainer has other code, another configuration or other data.
   """
-  name = multihost.exchange(f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}")[0]
-  meter = Meter(name, socket.gethostname(), collector.usage())
-  files: Callable[[], SharedFiles] = lambda: open_shared(folder / FOLDER)
-  slots = max(source.engine.settings.slots for source in parts.sources.live if source.engine)
-  ahead = -(-slots // (parts.config.fleet.groups_per_lease * parts.shape.group_size))
-  start = lambda: Desk(
-    files(),
-    name,
-    meter.describe,
-    ahead=ahead,
+  reader = PolicyReader(folder / WEIGHTS, parts)
+  if not multihost.is_first():
+    return follow(sampler, reader)
+  c = parts.config
+  slots = max(source.programs.settings.slots for source in parts.sources.live)
+  settings = program.Settings(
+    name=f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}".replace(".", "-"),
+    identity=identify(parts),
+    capacity=-(-slots // parts.shape.group_size) + 1,
+    silent_s=c.fleet.silent_s,
+    patience_s=c.fleet.silent_s,
     poll_s=poll_s(folder),
-    limit_s=parts.config.fleet.silent_s,
   )
-  reader = PolicyReader(folder / FOLDER / policies.FOLDER, parts)
-  desk = multihost.run_on_first(start, None)
-  weights = Weights(reader, parts, frozen.sampler)
-  try:
-    yield Sampler(parts, frozen, collector, desk, weights, identify(parts), meter)
-  except _OF_THE_RUN as error:
-    if desk is not None:
-      desk.fail(f"{type(error).__name__}: {error}")
-    raise
-  finally:
-    weights.close()
-    if desk is not None:
-      desk.close()
+
+  restore = lambda version, fingerprint: (
+    reader.restore(published.Policy(version, fingerprint)).params
+  )
+  leader = Leader(sampler, reader)
+  is_alone = multihost.num_processes() == 1
+  program.run_sampler(
+    Exchange(open_objects(folder / FOLDER)),
+    sampler if is_alone else leader,
+    settings,
+    restore if is_alone else lambda version, fingerprint: {},  # the leader restores it
+    ends_run=_OF_THE_RUN,
+    stop=_is_ending if is_alone else leader.is_ending,
+    say=say,
+  )
+  if shutdown_requested():
+    raise EndRequestedError("shutdown requested")
+
+
+# --- what trainer and samplers have in common -----------------------------------------------------
 
 
 def poll_s(folder: pathlib.Path) -> float:
@@ -151,15 +399,15 @@ def poll_s(folder: pathlib.Path) -> float:
   return 1.0 if in_bucket(folder) else 0.1
 
 
-def identify(parts: Parts) -> Identity:
-  """What all programs of a fleet must have in common."""
+def identify(parts: Parts) -> dict[str, str]:
+  """What all programs of a fleet must have in common, by name."""
   commit = current_commit()
-  return Identity(
-    code=f"{rlvr_jax.__version__}{f' at {commit}' if commit else ''}",
-    config=_fingerprint_config(parts),
-    data=_fingerprint_data(parts),
-    settings=_fingerprint_settings(parts),
-  )
+  return {
+    "code": f"{rlvr_jax.__version__}{f' at {commit}' if commit else ''}",
+    "config": _fingerprint_config(parts),
+    "data": _fingerprint_data(parts),
+    "settings": _fingerprint_settings(parts),
+  }
 
 
 def _fingerprint_config(parts: Parts) -> str:
@@ -180,9 +428,9 @@ def _fingerprint_data(parts: Parts) -> str:
   size = len(source)
   indices = np.unique(np.linspace(0, size - 1, _COMPARED_PROBLEMS, dtype=int)).tolist()
   problems = [source[index] for index in indices]
-  sums = [problem_checksum(problem.question, problem.reference) for problem in problems]
+  texts = [[problem.question, dict(problem.reference)] for problem in problems]
   tokens = [list(map(int, encode_prompt(p, parts.tokenizer))) for p in problems]
-  return _digest([size, sums, tokens])
+  return _digest([size, texts, tokens])
 
 
 def _digest(value: Any) -> str:

@@ -1,15 +1,10 @@
-"""Samples, grades and scores the batches that updates train on."""
+"""What samples for a run: its policies and samplers, and their comparison with the trainer."""
 
 __all__ = [
   "agreement",
-  "async_generator",
-  "dynamic_sampling",
-  "generator",
-  "modes",
-  "new_weights",
-  "on_demand",
   "policies",
   "raw_logprobs",
+  "samplers",
   "scoring",
-  "streams",
+  "surroundings",
 ]

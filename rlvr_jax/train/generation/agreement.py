@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from rlvr_jax.ops.logprobs import PROBABILITY_BINS
-from rlvr_jax.rollouts.batch import FOREIGN, PolicySnapshot, drop_scores
+from rlvr_jax.rollouts.batch import drop_scores
+from rlvr_jax.rollouts.batches import join_measurements
+from rlvr_jax.rollouts.grading import FOREIGN
+from rlvr_jax.rollouts.group import Policy
 from rlvr_jax.train.setup.behavior_sources import Source, Sources
 from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.programs import Programs
@@ -33,7 +36,7 @@ class Compared(NamedTuple):
 def behavior_gaps(
   batch: TrainBatch,
   mask: np.ndarray,
-  policies: Sequence[PolicySnapshot],
+  policies: Sequence[Policy],
   frozen: Params,
   *,
   sources: Sources,
@@ -100,7 +103,7 @@ def behavior_gaps(
           unchecked.discard(source.name)
     if not unchecked:
       versions.append(policy.version)
-  return Compared(join_gaps(found), versions)
+  return Compared(join_measurements(found), versions)
 
 
 def _gap_metrics(gap: Gap) -> dict[str, float]:
@@ -109,12 +112,6 @@ def _gap_metrics(gap: Gap) -> dict[str, float]:
   for name, drawn, expected in zip(PROBABILITY_BINS, *gap.draws[:2], strict=True):
     metrics |= {f"draws/{name}": drawn, f"draws_expected/{name}": expected}
   return {name: float(value) for name, value in metrics.items()}
-
-
-def join_gaps(gaps: Mapping[str, Sequence[float]]) -> dict[str, float]:
-  """Joins several comparisons, by name: the mean of means, the largest of maxima, sums of draws."""
-  join = lambda name: np.max if name.endswith("_max") else np.sum if "_draws" in name else np.mean
-  return {name: float(join(name)(values)) for name, values in gaps.items()}
 
 
 def _check_gap(source: Source, gap: float, version: int) -> None:

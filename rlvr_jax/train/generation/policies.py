@@ -1,38 +1,126 @@
-"""The policies that sample: the trainer's parameters on the devices that generate."""
+"""The policies of a run: the trainer's parameters on the devices that generate, by version."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
-from rlvr_jax.rollouts.batch import PolicySnapshot
+from rlvr_jax.rollouts.batches import Batch, FingerprintError
+from rlvr_jax.rollouts.group import Policy
 from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.behavior_sources import Source
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.types import Array, Params
 
 
-def sync_weights(parts: Parts, frozen: Params, params: Params, version: int) -> PolicySnapshot:
-  """Syncs the trainer's parameters to the devices that generate.
+class Policies:
+  """Makes policies, and keeps those that have sampled until they are compared with the trainer.
 
-  Args:
-    parts: the run's parts.
+  Attributes:
     frozen: the parameters that are not trained, on the devices that generate.
-    params: the trainer's parameters.
-    version: number of updates that they have had.
-  Returns:
-    The policy; of a fleet, whose samplers are other programs, with the trainer's own parameters.
   """
-  if parts.config.fleet.samplers:
-    return PolicySnapshot(params, version, lazy_fingerprint(parts.programs.checksums(params)), ())
-  recorded = parts.schedule.recorded
-  kept = parts.schedule.threaded or (recorded is not None and recorded.has_several)
-  synced = parts.programs.sync_weights(params, kept)
-  by_source = tuple(source.params_of(synced, frozen) for source in parts.sources.live)
-  fingerprint = lazy_fingerprint(parts.programs.checksums(synced))
-  return PolicySnapshot(synced, version, fingerprint, by_source)
+
+  def __init__(self, parts: Parts, frozen: Params):
+    self.frozen = frozen
+    self._parts = parts
+    self._trained: dict[int, Callable[[], str]] = {}  # fingerprints of the trainer's, by version
+    self._used: dict[int, Policy] = {}  # by version
+    self._compared: set[int] = set()  # versions
+
+  def make(self, params: Params, version: int) -> Policy:
+    """Syncs the trainer's parameters to the devices that generate.
+
+    Args:
+      params: the trainer's parameters.
+      version: number of updates that they have had.
+    Returns:
+      The policy; of a fleet, whose samplers are other programs, with the trainer's own parameters.
+    """
+    parts, programs = self._parts, self._parts.programs
+    # What samples has to match these parameters.
+    self._trained[version] = lazy_fingerprint(programs.checksums(params))
+    if parts.config.fleet.samplers:
+      return Policy(version, params, self._trained[version])
+    recorded = parts.schedule.recorded
+    kept = parts.schedule.threaded or (recorded is not None and recorded.has_several)
+    synced = programs.sync_weights(params, kept)
+    policy = Policy(version, synced, lazy_fingerprint(programs.checksums(synced)))
+    if not parts.sources.live:  # nothing will load it
+      self._use(policy)
+    return policy
+
+  def load(self, source: Source, policy: Policy) -> Params:
+    """The weights of a source under a policy, as its engine takes them."""
+    self._use(policy)
+    return source.programs.load(*source.params_of(policy.params, self.frozen))
+
+  def _use(self, policy: Policy) -> None:
+    """Keeps a policy that samples, and lets earlier ones go that nothing needs any more."""
+    oldest = self._parts.schedule.oldest_sampling(policy.version)
+    is_raw = any(source.raw for source in self._parts.sources)
+    self._used = {
+      version: used
+      for version, used in self._used.items()
+      if version >= oldest and (is_raw or version not in self._compared)
+    } | {policy.version: policy}
+
+  def rest(self) -> None:
+    """Lets parameters go that are not needed before the next policy; nothing is sampled now."""
+    recorded = self._parts.schedule.recorded
+    if recorded is None or not recorded.has_several:
+      self._used = {}
+
+  def used(self, versions: Collection[int]) -> list[Policy]:
+    """Those of these versions that have sampled and are kept, ascending."""
+    return [policy for version, policy in sorted(self._used.items()) if version in versions]
+
+  def newest_used(self) -> list[Policy]:
+    """The newest one that has sampled, if any has."""
+    return [policy for _, policy in sorted(self._used.items())][-1:]
+
+  def mark_compared(self, versions: Collection[int]) -> None:
+    """Notes that these versions were compared."""
+    self._compared |= {*versions}
+
+  def fingerprint(self, version: int) -> str | None:
+    """The trainer's fingerprint of a version; None if it is not known, or forgotten."""
+    compute = self._trained.get(version)
+    return compute() if compute else None
+
+  def forget(self, before: int) -> None:
+    """Forgets the fingerprints of earlier versions."""
+    self._trained = {v: compute for v, compute in self._trained.items() if v >= before}
+
+  def check(self, batch: Batch, directory: object) -> None:
+    """Raises FingerprintError unless this trainer's policies have sampled a batch.
+
+    Args:
+      batch: that is to be trained on.
+      directory: of the store, for the message.
+    """
+    for version, fingerprint in batch.fingerprints.items():
+      expected = self.fingerprint(version)
+      if expected == fingerprint:
+        continue
+      raise FingerprintError(
+        f"rollouts {batch.number} of version {version} were sampled by parameters with fingerprint"
+        f" {fingerprint}; the trainer's parameters of that version have {expected}. These"
+        f" rollouts have not been trained on; they are in {directory}. Either parameters changed"
+        " without a weight sync, or the rollouts are another run's. If the run was resumed on"
+        " another kind of machine, move this batch and later ones elsewhere and rerun, which"
+        " samples them again"
+      )
+
+  def state(self) -> dict[str, str]:
+    """The fingerprints by version; JSON, for `restore`."""
+    return {str(version): compute() for version, compute in self._trained.items()}
+
+  def restore(self, state: Mapping[str, str]) -> None:
+    """Restores what `state` returned."""
+    self._trained = {int(v): functools.partial(str, x) for v, x in state.items()}
 
 
 def lazy_fingerprint(checksums: Array) -> Callable[[], str]:

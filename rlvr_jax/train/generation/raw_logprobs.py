@@ -5,20 +5,18 @@ A deliberate violation for experiments: the ratio to them does not see the tempe
 
 from __future__ import annotations
 
-import dataclasses
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from rlvr_jax.rollouts.batch import Graded
+from rlvr_jax.rollouts.grading import sampled_places
+from rlvr_jax.rollouts.group import Group, join
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.progress import warn
 from rlvr_jax.train.setup.behavior_sources import Sources
 from rlvr_jax.train.setup.placement import Placement
-from rlvr_jax.types import Array, Params
+from rlvr_jax.types import Array, Params, Prompts
 
 
 def announce(sources: Sources) -> None:
@@ -33,8 +31,7 @@ def announce(sources: Sources) -> None:
 
 
 def replace_with_raw(
-  graded: Graded,
-  mask: np.ndarray,
+  groups: Sequence[Group],
   params: Params,
   frozen: Params,
   *,
@@ -42,51 +39,52 @@ def replace_with_raw(
   placement: Placement,
   replays_routes: bool,
   logprobs_at_temperature_1: Callable[..., Array],
-) -> Graded:
+) -> tuple[list[Group], dict[str, float]]:
   """Makes raw log-probabilities the behavior policy's, for the sources that record those.
 
-  The batch keeps both. What was sampled from has been compared with the trainer before.
+  The groups keep both. What was sampled from has been compared with the trainer before.
 
   Args:
-    graded: of all sources.
-    mask: f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
-    params, frozen: of the policy that sampled the batch, on the devices that generate.
+    groups: of a draw, in the order of their sources.
+    params, frozen: of the policy that sampled them, on the devices that generate.
     sources, placement: of the run.
     replays_routes: see `Method`.
     logprobs_at_temperature_1: that function of `Programs`.
+  Returns:
+    (the groups, metrics of the differences by source).
   """
   if not any(source.raw for source in sources):
-    return graded
+    return [*groups], {}
 
-  batch = graded.train
-  places = np.arange(1, mask.shape[-1] + 1, dtype=np.int32)
-  lengths = np.max(np.where(mask > 0, places, np.int32(0)), axis=-1)
-  inputs: tuple[Any, ...] = batch.prompts, batch.tokens, lengths
-  if replays_routes:
-    inputs += batch.prompt_routes, batch.routes
+  def raw_of(few: Sequence[Group]) -> np.ndarray:
+    """f32[P, G, T], raw log-probabilities of a few groups."""
+    arrays: dict[str, Any] = join(few)
+    names = ["tokens", "lengths", *(["prompt_routes", "routes"] if replays_routes else [])]
+    prompts = Prompts(arrays["prompts.tokens"], arrays["prompts.lengths"])
+    inputs: tuple[Any, ...] = prompts, *(arrays[name] for name in names)
+    on_devices = placement.to_generation(inputs)
+    return sharding.to_host(logprobs_at_temperature_1(params, frozen, *on_devices))
 
-  def raw_of(groups: slice) -> np.ndarray:
-    """f32[P, G, T], raw log-probabilities of some groups, computed a few at a time."""
-    parts = []
-    for first in range(groups.start, groups.stop, placement.scored_groups):
-      end = min(first + placement.scored_groups, groups.stop)
-      few = operator.itemgetter(slice(first, end))
-      on_devices = placement.to_generation(jax.tree.map(few, inputs))
-      parts.append(sharding.to_host(logprobs_at_temperature_1(params, frozen, *on_devices)))
-    return np.concatenate(parts)
+  found, gaps, step = [], {}, placement.scored_groups
+  for index, source in enumerate(sources):
+    of_source = [group for group in groups if group.source == index]
+    if not source.raw:
+      found += [with_both(group, group.arrays["behavior_logprobs"]) for group in of_source]
+      continue
+    parts = [raw_of(of_source[i : i + step]) for i in range(0, len(of_source), step)]
+    arrays = join(of_source)
+    sampled = sampled_places(arrays)
+    raw = np.where(sampled, np.concatenate(parts), np.float32(0))
+    difference = np.abs(raw - arrays["behavior_logprobs"]).sum()
+    gaps[f"source/{source.name}/raw_gap"] = float(difference / sampled.sum())
+    found += [with_both(group, new) for group, new in zip(of_source, raw, strict=True)]
+  return found, gaps
 
-  behavior: Any = np.array(batch.behavior_logprobs)
-  gaps = {}
-  end = 0
-  for source in sources:
-    start, end = end, end + source.prompts
-    groups = slice(start, end)
-    if source.raw:
-      raw = np.where(mask[groups] > 0, raw_of(groups), 0.0)
-      difference = np.abs(raw - behavior[groups]).sum()
-      gaps[f"source/{source.name}/raw_gap"] = float(difference / mask[groups].sum())
-      behavior[groups] = raw
-  train = dataclasses.replace(
-    batch, behavior_logprobs=behavior, sampled_logprobs=batch.behavior_logprobs
-  )
-  return graded._replace(train=train, statistics=graded.statistics | gaps)
+
+def with_both(group: Group, behavior_logprobs: np.ndarray) -> Group:
+  """The group with other log-probabilities of its behavior policy; it keeps those sampled from."""
+  arrays = {
+    "behavior_logprobs": behavior_logprobs,
+    "sampled_logprobs": group.arrays["behavior_logprobs"],
+  }
+  return group._replace(arrays=group.arrays | arrays)

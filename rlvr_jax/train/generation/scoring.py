@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from rlvr_jax.data import problem_batches
-from rlvr_jax.ops.keys import key_for, seeds_for
-from rlvr_jax.rollouts.batch import RolloutBatch, drop_scores, permute_rewards, sampled_places
-from rlvr_jax.rollouts.collect import Collector, serve_graded
-from rlvr_jax.rollouts.serve import make_requests
+from rlvr_jax.rollouts.batch import drop_scores, permute_rewards, train_batch
+from rlvr_jax.rollouts.batches import Batch
+from rlvr_jax.rollouts.grading import sampled_places
+from rlvr_jax.rollouts.group import Draw, Group, Policy, join
+from rlvr_jax.rollouts.sampler import LocalSampler
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.run_log import RunLog
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params, TrainBatch, TrainState
+
+_SCORES = ("reference_logprobs", "proximal_logprobs")
 
 
 class Scorer:
@@ -37,13 +41,10 @@ class Scorer:
     # Kept only if they are used: they take as much memory as the policy.
     keep = c.reference.kl_coefficient or c.diagnostics.every
     self._initial = initial if keep else None
+    self._scored_at: dict[int, int] = {}  # update at which π_prox was computed, by batch
+    self._scores: dict[int, dict[str, np.ndarray]] = {}  # f32[P, G, T] by name, by batch
 
-  def initial_entropy(self, params: Params, collector: Collector) -> float:
-    """`measure_entropy` of the initial policy; 0, without measuring, if nothing uses it."""
-    stateful = jax.tree.leaves(self._parts.placement.state.advantage_state)
-    return self.measure_entropy(params, collector) if stateful else 0.0
-
-  def measure_entropy(self, params: Params, collector: Collector) -> float:
+  def measure_entropy(self, params: Params, sampler: LocalSampler) -> float:
     """Mean entropy, in nats per token, on responses to the first training prompts.
 
     All sampled tokens count, also those that the loss would leave out: it may leave out all. They
@@ -51,62 +52,72 @@ class Scorer:
     """
     c, parts = self._parts.config, self._parts
     problems = next(problem_batches(parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
-    key = key_for(c.seed, "initial_entropy")
-    seeds = seeds_for(c.seed, "initial_entropy", 0, len(problems))
-    flight, engine = collector.begin(problems, seeds), parts.programs.engine
-    pending = make_requests(flight.prompts, key, c.batch.group_size, owner=flight)
-    for _ in serve_graded(engine, engine.load(params, self._frozen), pending, collector):
-      pass
-    batch = collector.finish(flight, [0] * len(problems)).train
-    sampled: Any = sampled_places(flight.rollouts).astype(np.float32)
-    batch = dataclasses.replace(batch, mask=sampled)
+    P = len(problems)
+    sampler.offer(Policy(0, params, lambda: ""))
+    sampler.want(Draw(0, problems, c.seed, 0, [0] * P), range(P))
+    groups: dict[int, Group] = {}
+    while len(groups) < P:
+      groups |= {group.index: group for group in sampler.take()}
+    in_order = [groups[index] for index in range(P)]
+    sampled: Any = sampled_places(join(in_order)).astype(np.float32)
+    batch = dataclasses.replace(train_batch(in_order), mask=sampled)
     packed = self._rows.placement(batch).pack_to_devices(drop_scores(batch))
     _, entropy = parts.programs.score(params, self._frozen, packed)
     return float(np.sum(sharding.to_host(entropy) * sampled) / sampled.sum())
 
-  def prepare(
-    self, rollouts: RolloutBatch, state: TrainState, step: int
-  ) -> tuple[RolloutBatch, TrainBatch]:
-    """Adds the log-probabilities that an update needs.
+  def prepare(self, sampled: Batch, state: TrainState, step: int) -> TrainBatch:
+    """The batch of an update, with the log-probabilities that it needs.
+
+    In a control run rewards are permuted.
 
     Args:
-      rollouts: a graded batch.
+      sampled: a graded batch.
       state: before the update.
       step: number of updates so far.
-    Returns:
-      The rollouts with new log-probabilities, for their later updates; and the batch for this one:
-      with log-probabilities and lags, in a control run with permuted rewards.
     """
-    c, graded, versions = self._parts.config, rollouts.graded, rollouts.versions
-    assert graded is not None and versions is not None
-    batch = graded.train
+    c, number, batch = self._parts.config, sampled.number, sampled.train
     if c.permute_rewards:
-      batch = permute_rewards(batch, np.random.default_rng([c.seed, rollouts.number]))
-    if c.reference.kl_coefficient and rollouts.reference_logprobs is None:
-      rollouts = dataclasses.replace(rollouts, reference_logprobs=self.score(self._initial, batch))
+      batch = permute_rewards(batch, np.random.default_rng([c.seed, number]))
+    scores: dict[str, Any] = self._scores.setdefault(number, {})
+    if c.reference.kl_coefficient and "reference_logprobs" not in scores:
+      scores["reference_logprobs"] = self.score(self._initial, batch)
     if self._parts.method.loss.needs_proximal:
-      every, scored_at = c.proximal_every, rollouts.scored_at
+      every, scored_at = c.proximal_every, self._scored_at.get(number)
       # At the batch's first update, and again after `every` updates.
       if scored_at is None or (every and step - scored_at >= every):
-        rollouts = dataclasses.replace(
-          rollouts, proximal_logprobs=self.score(state.params, batch), scored_at=step
-        )
+        scores["proximal_logprobs"] = self.score(state.params, batch)
+        self._scored_at[number] = step
     if self._parts.method.advantage.per_token is None:
       batch = dataclasses.replace(batch, turn_scores=None)
     of_tokens: Any = batch.token_versions
     if of_tokens is None:
-      of_tokens = np.broadcast_to(versions[:, None, None], batch.mask.shape)
+      of_tokens = np.broadcast_to(sampled.versions[:, None, None], batch.mask.shape)
     lags: Any = np.where(of_tokens >= 0, step - of_tokens, -1).astype(np.int32)
-    reference: Any = rollouts.reference_logprobs
-    proximal: Any = rollouts.proximal_logprobs
-    return rollouts, dataclasses.replace(
+    return dataclasses.replace(
       batch,
       lags=lags,
-      reference_logprobs=reference,
-      proximal_logprobs=proximal,
+      reference_logprobs=scores.get("reference_logprobs"),
+      proximal_logprobs=scores.get("proximal_logprobs"),
       sampled_logprobs=None,
       token_versions=None,
     )
+
+  def forget(self, before: int) -> None:
+    """Forgets what was computed of batches with a lower number."""
+    self._scores = {n: scores for n, scores in self._scores.items() if n >= before}
+    self._scored_at = {n: step for n, step in self._scored_at.items() if n >= before}
+
+  def state(self) -> tuple[dict[str, int], dict[str, dict[str, np.ndarray]]]:
+    """(JSON values, arrays) for `restore`."""
+    arrays = {str(number): dict(scores) for number, scores in sorted(self._scores.items())}
+    return {str(number): step for number, step in sorted(self._scored_at.items())}, arrays
+
+  def restore(
+    self, scored_at: Mapping[str, int], arrays: Mapping[str, Mapping[str, np.ndarray]]
+  ) -> None:
+    """Restores what `state` returned."""
+    self._scored_at = {int(number): step for number, step in scored_at.items()}
+    self._scores = {int(number): dict(scores) for number, scores in arrays.items()}
 
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""

@@ -19,11 +19,11 @@ from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.finite import nonfinite_names
 from rlvr_jax.rollouts.batch import (
-  RolloutBatch,
   loss_tokens,
   response_lengths,
   write_batch,
 )
+from rlvr_jax.rollouts.batches import Batch
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import measure_wait
@@ -239,26 +239,26 @@ class RunLog:
     """Adds to a phase's seconds, or to its memory's maximum, in the next update's record."""
     self._stopwatch.add_measurement(name, amount)
 
-  def count_sampled(self, batch: RolloutBatch, step: int) -> None:
-    """Counts a graded batch and writes some of its rollouts; `step`: number of updates so far."""
-    graded = batch.graded
-    assert graded is not None
+  def count_sampled(self, batch: Batch, step: int) -> None:
+    """Counts a new batch and writes some of its rollouts; `step`: number of updates so far."""
+    statistics = batch.statistics
     self.counters["batches"] += batch.draws
-    self.counters["prompts_sampled"] += graded.prompts
-    self.counters["tokens_generated"] += graded.tokens
+    self.counters["prompts_sampled"] += batch.prompts
+    self.counters["tokens_generated"] += batch.tokens
     self.counters["flops_generate"] += batch.flops
-    for phase, seconds in batch.timings.items():
+    timings = batch.timings and {**batch.timings, **machines.memory("generate")}
+    for phase, seconds in timings.items():
       self.add_measurement(phase, seconds)
-    self._stopwatch.count_tokens(graded.tokens if batch.timings else 0)
+    self._stopwatch.count_tokens(batch.tokens if timings else 0)
     batch_of, total = self._run.schedule.batch, self._run.num_updates
     trained = (t for t in range(step, total) if batch_of(t) == batch.number)
     update = 1 + next(trained, step)  # the first one that trains on it
-    if "dialogue/turns" in graded.statistics:
-      self._warn_of_limits(graded.statistics, update)
+    if "dialogue/turns" in statistics:
+      self._warn_of_limits(statistics, update)
     else:
-      self._warn_of_truncation(graded.statistics.get("response/truncated", 0.0), update)
+      self._warn_of_truncation(statistics.get("response/truncated", 0.0), update)
     self._warn_of_faults(
-      graded.samples,
+      batch.samples,
       f"responses sampled for update {update}",
       "config.grading.outcomes.{} decides what happens to them; by default they are left out of the"
       " loss",
@@ -266,7 +266,7 @@ class RunLog:
     logging = self._run.logging
     # Once, however many batches are sampled before this update.
     if step % logging.rollouts_every == 0 and self._notices.changes("rollouts", step):
-      samples = graded.samples[:: self._run.batch.group_size]
+      samples = batch.samples[:: self._run.batch.group_size]
       self.writer.write_rollouts(step + 1, samples[: logging.rollouts_per_refresh])
 
   def _warn_of_truncation(self, share: float, update: int) -> None:

@@ -60,6 +60,17 @@ class Source(NamedTuple):
   raw: bool = False  # records log-probabilities at temperature 1 as the behavior policy's
 
   @property
+  def programs(self) -> EnginePrograms:
+    """What samples from it.
+
+    Raises:
+      ValueError: its rollouts are recorded.
+    """
+    if self.engine is None:
+      raise ValueError(f"the source {self.name} is recorded: nothing samples from it")
+    return self.engine
+
+  @property
   def truncated(self) -> bool:
     """Whether top-k, top-p or min-p truncates the distribution that is sampled."""
     return is_truncated(self.sampling) if self.recorded is None else self.recorded.truncated

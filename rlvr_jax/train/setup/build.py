@@ -29,7 +29,8 @@ from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.rewards.grading import GraderPool
 from rlvr_jax.rewards.outcome import OutcomePolicy
 from rlvr_jax.rollouts import staleness
-from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.rollouts.answers import Answers
+from rlvr_jax.rollouts.grading import Grading
 from rlvr_jax.rollouts.packing import RowLayout, layout_of_few
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.rollouts.store import StoreError
@@ -55,8 +56,8 @@ from rlvr_jax.train.setup.engines import (
 )
 from rlvr_jax.train.setup.grading import (
   check_environment,
-  make_collector,
-  make_environments,
+  make_answers,
+  make_grading,
   make_outcome_policy,
   with_graders,
 )
@@ -104,21 +105,20 @@ class Parts:
   def encode(self, problems: Sequence[Problem]) -> Prompts:
     return encode_prompts(problems, self.tokenizer, self.shape.max_prompt_length)
 
-  def make_collector(
-    self, pool: GraderPool, environments: EnvironmentPool | None = None
-  ) -> Collector:
-    """Makes the collector, which encodes problems and has responses graded by `pool`.
+  def make_answers(
+    self, graders: GraderPool, environments: EnvironmentPool | None = None
+  ) -> Answers:
+    """What answers the turns of one sampler's rollouts; the arguments are from `start_pools`."""
+    return make_answers(self.config.environment, self.tokenizer, graders, environments)
 
-    Args:
-      pool, environments: from `start_pools`.
-    """
-    return make_collector(
+  @property
+  def grading(self) -> Grading:
+    """How grades become rewards."""
+    return make_grading(
       self.tokenizer,
-      pool,
       self.outcome_policy,
       self.config.overlong,
       max_prompt_length=self.shape.max_prompt_length,
-      environments=make_environments(self.config.environment, self.tokenizer, environments),
     )
 
 

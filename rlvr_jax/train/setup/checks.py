@@ -192,7 +192,6 @@ def check_samplings(
 def check_fleet(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> None:
   """Raises ValueError unless a run with `config.fleet.samplers` can have them."""
   settings = config.fleet
-  check_integer("config.fleet", "groups_per_lease", settings.groups_per_lease, low=1)
   check_between("config.fleet", "silent_s", settings.silent_s, low=1.0)
   reasons = {
     f"config.schedule = {config.schedule!r} has no real-time bound; set it to"

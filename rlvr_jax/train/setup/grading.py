@@ -13,7 +13,7 @@ from absl import logging
 
 from rlvr_jax.codejudge import cgroups
 from rlvr_jax.codejudge.sandbox import ACCEPTED, UNSANDBOXED
-from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer
+from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer, encode_prompts
 from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.data.sources import Change
 from rlvr_jax.data.task_utils import BY_REFERENCE
@@ -24,14 +24,9 @@ from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rewards.by_name import parse_grader, weighted_reference
 from rlvr_jax.rewards.grading import GraderPool, GraderStartError
 from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy, outcome_policy
-from rlvr_jax.rollouts.collect import Collector
-from rlvr_jax.rollouts.dialogues import (
-  CUT_NOTE,
-  CUTS,
-  DialogueSettings,
-  Environments,
-  as_mapping,
-)
+from rlvr_jax.rollouts.answers import Answers, Processes
+from rlvr_jax.rollouts.dialogues import CUT_NOTE, CUTS, Dialogues, DialogueSettings, as_mapping
+from rlvr_jax.rollouts.grading import Grading
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.reporting.progress import warn
@@ -234,17 +229,17 @@ def used_graders(task: Task) -> list[str]:
 def _graders_of(grader: str, sources: Sequence[ProblemSource]) -> list[str]:
   """The graders that the first problems' references name for a grader of parts, each once."""
   some = [s[index] for s in sources for index in range(min(len(s), _NUM_INSPECTED))]
-  return [*dict.fromkeys(text for problem in some for text in _named(grader, problem.reference))]
+  named = (text for problem in some for text in named_graders(grader, problem.reference))
+  return [*dict.fromkeys(named)]
 
 
-def _named(grader: str, reference: Mapping[str, Any]) -> list[str]:
+def named_graders(grader: str, reference: Mapping[str, Any]) -> list[str]:
   """The graders that `grader` reads from a reference; of any other grader it is a line as it is."""
   if grader not in (BY_REFERENCE, WEIGHTED):
     return []
   parts = [reference] if grader == BY_REFERENCE else reference["parts"]
-  return [
-    text for part in parts for text in (part["grader"], *_named(part["grader"], part["reference"]))
-  ]
+  pairs = [(part["grader"], part["reference"]) for part in parts]
+  return [text for pair in pairs for text in (pair[0], *named_graders(*pair))]
 
 
 def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer) -> None:
@@ -284,7 +279,7 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
 def start_pools(
   config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer, enter: Callable[[Any], Any]
 ) -> tuple[GraderPool, EnvironmentPool | None]:
-  """Starts the processes of graders and of environments, the arguments of `Parts.make_collector`.
+  """Starts the processes of graders and of environments, the arguments of `make_answers`.
 
   Args:
     config, task, tokenizer: of the run.
@@ -361,36 +356,19 @@ def check_first_dialogue(
   return text
 
 
-def check_first_messages(collector: Collector, *sources: ProblemSource) -> None:
-  """Raises PromptError if the messages with which dialogues begin are too long; all call it.
-
-  Those of the first problems: others are measured when they are drawn, since they need a seed.
-  """
-  if collector.environments is None:
-    return
-  for source in sources:
-    problems = [source[index] for index in range(min(len(source), _NUM_BEGUN))]
-    if problems:
-      collector.begin(problems, seeds_for(0, "rollout", 0, len(problems)))
-
-
-def make_environments(
-  settings: ml_collections.ConfigDict, tokenizer: Tokenizer, pool: EnvironmentPool | None
-) -> Environments | None:
-  """What dialogues need; None if a rollout is one turn.
+def make_answers(
+  settings: ml_collections.ConfigDict,
+  tokenizer: Tokenizer,
+  graders: GraderPool,
+  environments: EnvironmentPool | None,
+) -> Answers:
+  """What answers the turns of one sampler's rollouts.
 
   Args:
     settings: `config.environment`.
     tokenizer: of the run.
-    pool: from `start_pools`.
+    graders, environments: from `start_pools`.
   """
-  if not settings.name:
-    return None
-
-  def share(value: Any) -> Any:
-    multihost.raise_if_shutdown_requested()  # all dialogues may wait, so that no burst notices
-    return multihost.exchange(value)[0]
-
   limits = DialogueSettings(
     max_turns=settings.max_turns,
     max_reply_length=settings.max_reply_length,
@@ -398,7 +376,34 @@ def make_environments(
     stop_strings=tuple(settings.stop_strings),
     grade_all_turns=settings.grade_all_turns,
   )
-  return Environments(pool, tokenizer, limits, share)
+  dialogues = Dialogues(limits, tokenizer, environments) if settings.name else None
+
+  def gather(action: Callable[[], Any]) -> list[Any]:
+    multihost.raise_if_shutdown_requested()  # all rollouts may wait, so that no burst notices
+    return multihost.exchange(multihost.run_together(action))
+
+  processes = Processes(jax.process_index(), jax.process_count(), gather)
+  return Answers(tokenizer, graders.submit, dialogues, processes)
+
+
+def check_first_messages(
+  answers: Answers, tokenizer: Tokenizer, max_prompt_length: int, *sources: ProblemSource
+) -> None:
+  """Raises PromptError if the messages with which dialogues begin are too long; all call it.
+
+  Those of the first problems: others are measured when they are drawn, since they need a seed.
+
+  Args:
+    answers: from `make_answers`.
+    tokenizer, max_prompt_length: of the run.
+    sources: of problems.
+  """
+  for source in sources:
+    problems = [source[index] for index in range(min(len(source), _NUM_BEGUN))]
+    if problems:
+      begun = answers.begin(problems, seeds_for(0, "rollout", 0, len(problems)))
+      first = [beginning.messages for beginning in begun]
+      encode_prompts(problems, tokenizer, max_prompt_length, first)
 
 
 def make_outcome_policy(outcomes: Mapping[str, str]) -> OutcomePolicy:
@@ -414,34 +419,24 @@ def _as_number(text: str) -> float | str:
     return text
 
 
-def make_collector(
+def make_grading(
   tokenizer: Tokenizer,
-  pool: GraderPool,
   outcome_policy: OutcomePolicy,
   overlong: ml_collections.ConfigDict,
   *,
   max_prompt_length: int,
-  environments: Environments | None = None,
-) -> Collector:
-  """The collector of a run, whose processes share one pool.
+) -> Grading:
+  """How the grades of a run become rewards.
 
   Args:
     tokenizer, outcome_policy: of the run.
-    pool: from `grader_pool`.
     overlong: `config.overlong`.
     max_prompt_length: tokens.
-    environments: from `make_environments`; None: a rollout is one turn.
   """
-  shared = multihost.SharedGrader(pool) if jax.process_count() > 1 else None
-  submit: Any = shared.submit if shared else pool.submit
-  results: Any = shared.results if shared else multihost.wait_for_grades
-  return Collector(
+  return Grading(
     tokenizer=tokenizer,
     max_prompt_length=max_prompt_length,
-    submit=submit,
-    results=results,
     outcome_policy=outcome_policy,
     overlong_buffer=overlong.buffer,
     overlong_filter=overlong.filter,
-    environments=environments,
   )

@@ -77,7 +77,7 @@ class Resumed(NamedTuple):
   step: int
   state: TrainState
   host: HostState
-  arrays: Any  # of `RolloutQueue.state`
+  arrays: Any  # of `Scorer.state`
   damaged: list[int]  # pending batches that are to be sampled again
 
 
@@ -96,7 +96,7 @@ def find_resumable(
     restored = checkpointer.restore(parts.placement.state, step=step)
     assert restored is not None  # the step exists
     host = _host_state(restored, checkpointer)
-    pending = [int(number) for number in host.queue["pending"]]
+    pending = range(parts.schedule.first(step), host.position.number)
     torn = lambda pending=pending: [n for n in pending if not store.is_intact(n)]
     damaged = multihost.exchange(multihost.run_on_first(torn, []))[0]
     if (recorded := parts.schedule.recorded) and recorded.oldest_needed(step) < step:
@@ -105,7 +105,8 @@ def find_resumable(
     if not damaged or parts.schedule.threaded:
       # The next resume would use later ones, although their records are gone.
       checkpointer.discard_after(step)
-      multihost.run_on_first(functools.partial(_report_damaged, store, host), None)
+      first = min(pending.start, pending.stop)
+      multihost.run_on_first(functools.partial(_report_damaged, store, first), None)
       _report_move(host, describe_layout(parts, rows))
       return Resumed(step, restored.state, host, restored.arrays, damaged)
     warn(
@@ -174,9 +175,14 @@ def last_records(resumed: Resumed | None, warm: Restored | None) -> tuple[int | 
   return None, warm.host["written"] if warm else None
 
 
-def _report_damaged(store: RolloutStore, host: HostState) -> None:
-  """Reports damaged batches of the store that were trained on; the run no longer needs them."""
-  numbers = range(min(map(int, host.queue["pending"]), default=host.position.number))
+def _report_damaged(store: RolloutStore, first: int) -> None:
+  """Reports damaged batches of the store that the run no longer needs.
+
+  Args:
+    store: of the run.
+    first: number of the first batch that it still needs.
+  """
+  numbers = range(first)
   with progress(numbers, "checking the store", unit="batches") as bar:
     damaged = [*store.find_damaged(bar)]
   if damaged:

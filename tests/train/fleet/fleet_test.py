@@ -5,7 +5,6 @@ import re
 import signal
 import threading
 import time
-import types
 import urllib.parse
 
 import gcs_emulator
@@ -17,14 +16,14 @@ from train.fleet import fleets
 from docs import glossary
 from rlvr_jax.commands.train import train
 from rlvr_jax.evaluate import run_files
-from rlvr_jax.rollouts.engine import Usage
+from rlvr_jax.rollouts.sampler import SamplerStoppedError
 from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.storage.objects import open_objects
 from rlvr_jax.storage.places import in_bucket, parse_path
-from rlvr_jax.storage.shared import open_shared
-from rlvr_jax.train.fleet import sampler as sampler_module
-from rlvr_jax.train.fleet.roles import open_sampler
+from rlvr_jax.train.fleet.roles import ComparedSampler, sample_for
 from rlvr_jax.train.generation.agreement import AgreementError
-from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
+from rlvr_jax.train.generation.policies import Policies
+from rlvr_jax.train.generation.samplers import training_sampler
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.grading import start_pools
 from rlvr_jax.train.start.parameters import load_frozen
@@ -42,9 +41,9 @@ def sampling(workdir, parts):
       with contextlib.ExitStack() as stack:
         enter = lambda pool: stack.enter_context(contextlib.closing(pool))
         pools = start_pools(parts.config, parts.task, parts.tokenizer, enter)
-        collector = parts.make_collector(*pools)
-        opened = open_sampler(parts, workdir, load_frozen(parts), collector)
-        stack.enter_context(opened).run()
+        policies = Policies(parts, load_frozen(parts).sampler)
+        inner = training_sampler(parts, policies, parts.make_answers(*pools))
+        sample_for(parts, workdir, ComparedSampler(parts, policies, inner))
     except BaseException as error:
       errors.append(error)
 
@@ -55,7 +54,7 @@ def sampling(workdir, parts):
   assert not thread.is_alive()
 
 
-def test_a_trainer_and_a_sampler(tmp_path, capsys, monkeypatch):
+def test_a_trainer_and_a_sampler(tmp_path, capsys):
   workdir = tmp_path / "run"
   parts = build(fleets.config(num_updates=6))
   with sampling(workdir, parts) as errors:
@@ -68,7 +67,7 @@ def test_a_trainer_and_a_sampler(tmp_path, capsys, monkeypatch):
     lags = number - versions[number]  # the metrics are over tokens
     assert lags.min() <= record["staleness/mean"] <= record["staleness/max"] <= lags.max()
   measured = [r for r in run_files.read_metrics(workdir) if r["phase"] == "train"]
-  assert {record["fleet/samplers"] for record in measured} == {1}
+  assert {record["fleet/running"] for record in measured} == {1}
   assert sum(record["time/publish_seconds"] for record in measured) > 0
   assert not glossary.missing(workdir)
   assert any(
@@ -81,28 +80,10 @@ def test_a_trainer_and_a_sampler(tmp_path, capsys, monkeypatch):
   assert "the trainer has all its batches" in output
 
 
-def test_a_sampler_that_samples_now_and_then_does_not_say_that_it_waits_on(capsys, monkeypatch):
-  now = [0.0]
-  clock = types.SimpleNamespace(
-    monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds)
-  )
-  monkeypatch.setattr(sampler_module, "time", clock)
-  meter = sampler_module.Meter("one", "host", Usage())
-  for _ in range(3):
-    for _ in range(400):  # 20 s
-      meter.wait("waits for groups")
-    with meter.busy():
-      clock.sleep(1)
-  assert capsys.readouterr().out == "sampler one: waits for groups\n"
-  for _ in range(700):
-    meter.wait("waits for groups")
-  assert capsys.readouterr().out == "sampler one: waits for groups, for 30 s so far\n"
-
-
 def test_a_sampler_that_computes_something_else_ends_the_run(tmp_path):
   parts = build(fleets.config(max_behavior_gap=1e-12))
   with sampling(tmp_path / "run", parts) as errors:
-    with pytest.raises(GeneratorStoppedError, match="AgreementError: sampler and trainer disagree"):
+    with pytest.raises(SamplerStoppedError, match="AgreementError: sampler and trainer disagree"):
       train(parts, tmp_path / "run")
   assert [type(error) for error in errors] == [AgreementError]
 
@@ -111,7 +92,6 @@ def test_a_sampler_that_computes_something_else_ends_the_run(tmp_path):
   ("fields", "message"),
   [
     (dict(schedule="fixed_lag(lag=2)"), r"'fixed_lag\(lag=2\)' has no real-time bound; set it to"),
-    (dict(fleet__groups_per_lease=0), r"groups_per_lease = 0"),
     (dict(fleet__silent_s=0.5), r"silent_s = 0.5"),
     (dict(generation_mesh__data=1), r"has devices of its own, but a sampler has all of its"),
     (
@@ -130,7 +110,7 @@ def mean_lags(workdir):
 
 
 KINDS = {
-  "dynamic sampling": dict(dynamic_sampling__enabled=True),
+  "dynamic sampling": dict(dynamic_sampling__enabled=True, dynamic_sampling__max_batches=60),
   "sources": dict(sources__temperature__fraction=0.5, sources__temperature__temperature=1.5),
   "adapters": dict(lora__rank=2),
   "another precision": dict(model__overrides__compute_dtype="bfloat16"),
@@ -166,7 +146,7 @@ def test_other_kinds_of_runs(kind, tmp_path):
     arrays, info, samples = tiny.read_stored(store, number)
     lags = number - arrays["versions"]
     assert (lags >= 0).all() and (lags <= fleets.MAX_LAG).all()
-    assert info["version"] == arrays["versions"].min()
+    assert {*map(int, info["versions"])} == {*arrays["versions"].tolist()}
     assert [sample["version"] for sample in samples[::4]] == arrays["versions"].tolist()
   if kind == "dynamic sampling":  # every group has right and wrong answers
     assert all(record["groups/effective"] == 1 for record in records)
@@ -183,9 +163,9 @@ def test_other_kinds_of_runs(kind, tmp_path):
 def test_newer_weights_take_over_responses_and_one_program_repeats_it(setting, dynamic, tmp_path):
   fields = dict(num_updates=8, max_response_length=128)  # more than a policy takes to restore
   if dynamic:
-    fields |= dict(dynamic_sampling__enabled=True, warm_start__num_steps=40)
+    fields |= dict(dynamic_sampling__enabled=True, dynamic_sampling__max_batches=60)
   config = new_weights_test.config(fleet__new_weights=setting, **fields)
-  config.fleet.samplers, config.fleet.groups_per_lease = True, 2
+  config.fleet.samplers = True
   with sampling(tmp_path / "run", build(config)) as errors:
     train(build(config), tmp_path / "run")
   assert errors == []
@@ -243,10 +223,14 @@ class Fleet:
     return self.start("sampler", *flags, **variables)
 
   def wait_for_update(self, trainer, update):
-    tiny.wait_for(lambda: re.search(rf"step +{update}/", trainer.text()), trainer.process)
+    def reached():
+      assert any(p.role == "sampler" and p.process.poll() is None for p in self.started)
+      return re.search(rf"step +{update}/", trainer.text())
+
+    tiny.wait_for(reached, trainer.process)
 
   def files(self):
-    return open_shared(parse_path("", self.workdir) / "fleet")
+    return open_objects(parse_path("", self.workdir) / "fleet")
 
 
 @pytest.fixture
@@ -269,13 +253,11 @@ def test_a_killed_trainer_has_a_successor(fleet):
   fleet.wait_for_update(trainer, 7)
   trainer.kill()
   trainer.end()
-  time.sleep(4.5)  # the samplers find it silent
-  for sampler in samplers:
-    assert sampler.process.poll() is None
-    assert "the trainer is silent: waits for it, or for its successor" in sampler.text()
+  time.sleep(3)
+  assert all(sampler.process.poll() is None for sampler in samplers)  # wait for its successor
   successor = fleet.trainer()
   assert [program.end() for program in (successor, *samplers)] == [0, 0, 0]
-  assert "resumed at update 5" in successor.text() and "dropped" not in successor.text()
+  assert "resumed at update 5" in successor.text()
   fleets.check_store(fleet.workdir)
   assert trained_once(fleet.workdir)
 
@@ -338,10 +320,10 @@ def test_samplers_are_killed_frozen_and_asked_to_end(fleet):
   asked.kill(signal.SIGTERM)
   assert asked.end() == 0
   assert time.monotonic() - began < 10
-  assert "the sampler has given its leases back" in asked.text()
+  assert "others sample its groups" in asked.text()
   fleet.sampler()
   fleet.wait_for_update(trainer, 12)
-  frozen.kill(signal.SIGCONT)  # long after others have taken its leases
+  frozen.kill(signal.SIGCONT)  # long after others have sampled its groups
   assert trainer.end() == 0 and fleet.started[-1].end() == 0 and frozen.end() == 0
   fleets.check_store(fleet.workdir)
   assert trained_once(fleet.workdir)
@@ -368,7 +350,7 @@ def test_a_slow_sampler_and_one_with_a_wrong_clock(fleet):
 
 @pytest.mark.slow
 def test_a_sampler_that_is_cut_from_the_bucket_goes_on_later(url, emulator, tmp_path):
-  """Its leases are taken over, and what it has finished meanwhile is dropped."""
+  """Others sample its groups, and what it has finished meanwhile counts for nothing."""
   line = gcs_emulator.Line(emulator)
   with fleets.programs() as started:
     fleet = Fleet(url, tmp_path, started)
@@ -378,7 +360,7 @@ def test_a_sampler_that_is_cut_from_the_bucket_goes_on_later(url, emulator, tmp_
     fleet.wait_for_update(trainer, 4)
     line.whole.clear()
     cut_at = int(re.findall(r"step +(\d+)/", trainer.text())[-1])
-    fleet.wait_for_update(trainer, cut_at + 8)  # more than max_lag: without its leases
+    fleet.wait_for_update(trainer, cut_at + 8)  # more than max_lag: without its groups
     line.whole.set()
     assert [program.end() for program in (trainer, other, cut)] == [0, 0, 0], cut.text()
   fleets.check_store(url, 40)
@@ -407,13 +389,16 @@ def test_programs_that_do_not_belong_are_refused_by_name(tmp_path):
     fleet = Fleet(tmp_path / "run", tmp_path, started)
     trainer = fleet.trainer(RLVR_JAX_COMMIT="aaaa")
     trainer.wait_for("held-out after update 0")
-    for flags, commit, message in [
-      ((), "bbbb", "this sampler has code 0.1.0 at bbbb, the trainer has 0.1.0 at aaaa"),
-      (("--config.batch.group_size=8",), "aaaa", "batch.group_size: 4 in the workdir, 8 here"),
-      (("--config.fleet.samplers=False",), "aaaa", "fleet.samplers: true in the workdir"),
-    ]:
-      sampler = fleet.sampler(*flags, RLVR_JAX_COMMIT=commit)
-      assert sampler.end() == 1 and message in sampler.text(), sampler.text()
+    refused = [
+      (fleet.sampler(*flags, RLVR_JAX_COMMIT=commit), message)
+      for flags, commit, message in [
+        ((), "bbbb", "code: 0.1.0 at bbbb here, 0.1.0 at aaaa there"),
+        (("--config.batch.group_size=8",), "aaaa", "batch.group_size: 4 in the workdir, 8 here"),
+        (("--config.fleet.samplers=False",), "aaaa", "fleet.samplers: true in the workdir"),
+      ]
+    ]
+    # It waits for a trainer of its own commit until it sees this one at work.
+    refused[0][0].wait_for("waits for another trainer")
     other = fleet.start("trainer", RLVR_JAX_COMMIT="aaaa")
     assert other.end() == 1 and "is in use by process" in other.text()
     # Layouts and machines may differ.
@@ -421,6 +406,8 @@ def test_programs_that_do_not_belong_are_refused_by_name(tmp_path):
       "--config.mesh.data=2", "--config.sampling.slots=8", RLVR_JAX_COMMIT="aaaa"
     )
     assert trainer.end() == 0 and sampler.end() == 0
+    for program, message in refused:
+      assert program.end() == 1 and message in program.text(), program.text()
   fleets.check_store(tmp_path / "run")
 
 
@@ -429,23 +416,23 @@ def test_what_a_crash_damages_is_made_up_for(tmp_path):
   """By the next start of the trainer; until then the run ends with the reason."""
   with fleets.programs() as started:
     fleet = Fleet(tmp_path / "run", tmp_path, started)
-    trainer, folder = fleet.trainer(), tmp_path / "run" / "fleet"
-    tiny.wait_for(lambda: [*folder.glob("policies/0/commit_success.txt")], trainer.process)
-    tiny.wait_for(lambda: len([*folder.glob("plans/*")]) == 3, trainer.process)
-    (array,) = folder.glob("policies/0/arrays/embedding/0.0")
+    trainer, workdir = fleet.trainer(), tmp_path / "run"
+    tiny.wait_for(lambda: [*workdir.glob("fleet_weights/0/commit_success.txt")], trainer.process)
+    tiny.wait_for(lambda: len([*workdir.glob("fleet/draws/*")]) == 3, trainer.process)
+    (array,) = workdir.glob("fleet_weights/0/arrays/embedding/0.0")
     flip(array)
     sampler = fleet.sampler()
     assert sampler.end() == 1 and "is damaged" in sampler.text()
     assert trainer.end() == 1 and "start the trainer again, which writes it" in trainer.text()
-    flip(sorted(folder.glob("plans/*"))[1])
-    for name in ("leases/00000000-0001", "groups/00000000-000003"):
-      (folder / name).parent.mkdir(exist_ok=True)
-      for path in folder.glob(f"{name}.*"):
-        path.unlink()
-      (folder / f"{name}.00000001").touch()  # written and linked, but not on the disk yet
+    for path in workdir.glob("fleet/*/*"):
+      if path.parent.name != "terms":  # the marks of former trainers are not read again
+        flip(path)
+    (workdir / "fleet" / "groups").mkdir(exist_ok=True)
+    (workdir / "fleet" / "groups" / "1.0").touch()  # written and linked, not yet on the disk
     trainer, sampler = fleet.trainer(), fleet.sampler()
     assert [trainer.end(), sampler.end()] == [0, 0], trainer.text() + sampler.text()
-  fleets.check_store(tmp_path / "run")
+    assert "group 0 of draw 1 is sampled again" in trainer.text()
+  fleets.check_store(workdir)
 
 
 def flip(path):
@@ -474,12 +461,14 @@ def test_samplers_follow_the_settings_of_a_resumed_trainer(tmp_path):
     trainer.kill()
     trainer.end()
     successor = fleet.trainer(rate, "--config.fleet.silent_s=4")
-    assert sampler.end() == 1 and "started with other settings" in sampler.text()
+    assert (
+      sampler.end() == 1 and "the trainer differs from this sampler (settings:" in sampler.text()
+    )
     sampler = fleet.sampler()
     assert [successor.end(), sampler.end()] == [0, 0]
     # A finished run goes on, also where the sampler comes before the trainer.
     sampler = fleet.sampler()
-    sampler.wait_for("the run has ended: waits for a trainer that goes on")
+    sampler.wait_for("the trainer has all its batches")
     trainer = fleet.trainer(rate, "--config.fleet.silent_s=4", "--config.num_updates=20")
     assert [trainer.end(), sampler.end()] == [0, 0]
   assert trained_once(tmp_path / "run", 20)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from train import tiny
 
+from rlvr_jax.fleet.program import PolicyGoneError
 from rlvr_jax.storage.places import Workdir, parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import ForeignCheckpointError, saved_steps
 from rlvr_jax.train.fleet import policies
 from rlvr_jax.train.fleet.policies import (
   Policy,
   PolicyDamagedError,
-  PolicyGoneError,
   PolicyPublisher,
   PolicyReader,
 )
@@ -36,7 +36,7 @@ def same(found, expected):
 def test_a_policy_is_restored_as_published(storage, parts, tmp_path, request):
   url = tmp_path if storage == "disk" else request.getfixturevalue("url")
   workdir = Workdir(url)
-  folder = parse_path("", url) / "fleet" / "policies"
+  folder = parse_path("", url) / "fleet_weights"
   params = initial_params(parts)
   others = jax.tree.map(lambda x: x + 1, params)
   first, second, third = (Policy(version, f"{version:016x}") for version in (3, 4, 5))

@@ -12,10 +12,17 @@ from train.sums import sums
 
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts import staleness
-from rlvr_jax.rollouts.batch import Graded, RolloutBatch
+from rlvr_jax.rollouts.batches import Batch, Position
+from rlvr_jax.rollouts.group import Group
 from rlvr_jax.train.reporting.data_use import WarmStart
 from rlvr_jax.train.reporting.run_log import DispatchedUpdate, LoggedRun, RunLog, Stopwatch
 from rlvr_jax.train.reporting.writer import MetricWriter
+
+
+def batch(number, statistics, samples=(), *, prompts=1):
+  """A batch of one group, as far as the log reads it."""
+  groups = [Group(0, 0, 0, {}, {}, list(samples), {})]
+  return Batch(number, groups, Position(), 1, prompts, 1, statistics, {}, 0.0)
 
 
 @pytest.fixture
@@ -49,8 +56,7 @@ def test_a_fault_is_told_with_its_error_once_until_there_is_none(log, capsys, ou
     fault = lambda i: {"outcome": outcome, "detail": f"KeyError: {i}"}
     fine = {"outcome": "environment_refused", "detail": "no"}
     samples = [fault(i) if i in crashed else fine for i in range(4)]
-    graded = Graded(make_host_batch(np.ones((1, 1, 1))), 1, 1, {}, samples)
-    log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
+    log.count_sampled(batch(step, {}, samples), step)
     out = capsys.readouterr().out
     told.append(out.partition(what)[2].partition(" of the")[0])
     assert not crashed or not told[-1] or f"the first error is: KeyError: {crashed[0]}" in out
@@ -104,8 +110,7 @@ def test_an_update_without_a_graded_rollout_is_no_fault_of_rows_or_warm_start(lo
 def test_responses_that_are_mostly_truncated_are_told_once_until_it_is_less(log, capsys):
   told = []
   for step, share in enumerate([0.5, 0.51, 0.9, 0.2, 0.75]):
-    graded = Graded(make_host_batch(np.ones((1, 1, 1))), 1, 1, {"response/truncated": share}, [])
-    log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
+    log.count_sampled(batch(step, {"response/truncated": share}), step)
     told.append("were truncated at config.max_response_length" in capsys.readouterr().out)
   assert told == [False, True, False, False, True]
 
@@ -126,8 +131,7 @@ def test_a_warning_names_the_update_that_trains_on_the_batch(log, capsys, schedu
     for _ in range(schedule.samples(step)):
       for truncated in (1.0, 0.0):  # told anew
         statistics = {"response/truncated": truncated}
-        graded = Graded(make_host_batch(np.ones((1, 1, 1))), 1, 1, statistics, [])
-        log.count_sampled(RolloutBatch(number=number, version=step, graded=graded), step)
+        log.count_sampled(batch(number, statistics), step)
       told += re.findall(r"sampled for update (\d+)", capsys.readouterr().out)
       number += 1
   assert [int(update) for update in told[:3]] == expected
@@ -139,8 +143,7 @@ def test_dialogues_that_mostly_end_by_limits_are_told_once_until_it_is_less(log,
   for step, (turns, length) in enumerate([(0.2, 0.3), (0.3, 0.4), (0.0, 1.0), (0.1, 0), (0.6, 0)]):
     shares = {"outcome/turn_limit": turns, "outcome/length_limit": length}
     statistics = {"dialogue/turns": 2.0, "response/truncated": length, **shares}
-    graded = Graded(make_host_batch(np.ones((1, 1, 1))), 1, 1, statistics, [])
-    log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
+    log.count_sampled(batch(step, statistics), step)
     told.append(capsys.readouterr().out)
   assert told == [
     "",
@@ -169,8 +172,7 @@ def test_what_the_warm_start_left_is_told_at_the_first_update_alone(log, capsys)
 def test_passes_are_prompts_by_training_problems(log):
   """Prompts of the groups that dynamic sampling has dropped included."""
   for step in range(3):
-    graded = Graded(make_host_batch(np.ones((8, 1, 1))), 1, 125, {}, [])
-    log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
+    log.count_sampled(batch(step, {}, prompts=125), step)
   assert log.counter_metrics()["data/passes"] == 3 * 125 / 1000
 
 

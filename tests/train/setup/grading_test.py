@@ -18,8 +18,10 @@ from rlvr_jax.data.sources import Candidates, Chosen, Concatenated, Generated
 from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.environments.dialogues import EnvironmentPool, EnvironmentStartError
 from rlvr_jax.rewards import GraderStartError
-from rlvr_jax.rollouts.dialogues import as_mapping
-from rlvr_jax.rollouts.serve import Group
+from rlvr_jax.rewards.graders import thought_prefix
+from rlvr_jax.rollouts.answers import Asked
+from rlvr_jax.rollouts.dialogues import Beginning, as_mapping
+from rlvr_jax.rollouts.engine import Rollout
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.grading import (
   WEIGHTED,
@@ -172,22 +174,29 @@ def test_a_thought_that_the_prompt_opens_is_no_answer():
   mixture = Task("t", train=problems, warm_start=(), held_out=problems, grader=BY_REFERENCE)
   parts = build(config, task=mixture)
   texts = ["so 7. Wait, ", "so 6</think>#### 7"]
-  rows = [np.resize([*text.encode(), 257] + [256] * 24, 24) for text in texts]
-  group = Group(
-    owner=None,
-    prompt_index=0,
-    tokens=np.array(rows, np.int32),
-    lengths=np.array([len(text) for text in texts], np.int32),
-    stopped=np.ones(2, bool),
-    behavior_logprobs=np.zeros((2, 24), np.float32),
-  )
+  ids = [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+  samples = []
   with grader_pool(config.grading, parts.task) as pool:
-    collector = parts.make_collector(pool)
-    problems = [parts.task.train[0], parts.task.train[1]]
-    flight = collector.begin(problems)
     for index in range(2):
-      collector.add(group._replace(owner=flight, prompt_index=index))
-    samples = collector.finish(flight, [0, 0]).samples
+      asked = parts.task.train[index]
+      prompt = np.frombuffer(asked.question.encode(), np.uint8).astype(np.int32)
+      answers, rollouts = parts.make_answers(pool), []
+      for number, tokens in enumerate(ids):
+        arrays = {
+          "tokens": np.resize(np.append(tokens, 256), 24),
+          "behavior_logprobs": np.zeros(24, np.float32),
+        }
+        rollout = Rollout((0, index, number), prompt, np.zeros(2, np.uint32), arrays)
+        rollout.length, rollout.stopped = len(tokens), True
+        rollouts.append(rollout)
+        answers.ask(rollout, Asked(asked, Beginning(), 0, thought_prefix(asked.question)))
+      graded = {}
+      while len(graded) < 2:
+        found = answers.take(patience_s=0.0, until_one=True)
+        graded |= {rollout.place[2]: grade for rollout, _, grade in found}
+      grades = [graded[0], graded[1]]
+      arrays = parts.grading.arrays(rollouts, grades)
+      samples += parts.grading.samples(asked, 0, arrays, grades)
   assert [s["outcome"] for s in samples] == ["unparseable", "correct", "correct", "correct"]
   assert [s["reward"] for s in samples] == [0.0, 1.5, 1.0, 1.0]
   assert [s["completion"] for s in samples] == texts * 2

@@ -1,0 +1,436 @@
+"""The program of a sampler: samples groups of the trainer's draws until the run ends.
+
+Which groups are whose follows from the names of the living samplers, see `Orders`: nobody asks
+anybody. A late group becomes others' too. Then it may be sampled twice, and the first file counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from rlvr_jax.fleet.exchange import (
+  Exchange,
+  Place,
+  RecordError,
+  SamplerRecord,
+  View,
+  WantedDraw,
+  Watch,
+)
+from rlvr_jax.rollouts.group import Draw, Group, Policy, Sampler
+from rlvr_jax.types import Params
+
+_UNKNOWN = -2
+BEATS = 6  # records of a sampler within the time after which it counts as dead
+SAY_EVERY_S = 30.0
+_BEGUN = 4  # patiences that a living sampler has for a group that it has begun
+
+
+class PolicyGoneError(RuntimeError):
+  """A policy is no longer published: newer ones have replaced it."""
+
+
+class RefusedError(RuntimeError):
+  """This sampler must not sample for the trainer: its code, configuration or data are others."""
+
+
+class Settings(NamedTuple):
+  """How a sampler takes part."""
+
+  name: str
+  identity: Mapping[str, str]  # code, configuration, data …: must equal the trainer's
+  capacity: int  # groups that it has begun at most, ≥ 1: what its slots hold, and one more
+  silent_s: float = 30.0  # without a change, until a sampler counts as dead
+  patience_s: float = 30.0  # until a group of the oldest draw is late
+  poll_s: float = 0.1  # between two looks, if it has nothing to do
+  settle_s: float = 60.0  # for which an ended or other run may get a new trainer
+  idle_s: float = 3600.0  # without a sign of the trainer, until the sampler ends
+
+
+class Known(NamedTuple):
+  """A policy of the exchange, by name."""
+
+  term: int
+  version: int
+  fingerprint: str
+
+
+class Step(NamedTuple):
+  """What a sampler does next."""
+
+  ended: bool = False
+  restore: Known | None = None  # a newer policy
+  want: Sequence[tuple[Draw, list[int]]] = ()
+  message: str = ""
+
+
+class Orders:
+  """Whose a group is, among some samplers: of the first in its order, then of the second, …
+
+  The order of two samplers does not depend on a third one: nothing that a sampler has begun becomes
+  another's when one joins or dies, but for the groups of the dead and the share of the new one.
+  """
+
+  def __init__(self, names: Sequence[str]):
+    self.names = [*names]
+    hashes = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
+    self._hashes = np.frombuffer(b"".join(hashes), np.uint64)
+    self._of: dict[Place, list[str]] = {}
+
+  def of(self, place: Place) -> list[str]:
+    """The samplers in the order in which a group is theirs."""
+    if place not in self._of:
+      key = _mix(np.array([place[0] << 32 | place[1]], np.uint64))
+      self._of[place] = [self.names[i] for i in np.argsort(_mix(self._hashes ^ key))]
+    return self._of[place]
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+  """u64[n] → u64[n], a permutation of all numbers that looks random (SplitMix64)."""
+  x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+  x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+  return x ^ (x >> np.uint64(31))
+
+
+@dataclasses.dataclass
+class _Term:
+  """What a sampler knows of a trainer's term.
+
+  Attributes:
+    number: of the term; −1: there is none yet; `_UNKNOWN`: before the first look.
+    settles_at: on its clock, when it takes an end or a difference for final.
+    differs: why the sampler must not sample for this trainer; "" if it may.
+    sign: what last showed that the trainer works, and when it was first seen.
+    newest: policy that was announced.
+    draws: that were read, by number.
+    oldest: number of the oldest draw that lacks groups, and since when it is that.
+    orders: of the living, for each group.
+  """
+
+  number: int
+  settles_at: float
+  differs: str
+  sign: tuple[object, float]
+  newest: Known | None = None
+  draws: dict[int, WantedDraw] = dataclasses.field(default_factory=dict)
+  oldest: tuple[int, float] = (-1, 0.0)
+  orders: Orders = dataclasses.field(default_factory=lambda: Orders([]))
+
+  def see(self, sign: object, now: float) -> None:
+    """Notes what there is of the trainer. When that changes, the trainer is at work."""
+    if sign != self.sign[0]:
+      if self.sign[0] is not None:
+        self.settles_at = min(self.settles_at, now)
+      self.sign = sign, now
+
+  def note_policy(self, newest: Known) -> None:
+    """Notes a policy that was announced."""
+    self.newest = newest
+
+  def keep(self, numbers: Sequence[int], living: Sequence[str]) -> None:
+    """Forgets draws with other numbers; `living`: the samplers that share groups from now on."""
+    self.draws = {number: draw for number, draw in self.draws.items() if number in numbers}
+    if living != self.orders.names:
+      self.orders = Orders(living)
+
+  def note_lacking(self, number: int, numbers: Sequence[int], now: float) -> None:
+    """Notes that a draw lacks groups; `numbers`: of the draws up to it, ascending."""
+    if self.oldest[0] not in numbers:
+      self.oldest = number, now
+
+
+class Member:
+  """A sampler's part in a fleet: what it samples next. It neither waits nor samples."""
+
+  def __init__(self, exchange: Exchange, settings: Settings, clock: Callable[[], float]):
+    """Has sampled nothing yet; `clock`: seconds, of this machine."""
+    self._exchange, self._settings, self._clock = exchange, settings, clock
+    self._watch = Watch(settings.silent_s, clock)
+    self._term = _Term(_UNKNOWN, clock() + settings.settle_s, "", (None, clock()))
+    self._policy: Known | None = None  # that samples
+    self._begun: dict[Place, str] = {}  # digest of its draw
+    self.record = SamplerRecord(-1, 0, -1, "starts", "", False, [], 0, 0, 0)
+
+  def look(self) -> Step:
+    """Reads the exchange, and decides; the groups that it wants count as begun.
+
+    Raises:
+      RefusedError: this sampler must not sample for the trainer.
+    RecordError: what the trainer wrote is damaged, and no other trainer has begun for some time.
+    """
+    view, now = self._exchange.look(), self._clock()
+    try:
+      if self._term.number != view.term:
+        self._begin_term(view.term)
+      self._term.see((view.policies, view.draws), now)
+      step = self._next_step(view)
+    except RecordError as error:  # perhaps of a trainer that a crash has ended
+      if now >= self._term.settles_at:
+        raise
+      step = Step(message=f"waits for another trainer: {error}")
+    if now - self._term.sign[1] > self._settings.idle_s:
+      step = Step(ended=True, message=f"saw no trainer for {self._settings.idle_s:.0f} s")
+    doing = [[*place] for place in sorted(self._begun)]
+    self.record = self.record._replace(term=view.term, message=step.message, doing=doing)
+    return step
+
+  def adopt(self, policy: Known) -> None:
+    """Notes the policy with which it samples from now on."""
+    self._policy = policy
+    self.record = self.record._replace(version=policy.version)
+
+  def give(self, groups: Sequence[Group]) -> None:
+    """Writes finished groups."""
+    name = self._settings.name
+    for group in groups:
+      samples = [{**sample, "sampler": name} for sample in group.samples]
+      digest = self._begun.pop((group.draw, group.index))
+      late = not self._exchange.put_group(group._replace(samples=samples), digest)
+      tokens = int(np.sum(group.arrays["lengths"]))
+      self.record = self.record._replace(
+        groups=self.record.groups + (not late),
+        duplicate_groups=self.record.duplicate_groups + late,
+        duplicate_tokens=self.record.duplicate_tokens + tokens * late,
+      )
+
+  def beat(self, number: int) -> None:
+    """Writes a sign of life, with another number than the one before; any thread may call it."""
+    self._exchange.beat(self._settings.name, self.record._replace(beat=number))
+
+  def fail(self, error: BaseException, *, ends_run: bool) -> None:
+    """Leaves an error behind, which the trainer names."""
+    text = f"{type(error).__name__}: {error}"
+    self.record = self.record._replace(error=text, ends_run=ends_run, doing=[])
+    self.beat(0)
+
+  def leave(self) -> None:
+    """Takes this sampler off the list."""
+    self._exchange.remove_sampler(self._settings.name)
+
+  def is_busy(self) -> bool:
+    """Whether groups are being sampled."""
+    return bool(self._begun)
+
+  # --- what to do ---------------------------------------------------------------------------------
+
+  def _begin_term(self, number: int) -> None:
+    """Follows another trainer. What the first one left behind may get a successor."""
+    now, own = self._clock(), self._settings.identity
+    theirs = own if number < 0 else self._exchange.identity(number)
+    if theirs is None:
+      return  # a later term has begun: the next look finds it
+    differing = [n for n in sorted({*own, *theirs}) if own.get(n) != theirs.get(n)]
+    differs = ", ".join(f"{n}: {own.get(n)} here, {theirs.get(n)} there" for n in differing)
+    settles_at = self._term.settles_at if self._term.number == _UNKNOWN else now
+    self._term = _Term(number, settles_at, differs, (None, now))
+
+  def _next_step(self, view: View) -> Step:
+    if self._term.number < 0 or self._term.number != view.term:
+      return Step(message="waits for a trainer to begin")
+    settled = self._clock() >= self._term.settles_at
+    if self._term.differs:
+      if settled:
+        raise RefusedError(
+          f"the trainer differs from this sampler ({self._term.differs}); start the sampler again"
+          " with the trainer's code, --workdir and data"
+        )
+      return Step(message=f"waits for another trainer: {self._term.differs}")
+    if view.ended:
+      return Step(ended=settled, message="the trainer has all its batches")
+    if (newest := self._newest(view)) is None:
+      return Step(message="waits for the trainer's policy")
+    if self._policy is not None and self._policy[1:] == newest[1:]:
+      self._policy = newest  # perhaps of another term, with the same bits
+    restore = newest if newest != self._policy else None
+    if self._policy is None or self._policy.term != view.term:
+      return Step(restore=restore, message=f"waits for version {newest.version} of the policy")
+    want = self._choose(view, self._policy.version)
+    message = f"samples {len(self._begun)} groups" if self._begun else "waits for groups to sample"
+    return Step(restore=restore, want=want, message=message)
+
+  def _newest(self, view: View) -> Known | None:
+    """The newest policy; None if there is none, or it vanished: the next look finds a newer."""
+    for version in view.policies[-1:]:
+      known = self._term.newest
+      if known is not None and known.version == version:
+        return known
+      if (fingerprint := self._exchange.fingerprint(view.term, version)) is not None:
+        known = Known(view.term, version, fingerprint)
+        self._term.note_policy(known)
+        return known
+    return None
+
+  def _choose(self, view: View, version: int) -> list[tuple[Draw, list[int]]]:
+    """The groups to begin now, those of the oldest draws first, at most what there is room for."""
+    living = sorted({*self._watch.look(view.samplers), self._settings.name})
+    self._term.keep(view.draws, living)
+    sampler = functools.cache(self._exchange.sampler)
+    chosen = []
+    lacking = ((n, i) for n in view.draws for i in self._lacking(view, n, version))
+    for number, indices in itertools.groupby(lacking, key=lambda place: place[0]):
+      late = self._patiences(number)
+      mine = []
+      for place in indices:
+        if len(self._begun) >= self._settings.capacity:
+          break
+        if place not in self._begun and self._is_mine(place, late, sampler):
+          self._begun[place] = self._term.draws[number].digest
+          mine.append(place[1])
+      if mine:
+        chosen.append((self._term.draws[number].draw, mine))
+    return chosen
+
+  def _lacking(self, view: View, number: int, version: int) -> list[int]:
+    """The groups of a draw that have no file, if this policy may sample them."""
+    if number not in self._term.draws:
+      if (wanted := self._exchange.get_draw(view.term, number)) is None:
+        return []
+      self._term.draws[number] = wanted
+    wanted = self._term.draws[number]
+    if wanted.draw.version > version:
+      return []
+    lacking = [index for index in wanted.indices if (number, index) not in view.groups]
+    if lacking:
+      self._term.note_lacking(number, view.draws[: view.draws.index(number) + 1], self._clock())
+    return lacking
+
+  def _patiences(self, number: int) -> int:
+    """How many times the patience a draw has been the oldest."""
+    oldest, since = self._term.oldest
+    return int((self._clock() - since) / self._settings.patience_s) if number == oldest else 0
+
+  def _is_mine(
+    self, place: Place, late: int, sampler: Callable[[str], SamplerRecord | None]
+  ) -> bool:
+    """Whether to begin a group that has no file.
+
+    The first one in its order begins it; after each patience twice as many may. While a sampler
+    says that it has begun it, others wait some patiences longer.
+    """
+    order = self._term.orders.of(place)
+    position = order.index(self._settings.name)
+    if position >= 2**late:
+      return False
+    others = [name for name in order[: max(2, position)] if name != self._settings.name]
+    records = (sampler(name) for name in others)
+    if any(record is not None and [*place] in record.doing for record in records):
+      return late >= _BEGUN and position < 2 ** (late - _BEGUN + 1)
+    return True
+
+
+def run_sampler(
+  exchange: Exchange,
+  sampler: Sampler,
+  settings: Settings,
+  restore: Callable[[int, str], Params],
+  *,
+  ends_run: tuple[type[BaseException], ...] = (),
+  stop: Callable[[], bool] = lambda: False,
+  say: Callable[[str], None] = print,
+) -> None:
+  """Samples for the trainer until it has all its batches.
+
+  Args:
+    exchange: of the run.
+    sampler: of this program; it is closed at the end.
+    settings: of this sampler.
+    restore: (version, fingerprint) → the policy's parameters. Called in a thread, while the sampler
+      goes on. It, and the sampler's `offer`, may raise PolicyGoneError.
+    ends_run: errors that any sampler would meet, so that they end the run.
+    stop: whether to end now, as after a signal.
+    say: prints a line.
+  Raises:
+    RefusedError: this sampler must not sample for the trainer.
+  """
+  member = Member(exchange, settings, time.monotonic)
+  speaker = Speaker(f"sampler {settings.name}", say, time.monotonic)
+  try:
+    with _beating(member, settings.silent_s / BEATS), _restoring() as begin:
+      coming: tuple[Known, Future[Params]] | None = None
+      while not (step := member.look()).ended and not stop():
+        if coming is None and step.restore is not None:
+          coming = step.restore, begin(restore, *step.restore[1:])
+        if coming is not None and coming[1].done():
+          (known, future), coming = coming, None
+          with contextlib.suppress(PolicyGoneError):  # the next look finds a newer one
+            sampler.offer(policy_of(known, future.result()))
+            member.adopt(known)
+        for draw, indices in step.want:
+          sampler.want(draw, indices)
+        speaker.say(step.message)
+        if member.is_busy():
+          member.give(sampler.take())
+        else:
+          time.sleep(settings.poll_s)
+      why = step.message if step.ended else "it was asked to"
+      say(f"sampler {settings.name} ends: {why}")
+  except BaseException as error:
+    with contextlib.suppress(OSError):
+      member.fail(error, ends_run=isinstance(error, ends_run))
+    raise
+  finally:
+    sampler.close()
+  member.leave()
+
+
+def policy_of(known: Known, params: Params) -> Policy:
+  """A restored policy, as samplers take it."""
+  return Policy(known.version, params, lambda: known.fingerprint)
+
+
+class Speaker:
+  """Prints what a program waits for when that changes, and now and then."""
+
+  def __init__(self, who: str, say: Callable[[str], None], clock: Callable[[], float]):
+    self._who, self._say, self._clock = who, say, clock
+    self._last = ("", -math.inf)
+
+  def say(self, message: str) -> None:
+    """Prints a message, unless it was printed lately."""
+    text, at = self._last
+    if message.split()[0] != text.partition(" ")[0] or self._clock() - at > SAY_EVERY_S:
+      self._last = message, self._clock()
+      self._say(f"{self._who} {message}")
+
+
+@contextlib.contextmanager
+def _beating(member: Member, every_s: float) -> Iterator[None]:
+  """Context in which a thread writes signs of life."""
+  ended = threading.Event()
+
+  def run() -> None:
+    for number in itertools.count(1):
+      with contextlib.suppress(OSError):  # the next look meets it too
+        member.beat(number)
+      if ended.wait(every_s):
+        return
+
+  thread = threading.Thread(target=run, name="beats", daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    ended.set()
+    thread.join()
+
+
+@contextlib.contextmanager
+def _restoring() -> Iterator[Callable[..., Future[Params]]]:
+  """Context with a function that runs another one in a thread."""
+  pool = ThreadPoolExecutor(1, "restore")
+  try:
+    yield pool.submit
+  finally:
+    pool.shutdown(wait=False, cancel_futures=True)

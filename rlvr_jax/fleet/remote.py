@@ -1,0 +1,367 @@
+"""The trainer's side of a fleet: a sampler whose groups other programs sample."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rlvr_jax.fleet.exchange import Exchange, Place, RecordError, View, Watch
+from rlvr_jax.rollouts.group import Draw, Group, Policy, check_arrays
+from rlvr_jax.storage.objects import Listed
+
+SAY_EVERY_S = 30.0
+_START = "start one with --mode=sample and this --workdir"
+GONE_S = 600.0  # without a change, until what a sampler said is removed
+
+
+class FleetError(RuntimeError):
+  """The trainer cannot go on with its samplers."""
+
+
+class Shape(NamedTuple):
+  """What the arrays of a group may be."""
+
+  group_size: int
+  max_prompt: int
+  max_response: int
+  vocabulary: int
+
+
+class Settings(NamedTuple):
+  """How the trainer takes part."""
+
+  identity: Mapping[str, str]  # code, configuration, data …: samplers must have the same
+  shape: Shape
+  silent_s: float = 30.0  # without a change, until a sampler counts as dead
+  alone_s: float = 3600.0  # without a living sampler, until the run ends
+  deadline_s: float = 3600.0  # for a group of a draw
+  poll_s: float = 0.1  # between two looks
+
+
+@dataclasses.dataclass
+class _Open:
+  """A draw whose groups are not all taken.
+
+  Attributes:
+    draw, digest: of it.
+    missing: indices of the groups that are still to come.
+    early: groups by policies that this trainer has not offered yet.
+  """
+
+  draw: Draw
+  digest: str
+  missing: set[int]
+  early: dict[int, Group] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class _State:
+  """What a trainer knows of its fleet.
+
+  Attributes:
+    fingerprints: by version, of the policies of this run.
+    watch: of the samplers.
+    said_at: when something was last printed.
+    open: draws with missing groups, by number.
+    complete: numbers of draws of which all groups were taken, whose objects are still there.
+    next_draw: number of the next draw.
+    counts: metrics.
+  """
+
+  fingerprints: dict[int, str]
+  watch: Watch
+  said_at: float
+  open: dict[int, _Open] = dataclasses.field(default_factory=dict)
+  complete: list[int] = dataclasses.field(default_factory=list)
+  next_draw: int = 0
+  counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+  def begin(self, number: int, found: _Open | None) -> None:
+    """Notes a draw; None: nothing of it is missing."""
+    self.next_draw = number + 1
+    if found is not None:
+      self.open[number] = found
+
+  def note(self, groups: Sequence[Group]) -> None:
+    """Notes that groups are taken."""
+    for group in groups:
+      found = self.open[group.draw]
+      found.missing.discard(group.index)
+      if not found.missing:
+        del self.open[group.draw]
+        self.complete.append(group.draw)
+
+  def forget_complete(self) -> None:
+    """Forgets draws that are complete, and policies that no later group can have."""
+    self.complete.clear()
+    oldest = min((found.draw.version for found in self.open.values()), default=0)
+    self.fingerprints = {v: x for v, x in self.fingerprints.items() if v >= oldest}
+
+  def is_due(self, now: float) -> bool:
+    """Whether it is time to say something; then not for some time."""
+    if now - self.said_at <= SAY_EVERY_S:
+      return False
+    self.said_at = now
+    return True
+
+
+class RemoteSampler:
+  """Samples by other programs, which read draws and policies from an exchange; a `Sampler`."""
+
+  def __init__(
+    self,
+    exchange: Exchange,
+    publish: Callable[[Policy, Callable[[], None]], None],
+    settings: Settings,
+    *,
+    fingerprints: Mapping[int, str] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+    say: Callable[[str], None] = print,
+  ):
+    """Begins a term: samplers follow this trainer from now on.
+
+    Args:
+      exchange: of the run.
+      publish: writes a policy where samplers restore it from, and calls the function once they can;
+        may do that later, in another thread.
+      settings: of the trainer.
+      fingerprints: of the versions before this start, as far as they are known.
+      clock, sleep: seconds, of this machine.
+      say: prints a line.
+    """
+    self._exchange, self._publish, self._settings = exchange, publish, settings
+    self._clock, self._sleep, self._say = clock, sleep, say
+    self._term = exchange.begin_term(settings.identity)
+    self._state = _State(dict(fingerprints or {}), Watch(settings.silent_s, clock), clock())
+
+  def offer(self, policy: Policy) -> None:
+    """Publishes newer weights."""
+    fingerprint, term = policy.fingerprint(), self._term
+    self._state.fingerprints[policy.version] = fingerprint
+    self._publish(policy, lambda: self._exchange.announce(term, policy.version, fingerprint))
+
+  def want(self, draw: Draw, indices: Collection[int]) -> None:
+    """Asks the samplers for groups of a draw; draws come in the order of their numbers."""
+    if draw.plan is not None:
+      raise ValueError(
+        "a fleet cannot repeat a recorded run with a version for each token: set"
+        " config.fleet.samplers = False, and one program repeats it"
+      )
+    found = None
+    if indices:
+      digest = self._exchange.put_draw(self._term, draw, indices)
+      found = _Open(draw, digest, {*indices})
+    self._state.begin(draw.number, found)
+
+  def take(self) -> list[Group]:
+    """Waits for groups; returns at least one. What was returned before is in the store by now.
+
+    Raises:
+      FleetError: see `look`.
+    """
+    began = self._clock()
+    while not (groups := self.look(self._clock() - began)):
+      self._sleep(self._settings.poll_s)
+    return groups
+
+  def look(self, waited_s: float) -> list[Group]:
+    """The groups that have come. What was returned before is in the store by now.
+
+    Args:
+      waited_s: seconds since a call has returned groups.
+    Raises:
+      FleetError: no sampler is alive, one has met an error that ends the run, no group came before
+        the deadline, another trainer has begun, or nothing is wanted.
+    """
+    self._forget_complete()
+    if not self._state.open:
+      raise FleetError("no groups are wanted; this is a bug in what draws problems")
+    view = self._exchange.look()
+    if view.term != self._term:
+      raise FleetError(
+        "another trainer has begun on this workdir; only one may run. End the other one, then"
+        " rerun this command"
+      )
+    groups = self._collect(view)
+    if not groups:
+      self._check_samplers(view, waited_s)
+    return groups
+
+  def end(self) -> None:
+    """Tells the samplers that all batches are there."""
+    self._exchange.end(self._term)
+
+  def close(self) -> None:
+    """Does nothing: samplers wait for the next trainer."""
+
+  def statistics(self) -> dict[str, float]:
+    """Metrics: samplers that are alive, and counts since the start.
+
+    `late_groups` came after their draw was complete; `dropped_groups` are sampled again.
+    `duplicate_groups`, `duplicate_tokens`: that the living samplers finished as the second ones.
+    """
+    view = self._exchange.look()
+    living = self._state.watch.look(view.samplers)
+    records = [record for name in living if (record := self._exchange.sampler(name)) is not None]
+    measured = {
+      "running": len(living),
+      "late_groups": self._state.counts["late_groups"],
+      "dropped_groups": self._state.counts["dropped_groups"],
+      "duplicate_groups": sum(record.duplicate_groups for record in records),
+      "duplicate_tokens": sum(record.duplicate_tokens for record in records),
+    }
+    return {f"fleet/{name}": float(value) for name, value in measured.items()}
+
+  # --- groups -------------------------------------------------------------------------------------
+
+  def _collect(self, view: View) -> list[Group]:
+    """The groups that have come for open draws, checked; removes those that come too late."""
+    taken = []
+    for place, listed in view.groups.items():
+      number, index = place
+      if number in self._state.open:
+        if index in self._state.open[number].missing:
+          group = self._read(self._state.open[number], place, listed)
+          taken += [] if group is None else [group]
+      elif number < self._state.next_draw and number not in self._state.complete:
+        self._state.counts["late_groups"] += 1
+        self._exchange.remove_group(place)
+    self._state.note(taken)
+    return taken
+
+  def _read(self, of: _Open, place: Place, listed: Listed) -> Group | None:
+    """A group that may be trained on; None if it may not, or not yet."""
+    index = place[1]
+    group = of.early.get(index)
+    try:
+      if group is None:
+        if (found := self._exchange.get_group(place, listed)) is None:
+          return None
+        group, digest = found
+        if digest != of.digest:
+          raise RecordError("it is of other problems, or of another seed")
+        check_group(group, of.draw, self._settings.shape)
+      if self._is_early(group):
+        of.early[index] = group
+        return None
+    except ValueError as error:
+      of.early.pop(index, None)
+      self._drop(place, str(error))
+      return None
+    of.early.pop(index, None)
+    return group
+
+  def _is_early(self, group: Group) -> bool:
+    """Whether a version of a group is still to be offered again, after a restart.
+
+    Raises:
+      RecordError: the group's policies are not those of this trainer.
+    """
+    known = self._state.fingerprints
+    for version, fingerprint in group.versions.items():
+      if version > max(known, default=-1):
+        if group.draw == min(self._state.open):  # which is needed for that version
+          raise RecordError(f"version {version} comes after the batch")
+        return True
+      if known.get(version) != fingerprint:
+        raise RecordError(
+          f"version {version} had the fingerprint {fingerprint}, here it has {known.get(version)}"
+        )
+    return False
+
+  def _drop(self, place: Place, why: str) -> None:
+    """Removes a group, which is sampled again."""
+    self._say(f"warning: group {place[1]} of draw {place[0]} is sampled again: {why}")
+    self._state.counts["dropped_groups"] += 1
+    self._exchange.remove_group(place)
+
+  def _forget_complete(self) -> None:
+    """Removes the objects of draws of which every group was taken."""
+    if not self._state.complete:
+      return
+    for number in self._state.complete:
+      self._exchange.remove_draw(self._term, number)
+    for place in self._exchange.look().groups:
+      if place[0] in self._state.complete:
+        self._exchange.remove_group(place)
+    self._state.forget_complete()
+
+  # --- samplers -----------------------------------------------------------------------------------
+
+  def _check_samplers(self, view: View, waited: float) -> None:
+    """Says what the trainer waits for; raises FleetError if that is in vain."""
+    settings, watch, now = self._settings, self._state.watch, self._clock()
+    living = watch.look(view.samplers)
+    for name in watch.dead(GONE_S):
+      self._exchange.remove_sampler(name)
+    missing = self._describe_missing()
+    if not living and waited > settings.alone_s:
+      raise FleetError(
+        f"no sampler is running{self._errors(view)}, and {missing} are missing for {waited:.0f} s:"
+        f" {_START}"
+      )
+    if waited > settings.deadline_s:
+      raise FleetError(
+        f"no group came for {waited:.0f} s, of at most {settings.deadline_s:.0f} s"
+        f" (config.generation_deadline_s){self._errors(view)}; {missing}"
+      )
+    if self._state.is_due(now):
+      who = f"{len(living)} samplers" if living else f"no sampler is running: {_START}"
+      self._say(f"waits for {missing}, for {waited:.0f} s so far; {who}{self._errors(view)}")
+
+  def _errors(self, view: View) -> str:
+    """The errors of samplers of this term, as text; "" if there are none.
+
+    Raises:
+      FleetError: one of them ends the run.
+    """
+    found = []
+    for name in view.samplers:
+      record = self._exchange.sampler(name)
+      if record is not None and record.term == self._term and record.error:
+        found.append(f"{name} ended with {record.error:.500}")
+        if record.ends_run:
+          raise FleetError(
+            f"sampler {found[-1]}. Sampled groups are kept: fix the cause and rerun the same"
+            " commands"
+          )
+    return "".join(f"; {text}" for text in found)
+
+  def _describe_missing(self) -> str:
+    """Which groups are missing, as text."""
+    parts = [
+      f"groups {', '.join(map(str, sorted(found.missing)[:8]))}"
+      f"{', …' if len(found.missing) > 8 else ''} of draw {number}"
+      for number, found in sorted(self._state.open.items())[:3]
+    ]
+    return "; ".join(parts) + ("; …" if len(self._state.open) > 3 else "")
+
+
+def check_group(group: Group, draw: Draw, shape: Shape) -> None:
+  """Raises ValueError unless a group's contents are possible for its draw."""
+  arrays, sizes = group.arrays, check_arrays(group.arrays)
+  allowed = {"G": shape.group_size, "S": shape.max_prompt, "T": shape.max_response}
+  for axis, most in allowed.items():
+    if sizes.get(axis, most) > most or (axis == "G" and sizes.get(axis) != most):
+      raise RecordError(f"it has {sizes.get(axis)} places along {axis}, where {most} are allowed")
+  if missing := {"tokens", "lengths", "rewards"} - arrays.keys():
+    raise RecordError(f"it lacks {', '.join(sorted(missing))}")
+  if len(group.samples) != shape.group_size or group.source != draw.sources[group.index]:
+    raise RecordError(f"it has {len(group.samples)} samples of source {group.source}")
+  if any(version < draw.version for version in group.versions):
+    raise RecordError(f"version {min(group.versions)} is older than config.schedule allows")
+  bounds = {"tokens": shape.vocabulary - 1, "prompts.tokens": shape.vocabulary - 1}
+  bounds |= {"lengths": sizes["T"], "prompts.lengths": sizes.get("S", 0)}
+  for name, most in bounds.items():
+    values = arrays.get(name, np.zeros(1, np.int32))
+    if values.size and not 0 <= values.min() <= values.max() <= most:
+      raise RecordError(f"{name} has values outside 0 … {most}")
+  for name in ("behavior_logprobs", "sampled_logprobs", "rewards"):
+    if name in arrays and not np.isfinite(arrays[name]).all():
+      raise RecordError(f"{name} has values that are not finite")

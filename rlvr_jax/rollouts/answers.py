@@ -1,0 +1,292 @@
+"""What follows a turn of the policy: the environment's reply, or the grade that ends the rollout.
+
+A grader is an environment of one turn. Whoever answers works in other processes of this machine, so
+answers come late and in any order. In several processes of a run all get the same answers after
+the same burst: the first process has the environments, and all share the grading.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlvr_jax.data import Problem, Tokenizer
+from rlvr_jax.environments.base import Turn
+from rlvr_jax.rewards.outcome import Grade, Outcome
+from rlvr_jax.rollouts.dialogues import Beginning, Dialogues
+from rlvr_jax.rollouts.engine import Rollout
+from rlvr_jax.workers.pool import Failure
+
+_WAIT_S = 2.0  # of a process for answers, before it exchanges with the others
+_OUTCOME_OF_FAILURE = {
+  "failed": Outcome.ENVIRONMENT_FAILED,
+  "timeout": Outcome.ENVIRONMENT_LIMIT,
+  "memory": Outcome.ENVIRONMENT_LIMIT,
+  "refused": Outcome.ENVIRONMENT_REFUSED,
+}
+
+Reply = np.ndarray  # i32[n], n ≥ 1, the environment's tokens
+
+
+class EnvironmentStoppedError(RuntimeError):
+  """The environments of all problems failed where no policy's text can be the cause."""
+
+
+def _same(value: Any) -> Any:
+  return value
+
+
+def in_this_process(action: Callable[[], Any]) -> list[Any]:
+  """The results of an action in all processes, where there is one."""
+  return [action()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+  """The processes of a run.
+
+  Attributes:
+    index: of this process.
+    count: of the processes.
+    gather: an action whose result is JSON → the results of all processes, in order. All call it
+      together, and all raise if the action raises in one.
+  """
+
+  index: int = 0
+  count: int = 1
+  gather: Callable[[Callable[[], Any]], list[Any]] = in_this_process
+
+
+ALONE = Processes()
+
+
+class Asked(NamedTuple):
+  """What a turn belongs to."""
+
+  problem: Problem
+  beginning: Beginning
+  seed: int  # of the problem's environment
+  thought: str  # "<think>" if the prompt ends so, as in some chat templates; else ""
+
+
+@dataclasses.dataclass
+class AnswerCounts:
+  """Counts of answers; all are sums.
+
+  Attributes:
+    replies: turns that an environment has answered.
+    reply_waits_s: seconds from the end of a turn until its answer was taken, over all replies.
+    environment_wait_seconds: in which the sampler waited for replies.
+    grade_seconds: in which it waited for grades, with nothing to decode.
+    dropped_tokens: sampled behind a stop string.
+  """
+
+  replies: int = 0
+  reply_waits_s: float = 0.0
+  environment_wait_seconds: float = 0.0
+  grade_seconds: float = 0.0
+  dropped_tokens: int = 0
+
+  def add_reply(self, waited_s: float) -> None:
+    """Counts the answer of an environment, and the seconds since its turn."""
+    self.replies += 1
+    self.reply_waits_s += waited_s
+
+  def add_wait(self, seconds: float, *, for_replies: bool) -> None:
+    """Counts a wait of the sampler."""
+    if for_replies:
+      self.environment_wait_seconds += seconds
+    else:
+      self.grade_seconds += seconds
+
+  def drop(self, tokens: int) -> None:
+    """Counts tokens behind a stop string."""
+    self.dropped_tokens += tokens
+
+
+class _Waiting(NamedTuple):
+  """A turn without an answer so far."""
+
+  rollout: Rollout
+  asked: Asked
+  since: float  # seconds on the host's clock
+  future: Future[Any] | None  # None: another process asks
+  kind: str  # "grade" or "turn"
+
+
+class Answers:
+  """Asks graders, and environments if rollouts are dialogues.
+
+  Attributes:
+    counts: of the answers so far.
+  """
+
+  def __init__(
+    self,
+    tokenizer: Tokenizer,
+    grade: Callable[[Sequence[str], Sequence[Mapping[str, Any]]], Future[list[Grade]]],
+    dialogues: Dialogues | None = None,
+    processes: Processes = ALONE,
+  ):
+    """Binds the pools of a run; nobody is asked yet.
+
+    Args:
+      tokenizer: of the run.
+      grade: (completions, references) → a future of grades.
+      dialogues: of one sampler; None: a rollout is one turn.
+      processes: of the run.
+    """
+    self.counts = AnswerCounts()
+    self._tokenizer, self._grade = tokenizer, grade
+    self._dialogues, self._processes = dialogues, processes
+    self._num_asked = 0
+    self._waiting: dict[int, _Waiting] = {}  # by number, in all processes the same
+    self._known: dict[int, Grade] = {}  # grades that nobody is asked for, likewise
+
+  @property
+  def is_waiting(self) -> bool:
+    """Whether a turn has no answer."""
+    return bool(self._waiting)
+
+  @property
+  def replies_to_come(self) -> int:
+    """Number of turns that an environment has yet to answer."""
+    return sum(waiting.kind == "turn" for waiting in self._waiting.values())
+
+  def begin(self, problems: Sequence[Problem], seeds: Sequence[int]) -> list[Beginning]:
+    """How the rollouts of problems begin, by problem; resets their environments to see that.
+
+    Raises:
+      EnvironmentStoppedError: the environments of several problems failed at their reset, all.
+    """
+    if self._dialogues is None:
+      return [Beginning()] * len(problems)
+    resets = self._dialogues.reset(problems, seeds) if self._processes.index == 0 else []
+    begun: list[Any] | None = None
+    while begun is None:  # in pieces, so that a request to end is noticed
+      unfinished = concurrent.futures.wait(resets, timeout=_WAIT_S).not_done
+      mine = None if unfinished else self._dialogues.begun(resets)
+      begun = self._processes.gather(functools.partial(_same, mine))[0]
+    beginnings = [Beginning(*fields) for fields in begun]
+    if len(problems) > 1 and all(beginning.failure for beginning in beginnings):
+      raise EnvironmentStoppedError(
+        f"the environment failed at its reset for all {len(problems)} problems of a batch; the"
+        f" first error is: {beginnings[0].failure}"
+      )
+    return beginnings
+
+  def find_stop(self, rollout: Rollout, start: int) -> int | None:
+    """The length of a response with which its turn ends by a stop string; None if it does not.
+
+    Args:
+      rollout: up to its newest token.
+      start: of the tokens that are new.
+    """
+    if self._dialogues is None:
+      return None
+    length = self._dialogues.find_stop(rollout, start)
+    if length is not None:
+      self.counts.drop(rollout.length - length)
+    return length
+
+  def ask(self, rollout: Rollout, asked: Asked) -> None:
+    """Takes the end of a turn; the answer comes from `take`."""
+    number, self._num_asked = self._num_asked, self._num_asked + 1
+    self._waiting[number] = _Waiting(rollout, asked, time.monotonic(), None, "turn")
+    if self._dialogues is None:
+      text = self._tokenizer.decode(rollout.arrays["tokens"][: rollout.length].tolist())
+      self._ask_grader(number, asked.thought + text)
+    elif asked.beginning.failure is not None:
+      self._known[number] = Grade(Outcome.ENVIRONMENT_FAILED, detail=asked.beginning.failure)
+    elif not rollout.stopped:
+      self._known[number] = Grade(Outcome.LENGTH_LIMIT)
+    elif self._processes.index == 0:
+      future = self._dialogues.step(rollout, asked.problem, asked.seed)
+      self._waiting[number] = self._waiting[number]._replace(future=future)
+
+  def take(
+    self, *, patience_s: float, until_one: bool
+  ) -> list[tuple[Rollout, Asked, Reply | Grade]]:
+    """The answers that have come, in the order in which they were asked for.
+
+    Waits some seconds at most, so that signals are noticed.
+
+    Args:
+      patience_s: seconds to wait for all replies of environments.
+      until_one: whether to wait until there is an answer.
+    """
+    known, self._known = self._known, {}
+    if not self._waiting:
+      return []
+    self._wait(patience_s, until_one and not known)
+    by_process = self._processes.gather(self._results)
+    results = {number: (kind, fields) for of_one in by_process for number, kind, fields in of_one}
+    answers: list[tuple[Rollout, Asked, Reply | Grade]] = []
+    for number in sorted([*known, *results]):
+      answer = known[number] if number in known else self._answer(number, *results[number])
+      if answer is not None:
+        rollout, asked, *_ = self._waiting.pop(number)
+        if self._dialogues is not None and isinstance(answer, Grade):
+          rollout.end(is_cut_off=answer.outcome is Outcome.LENGTH_LIMIT)
+          self._dialogues.end(rollout)
+        answers.append((rollout, asked, answer))
+    return answers
+
+  def _ask_grader(self, number: int, text: str) -> None:
+    """Asks for a grade; one process for each text, so that its timeout applies to all."""
+    waiting = self._waiting[number]._replace(kind="grade", future=None)
+    if number % self._processes.count == self._processes.index:
+      waiting = waiting._replace(future=self._grade([text], [waiting.asked.problem.reference]))
+    self._waiting[number] = waiting
+
+  def _wait(self, patience_s: float, until_one: bool) -> None:
+    """Waits for futures of this process."""
+    began = time.monotonic()
+    futures = {kind: [*self._futures(kind)] for kind in ("turn", "grade")}
+    if until_one:
+      first = concurrent.futures.FIRST_COMPLETED
+      both = [*futures["turn"], *futures["grade"]]
+      concurrent.futures.wait(both, timeout=_WAIT_S, return_when=first)
+    if patience_s and futures["turn"]:
+      concurrent.futures.wait(futures["turn"], timeout=patience_s)
+    self.counts.add_wait(time.monotonic() - began, for_replies=bool(futures["turn"]))
+
+  def _futures(self, kind: str) -> Collection[Future[Any]]:
+    return [w.future for w in self._waiting.values() if w.kind == kind and w.future is not None]
+
+  def _results(self) -> list[Any]:
+    """What this process's futures have given, as JSON: [number, kind, fields]."""
+    results = []
+    for number, waiting in self._waiting.items():
+      if waiting.future is None or not waiting.future.done():
+        continue
+      result = waiting.future.result()
+      if waiting.kind == "grade":
+        (grade,) = result
+        results.append([number, "grade", [*dataclasses.astuple(grade)]])
+      else:
+        kind = "failure" if isinstance(result, Failure) else "turn"
+        results.append([number, kind, [*result]])
+    return results
+
+  def _answer(self, number: int, kind: str, fields: list[Any]) -> Reply | Grade | None:
+    """The answer that a result is; None if a grader has yet to judge the dialogue."""
+    rollout, asked, since, *_ = self._waiting[number]
+    if kind == "grade" or self._dialogues is None:
+      outcome, *rest = fields
+      return Grade(Outcome(outcome), *rest)
+    self.counts.add_reply(time.monotonic() - since)
+    if kind == "failure":
+      failure = Failure(*fields)
+      return Grade(_OUTCOME_OF_FAILURE[failure.kind], detail=failure.detail)
+    answer = self._dialogues.answer(rollout, Turn(*fields))
+    if answer is None:
+      self._ask_grader(number, self._dialogues.judged_text(rollout, asked.thought))
+    return answer

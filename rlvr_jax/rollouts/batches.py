@@ -1,0 +1,603 @@
+"""Batches in order, from graded groups in any order: everything between a draw and a batch.
+
+A batch is the groups of a draw; with dynamic sampling, of several draws in a row. Every group goes
+through the store, so that a killed run samples no group twice. All processes of a run call the same
+functions together; the first one writes the store.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from rlvr_jax.data.draws import Draws
+from rlvr_jax.rollouts.batch import train_batch, with_equal_names
+from rlvr_jax.rollouts.grading import (
+  FOREIGN,
+  draw_statistics,
+  mean_solve_rate,
+  sampled_places,
+  solve_rates,
+)
+from rlvr_jax.rollouts.group import Draw, Group, Sampler, decode, encode, join
+from rlvr_jax.rollouts.recorded import RecordedGroups
+from rlvr_jax.rollouts.staleness import Drawn, RecordedRun, encode_versions
+from rlvr_jax.rollouts.store import RolloutStore, TornShardError
+from rlvr_jax.types import TrainBatch
+
+_MAX_CACHED = 16  # batches kept in memory; the others are read from the store for their update
+
+
+class DynamicSamplingError(RuntimeError):
+  """A batch could not be filled with groups that are neither all right nor all wrong."""
+
+
+class FingerprintError(RuntimeError):
+  """Rollouts that were not sampled by the policy of their version."""
+
+
+class Position(NamedTuple):
+  """State of drawing between two batches, which determines the next ones; JSON."""
+
+  number: int = 0  # of the next batch
+  draws: int = 0  # of problems, so far
+  checked_version: int = -1  # policy whose log-probabilities were last compared; −1: none
+  problems: Mapping[str, Any] = {}  # state of the problems' order
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """A graded batch.
+
+  Attributes:
+    number: from 0, in the order in which batches are sampled.
+    groups: P groups, in the order of their sources.
+    after: where drawing stands behind it.
+    draws: number of draws of problems that it took, more than one with dynamic sampling.
+    prompts, tokens: sampled for it, those of dropped groups included.
+    statistics: metrics of its sampling and grading.
+    timings: seconds and counts of sampling since the last batch; {} if it was read from the store.
+    flops: model FLOPs of sampling it.
+    drawn: of each of its draws, how it was drawn, where the clock decided that.
+  """
+
+  number: int
+  groups: Sequence[Group]
+  after: Position
+  draws: int
+  prompts: int
+  tokens: int
+  statistics: Mapping[str, float]
+  timings: Mapping[str, float]
+  flops: float
+  drawn: Sequence[Mapping[str, Any]] = ()
+
+  @functools.cached_property
+  def train(self) -> TrainBatch:
+    """Its arrays, for an update."""
+    return train_batch(self.groups)
+
+  @property
+  def samples(self) -> list[dict[str, Any]]:
+    """A human-readable record per rollout, in order."""
+    return [sample for group in self.groups for sample in group.samples]
+
+  @property
+  def versions(self) -> np.ndarray:
+    """i32[P], the version of each group's oldest token; `FOREIGN` if this run sampled none."""
+    return versions_of(self.groups)
+
+  @property
+  def fingerprints(self) -> dict[int, str]:
+    """The fingerprint of each version that has sampled it, ascending."""
+    found = {version: x for group in self.groups for version, x in group.versions.items()}
+    return dict(sorted(found.items()))
+
+  def info(self) -> dict[str, Any]:
+    """What the store keeps beside the groups; JSON."""
+    names = ("draws", "prompts", "tokens", "statistics", "flops", "drawn")
+    fingerprints = {str(version): x for version, x in self.fingerprints.items()}
+    return {name: getattr(self, name) for name in names} | {
+      "after": self.after._asdict(),
+      "groups": len(self.groups),
+      "versions": fingerprints,
+    }
+
+
+def read_batch(store: RolloutStore, number: int) -> Batch:
+  """A batch of a store.
+
+  Raises:
+    TornShardError: it is missing or damaged.
+  """
+  groups, info = store.read(number)
+  names = ("draws", "prompts", "tokens", "statistics", "flops", "drawn")
+  fields = {name: info[name] for name in names}
+  return Batch(number, groups, Position(**info["after"]), timings={}, **fields)
+
+
+def versions_of(groups: Sequence[Group]) -> np.ndarray:
+  """i32[P], the version of each group's oldest token; `FOREIGN` if this run sampled none."""
+  return np.array([min(group.versions, default=FOREIGN) for group in groups], np.int32)
+
+
+class Measured(NamedTuple):
+  """A complete draw, compared with the trainer."""
+
+  groups: Sequence[Group]
+  statistics: Mapping[str, float]
+  checked_version: int  # see `Position`
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSettings:
+  """How a run's batches are made.
+
+  Attributes:
+    quotas: groups of a batch, by source; recorded groups have the last one.
+    seed: of the rollouts.
+    max_draws: of problems for a batch, with dynamic sampling; 0: without.
+    waits_for_all: whether all batches that have begun are sampled before the next update: then a
+      checkpoint has no batch of an older policy in progress, and a resumed run repeats this one.
+    repeats: the run that is sampled again; None: none.
+    how_drawn: what a later run needs to repeat draws that depend on the clock, as a `Drawn` without
+      its draw, problems and version; {}: nothing does.
+    about: JSON values about the run, for runs that use its store.
+  """
+
+  quotas: Sequence[int]
+  seed: int
+  max_draws: int = 0
+  waits_for_all: bool = True
+  repeats: RecordedRun | None = None
+  how_drawn: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Surroundings(Protocol):
+  """What batches need of the run around them."""
+
+  def fingerprint(self, version: int) -> str | None:
+    """The fingerprint of a version's parameters in this trainer; None if it is not known."""
+    ...
+
+  def on_first(self, action: Callable[[], Any]) -> Any:
+    """Runs an action on the first process; returns its result, JSON, on all."""
+    ...
+
+  def measure(self, groups: Sequence[Group], version: int, checked_version: int) -> Measured:
+    """Compares a complete draw with the trainer.
+
+    Args:
+      groups: in order, those of recorded sources included.
+      version: of the policy that the draw began with.
+      checked_version: of the policy that was compared last.
+    """
+    ...
+
+  def flops(self, groups: Sequence[Group]) -> float:
+    """Model FLOPs of sampling groups."""
+    ...
+
+  def count(self, batch: Batch, step: int) -> None:
+    """Takes note of a new batch; `step`: number of updates so far."""
+    ...
+
+  def warn(self, text: str) -> None:
+    """Warns people."""
+    ...
+
+
+@dataclasses.dataclass
+class _Open:
+  """A draw whose groups are not all there, or in no batch so far."""
+
+  draw: Draw
+  state: dict[str, Any]  # of the problems' order behind it
+  drawn: dict[str, Any]  # see `Batch.drawn`
+  groups: dict[int, Group]  # by index
+
+  @property
+  def is_complete(self) -> bool:
+    """Whether all groups are there."""
+    return len(self.groups) == len(self.draw.problems)
+
+
+class _Complete(NamedTuple):
+  """A draw that has all its groups, graded and measured."""
+
+  groups: Sequence[Group]
+  position: Position  # behind it
+  prompts: int
+  tokens: int
+  solve_rate: float  # NaN if no group has one
+  statistics: Mapping[str, float]
+  timings: Mapping[str, float]
+  flops: float
+  drawn: Mapping[str, Any]
+
+
+class MeasuredSampler(Sampler, Protocol):
+  """A sampler that says what sampling takes, and what is finished."""
+
+  def poll(self) -> list[Group]:
+    """Returns groups that are finished, as `take`, but does not wait."""
+    ...
+
+  def measure(self) -> dict[str, float]:
+    """What sampling has taken since the last call, by metric."""
+    ...
+
+
+class Inputs(NamedTuple):
+  """Where groups come from."""
+
+  sampler: MeasuredSampler
+  problems: Draws
+  recorded: RecordedGroups | None
+
+
+class _Place(NamedTuple):
+  """How far the batches of a run are."""
+
+  position: Position  # behind the last one that is complete
+  begun: int  # number of the next batch to begin
+  draws: int  # of the next draw
+  version: int = 0  # of the newest policy that was offered
+
+
+class Batches:
+  """Draws problems, wants their groups, and assembles batches."""
+
+  def __init__(
+    self, inputs: Inputs, store: RolloutStore, settings: BatchSettings, run: Surroundings
+  ):
+    """Binds the objects of a run; nothing is drawn yet.
+
+    Args:
+      inputs: where groups come from.
+      store: gets every group and batch; written by the first process.
+      settings, run: of the run.
+    """
+    self._inputs, self._store, self._settings, self._run = inputs, store, settings, run
+    self._open: dict[int, _Open] = {}  # draws that are not complete, by number, in order
+    self._spare: list[_Complete] = []  # draws that the next batch takes groups of
+    self._place = _Place(Position(problems=inputs.problems.get_state()), 0, 0)
+    self._cache: dict[int, Batch] = {}
+
+  # --- as the loop sees it ------------------------------------------------------------------------
+
+  def sample_with(self, sampler: MeasuredSampler) -> None:
+    """Lets another sampler give the groups; none is wanted so far."""
+    self._inputs = self._inputs._replace(sampler=sampler)
+
+  def move_to(self, position: Position) -> None:
+    """Continues behind a batch."""
+    self._inputs.problems.set_state(dict(position.problems))
+    self._place = _Place(position, position.number, position.draws)
+
+  def position(self) -> Position:
+    """Where drawing stands, behind the last batch that is complete."""
+    return self._place.position
+
+  def open(self, until: int, version: int) -> None:
+    """Begins the batches below `until`; those that the store has are not sampled again.
+
+    Args:
+      until: one past the number of the last batch that may begin.
+      version: of the newest policy that was offered.
+    """
+    self._place = self._place._replace(version=version)
+    while (number := self._place.begun) < until:
+      stored = None if self._open or self._spare else self._stored(number)
+      if stored is None:
+        self._begin()
+        self._place = self._place._replace(begun=number + 1)
+      elif max(stored.fingerprints, default=0) > version:
+        return  # by a trainer whose last updates were lost: they are being repeated
+      elif why := self._difference(stored):
+        self._set_aside(number, why)
+      else:
+        self._inputs.problems.set_state(dict(stored.after.problems))
+        self._place = _Place(stored.after, number + 1, stored.after.draws, version)
+        self._add_batch(stored)
+
+  def take(self, number: int) -> Batch:
+    """The batch with this number; waits for it, or for all that have begun."""
+    until = self._place.begun if self._settings.waits_for_all else number + 1
+    while self._place.position.number < until:
+      if not self._assemble():
+        self._add(self._inputs.sampler.take())
+    if number not in self._cache:
+      return read_batch(self._store, number)
+    return self._cache[number]
+
+  def has(self, number: int) -> bool:
+    """Whether a batch is complete, so that `take` does not wait for it."""
+    while number >= self._place.position.number:
+      if not self._assemble():
+        groups = self._inputs.sampler.poll() if self._open else []
+        if not groups:
+          return False
+        self._add(groups)
+    return True
+
+  def forget(self, before: int) -> None:
+    """Lets batches with a lower number go from memory."""
+    self._cache = {number: batch for number, batch in self._cache.items() if number >= before}
+
+  # --- draws --------------------------------------------------------------------------------------
+
+  def _begin(self) -> None:
+    """Begins the next draw; groups that a killed process has sampled are not sampled again."""
+    settings, place, problems = self._settings, self._place, self._inputs.problems
+    version, number, plan = place.version, place.draws, None
+    before = problems.get_state()
+    drawn = settings.repeats.drawn(number) if settings.repeats else None
+    if drawn is not None and settings.repeats is not None:
+      problems.set_state(drawn.problems)
+      before, version = drawn.problems, drawn.version
+      if settings.repeats.has_several:
+        plan = settings.repeats.token_versions(number)
+    quotas = settings.quotas[:-1] if self._inputs.recorded else settings.quotas
+    sources = np.repeat(np.arange(len(quotas)), quotas).tolist()
+    drawn_problems = problems.draw(number, version) if sources else []
+    draw = Draw(number, drawn_problems, settings.seed, version, sources, plan)
+    how: dict[str, Any] = {}
+    if drawn is not None:
+      how = drawn._asdict()
+    elif settings.how_drawn:
+      how = Drawn(number, before, version, **settings.how_drawn)._asdict()
+    groups = self._stored_groups(draw)
+    self._open[number] = _Open(draw, problems.get_state(), how, groups)
+    self._place = place._replace(draws=number + 1)
+    if missing := range(len(drawn_problems)) - groups.keys():
+      self._inputs.sampler.want(draw, missing)
+
+  def _stored_groups(self, draw: Draw) -> dict[int, Group]:
+    """The groups of a draw that a killed process has sampled with the policies of this one."""
+
+    def read() -> str:
+      found = self._store.read_groups(draw.number)
+      groups = [group for group in found.values() if self._is_of(draw, group)]
+      return base64.b64encode(encode(groups, {})).decode() if groups else ""
+
+    text = self._run.on_first(read)
+    groups, _ = decode(base64.b64decode(text)) if text else ([], {})
+    return {group.index: group for group in groups}
+
+  def _is_of(self, draw: Draw, group: Group) -> bool:
+    """Whether a group of the store is what would be sampled for this draw."""
+    if not group.index < len(draw.problems):
+      return False
+    is_same = group.samples[0].get("prompt") == draw.problems[group.index].question
+    known = (self._run.fingerprint(version) == x for version, x in group.versions.items())
+    return is_same and group.source == draw.sources[group.index] and all(known)
+
+  def _add(self, groups: Sequence[Group]) -> None:
+    """Adds groups to their draws; they survive a kill of the process when this returns."""
+    if not groups:
+      raise RuntimeError(
+        f"batch {self._place.position.number} waits for groups of draws {[*self._open]}, but none"
+        " is sampled: this is a fault of the program"
+      )
+
+    def write() -> None:
+      for group in groups:
+        self._store.write_group(group)
+
+    self._run.on_first(write)
+    for group in groups:
+      self._open[group.draw].groups[group.index] = group
+
+  # --- batches ------------------------------------------------------------------------------------
+
+  def _assemble(self) -> bool:
+    """Takes the oldest draw, if it is complete, for the next batch; whether it was."""
+    number = min(self._open, default=-1)
+    if number < 0 or not self._open[number].is_complete:
+      return False
+    self._spare.append(self._measure(self._open.pop(number)))
+    groups = self._choose()
+    if groups is None:
+      self._begin()
+      return True
+    batch = self._batch(groups)
+    self._spare = []
+    self._place = self._place._replace(position=batch.after)
+    self._run.on_first(lambda: self._write(batch))
+    self._add_batch(batch)
+    return True
+
+  def _measure(self, opened: _Open) -> _Complete:
+    """A complete draw with its metrics, and with recorded groups if there are any."""
+    draw, inputs = opened.draw, self._inputs
+    groups = [opened.groups[index] for index in range(len(draw.problems))]
+    state, statistics, tokens = opened.state, {}, 0
+    if groups:
+      arrays = join(with_equal_names(groups))
+      solved = solve_rates(arrays).astype(np.float32)
+      state, observed = inputs.problems.observe(draw.number, solved, opened.state)
+      samples = [sample for group in groups for sample in group.samples]
+      statistics = draw_statistics(arrays, samples) | observed
+      tokens = int(sampled_places(arrays).sum())
+    flops = self._run.flops(groups)
+    if inputs.recorded is not None:
+      count = self._settings.quotas[-1]
+      recorded = inputs.recorded.take(draw.number * count, count)
+      groups += [group._replace(source=len(self._settings.quotas) - 1) for group in recorded]
+    rate = mean_solve_rate(join(with_equal_names(groups)), versions_of(groups))
+    measured = self._run.measure(groups, draw.version, self._checked_version())
+    position = Position(0, draw.number + 1, measured.checked_version, state)
+    how = dict(opened.drawn)
+    if how and self._settings.max_draws:
+      how["token_versions"] = encode_versions(token_versions(measured.groups))
+    return _Complete(
+      groups=measured.groups,
+      position=position,
+      prompts=len(draw.problems),
+      tokens=tokens,
+      solve_rate=rate,
+      statistics=statistics | dict(measured.statistics) | joined_measurements(groups),
+      timings=inputs.sampler.measure(),
+      flops=flops,
+      drawn=how,
+    )
+
+  def _checked_version(self) -> int:
+    last = self._spare[-1].position if self._spare else self._place.position
+    return last.checked_version
+
+  def _choose(self) -> list[Group] | None:
+    """The groups of the next batch; None if dynamic sampling needs another draw.
+
+    Dynamic sampling keeps the groups that are neither all right nor all wrong, in the order in
+    which they were drawn; those beyond a full batch are dropped. It reads the correctness of valid
+    rollouts, not a shaped reward.
+
+    Raises:
+      DynamicSamplingError: there are not enough such groups in `max_draws` draws.
+    Source: dynamic sampling in "DAPO: An Open-Source LLM Reinforcement Learning System at Scale"
+      (arXiv:2503.14476).
+    """
+    groups = [group for draw in self._spare for group in draw.groups]
+    settings = self._settings
+    if not settings.max_draws:
+      return groups
+    mixed = [group for group in groups if is_mixed(group)]
+    by_source = [
+      [group for group in mixed if group.source == source][:quota]
+      for source, quota in enumerate(settings.quotas)
+    ]
+    if [*map(len, by_source)] == [*settings.quotas]:
+      return [group for of_source in by_source for group in of_source]
+    if len(self._spare) == settings.max_draws:
+      solved = np.nanmean(solve_rates(join(with_equal_names(groups))))
+      raise DynamicSamplingError(
+        f"dynamic sampling: {settings.max_draws} batches of {sum(settings.quotas)} prompts at"
+        f" update {self._place.version} have too few groups that are neither all right nor all"
+        f" wrong (solve rate {solved:.3f}). Raise config.dynamic_sampling.max_batches, or choose,"
+        " in another --workdir, a larger config.batch.group_size or problems that suit the policy"
+        " better"
+      )
+    return None
+
+  def _batch(self, groups: Sequence[Group]) -> Batch:
+    """The next batch, of groups of the spare draws."""
+    draws, number = self._spare, self._place.position.number
+    rates = [draw.solve_rate for draw in draws if draw.solve_rate == draw.solve_rate]
+    rate = np.array(np.mean(rates) if rates else np.nan, np.float32)
+    statistics = mean_statistics([draw.statistics for draw in draws])
+    prompts = sum(draw.prompts for draw in draws)
+    if self._settings.max_draws:
+      statistics["dynamic_sampling/prompts_per_group"] = prompts / len(groups)
+    return Batch(
+      number=number,
+      groups=[g._replace(arrays={**g.arrays, "solve_rate": rate}) for g in groups],
+      after=draws[-1].position._replace(number=number + 1),
+      draws=len(draws),
+      prompts=prompts,
+      tokens=sum(draw.tokens for draw in draws),
+      statistics=statistics,
+      timings=join_timings([draw.timings for draw in draws]),
+      flops=sum(draw.flops for draw in draws),
+      drawn=[draw.drawn for draw in draws if draw.drawn],
+    )
+
+  def _add_batch(self, batch: Batch) -> None:
+    """Keeps a batch in memory if there is room; the first ones are needed first."""
+    if len(self._cache) < _MAX_CACHED:
+      self._cache[batch.number] = batch
+    self._run.count(batch, self._place.version)
+
+  # --- the store ----------------------------------------------------------------------------------
+
+  def _write(self, batch: Batch) -> None:
+    if batch.number in self._store.numbers():  # it follows one that was damaged or missing
+      self._store.set_aside(batch.number)
+    self._store.write(batch.number, batch.groups, batch.info() | dict(self._settings.about))
+    self._store.forget_groups(before=batch.after.draws)
+
+  def _stored(self, number: int) -> Batch | None:
+    """The batch of this number in the store, which sets a damaged one aside; None without one."""
+
+    def find_damage() -> str | None:
+      if number not in self._store.numbers():
+        return None
+      try:
+        self._store.read(number)
+      except TornShardError as error:
+        return str(error)
+      return ""
+
+    damage = self._run.on_first(find_damage)
+    if damage:
+      self._set_aside(number, damage)
+    return read_batch(self._store, number) if damage == "" else None
+
+  def _difference(self, batch: Batch) -> str:
+    """Why other policies than this trainer's have sampled a batch; "" if they have not."""
+    for version, fingerprint in batch.fingerprints.items():
+      known = self._run.fingerprint(version)
+      if known != fingerprint:
+        return (
+          f"rollouts {batch.number} were sampled by version {version} with fingerprint"
+          f" {fingerprint}, which this trainer has with {known}"
+        )
+    return ""
+
+  def _set_aside(self, number: int, why: str) -> None:
+    """Moves a batch and all later ones away in the store, so that they can be sampled again."""
+    self._run.warn(f"{why}; they are set aside and will be sampled again")
+
+    def set_aside() -> None:
+      for later in self._store.numbers():
+        if later >= number:
+          self._store.set_aside(later)
+
+    self._run.on_first(set_aside)
+
+
+def token_versions(groups: Sequence[Group]) -> np.ndarray:
+  """The versions of all tokens i32[P, G, T], or i32[P] where each group has one."""
+  arrays = join(with_equal_names(groups))
+  return arrays.get("token_versions", versions_of(groups))
+
+
+def is_mixed(group: Group) -> bool:
+  """Whether some of the valid rollouts are right and some are wrong."""
+  correct = group.arrays["correct"][group.arrays["valid"]] == 1
+  return bool(correct.any() and not correct.all())
+
+
+def mean_statistics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """The mean of each metric, over the draws that have it."""
+  names = dict.fromkeys(name for part in parts for name in part)
+  return {name: float(np.mean([part[name] for part in parts if name in part])) for name in names}
+
+
+def join_timings(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """The sum of each time, and the maximum of what is no time."""
+  names = dict.fromkeys(name for part in parts for name in part)
+  values = {name: [part[name] for part in parts if name in part] for name in names}
+  return {name: sum(x) if name.startswith("time/") else max(x) for name, x in values.items()}
+
+
+def joined_measurements(groups: Sequence[Group]) -> dict[str, float]:
+  """What the programs that sampled groups have measured, see `join_measurements`."""
+  found: dict[str, list[float]] = {}
+  for group in groups:
+    for name, value in group.measured.items():
+      found.setdefault(name, []).append(value)
+  return join_measurements(found)
+
+
+def join_measurements(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+  """Joins measurements by name: the mean of means, the largest of maxima, sums of draws."""
+  join = lambda name: np.max if name.endswith("_max") else np.sum if "_draws" in name else np.mean
+  return {name: float(join(name)(values)) for name, values in found.items()}

@@ -1,0 +1,136 @@
+"""What the batches of a run need of the run: comparisons with the trainer, counts, processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlvr_jax.models.flops import forward_flops
+from rlvr_jax.rollouts.batch import train_batch
+from rlvr_jax.rollouts.batches import Batch, Measured, versions_of
+from rlvr_jax.rollouts.grading import FOREIGN, sampled_places
+from rlvr_jax.rollouts.group import Group, join
+from rlvr_jax.rollouts.sampler import SWITCH
+from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.generation import agreement, raw_logprobs
+from rlvr_jax.train.generation.policies import Policies
+from rlvr_jax.train.reporting import progress
+from rlvr_jax.train.reporting.run_log import RunLog
+from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.start.rows import RunRows
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSurroundings:
+  """Implements `rollouts.batches.Surroundings` for a run.
+
+  Attributes:
+    parts, rows, policies, log: of the run.
+  """
+
+  parts: Parts
+  rows: RunRows
+  policies: Policies
+  log: RunLog
+
+  def fingerprint(self, version: int) -> str | None:
+    """The fingerprint of a version's parameters in this trainer; None if it is not known."""
+    return self.policies.fingerprint(version)
+
+  def on_first(self, action: Callable[[], Any]) -> Any:
+    """Runs an action on the first process; returns its result, JSON, on all."""
+    return multihost.exchange(multihost.run_on_first(action, None))[0]
+
+  def flops(self, groups: Sequence[Group]) -> float:
+    """Model FLOPs of sampling groups."""
+    if not groups:
+      return 0.0
+    arrays = join(groups)
+    # Every sampled token, whether or not it is in the loss.
+    predicted = sampled_places(arrays).sum(-1)
+    return forward_flops(
+      self.parts.model.config, arrays["prompts.lengths"], arrays["lengths"], predicted=predicted
+    )
+
+  def measure(self, groups: Sequence[Group], version: int, checked_version: int) -> Measured:
+    """Compares log-probabilities of sampler and trainer, on the first draw of every policy.
+
+    Args:
+      groups: of a draw, in order.
+      version: of the policy that the draw began with.
+      checked_version: of the policy that was compared last.
+    Raises:
+      AgreementError: a gap is too large.
+    """
+    parts, policies = self.parts, self.policies
+    batch = train_batch(groups)
+    placement = self.rows.placement(batch)
+    if parts.config.fleet.samplers:  # they compare
+      return Measured(groups, {}, version)
+    versions = versions_of(groups)
+    of_tokens: Any = batch.token_versions
+    if of_tokens is None and len({*versions.tolist()} - {FOREIGN}) > 1:
+      of_tokens = np.broadcast_to(versions[:, None, None], np.shape(batch.tokens))
+    used = {version} if of_tokens is None else {*np.unique(of_tokens).tolist()}
+    statistics: dict[str, float] = {}
+    later = {v for v in used if v > checked_version}
+    if uncompared := policies.used(later):
+      compared = agreement.behavior_gaps(
+        dataclasses.replace(batch, token_versions=of_tokens),
+        sampled_mask(groups, batch.mask, parts.sources.num_recorded),
+        uncompared,
+        policies.frozen,
+        sources=parts.sources,
+        placement=placement,
+        programs=parts.programs,
+        mixes_caches=parts.config.fleet.new_weights == SWITCH,
+      )
+      statistics |= compared.gaps
+      checked_version = max([checked_version, *compared.versions])
+      policies.mark_compared(compared.versions)
+    found, gaps = list(groups), dict[str, float]()
+    if any(source.raw for source in parts.sources):
+      (policy,) = policies.used({version})
+      found, gaps = raw_logprobs.replace_with_raw(
+        groups,
+        policy.params,
+        policies.frozen,
+        sources=parts.sources,
+        placement=placement,
+        replays_routes=parts.method.replays_routes,
+        logprobs_at_temperature_1=parts.programs.logprobs_at_temperature_1,
+      )
+    return Measured(found, statistics | gaps, checked_version)
+
+  def count(self, batch: Batch, step: int) -> None:
+    """Takes note of a new batch; `step`: number of updates so far."""
+    repeated = self.parts.schedule.recorded
+    if repeated is not None and (
+      why := repeated.first_difference(batch.number, batch.fingerprints)
+    ):
+      self.warn(
+        f"from batch {batch.number} on this run has the plan and the versions of {repeated.name},"
+        f" not its rollouts: {why}. The seed, the configuration, a version or the devices differ"
+      )
+    self.log.count_sampled(batch, step)
+
+  def warn(self, text: str) -> None:
+    """Warns people."""
+    progress.warn(text)
+
+
+def sampled_mask(groups: Sequence[Group], mask: Any, num_recorded: int) -> np.ndarray:
+  """f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
+
+  Args:
+    groups: P groups.
+    mask: f32[P, G, T], of the loss.
+    num_recorded: groups at the end that another run has recorded, whose mask is all that is known.
+  """
+  found = np.array(mask, np.float32)
+  for p, group in enumerate(groups[: len(groups) - num_recorded]):
+    found[p] = sampled_places(group.arrays)
+  return found
