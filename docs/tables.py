@@ -38,7 +38,7 @@ _ACROSS = re.DOTALL | re.MULTILINE
 FIELDS = (
   ("aggregation", "", "rlvr_jax/ops/aggregate.py"),
   ("veto.enabled", "veto", "rlvr_jax/ops/veto.py"),
-  ("dynamic_sampling.enabled", "dynamic sampling", "rlvr_jax/rollouts/collect.py"),
+  ("dynamic_sampling.enabled", "dynamic sampling", "rlvr_jax/rollouts/batches.py"),
   ("overlong.buffer", "overlong", "rlvr_jax/ops/overlong.py"),
   ("reference.kl_coefficient", "KL", "rlvr_jax/ops/kl.py"),
 )
