@@ -349,7 +349,7 @@ class Preflight:
       sources = parts.task.held_out, parts.task.train
       check_first_messages(answers, parts.tokenizer, length, *sources)
       first = [parts.task.train[0]]
-      (beginning,) = answers.begin(first, seeds_for(0, "rollout", 0, 1))
+      (beginning,) = answers.begin(first, seeds_for(0, "rollout", 0, 1), of=1)
       prompts = encode_prompts(first, parts.tokenizer, length, [beginning.messages])
     ids = prompts.tokens[0, -int(prompts.lengths[0]) :].tolist()
     did = text or "its processes are on the first host"

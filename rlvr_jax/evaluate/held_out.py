@@ -66,6 +66,7 @@ def evaluate_problems(
         groups[group.draw][group.index] = group
     yield _evaluated([groups[number][index] for index in range(size)])
     del groups[number]
+  sampler.rest()
 
 
 def _evaluated(groups: Sequence[Group]) -> EvaluatedBatch:

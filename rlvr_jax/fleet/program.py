@@ -92,7 +92,7 @@ class Orders:
   def of(self, place: Place) -> list[str]:
     """The samplers in the order in which a group is theirs."""
     if place not in self._of:
-      key = _mix(np.array([place[0] << 32 | place[1]], np.uint64))
+      key = _mix(np.array([(place[0] << 32 | place[1]) & (2**64 - 1)], np.uint64))
       self._of[place] = [self.names[i] for i in np.argsort(_mix(self._hashes ^ key))]
     return self._of[place]
 
@@ -190,6 +190,10 @@ class Member:
     """Notes the policy with which it samples from now on."""
     self._policy = policy
     self.record = self.record._replace(version=policy.version)
+
+  def must_finish(self, policy: Known) -> bool:
+    """Whether groups are being sampled that a policy of an earlier version must not go on with."""
+    return self.is_busy() and self._policy is not None and policy.version <= self._policy.version
 
   def give(self, groups: Sequence[Group]) -> None:
     """Writes finished groups."""
@@ -362,7 +366,7 @@ def run_sampler(
       while not (step := member.look()).ended and not stop():
         if coming is None and step.restore is not None:
           coming = step.restore, begin(restore, *step.restore[1:])
-        if coming is not None and coming[1].done():
+        if coming is not None and coming[1].done() and not member.must_finish(coming[0]):
           (known, future), coming = coming, None
           with contextlib.suppress(PolicyGoneError):  # the next look finds a newer one
             sampler.offer(policy_of(known, future.result()))

@@ -15,6 +15,7 @@ from rlvr_jax.rollouts.group import Draw, Group, Policy, check_arrays
 from rlvr_jax.storage.objects import Listed
 
 SAY_EVERY_S = 30.0
+_TAKEN_BYTES = 2**28  # of groups, about, that are read at a time
 _START = "start one with --mode=sample and this --workdir"
 GONE_S = 600.0  # without a change, until what a sampler said is removed
 
@@ -222,8 +223,12 @@ class RemoteSampler:
 
   def _collect(self, view: View) -> list[Group]:
     """The groups that have come for open draws, checked; removes those that come too late."""
-    taken = []
+    taken: list[Group] = []
+    size = 0
     for place, listed in view.groups.items():
+      if taken and size > _TAKEN_BYTES:
+        break  # the next look takes the others
+      size += listed.size
       number, index = place
       if number in self._state.open:
         if index in self._state.open[number].missing:

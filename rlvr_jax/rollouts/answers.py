@@ -160,11 +160,15 @@ class Answers:
     """Number of turns that an environment has yet to answer."""
     return sum(waiting.kind == "turn" for waiting in self._waiting.values())
 
-  def begin(self, problems: Sequence[Problem], seeds: Sequence[int]) -> list[Beginning]:
+  def begin(self, problems: Sequence[Problem], seeds: Sequence[int], *, of: int) -> list[Beginning]:
     """How the rollouts of problems begin, by problem; resets their environments to see that.
 
+    Args:
+      problems: that begin now.
+      seeds: of their environments.
+      of: number of problems that are drawn together; some may have begun elsewhere.
     Raises:
-      EnvironmentStoppedError: the environments of several problems failed at their reset, all.
+      EnvironmentStoppedError: the environments of all problems of a draw failed at their reset.
     """
     if self._dialogues is None:
       return [Beginning()] * len(problems)
@@ -175,7 +179,7 @@ class Answers:
       mine = None if unfinished else self._dialogues.begun(resets)
       begun = self._processes.gather(functools.partial(_same, mine))[0]
     beginnings = [Beginning(*fields) for fields in begun]
-    if len(problems) > 1 and all(beginning.failure for beginning in beginnings):
+    if problems and len(problems) == of and all(beginning.failure for beginning in beginnings):
       raise EnvironmentStoppedError(
         f"the environment failed at its reset for all {len(problems)} problems of a batch; the"
         f" first error is: {beginnings[0].failure}"

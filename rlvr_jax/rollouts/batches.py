@@ -300,7 +300,7 @@ class Batches:
         self._place = self._place._replace(begun=number + 1)
       elif max(stored.fingerprints, default=0) > version:
         return  # by a trainer whose last updates were lost: they are being repeated
-      elif why := self._difference(stored):
+      elif why := self._difference(stored) or self._gap(stored):
         self._set_aside(number, why)
       else:
         self._inputs.problems.set_state(dict(stored.after.problems))
@@ -550,6 +550,13 @@ class Batches:
           f" {fingerprint}, which this trainer has with {known}"
         )
     return ""
+
+  def _gap(self, batch: Batch) -> str:
+    """Why a batch does not follow those before it; "" if it does."""
+    first = batch.after.draws - batch.draws
+    if first == self._place.draws:
+      return ""
+    return f"rollouts {batch.number} begin with draw {first}, not with draw {self._place.draws}"
 
   def _set_aside(self, number: int, why: str) -> None:
     """Moves a batch and all later ones away in the store, so that they can be sampled again."""

@@ -209,10 +209,11 @@ class LocalSampler:
     needed = settings.oldest_needed(policy.version)
     oldest = min([needed, *(begun.draw.version for begun in self._begun.values())])
     # Of older policies that have sampled groups in progress, the fingerprint is needed.
+    # Later ones were of a trainer whose last updates were lost.
     self._policies = {
       version: known if version >= needed else known._replace(params={})
       for version, known in self._policies.items()
-      if version >= oldest
+      if oldest <= version < policy.version
     }
     self._policies[policy.version] = policy
     if settings.new_weights != FINISH and not settings.has_plans:
@@ -374,7 +375,7 @@ class LocalSampler:
     purpose, grading = self._settings.purpose, self._grading
     all_seeds = seeds_for(draw.seed, purpose, draw.number, len(draw.problems))
     problems, seeds = [draw.problems[i] for i in wanted], [all_seeds[i] for i in wanted]
-    beginnings = self._answers.begin(problems, seeds)
+    beginnings = self._answers.begin(problems, seeds, of=len(draw.problems))
     prompts = encode_prompts(
       problems, grading.tokenizer, grading.max_prompt_length, [b.messages for b in beginnings]
     )
@@ -493,6 +494,7 @@ class ThreadSampler:
     *,
     deadline_s: float,
     raise_if_ending: Callable[[], None] = lambda: None,
+    keep: Callable[[Group], None] = lambda group: None,
   ):
     """Starts the thread.
 
@@ -500,8 +502,9 @@ class ThreadSampler:
       inner: from now on used by the thread alone.
       deadline_s: seconds that `take` waits for a group.
       raise_if_ending: called now and then in `take`; raises if the run is to end.
+      keep: called in the thread with every finished group, so that a kill does not lose it.
     """
-    self._inner, self._deadline_s, self._raise_if_ending = inner, deadline_s, raise_if_ending
+    self._inner, self._deadline_s, self._calls = inner, deadline_s, (raise_if_ending, keep)
     self._changed = threading.Condition()
     self._inbox = _Inbox()
     self._graded: list[Group] = []
@@ -528,11 +531,12 @@ class ThreadSampler:
     Raises:
       SamplerStoppedError: there was none within the deadline, or the thread has failed.
     """
+    raise_if_ending, _ = self._calls
     deadline = time.monotonic() + self._deadline_s
     while True:
       with self._changed:
         self._changed.wait_for(lambda: self._graded or self._error, timeout=_POLL_S)
-      self._raise_if_ending()  # first, because a request to end stops the thread as well
+      raise_if_ending()  # first, because a request to end stops the thread as well
       with self._changed:
         if self._graded:
           graded, self._graded = self._graded, []
@@ -567,6 +571,7 @@ class ThreadSampler:
     self._thread.join(timeout=_CLOSING_S)
 
   def _run(self) -> None:
+    _, keep = self._calls
     try:
       while not (inbox := self._next()).is_closed:
         if inbox.policy is not None:
@@ -576,6 +581,8 @@ class ThreadSampler:
         if self._inner.is_busy:
           self._inner.step()
         if graded := self._inner.poll():
+          for group in graded:
+            keep(group)
           with self._changed:
             self._graded += graded
             self._changed.notify_all()

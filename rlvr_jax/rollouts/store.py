@@ -242,9 +242,10 @@ class RolloutStore:
     """Writes a group of a batch in progress; it survives a kill of the process from now on."""
     self._check_writable()
     folder = self.local / GROUPS_FOLDER
-    folder.mkdir(exist_ok=True)
+    with report_full_disk(folder):
+      folder.mkdir(exist_ok=True)
     path = folder / f"{group.draw:08d}.{group.index:06d}.safetensors"
-    with replace_path(path, durable=False) as temporary:
+    with report_full_disk(path), replace_path(path, durable=False) as temporary:
       temporary.write_bytes(encode([group], {}))
     self._follow(path)
 

@@ -98,6 +98,7 @@ def in_a_thread(run: Run) -> Run:
     run.sampler,
     deadline_s=run.parts.config.generation_deadline_s,
     raise_if_ending=multihost.raise_if_shutdown_requested,
+    keep=run.store.write_group,
   )
   run.batches.sample_with(sampler)
   return dataclasses.replace(run, sampler=sampler, rest=_keep_all)

@@ -239,7 +239,7 @@ def test_a_thought_that_was_opened_before_a_turn_belongs_to_it(pool):
 
 def begin(pool, questions, seeds, processes=ALONE):
   answers = Answers(TOKENIZER, judged, dialogues_of(pool), processes)
-  return answers.begin(problems_of(*questions), seeds)
+  return answers.begin(problems_of(*questions), seeds, of=len(questions))
 
 
 def test_first_messages_are_shared_by_a_problems_rollouts(pool):

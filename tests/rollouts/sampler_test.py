@@ -331,3 +331,28 @@ def test_closing_ends_the_thread_after_its_burst():
   sampler.close()
   names = [thread.name for thread in threading.enumerate()]
   assert time.monotonic() - began < 5 and "sampler" not in names
+
+
+def test_a_trainer_that_has_lost_updates_goes_back_to_an_earlier_policy():
+  """As a fleet's trainer that begins again at its checkpoint; the number of updates may repeat."""
+  sampler = toys.local(toys.Workers())
+  for version in (12, 10, 11):
+    sampler.offer(policy(version))
+    sampler.want(draw(version), range(P))
+    groups = take_all(sampler)
+    assert {(*group.versions.items(),) for group in groups.values()} == {
+      ((version, f"{version:08x}"),)
+    }
+
+
+def test_a_thread_keeps_groups_before_anybody_takes_them():
+  kept = []
+  thread = ThreadSampler(toys.local(toys.Workers()), deadline_s=20.0, keep=kept.append)
+  thread.offer(policy(0))
+  thread.want(draw(), range(P))
+  deadline = time.monotonic() + 20.0
+  while len(kept) < P and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert sorted(group.index for group in kept) == [*range(P)]
+  assert len(take_all(thread)) == P
+  thread.close()

@@ -115,7 +115,8 @@ class PolicyPublisher:
     """The policies that can be restored now, the newest last; any thread may ask."""
     writing = self._writing
     if writing is not None and writing.version in saved_steps(self._folder):
-      self._writing = None
+      if self._writing is writing:  # else the next one has begun meanwhile
+        self._writing = None
       kept = sorted({**self._published, writing.version: writing}.items())[-self._keep :]
       self._published = dict(kept)
     return [*self._published.values()]

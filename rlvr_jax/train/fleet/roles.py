@@ -204,7 +204,9 @@ class ComparedSampler:
     self._graders = {*used_graders(parts.task)}
 
   def offer(self, policy: Policy) -> None:
-    """Lets a newer policy sample."""
+    """Lets another policy sample; after a restart of the trainer perhaps an earlier one."""
+    self._checked = {(v, source) for v, source in self._checked if v < policy.version}
+    self._policies.repeat_from(policy.version)
     self._inner.offer(policy)
 
   def want(self, draw: Draw, indices: Collection[int]) -> None:
@@ -371,6 +373,7 @@ def sample_for(parts: Parts, folder: pathlib.Path, sampler: ComparedSampler) -> 
     silent_s=c.fleet.silent_s,
     patience_s=c.fleet.silent_s,
     poll_s=poll_s(folder),
+    idle_s=max(3600.0, 2 * c.generation_deadline_s),
   )
 
   restore = lambda version, fingerprint: (

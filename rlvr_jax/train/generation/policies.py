@@ -48,7 +48,8 @@ class Policies:
     kept = parts.schedule.threaded or (recorded is not None and recorded.has_several)
     synced = programs.sync_weights(params, kept)
     policy = Policy(version, synced, lazy_fingerprint(programs.checksums(synced)))
-    if not parts.sources.live:  # nothing will load it
+    # Nothing loads it where the store has all groups, or another run has recorded them.
+    if not parts.schedule.threaded or not parts.sources.live:
       self._use(policy)
     return policy
 
@@ -80,6 +81,11 @@ class Policies:
   def newest_used(self) -> list[Policy]:
     """The newest one that has sampled, if any has."""
     return [policy for _, policy in sorted(self._used.items())][-1:]
+
+  def repeat_from(self, version: int) -> None:
+    """Forgets this version and later ones, which are being repeated, perhaps with other bits."""
+    self._used = {v: policy for v, policy in self._used.items() if v < version}
+    self._compared = {v for v in self._compared if v < version}
 
   def mark_compared(self, versions: Collection[int]) -> None:
     """Notes that these versions were compared."""

@@ -58,6 +58,7 @@ class Scorer:
     groups: dict[int, Group] = {}
     while len(groups) < P:
       groups |= {group.index: group for group in sampler.take()}
+    sampler.rest()
     in_order = [groups[index] for index in range(P)]
     sampled: Any = sampled_places(join(in_order)).astype(np.float32)
     batch = dataclasses.replace(train_batch(in_order), mask=sampled)

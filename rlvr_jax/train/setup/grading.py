@@ -401,7 +401,7 @@ def check_first_messages(
   for source in sources:
     problems = [source[index] for index in range(min(len(source), _NUM_BEGUN))]
     if problems:
-      begun = answers.begin(problems, seeds_for(0, "rollout", 0, len(problems)))
+      begun = answers.begin(problems, seeds_for(0, "rollout", 0, len(problems)), of=len(problems))
       first = [beginning.messages for beginning in begun]
       encode_prompts(problems, tokenizer, max_prompt_length, first)
 
