@@ -215,9 +215,10 @@ def check_new_weights(config: ml_collections.ConfigDict, schedule: staleness.Sch
   """Raises ValueError unless responses can have what `config.fleet.new_weights` says."""
   setting = config.fleet.new_weights
   check_choice("config.fleet", "new_weights", setting, ("finish", "switch", "recompute"))
-  if schedule.threaded and config.sources.temperature.recorded == "raw":
+  is_raw = config.sources.temperature.recorded == "raw"
+  if is_raw and schedule.threaded and not config.fleet.samplers:  # fleets have their own reason
     raise ValueError(
-      f"config.sources.temperature.recorded = 'raw' needs one policy per batch, but with"
+      "config.sources.temperature.recorded = 'raw' needs one policy per batch, but with"
       f" config.schedule = {config.schedule!r} groups of a batch may have several; set it to"
       " 'sampled', or choose another schedule"
     )
