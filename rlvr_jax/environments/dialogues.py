@@ -12,7 +12,7 @@ from rlvr_jax.environments import base
 from rlvr_jax.environments.base import Environment, Message, Problem, Turn
 from rlvr_jax.environments.by_name import make_environment, parse_environment
 from rlvr_jax.ops.checks import check_integer
-from rlvr_jax.workers.pool import Failure, Pool, check_limits, encode
+from rlvr_jax.workers.pool import Failure, Pool, PoolOwner, check_limits, encode
 from rlvr_jax.workers.process import Service, Session, StartError, check_variables
 from rlvr_jax.workers.worker import Ask
 
@@ -85,7 +85,7 @@ def _grade(ask: Ask, session: int, text: str) -> tuple[str, float, str]:
 # --- in the parent --------------------------------------------------------------------------------
 
 
-class EnvironmentPool:
+class EnvironmentPool(PoolOwner):
   """Runs dialogues in worker processes, each reset and step under a wall-clock limit.
 
   Any thread may call the methods, and none of them blocks, except for the constructor and `close`.
@@ -185,20 +185,6 @@ class EnvironmentPool:
   def close_dialogue(self, dialogue: Session) -> None:
     """Ends a dialogue whose state is no longer needed; one that has ended already is fine."""
     self._pool.close_session(dialogue)
-
-  def worker_pids(self) -> list[int]:
-    """Process ids of the current workers; each leads its own session."""
-    return self._pool.worker_pids()
-
-  def close(self) -> None:
-    """Kills the workers and fails the unfinished futures. A second call has no effect."""
-    self._pool.close()
-
-  def __enter__(self) -> EnvironmentPool:
-    return self
-
-  def __exit__(self, *exception: object) -> None:
-    self.close()
 
 
 def _ask_grade(submit: SubmitGrades, reference: Any, text: str) -> Future[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlvr_jax.rewards.by_name import load_grader, parse_grader
 from rlvr_jax.rewards.outcome import Grade, Outcome
-from rlvr_jax.workers.pool import Failure, Pool, check_limits, encode
+from rlvr_jax.workers.pool import Failure, Pool, PoolOwner, check_limits, encode
 from rlvr_jax.workers.process import Service, Session, StartError, check_variables
 from rlvr_jax.workers.worker import MAX_DETAIL, Ask
 
@@ -105,7 +105,7 @@ class GradingFuture(Future[list[Grade]]):
         self.set_result([self._grades[i] for i in range(self._size)])
 
 
-class GraderPool:
+class GraderPool(PoolOwner):
   """Grades completions in worker processes, each item under a wall-clock limit.
 
   An item that exceeds the limit is graded `timeout`. One that ends its worker is `crashed`, or
@@ -197,20 +197,6 @@ class GraderPool:
   ) -> list[Grade]:
     """Grades completions and waits for the grades; see `submit`."""
     return self.submit(completions, references).result()
-
-  def worker_pids(self) -> list[int]:
-    """Process ids of the current workers; each leads its own session."""
-    return self._pool.worker_pids()
-
-  def close(self) -> None:
-    """Kills the workers and fails the unfinished futures. A second call has no effect."""
-    self._pool.close()
-
-  def __enter__(self) -> GraderPool:
-    return self
-
-  def __exit__(self, *exception: object) -> None:
-    self.close()
 
 
 def _encode(completion: str, reference: Mapping[str, Any]) -> bytes:

@@ -180,8 +180,8 @@ class Surroundings(Protocol):
     """
     ...
 
-  def flops(self, groups: Sequence[Group]) -> float:
-    """Model FLOPs of sampling groups."""
+  def flops(self, arrays: Mapping[str, np.ndarray]) -> float:
+    """Model FLOPs of sampling groups with these arrays."""
     ...
 
   def count(self, batch: Batch, step: int) -> None:
@@ -240,6 +240,7 @@ class Inputs(NamedTuple):
   sampler: MeasuredSampler
   problems: Draws
   recorded: RecordedGroups | None
+  are_kept: bool = False  # whether the sampler has written its groups to the store already
 
 
 class _Place(NamedTuple):
@@ -272,9 +273,14 @@ class Batches:
 
   # --- as the loop sees it ------------------------------------------------------------------------
 
-  def sample_with(self, sampler: MeasuredSampler) -> None:
-    """Lets another sampler give the groups; none is wanted so far."""
-    self._inputs = self._inputs._replace(sampler=sampler)
+  def sample_with(self, sampler: MeasuredSampler, *, are_kept: bool) -> None:
+    """Lets another sampler give the groups; none is wanted so far.
+
+    Args:
+      sampler: gives the groups from now on.
+      are_kept: whether it has written them to the store already.
+    """
+    self._inputs = self._inputs._replace(sampler=sampler, are_kept=are_kept)
 
   def move_to(self, position: Position) -> None:
     """Continues behind a batch."""
@@ -391,7 +397,8 @@ class Batches:
       for group in groups:
         self._store.write_group(group)
 
-    self._run.on_first(write)
+    if not self._inputs.are_kept:
+      self._run.on_first(write)
     for group in groups:
       self._open[group.draw].groups[group.index] = group
 
@@ -418,20 +425,20 @@ class Batches:
     """A complete draw with its metrics, and with recorded groups if there are any."""
     draw, inputs = opened.draw, self._inputs
     groups = [opened.groups[index] for index in range(len(draw.problems))]
-    state, statistics, tokens = opened.state, {}, 0
+    state, statistics, tokens, flops = opened.state, {}, 0, 0.0
     if groups:
       arrays = join(with_equal_names(groups))
       solved = solve_rates(arrays).astype(np.float32)
       state, observed = inputs.problems.observe(draw.number, solved, opened.state)
       samples = [sample for group in groups for sample in group.samples]
       statistics = draw_statistics(arrays, samples) | observed
-      tokens = int(sampled_places(arrays).sum())
-    flops = self._run.flops(groups)
+      tokens, flops = int(sampled_places(arrays).sum()), self._run.flops(arrays)
     if inputs.recorded is not None:
       count = self._settings.quotas[-1]
       recorded = inputs.recorded.take(draw.number * count, count)
       groups += [group._replace(source=len(self._settings.quotas) - 1) for group in recorded]
-    rate = mean_solve_rate(join(with_equal_names(groups)), versions_of(groups))
+    judged = {name: np.stack([g.arrays[name] for g in groups]) for name in ("correct", "valid")}
+    rate = mean_solve_rate(judged, versions_of(groups))
     measured = self._run.measure(groups, draw.version, self._checked_version())
     position = Position(0, draw.number + 1, measured.checked_version, state)
     how = dict(opened.drawn)
@@ -518,19 +525,20 @@ class Batches:
   # --- the store ----------------------------------------------------------------------------------
 
   def _write(self, batch: Batch) -> None:
-    if batch.number in self._store.numbers():  # it follows one that was damaged or missing
+    if batch.number in self._store:  # it follows one that was damaged or missing
       self._store.set_aside(batch.number)
     self._store.write(batch.number, batch.groups, batch.info() | dict(self._settings.about))
     self._store.forget_groups(before=batch.after.draws)
 
   def _stored(self, number: int) -> Batch | None:
     """The batch of this number in the store, which sets a damaged one aside; None without one."""
+    found: list[Batch] = []
 
     def find_damage() -> str | None:
-      if number not in self._store.numbers():
+      if number not in self._store:
         return None
       try:
-        self._store.read(number)
+        found.append(read_batch(self._store, number))
       except TornShardError as error:
         return str(error)
       return ""
@@ -538,7 +546,9 @@ class Batches:
     damage = self._run.on_first(find_damage)
     if damage:
       self._set_aside(number, damage)
-    return read_batch(self._store, number) if damage == "" else None
+    if damage != "":
+      return None
+    return found[0] if found else read_batch(self._store, number)  # in the other processes
 
   def _difference(self, batch: Batch) -> str:
     """Why other policies than this trainer's have sampled a batch; "" if they have not."""

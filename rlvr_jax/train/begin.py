@@ -100,7 +100,7 @@ def in_a_thread(run: Run) -> Run:
     raise_if_ending=multihost.raise_if_shutdown_requested,
     keep=run.store.write_group,
   )
-  run.batches.sample_with(sampler)
+  run.batches.sample_with(sampler, are_kept=True)
   return dataclasses.replace(run, sampler=sampler, rest=_keep_all)
 
 
@@ -109,7 +109,7 @@ def with_fleet(run: Run, workdir: Workdir) -> Run:
   total = run.parts.config.num_updates
   has_all = lambda: run.batches.position().number >= total
   sampler = FleetSampler(run.parts, run.policies, run.checkpointer, workdir, has_all)
-  run.batches.sample_with(sampler)
+  run.batches.sample_with(sampler, are_kept=False)
   return dataclasses.replace(run, sampler=sampler, rest=_keep_all)
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.workers.process import (
@@ -476,6 +476,26 @@ class Pool:
       if session.worker is worker and self._failure is None:  # else the new one asks again
         _send_answer(worker, session.number, message)
     self._bell.ring()
+
+
+class PoolOwner:
+  """What graders and environments have in common: a pool that ends with them."""
+
+  _pool: Pool
+
+  def worker_pids(self) -> list[int]:
+    """Process ids of the current workers; each leads its own session."""
+    return self._pool.worker_pids()
+
+  def close(self) -> None:
+    """Kills the workers and fails the unfinished futures. A second call has no effect."""
+    self._pool.close()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self.close()
 
 
 def _send_close(worker: WorkerProcess, number: int) -> None:

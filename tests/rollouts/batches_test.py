@@ -8,7 +8,7 @@ import pytest
 from oracles import toys
 
 from rlvr_jax.data import curriculum
-from rlvr_jax.rollouts import staleness
+from rlvr_jax.rollouts import batches, staleness
 from rlvr_jax.rollouts.batches import (
   Batches,
   BatchSettings,
@@ -388,3 +388,9 @@ def test_recorded_groups_follow_those_that_are_sampled(tmp_path):
     assert batch.prompts == 2
     sampled = solve_rates(join(batch.groups))[:2]
     np.testing.assert_allclose(batch.train.solve_rate, np.mean(sampled), rtol=1e-6)
+
+
+def test_times_of_the_draws_of_a_batch_add_up_and_what_is_no_time_is_their_maximum():
+  parts = [{"time/slot_steps": 2.0, "fleet/running": 3.0}, {"time/slot_steps": 5.0}]
+  parts += [{"fleet/running": 1.0}]
+  assert batches.join_timings(parts) == {"time/slot_steps": 7.0, "fleet/running": 3.0}

@@ -351,6 +351,18 @@ def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(session):
     run.policies.check(run.batches.take(version), run.store.directory)
 
 
+def test_a_batch_whose_groups_a_killed_process_has_sampled_is_compared_too(session):
+  """The check of sampler and trainer must not be passed by starting again."""
+  whole, again = session(staleness.on_policy()), session(staleness.on_policy())
+  expected = loop.next_batch(whole.run, whole.now)
+  for group in expected.groups:
+    again.run.store.write_group(group)
+  batch = loop.next_batch(again.run, again.now)
+  assert batch.timings["time/slot_tokens"] == 0  # nothing was sampled
+  assert batch.statistics == expected.statistics
+  assert batch.statistics["agreement/policy_mean"] < 1e-5
+
+
 def test_a_sampler_that_computes_something_else_trips_the_gate(session, parts):
   source = parts.sources[0]
   slightly_off = lambda *policy: (jax.tree.map(lambda x: x * 1.002, policy[0]), *policy[1:])

@@ -96,7 +96,6 @@ class FleetSampler:
     self._publisher = PolicyPublisher(path / WEIGHTS, parts, workdir=workdir, beside=checkpointer)
     self._has_all, self._poll_s = has_all, poll_s(path)
     self._measured: dict[str, float] = {}
-    # A look at the exchange must not wait for a bucket longer than the others wait for this one.
     shape = remote.Shape(*parts.shape[1:4], vocabulary=parts.model.config.vocab_size)
     settings = remote.Settings(
       identify(parts),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from rlvr_jax.models.flops import forward_flops
 from rlvr_jax.rollouts.batch import train_batch
 from rlvr_jax.rollouts.batches import Batch, Measured, versions_of
 from rlvr_jax.rollouts.grading import FOREIGN, sampled_places
-from rlvr_jax.rollouts.group import Group, join
+from rlvr_jax.rollouts.group import Group
 from rlvr_jax.rollouts.sampler import SWITCH
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.generation import agreement, raw_logprobs
@@ -44,11 +44,8 @@ class RunSurroundings:
     """Runs an action on the first process; returns its result, JSON, on all."""
     return multihost.exchange(multihost.run_on_first(action, None))[0]
 
-  def flops(self, groups: Sequence[Group]) -> float:
-    """Model FLOPs of sampling groups."""
-    if not groups:
-      return 0.0
-    arrays = join(groups)
+  def flops(self, arrays: Mapping[str, np.ndarray]) -> float:
+    """Model FLOPs of sampling groups with these arrays."""
     # Every sampled token, whether or not it is in the loss.
     predicted = sampled_places(arrays).sum(-1)
     return forward_flops(

@@ -23,6 +23,7 @@ from rlvr_jax.ops.checks import check_between, check_choice, check_integer, desc
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.rewards.outcome import Outcome, OutcomePolicy
 from rlvr_jax.rollouts import staleness
+from rlvr_jax.rollouts.sampler import CHOICES
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.behavior_sources import Source
 from rlvr_jax.train.setup.engines import ROUTINGS, records_routes, routing_of
@@ -214,7 +215,7 @@ def check_fleet(config: ml_collections.ConfigDict, schedule: staleness.Schedule)
 def check_new_weights(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> None:
   """Raises ValueError unless responses can have what `config.fleet.new_weights` says."""
   setting = config.fleet.new_weights
-  check_choice("config.fleet", "new_weights", setting, ("finish", "switch", "recompute"))
+  check_choice("config.fleet", "new_weights", setting, CHOICES)
   is_raw = config.sources.temperature.recorded == "raw"
   if is_raw and schedule.threaded and not config.fleet.samplers:  # fleets have their own reason
     raise ValueError(
