@@ -89,7 +89,7 @@ def get_config() -> ConfigDict:
   c.schedule = "updates_per_refresh"
   # Seconds that sampling may be without progress; with asynchronous, that a batch may take.
   c.generation_deadline_s = 600.0
-  c.proximal_every = 0  # updates until decoupled_ppo scores a batch again; 0: only once
+  c.proximal_every = 0  # updates until the proximal policy scores a batch again; 0: only once
   c.sources = dict(  # fractions of a batch's groups; the policy samples the remaining groups
     # The policy at another temperature. recorded: which log-probabilities count as the behavior
     # policy's: sampled, exact; or raw, at temperature 1, so that the ratio does not see the heat.
@@ -122,6 +122,7 @@ def get_config() -> ConfigDict:
   c.reweighting = "none"  # none, salt
   c.gram = "streaming"  # streaming, sketch, per_rollout; "streaming(feature='sampled')"
   c.loss = "ppo_clip"
+  c.correction = "none"  # of the sampler's mismatch: tis, mis, icepop, geometric_rejection, opsm, …
   c.aggregation = "token_mean"  # of the loss: token_mean, sequence_mean, sequence_sum, constant
   c.veto = dict(  # excludes tokens of negative-advantage rollouts from the loss (μ-GRPO)
     enabled=False,

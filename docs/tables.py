@@ -4,7 +4,7 @@
 
 A method is a card in docs/methods/, which names its paper and its recipes. A recipe's settings tell
 which code the method uses, the first line of its docstring what is new in it. A card without a
-recipe has the name of an estimator, whose docstring takes that place.
+recipe has the name of an estimator or a loss, whose docstring takes that place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from ml_collections import ConfigDict
 
 from experiments.recipes.sweep import RECIPES
-from rlvr_jax import advantages, losses, reweighting, specs
+from rlvr_jax import advantages, corrections, losses, reweighting, specs
 from rlvr_jax.configs import base
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -71,7 +71,12 @@ def component(package: types.ModuleType, name: str) -> tuple[str, str]:
 def used(config: ConfigDict) -> Iterator[tuple[str, str]]:
   """The components and settings of a recipe, as (text, file)."""
   default = base.get_config()
-  packages = {"advantage": advantages, "reweighting": reweighting, "loss": losses}
+  packages = {
+    "advantage": advantages,
+    "reweighting": reweighting,
+    "loss": losses,
+    "correction": corrections,
+  }
   for field, package in packages.items():
     name = specs.parse(field, config[field]).name
     if name != "none":
@@ -84,11 +89,20 @@ def used(config: ConfigDict) -> Iterator[tuple[str, str]]:
       yield label or f"`{value}`", file
 
 
+def namesake(card: str) -> tuple[types.ModuleType, types.ModuleType]:
+  """(package, module) of the estimator or loss that a card without a recipe is named after."""
+  package = next(package for package in (advantages, losses) if card in package.__all__)
+  module = inspect.getmodule(getattr(package, card))
+  assert module is not None, card
+  return package, module
+
+
 def without_recipe(card: str) -> list[str]:
-  """The estimators of a card that no recipe names: those of the module of its namesake."""
-  named = {specs.parse("advantage", recipe_module(r).get_config().advantage).name for r in RECIPES}
-  module = inspect.getmodule(getattr(advantages, card))
-  of_module = [n for n in advantages.__all__ if inspect.getmodule(getattr(advantages, n)) is module]
+  """The components of a card that no recipe names: those of the module of its namesake."""
+  package, module = namesake(card)
+  field = {advantages: "advantage", losses: "loss"}[package]
+  named = {specs.parse(field, recipe_module(r).get_config()[field]).name for r in RECIPES}
+  of_module = [n for n in package.__all__ if inspect.getmodule(getattr(package, n)) is module]
   return [name for name in of_module if name not in named]
 
 
@@ -99,8 +113,8 @@ def cells(card: pathlib.Path, to_root: str) -> dict[str, str]:
     described = recipe_module(recipes[0])
     parts = list(used(described.get_config()))
   else:
-    described = inspect.getmodule(getattr(advantages, card.stem))
-    parts = [component(advantages, name) for name in without_recipe(card.stem)]
+    package, described = namesake(card.stem)
+    parts = [component(package, name) for name in without_recipe(card.stem)]
   new = described.__doc__.split("\n\n")[0].replace("\n", " ").split(": ", 1)[-1].rstrip(".")
   link = lambda name, path: f"[{name}]({to_root}{path})"
   title = re.match(r"# ([^:\n]+)", card.read_text(encoding="utf-8"))[1]

@@ -16,6 +16,7 @@ API = {
   "parts": (),
   "advantages": ("base", "masses"),
   "losses": ("base",),
+  "corrections": ("base",),
   "reweighting": ("base",),
   "geometry": ("base", "diagnostics", "agreement", "updates"),
   "ops": (),

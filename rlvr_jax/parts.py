@@ -166,7 +166,7 @@ def loss_of(
   """(loss f32[], metrics f32[] by name) of one batch; differentiate by `policy_logprobs`.
 
   Args:
-    loss: of `rlvr_jax.losses`, such as `p3o()`.
+    loss: of `rlvr_jax.losses`, such as `p3o()`, or `rlvr_jax.corrections.corrected` of one.
     policy_logprobs: f32[P, G, T], nats, of the trained policy, by `token_logprobs` or your own
       model.
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
@@ -174,7 +174,7 @@ def loss_of(
     mask: [P, G, T], 1 on response tokens that count.
     aggregation: one of `rlvr_jax.ops.aggregate.AGGREGATIONS`.
     max_response_length: tokens; 0 for T. Read by the aggregation "constant" only.
-    proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` needs them.
+    proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` and most corrections need them.
     veto: of `negative_advantage_veto`.
   Raises:
     ValueError: the loss is not a component or needs `proximal_logprobs`, an array has another

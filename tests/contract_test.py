@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from oracles.batches import evaluate, poison, random_case
 from remedy import remedy
 
-from rlvr_jax import advantages, geometry, losses, reweighting
+from rlvr_jax import advantages, corrections, geometry, losses, reweighting
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.ops.veto import negative_advantage_veto
@@ -75,6 +75,9 @@ LOSSES = _with_defaults(losses) | {
   "p3o-one": losses.p3o(ess="one"),
   "p3o-inverse": losses.p3o(cap="inverse_ess"),
   "p3o-kl_only": losses.p3o(cap="none"),
+  "dppo-kl": losses.dppo(divergence="kl", form="ratio", log_ratio_penalty=0.1),
+  "dppo-proximal": losses.dppo(anchor="proximal", symmetric=True, truncation=None),
+  "vespo-truncated": losses.vespo(token_truncation=1.2),
 }
 ESTIMATORS = _with_defaults(advantages) | {
   "fade-entropy": advantages.fade(schedule="entropy"),
@@ -87,8 +90,28 @@ REWEIGHTINGS = _with_defaults(reweighting) | {
   "salt-amplified": reweighting.salt(channels="amplified", alpha_min=0.5),
   "salt-random": reweighting.salt(random_subspace=True),
 }
+# Every correction of a loss is a loss.
+CORRECTIONS = {
+  **{name: getattr(corrections, name)() for name in corrections.__all__},
+  "importance-clip": corrections.importance(level="geometric", bound="clip", low=0.9, high=1.1),
+  "importance-normalized": corrections.importance(batch_normalize=True, veto=0.05),
+  "importance-rules": corrections.importance(
+    level="sequence", reject=(("token_k1", 0.3, 3.0), ("max_k3", 0.5), ("sum_k2", 2.0))
+  ),
+}
+LOSSES |= {
+  f"ppo_clip-{name}": corrections.corrected(losses.ppo_clip(), correction)
+  for name, correction in CORRECTIONS.items()
+}
+LOSSES |= {
+  "reinforce-tis": corrections.corrected(losses.reinforce(), corrections.tis(level="sequence")),
+  "clip_cov-icepop": corrections.corrected(losses.clip_cov(), corrections.icepop()),
+  "gspo-normalized": corrections.corrected(losses.gspo(), CORRECTIONS["importance-normalized"]),
+}
 # Losses with a term that no coefficient multiplies.
-WITHOUT_COEFFICIENT = ("p3o",)
+WITHOUT_COEFFICIENT = ("p3o", "dro", "kl_cov", "clip_cov", "dppo")
+# Where a rollout stands changes what is drawn or shared.
+BY_PLACE = ("p3o-blocks", "clip_cov", "clip_cov-icepop")
 TRACES = collections.Counter()  # how often each component was traced, or run without jit
 each_loss = pytest.mark.parametrize("name", LOSSES)
 each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
@@ -121,6 +144,7 @@ def _takes_only_keywords(factory):
 KINDS = {
   advantages: advantages.Advantage,
   losses: losses.Loss,
+  corrections: corrections.Correction,
   reweighting: reweighting.Reweighting,
   geometry: geometry.GramFn,
 }
@@ -277,7 +301,7 @@ def test_coefficients_and_statistics_are_constants_for_differentiation(name):
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(st.sampled_from([n for n in LOSSES if n != "p3o-blocks"]), st.permutations(range(12)))
+@given(st.sampled_from([n for n in LOSSES if n not in BY_PLACE]), st.permutations(range(12)))
 @remedy("what compares the rollouts of a group belongs in an advantage, not into a loss.")
 def test_permuting_rollouts_permutes_the_gradient(name, order):
   """Any rollout may stand anywhere: no loss looks at the group."""

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from oracles.batches import evaluate, make_batch, random_case
 
-from rlvr_jax import advantages, losses, reweighting
+from rlvr_jax import advantages, corrections, losses, reweighting
+from rlvr_jax.ops import kl
 from rlvr_jax.ops.veto import SCOPES, negative_advantage_veto
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -34,7 +35,8 @@ def test_p3o_on_policy_is_reinforce():
   _assert_same(losses.p3o(), losses.reinforce(), _on_policy())
 
 
-@pytest.mark.parametrize("name", [n for n in losses.__all__ if n != "reinforce"])
+# `clip_cov` drops a token on-policy too.
+@pytest.mark.parametrize("name", [n for n in losses.__all__ if n not in ("reinforce", "clip_cov")])
 def test_every_loss_on_policy_has_the_gradient_of_reinforce(name):
   _assert_same(getattr(losses, name)(), losses.reinforce(), _on_policy(), value=False)
 
@@ -60,6 +62,116 @@ def test_decoupled_ppo_is_ppo_clip_where_the_proximal_policy_sampled():
   policy, batch, coefficients = random_case(3)
   batch = dataclasses.replace(batch, proximal_logprobs=batch.behavior_logprobs)
   _assert_same(losses.decoupled_ppo(), losses.ppo_clip(), (policy, batch, coefficients))
+
+
+UNCLIPPED = {"epsilon_low": 1.0, "epsilon_high": 1e9}
+WITH_OLD_RATIO = [n for n in losses.__all__ if getattr(losses, n)().ratio_to == "old"]
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_that_drops_nothing_is_truncated_reinforce_or_unclipped(divergence):
+  never = {"divergence": divergence, "delta_low": 1e9, "delta_high": 1e9}
+  policy, *rest = random_case(21)
+  case = jnp.minimum(policy, -1e-3), *rest  # a certain token is infinitely far
+  score = losses.dppo(**never, truncation=1.2)
+  _assert_same(score, losses.reinforce(truncation=1.2), case)
+  _assert_same(losses.dppo(**never, form="ratio"), losses.ppo_clip(**UNCLIPPED), case)
+
+
+def test_luspo_is_gspo_summed_over_each_response():
+  """A response's GSPO loss times its length."""
+  policy, batch, coefficients = random_case(22)
+  lengths = jnp.sum(batch.mask, axis=-1, keepdims=True)
+  gspo = losses.gspo(epsilon_low=0.1, epsilon_high=0.2)
+  luspo = gspo._replace(
+    per_token=lambda *args: (gspo.per_token(*args)[0] * lengths, gspo.per_token(*args)[1])
+  )
+  (value, _), gradient = evaluate(gspo, policy, batch, coefficients, how="sequence_sum")
+  (expected, _), of_mean = evaluate(luspo, policy, batch, coefficients, how="sequence_mean")
+  np.testing.assert_allclose(value, expected, rtol=1e-12)
+  np.testing.assert_allclose(gradient, of_mean, rtol=1e-12)
+
+
+def test_vespo_without_powers_is_reinforce():
+  zero = dict.fromkeys(("k_positive", "lambda_positive", "k_negative", "lambda_negative"), 0.0)
+  _assert_same(losses.vespo(**zero), losses.reinforce(), random_case(23))
+
+
+def test_dro_is_reinforce_with_the_k2_penalty():
+  policy, batch, coefficients = random_case(24)
+  reinforce = losses.reinforce()
+
+  def with_penalty(policy, batch, coefficients, statistics):
+    plain, metrics = reinforce.per_token(policy, batch, coefficients, statistics)
+    return plain + 0.3 * kl.k2(policy, batch.behavior_logprobs, batch.mask), metrics
+
+  expected = reinforce._replace(per_token=with_penalty)
+  _assert_same(losses.dro(penalty=0.3), expected, (policy, batch, coefficients))
+
+
+def test_clip_cov_of_an_empty_interval_is_ppo_clip_and_kl_cov_without_penalty_is_unclipped():
+  case = random_case(25)
+  _assert_same(losses.clip_cov(low=1e8, high=1e9), losses.ppo_clip(), case)
+  _assert_same(losses.kl_cov(coefficient=0.0), losses.ppo_clip(**UNCLIPPED), case)
+
+
+@pytest.mark.parametrize("name", losses.__all__)
+def test_no_correction_is_the_loss_itself(name):
+  loss = getattr(losses, name)()
+  assert corrections.corrected(loss, corrections.none()) is loss
+
+
+@pytest.mark.parametrize("correction", [n for n in corrections.__all__ if n != "none"])
+@pytest.mark.parametrize("name", losses.__all__)
+def test_a_correction_composes_with_a_loss_or_is_refused(name, correction):
+  """With an exact sampler and one version every correction changes nothing."""
+  loss, made = getattr(losses, name)(), getattr(corrections, correction)()
+  if loss.ratio_to == "sampler":
+    with pytest.raises(ValueError, match="count them twice"):
+      corrections.corrected(loss, made)
+    return
+  case = _on_policy()
+  _assert_same(corrections.corrected(loss, made), loss, case)
+
+
+@pytest.mark.parametrize("name", WITH_OLD_RATIO)
+def test_weights_with_two_policies_are_refused_where_the_ratio_corrects(name):
+  loss = getattr(losses, name)()
+  with pytest.raises(ValueError, match="policies = 2"):
+    corrections.corrected(loss, corrections.importance(policies=2))
+  only_rejects = corrections.geometric_rejection(policies=2)
+  assert not corrections.corrected(loss, only_rejects).needs_proximal
+
+
+@pytest.mark.parametrize("name", WITH_OLD_RATIO)
+def test_a_correction_with_unbounded_weights_where_the_trainer_is_the_sampler_is_the_loss(name):
+  """π_prox = β: κ is 1, and the ratio is the loss's own."""
+  policy, batch, coefficients = random_case(26)
+  batch = dataclasses.replace(batch, proximal_logprobs=batch.behavior_logprobs)
+  corrected = corrections.corrected(getattr(losses, name)(), corrections.tis())
+  _assert_same(corrected, getattr(losses, name)(), (policy, batch, coefficients))
+
+
+def test_corrections_of_ppo_clip_are_decoupled_ppo():
+  case = random_case(27)
+  of = lambda correction: corrections.corrected(losses.ppo_clip(), correction)
+  uncapped = losses.decoupled_ppo(behavior_weight_cap=1e9)
+  _assert_same(of(corrections.icepop(low=0.0, high=1e9)), uncapped, case)
+  _assert_same(of(corrections.tis(high=1.3)), losses.decoupled_ppo(behavior_weight_cap=1.3), case)
+  never = corrections.tv_mask(delta=1e9)
+  _assert_same(of(never), losses.decoupled_ppo(behavior_weight_cap=2.0), case)
+
+
+def test_a_sequence_weight_of_at_most_1_of_failures_is_topr():
+  policy, batch, coefficients = random_case(28)
+  failed = -jnp.abs(coefficients)
+  corrected = corrections.corrected(losses.reinforce(), corrections.tis(level="sequence", high=1.0))
+  _assert_same(corrected, losses.topr(), (policy, batch, failed))
+
+
+def test_opsm_that_masks_nothing_is_the_loss():
+  corrected = corrections.corrected(losses.ppo_clip(), corrections.opsm(delta=1e9))
+  _assert_same(corrected, losses.ppo_clip(), random_case(29))
 
 
 def test_dual_clip_beyond_every_ratio_is_ppo_clip():

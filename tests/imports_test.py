@@ -11,7 +11,7 @@ import pytest
 import rlvr_jax
 
 PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
-STAGES = {"advantages", "reweighting", "geometry", "losses"}
+STAGES = {"advantages", "reweighting", "geometry", "losses"}  # none imports another
 # Checks of arguments need the standard library only, so that any room may use them.
 PURE = {"types", "ops", "ops.checks"}
 LEAVES = ("specs", "sampling", "storage", "codejudge", "launch", "console")
@@ -25,7 +25,7 @@ BELOW_THE_LOOP = {
   "rewards",
   "environments",
 } | PURE
-BELOW_THE_LOOP |= {"rollouts", "fleet", "update"} | STAGES
+BELOW_THE_LOOP |= {"rollouts", "fleet", "update", "corrections"} | STAGES
 
 # The rooms of train, the lowest first: each may import those before it, and the loop all of them.
 TRAIN = ("cluster", "reporting", "checkpointing", "setup", "start", "generation", "fleet")
@@ -39,9 +39,10 @@ ALLOWED = {
   "ops.checks": set(),
   "ops": {"types", "sampling", "ops.checks"},
   **{stage: PURE for stage in STAGES},
+  "corrections": {"losses"} | PURE,  # a loss made of another
   "update": PURE,
   "update.diagnostics": {"geometry", "update"} | PURE,
-  "parts": PURE | STAGES,
+  "parts": PURE | STAGES | {"corrections"},
   "models": {"storage"} | PURE,
   "data": {"types", "specs", "storage", "ops.checks"},
   "workers": {"ops.checks"},
@@ -59,7 +60,9 @@ ALLOWED = {
   "commands": BELOW_TRAIN | {"costs", "train", *(f"train.{name}" for name in TRAIN)},
   # What notebooks call; nothing imports it.
   "colab": BELOW_TRAIN | {"parts", "train", "configs", *(f"train.{name}" for name in TRAIN)},
-  "integrations": PURE | STAGES,  # other frameworks' plug-ins; nothing imports them
+  "integrations": PURE
+  | STAGES
+  | {"corrections"},  # other frameworks' plug-ins; nothing imports them
   "main": {"commands", "train.cluster", "train.setup"},
 }
 JAX = {"jax", "jaxlib", "chex", "flax", "optax", "orbax"}

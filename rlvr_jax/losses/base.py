@@ -29,12 +29,16 @@ class Loss(NamedTuple):
     needs_proximal: whether the batch must contain `proximal_logprobs`.
     of_responses: whether the formula is one of a full response, with one coefficient for it; each
       token's own are a configuration error.
+    ratio_to: the policy that its ratio is to: "old", PPO's old policy, which is the sampler unless
+      a correction puts a later one in its place; "sampler", the sampler by the formula's own
+      derivation, so that no correction applies; "none", without a ratio.
   """
 
   per_token: Callable[[Array, TrainBatch, Array, Any], tuple[Array, Metrics]]
   statistics: Callable[[Array, TrainBatch, Array], Any] | None = None
   needs_proximal: bool = False
   of_responses: bool = False
+  ratio_to: str = "sampler"
 
   def __repr__(self) -> str:
     return component_repr(self)
@@ -63,6 +67,22 @@ def prepare_tokens(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
     coefficients=jax.lax.stop_gradient(for_tokens(upcast(coefficients))),
     mask=batch.mask,
   )
+
+
+def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
+  """log π_prox f32[P, G, T], nats, constant: of the policy when the batch is first trained on.
+
+  Args:
+    name: of the loss or correction that needs them.
+  Raises:
+    ValueError: the batch has none.
+  """
+  if batch.proximal_logprobs is None:
+    raise ValueError(
+      f"{name!r} needs batch.proximal_logprobs f32[P, G, T], got None; take the policy's"
+      " log-probabilities when the batch is first trained on"
+    )
+  return jax.lax.stop_gradient(batch.proximal_logprobs)
 
 
 def token_loss(function: Callable[[Tokens], tuple[Array, Array]]) -> Loss:

@@ -26,4 +26,4 @@ def cispo(*, epsilon_low: float = 0.2, epsilon_high: float = 0.2) -> Loss:
     weights = jnp.clip(tokens.ratios, 1 - epsilon_low, 1 + epsilon_high)
     return score_function(weights, tokens), weights != tokens.ratios
 
-  return token_loss(per_token)
+  return token_loss(per_token)._replace(ratio_to="old")

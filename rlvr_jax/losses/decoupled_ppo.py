@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from rlvr_jax.losses.base import Loss, clip_metrics, prepare_tokens
+from rlvr_jax.losses.base import Loss, clip_metrics, prepare_tokens, proximal_logprobs
 from rlvr_jax.losses.ppo_clip import clipped_surrogate
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.masked import mean_metric
@@ -39,20 +38,15 @@ def decoupled_ppo(
     policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
   ) -> tuple[Array, Metrics]:
     del statistics
-    if batch.proximal_logprobs is None:
-      raise ValueError(
-        "loss 'decoupled_ppo' needs batch.proximal_logprobs f32[P, G, T], got None; take the"
-        " policy's log-probabilities when the batch is first trained on"
-      )
-    proximal_logprobs = jax.lax.stop_gradient(batch.proximal_logprobs)
+    proximal = proximal_logprobs("decoupled_ppo", batch)
     tokens = prepare_tokens(policy_logprobs, batch, coefficients)
     surrogate, clipped = clipped_surrogate(
-      log_ratios(policy_logprobs, proximal_logprobs, batch.mask),
+      log_ratios(policy_logprobs, proximal, batch.mask),
       tokens.coefficients,
       low=1 - epsilon_low,
       high=1 + epsilon_high,
     )
-    behavior_weights = jnp.exp(log_ratios(proximal_logprobs, batch.behavior_logprobs, batch.mask))
+    behavior_weights = jnp.exp(log_ratios(proximal, batch.behavior_logprobs, batch.mask))
     capped = jnp.where(behavior_weights > behavior_weight_cap, 1.0, 0.0)
     return jnp.minimum(behavior_weights, behavior_weight_cap) * surrogate, {
       **clip_metrics(clipped, tokens),

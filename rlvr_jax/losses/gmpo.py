@@ -33,4 +33,4 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Loss:
     geometric_mean = jnp.exp(follow(mean_log_ratios(log_ratios, tokens.mask), log_ratios))
     return -tokens.coefficients * geometric_mean, clipped
 
-  return token_loss(per_token)._replace(of_responses=True)
+  return token_loss(per_token)._replace(of_responses=True, ratio_to="old")

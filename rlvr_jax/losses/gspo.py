@@ -32,4 +32,4 @@ def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Loss:
     )
     return losses, clipped
 
-  return token_loss(per_token)
+  return token_loss(per_token)._replace(ratio_to="old")

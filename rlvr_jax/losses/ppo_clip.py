@@ -69,4 +69,4 @@ def ppo_clip(
       negative_high=jnp.inf if dual_clip is None else dual_clip,
     )
 
-  return token_loss(per_token)
+  return token_loss(per_token)._replace(ratio_to="old")

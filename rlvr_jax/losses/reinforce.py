@@ -28,4 +28,4 @@ def reinforce(*, truncation: float | None = None) -> Loss:
       weights, truncated = jnp.minimum(ratios, truncation), ratios > truncation
     return score_function(weights, tokens), truncated
 
-  return token_loss(per_token)
+  return token_loss(per_token)._replace(ratio_to="none" if truncation is None else "sampler")

@@ -34,4 +34,4 @@ def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.0
     gate = 4 * sigmoid * (1 - sigmoid)
     return -tokens.coefficients * (4 / temperature) * sigmoid, 1 - gate
 
-  return token_loss(per_token)
+  return token_loss(per_token)._replace(ratio_to="old")

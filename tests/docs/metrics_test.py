@@ -60,6 +60,9 @@ def test_names_of_the_page_are_in_the_code():
 
 VARIANTS = {  # together they have what no tiny run has
   "salt": dict(reweighting="salt", diagnostics__every=1, diagnostics__compared="last_block"),
+  "icepop": dict(loss="kl_cov", correction="icepop"),
+  "dppo": dict(loss="dppo"),
+  "vespo": dict(loss="vespo"),
   "m2po": dict(loss="m2po", veto__enabled=True, gram="sketch", diagnostics__every=1),
   "sources": dict(
     advantage="fade",

@@ -15,6 +15,15 @@ from rlvr_jax.ops.veto import negative_advantage_veto
 VARIANTS = [
   *((name, {}) for name in LOSSES),
   ("cispo", {"epsilon_low": 1.0, "epsilon_high": 0.6}),
+  ("clip_cov", {"share": 0.3, "low": 0.1, "high": 2.0, "epsilon_high": 0.5}),
+  ("clip_cov", {"share": 0.05, "low": 0.0, "high": 9.0, "seed": 3}),
+  ("dppo", {"divergence": "kl", "truncation": 1.5}),
+  ("dppo", {"delta_low": 0.05, "delta_high": 0.1, "form": "ratio", "anchor": "proximal"}),
+  ("dppo", {"divergence": "kl", "delta_high": 0.1, "symmetric": True, "truncation": None}),
+  ("dppo", {"log_ratio_penalty": 0.1, "form": "ratio"}),
+  ("dro", {"penalty": 0.7}),
+  ("kl_cov", {"share": 0.3, "coefficient": 0.4}),
+  ("vespo", {"k_positive": 1.0, "lambda_negative": 0.5, "token_truncation": 1.2}),
   ("decoupled_ppo", {"behavior_weight_cap": 0.9, "epsilon_high": 0.05}),
   ("gmpo", {"epsilon_low": 0.1, "epsilon_high": 0.7}),
   ("gspo", {"epsilon_low": 0.1, "epsilon_high": 0.3}),
@@ -104,10 +113,14 @@ def test_clip_fractions_by_sign_of_hand_counted_tokens():
 @pytest.mark.parametrize(
   ("name", "hyper", "coefficient"),
   [
-    *((name, {}, 1.0) for name in ("decoupled_ppo", "gmpo", "gspo", "m2po", "ppo_clip", "sapo")),
+    *(
+      (name, {}, 1.0)
+      for name in ("clip_cov", "decoupled_ppo", "dppo", "gmpo", "gspo", "m2po", "ppo_clip", "sapo")
+    ),
     ("sapo", {}, -1.0),
     ("ppo_clip", {"dual_clip": 3.0}, -1.0),
-    *((name, {}, 0.0) for name in sorted({*losses.__all__} - {"p3o"})),
+    # A term that no coefficient multiplies grows with the ratio.
+    *((name, {}, 0.0) for name in sorted({*losses.__all__} - {"p3o", "dro", "kl_cov"})),
   ],
 )
 def test_a_ratio_beyond_float32_has_the_gradient_of_one_that_is_clipped(name, hyper, coefficient):
@@ -183,6 +196,14 @@ def test_decoupled_ppo_without_proximal_logprobs_says_what_to_do():
   "name, hyper",
   [
     ("cispo", {"epsilon_low": 1.5}),
+    ("clip_cov", {"share": 0.0}),
+    ("clip_cov", {"high": 1.0}),
+    ("dppo", {"divergence": "js"}),
+    ("dppo", {"delta_low": 0.0}),
+    ("dppo", {"anchor": "behavior"}),
+    ("dro", {"penalty": 0.0}),
+    ("kl_cov", {"coefficient": -1.0}),
+    ("vespo", {"token_truncation": 0.0}),
     ("decoupled_ppo", {"behavior_weight_cap": 0.0}),
     ("gmpo", {"epsilon_high": -0.1}),
     ("gspo", {"epsilon_low": "0.1"}),

@@ -7,6 +7,7 @@ stands under stop-gradient held constant.
 
 import math
 
+import jax
 import numpy as np
 
 
@@ -173,15 +174,160 @@ def p3o(
   return losses, gradients
 
 
+def _distance(p, q, divergence):
+  """Between "this token" and "another one" under p and q."""
+  if divergence == "tv":
+    return abs(p - q)
+  if p == q:
+    return 0.0
+  if p >= 1:
+    return math.inf
+  others = (1 - q) * math.log((1 - q) / (1 - p)) if q < 1 else 0.0
+  return q * math.log(q / p) + others
+
+
+def _dppo(
+  a,
+  pi,
+  beta,
+  prox,
+  divergence="tv",
+  delta_low=None,
+  delta_high=None,
+  truncation=20.0,
+  form="score",
+  anchor="sampler",
+  symmetric=False,
+  log_ratio_penalty=0.0,
+):
+  default = {"tv": 0.15, "kl": 0.05}[divergence]
+  low, high = (default if d is None else d for d in (delta_low, delta_high))
+  p, q = (min(math.exp(x), 1.0) for x in (pi, beta if anchor == "sampler" else prox))
+  distance, ratio, d = _distance(p, q, divergence), math.exp(pi - beta), pi - beta
+  dropped = (a > 0 and p > q and distance > high) or (a < 0 and p < q and distance > low)
+  if symmetric:
+    dropped = distance > high
+  if dropped:
+    loss, gradient = 0.0, 0.0
+  elif form == "score":
+    loss, gradient = _score(ratio if truncation is None else min(ratio, truncation), a, pi)
+  else:
+    loss, gradient = -a * ratio, -a * ratio
+  return loss + log_ratio_penalty * d * d, gradient + 2 * log_ratio_penalty * d
+
+
+def _dro(a, pi, beta, prox, penalty=0.1):
+  return -a * pi + penalty / 2 * (pi - beta) ** 2, -a + penalty * (pi - beta)
+
+
+def vespo(
+  policy,
+  behavior,
+  proximal,
+  coefficients,
+  mask,
+  k_positive=2.0,
+  lambda_positive=3.0,
+  k_negative=3.0,
+  lambda_negative=2.0,
+  token_truncation=None,
+):
+  losses, gradients = np.zeros(mask.shape), np.zeros(mask.shape)
+  for i, positions in _rollouts(mask):
+    if token_truncation is None:
+      log_w = sum(policy[i, t] - behavior[i, t] for t in positions)
+    else:
+      of_sampler = np.minimum(proximal[i] - behavior[i], math.log(token_truncation))
+      log_w = sum((policy[i] - proximal[i] + of_sampler)[positions])
+    log_w = min(max(log_w, math.log(1e-8)), 20.0)
+    failed = coefficients[i] < 0
+    k, lam = (k_negative, lambda_negative) if failed else (k_positive, lambda_positive)
+    phi = math.exp(lam + k * log_w - lam * math.exp(log_w))
+    for t in positions:
+      losses[i, t], gradients[i, t] = _score(phi, coefficients[i], policy[i, t])
+  return losses, gradients
+
+
+def _covariances(policy, coefficients, mask):
+  """{(i, t): (A − mean A)(log π − mean log π)} of the loss tokens, in order."""
+  tokens = [(i, t) for i, positions in _rollouts(mask) for t in positions]
+  mean_a = np.mean([coefficients[i] for i, _ in tokens])
+  mean_pi = np.mean([policy[token] for token in tokens])
+  return {(i, t): (coefficients[i] - mean_a) * (policy[i, t] - mean_pi) for i, t in tokens}
+
+
+def _number(share, tokens):
+  return max(math.floor(share * len(tokens)), 1)
+
+
+def clip_cov(
+  policy,
+  behavior,
+  proximal,
+  coefficients,
+  mask,
+  share=2e-4,
+  low=1.0,
+  high=5.0,
+  epsilon_low=0.2,
+  epsilon_high=0.2,
+  seed=0,
+):
+  """Of batches whose tokens are all 1, as those of `random_case`."""
+  losses, gradients = _per_token(_ppo_clip)(
+    policy,
+    behavior,
+    proximal,
+    coefficients,
+    mask,
+    epsilon_low=epsilon_low,
+    epsilon_high=epsilon_high,
+  )
+  covariances = _covariances(policy, coefficients, mask)
+
+  def is_clipped(i, t):
+    ratio = math.exp(policy[i, t] - behavior[i, t])
+    return (coefficients[i] > 0 and ratio > 1 + epsilon_high) or (
+      coefficients[i] < 0 and ratio < 1 - epsilon_low
+    )
+
+  eligible = [at for at, c in covariances.items() if low < c < high and not is_clipped(*at)]
+  hashed = sum(2 * place + 1 for place in np.flatnonzero(mask)) % 2**32
+  key = jax.random.fold_in(jax.random.key(seed), np.uint32(hashed))
+  chances = np.asarray(jax.random.uniform(key, mask.shape))
+  drawn = sorted(eligible, key=lambda at: -chances[at])[: _number(share, covariances)]
+  for at in drawn:
+    losses[at], gradients[at] = 0.0, 0.0
+  return losses, gradients
+
+
+def kl_cov(policy, behavior, proximal, coefficients, mask, share=2e-4, coefficient=1.0):
+  unclipped = {"epsilon_low": 1.0, "epsilon_high": math.inf}
+  losses, gradients = _per_token(_ppo_clip)(
+    policy, behavior, proximal, coefficients, mask, **unclipped
+  )
+  covariances = _covariances(policy, coefficients, mask)
+  for at in sorted(covariances, key=lambda at: -covariances[at])[: _number(share, covariances)]:
+    d = policy[at] - behavior[at]
+    losses[at] += coefficient * abs(d)
+    gradients[at] += coefficient * np.sign(d)
+  return losses, gradients
+
+
 LOSSES = {
   "cispo": _per_token(_cispo),
+  "clip_cov": clip_cov,
   "decoupled_ppo": _per_token(_decoupled),
+  "dppo": _per_token(_dppo),
+  "dro": _per_token(_dro),
   "gmpo": gmpo,
   "gspo": gspo,
+  "kl_cov": kl_cov,
   "m2po": m2po,
   "p3o": p3o,
   "ppo_clip": _per_token(_ppo_clip),
   "reinforce": _per_token(_reinforce),
   "sapo": _per_token(_sapo),
   "topr": topr,
+  "vespo": vespo,
 }

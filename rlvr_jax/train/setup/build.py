@@ -15,7 +15,7 @@ import optax
 from absl import logging
 from jax.sharding import Mesh
 
-from rlvr_jax import advantages, geometry, losses, reweighting, specs
+from rlvr_jax import advantages, corrections, geometry, losses, reweighting, specs
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.data import Problem, Task, Tokenizer, encode_prompts, tasks
 from rlvr_jax.environments.dialogues import EnvironmentPool
@@ -558,7 +558,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     advantage=make("advantage", advantages, advantages.Advantage),
     coefficient_metrics=gradient_masses,
     reweighting=reweighter,
-    loss=make("loss", losses, losses.Loss),
+    loss=make_loss(config.loss, config.correction),
     gram=make_gram(config.gram) if reweighter.needs_gram else None,
     gram_context=gram_context(model, mesh, config.policy_temperature),
     aggregation=config.aggregation,
@@ -573,6 +573,18 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     records_routes=records_routes(config.model),
     replays_routes=routing_of(config.model) == "replayed",
   )
+
+
+def make_loss(name: str, correction: str) -> losses.Loss:
+  """The loss of `config.loss`, corrected as `config.correction` says."""
+  loss = specs.make("config.loss", losses, name, losses.Loss)
+  made = specs.make("config.correction", corrections, correction, corrections.Correction)
+  try:
+    return corrections.corrected(loss, made)
+  except ValueError as error:
+    raise ValueError(
+      f"config.correction = {correction!r} with config.loss = {name!r}: {error}"
+    ) from error
 
 
 def gram_context(model: Model, mesh: Mesh, temperature: float) -> geometry.GramContext:

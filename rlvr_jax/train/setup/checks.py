@@ -278,7 +278,8 @@ def check_rewards(
   if config.proximal_every and not method.loss.needs_proximal:
     raise ValueError(
       f"config.proximal_every = {config.proximal_every}, but config.loss = {config.loss!r} has no"
-      " proximal policy; set it to 0, or choose decoupled_ppo"
+      " proximal policy; set it to 0, or choose decoupled_ppo or a correction, such as"
+      " config.correction = 'tis'"
     )
   shaped = shaped_outcomes(outcome_policy)
   not_binary = {

@@ -34,6 +34,7 @@ _COMPONENTS: dict[str, tuple[str, tuple[str, ...]]] = {
   "reweighting": ("reweighting", ()),
   "gram": ("geometry", ()),
   "loss": ("losses", ()),
+  "correction": ("corrections", ()),
   "schedule": ("rollouts.staleness", ("num_updates", "seed")),
   "optimizer": ("update.optimizer", ("learning_rate", "num_updates")),
   "learning_rate": ("update.learning_rate", ("num_updates",)),

@@ -1,0 +1,21 @@
+"""KL-Cov: the tokens that reduce the entropy most are pulled back to the sampler.
+
+Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
+(arXiv:2505.22617). The authors' share for small models, 2e-3; four updates per refresh. Differs
+from the paper: means and ranks are of the full batch.
+
+  python -m rlvr_jax.main --config=configs/kl_cov.py --workdir=runs/kl_cov
+
+What is not set below is the quickstart's. Card: docs/methods/covariance.md.
+"""
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.loss = "kl_cov(share=2e-3)"
+  c.schedule = "updates_per_refresh(batches=4)"
+  return c

@@ -1,0 +1,23 @@
+"""LUSPO: GSPO with each response's loss times its length.
+
+Source: "Length-Unbiased Sequence Policy Optimization: Revealing and Controlling Response Length
+Variation in RLVR" (arXiv:2602.05261). The paper's interval of 2e-3 and 2.5e-3, and four updates per
+refresh. Differs from the paper: responses of 2 to 4 tokens instead of thousands, over which log ρ
+averages out far less.
+
+  python -m rlvr_jax.main --config=configs/luspo.py --workdir=runs/luspo
+
+What is not set below is the quickstart's. Card: docs/methods/luspo.md.
+"""
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.loss = "gspo(epsilon_low=2e-3, epsilon_high=2.5e-3)"
+  c.aggregation = "sequence_sum"
+  c.schedule = "updates_per_refresh(batches=4)"
+  return c

@@ -1,0 +1,21 @@
+"""VESPO: a smooth weight on the ratio of the full response, narrower for failures.
+
+Source: "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM
+Training" (arXiv:2602.10693). The authors' powers; four updates per refresh. Differs from the paper:
+responses of 2 to 4 tokens instead of thousands.
+
+  python -m rlvr_jax.main --config=configs/vespo.py --workdir=runs/vespo
+
+What is not set below is the quickstart's. Card: docs/methods/vespo.md.
+"""
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.loss = "vespo"
+  c.schedule = "updates_per_refresh(batches=4)"
+  return c

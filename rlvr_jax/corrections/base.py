@@ -1,0 +1,150 @@
+"""The interface of corrections, and the loss that one makes of another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.losses.base import Loss, proximal_logprobs
+from rlvr_jax.ops.component_repr import component_repr
+from rlvr_jax.ops.masked import for_tokens, masked_fill, mean_metric, upcast
+from rlvr_jax.ops.ratios import effective_sample_size, log_ratios
+from rlvr_jax.types import Array, Metrics, TrainBatch
+
+# Bound on |log κ| of a token and of a response, nats, as verl has it: e²⁰ is finite in float32.
+LOG_BOUND = 20.0
+
+
+class Mismatch(NamedTuple):
+  """What a correction looks at; constant for differentiation, in at least float32."""
+
+  log_weights: Array  # f32[P, G, T], log κ, nats, within ±LOG_BOUND; 0 where masked
+  log_ratios: Array  # f32[P, G, T], log ρ = log π − log β, nats; 0 where masked
+  coefficients: Array  # f32[P, G, 1] or f32[P, G, T]
+  mask: Array  # [P, G, T]
+
+
+class Correction(NamedTuple):
+  """Weights and masks for the difference of the sampler from the policy that PPO's ratio is to.
+
+  κ is the ratio of that policy to the sampler β: with three policies π_prox/β, where π_prox is the
+  policy when the batch is first trained on; with two π/β.
+
+  Attributes:
+    apply: (mismatch, statistics) → (weights, kept, capped), each [P, G, T] or [P, G, 1]: what
+      multiplies a token's loss, whether the token stays in the loss, and whether a bound has
+      changed its weight. None: no correction.
+    statistics: mismatch of the *full* batch → the `statistics` argument of `apply`; None if it
+      needs none.
+    weighs: whether weights differ from 1; a loss whose ratio is to β already needs none.
+    policies: 3 or 2.
+  """
+
+  apply: Callable[[Mismatch, Any], tuple[Array, Array, Array]] | None
+  statistics: Callable[[Mismatch], Any] | None = None
+  weighs: bool = True
+  policies: int = 3
+
+  def __repr__(self) -> str:
+    return component_repr(self)
+
+
+def corrected(loss: Loss, correction: Correction) -> Loss:
+  """The loss whose tokens are weighted and dropped by a correction.
+
+  A loss with PPO's ratio gets π/π_prox as that ratio, and κ = π_prox/β. A loss without a ratio gets
+  κ = π/β. A dropped token has the loss 0 and stays in the denominators.
+
+  Raises:
+    ValueError: the loss already has weights for the sampler.
+  """
+  apply = correction.apply
+  if apply is None:
+    return loss
+  if loss.ratio_to == "sampler":
+    raise ValueError(
+      "the loss has importance weights for the sampler itself, so a correction would count them"
+      " twice; choose correction = 'none', or a loss with PPO's ratio (ppo_clip, cispo, gspo, gmpo,"
+      " sapo, clip_cov, kl_cov) or without a ratio (reinforce); if the loss is your own, set its"
+      " field ratio_to"
+    )
+  three = loss.ratio_to == "old" and correction.policies == 3
+  if loss.ratio_to == "old" and not three and correction.weighs:
+    raise ValueError(
+      "with policies = 2 the ratio of the loss is to the sampler and corrects for it, so weights"
+      " would count it twice; set level = 'none' and only reject, set policies = 3, or choose"
+      " loss = 'reinforce'"
+    )
+
+  def of_old_policy(batch: TrainBatch) -> TrainBatch:
+    """The batch whose ratios are to π_prox."""
+    if not three:
+      return batch
+    return dataclasses.replace(batch, behavior_logprobs=proximal_logprobs("correction", batch))
+
+  def mismatch(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Mismatch:
+    policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
+    numerator = of_old_policy(batch).behavior_logprobs if three else policy_logprobs
+    log_kappa = log_ratios(numerator, batch.behavior_logprobs, batch.mask)
+    return Mismatch(
+      jnp.clip(log_kappa, -LOG_BOUND, LOG_BOUND),
+      log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask),
+      jax.lax.stop_gradient(for_tokens(upcast(coefficients))),
+      batch.mask,
+    )
+
+  def statistics(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Any:
+    of_loss = loss.statistics and loss.statistics(
+      policy_logprobs, of_old_policy(batch), coefficients
+    )
+    of_correction = correction.statistics and correction.statistics(
+      mismatch(policy_logprobs, batch, coefficients)
+    )
+    return of_loss, of_correction
+
+  def per_token(
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any
+  ) -> tuple[Array, Metrics]:
+    of_loss, of_correction = statistics or (None, None)
+    losses, metrics = loss.per_token(policy_logprobs, of_old_policy(batch), coefficients, of_loss)
+    seen = mismatch(policy_logprobs, batch, coefficients)
+    shaped = lambda x: jnp.broadcast_to(x, seen.mask.shape)
+    weights, kept, capped = map(shaped, apply(seen, of_correction))
+    weights = jax.lax.stop_gradient(weights)
+    more = _correction_metrics(weights, kept, capped, seen)
+    return jnp.where(kept, weights * losses, 0.0), {**metrics, **more}
+
+  needs_statistics = loss.statistics is not None or correction.statistics is not None
+  return loss._replace(
+    per_token=per_token,
+    statistics=statistics if needs_statistics else None,
+    needs_proximal=three,
+    ratio_to="sampler",
+  )
+
+
+def _correction_metrics(weights: Array, kept: Array, capped: Array, seen: Mismatch) -> Metrics:
+  """Shares of loss tokens dropped, by the sign of A, and capped; mean and ESS of the weights."""
+  kept_mask = jnp.where(kept, seen.mask, 0)
+  A = seen.coefficients
+  signs = {"": A == A, "_positive": A > 0, "_negative": A < 0}
+  dropped = {
+    f"correction/dropped{suffix}": mean_metric(~kept, (seen.mask > 0) & sign)
+    for suffix, sign in signs.items()
+  }
+  return {
+    **dropped,
+    "correction/capped": mean_metric(capped, kept_mask),
+    "correction/weight_mean": mean_metric(weights, kept_mask),
+    "correction/ess": effective_sample_size(weights, kept_mask),
+  }
+
+
+def response_sum(log_weights: Array, mask: Array) -> Array:
+  """log Π_t κ_t of each response, within ±LOG_BOUND: f32[P, G, T] → f32[P, G, 1]."""
+  total = jnp.sum(masked_fill(log_weights, mask), axis=-1, keepdims=True)
+  return jnp.clip(total, -LOG_BOUND, LOG_BOUND)

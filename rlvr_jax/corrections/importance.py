@@ -1,0 +1,249 @@
+"""Truncated, clipped and masked importance sampling, with rejection: TIS, MIS, IcePop, presets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from rlvr_jax.corrections.base import Correction, Mismatch, response_sum
+from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.masked import masked_count, masked_fill, masked_max, masked_mean, masked_sum
+from rlvr_jax.ops.ratios import mean_log_ratios
+from rlvr_jax.types import Array
+
+LEVELS = ("token", "sequence", "geometric", "none")
+BOUNDS = ("truncate", "clip", "mask")
+Rule = tuple[Any, ...]  # ("mean_k1", low, high), ("mean_k3", high)
+
+# Divergences of a token as functions of log κ, for tokens of β: k1 and k3 estimate KL(β‖κβ).
+_DIVERGENCES: dict[str, Callable[[Array], Array]] = {
+  "k1": lambda log_kappa: -log_kappa,
+  "k2": lambda log_kappa: jnp.square(log_kappa) / 2,
+  "k3": lambda log_kappa: jnp.expm1(log_kappa) - log_kappa,
+}
+_OVER: dict[str, Callable[[Array, Array], Array]] = {
+  "token": lambda x, mask: x,
+  "sum": lambda x, mask: masked_sum(x, mask, axis=-1)[..., None],
+  "mean": lambda x, mask: masked_mean(x, mask, axis=-1)[..., None],
+  "max": lambda x, mask: masked_max(x, mask, axis=-1, initial=-jnp.inf)[..., None],
+}
+
+
+def importance(
+  *,
+  level: str = "token",
+  bound: str = "truncate",
+  low: float = 0.0,
+  high: float = 2.0,
+  batch_normalize: bool = False,
+  reject: Sequence[Rule] = (),
+  veto: float = 0.0,
+  policies: int = 3,
+) -> Correction:
+  """The loss of a token times its weight w, or 0 if a rule rejects it.
+
+  With u = log κ of a token, its sum over the response (sequence), or its mean (geometric):
+  w = min(eᵘ, high) to truncate, clip(eᵘ, low, high) to clip, eᵘ·1[low ≤ eᵘ ≤ high] to mask.
+
+  Args:
+    level: of the weight, one of `LEVELS`; "none": all weights are 1.
+    bound: one of `BOUNDS`.
+    low, high: bounds of eᵘ, inclusive; 0 ≤ low < high. `truncate` reads `high` alone.
+    batch_normalize: whether weights are divided by their mean over the batch: of loss tokens at
+      level token, of responses else.
+    reject: rules that all must pass, each (statistic, low, high) or (statistic, high). A statistic
+      is one of k1 = −log κ, k2 = (log κ)²/2, k3 = κ − 1 − log κ, as "token_k1" of each token, or as
+      "sum_…", "mean_…", "max_…" over the response. The bounds of k1 are those of κ, (low, high):
+      e to the power of minus the statistic lies between them. k2 and k3 have an upper bound.
+    veto: a response with a token of κ < veto is dropped; 0 drops none.
+    policies: 3: κ = π_prox/β, and the ratio of the loss is π/π_prox. 2: κ = π/β, and the loss stays
+      as it is; a loss with a ratio may then only reject. A loss without a ratio always has two.
+  Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al. 2025)
+    for truncation; IcePop in "Every Step Evolves" (arXiv:2510.18855); verl 0.9.1
+    `rollout_corr_helper.py`, whose rules and presets these are. Its bounds of k1 are those of 1/κ.
+  """
+  check_choice("importance", "level", level, LEVELS)
+  check_choice("importance", "bound", bound, BOUNDS)
+  check_between("importance", "low", low, low=0.0)
+  check_between("importance", "high", high, low=low, open_low=True)
+  check_choice("importance", "batch_normalize", batch_normalize, (True, False))
+  check_between("importance", "veto", veto, low=0.0)
+  check_choice("importance", "policies", policies, (2, 3))
+  for rule in reject:
+    _check_rule(rule)
+  if level == "none" and batch_normalize:
+    raise ValueError(
+      "importance: batch_normalize = True has no effect with level = 'none'; leave one of them out"
+    )
+
+  def weights_of(seen: Mismatch) -> tuple[Array, Array, Array]:
+    """(weights, kept, capped) before normalization and rejection, [P, G, T] or [P, G, 1]."""
+    if level == "none":
+      one = jnp.ones_like(seen.log_weights)
+      return one, one > 0, one < 0
+    u = {
+      "token": lambda: seen.log_weights,
+      "sequence": lambda: response_sum(seen.log_weights, seen.mask),
+      "geometric": lambda: mean_log_ratios(seen.log_weights, seen.mask),
+    }[level]()
+    kappa = jnp.exp(u)
+    inside = (kappa >= low) & (kappa <= high)
+    if bound == "mask":
+      return kappa, inside, jnp.zeros_like(inside)
+    bounded = jnp.clip(kappa, low if bound == "clip" else 0.0, high)
+    return bounded, jnp.ones_like(inside), bounded != kappa
+
+  def batch_mean(seen: Mismatch) -> Array:
+    weights, kept, _ = weights_of(seen)
+    weights = jnp.where(kept, weights, 0.0)
+    if level == "token":
+      mean = masked_mean(weights, seen.mask)
+    else:
+      mean = masked_mean(weights, masked_count(seen.mask, axis=-1)[..., None])
+    return jnp.where(mean > 0, mean, 1.0)
+
+  def apply(seen: Mismatch, mean: Array | None) -> tuple[Array, Array, Array]:
+    weights, kept, capped = weights_of(seen)
+    if mean is not None:
+      weights = weights / mean
+    for rule in reject:
+      kept = kept & _passes(rule, seen)
+    if veto:
+      kappa = jnp.exp(masked_fill(seen.log_weights, seen.mask))
+      kept = kept & ~jnp.any((kappa < veto) & (seen.mask > 0), axis=-1, keepdims=True)
+    return weights, kept, capped
+
+  return Correction(
+    apply,
+    statistics=batch_mean if batch_normalize else None,
+    weighs=level != "none",
+    policies=policies,
+  )
+
+
+def _passes(rule: Rule, seen: Mismatch) -> Array:
+  """Whether a rule keeps each token or response, bool[P, G, T] or bool[P, G, 1]."""
+  over, divergence = rule[0].split("_")
+  statistic = _OVER[over](_DIVERGENCES[divergence](seen.log_weights), seen.mask)
+  if divergence == "k1":
+    low, high = (math.log(bound) if bound else -math.inf for bound in rule[1:])
+    return (-statistic >= low) & (-statistic <= high)
+  return statistic <= rule[1]
+
+
+def _check_rule(rule: Rule) -> None:
+  """Raises ValueError unless this is a rule of `importance`."""
+  names = [f"{over}_{divergence}" for over in _OVER for divergence in _DIVERGENCES]
+  name = rule[0] if isinstance(rule, tuple) and rule else None
+  if name not in names:
+    raise ValueError(
+      f"importance: reject has {rule!r}, which is no rule; write (statistic, low, high) for k1 or"
+      f" (statistic, high) for k2 and k3, with a statistic of {', '.join(names)}"
+    )
+  of_kappa = name.endswith("k1")
+  if len(rule) != (3 if of_kappa else 2):
+    form = "(statistic, low, high), the bounds of κ" if of_kappa else "(statistic, high)"
+    raise ValueError(f"importance: reject has {rule!r}; write {form}")
+  owner = f"importance: reject {name!r}"
+  if of_kappa:
+    check_between(owner, "low", rule[1], low=0.0)
+  check_between(owner, "high", rule[-1], low=rule[1] if of_kappa else 0.0, open_low=True)
+
+
+# --- what the papers and peers name ---------------------------------------------------------------
+
+_WEIGHTS = ("none", "token", "sequence")
+
+
+def tis(*, level: str = "token", high: float = 2.0) -> Correction:
+  """Truncated importance sampling: the loss times min(κ, high), of tokens or of the response.
+
+  Args:
+    level: "token", "sequence" or "geometric".
+    high: above 0.
+  Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al.
+    2025).
+  """
+  check_choice("tis", "level", level, LEVELS[:3])
+  return importance(level=level, high=high)
+
+
+def mis(*, level: str = "sequence", low: float = 0.0, high: float = 3.0) -> Correction:
+  """Masked importance sampling: the loss times κ where low ≤ κ ≤ high, else 0.
+
+  Args:
+    level: "token", "sequence" or "geometric".
+    low, high: bounds of κ, 0 ≤ low < high; the defaults are TRL's.
+  Source: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
+    Mismatch" (Liu et al. 2025).
+  """
+  check_choice("mis", "level", level, LEVELS[:3])
+  return importance(level=level, bound="mask", low=low, high=high)
+
+
+def icepop(*, low: float = 0.5, high: float = 5.0) -> Correction:
+  """IcePop: a token's loss times κ where low ≤ κ ≤ high, else 0.
+
+  Args:
+    low, high: bounds of κ, 0 ≤ low < high.
+  Source: "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"
+    (arXiv:2510.18855).
+  """
+  return importance(bound="mask", low=low, high=high)
+
+
+def sequence_rejection(
+  *, low: float = 0.5, high: float = 2.0, weight: str = "sequence", truncation: float = 2.0
+) -> Correction:
+  """Drops responses with Π κ outside [low, high]; the others have a truncated weight.
+
+  Args:
+    low, high: bounds of Π κ, 0 ≤ low < high.
+    weight: "none", "token" or "sequence": the level of min(κ, truncation).
+    truncation: above 0.
+  Source: verl 0.9.1, `decoupled_seq_is_rs`.
+  """
+  check_choice("sequence_rejection", "weight", weight, _WEIGHTS)
+  return importance(level=weight, high=truncation, reject=(("sum_k1", low, high),))
+
+
+def geometric_rejection(
+  *,
+  low: float = 1 / 1.001,
+  high: float = 1 / 0.999,
+  weight: str = "none",
+  truncation: float = 2.0,
+  policies: int = 3,
+) -> Correction:
+  """Drops responses whose geometric mean of κ lies outside [low, high].
+
+  Args:
+    low, high: bounds of exp(mean log κ), 0 ≤ low < high. verl states 0.999 and 1.001 of 1/κ.
+    weight: "none", "token" or "sequence": the level of min(κ, truncation).
+    truncation: above 0.
+    policies: 3 or 2, see `importance`.
+  Source: verl 0.9.1, `decoupled_geo_rs`, `…_token_tis`, `…_seq_tis`, `bypass_ppo_clip_geo_rs`.
+  """
+  check_choice("geometric_rejection", "weight", weight, _WEIGHTS)
+  rules = (("mean_k1", low, high),)
+  return importance(level=weight, high=truncation, reject=rules, policies=policies)
+
+
+def k3_rejection(
+  *, high: float = 0.01, weight: str = "none", truncation: float = 2.0, policies: int = 3
+) -> Correction:
+  """Drops responses whose mean of k3 = κ − 1 − log κ is above `high` nats per token.
+
+  Args:
+    high: above 0.
+    weight: "none", "token" or "sequence": the level of min(κ, truncation).
+    truncation: above 0.
+    policies: 3 or 2, see `importance`.
+  Source: verl 0.9.1, `decoupled_k3_rs`, `…_token_tis`, `…_seq_tis`, `bypass_ppo_clip_k3_rs`.
+  """
+  check_choice("k3_rejection", "weight", weight, _WEIGHTS)
+  rules = (("mean_k3", high),)
+  return importance(level=weight, high=truncation, reject=rules, policies=policies)

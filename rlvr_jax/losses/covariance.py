@@ -1,0 +1,136 @@
+"""Clip-Cov and KL-Cov: hold back the tokens that reduce the entropy most."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.losses.base import Loss, Tokens, clip_metrics, prepare_tokens
+from rlvr_jax.losses.ppo_clip import clipped_surrogate
+from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.masked import masked_count, masked_mean, mean_metric
+from rlvr_jax.types import Array, Metrics, TrainBatch
+
+
+def covariances(tokens: Tokens) -> Array:
+  """Each loss token's part of the covariance of A and log π, f32[P, G, T]; 0 where masked.
+
+  c = (A − mean A)·(log π − mean log π), with means over the loss tokens of the full batch.
+  """
+  A = jnp.broadcast_to(tokens.coefficients, tokens.mask.shape)
+  logprobs = jax.lax.stop_gradient(tokens.policy_logprobs)
+  centered = lambda x: x - masked_mean(x, tokens.mask)
+  return jnp.where(tokens.mask > 0, centered(A) * centered(logprobs), 0.0)
+
+
+def number_of(share: float, mask: Array) -> Array:
+  """⌊share·n⌋ of the n loss tokens, at least one: f32[]."""
+  return jnp.maximum(jnp.floor(share * masked_count(mask)), 1.0)
+
+
+def largest(scores: Array, eligible: Array, count: Array) -> Array:
+  """The `count` eligible entries with the largest scores, the first ones of equals: bool[...]."""
+  flat = jnp.where(eligible, scores, -jnp.inf).reshape(-1)
+  order = jnp.argsort(-flat)  # stable
+  rank = jnp.zeros(flat.shape, jnp.int32).at[order].set(jnp.arange(flat.size, dtype=jnp.int32))
+  return (rank < count).reshape(scores.shape) & eligible
+
+
+def batch_key(batch: TrainBatch, seed: int) -> Array:
+  """A random key that the tokens of a batch determine, so that a rerun draws the same."""
+  tokens = jnp.where(batch.mask > 0, batch.tokens, 0).astype(jnp.uint32)
+  places = jnp.arange(tokens.size, dtype=jnp.uint32).reshape(tokens.shape)
+  # Integer arithmetic modulo 2³²: the order of the sum does not matter.
+  return jax.random.fold_in(jax.random.key(seed), jnp.sum(tokens * (2 * places + 1)))
+
+
+def clip_cov(
+  *,
+  share: float = 2e-4,
+  low: float = 1.0,
+  high: float = 5.0,
+  epsilon_low: float = 0.2,
+  epsilon_high: float = 0.2,
+  seed: int = 0,
+) -> Loss:
+  """`ppo_clip`, but a random share of the tokens with a large covariance has the loss 0.
+
+  c = (A − mean A)·(log π − mean log π), with means over the batch's loss tokens. Of the tokens that
+  are not clipped and have low < c < high, ⌊share·n⌋ of all n loss tokens are drawn, at least one.
+
+  Args:
+    share: in (0, 1], of the loss tokens.
+    low, high: the interval of c; high above low.
+    epsilon_low: in [0, 1].
+    epsilon_high: ≥ 0.
+    seed: of the draw; the tokens of the batch determine the rest.
+  Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
+    (arXiv:2505.22617). **open**: means and draw are of the full batch, the peers' of a micro-batch.
+  """
+  check_between("clip_cov", "share", share, low=0.0, high=1.0, open_low=True)
+  check_between("clip_cov", "high", high, low=low, open_low=True)
+  check_between("clip_cov", "epsilon_low", epsilon_low, low=0.0, high=1.0)
+  check_between("clip_cov", "epsilon_high", epsilon_high, low=0.0)
+
+  def surrogate_of(tokens: Tokens) -> tuple[Array, Array]:
+    return clipped_surrogate(
+      tokens.log_ratios, tokens.coefficients, low=1 - epsilon_low, high=1 + epsilon_high
+    )
+
+  def statistics(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Array:
+    """The drawn tokens, bool[P, G, T]."""
+    tokens = prepare_tokens(jax.lax.stop_gradient(policy_logprobs), batch, coefficients)
+    _, clipped = surrogate_of(tokens)
+    c = covariances(tokens)
+    eligible = (tokens.mask > 0) & ~clipped & (c > low) & (c < high)
+    chances = jax.random.uniform(batch_key(batch, seed), tokens.mask.shape)
+    return largest(chances, eligible, number_of(share, tokens.mask))
+
+  def per_token(
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Array
+  ) -> tuple[Array, Metrics]:
+    tokens = prepare_tokens(policy_logprobs, batch, coefficients)
+    losses, clipped = surrogate_of(tokens)
+    return jnp.where(statistics, 0.0, losses), {
+      **clip_metrics(clipped, tokens),
+      "loss/held_back": mean_metric(statistics, tokens.mask),
+    }
+
+  return Loss(per_token, statistics, ratio_to="old")
+
+
+def kl_cov(*, share: float = 2e-4, coefficient: float = 1.0) -> Loss:
+  """ℓ = −A·ρ, plus χ·|log ρ| on the share of tokens with the largest covariance; ρ = π/β.
+
+  c = (A − mean A)·(log π − mean log π), with means over the batch's loss tokens. The penalty is on
+  the ⌊share·n⌋ tokens of largest c among the n loss tokens, at least one. Nothing is clipped.
+
+  Args:
+    share: in (0, 1]; the authors' 2e−3 for 7B, 2e−4 for 32B, which is also verl's.
+    coefficient: χ ≥ 0.
+  Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
+    (arXiv:2505.22617). **open**: means and ranks are of the full batch, the peers' of a
+    micro-batch.
+  """
+  check_between("kl_cov", "share", share, low=0.0, high=1.0, open_low=True)
+  check_between("kl_cov", "coefficient", coefficient, low=0.0)
+
+  def statistics(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Array:
+    """The tokens with the penalty, bool[P, G, T]."""
+    tokens = prepare_tokens(jax.lax.stop_gradient(policy_logprobs), batch, coefficients)
+    return largest(covariances(tokens), tokens.mask > 0, number_of(share, tokens.mask))
+
+  def per_token(
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Array
+  ) -> tuple[Array, Metrics]:
+    tokens = prepare_tokens(policy_logprobs, batch, coefficients)
+    losses, _ = clipped_surrogate(tokens.log_ratios, tokens.coefficients, low=0.0, high=jnp.inf)
+    # |log ρ| whose derivative at 0 is 0.
+    signs = jnp.sign(jax.lax.stop_gradient(tokens.log_ratios))
+    penalty = jnp.where(statistics, coefficient * signs * tokens.log_ratios, 0.0)
+    return losses + penalty, {
+      **clip_metrics(jnp.zeros_like(losses), tokens),
+      "loss/held_back": mean_metric(statistics, tokens.mask),
+    }
+
+  return Loss(per_token, statistics, ratio_to="old")

@@ -1,0 +1,231 @@
+"""Values and gradients of peers' and authors' own code for the methods of 2026, float64."""
+
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles.batches import make_batch, metric_value
+
+from rlvr_jax import corrections, losses
+from rlvr_jax.ops.aggregate import aggregate
+
+RTOL, ATOL = 1e-6, 1e-7
+SHARED = os.environ.get("RLVR_SHARED")
+GOLDEN = pathlib.Path(SHARED or ".") / "golden_2026"
+
+if SHARED is None:
+  pytest.skip("set RLVR_SHARED to the folder that holds golden_2026/", allow_module_level=True)
+
+CASES = json.loads((GOLDEN / "manifest.json").read_text())
+# Not offered: the behavior policy's most probable tokens would have to be recorded for them, and
+# the paper finds no gain.
+LEFT_OUT = ("divergence_topk_",)
+
+
+def _cases(methods):
+  chosen = [
+    case
+    for case in CASES
+    if case["params"].get("method") in methods and not case["name"].startswith(LEFT_OUT)
+  ]
+  return [pytest.param(case, id=case["name"]) for case in chosen]
+
+
+def _arrays(case):
+  """The case's arrays, checked against the shapes that the manifest gives."""
+  with np.load(GOLDEN / f"{case['name']}.npz") as file:
+    arrays = dict(file)
+  for name, shape in case["arrays"].items():
+    assert list(arrays[name].shape) == shape, (case["name"], name)
+  return arrays
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def _dppo(params):
+  low = params.get("delta_low", params["delta_high"])
+  return losses.dppo(
+    divergence=params["divergence"],
+    delta_low=low,
+    delta_high=params["delta_high"],
+    truncation=params["truncation"],
+    form=params["form"],
+    anchor={"behavior": "sampler", "proximal": "proximal"}[params["anchor"]],
+    symmetric=params.get("symmetric", False),
+    log_ratio_penalty=params.get("log_ratio_penalty", 0.0),
+  )
+
+
+def _vespo(params):
+  names = ("k_positive", "lambda_positive", "k_negative", "lambda_negative", "token_truncation")
+  return losses.vespo(**{name: params[name] for name in names if name in params})
+
+
+def _clip(params):
+  return {"epsilon_low": params["clip_low"], "epsilon_high": params["clip_high"]}
+
+
+def _clip_cov(params):
+  names = ("share", "low", "high")
+  return losses.clip_cov(**{name: params[name] for name in names}, **_clip(params))
+
+
+def _opsm(params):
+  return corrections.corrected(
+    losses.ppo_clip(**_clip(params)), corrections.opsm(delta=params["delta"])
+  )
+
+
+def _tv_mask(params):
+  correction = corrections.tv_mask(delta=params["delta"], cap=params["weight_high"])
+  return corrections.corrected(losses.ppo_clip(**_clip(params)), correction)
+
+
+def _bounds(text):
+  """verl's "0.5_2.0" or 0.05 as a tuple of numbers."""
+  return tuple(float(part) for part in str(text).split("_"))
+
+
+def _verl_rules(params):
+  """verl's rejections, with its bounds of 1/κ as those of κ."""
+  if params["reject"] is None:
+    return ()
+  names = params["reject"].split(",")
+  rules = []
+  for name, text in zip(names, str(params["reject_bounds"]).split(","), strict=True):
+    over, divergence = name.removeprefix("seq_").split("_")
+    bounds = _bounds(text)
+    if divergence == "k1":
+      bounds = (1 / bounds[1], 1 / bounds[0])
+    rules.append((f"{over}_{divergence}", *bounds))
+  return tuple(rules)
+
+
+def _correction(params):
+  if "preset" in params:
+    bounds = _bounds(params["weight_bounds"])
+    how = dict(
+      level=params["weight_level"] or "none",
+      bound="truncate" if len(bounds) == 1 else "mask",
+      low=0.0 if len(bounds) == 1 else bounds[0],
+      high=bounds[-1],
+      batch_normalize=params["batch_normalize"],
+      reject=_verl_rules(params),
+    )
+  else:
+    level = params.get("reject_level")
+    name = {None: None, "geometric": "mean_k1", "sequence": "sum_k1", "token": "token_k1"}[level]
+    how = dict(
+      level=params["weight_level"],
+      bound=params["weight_mode"],
+      low=params["weight_low"] or 0.0,
+      high=params["weight_high"],
+      reject=() if name is None else ((name, params["reject_low"], params["reject_high"]),),
+      veto=params.get("veto") or 0.0,
+    )
+  if params["anchor"] == "behavior":
+    how["policies"] = 2
+  if params["loss"] == "reinforce":
+    loss = losses.reinforce()
+  else:
+    loss = losses.ppo_clip(**_clip(params), dual_clip=params.get("dual_clip"))
+  return corrections.corrected(loss, corrections.importance(**how))
+
+
+MAKE = {
+  "dppo": _dppo,
+  "vespo": _vespo,
+  "dro": lambda params: losses.dro(penalty=params["beta"]),
+  "luspo": lambda params: losses.gspo(**_clip(params)),
+  "clip_cov": _clip_cov,
+  "kl_cov": lambda p: losses.kl_cov(share=p["share"], coefficient=p["coefficient"]),
+  "opsm": _opsm,
+  "tv_mask": _tv_mask,
+  "correction": _correction,
+}
+AGGREGATIONS = {
+  "token-mean": "token_mean",
+  "seq-mean-token-mean": "sequence_mean",
+  "seq-mean-token-sum": "sequence_sum",
+}
+
+
+def _batch(arrays):
+  group = lambda name: arrays[name][:, None] if name in arrays else None  # every rollout a prompt
+  tokens = np.arange(arrays["mask"].size, dtype=np.int32).reshape(arrays["mask"].shape)
+  return make_batch(
+    group("mask"),
+    group("behavior_logprobs"),
+    proximal_logprobs=group("proximal_logprobs"),
+    tokens=tokens[:, None],
+  )
+
+
+def _run(loss, arrays, how):
+  """(loss, gradient [B, T], losses of tokens [B, T], metrics)."""
+  batch, coefficients = _batch(arrays), arrays["advantages"][:, None]
+  policy_logprobs = jnp.asarray(arrays["logprobs"][:, None])
+  statistics = loss.statistics and jax.jit(loss.statistics)(policy_logprobs, batch, coefficients)
+
+  def value(policy_logprobs):
+    per_token, metrics = loss.per_token(policy_logprobs, batch, coefficients, statistics)
+    pair = aggregate(per_token, batch.mask, how=how, max_response_length=batch.mask.shape[-1])
+    return pair.total / pair.weight, (per_token * batch.mask, metrics)
+
+  (total, (per_token, metrics)), gradient = jax.jit(jax.value_and_grad(value, has_aux=True))(
+    policy_logprobs
+  )
+  return total, gradient[:, 0], per_token[:, 0], metrics
+
+
+def _expected(case, arrays, how):
+  """(loss, gradient) of a case.
+
+  Peers take dropped tokens out of the denominators; here they have the loss 0 and stay. The arrays
+  *_full_mask do not help: they keep the dropped tokens' losses. So the numbers follow from the
+  peer's losses and gradients of each kept token.
+  """
+  suffix = f"_{how}" if f"loss_{how}" in arrays else ""
+  if "kept_mask" not in arrays or case["params"].get("denominator") == "all loss tokens":
+    return arrays[f"loss{suffix}"], arrays[f"grad{suffix}" if suffix else "grad_logprobs"]
+  kept, mask = arrays["kept_mask"], jnp.asarray(arrays["mask"][:, None])
+  aggregated = lambda x: aggregate(x, mask, how=how, max_response_length=mask.shape[-1])
+  mean = lambda x: aggregated(x).total / aggregated(x).weight
+  losses_of_tokens = jnp.asarray((arrays["token_losses"] * kept)[:, None])
+  of_token = arrays["grad_sequence_sum"] * np.sum(np.any(kept > 0, axis=-1))
+  return mean(losses_of_tokens), of_token * jax.grad(mean)(losses_of_tokens)[:, 0]
+
+
+@pytest.mark.parametrize("case", _cases(MAKE))
+def test_loss(case):
+  """Value and gradient by every aggregation that the case has."""
+  arrays, params = _arrays(case), case["params"]
+  loss = MAKE[params["method"]](params)
+  names = params.get("aggregations") or [AGGREGATIONS[params["aggregation"]]]
+  with jax.enable_x64(True):
+    for name in names:
+      total, gradient, per_token, metrics = _run(loss, arrays, name)
+      expected, expected_gradient = _expected(case, arrays, name)
+      np.testing.assert_allclose(gradient, expected_gradient, rtol=RTOL, atol=ATOL, err_msg=name)
+      if "loss" in params.get("compare", ["loss"]):
+        np.testing.assert_allclose(total, expected, rtol=RTOL, atol=ATOL, err_msg=name)
+    if "kept_mask" in arrays:
+      share = 1 - np.sum(arrays["kept_mask"]) / np.sum(arrays["mask"])
+      np.testing.assert_allclose(metric_value(metrics["correction/dropped"]), share, atol=1e-12)
+      dropped = (arrays["mask"] > 0) & (arrays["kept_mask"] == 0)
+      assert np.all(per_token[dropped] == 0)
+
+
+def test_every_case_has_a_test():
+  tested = {case["name"] for case in CASES if case["params"].get("method") in MAKE}
+  rest = [
+    case["name"]
+    for case in CASES
+    if case["name"] not in tested and not case["name"].startswith(LEFT_OUT)
+  ]
+  assert rest == []
