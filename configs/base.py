@@ -64,8 +64,8 @@ def get_config() -> ConfigDict:
       # gradient checkpointing: none, dots, full; of a checkpoint None means dots
       remat=placeholder(str),
       unroll_layers=placeholder(int),
-      attention=placeholder(str),  # auto, reference, whole, splash, cudnn; docs/models.md
-      expert_products=placeholder(str),  # auto, reference, blocks, megablox; docs/models.md
+      attention=placeholder(str),  # auto, reference, whole, splash, cudnn; docs/precision.md
+      expert_products=placeholder(str),  # auto, reference, blocks, megablox; docs/experts.md
     ),
   )
 

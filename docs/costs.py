@@ -1,4 +1,4 @@
-"""Writes the table of costs into docs/models.md, from the committed reports, from the root:
+"""Writes the table of costs into docs/costs.md, from the committed reports, from the root:
 
   python -m docs.costs
 
@@ -25,7 +25,7 @@ from rlvr_jax.costs import programs, step_time
 from rlvr_jax.evaluate.compare import markdown_table
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "costs.md"
 REPORTS = ROOT / "experiments" / "benchmarks" / "results" / "costs"
 COMMAND = "python -m docs.costs"
 COMPILER = "Built on Jun 17 2026 11:08:48"  # libtpu 0.0.42.1; limits of cycles are for it alone

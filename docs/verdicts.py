@@ -416,8 +416,8 @@ _OF_SALT = {
   "S9": Verdict(
     "the same for code",
     "A policy from scratch of this size writes no programs. The tasks of"
-    " [published programs](models.md) and the sandbox are there; this needs a checkpoint of 7B.",
-    link="models.md",
+    " [published programs](your_data.md#published-data-sets) and the sandbox are there; this needs a checkpoint of 7B.",
+    link="your_data.md#published-data-sets",
   ),
   "S10": Verdict(
     "α adapts with G, read as: rises; the clip fraction stays low",

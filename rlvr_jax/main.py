@@ -4,7 +4,7 @@
 
 Any field can be set on the command line, such as --config.seed=1. The same command on the same
 workdir resumes a run that was stopped or killed. For --mode=eval, export, fits, costs and
-tune see docs/models.md, for --mode=check and Cloud TPUs docs/tpu.md, for --mode=sweep
+tune see docs/costs.md, for --mode=check and Cloud TPUs docs/tpu.md, for --mode=sweep
 docs/sweeps.md.
 
 On several hosts, run it on each with --distributed and a workdir that all of them can access. If

@@ -18,7 +18,7 @@ Qwen2.5-Math-7B was made for (its config.json), of which the run warns.
 Without SALT: --config.reweighting=none is DAPO's update. With what was tuned for a slice:
 salt_qwen25_math_7b.py:v5p:2x2x4 and salt_qwen25_math_7b.py:v5e:8x8. On v5e:8x8 without that, add
 --config.mesh.tensor=4.
-Card: docs/methods/salt.md; memory per chip: docs/models.md.
+Card: docs/methods/salt.md; memory per chip: docs/costs.md.
 """
 
 from ml_collections import ConfigDict

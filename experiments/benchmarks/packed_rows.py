@@ -6,7 +6,7 @@
 
 Rollouts are packed as a run of the recipe packs them, with its settings for the slice if it has
 any. Nothing is compiled, and no TPU is needed. Without a recipe the table of all recipes of full
-size is written, also into docs/models.md.
+size is written, also into docs/costs.md.
 
 Lengths are of `costs.workload`. In the table those of responses are lognormal, cut off at the
 recipe's limit; the mean is that of the distribution before the cut.
@@ -39,7 +39,7 @@ from rlvr_jax.train.setup.programs import make_row_layout
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "benchmarks" / "results" / "packed_rows"
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "costs.md"
 COMMAND = "python experiments/benchmarks/packed_rows.py"
 
 DRAWS = 5
@@ -114,7 +114,7 @@ def measure_all() -> list[dict[str, str]]:
 
 
 def written(rows: list[dict[str, str]]) -> str:
-  """docs/models.md with this table."""
+  """docs/costs.md with this table."""
   return between_marks(PAGE.read_text(encoding="utf-8"), "rows", f"\n{table(rows)}\n\n")
 
 

@@ -372,7 +372,7 @@ class Preflight:
     if max(compiled or totals.values()) > limit:
       layout = parts.placement.row_layout
       remedy = f"set config.batch.tokens_per_micro_batch below {layout.device_places}, lower the"
-      return Finding(FAIL, f"{text}: {remedy} lengths, or raise config.mesh (docs/models.md)")
+      return Finding(FAIL, f"{text}: {remedy} lengths, or raise config.mesh (docs/costs.md)")
     return Finding(OK, text)
 
 
@@ -429,7 +429,7 @@ def _check_host_memory(parts: Parts) -> Finding:
   layout = parts.placement.row_layout
   lower = f"set config.batch.tokens_per_micro_batch below {layout.device_places}, or lower lengths"
   remedy = remedies.get(max(totals, key=lambda name: totals[name]), lower)
-  return Finding(FAIL, f"{text}: {remedy}, or take a smaller network (docs/models.md)")
+  return Finding(FAIL, f"{text}: {remedy}, or take a smaller network (docs/costs.md)")
 
 
 def _require(value: Any, reason: str) -> Any:

@@ -17,7 +17,7 @@ from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.programs import published_params
 from rlvr_jax.workers.pool import default_workers
 
-COMPILER_FACTOR = 1.5  # compiled bytes over estimated bytes, above 5 GiB, in docs/models.md
+COMPILER_FACTOR = 1.5  # compiled bytes over estimated bytes, above 5 GiB, in docs/costs.md
 _GIB = 2**30
 _PROGRAM = 0.8 * _GIB  # Python, jax, and what XLA takes to compile an update, on a CPU
 _WORKER = 2**26  # bytes of a grading process, or an environment's

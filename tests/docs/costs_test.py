@@ -1,4 +1,4 @@
-"""The table of costs in docs/models.md is that of the committed reports."""
+"""The table of costs in docs/costs.md is that of the committed reports."""
 
 import pathlib
 

@@ -22,7 +22,7 @@ LONG_SENTENCES = {  # documents that still have some
   "colabs/results.ipynb",
   "docs/methods/fade.md",
   "docs/methods/salt.md",
-  "docs/models.md",
+  "docs/costs.md",
   "docs/reproduction.md",
   "docs/tpu.md",
   "experiments/ORDER.md",
@@ -112,13 +112,13 @@ def test_the_code_that_a_card_names_is_in_the_files_that_it_links(card):
 @pytest.mark.parametrize(
   ("words", "page"),
   [
-    ("pretrained", "models.md"),
-    ("gradient checkpointing", "models.md"),
+    ("pretrained", "checkpoints.md"),
+    ("gradient checkpointing", "costs.md"),
     ("gradient checkpointing", "configuration.md"),
     ("learning rate", "configuration.md"),
     ("learning rate", "how_to.md"),
     ("out of memory", "troubleshooting.md"),
-    ("out of memory", "models.md"),
+    ("out of memory", "costs.md"),
   ],
 )
 def test_the_field_s_words_are_on_the_page_that_answers(words, page):

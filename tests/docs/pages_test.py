@@ -126,11 +126,11 @@ def test_the_reference_has_every_field():
 @pytest.mark.parametrize(
   "page, link, expected",
   [
-    ("models.md", "staleness.md", "staleness.md"),
+    ("experts.md", "staleness.md", "staleness.md"),
     ("methods/salt.md", "../staleness.md", "../staleness.md"),
     ("methods/README.md", "../../docs/methods/salt.md", "salt.md"),
-    ("models.md", "https://example.org/x", "https://example.org/x"),
-    ("models.md", "../configs/base.py", "https://host/us/it/blob/main/configs/base.py"),
+    ("experts.md", "https://example.org/x", "https://example.org/x"),
+    ("experts.md", "../configs/base.py", "https://host/us/it/blob/main/configs/base.py"),
     ("methods/salt.md", "../../tests/data", "https://host/us/it/tree/main/tests/data"),
   ],
 )
@@ -139,7 +139,7 @@ def test_links_of_the_site(page, link, expected):
 
 
 def test_links_without_a_repository_lead_to_this_checkout():
-  found = website.link_from("models.md", "../configs/base.py", "")
+  found = website.link_from("experts.md", "../configs/base.py", "")
   assert found == (ROOT / "configs" / "base.py").as_uri()
 
 
@@ -154,12 +154,12 @@ def test_the_api_lists_what_packages_export():
 
 
 def test_the_navigation_has_every_page():
-  nav = [{"Home": "index.md"}, {"Guides": [{"Models": "models.md"}, {"More": "others"}]}]
+  nav = [{"Home": "index.md"}, {"Guides": [{"Models": "experts.md"}, {"More": "others"}]}]
   config = website.on_config(types.SimpleNamespace(nav=nav))
   assert config.nav[0] == {"Home": "index.md"}
   (models, more) = config.nav[1]["Guides"]
-  assert models == {"Models": "models.md"} and {"index.md", "models.md"}.isdisjoint(more["More"])
-  assert {"index.md", "models.md", *more["More"]} == set(PAGES)
+  assert models == {"Models": "experts.md"} and {"index.md", "experts.md"}.isdisjoint(more["More"])
+  assert {"index.md", "experts.md", *more["More"]} == set(PAGES)
 
 
 # --- formulas -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The table of docs/models.md on packed rows is what the recipes' layouts give."""
+"""The table of docs/costs.md on packed rows is what the recipes' layouts give."""
 
 import json
 

@@ -165,7 +165,7 @@ def test_linear_work_is_near_what_is_useful():
 
 @pytest.mark.parametrize(("tokens", "low", "high"), [(10_240, 1.06, 1.12), (36_864, 1.1, 1.33)])
 def test_larger_micro_batches_leave_more_rows_empty(tokens, low, high):
-  """The figures of docs/models.md: 32 problems × 16 rollouts on 16 devices, five draws."""
+  """The figures of docs/costs.md: 32 problems × 16 rollouts on 16 devices, five draws."""
   config = base.get_config()
   config.batch.tokens_per_micro_batch = tokens
   layout = make_row_layout(

@@ -546,7 +546,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
   if config.expert_balance and not model.config.num_experts:
     raise ValueError(
       f"config.expert_balance = {config.expert_balance} is for mixtures of experts, but the network"
-      " has none; set it to 0, or choose a mixture (docs/models.md)"
+      " has none; set it to 0, or choose a mixture (docs/experts.md)"
     )
   check_between("config", "policy_temperature", config.policy_temperature, low=LEAST_TEMPERATURE)
   make = lambda field, package, kind: specs.make(f"config.{field}", package, config[field], kind)

@@ -132,7 +132,7 @@ def check_routing(config: ml_collections.ConfigDict, network: TransformerConfig)
   if records_routes(config.model) and not network.num_experts:
     field = "routing = 'replayed'" if routing == "replayed" else "record_routes = True"
     raise ValueError(
-      f"config.model.{field} needs a mixture, but num_experts = 0; choose one (docs/models.md), or"
+      f"config.model.{field} needs a mixture, but num_experts = 0; choose one (docs/experts.md), or"
       " set routing = 'recomputed' and record_routes = False"
     )
   compared = config.diagnostics.compared
