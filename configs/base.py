@@ -51,7 +51,7 @@ def get_config() -> ConfigDict:
     preset="tiny",
     checkpoint="",
     # Of mixtures. recomputed: in training the routers choose anew; replayed: the experts that the
-    # sampler chose are taken, docs/staleness.md
+    # sampler chose are taken, docs/experts.md
     routing="recomputed",
     record_routes=False,  # rollouts keep the sampler's choice under recomputed too, for metrics
     overrides=dict(
@@ -155,7 +155,7 @@ def get_config() -> ConfigDict:
     generation="",  # of sampling
   )
 
-  c.fleet = dict(  # of real-time schedules, and samplers as programs: docs/staleness.md
+  c.fleet = dict(  # of real-time schedules, and samplers as programs: docs/fleet.md
     samplers=False,  # whether rollouts come from programs with --mode=sample and this --workdir
     # What a response does when newer weights come. finish: ends with those that it began with;
     # switch: goes on with the newer ones and its old cache; recompute: computes its cache anew

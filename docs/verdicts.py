@@ -416,7 +416,8 @@ _OF_SALT = {
   "S9": Verdict(
     "the same for code",
     "A policy from scratch of this size writes no programs. The tasks of"
-    " [published programs](your_data.md#published-data-sets) and the sandbox are there; this needs a checkpoint of 7B.",
+    " [published programs](your_data.md#published-data-sets) and the sandbox are there; this needs a"
+    " checkpoint of 7B.",
     link="your_data.md#published-data-sets",
   ),
   "S10": Verdict(
