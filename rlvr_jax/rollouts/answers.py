@@ -160,6 +160,10 @@ class Answers:
     """Number of turns that an environment has yet to answer."""
     return sum(waiting.kind == "turn" for waiting in self._waiting.values())
 
+  def any_process(self, flag: bool) -> bool:
+    """Whether a flag is set in any process; all call it together."""
+    return any(self._processes.gather(functools.partial(_same, flag)))
+
   def begin(self, problems: Sequence[Problem], seeds: Sequence[int], *, of: int) -> list[Beginning]:
     """How the rollouts of problems begin, by problem; resets their environments to see that.
 

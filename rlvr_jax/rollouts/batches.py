@@ -387,12 +387,6 @@ class Batches:
 
   def _add(self, groups: Sequence[Group]) -> None:
     """Adds groups to their draws; they survive a kill of the process when this returns."""
-    if not groups:
-      raise RuntimeError(
-        f"batch {self._place.position.number} waits for groups of draws {[*self._open]}, but none"
-        " is sampled: this is a fault of the program"
-      )
-
     def write() -> None:
       for group in groups:
         self._store.write_group(group)

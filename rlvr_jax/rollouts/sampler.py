@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -40,6 +41,10 @@ CHOICES = (FINISH, SWITCH, RECOMPUTE)
 ROLLOUT = "rollout"  # the purpose of the randomness of training, see `ops.keys`
 PATIENCE_S = 1.0  # with which idle slots wait for replies, at most; the first burst compiles
 _CLOSING_S = 10.0  # limit on the wait for a burst in progress when a run ends
+_IF_LATE = (
+  "Check whether sampling or the grader hangs, or raise config.generation_deadline_s. Sampled groups"
+  " are kept: rerun the same command to continue"
+)
 _POLL_S = 0.2  # interval at which a wait checks whether the run is to end
 
 
@@ -69,6 +74,7 @@ class SamplerSettings:
     new_weights: one of `CHOICES`.
     has_plans: whether draws say which version samples each token.
     oldest_needed: the newest version that was offered → the oldest that later draws may name.
+    deadline_s: seconds for which `LocalSampler.take` waits without a token or an answer.
   """
 
   group_size: int
@@ -76,6 +82,7 @@ class SamplerSettings:
   new_weights: str = FINISH
   has_plans: bool = False
   oldest_needed: Callable[[int], int] = lambda version: version
+  deadline_s: float = math.inf
 
   @property
   def changes_weights(self) -> bool:
@@ -230,10 +237,31 @@ class LocalSampler:
       self._lanes[source].requests.extend(_Request(draw, index, wanted) for index in wanted)
 
   def take(self) -> list[Group]:
-    """Works until groups are finished; [] if none is wanted."""
-    while not self._finished and self.is_busy:
-      self.step()
+    """Works until groups are finished.
+
+    Raises:
+      SamplerStoppedError: nothing came of graders and environments within the deadline, with
+        nothing to decode; or no group is wanted.
+    """
+    deadline_s, since = self._settings.deadline_s, time.monotonic()
+    while not self._finished:
+      if not self.is_busy:
+        raise SamplerStoppedError("no groups are wanted; this is a bug in what draws problems")
+      if self.step():
+        since = time.monotonic()
+      elif self._answers.any_process(time.monotonic() - since >= deadline_s):
+        raise SamplerStoppedError(
+          f"no answer of a grader or an environment came for {deadline_s:g} s; missing are"
+          f" {self._describe_missing()}. {_IF_LATE}"
+        )
     return self.poll()
+
+  def _describe_missing(self) -> str:
+    """Which groups are not finished, as text."""
+    begun = [(begun.draw.number, begun.index) for begun in self._begun.values()]
+    requests = [(r.draw.number, r.index) for lane in self._lanes for r in lane.requests]
+    texts = [f"group {index} of draw {number}" for number, index in sorted(begun + requests)]
+    return ", ".join(texts[:8]) + (", …" if len(texts) > 8 else "")
 
   def rest(self) -> None:
     """Lets parameters go that are not needed before the next offer; nothing may be wanted now."""
@@ -259,8 +287,12 @@ class LocalSampler:
     groups, self._finished = self._finished, []
     return groups
 
-  def step(self) -> None:
-    """One burst, if there is anything to decode; then the answers that have come."""
+  def step(self) -> bool:
+    """One burst, if there is anything to decode; then the answers that have come.
+
+    Returns:
+      Whether there was a burst or an answer; in all processes the same.
+    """
     before, lane = len(self._finished), self._active_lane()
     with self._meter.step(self._answers.counts):
       patience_s = None if lane is None else self._burst(lane)
@@ -278,6 +310,7 @@ class LocalSampler:
       lane.release()
     left = len(self._begun) + sum(len(lane.requests) for lane in self._lanes)
     self._meter.after_burst(Progress(len(self._finished) - before, left, self._usage(), slots))
+    return patience_s is not None or bool(answers)
 
   def _active_lane(self) -> _Lane | None:
     """The source that samples now; None if all rollouts wait for their grades."""
@@ -548,9 +581,7 @@ class ThreadSampler:
           ) from self._error
       if time.monotonic() >= deadline:
         raise SamplerStoppedError(
-          f"no group was sampled and graded within {self._deadline_s:g} s; check whether sampling"
-          " or the grader hangs, or raise config.generation_deadline_s. Sampled groups are kept:"
-          " rerun the same command to continue"
+          f"no group was sampled and graded within {self._deadline_s:g} s. {_IF_LATE}"
         )
 
   def poll(self) -> list[Group]:

@@ -301,6 +301,25 @@ def test_a_thread_that_gives_nothing_within_its_deadline_is_said():
   sampler.close()
 
 
+def test_waits_for_answers_have_a_deadline(monkeypatch):
+  monkeypatch.setattr("rlvr_jax.rollouts.answers._WAIT_S", 0.05)
+  workers = HeldGrades()
+  sampler = toys.local(workers, slots=16, deadline_s=0.3)
+  sampler.offer(policy(0))
+  sampler.want(draw(7), [2])
+  with pytest.raises(SamplerStoppedError, match=r"for 0\.3 s; missing are group 2 of draw 7\."):
+    sampler.take()
+  workers.held.set()
+  assert [group.index for group in sampler.take()] == [2]
+  with pytest.raises(SamplerStoppedError, match="no groups are wanted"):
+    sampler.take()
+
+
+def test_a_slow_burst_is_progress():
+  sampler = toys.local(slots=1, burst_s=0.05, deadline_s=0.04)
+  assert len(sampled(sampler)) == P
+
+
 def test_a_request_to_end_is_noticed_while_groups_are_waited_for():
   ends = threading.Event()
 

@@ -49,6 +49,7 @@ def training_sampler(
     new_weights=parts.config.fleet.new_weights,
     has_plans=repeats,
     oldest_needed=schedule.oldest_sampling if repeats else lambda version: version,
+    deadline_s=parts.config.generation_deadline_s,
   )
   printer = _Printer(raise_if_ending)
   return LocalSampler(sources, parts.grading, answers, settings, printer)
@@ -56,13 +57,20 @@ def training_sampler(
 
 def held_out_sampler(parts: Parts, frozen: Params, answers: Answers) -> LocalSampler:
   """The sampler of evaluations; `frozen`: the parameters that are not trained."""
-  settings = SamplerSettings(parts.config.evaluation.num_samples, purpose="evaluation")
+  c = parts.config
+  settings = SamplerSettings(
+    c.evaluation.num_samples, purpose="evaluation", deadline_s=c.generation_deadline_s
+  )
   return _of_policy(parts, parts.programs.held_out_engine, frozen, answers, settings)
 
 
 def entropy_sampler(parts: Parts, frozen: Params, answers: Answers) -> LocalSampler:
   """The sampler whose responses have the entropy of the initial policy."""
-  settings = SamplerSettings(parts.shape.group_size, purpose="initial_entropy")
+  settings = SamplerSettings(
+    parts.shape.group_size,
+    purpose="initial_entropy",
+    deadline_s=parts.config.generation_deadline_s,
+  )
   return _of_policy(parts, parts.programs.engine, frozen, answers, settings)
 
 
