@@ -6,12 +6,14 @@ anybody. A late group becomes others' too. Then it may be sampled twice, and the
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +37,9 @@ from rlvr_jax.types import Params
 _UNKNOWN = -2
 BEATS = 6  # records of a sampler within the time after which it counts as dead
 SAY_EVERY_S = 30.0
-_BEGUN = 4  # patiences that a living sampler has for a group that it has begun
+_BEGUN = 4  # patiences that a living sampler has for a group that it has begun, at least
+_LONG = 8.0  # times what groups take in the median, likewise; few responses are longer
+_REMEMBERED = 64  # of its groups whose times a sampler remembers
 
 
 class PolicyGoneError(RuntimeError):
@@ -104,6 +108,56 @@ def _mix(x: np.ndarray) -> np.ndarray:
   return x ^ (x >> np.uint64(31))
 
 
+class Pace:
+  """How long groups take, and which are late; by the observer's own clock."""
+
+  def __init__(self, patience_s: float, clock: Callable[[], float]):
+    """Has seen nothing yet.
+
+    Args:
+      patience_s: seconds until a group of the oldest draw is late that nobody has begun.
+      clock: seconds, of this machine.
+    """
+    self._patience_s, self._clock = patience_s, clock
+    self._oldest = (-1, 0.0)  # number of the oldest draw that lacks groups, and since when it is
+    self._begun: dict[tuple[Place, str], float] = {}  # since when a sampler is seen to sample it
+    self._times: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
+
+  def note_lacking(self, number: int, numbers: Sequence[int]) -> None:
+    """Notes that a draw lacks groups; `numbers`: of the draws up to it, ascending."""
+    if self._oldest[0] not in numbers:
+      self._oldest = number, self._clock()
+
+  def note_begun(self, place: Place, name: str) -> None:
+    """Notes that a sampler has begun a group."""
+    self._begun.setdefault((place, name), self._clock())
+
+  def note_finished(self, place: Place, name: str) -> None:
+    """Notes that the observer, which has this name, has finished a group."""
+    self._times.append(self._clock() - self._begun.pop((place, name)))
+
+  def keep(self, numbers: Sequence[int], name: str) -> None:
+    """Forgets what other samplers have begun of draws with other numbers."""
+    self._begun = {
+      key: since for key, since in self._begun.items() if key[0][0] in numbers or key[1] == name
+    }
+
+  def patiences(self, number: int) -> int:
+    """How many times the patience a draw has been the oldest."""
+    oldest, since = self._oldest
+    return int((self._clock() - since) / self._patience_s) if number == oldest else 0
+
+  def times_late(self, place: Place, name: str) -> int:
+    """How many times the time that a group may take a sampler has taken; 0: it is not late.
+
+    To an observer that has finished no group none is late: all may take as long.
+    """
+    if not self._times:
+      return 0
+    allowed_s = max(_BEGUN * self._patience_s, _LONG * statistics.median(self._times))
+    return int((self._clock() - self._begun[place, name]) / allowed_s)
+
+
 @dataclasses.dataclass
 class _Term:
   """What a sampler knows of a trainer's term.
@@ -113,9 +167,9 @@ class _Term:
     settles_at: on its clock, when it takes an end or a difference for final.
     differs: why the sampler must not sample for this trainer; "" if it may.
     sign: what last showed that the trainer works, and when it was first seen.
+    pace: of groups, in all terms.
     newest: policy that was announced.
     draws: that were read, by number.
-    oldest: number of the oldest draw that lacks groups, and since when it is that.
     orders: of the living, for each group.
   """
 
@@ -123,9 +177,9 @@ class _Term:
   settles_at: float
   differs: str
   sign: tuple[object, float]
+  pace: Pace
   newest: Known | None = None
   draws: dict[int, WantedDraw] = dataclasses.field(default_factory=dict)
-  oldest: tuple[int, float] = (-1, 0.0)
   orders: Orders = dataclasses.field(default_factory=lambda: Orders([]))
 
   def see(self, sign: object, now: float) -> None:
@@ -145,11 +199,6 @@ class _Term:
     if living != self.orders.names:
       self.orders = Orders(living)
 
-  def note_lacking(self, number: int, numbers: Sequence[int], now: float) -> None:
-    """Notes that a draw lacks groups; `numbers`: of the draws up to it, ascending."""
-    if self.oldest[0] not in numbers:
-      self.oldest = number, now
-
 
 class Member:
   """A sampler's part in a fleet: what it samples next. It neither waits nor samples."""
@@ -158,7 +207,8 @@ class Member:
     """Has sampled nothing yet; `clock`: seconds, of this machine."""
     self._exchange, self._settings, self._clock = exchange, settings, clock
     self._watch = Watch(settings.silent_s, clock)
-    self._term = _Term(_UNKNOWN, clock() + settings.settle_s, "", (None, clock()))
+    pace = Pace(settings.patience_s, clock)
+    self._term = _Term(_UNKNOWN, clock() + settings.settle_s, "", (None, clock()), pace)
     self._policy: Known | None = None  # that samples
     self._begun: dict[Place, str] = {}  # digest of its draw
     self.record = SamplerRecord(-1, 0, -1, "starts", "", False, [], 0, 0, 0)
@@ -200,7 +250,9 @@ class Member:
     name = self._settings.name
     for group in groups:
       samples = [{**sample, "sampler": name} for sample in group.samples]
-      digest = self._begun.pop((group.draw, group.index))
+      place = group.draw, group.index
+      digest = self._begun.pop(place)
+      self._term.pace.note_finished(place, name)
       late = not self._exchange.put_group(group._replace(samples=samples), digest)
       tokens = int(np.sum(group.arrays["lengths"]))
       self.record = self.record._replace(
@@ -238,7 +290,7 @@ class Member:
     differing = [n for n in sorted({*own, *theirs}) if own.get(n) != theirs.get(n)]
     differs = ", ".join(f"{n}: {own.get(n)} here, {theirs.get(n)} there" for n in differing)
     settles_at = self._term.settles_at if self._term.number == _UNKNOWN else now
-    self._term = _Term(number, settles_at, differs, (None, now))
+    self._term = _Term(number, settles_at, differs, (None, now), self._term.pace)
 
   def _next_step(self, view: View) -> Step:
     if self._term.number < 0 or self._term.number != view.term:
@@ -280,17 +332,19 @@ class Member:
     """The groups to begin now, those of the oldest draws first, at most what there is room for."""
     living = sorted({*self._watch.look(view.samplers), self._settings.name})
     self._term.keep(view.draws, living)
+    self._term.pace.keep(view.draws, self._settings.name)
     sampler = functools.cache(self._exchange.sampler)
     chosen = []
     lacking = ((n, i) for n in view.draws for i in self._lacking(view, n, version))
     for number, indices in itertools.groupby(lacking, key=lambda place: place[0]):
-      late = self._patiences(number)
+      late = self._term.pace.patiences(number)
       mine = []
       for place in indices:
         if len(self._begun) >= self._settings.capacity:
           break
         if place not in self._begun and self._is_mine(place, late, sampler):
           self._begun[place] = self._term.draws[number].digest
+          self._term.pace.note_begun(place, self._settings.name)
           mine.append(place[1])
       if mine:
         chosen.append((self._term.draws[number].draw, mine))
@@ -307,13 +361,8 @@ class Member:
       return []
     lacking = [index for index in wanted.indices if (number, index) not in view.groups]
     if lacking:
-      self._term.note_lacking(number, view.draws[: view.draws.index(number) + 1], self._clock())
+      self._term.pace.note_lacking(number, view.draws[: view.draws.index(number) + 1])
     return lacking
-
-  def _patiences(self, number: int) -> int:
-    """How many times the patience a draw has been the oldest."""
-    oldest, since = self._term.oldest
-    return int((self._clock() - since) / self._settings.patience_s) if number == oldest else 0
 
   def _is_mine(
     self, place: Place, late: int, sampler: Callable[[str], SamplerRecord | None]
@@ -321,17 +370,21 @@ class Member:
     """Whether to begin a group that has no file.
 
     The first one in its order begins it; after each patience twice as many may. While a sampler
-    says that it has begun it, others wait some patiences longer.
+    says that it has begun it, others wait until that has taken long beside other groups.
     """
     order = self._term.orders.of(place)
     position = order.index(self._settings.name)
     if position >= 2**late:
       return False
     others = [name for name in order[: max(2, position)] if name != self._settings.name]
-    records = (sampler(name) for name in others)
-    if any(record is not None and [*place] in record.doing for record in records):
-      return late >= _BEGUN and position < 2 ** (late - _BEGUN + 1)
-    return True
+    records = {name: sampler(name) for name in others}
+    doing = [name for name, x in records.items() if x is not None and [*place] in x.doing]
+    for name in doing:
+      self._term.pace.note_begun(place, name)
+    if not doing:
+      return True
+    times = min(self._term.pace.times_late(place, name) for name in doing)
+    return times > 0 and position < 2**times
 
 
 def run_sampler(

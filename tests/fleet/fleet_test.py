@@ -1,5 +1,6 @@
 """What a fleet promises, with threads, toy samplers and objects in memory or in a folder."""
 
+import math
 import threading
 import time
 
@@ -300,14 +301,16 @@ def test_a_sampler_that_saw_the_trainer_at_work_ends_with_it(objects):
   assert late.look().ended and not later.look().ended
 
 
-def test_nothing_that_a_living_sampler_has_begun_is_sampled_again_for_some_time(objects):
+@pytest.mark.parametrize("seconds", [0.1, 3.0])
+def test_what_a_living_sampler_has_begun_is_late_beside_what_groups_take(objects, seconds):
+  """Not before some patiences, nor before eight times what a group of the observer has taken."""
   exchange, clock = Exchange(objects), Clock()
   trainer = toy.trainer(exchange, toy.Weights())
   trainer.offer(toy.policy(0))
   trainer.want(toy.draw(0), range(6))
   one = program.Member(exchange, toy.settings("one", capacity=3, patience_s=1, silent_s=9), clock)
   two = program.Member(exchange, toy.settings("two", capacity=9, patience_s=1, silent_s=9), clock)
-  begun = lambda step: [index for _, indices in step.want for index in indices]
+  begun = lambda step, number=0: [i for of, found in step.want if of.number == number for i in found]
   for sampler in (one, two):
     sampler.adopt(sampler.look().restore)
     sampler.beat(1)
@@ -317,9 +320,16 @@ def test_nothing_that_a_living_sampler_has_begun_is_sampled_again_for_some_time(
   assert first and second and not {*first} & {*second}
   clock.now = 1.1  # those that nobody has begun are anyone's
   assert {*first, *second, *begun(two.look())} == {*range(6)}
-  for clock.now in (2.1, 3.9):
-    one.beat(3 + int(clock.now))
-    assert not begun(two.look())
-  clock.now = 4.1  # those that were begun too
-  one.beat(9)
-  assert begun(two.look()) == first
+  def at(now):
+    clock.now = now
+    one.beat(int(10 * now))
+    return two.look()
+
+  assert not begun(at(9.0))  # two has finished nothing: it cannot know
+  trainer.want(toy.draw(1), range(6))
+  own = begun(at(10.0), number=1)
+  clock.now += seconds
+  two.give([toy.group(toy.draw(1), own[0])])
+  late_at = 1.1 + max(4.0, 8 * seconds)
+  later = [now for now in range(11, 60) if {*begun(at(now))} == {*first}]
+  assert later[:1] == [max(11, math.ceil(late_at))]
