@@ -214,6 +214,11 @@ class Checkpointer:
         self._removed.clear()
     self._remove_leftovers()
 
+  def check(self) -> None:
+    """Raises the error of the current save if that has failed; does not wait for it."""
+    with self._convert_errors():
+      self._manager.check_for_errors()
+
   def wait(self) -> None:
     """Blocks until the current save is committed; raises its error."""
     with self._convert_errors():

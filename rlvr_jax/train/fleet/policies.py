@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from rlvr_jax.fleet.program import PolicyGoneError
 from rlvr_jax.models.functional import cast_to_decode
+from rlvr_jax.storage.files import DiskFullError
 from rlvr_jax.storage.places import Workdir, make_absolute, parse_path
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.checkpoint_files import (
@@ -120,6 +121,15 @@ class PolicyPublisher:
       kept = sorted({**self._published, writing.version: writing}.items())[-self._keep :]
       self._published = dict(kept)
     return [*self._published.values()]
+
+  def failure(self) -> str:
+    """Why the last policy could not be published; "" if it is, or may still be."""
+    try:
+      self._checkpointer.check()
+    except (CheckpointError, DiskFullError) as error:
+      version = self._writing.version if self._writing else max(self._published, default=0)
+      return f"version {version} of the policy could not be published for the samplers: {error}"
+    return ""
 
   def wait(self) -> None:
     """Waits until everything is written; raises the error if it failed."""

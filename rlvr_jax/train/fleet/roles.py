@@ -132,7 +132,8 @@ class FleetSampler:
     """Waits for groups; the same in all processes.
 
     Raises:
-      SamplerStoppedError: waiting is in vain, see `RemoteSampler.look`.
+      SamplerStoppedError: waiting is in vain, see `RemoteSampler.look`; or the samplers cannot get
+        the last policy.
     """
     began = time.monotonic()
     while not (groups := self._look_together(time.monotonic() - began)):
@@ -149,6 +150,8 @@ class FleetSampler:
     """The groups that have come, in all processes the same; see `RemoteSampler.look`."""
     multihost.raise_if_shutdown_requested()
     restart_deadline()
+    if failures := [*filter(None, multihost.exchange(self._publisher.failure()))]:
+      raise SamplerStoppedError(failures[0])
     look = functools.partial(self._look, waited_s)
     error, text = multihost.exchange(multihost.run_on_first(look, None))[0]
     if error:
