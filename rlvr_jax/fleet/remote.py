@@ -16,6 +16,7 @@ from rlvr_jax.storage.objects import Listed
 
 SAY_EVERY_S = 30.0
 _TAKEN_BYTES = 2**28  # of groups, about, that are read at a time
+_EXPLAINED = ("crashed", "environment_failed")  # outcomes whose details the trainer prints
 _START = "start one with --mode=sample and this --workdir"
 GONE_S = 600.0  # without a change, until what a sampler said is removed
 
@@ -24,20 +25,19 @@ class FleetError(RuntimeError):
   """The trainer cannot go on with its samplers."""
 
 
-class Shape(NamedTuple):
-  """What the arrays of a group may be."""
+class Allowed(NamedTuple):
+  """What a group may be, in a run."""
 
-  group_size: int
-  max_prompt: int
-  max_response: int
+  examples: Sequence[Group]  # by source: its groups have these arrays; versions if it has any
   vocabulary: int
+  experts: int = 0  # of a mixture
 
 
 class Settings(NamedTuple):
   """How the trainer takes part."""
 
   identity: Mapping[str, str]  # code, configuration, data …: samplers must have the same
-  shape: Shape
+  allowed: Allowed
   silent_s: float = 30.0  # without a change, until a sampler counts as dead
   alone_s: float = 3600.0  # without a living sampler, until the run ends
   deadline_s: float = 3600.0  # for a group of a draw
@@ -251,7 +251,7 @@ class RemoteSampler:
         group, digest = found
         if digest != of.digest:
           raise RecordError("it is of other problems, or of another seed")
-        check_group(group, of.draw, self._settings.shape)
+        check_group(group, of.draw, self._settings.allowed)
       if self._is_early(group):
         of.early[index] = group
         return None
@@ -348,25 +348,60 @@ class RemoteSampler:
     return "; ".join(parts) + ("; …" if len(self._state.open) > 3 else "")
 
 
-def check_group(group: Group, draw: Draw, shape: Shape) -> None:
+def check_group(group: Group, draw: Draw, allowed: Allowed) -> None:
   """Raises ValueError unless a group's contents are possible for its draw."""
-  arrays, sizes = group.arrays, check_arrays(group.arrays)
-  allowed = {"G": shape.group_size, "S": shape.max_prompt, "T": shape.max_response}
-  for axis, most in allowed.items():
-    if sizes.get(axis, most) > most or (axis == "G" and sizes.get(axis) != most):
-      raise RecordError(f"it has {sizes.get(axis)} places along {axis}, where {most} are allowed")
-  if missing := {"tokens", "lengths", "rewards"} - arrays.keys():
-    raise RecordError(f"it lacks {', '.join(sorted(missing))}")
-  if len(group.samples) != shape.group_size or group.source != draw.sources[group.index]:
-    raise RecordError(f"it has {len(group.samples)} samples of source {group.source}")
-  if any(version < draw.version for version in group.versions):
-    raise RecordError(f"version {min(group.versions)} is older than config.schedule allows")
-  bounds = {"tokens": shape.vocabulary - 1, "prompts.tokens": shape.vocabulary - 1}
-  bounds |= {"lengths": sizes["T"], "prompts.lengths": sizes.get("S", 0)}
-  for name, most in bounds.items():
-    values = arrays.get(name, np.zeros(1, np.int32))
-    if values.size and not 0 <= values.min() <= values.max() <= most:
-      raise RecordError(f"{name} has values outside 0 … {most}")
-  for name in ("behavior_logprobs", "sampled_logprobs", "rewards"):
-    if name in arrays and not np.isfinite(arrays[name]).all():
+  check_arrays(group.arrays)
+  if group.source != draw.sources[group.index]:
+    raise RecordError(f"it is of source {group.source}, not {draw.sources[group.index]}")
+  example = allowed.examples[group.source]
+  if differing := group.arrays.keys() ^ example.arrays.keys():
+    lacks = "lacks" if differing - group.arrays.keys() else "must not have"
+    raise RecordError(f"it {lacks} the arrays {', '.join(sorted(differing))}")
+  for name, array in group.arrays.items():
+    expected = example.arrays[name]
+    if (array.shape, array.dtype) != (expected.shape, expected.dtype):
+      raise RecordError(f"{name} is {array.dtype} {array.shape}, not {expected.shape}")
+  _check_values(group.arrays, allowed)
+  _check_versions(group, draw, has_versions=bool(example.versions))
+  _check_samples(group, draw.problems[group.index].question)
+
+
+def _check_values(arrays: Mapping[str, np.ndarray], allowed: Allowed) -> None:
+  """Raises RecordError if an array has values that no sampler gives."""
+  most = {"tokens": allowed.vocabulary - 1, "prompts.tokens": allowed.vocabulary - 1}
+  most |= {"routes": allowed.experts - 1, "prompt_routes": allowed.experts - 1}
+  most |= {"lengths": arrays["tokens"].shape[-1], "mask": 1, "correct": 1}
+  most |= {"prompts.lengths": arrays["prompts.tokens"].shape[-1]}
+  for name in most.keys() & arrays.keys():
+    values = arrays[name]
+    if values.size and not 0 <= values.min() <= values.max() <= most[name]:
+      raise RecordError(f"{name} has values outside 0 … {most[name]}")
+  for name in ("behavior_logprobs", "rewards"):
+    if not np.isfinite(arrays[name]).all():
       raise RecordError(f"{name} has values that are not finite")
+
+
+def _check_versions(group: Group, draw: Draw, *, has_versions: bool) -> None:
+  """Raises RecordError unless a group's versions may have sampled it."""
+  versions = {*group.versions}
+  if any(version < draw.version for version in versions):
+    raise RecordError(f"version {min(versions)} is older than config.schedule allows")
+  of_tokens = group.arrays.get("token_versions")
+  found = versions if of_tokens is None else {*np.unique(of_tokens).tolist()} - {-1}
+  if (
+    found != versions or bool(versions) != has_versions or (of_tokens is None and len(versions) > 1)
+  ):
+    raise RecordError(f"it has the versions {sorted(versions)}, its tokens {sorted(found)}")
+
+
+def _check_samples(group: Group, question: str) -> None:
+  """Raises RecordError unless a group's samples are of a problem, and graded."""
+  if len(group.samples) != len(group.arrays["tokens"]):
+    raise RecordError(f"it has {len(group.samples)} samples")
+  for sample in group.samples:
+    if sample.get("prompt") != question:
+      raise RecordError("a sample lacks the prompt of its problem")
+    if not isinstance(sample.get("outcome"), str):
+      raise RecordError("a sample lacks its outcome")
+    if sample["outcome"] in _EXPLAINED and not isinstance(sample.get("detail"), str):
+      raise RecordError(f"a sample with the outcome {sample['outcome']} lacks its detail")

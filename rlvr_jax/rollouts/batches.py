@@ -387,6 +387,7 @@ class Batches:
 
   def _add(self, groups: Sequence[Group]) -> None:
     """Adds groups to their draws; they survive a kill of the process when this returns."""
+
     def write() -> None:
       for group in groups:
         self._store.write_group(group)

@@ -24,7 +24,7 @@ import numpy as np
 from rlvr_jax.data import encode_prompts
 from rlvr_jax.ops.keys import key_for, seeds_for
 from rlvr_jax.rewards.graders import thought_prefix
-from rlvr_jax.rewards.outcome import Grade
+from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rollouts.answers import AnswerCounts, Answers, Asked
 from rlvr_jax.rollouts.engine import NOT_SAMPLED, Engine, MissingWeightsError, Rollout, SlotUsage
 from rlvr_jax.rollouts.grading import Grading
@@ -42,8 +42,8 @@ ROLLOUT = "rollout"  # the purpose of the randomness of training, see `ops.keys`
 PATIENCE_S = 1.0  # with which idle slots wait for replies, at most; the first burst compiles
 _CLOSING_S = 10.0  # limit on the wait for a burst in progress when a run ends
 _IF_LATE = (
-  "Check whether sampling or the grader hangs, or raise config.generation_deadline_s. Sampled groups"
-  " are kept: rerun the same command to continue"
+  "Check whether sampling or the grader hangs, or raise config.generation_deadline_s. Sampled"
+  " groups are kept: rerun the same command to continue"
 )
 _POLL_S = 0.2  # interval at which a wait checks whether the run is to end
 
@@ -263,6 +263,20 @@ class LocalSampler:
     texts = [f"group {index} of draw {number}" for number, index in sorted(begun + requests)]
     return ", ".join(texts[:8]) + (", …" if len(texts) > 8 else "")
 
+  def examples(self) -> list[Group]:
+    """A group of each source with the arrays that its groups have, and nothing sampled.
+
+    One of another run's policy has no version.
+    """
+    G, found = self._settings.group_size, []
+    for number, lane in enumerate(self._lanes):
+      prompt, key = np.zeros(1, np.int32), np.zeros(2, np.uint32)
+      rollouts = [lane.engine.rollout((0, 0, g), prompt, key) for g in range(G)]
+      arrays = self._arrays(rollouts, [Grade(Outcome.CORRECT)] * G)
+      versions = {0: ""} if lane.source.of_this_run else {}
+      found.append(Group(0, 0, number, versions, arrays, [], {}))
+    return found
+
   def rest(self) -> None:
     """Lets parameters go that are not needed before the next offer; nothing may be wanted now."""
     if not self._settings.has_plans:
@@ -436,16 +450,21 @@ class LocalSampler:
     """The group of rollouts that all have their grades."""
     draw, index, ended = begun.draw, begun.index, begun.ended
     rollouts, grades = zip(*(ended[g] for g in sorted(ended)), strict=True)
-    arrays = self._grading.arrays(rollouts, grades)
-    of_tokens = np.stack([rollout.arrays["versions"] for rollout in rollouts])
-    if self._settings.changes_weights:
-      arrays["token_versions"] = of_tokens
-    versions = sorted({*np.unique(of_tokens).tolist()} - {NOT_SAMPLED})
+    arrays = self._arrays(rollouts, grades)
+    of_tokens = {v for rollout in rollouts for v in np.unique(rollout.arrays["versions"]).tolist()}
+    versions = sorted(of_tokens - {NOT_SAMPLED})
     samples = self._grading.samples(
       begun.asked.problem, min(versions, default=NOT_SAMPLED), arrays, grades
     )
     fingerprints = {version: self._policies[version].fingerprint() for version in versions}
     return Group(draw.number, index, draw.sources[index], fingerprints, arrays, samples, {})
+
+  def _arrays(self, rollouts: Sequence[Rollout], grades: Sequence[Grade]) -> dict[str, np.ndarray]:
+    """The arrays of a group, by name."""
+    arrays = self._grading.arrays(rollouts, grades)
+    if self._settings.changes_weights:
+      arrays["token_versions"] = np.stack([rollout.arrays["versions"] for rollout in rollouts])
+    return arrays
 
   def _usage(self) -> SlotUsage:
     """The counts of all slots so far."""

@@ -106,9 +106,12 @@ def in_a_thread(run: Run) -> Run:
 
 def with_fleet(run: Run, workdir: Workdir) -> Run:
   """The run, whose rollouts other programs sample that meet it in its workdir."""
-  total = run.parts.config.num_updates
+  if not isinstance(run.sampler, LocalSampler):
+    raise TypeError(f"examples come of a local sampler, not of {type(run.sampler).__name__}")
+  examples, total = run.sampler.examples(), run.parts.config.num_updates
   has_all = lambda: run.batches.position().number >= total
-  sampler = FleetSampler(run.parts, run.policies, run.checkpointer, workdir, has_all)
+  args = run.parts, run.policies, run.checkpointer, workdir, examples, has_all
+  sampler = FleetSampler(*args)
   run.batches.sample_with(sampler, are_kept=False)
   return dataclasses.replace(run, sampler=sampler, rest=_keep_all)
 

@@ -9,6 +9,7 @@ import pytest
 from fleet import toy
 
 from rlvr_jax.fleet import exchange as exchange_module
+from rlvr_jax.fleet import remote
 from rlvr_jax.fleet.exchange import Exchange, RecordError, SamplerRecord, Watch
 from rlvr_jax.fleet.program import Orders
 from rlvr_jax.rollouts import group as group_file
@@ -149,6 +150,14 @@ def good(**fields):
   return group._replace(arrays={**group.arrays, **arrays}, **fields)
 
 
+def with_samples(**fields):
+  return good(samples=[{**sample, **fields} for sample in good().samples])
+
+
+def without(*names):
+  return good()._replace(arrays={n: a for n, a in good().arrays.items() if n not in names})
+
+
 def encoded(*groups, of=None):
   return group_file.encode(groups, {"draw": of or digest()})
 
@@ -170,12 +179,31 @@ BAD = {
   "other bits": (lambda: encoded(good(versions={3: "x"})), "version 3 had the fingerprint x"),
   "later than its batch": (lambda: encoded(good(versions={9: "x"})), "version 9 comes after"),
   "another source": (lambda: encoded(good(source=3)), "of source 3"),
-  "few samples": (lambda: encoded(good(samples=[{}])), "1 samples"),
+  "without versions": (lambda: encoded(good(versions={})), "has the versions []"),
+  "two versions": (
+    lambda: encoded(good(versions={2: "bits 2", 3: "bits 3"})),
+    "has the versions [2, 3]",
+  ),
+  "few samples": (lambda: encoded(good(samples=good().samples[:1])), "1 samples"),
+  "no outcome": (lambda: encoded(with_samples(outcome=None)), "lacks its outcome"),
+  "no detail": (lambda: encoded(with_samples(outcome="crashed")), "crashed lacks its detail"),
+  "another prompt": (lambda: encoded(with_samples(prompt="?")), "lacks the prompt"),
+  "a missing array": (lambda: encoded(without("correct", "stopped")), "lacks the arrays correct,"),
+  "an array too many": (
+    lambda: with_arrays(lags=np.zeros((2, toy.RESPONSE), np.int32)),
+    "must not have the arrays lags",
+  ),
+  "a wrong mask": (
+    lambda: with_arrays(mask=np.full((2, toy.RESPONSE), np.nan, np.float32)),
+    "mask has values",
+  ),
   "long responses": (
     lambda: with_arrays(
-      tokens=np.ones((2, 900), np.int32), behavior_logprobs=np.zeros((2, 900), np.float32)
+      tokens=np.ones((2, 900), np.int32),
+      mask=np.zeros((2, 900), np.float32),
+      behavior_logprobs=np.zeros((2, 900), np.float32),
     ),
-    "900 places along T",
+    "(2, 900), not (2, 8)",
   ),
   "negative tokens": (
     lambda: with_arrays(tokens=np.full((2, toy.RESPONSE), -1, np.int32)),
@@ -189,9 +217,14 @@ BAD = {
   "NaN": (lambda: with_arrays(rewards=np.full(2, np.nan, np.float32)), "rewards has values"),
   "a group of three": (
     lambda: encoded(
-      good()._replace(arrays={n: np.concatenate([a, a[:1]]) for n, a in good().arrays.items()})
+      good()._replace(
+        arrays={
+          n: a if n.startswith("prompts") else np.concatenate([a, a[:1]])
+          for n, a in good().arrays.items()
+        }
+      )
     ),
-    "3 places along G",
+    "not (2,",
   ),
 }
 
@@ -210,6 +243,27 @@ def test_a_bad_group_is_dropped_and_sampled_again(kind, exchange, objects, train
   exchange.put_group(good(), digest())
   (group,) = trainer.take()
   assert group.samples == good().samples
+
+
+def test_what_another_run_s_policy_or_several_versions_sample():
+  """Sources without versions of this run, and groups with a version for each token."""
+  example = good()
+  allowed = remote.Allowed([example, example._replace(versions={})], toy.VOCABULARY)
+  of = toy.draw(4, version=2)._replace(sources=[0, 1, 1, 1, 1, 1])
+  check = lambda group: remote.check_group(group, of, allowed)
+  check(good(source=1, versions={}))
+  with pytest.raises(RecordError, match=r"has the versions \[3\]"):
+    check(good(source=1))
+  versions = np.array([[3, 3, -1, -1, -1, -1, -1, -1], [3, 4, 4, -1, -1, -1, -1, -1]], np.int32)
+  several = good(arrays=dict(token_versions=versions), source=0, index=0)
+  several = several._replace(samples=toy.group(of, 0).samples, versions={3: "a", 4: "b"})
+  with pytest.raises(RecordError, match="must not have the arrays token_versions"):
+    check(several)
+  allowed = remote.Allowed([several, several], toy.VOCABULARY)
+  check(several)
+  for wrong in ({3: "a"}, {3: "a", 4: "b", 5: "c"}, {}):
+    with pytest.raises(RecordError, match=r"its tokens \[3, 4\]"):
+      check(several._replace(versions=wrong))
 
 
 def test_a_huge_group_is_not_read(exchange, objects, trainer, monkeypatch):

@@ -69,7 +69,7 @@ def assert_complete(store, updates=UPDATES, lag=LAG):
   assert sorted(store) == [(t, i) for t in range(updates) for i in range(SIZE)]
   for (number, index), group in store.items():
     assert all(max(0, number - lag) <= version <= number for version in group.versions)
-    assert group.samples[0]["text"] == f"{number} + {index}?"
+    assert group.samples[0]["prompt"] == f"{number} + {index}?"
 
 
 def test_samplers_share_a_run_and_end_with_it(fleet, objects):
@@ -310,7 +310,7 @@ def test_what_a_living_sampler_has_begun_is_late_beside_what_groups_take(objects
   trainer.want(toy.draw(0), range(6))
   one = program.Member(exchange, toy.settings("one", capacity=3, patience_s=1, silent_s=9), clock)
   two = program.Member(exchange, toy.settings("two", capacity=9, patience_s=1, silent_s=9), clock)
-  begun = lambda step, number=0: [i for of, found in step.want if of.number == number for i in found]
+  begun = lambda step, n=0: [index for of, found in step.want if of.number == n for index in found]
   for sampler in (one, two):
     sampler.adopt(sampler.look().restore)
     sampler.beat(1)
@@ -320,6 +320,7 @@ def test_what_a_living_sampler_has_begun_is_late_beside_what_groups_take(objects
   assert first and second and not {*first} & {*second}
   clock.now = 1.1  # those that nobody has begun are anyone's
   assert {*first, *second, *begun(two.look())} == {*range(6)}
+
   def at(now):
     clock.now = now
     one.beat(int(10 * now))
@@ -327,7 +328,7 @@ def test_what_a_living_sampler_has_begun_is_late_beside_what_groups_take(objects
 
   assert not begun(at(9.0))  # two has finished nothing: it cannot know
   trainer.want(toy.draw(1), range(6))
-  own = begun(at(10.0), number=1)
+  own = begun(at(10.0), n=1)
   clock.now += seconds
   two.give([toy.group(toy.draw(1), own[0])])
   late_at = 1.1 + max(4.0, 8 * seconds)

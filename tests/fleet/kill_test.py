@@ -56,6 +56,6 @@ def test_programs_are_killed_at_random_moments(tmp_path):
   store = toy.Files(FolderObjects(tmp_path / "own")).read()
   assert sorted(store) == [(t, i) for t in range(UPDATES) for i in range(SIZE)]
   for (number, index), group in store.items():
-    assert group.samples[0]["text"] == f"{number} + {index}?"
+    assert group.samples[0]["prompt"] == f"{number} + {index}?"
     for version, bits in group.versions.items():
       assert number - LAG <= version <= number and bits == f"bits {version}"

@@ -125,7 +125,7 @@ def simulate(setting):
   trainer = remote.RemoteSampler(
     exchange,
     weights.publish,
-    remote.Settings(toy.IDENTITY, toy.SHAPE, poll_s=1.0),
+    remote.Settings(toy.IDENTITY, toy.ALLOWED, poll_s=1.0),
     clock=world.clock,
     sleep=sleep,
     say=lambda text: None,

@@ -16,7 +16,6 @@ from rlvr_jax.rollouts.group import Draw, Group, Policy
 from rlvr_jax.storage.objects import FolderObjects, Listed
 
 GROUP_SIZE, PROMPT, RESPONSE, VOCABULARY = 2, 4, 8, 50
-SHAPE = remote.Shape(GROUP_SIZE, PROMPT, RESPONSE, VOCABULARY)
 IDENTITY = {"code": "1", "config": "ab"}
 QUICK = dict(silent_s=0.3, poll_s=0.005)
 
@@ -82,14 +81,25 @@ def group(of, index, version=0, fingerprint=None, tokens=None):
     source=of.sources[index],
     versions={version: fingerprint or f"bits {version}"},
     arrays={
+      "prompts.tokens": np.ones(PROMPT, np.int32),
+      "prompts.lengths": np.array(PROMPT, np.int32),
       "tokens": (tokens * inside).astype(np.int32),
       "lengths": lengths,
+      "stopped": lengths < RESPONSE,
+      "mask": inside.astype(np.float32),
       "behavior_logprobs": (-rng.random((GROUP_SIZE, RESPONSE)) * inside).astype(np.float32),
       "rewards": rng.random(GROUP_SIZE).astype(np.float32),
+      "correct": np.ones(GROUP_SIZE, np.float32),
+      "valid": np.ones(GROUP_SIZE, bool),
     },
-    samples=[{"text": of.problems[index].question} for _ in range(GROUP_SIZE)],
+    samples=[
+      {"prompt": of.problems[index].question, "outcome": "correct"} for _ in range(GROUP_SIZE)
+    ],
     measured={"seconds": 1.0},
   )
+
+
+ALLOWED = remote.Allowed([group(draw(0), 0)], VOCABULARY)
 
 
 class Sampler:
@@ -164,7 +174,7 @@ def trainer(exchange, weights, *, identity=IDENTITY, fingerprints=None, **fields
   return remote.RemoteSampler(
     exchange,
     weights.publish,
-    remote.Settings(identity, SHAPE, **fields),
+    remote.Settings(identity, ALLOWED, **fields),
     fingerprints=fingerprints,
     say=lambda text: None,
   )

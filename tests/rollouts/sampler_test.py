@@ -16,6 +16,7 @@ from rlvr_jax.rollouts.answers import Processes
 from rlvr_jax.rollouts.grading import sampled_places
 from rlvr_jax.rollouts.group import Draw, Policy
 from rlvr_jax.rollouts.sampler import (
+  FINISH,
   RECOMPUTE,
   SWITCH,
   LocalSampler,
@@ -147,6 +148,18 @@ def test_sources_have_other_noise():
   alone = sampled(toys.local(), draw())
   keys = lambda groups, index: groups[0, index].arrays["tokens"].tobytes()
   assert all(keys(both, index) != keys(alone, index) for index in (2, 3))
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("new_weights", [FINISH, SWITCH])
+def test_examples_have_the_arrays_of_sampled_groups(turns, new_weights):
+  sampler = toys.local(toys.Workers(turns=turns), sources=2, new_weights=new_weights)
+  examples = sampler.examples()
+  groups = sampled(sampler, draw(sources=[0, 0, 1, 1]))
+  kinds = lambda group: {name: (a.shape, a.dtype) for name, a in group.arrays.items()}
+  for group in groups.values():
+    example = examples[group.source]
+    assert kinds(example) == kinds(group) and bool(example.versions) == bool(group.versions)
 
 
 # --- versions -------------------------------------------------------------------------------------

@@ -84,22 +84,25 @@ class FleetSampler:
     policies: Policies,
     checkpointer: Checkpointer,
     workdir: Workdir,
+    examples: Sequence[Group],
     has_all: Callable[[], bool],
   ):
     """Begins the term of this trainer.
 
     Args:
       parts, policies, checkpointer, workdir: of the run.
+      examples: of groups of each source, see `LocalSampler.examples`.
       has_all: whether all batches of the run are sampled.
     """
     c, path = parts.config, workdir.path
     self._publisher = PolicyPublisher(path / WEIGHTS, parts, workdir=workdir, beside=checkpointer)
     self._has_all, self._poll_s = has_all, poll_s(path)
     self._measured: dict[str, float] = {}
-    shape = remote.Shape(*parts.shape[1:4], vocabulary=parts.model.config.vocab_size)
+    network = parts.model.config
+    allowed = remote.Allowed(examples, network.vocab_size, network.num_experts)
     settings = remote.Settings(
       identify(parts),
-      shape,
+      allowed,
       silent_s=c.fleet.silent_s,
       deadline_s=c.generation_deadline_s,
       alone_s=c.generation_deadline_s,

@@ -110,7 +110,7 @@ class FailingFuture:
 def test_a_policy_that_cannot_be_published_ends_the_run_at_once(tmp_path, monkeypatch):
   monkeypatch.setattr(ocp, "PyTreeCheckpointHandler", FailingArrays)
   began = time.monotonic()
-  with pytest.raises((SamplerStoppedError, CheckpointError), match="fleet_weights.* is on fire"):
+  with pytest.raises((SamplerStoppedError, CheckpointError), match=r"fleet_weights.* is on fire"):
     train(build(fleets.config()), tmp_path / "run")
   assert time.monotonic() - began < 60
   assert run_files.read_metrics(tmp_path / "run")  # which goes on when it is started again
