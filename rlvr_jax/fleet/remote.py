@@ -388,9 +388,8 @@ def _check_versions(group: Group, draw: Draw, *, has_versions: bool) -> None:
     raise RecordError(f"version {min(versions)} is older than config.schedule allows")
   of_tokens = group.arrays.get("token_versions")
   found = versions if of_tokens is None else {*np.unique(of_tokens).tolist()} - {-1}
-  if (
-    found != versions or bool(versions) != has_versions or (of_tokens is None and len(versions) > 1)
-  ):
+  is_one = of_tokens is not None or len(versions) < 2
+  if found != versions or bool(versions) != has_versions or not is_one:
     raise RecordError(f"it has the versions {sorted(versions)}, its tokens {sorted(found)}")
 
 

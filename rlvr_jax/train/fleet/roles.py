@@ -66,9 +66,16 @@ OF_A_SAMPLER = (
 )
 # Fields that a resumed run may change, and its samplers then follow.
 _SETTINGS = ("fleet", "grading", "max_behavior_gap")
+
+
+class ForeignGraderError(RefusedError):
+  """A problem of the run names a grader that no sampler of the run knows."""
+
+
 # Errors that any sampler would meet, so that the run must end.
-_OF_THE_RUN = (
+OF_THE_RUN = (
   *(AgreementError, EnvironmentStoppedError, GradingStoppedError, PromptError, PolicyDamagedError),
+  ForeignGraderError,
 )
 _COMPARED_PROBLEMS = 16
 _WRITTEN_S = 0.1  # between two looks whether a policy is written
@@ -218,7 +225,8 @@ class ComparedSampler:
     """Asks for groups of a draw.
 
     Raises:
-      RefusedError: a problem names a grader in a module that this program's task does not use.
+      ForeignGraderError: a problem names a grader in a module that this program's task does not
+        use, as far as its first problems say.
     """
     for problem in draw.problems:
       self._check(problem)
@@ -227,9 +235,10 @@ class ComparedSampler:
   def _check(self, problem: Problem) -> None:
     named = named_graders(self._parts.task.grader, problem.reference)
     if foreign := sorted({name for name in named if ":" in name} - self._graders):
-      raise RefusedError(
-        f"the trainer sends a problem with the grader {foreign[0]!r}, which this sampler's task"
-        " does not use; start it with the trainer's configuration and data"
+      raise ForeignGraderError(
+        f"the trainer sends a problem with the grader {foreign[0]!r}, which none of the first"
+        " problems of this sampler's task names. A sampler imports no other: name it in one of"
+        " them, and start again in another --workdir"
       )
 
   def take(self) -> list[Group]:
@@ -391,7 +400,7 @@ def sample_for(parts: Parts, folder: pathlib.Path, sampler: ComparedSampler) -> 
     sampler if is_alone else leader,
     settings,
     restore if is_alone else lambda version, fingerprint: {},  # the leader restores it
-    ends_run=_OF_THE_RUN,
+    ends_run=OF_THE_RUN,
     stop=_is_ending if is_alone else leader.is_ending,
     say=say,
   )

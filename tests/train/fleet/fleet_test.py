@@ -1,6 +1,7 @@
 """A trainer and samplers: they learn, end, and go on whatever is killed."""
 
 import contextlib
+import dataclasses
 import re
 import signal
 import threading
@@ -16,13 +17,16 @@ from train.fleet import fleets
 
 from docs import glossary
 from rlvr_jax.commands.train import train
+from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.evaluate import run_files
+from rlvr_jax.rollouts.group import Draw
 from rlvr_jax.rollouts.sampler import SamplerStoppedError
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.objects import open_objects
 from rlvr_jax.storage.places import in_bucket, parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
-from rlvr_jax.train.fleet.roles import ComparedSampler, sample_for
+from rlvr_jax.train.fleet import roles
+from rlvr_jax.train.fleet.roles import ComparedSampler, ForeignGraderError, sample_for
 from rlvr_jax.train.generation.agreement import AgreementError
 from rlvr_jax.train.generation.policies import Policies
 from rlvr_jax.train.generation.samplers import training_sampler
@@ -114,6 +118,26 @@ def test_a_policy_that_cannot_be_published_ends_the_run_at_once(tmp_path, monkey
     train(build(fleets.config()), tmp_path / "run")
   assert time.monotonic() - began < 60
   assert run_files.read_metrics(tmp_path / "run")  # which goes on when it is started again
+
+
+def test_a_grader_that_only_late_problems_name_ends_the_run():
+  """No sampler imports it: each would end, one after another."""
+  parts = build(fleets.config())
+  policies = Policies(parts, load_frozen(parts).sampler)
+  named = lambda name: {"grader": name, "reference": {}}
+  early = [dataclasses.replace(p, reference=named("own:known()")) for p in [parts.task.train[0]]]
+  task = dataclasses.replace(parts.task, grader=BY_REFERENCE, train=early, held_out=early)
+  sampler = ComparedSampler(dataclasses.replace(parts, task=task), policies, WantsNothing())
+  wanted = lambda name: Draw(0, [dataclasses.replace(early[0], reference=named(name))], 0, 0, [0])
+  sampler.want(wanted("own:known()"), [0])
+  with pytest.raises(ForeignGraderError, match="'other:grader\\(\\)'") as told:
+    sampler.want(wanted("other:grader()"), [0])
+  assert isinstance(told.value, roles.OF_THE_RUN)
+
+
+class WantsNothing:
+  def want(self, draw, indices):
+    pass
 
 
 @pytest.mark.parametrize(
