@@ -30,6 +30,7 @@ from rlvr_jax.storage.places import in_bucket
 REQUEST_S = 60.0  # deadline of a request to a bucket
 UNREACHABLE_S = 600.0  # for which a bucket that does not respond is asked again
 _AGAIN_S = 2.0
+_STALE_TRIES = 3
 _T = TypeVar("_T")
 
 
@@ -65,7 +66,11 @@ class Objects(Protocol):
 
 
 class FolderObjects:
-  """Objects that are files of a folder; methods as of `Objects`. Written bytes are durable."""
+  """Objects that are files of a folder; methods as of `Objects`. Written bytes are durable.
+
+  A network file system may answer that a file which another program has just removed or replaced is
+  stale: then its name is looked up anew.
+  """
 
   def __init__(self, folder: pathlib.Path):
     """Creates the folder."""
@@ -78,14 +83,11 @@ class FolderObjects:
     temporary = path.with_name(f"{uuid.uuid4().hex}{TEMPORARY}")
     try:
       with report_full_disk(path):
-        with open_own(temporary, "xb") as file:
-          file.write(data)
-          file.flush()
-          os.fsync(file.fileno())
-        os.link(temporary, path)  # fails if the name exists
-        sync_folder(path.parent)
+        _unless_stale(lambda: _write_durably(temporary, data))
+        _unless_stale(lambda: os.link(temporary, path))  # fails if the name exists
+        _unless_stale(lambda: sync_folder(path.parent))
     except FileExistsError:
-      return False
+      return temporary.stat().st_nlink > 1  # this link was made, and the answer to it lost
     except PermissionError as error:
       raise OSError(
         f"{path} cannot be made by a hard link ({error.strerror}), by which programs agree on who"
@@ -96,12 +98,18 @@ class FolderObjects:
     return True
 
   def replace(self, name: str, data: bytes) -> None:
+    _unless_stale(lambda: self._replace(name, data))
+
+  def _replace(self, name: str, data: bytes) -> None:
     path = self._path(name)
     path.parent.mkdir(exist_ok=True)
     with replace_file(path) as file:
       file.write(data)
 
   def get(self, name: str) -> bytes | None:
+    return _unless_stale(lambda: self._get(name))
+
+  def _get(self, name: str) -> bytes | None:
     # No link is followed, and what is no file, such as a pipe, does not block.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     path = self._path(name)
@@ -115,7 +123,7 @@ class FolderObjects:
       return file.read() if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
 
   def list(self) -> dict[str, Listed]:
-    return dict(sorted(self._entries()))
+    return _unless_stale(lambda: dict(sorted(self._entries())))
 
   def _entries(self) -> Iterator[tuple[str, Listed]]:
     for folder in sorted(path for path in self._folder.iterdir() if path.is_dir()):
@@ -127,10 +135,28 @@ class FolderObjects:
             yield f"{folder.name}/{entry.name}", Listed(found.st_size, change)
 
   def remove(self, name: str) -> None:
-    self._path(name).unlink(missing_ok=True)
+    _unless_stale(lambda: self._path(name).unlink(missing_ok=True))
 
   def _path(self, name: str) -> pathlib.Path:
     return path_within(self._folder, name)
+
+
+def _write_durably(path: pathlib.Path, data: bytes) -> None:
+  with open_own(path, "wb") as file:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _unless_stale(action: Callable[[], _T]) -> _T:
+  """The result of an action on files, which is repeated while the file system calls them stale."""
+  for _ in range(_STALE_TRIES - 1):
+    try:
+      return action()
+    except OSError as error:
+      if error.errno != errno.ESTALE:
+        raise
+  return action()
 
 
 class BucketObjects:

@@ -1,5 +1,6 @@
 """Objects in a folder and in a bucket: the first put counts, and each is complete or absent."""
 
+import errno
 import os
 import threading
 
@@ -66,6 +67,38 @@ def test_a_put_that_was_interrupted_is_not_seen(tmp_path):
   (tmp_path / "a").mkdir()
   (tmp_path / "a" / f"0123{TEMPORARY}").write_bytes(b"half")
   assert objects.list() == {} and objects.put("a/x", b"1")
+
+
+@pytest.mark.parametrize("function", ["open", "scandir", "fstat", "link", "fsync"])
+def test_a_stale_file_is_looked_up_anew(tmp_path, monkeypatch, function):
+  """A network disk says so of files that another client has removed or replaced."""
+  objects, real, left = open_objects(tmp_path), getattr(os, function), 2
+
+  def fail(*args, **options):
+    nonlocal left
+    left -= 1
+    if left >= 0:
+      raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    return real(*args, **options)
+
+  objects.put("a/x", b"1")
+  monkeypatch.setattr(os, function, fail)
+  assert objects.put("a/y", b"2") and objects.get("a/x") == b"1"
+  assert [*objects.list()] == ["a/x", "a/y"] and left < 0
+  left = 10**9
+  with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+    _ = objects.put("a/z", b""), objects.get("a/z"), objects.list()
+
+
+def test_a_link_whose_answer_is_lost_counts(tmp_path, monkeypatch):
+  objects, link = open_objects(tmp_path), os.link
+
+  def lose(*args):
+    link(*args)
+    return link(*args)
+
+  monkeypatch.setattr(os, "link", lose)
+  assert objects.put("a/x", b"1") and not objects.put("a/x", b"1")
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "a//x", "a/."])
