@@ -70,6 +70,7 @@ class _State:
     said_at: when something was last printed.
     open: draws with missing groups, by number.
     complete: numbers of draws of which all groups were taken, whose objects are still there.
+    withdrawn: numbers of those before, of which the groups are still there.
     next_draw: number of the next draw.
     counts: metrics.
   """
@@ -79,8 +80,14 @@ class _State:
   said_at: float
   open: dict[int, _Open] = dataclasses.field(default_factory=dict)
   complete: list[int] = dataclasses.field(default_factory=list)
+  withdrawn: list[int] = dataclasses.field(default_factory=list)
   next_draw: int = 0
   counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+  @property
+  def taken(self) -> list[int]:
+    """Numbers of draws of which all groups were taken, and are still there."""
+    return [*self.complete, *self.withdrawn]
 
   def begin(self, number: int, found: _Open | None) -> None:
     """Notes a draw; None: nothing of it is missing."""
@@ -97,9 +104,9 @@ class _State:
         del self.open[group.draw]
         self.complete.append(group.draw)
 
-  def forget_complete(self) -> None:
-    """Forgets draws that are complete, and policies that no later group can have."""
-    self.complete.clear()
+  def withdraw_complete(self) -> None:
+    """Notes that complete draws are withdrawn; forgets policies that no later group can have."""
+    self.withdrawn, self.complete = self.complete, []
     oldest = min((found.draw.version for found in self.open.values()), default=0)
     self.fingerprints = {v: x for v, x in self.fingerprints.items() if v >= oldest}
 
@@ -180,7 +187,7 @@ class RemoteSampler:
       FleetError: no sampler is alive, one has met an error that ends the run, no group came before
         the deadline, another trainer has begun, or nothing is wanted.
     """
-    self._forget_complete()
+    self._remove_complete()
     if not self._state.open:
       raise FleetError("no groups are wanted; this is a bug in what draws problems")
     view = self._exchange.look()
@@ -234,7 +241,7 @@ class RemoteSampler:
         if index in self._state.open[number].missing:
           group = self._read(self._state.open[number], place, listed)
           taken += [] if group is None else [group]
-      elif number < self._state.next_draw and number not in self._state.complete:
+      elif number < self._state.next_draw and number not in self._state.taken:
         self._state.counts["late_groups"] += 1
         self._exchange.remove_group(place)
     self._state.note(taken)
@@ -286,16 +293,20 @@ class RemoteSampler:
     self._state.counts["dropped_groups"] += 1
     self._exchange.remove_group(place)
 
-  def _forget_complete(self) -> None:
-    """Removes the objects of draws of which every group was taken."""
+  def _remove_complete(self) -> None:
+    """Removes draws of which every group was taken, and the groups of those before them.
+
+    A listing is no snapshot: of a draw that a sampler sees all groups must be seen too, or it would
+    sample them again. So they go when the next draws are complete.
+    """
     if not self._state.complete:
       return
     for number in self._state.complete:
       self._exchange.remove_draw(self._term, number)
     for place in self._exchange.look().groups:
-      if place[0] in self._state.complete:
+      if place[0] in self._state.withdrawn:
         self._exchange.remove_group(place)
-    self._state.forget_complete()
+    self._state.withdraw_complete()
 
   # --- samplers -----------------------------------------------------------------------------------
 

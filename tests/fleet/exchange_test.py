@@ -299,15 +299,16 @@ def test_a_group_waits_for_its_version(exchange, trainer):
 def test_late_groups_are_counted_and_removed(exchange, objects, trainer):
   exchange.put_group(good(), digest())
   trainer.take()
-  trainer.want(toy.draw(5, version=3), [0])
-  exchange.put_group(toy.group(toy.draw(5), 0, 3), exchange_module.digest_draw(toy.draw(5)))
-  trainer.take()
-  trainer.want(toy.draw(6, version=3), [0])
-  exchange.put_group(good(), digest())
-  exchange.put_group(toy.group(toy.draw(6), 0, 3), exchange_module.digest_draw(toy.draw(6)))
-  trainer.take()
+  for number in (5, 6, 7):
+    of = toy.draw(number, version=3)
+    trainer.want(of, [0])
+    if number == 7:  # all of draw 4 is removed
+      assert exchange.put_group(good(), digest())
+    exchange.put_group(toy.group(of, 0, 3), exchange_module.digest_draw(of))
+    trainer.take()
   assert trainer.statistics()["fleet/late_groups"] == 1
-  assert [name for name in objects.data if name.startswith("groups")] == ["groups/6.0"]
+  names = [name for name in objects.data if name.startswith("groups")]
+  assert names == ["groups/6.0", "groups/7.0"]
 
 
 def test_a_recorded_plan_is_refused(trainer):

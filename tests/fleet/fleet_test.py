@@ -8,7 +8,7 @@ import pytest
 from fleet import toy
 
 from rlvr_jax.fleet import program
-from rlvr_jax.fleet.exchange import Exchange, RecordError
+from rlvr_jax.fleet.exchange import Exchange, RecordError, digest_draw
 from rlvr_jax.fleet.remote import FleetError
 from rlvr_jax.storage.objects import FolderObjects
 
@@ -85,7 +85,8 @@ def test_samplers_share_a_run_and_end_with_it(fleet, objects):
   assert {name.partition("/")[0] for name in objects.list()} <= {
     *("terms", "policies", "draws", "groups", "ends")
   }
-  assert len([name for name in objects.list() if name.startswith("groups/")]) <= SIZE
+  # Those of the last draws, which nobody removes.
+  assert len([name for name in objects.list() if name.startswith("groups/")]) <= (LAG + 2) * SIZE
 
 
 def test_a_sampler_that_is_killed_and_one_that_joins_late(fleet):
@@ -299,6 +300,29 @@ def test_a_sampler_that_saw_the_trainer_at_work_ends_with_it(objects):
   late.look()
   trainer.end()
   assert late.look().ended and not later.look().ended
+
+
+def test_what_is_removed_during_a_listing_is_not_sampled_again():
+  """Its draws are of before, its groups of after the removal of a complete draw."""
+  objects = toy.MemoryObjects()
+  exchange = Exchange(objects)
+  trainer = toy.trainer(exchange, toy.Weights())
+  trainer.offer(toy.policy(0))
+  sampler = member(objects, Clock(), capacity=99)
+  sampler.adopt(sampler.look().restore)
+  for number in range(4):
+    of = toy.draw(number)
+    trainer.want(of, range(6))
+    for index in range(6):
+      exchange.put_group(toy.group(of, index), digest_draw(of))
+    before = objects.list()
+    assert not sampler.look().want
+    assert len(trainer.take()) == 6  # removes the draw before this one
+    torn = {name: x for name, x in before.items() if name.startswith("draws/")}
+    torn |= {name: x for name, x in objects.list().items() if not name.startswith("draws/")}
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(objects, "list", lambda torn=torn: torn)
+      assert not sampler.look().want
 
 
 @pytest.mark.parametrize("seconds", [0.1, 3.0])
