@@ -142,7 +142,7 @@ def update(run: Run, now: RunState, batch: Batch) -> RunState:
     log.read_update()  # so that its buffer is free before this update takes one
   prepared = run.scorer.prepare(batch, now.state, now.step)
   dispatched = time.perf_counter()
-  on_devices = run.rows.placement(prepared).pack_to_devices(prepared)
+  on_devices = run.rows.placement(lambda: prepared).pack_to_devices(prepared)
   return_freed_memory()
   measured, arrays = run.scorer.measure(now.state, on_devices, now.step)
   state, metrics = programs.train_step(now.state, run.frozen.trainer, on_devices)

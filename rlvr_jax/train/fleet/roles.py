@@ -26,7 +26,6 @@ from rlvr_jax.fleet.program import PolicyGoneError, RefusedError
 from rlvr_jax.fleet.remote import FleetError, RemoteSampler
 from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rollouts.answers import EnvironmentStoppedError
-from rlvr_jax.rollouts.batch import train_batch
 from rlvr_jax.rollouts.grading import sampled_places
 from rlvr_jax.rollouts.group import Draw, Group, Policy, decode, encode
 from rlvr_jax.rollouts.sampler import SWITCH, LocalSampler, SamplerStoppedError
@@ -267,9 +266,11 @@ class ComparedSampler:
       used = policies.newest_used()
     if not used:
       return group
+    of_tokens = group.arrays.get("token_versions")
     compared = agreement.behavior_gaps(
-      train_batch([group]),
+      [group],
       sampled_places(group.arrays)[None].astype(np.float32),
+      of_tokens[None] if of_tokens is not None else None,
       used,
       policies.frozen,
       sources=Sources([source._replace(prompts=1)]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,14 +10,14 @@ import jax
 import numpy as np
 
 from rlvr_jax.ops.logprobs import PROBABILITY_BINS
-from rlvr_jax.rollouts.batch import drop_scores
+from rlvr_jax.rollouts.batch import drop_scores, train_batch, with_equal_names
 from rlvr_jax.rollouts.batches import join_measurements
 from rlvr_jax.rollouts.grading import FOREIGN
-from rlvr_jax.rollouts.group import Policy
+from rlvr_jax.rollouts.group import Group, Policy
 from rlvr_jax.train.setup.behavior_sources import Source, Sources
 from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.programs import Programs
-from rlvr_jax.types import Params, TrainBatch
+from rlvr_jax.types import Params
 from rlvr_jax.update.agreement import Gap, draw_z
 
 
@@ -34,8 +33,9 @@ class Compared(NamedTuple):
 
 
 def behavior_gaps(
-  batch: TrainBatch,
+  groups: Sequence[Group],
   mask: np.ndarray,
+  of_tokens: np.ndarray | None,
   policies: Sequence[Policy],
   frozen: Params,
   *,
@@ -52,8 +52,9 @@ def behavior_gaps(
   of all that stands before.
 
   Args:
-    batch: a few groups of every source are compared.
+    groups: P groups; a few of every source are compared, of which alone a batch is made.
     mask: f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
+    of_tokens: i32[P, G, T], the version of each token, or i32[P]; None: one has sampled all.
     policies: those whose tokens are compared; without versions of tokens, the one that sampled all.
     frozen: the parameters that are not trained, on the devices that generate.
     sources, placement, programs: of the run.
@@ -70,7 +71,9 @@ def behavior_gaps(
   """
   found: dict[str, list[float]] = {}
   versions = []
-  of_tokens: Any = batch.token_versions
+  groups = with_equal_names(groups)
+  if of_tokens is not None and of_tokens.ndim == 1:
+    of_tokens = np.broadcast_to(of_tokens[:, None, None], mask.shape)
   for policy in policies:
     places = {"": mask}
     if of_tokens is not None:
@@ -83,18 +86,18 @@ def behavior_gaps(
     for kind, of_kind in places.items():
       start = 0
       for source in sources:
-        groups = slice(start, start + source.prompts)
-        start = groups.stop
-        has_tokens = (of_kind[groups] > 0).any(axis=(1, 2))
+        of_source = slice(start, start + source.prompts)
+        start = of_source.stop
+        has_tokens = (of_kind[of_source] > 0).any(axis=(1, 2))
         if of_tokens is not None and not has_tokens.any():
           continue
-        few = np.argsort(~has_tokens, kind="stable")[: placement.compared_groups] + groups.start
+        few = np.argsort(~has_tokens, kind="stable")[: placement.compared_groups] + of_source.start
         others = None if of_tokens is None else {*np.unique(of_tokens[few]).tolist()}
         several = others is not None and not others <= {policy.version, FOREIGN}
         gap = programs.rerouted_gap if several else programs.behavior_gap
         compared_mask: Any = of_kind[few]
-        rollouts = jax.tree.map(operator.itemgetter(few), drop_scores(batch))
-        rollouts = placement.pack_to_compare(dataclasses.replace(rollouts, mask=compared_mask))
+        batch = drop_scores(train_batch([groups[index] for index in few]))
+        rollouts = placement.pack_to_compare(dataclasses.replace(batch, mask=compared_mask))
         result = jax.device_get(gap(policy.params, frozen, rollouts, sampling=source.sampling))
         for name, value in _gap_metrics(result).items():
           found.setdefault(f"agreement/{source.name}{kind}_{name}", []).append(value)

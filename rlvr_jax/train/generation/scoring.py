@@ -62,7 +62,7 @@ class Scorer:
     in_order = [groups[index] for index in range(P)]
     sampled: Any = sampled_places(join(in_order)).astype(np.float32)
     batch = dataclasses.replace(train_batch(in_order), mask=sampled)
-    packed = self._rows.placement(batch).pack_to_devices(drop_scores(batch))
+    packed = self._rows.placement(lambda: batch).pack_to_devices(drop_scores(batch))
     _, entropy = parts.programs.score(params, self._frozen, packed)
     return float(np.sum(sharding.to_host(entropy) * sampled) / sampled.sum())
 
@@ -123,7 +123,7 @@ class Scorer:
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
     self._log.count_scored(batch)
-    scored = self._rows.placement(batch).pack_to_devices(drop_scores(batch))
+    scored = self._rows.placement(lambda: batch).pack_to_devices(drop_scores(batch))
     return sharding.to_host(self._parts.programs.score(params, self._frozen, scored)[0])
 
   def measure(

@@ -10,8 +10,8 @@ import numpy as np
 
 from rlvr_jax.models.flops import forward_flops
 from rlvr_jax.rollouts.batch import train_batch
-from rlvr_jax.rollouts.batches import Batch, Measured, versions_of
-from rlvr_jax.rollouts.grading import FOREIGN, sampled_places
+from rlvr_jax.rollouts.batches import Batch, Measured, token_versions
+from rlvr_jax.rollouts.grading import sampled_places
 from rlvr_jax.rollouts.group import Group
 from rlvr_jax.rollouts.sampler import SWITCH
 from rlvr_jax.train.cluster import multihost
@@ -63,21 +63,18 @@ class RunSurroundings:
       AgreementError: a gap is too large.
     """
     parts, policies = self.parts, self.policies
-    batch = train_batch(groups)
-    placement = self.rows.placement(batch)
+    placement = self.rows.placement(lambda: train_batch(groups))
     if parts.config.fleet.samplers:  # they compare
       return Measured(groups, {}, version)
-    versions = versions_of(groups)
-    of_tokens: Any = batch.token_versions
-    if of_tokens is None and len({*versions.tolist()} - {FOREIGN}) > 1:
-      of_tokens = np.broadcast_to(versions[:, None, None], np.shape(batch.tokens))
-    used = {version} if of_tokens is None else {*np.unique(of_tokens).tolist()}
     statistics: dict[str, float] = {}
-    later = {v for v in used if v > checked_version}
+    versions = {v for group in groups for v in group.versions}
+    has_several = len(versions) > 1 or any("token_versions" in group.arrays for group in groups)
+    later = {v for v in (versions if has_several else {version}) if v > checked_version}
     if uncompared := policies.used(later):
       compared = agreement.behavior_gaps(
-        dataclasses.replace(batch, token_versions=of_tokens),
-        sampled_mask(groups, batch.mask, parts.sources.num_recorded),
+        groups,
+        sampled_mask(groups, parts.sources.num_recorded),
+        token_versions(groups) if has_several else None,
         uncompared,
         policies.frozen,
         sources=parts.sources,
@@ -119,15 +116,15 @@ class RunSurroundings:
     progress.warn(text)
 
 
-def sampled_mask(groups: Sequence[Group], mask: Any, num_recorded: int) -> np.ndarray:
+def sampled_mask(groups: Sequence[Group], num_recorded: int) -> np.ndarray:
   """f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
 
   Args:
     groups: P groups.
-    mask: f32[P, G, T], of the loss.
-    num_recorded: groups at the end that another run has recorded, whose mask is all that is known.
+    num_recorded: groups at the end that another run has recorded, whose mask of the loss is all
+      that is known.
   """
-  found = np.array(mask, np.float32)
-  for p, group in enumerate(groups[: len(groups) - num_recorded]):
-    found[p] = sampled_places(group.arrays)
-  return found
+  first_recorded = len(groups) - num_recorded
+  sampled = [sampled_places(group.arrays) for group in groups[:first_recorded]]
+  recorded = [group.arrays["mask"] for group in groups[first_recorded:]]
+  return np.stack([*sampled, *recorded]).astype(np.float32)

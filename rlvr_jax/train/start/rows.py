@@ -90,17 +90,17 @@ class RunRows:
     values = self._tokens._asdict() if self._tokens else dict.fromkeys(RowTokens._fields)
     return {f"batch.{name}": value for name, value in values.items()}
 
-  def placement(self, batch: TrainBatch) -> Placement:
-    """The run's placement, with rows that the first batch it is called with chooses.
+  def placement(self, batch: Callable[[], TrainBatch]) -> Placement:
+    """The run's placement, with rows that the first batch chooses.
 
     In several processes all make the first call together.
 
     Args:
-      batch: NumPy arrays.
+      batch: makes a batch of NumPy arrays; called if there are no rows yet.
     """
     if self._placement is None:
       # The arrays on the devices must have the same shapes on all processes.
-      chosen = RowTokens(*multihost.exchange(self._choose(batch))[0])
+      chosen = RowTokens(*multihost.exchange(self._choose(batch()))[0])
       multihost.run_on_first(lambda: self._record(chosen), None)
       self._tokens, self._placement = chosen, self._place(chosen)
     return self._placement

@@ -36,28 +36,28 @@ def test_the_first_batch_chooses_and_the_record_comes_before_the_first_use(parts
   recorded = []
   rows = RunRows(parts, None, recorded.append)
   assert rows.fields == dict.fromkeys(FIELDS)
-  placement = rows.placement(batch)
+  placement = rows.placement(lambda: batch)
   layout = placement.row_layout
   assert recorded == [(layout.length, layout.length * layout.rows_per_device)]
   assert rows.fields == dict(zip(FIELDS, recorded[0], strict=True))
-  assert rows.placement(batch) is placement and len(recorded) == 1
+  assert rows.placement(lambda: batch) is placement and len(recorded) == 1
   assert placement.compared_layout.length == layout.length
   assert "for responses of 2 tokens on average; config.batch.tokens_per_row" in "".join(
     capsys.readouterr()
   )
   fails = RunRows(parts, None, lambda _: 1 / 0)
   with pytest.raises(ZeroDivisionError):
-    fails.placement(batch)
+    fails.placement(lambda: batch)
   assert fails.fields == dict.fromkeys(FIELDS)
 
 
 def test_what_is_recorded_is_taken_and_what_is_configured_wins(parts, batch):
   taken = RunRows(parts, RowTokens(24, 48))
-  layout = taken.placement(batch).row_layout
+  layout = taken.placement(lambda: batch).row_layout
   assert (layout.length, layout.rows_per_device) == (24, 2)
   given = build(tiny.config(batch__tokens_per_micro_batch=30))
   rows = RunRows(given, RowTokens(24, 48))
-  assert rows.placement(batch) is given.placement
+  assert rows.placement(lambda: batch) is given.placement
   assert [*rows.fields.values()] == [0, 30]
 
 
@@ -65,7 +65,7 @@ def test_rows_that_a_larger_mesh_cannot_fill_are_chosen_anew(batch):
   parts = build(tiny.config(mesh__data=8, evaluation__batch_prompts=8))
   recorded = []
   rows = RunRows(parts, RowTokens(1000, 1000), recorded.append)  # at most 3 such rows
-  assert rows.placement(batch).row_layout.devices == 8
+  assert rows.placement(lambda: batch).row_layout.devices == 8
   assert recorded and recorded[0].tokens_per_row < 1000
 
 
