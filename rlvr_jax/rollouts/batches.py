@@ -8,6 +8,7 @@ functions together; the first one writes the store.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -531,7 +532,7 @@ class Batches:
 
     def find_damage() -> str | None:
       if number not in self._store:
-        return None
+        return f"batch {number} is missing" if number + 1 in self._store else None
       try:
         found.append(read_batch(self._store, number))
       except TornShardError as error:
@@ -564,15 +565,36 @@ class Batches:
     return f"rollouts {batch.number} begin with draw {first}, not with draw {self._place.draws}"
 
   def _set_aside(self, number: int, why: str) -> None:
-    """Moves a batch and all later ones away in the store, so that they can be sampled again."""
-    self._run.warn(f"{why}; they are set aside and will be sampled again")
+    """Moves a batch and all later ones away in the store, so that they can be made again.
+
+    Their groups stay in the store as those of batches in progress: what the policies of this run
+    have sampled of them is not sampled again. In real time dynamic sampling may take other draws
+    for a batch that is sampled anew, so that groups of later ones could become too old.
+    """
+    self._run.warn(f"{why}; it and all later ones are set aside, and sampled again where needed")
+    settings = self._settings
+    are_kept = settings.waits_for_all or not settings.max_draws
+    recorded = len(settings.quotas) - 1 if self._inputs.recorded else -1
 
     def set_aside() -> None:
-      for later in self._store.numbers():
-        if later >= number:
-          self._store.set_aside(later)
+      for later in reversed(self._store.numbers()):  # so that a kill leaves the reason in its place
+        if later < number:
+          return
+        with contextlib.suppress(TornShardError):
+          for group in self._store.read(later)[0] if are_kept else ():
+            if group.source != recorded:
+              self._store.write_group(as_sampled(group))
+        self._store.set_aside(later)
 
     self._run.on_first(set_aside)
+
+
+def as_sampled(group: Group) -> Group:
+  """A group of a batch, as its sampler gave it."""
+  arrays = {name: array for name, array in group.arrays.items() if name != "solve_rate"}
+  if "sampled_logprobs" in arrays:
+    arrays["behavior_logprobs"] = arrays.pop("sampled_logprobs")
+  return group._replace(arrays=arrays)
 
 
 def token_versions(groups: Sequence[Group]) -> np.ndarray:

@@ -161,20 +161,41 @@ def test_a_stored_group_that_would_not_be_sampled_is_not_used(tmp_path, name):
   assert ((3, 1) in world.sampler.wanted) == (name != "none")
 
 
-@pytest.mark.parametrize("name", ["on_policy", "fixed_lag", "stages"])
-def test_a_damaged_batch_and_all_later_ones_are_set_aside(tmp_path, name):
-  schedule, _ = SCHEDULES[name]
+DAMAGED = {
+  **{name: (name, {}) for name in ("on_policy", "fixed_lag", "stages")},
+  "dynamic sampling": ("stages", dict(max_draws=9)),
+  "sources": ("stages", dict(quotas=[2, 1], sampler=dict(sources=2))),
+  "curriculum": ("stages", dict(source=make_curriculum())),
+}
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+@pytest.mark.parametrize("name", DAMAGED)
+def test_of_a_damaged_batch_and_all_later_ones_the_damaged_one_is_sampled_again(
+  tmp_path, name, is_missing
+):
+  """With dynamic sampling those too whose groups were dropped."""
+  of_schedule, options = DAMAGED[name]
+  schedule, _ = SCHEDULES[of_schedule]
   saved = {}
-  expected = World(tmp_path).train(schedule, saved=saved)
+  expected = World(tmp_path, **options).train(schedule, saved=saved)
+  batches = batches_of(tmp_path)
   path = tmp_path / f"{2:08d}.safetensors"
-  path.write_bytes(path.read_bytes()[:-9])
-  world = World(tmp_path)
+  data = path.read_bytes()
+  path.unlink()
+  if not is_missing:
+    path.write_bytes(data[:-9])
+  world = World(tmp_path, **options)
   assert world.train(schedule, saved[0]) == expected
-  assert {draw for draw, _ in world.sampler.wanted} == {*range(2, U)}
+  intact = {(group.draw, group.index) for batch in batches[3:] for group in batch.groups}
+  first = batches[1].after.draws
+  assert {draw for draw, _ in world.sampler.wanted} >= {*range(first, batches[2].after.draws)}
+  assert not intact & {*world.sampler.wanted} and min(world.sampler.wanted) >= (first, 0)
   (warning,) = world.around.warnings
-  assert "batch 2" in warning and "set aside and will be sampled again" in warning
+  assert "batch 2" in warning and "set aside" in warning
   names = {path.name[:8] for path in (tmp_path / "torn").iterdir()}
-  assert names == {f"{number:08d}" for number in range(2, U)}
+  assert names == {f"{number:08d}" for number in range(2 + is_missing, U)}
+  assert [toys.bits_of(batch) for batch in batches_of(tmp_path)] == [*map(toys.bits_of, batches)]
 
 
 def sample_with_other_weights(folder, number, version):
@@ -195,7 +216,7 @@ def test_a_batch_of_other_weights_and_all_later_ones_are_set_aside(tmp_path, thr
   schedule = staleness.asynchronous(max_lag=0) if threaded else staleness.on_policy()
   world = World(tmp_path, threaded=threaded)
   assert world.train(schedule, saved[0]) == expected
-  assert {draw for draw, _ in world.sampler.wanted} == {5, 6, 7}
+  assert {draw for draw, _ in world.sampler.wanted} == {5}
   (warning,) = world.around.warnings
   assert "rollouts 5 were sampled by version 5 with fingerprint 0123456789abcdef" in warning
 
