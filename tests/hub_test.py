@@ -15,7 +15,7 @@ from models.huggingface_test import SETTINGS, assert_equal, load, published_tens
 
 from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.data.published import builder
-from rlvr_jax.storage.files import list_files
+from rlvr_jax.storage.folders import list_files
 
 hub = pytest.importorskip("huggingface_hub", reason='pip install -e ".[hf]"')
 SHA = "0" * 40  # of the only commit

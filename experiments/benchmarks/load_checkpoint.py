@@ -22,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's root
@@ -45,19 +44,15 @@ from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.models.huggingface_export import published_config
 from rlvr_jax.models.huggingface_tensors import published_shapes
 from rlvr_jax.models.presets import preset
-from rlvr_jax.models.safetensors import (
-  new_directory,
-  open_checkpoint,
-  write_bytes,
-  write_checkpoint,
-)
+from rlvr_jax.models.safetensors import open_checkpoint, write_checkpoint
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.storage.folders import new_directory, write_bytes
 from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
 from rlvr_jax.types import Params
 
 _LIMIT = 2.0  # in largest tensors
 _SAMPLING_INTERVAL_S = 0.002
-_POOL = 2**24  # random numbers of which all tensors are slices
+_POOL = 2**24  # random numbers that all tensors repeat
 
 _PRESET = flags.DEFINE_string("preset", "qwen2.5_1.5b", "A preset of rlvr_jax.models.presets.")
 _OVERRIDES = flags.DEFINE_string("overrides", "{}", "JSON: fields of the preset to replace.")
@@ -77,19 +72,12 @@ def abstract_params(config: TransformerConfig) -> Params:
 def write_random_checkpoint(
   directory: pathlib.Path, config: TransformerConfig, max_shard_bytes: int
 ) -> None:
-  """Writes a checkpoint of random weights, a block at a time."""
+  """Writes a checkpoint of random weights."""
   shapes = published_shapes(abstract_params(config), config.sparse_layers)
   pool = np.random.default_rng(0).standard_normal(_POOL, np.float32).astype(ml_dtypes.bfloat16)
-
-  def blocks() -> Iterator[np.ndarray]:
-    for shape in shapes.values():
-      remaining = int(np.prod(shape))
-      while remaining:
-        yield pool[:remaining]
-        remaining -= min(remaining, _POOL)
-
+  tensors = (np.resize(pool, shape) for shape in shapes.values())
   with new_directory(directory) as (system, folder):
-    write_checkpoint(system, folder, shapes, pool.dtype, blocks(), max_shard_bytes=max_shard_bytes)
+    write_checkpoint(system, folder, shapes, pool.dtype, tensors, max_shard_bytes=max_shard_bytes)
     text = json.dumps(published_config(config, "bfloat16", None))
     write_bytes(system, f"{folder}/config.json", text.encode())
 

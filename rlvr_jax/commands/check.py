@@ -31,7 +31,8 @@ from rlvr_jax.data.batches import encode_prompt, encode_prompts
 from rlvr_jax.models.huggingface import open_tensors
 from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rewards import GraderPool
-from rlvr_jax.storage.files import list_files, locate, replace_file
+from rlvr_jax.storage.files import replace_file
+from rlvr_jax.storage.folders import list_files, locate
 from rlvr_jax.storage.places import BucketFiles, LocalFiles, in_bucket, open_files, parse_path
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import memory_limit

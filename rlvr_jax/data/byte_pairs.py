@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlvr_jax.storage.files import locate
+from rlvr_jax.storage.folders import locate
 
 if TYPE_CHECKING:
   import tokenizers

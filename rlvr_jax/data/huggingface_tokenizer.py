@@ -21,7 +21,7 @@ from rlvr_jax.data.tokenizer import (
   check_stop_strings,
   join_messages,
 )
-from rlvr_jax.storage.files import list_files, locate
+from rlvr_jax.storage.folders import list_files, locate
 
 PROMPT_FORMATS = ("plain", "chat")
 # Only these files are read. Code in the folder is never run, even if a configuration names it.

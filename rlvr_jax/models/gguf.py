@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import hashlib
 import json
-import math
 import os
 import pathlib
 import re
@@ -38,7 +37,8 @@ from rlvr_jax.models.huggingface_export import published_config
 from rlvr_jax.models.huggingface_tensors import EMBEDDING, HEAD, published_shapes
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_integer
-from rlvr_jax.storage.files import is_disk_full, locate
+from rlvr_jax.storage.files import is_disk_full
+from rlvr_jax.storage.folders import locate, new_directory, write_bytes
 
 if TYPE_CHECKING:
   import tokenizers
@@ -49,7 +49,6 @@ QUANTIZATIONS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 PRE_TOKENIZERS = ("smollm",)
 VERSION = 1  # of the folder's content: raise it when the same file gives another folder
 RECORD = "gguf.json"  # from which file the folder was made, and its other files' sizes
-_BLOCK_NUMBERS = 2**21  # that are dequantized at a time
 
 _MODULES = {"token_embd": EMBEDDING, "output_norm": "model.norm.weight", "output": HEAD}
 _LAYER_MODULES = {
@@ -94,7 +93,7 @@ def convert(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -
     record = {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "version": VERSION}
   if _is_made(pathlib.Path(target), record):
     return False
-  with safetensors.new_directory(directory) as (system, temporary):
+  with new_directory(directory) as (system, temporary):
     folder = pathlib.Path(temporary)
     with _unpacked(pathlib.Path(source), folder) as path:
       reader, metadata = _read(path, source)
@@ -102,12 +101,12 @@ def convert(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -
       tensors = _published_tensors(reader.tensors, config, source)
       files = _small_files(metadata, config, source)
       shapes = {name: _shape(tensor) for name, tensor in tensors.items()}
-      blocks = _blocks(tensors, config.head_dim)
-      safetensors.write_checkpoint(system, temporary, shapes, np.dtype(np.float32), blocks)
+      arrays = _arrays(tensors, config.head_dim)
+      safetensors.write_checkpoint(system, temporary, shapes, np.dtype(np.float32), arrays)
     for name, content in files.items():
-      safetensors.write_bytes(system, str(folder / name), _to_json(content))
+      write_bytes(system, str(folder / name), _to_json(content))
     sizes = {path.name: path.stat().st_size for path in _visible(folder)}
-    safetensors.write_bytes(system, str(folder / RECORD), _to_json(record | {"sizes": sizes}))
+    write_bytes(system, str(folder / RECORD), _to_json(record | {"sizes": sizes}))
   return True
 
 
@@ -280,16 +279,14 @@ def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
   return tuple(tensor.shape.tolist()[::-1])
 
 
-def _blocks(tensors: Mapping[str, ReaderTensor], head_dim: int) -> Iterator[np.ndarray]:
-  """Yields the rows of all tensors as float32, a few at a time."""
+def _arrays(tensors: Mapping[str, ReaderTensor], head_dim: int) -> Iterator[np.ndarray]:
+  """Yields all tensors as float32."""
   gguf, _ = _import_libraries()
   for name, tensor in tensors.items():
     rows = tensor.data
     if name.endswith(("q_proj.weight", "k_proj.weight")):
       rows = _order_by_halves(rows, head_dim)
-    size = max(1, _BLOCK_NUMBERS // math.prod(_shape(tensor)[1:]))
-    for start in range(0, len(rows), size):
-      yield gguf.dequantize(rows[start : start + size], tensor.tensor_type)
+    yield gguf.dequantize(rows, tensor.tensor_type)
 
 
 def _order_by_halves(rows: np.ndarray, head_dim: int) -> np.ndarray:

@@ -39,7 +39,13 @@ from rlvr_jax.models.safetensors import Tensor
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.ops.finite import check_finite
-from rlvr_jax.storage.files import list_files, locate
+from rlvr_jax.storage.folders import (
+  check_vacant,
+  list_files,
+  locate,
+  new_directory,
+  write_bytes,
+)
 from rlvr_jax.types import Array, Params
 
 BLOCK_BYTES = 32 * 2**20  # bytes of a tensor that are on the host at a time
@@ -282,7 +288,7 @@ def save_checkpoint(
 ) -> None:
   """Writes a directory that `transformers` loads; all processes must call it, the first one writes.
 
-  Rows of one tensor at a time are copied to the host. A local directory is written atomically; at a
+  The tensors of one shard at a time are on the host. A local directory is written atomically; at a
   URL, config.json is written last.
 
   Args:
@@ -294,58 +300,58 @@ def save_checkpoint(
       further settings, such as the stop tokens, are copied.
     further_files: name → content, such as a tokenizer's files; replace copied ones.
     max_shard_bytes: limit on the size of a file.
-    block_bytes: bytes of a tensor that are on the host at a time.
+    block_bytes: bytes of a tensor that are gathered at a time.
   Raises:
     FileExistsError: `directory` is not empty.
     ValueError: no family of `transformers` has these parameters or settings.
   """
   check_choice("save_checkpoint", "dtype", dtype, ("bfloat16", "float16", "float32"))
-  safetensors.check_vacant(directory)
+  check_vacant(directory)
   leaves = find_leaves(params, config.sparse_layers)
   published = published_config(config, dtype, source)
   shapes, family = tensor_shapes(leaves, params), published["model_type"]
   file_dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
-  blocks = (
-    block
+  tensors = (
+    _fetch(leaf_value(params, leaf), leaf, index, file_dtype, block_bytes)
     for leaf in leaves
     for index in np.ndindex(leaf.names.shape)
-    for block in _fetch_blocks(leaf_value(params, leaf), leaf, index, file_dtype, block_bytes)
   )
   if jax.process_index() == 0:
-    with safetensors.new_directory(directory) as (system, folder):
+    with new_directory(directory) as (system, folder):
       safetensors.write_checkpoint(
         system,
         folder,
         {published_name(name, family): shape for name, shape in shapes.items()},
         file_dtype,
-        blocks,
+        tensors,
         max_shard_bytes=max_shard_bytes,
       )
       text = json.dumps(published, indent=2, allow_nan=False).encode()
       files = _read_copied_files(source) | (further_files or {}) | {CONFIG: text}
       for name, content in files.items():
-        safetensors.write_bytes(system, posixpath.join(folder, name), content)
+        write_bytes(system, posixpath.join(folder, name), content)
   else:
-    for _ in blocks:  # the other processes participate in gathering
+    for _ in tensors:  # the other processes participate in gathering
       pass
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(f"save_checkpoint {directory}")
 
 
-def _fetch_blocks(
+def _fetch(
   value: Array, leaf: Leaf, index: tuple[int, ...], dtype: np.dtype, block_bytes: int
-) -> Iterator[np.ndarray]:
-  """Copies the rows of a published tensor to the host, in blocks."""
+) -> np.ndarray:
+  """Copies a published tensor to the host, in blocks of rows."""
   shape = leaf.published(value.shape)[1]
   size = _block_rows(shape, dtype, shape[0], block_bytes)
   replicated = None
   if isinstance(value, jax.Array) and isinstance(value.sharding, jax.sharding.NamedSharding):
     replicated = jax.sharding.NamedSharding(value.sharding.mesh, PartitionSpec())
   take = _make_take(leaf.transposed, dtype, replicated)
+  tensor = np.empty(shape, dtype)
   for start in range(0, shape[0], size):
     first = min(start, shape[0] - size)
-    block = take(value, index, first, size)
-    yield np.asarray(block.addressable_data(0))[start - first :]
+    tensor[first : first + size] = take(value, index, first, size).addressable_data(0)
+  return tensor
 
 
 @functools.cache

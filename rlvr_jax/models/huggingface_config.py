@@ -14,11 +14,10 @@ import posixpath
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlvr_jax.models import safetensors
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
-from rlvr_jax.storage.files import list_files, locate
+from rlvr_jax.storage.folders import list_files, locate, read_json
 
 CONFIG = "config.json"
 
@@ -168,7 +167,7 @@ def read_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], str]
   """Reads config.json; returns its content, and its path for messages."""
   system, folder = locate(directory)
   path = posixpath.join(folder, CONFIG)
-  return safetensors.read_json(system, path), path
+  return read_json(system, path), path
 
 
 def longest_text(directory: str | os.PathLike[str]) -> int | None:

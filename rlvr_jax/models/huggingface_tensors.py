@@ -198,11 +198,9 @@ def _split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
     experts, kernels = match[1], match[2].removesuffix("_proj").split("_")
     count, rows, columns = tensor.shape
     rows //= len(kernels)  # the gate's rows, then those of up
-    for index, (expert, kernel) in enumerate(itertools.product(range(count), kernels)):
+    for expert, (place, kernel) in itertools.product(range(count), enumerate(kernels)):
       part = dataclasses.replace(
-        tensor,
-        shape=(rows, columns),
-        start=tensor.start + index * rows * columns * tensor.dtype.itemsize,
+        tensor, shape=(rows, columns), before=(expert,), first=place * rows
       )
       yield f"{experts}.{expert}.{kernel}_proj.weight", part
 

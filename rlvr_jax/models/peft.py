@@ -20,7 +20,7 @@ from rlvr_jax.models.lora import LoraSettings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.finite import check_finite
 from rlvr_jax.ops.layers import layers_in, stack_of
-from rlvr_jax.storage.files import locate
+from rlvr_jax.storage.folders import locate, new_directory, read_json, write_bytes
 from rlvr_jax.types import Params
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -91,13 +91,10 @@ def save_adapters(
     "use_dora": False,
     "use_rslora": False,
   }
-  shapes = {name: matrix.shape for name, matrix in tensors.items()}
-  with safetensors.new_directory(directory) as (system, folder):
-    weights = posixpath.join(folder, WEIGHTS_FILE)
-    matrices = iter(tensors.values())
-    safetensors.write_file(system, weights, shapes, np.dtype(np.float32), matrices)
+  with new_directory(directory) as (system, folder):
+    safetensors.write_file(system, posixpath.join(folder, WEIGHTS_FILE), tensors)
     text = json.dumps(description, indent=2).encode()
-    safetensors.write_bytes(system, posixpath.join(folder, CONFIG_FILE), text)
+    write_bytes(system, posixpath.join(folder, CONFIG_FILE), text)
 
 
 def load_adapters(
@@ -123,9 +120,9 @@ def load_adapters(
         f"{file} is missing; adapters are read as PEFT's save_pretrained writes them, into"
         f" {CONFIG_FILE} and {WEIGHTS_FILE}, never pickled"
       )
-  description = safetensors.read_json(system, path)
+  description = read_json(system, path)
   _check_description(description, path)
-  tensors = safetensors.read_header(system, weights)
+  tensors = safetensors.open_file(system, weights)
   names = _adapted_kernels(tensors, config, weights)
 
   def stack_layers(name, letter):

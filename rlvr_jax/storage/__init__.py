@@ -3,6 +3,7 @@
 __all__ = [
   "bucket",
   "files",
+  "folders",
   "objects",
   "places",
 ]

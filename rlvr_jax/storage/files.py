@@ -8,14 +8,11 @@ import fcntl
 import json
 import os
 import pathlib
-import posixpath
 import shutil
 import tempfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
-
-import fsspec
 
 TEMPORARY = ".tmp"  # ends the name of a file that is being written
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -55,51 +52,6 @@ def path_within(folder: pathlib.Path, name: str) -> pathlib.Path:
       " read or written. Remove what has that name, or do not use what its author gave you"
     )
   return folder.joinpath(*parts)
-
-
-# --- other file systems ---------------------------------------------------------------------------
-
-
-def locate(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str]:
-  """Locates a path: returns its file system, and the path within it.
-
-  Args:
-    path: local (~ is the home folder), or a URL such as gs://bucket/folder.
-  Raises:
-    ValueError: the protocol of the URL is unknown, or its library is not installed.
-  """
-  text = os.fspath(path)
-  try:
-    return fsspec.url_to_fs(text if "://" in text else os.path.expanduser(text))
-  except (ImportError, ValueError) as error:
-    raise ValueError(
-      f"{text!r} cannot be opened: {error}. Give a local path or a URL that fsspec knows; for gs://"
-      ' install pip install -e ".[gcs]"'
-    ) from error
-
-
-def list_files(directory: str | os.PathLike[str]) -> list[str]:
-  """Lists the names of the files of a directory, sorted.
-
-  Raises:
-    FileNotFoundError: `directory` is not a directory.
-    OSError: the directory cannot be reached; fsspec's isfile and exists would return False.
-  """
-  system, folder = locate(directory)
-  try:
-    entries = system.ls(folder, detail=True)
-  except (FileNotFoundError, NotADirectoryError):
-    entries = [{"name": folder}]
-  except Exception as error:  # libraries for remote systems raise errors without a common class
-    raise OSError(f"{directory} cannot be listed: {type(error).__name__}: {error}") from error
-  if [entry["name"].rstrip("/") for entry in entries] == [folder.rstrip("/")]:
-    raise FileNotFoundError(
-      f"{directory} is not a directory: give a local one, or a URL such as gs://bucket/folder;"
-      " models are not downloaded by their name on a hub"
-    )
-  # Caches of hubs consist of symbolic links, which a local listing calls neither file nor folder.
-  files = [e["name"] for e in entries if e["type"] == "file" or system.isfile(e["name"])]
-  return sorted(posixpath.basename(file) for file in files)
 
 
 # --- full disks -----------------------------------------------------------------------------------
@@ -232,6 +184,20 @@ def sync_folder(folder: pathlib.Path) -> None:
     os.fsync(descriptor)
   finally:
     os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: pathlib.Path) -> Iterator[IO[bytes]]:
+  """Context with a file that is created if needed and locked; the lock ends with the process.
+
+  Raises:
+    BlockingIOError: another process has locked it.
+  """
+  with open_own(path, "ab") as file:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+      raise BlockingIOError(f"{path} was replaced meanwhile")
+    yield file
 
 
 # --- temporary folders ----------------------------------------------------------------------------

@@ -113,15 +113,6 @@ def test_weights_are_those_that_the_quantized_ones_stand_for(tmp_path, quantizat
   assert {value.dtype for value in found.values()} == {np.dtype(np.float32)}
 
 
-def test_tensors_that_are_larger_than_a_block_arrive_whole(tmp_path, monkeypatch):
-  monkeypatch.setattr("rlvr_jax.models.gguf._BLOCK_NUMBERS", 5 * gguf_files.WIDTH + 1)
-  tensors = random_tensors(4)
-  write(tmp_path / "tiny.gguf", tensors)
-  convert(tmp_path / "tiny.gguf", tmp_path / "out")
-  found = load_file(tmp_path / "out" / SINGLE)
-  np.testing.assert_array_equal(found["model.embed_tokens.weight"], tensors["token_embd.weight"])
-
-
 def test_the_configuration_is_the_metadata(tmp_path, file):
   convert(file, tmp_path / "out")
   config = checkpoint_config(tmp_path / "out")

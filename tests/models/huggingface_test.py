@@ -30,7 +30,7 @@ from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.safetensors import SINGLE, Tensor
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.storage.files import locate
+from rlvr_jax.storage.folders import locate
 from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -332,7 +332,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
 
 def test_a_checkpoint_is_read_and_written_without_transformers(tmp_path, monkeypatch):
   """As in a core install: only the tokenizers of such folders need the extra [hf]."""
-  for library in ("transformers", "tokenizers", "safetensors"):
+  for library in ("transformers", "tokenizers"):
     monkeypatch.setitem(sys.modules, library, None)
   folder = write(tmp_path / "in", published_tensors(SETTINGS))
   save_checkpoint(tmp_path / "out", load(folder), checkpoint_config(folder), source=folder)

@@ -17,7 +17,7 @@ from rlvr_jax.models.lora import LoraSettings, combine, init
 from rlvr_jax.models.peft import CONFIG_FILE, WEIGHTS_FILE, load_adapters, save_adapters
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.storage.files import locate
+from rlvr_jax.storage.folders import locate
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts
 

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import struct
-import subprocess
-import sys
-import weakref
 
-import fsspec
 import ml_dtypes
 import numpy as np
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.numpy import load_file, save_file
 
 from rlvr_jax.models.safetensors import (
   INDEX,
   SINGLE,
-  new_directory,
   open_checkpoint,
-  read_header,
+  open_file,
   write_checkpoint,
 )
-from rlvr_jax.storage.files import locate
+from rlvr_jax.storage.folders import locate, new_directory
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 _TENSORS = {
@@ -66,7 +59,6 @@ def test_tensors_that_begin_at_odd_bytes_are_read(tmp_path):
   value = np.arange(6, dtype=np.float32).reshape(3, 2)
   write_raw(tmp_path, text + b" " * ((-len(text)) % 8 + 3), value.tobytes())
   tensor = open_checkpoint(tmp_path)["x"]
-  assert tensor.start % 4
   np.testing.assert_array_equal(tensor.rows(1, 3), value[1:3])
 
 
@@ -77,9 +69,9 @@ def test_what_is_written_is_what_the_library_reads(tmp_path, dtype, max_shard_by
   tensors = {name: value.astype(dtype) for name, value in _TENSORS.items()}
   target = f"memory://{tmp_path}/out" if remote else tmp_path / "out"
   shapes = {name: value.shape for name, value in tensors.items()}
-  blocks = (value[i : i + 3] for value in tensors.values() for i in range(0, len(value), 3))
+  values = iter(tensors.values())
   with new_directory(target) as (system, folder):
-    write_checkpoint(system, folder, shapes, dtype, blocks, max_shard_bytes=max_shard_bytes)
+    write_checkpoint(system, folder, shapes, dtype, values, max_shard_bytes=max_shard_bytes)
   assert_same(whole(open_checkpoint(target)), tensors)
   system, folder = locate(target)
   local = tmp_path / "copy"
@@ -97,80 +89,57 @@ def test_what_is_written_is_what_the_library_reads(tmp_path, dtype, max_shard_by
     }
 
 
-def test_a_block_is_let_go_before_the_next_but_one(tmp_path):
-  alive = []
-
-  def blocks():
-    for i in range(6):
-      assert sum(reference() is not None for reference in alive) <= 1
-      block = np.full((1, 4), i, np.float32)
-      alive.append(weakref.ref(block))
-      yield block
-      del block
-
+def test_a_transposed_tensor_is_written_as_it_is(tmp_path):
+  """The library would write its buffer in the order of memory."""
+  value = np.arange(6, dtype=np.float32).reshape(2, 3).T
   with new_directory(tmp_path / "out") as (system, folder):
-    write_checkpoint(system, folder, {"x": (6, 4)}, np.dtype(np.float32), blocks())
-  assert len(alive) == 6
+    write_checkpoint(system, folder, {"x": (3, 2)}, value.dtype, [value])
+  assert_same(load_file(tmp_path / "out" / SINGLE), {"x": value})
 
 
-def test_of_a_remote_tensor_only_the_rows_that_are_asked_for_are_fetched(tmp_path):
-  fetched = []
-
-  class Recording(MemoryFileSystem):
-    cachable = False
-
-    def cat_file(self, path, start=None, end=None, **kwargs):
-      fetched.append((start, end))
-      return super().cat_file(path, start=start, end=end, **kwargs)
-
+def test_a_remote_file_leaves_no_copy(tmp_path, monkeypatch):
+  monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+  (tmp_path / "temporary").mkdir()
   save_file(_TENSORS, tmp_path / SINGLE)
-  system = fsspec.filesystem("memory")
+  system, _ = locate("memory://x")
   system.pipe_file(f"{tmp_path}/x/{SINGLE}", (tmp_path / SINGLE).read_bytes())
-  tensor = open_checkpoint(f"memory://{tmp_path}/x")["a.weight"]
-  tensor = dataclasses.replace(tensor, system=Recording())
-  np.testing.assert_array_equal(tensor.rows(2, 5), _TENSORS["a.weight"][2:5])
-  assert fetched == [(tensor.start + 2 * 5 * 4, tensor.start + 5 * 5 * 4)]
+  found = open_checkpoint(f"memory://{tmp_path}/x")
+  assert list((tmp_path / "temporary").iterdir()) == []
+  np.testing.assert_array_equal(found["a.weight"].rows(2, 5), _TENSORS["a.weight"][2:5])
+  assert_same(whole(found), _TENSORS)
 
 
 _ENTRY = dict(dtype="F32", shape=[2, 2], data_offsets=[0, 16])
 
 
 @pytest.mark.parametrize(
-  ("header", "size", "length", "message"),
+  ("header", "size", "length"),
   [
-    ({"x": _ENTRY}, 15, None, "take 16 bytes, the file has 15"),
-    ({"x": _ENTRY}, 17, None, "take 16 bytes, the file has 17"),
-    ({"x": _ENTRY}, 16, 10**6, "should have 1000000 bytes"),
-    ({"x": _ENTRY}, 16, 2**63, "should have"),
-    (b"{not json", 16, None, "cannot be read"),
-    (b"\xff\xfe", 16, None, "cannot be read"),
-    (b"[" * 100_000, 0, None, "cannot be read"),
-    (b"[]", 0, None, "cannot be read"),
-    (b'{"x": 1}', 0, None, "cannot be read"),
-    (b'{"x": {"dtype": "F32"}}', 0, None, "cannot be read"),
-    ({"x": _ENTRY | {"shape": [2, -2]}}, 16, None, "cannot be read"),
-    ({"x": _ENTRY | {"shape": [2, 3]}}, 16, None, "takes 24 bytes, not 16"),
-    ({"x": _ENTRY | {"data_offsets": [16, 0]}}, 16, None, "should be at 16:0"),
-    ({"x": _ENTRY | {"data_offsets": [0, 8, 16]}}, 16, None, "cannot be read"),
-    ({"x": _ENTRY, "y": _ENTRY | {"data_offsets": [8, 24]}}, 24, None, "'y' should be at 8"),
-    ({"x": _ENTRY, "y": _ENTRY | {"data_offsets": [20, 36]}}, 36, None, "ends at 16"),
-    (b'{"x": %s, "x": %s}' % ((json.dumps(_ENTRY).encode(),) * 2), 16, None, "is repeated"),
+    ({"x": _ENTRY}, 15, None),
+    ({"x": _ENTRY}, 17, None),
+    ({"x": _ENTRY}, 16, 10**6),
+    ({"x": _ENTRY}, 16, 2**63),
+    (b"{not json", 16, None),
+    (b"\xff\xfe", 16, None),
+    (b"[" * 100_000, 0, None),
+    (b'{"a":' * 100_000, 0, None),
+    (b"[]", 0, None),
+    (b'{"x": 1}', 0, None),
+    (b'{"x": {"dtype": "F32"}}', 0, None),
+    ({"x": _ENTRY | {"shape": [2, -2]}}, 16, None),
+    ({"x": _ENTRY | {"shape": [2, 3]}}, 16, None),
+    ({"x": _ENTRY | {"shape": [2**62, 4]}}, 16, None),
+    ({"x": _ENTRY | {"data_offsets": [16, 0]}}, 16, None),
+    ({"x": _ENTRY | {"data_offsets": [0, 8, 16]}}, 16, None),
+    ({"x": _ENTRY, "y": _ENTRY | {"data_offsets": [8, 24]}}, 24, None),
+    ({"x": _ENTRY, "y": _ENTRY | {"data_offsets": [20, 36]}}, 36, None),
   ],
 )
-def test_a_header_that_does_not_describe_its_file_is_refused(
-  tmp_path, header, size, length, message
-):
+def test_a_header_that_does_not_describe_its_file_is_refused(tmp_path, header, size, length):
   write_raw(tmp_path, header, bytes(size), length)
-  with pytest.raises(ValueError, match=message) as error:
+  with pytest.raises(ValueError, match=f"{SINGLE} is not a complete .*write it again") as error:
     open_checkpoint(tmp_path)
-  assert SINGLE in str(error.value) and "write it again" in str(error.value)
-
-
-@pytest.mark.parametrize("size", [0, 7])
-def test_a_file_shorter_than_its_headers_length_is_refused(tmp_path, size):
-  (tmp_path / SINGLE).write_bytes(bytes(size))
-  with pytest.raises(ValueError, match=f"it has {size} bytes"):
-    open_checkpoint(tmp_path)
+  assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
 def test_every_cut_of_a_file_is_refused(tmp_path):
@@ -180,7 +149,7 @@ def test_every_cut_of_a_file_is_refused(tmp_path):
   for size in itertools.chain(range(0, 16), range(16, len(content), 7)):
     (tmp_path / "cut").write_bytes(content[:size])
     with pytest.raises(ValueError, match="not a complete safetensors file"):
-      read_header(system, f"{folder}/cut")
+      open_file(system, f"{folder}/cut")
 
 
 def test_quantized_tensors_are_refused_when_they_are_wanted(tmp_path):
@@ -261,54 +230,3 @@ def test_a_directory_without_weights_is_refused(tmp_path):
     open_checkpoint(tmp_path)
   with pytest.raises(FileNotFoundError, match="not a directory"):
     open_checkpoint(tmp_path / "nowhere")
-
-
-def test_a_directory_is_there_whole_or_not_at_all(tmp_path):
-  target = tmp_path / "out"
-  with pytest.raises(RuntimeError), new_directory(target) as (system, folder):
-    write_checkpoint(
-      system, folder, {"x": (2,)}, np.dtype(np.float32), iter([np.zeros(2, np.float32)])
-    )
-    assert not target.exists()
-    raise RuntimeError
-  assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_is_written_by_one_process_at_a_time(tmp_path):
-  target, code = tmp_path / "out", (
-    "import sys; from rlvr_jax.models.safetensors import new_directory\n"
-    "with new_directory(sys.argv[1]) as (system, folder):\n"
-    "  system.pipe_file(f'{folder}/first', b'1'); print('in', flush=True); sys.stdin.read()"
-  )  # fmt: skip
-  command = [sys.executable, "-c", code, str(target)]
-  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-  for ended in ("killed", "finished"):
-    first = subprocess.Popen(command, **pipes)
-    assert first.stdout.readline() == "in\n"
-    refused = r"out is being written by another process: wait for it, or choose another"
-    with pytest.raises(FileExistsError, match=refused), new_directory(target):
-      pass
-    if ended == "killed":
-      first.kill()
-    first.communicate()
-  # What the killed one left is gone, and the other's is whole.
-  assert [path.name for path in tmp_path.iterdir()] == ["out"]
-  assert [path.name for path in target.iterdir()] == ["first"]
-
-
-@pytest.mark.parametrize("folder", ["/proc/x", "/tmp/" + 300 * "x"])
-def test_a_directory_that_cannot_be_has_a_remedy(folder):
-  with pytest.raises(OSError, match=r"cannot be written: .*Choose a folder"), new_directory(folder):
-    pass
-
-
-@pytest.mark.parametrize("remote", [False, True])
-def test_a_directory_that_holds_something_is_not_written_into(tmp_path, remote):
-  target = f"memory://{tmp_path}/out" if remote else str(tmp_path / "out")
-  system, path = locate(target)
-  system.makedirs(path)
-  with new_directory(target) as (_, folder):  # empty: taken
-    system.pipe_file(f"{folder}/kept", b"1")
-  with pytest.raises(FileExistsError, match="not empty"), new_directory(target):
-    pass
-  assert system.cat_file(f"{path}/kept") == b"1"

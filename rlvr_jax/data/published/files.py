@@ -19,7 +19,7 @@ from absl import logging
 from fsspec.implementations.local import LocalFileSystem
 
 from rlvr_jax.data.published.rows import Row
-from rlvr_jax.storage.files import locate
+from rlvr_jax.storage.folders import locate
 
 if TYPE_CHECKING:  # this module imports tensorflow-datasets, which loads slowly
   from rlvr_jax.data.published.dataset import Layouts
