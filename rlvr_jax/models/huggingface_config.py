@@ -1,9 +1,8 @@
 """Reads the network's settings from config.json of Hugging Face checkpoint directories.
 
-Facts about the families, including defaults, are those of the configuration classes of the
-`transformers` library; a test compares them. They are not read with `AutoConfig`: a core install
-must read checkpoints without it, version 4 ignores the rope_parameters of a file of version 5, and
-neither version rejects settings that are not implemented here.
+They are not read with `AutoConfig` of the `transformers` library: a core install must read
+checkpoints without it, version 4 ignores the rope_parameters of a file of version 5, and neither
+version rejects settings that are not implemented here.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from __future__ import annotations
 import math
 import os
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from rlvr_jax.models.huggingface_families import ACTIVATIONS, FAMILIES, MIXTURES, Family
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
@@ -21,118 +21,8 @@ from rlvr_jax.storage.folders import list_files, locate, read_json
 
 CONFIG = "config.json"
 
-_QWEN: dict[str, Any] = dict(
-  vocab_size=151_936,
-  hidden_size=4096,
-  intermediate_size=22_016,
-  num_hidden_layers=32,
-  num_attention_heads=32,
-  num_key_value_heads=32,
-  hidden_act="silu",
-  max_position_embeddings=32_768,
-  tie_word_embeddings=False,
-  use_sliding_window=False,
-  sliding_window=4096,
-  max_window_layers=28,
-)
-_GEMMA: dict[str, Any] = dict(
-  hidden_size=2304,
-  intermediate_size=9216,
-  num_hidden_layers=26,
-  num_attention_heads=8,
-  num_key_value_heads=4,
-  head_dim=256,
-  hidden_activation="gelu_pytorch_tanh",
-  tie_word_embeddings=True,
-  query_pre_attn_scalar=256,
-  sliding_window=4096,
-)
-# Defaults by family of fields that a config.json may omit. Defaults that all families share are
-# stated where the field is read.
-DEFAULTS: dict[str, dict[str, Any]] = {
-  "qwen2": _QWEN,
-  "qwen3": _QWEN | dict(head_dim=128),
-  "llama": dict(
-    vocab_size=32_000,
-    hidden_size=4096,
-    intermediate_size=11_008,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    hidden_act="silu",
-    max_position_embeddings=2048,
-    tie_word_embeddings=False,
-  ),
-  "gemma2": _GEMMA
-  | dict(
-    vocab_size=256_000,
-    max_position_embeddings=8192,
-    attn_logit_softcapping=50.0,
-    final_logit_softcapping=30.0,
-  ),
-  "gemma3_text": _GEMMA | dict(vocab_size=262_208, max_position_embeddings=131_072),
-  "qwen3_moe": _QWEN
-  | dict(
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=24,
-    num_key_value_heads=4,
-    decoder_sparse_step=1,
-    moe_intermediate_size=768,
-    num_experts=128,
-    num_experts_per_tok=8,
-    norm_topk_prob=False,
-  ),
-  "olmoe": dict(
-    vocab_size=50_304,
-    hidden_size=2048,
-    intermediate_size=2048,
-    num_hidden_layers=16,
-    num_attention_heads=16,
-    hidden_act="silu",
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=False,
-    num_experts=64,
-    num_experts_per_tok=8,
-    norm_topk_prob=False,
-  ),
-  "mixtral": dict(
-    vocab_size=32_000,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    hidden_act="silu",
-    max_position_embeddings=131_072,
-    rms_norm_eps=1e-5,
-    rope_theta=1_000_000.0,
-    tie_word_embeddings=False,
-    sliding_window=None,
-    num_experts=8,
-    num_experts_per_tok=2,
-  ),
-}
-ARCHITECTURES = {
-  "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
-  "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
-  "llama": ("LlamaForCausalLM", "LlamaModel"),
-  "gemma2": ("Gemma2ForCausalLM", "Gemma2Model"),
-  "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextModel"),
-  "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3Model"),  # around a gemma3_text
-  "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
-  "olmoe": ("OlmoeForCausalLM", "OlmoeModel"),
-  "mixtral": ("MixtralForCausalLM", "MixtralModel"),
-}
-MIXTURES = ("qwen3_moe", "olmoe", "mixtral")
-ACTIVATIONS = {
-  "silu": "silu",
-  "swish": "silu",
-  "gelu_pytorch_tanh": "gelu_tanh",
-  "gelu_new": "gelu_tanh",
-  "gelu_fast": "gelu_tanh",
-  "gelu": "gelu",
-}
+_MULTIMODAL = "gemma3"  # around a gemma3_text
+_MULTIMODAL_ARCHITECTURES = ("Gemma3ForConditionalGeneration", "Gemma3Model")
 # Fields that a multimodal model's config.json has outside of its text_config.
 _OF_OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 # What a mixture may have that is not computed here, if the field is set: shared experts, routing
@@ -144,6 +34,26 @@ _NOT_OF_MIXTURES = (
   *("moe_router_enable_expert_bias", "attention_sinks", "router_jitter_noise", "clip_qkv"),
 )
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# `TransformerConfig`'s fields that config.json does not have in every family.
+_PLAIN: dict[str, Any] = dict(
+  qk_norm=False,
+  joint_qk_norm=False,
+  qkv_bias=False,
+  output_bias=False,
+  mlp_bias=False,
+  num_experts=0,
+  experts_per_token=0,
+  expert_width=0,
+  sparse_layers=None,
+  normalized_expert_weights=False,
+  query_scale=None,
+  attention_soft_cap=None,
+  final_soft_cap=None,
+  sliding_rope_theta=None,
+  scaled_embedding=False,
+  zero_centered_norm=False,
+  post_norm=False,
+)
 
 
 def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> TransformerConfig:
@@ -185,87 +95,57 @@ def longest_text(directory: str | os.PathLike[str]) -> int | None:
 
 def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   """Converts config.json's content to `TransformerConfig` fields; messages begin with `owner`."""
-  family, settings = family_settings(published, owner)
-  c = DEFAULTS[family] | settings
-  gemma = family.startswith("gemma")
-  size = lambda name: _check_size(owner, name, c[name])
-  heads = size("num_attention_heads")
+  name, settings = family_settings(published, owner)
+  family = FAMILIES[name]
+  c = {**family.defaults, **settings}
   if c.get("num_key_value_heads") is None:
-    c["num_key_value_heads"] = heads
+    c["num_key_value_heads"] = c["num_attention_heads"]
   if c.get("head_dim") is None:
-    c["head_dim"] = size("hidden_size") // heads
-  activation = c["hidden_activation" if gemma else "hidden_act"]
-  if gemma and activation is None:  # early files have only hidden_act, which models ignored
-    activation = "gelu_pytorch_tanh"
+    heads = _check_size(owner, "num_attention_heads", c["num_attention_heads"])
+    c["head_dim"] = _check_size(owner, "hidden_size", c["hidden_size"]) // heads
+  activation = c[family.activation]
+  if family.has_query_scale and activation is None:
+    activation = "gelu_pytorch_tanh"  # early files have only hidden_act, which models ignored
   check_choice(owner, "hidden activation", activation, tuple(ACTIVATIONS))
-  if gemma and c.get("use_bidirectional_attention"):
+  _check_implemented(family, c, owner)
+  layers = _sliding_layers(family, c, owner)
+  ropes = _ropes(c, owner)
+  theta, scaling = _rope(ropes[0], c, owner)
+  fields = {
+    **_PLAIN,
+    **family.fixed,
+    **{ours: _check_size(owner, theirs, c[theirs]) for ours, theirs in family.sizes.items()},
+    **{ours: bool(c.get(theirs)) for ours, theirs in family.flags.items()},
+    **{ours: _soft_cap(c, theirs, owner) for ours, theirs in family.soft_caps.items()},
+    "activation": ACTIVATIONS[activation],
+    "norm_epsilon": _check_positive(owner, "rms_norm_eps", c["rms_norm_eps"]),
+    "tied_head": bool(c["tie_word_embeddings"]),
+    "rope_theta": theta,
+    "rope_scaling": scaling,
+    "sliding_window": _check_size(owner, "sliding_window", c["sliding_window"]) if layers else None,
+    "sliding_layers": layers,
+  }
+  if family.has_query_scale:
+    scalar = _check_positive(owner, "query_pre_attn_scalar", c["query_pre_attn_scalar"])
+    fields["query_scale"] = scalar**-0.5
+  if layers and len(ropes) > 1:
+    fields["sliding_rope_theta"] = _sliding_theta(ropes[1], c, owner)
+  if "decoder_sparse_step" in family.defaults:
+    fields["sparse_layers"] = _sparse_layers(c, owner)
+  return fields
+
+
+def _check_implemented(family: Family, c: Mapping[str, Any], owner: str) -> None:
+  """Raises ValueError if settings ask for what networks here do not compute."""
+  if c.get("use_bidirectional_attention"):
     raise ValueError(
       f"{owner}: use_bidirectional_attention is set; only causal models are supported"
     )
-  layers = _sliding_layers(family, c, owner)
-  ropes = _ropes(family, c, owner)
-  theta, scaling = _rope(ropes[0], c, owner)
-  has_sliding_theta = family == "gemma3_text" and layers
-  sliding_theta = _sliding_theta(ropes[1], c, owner) if has_sliding_theta else None
-  biased = family == "qwen2" or (family != "mixtral" and bool(c.get("attention_bias")))
-  return _expert_fields(family, c, owner) | dict(
-    vocab_size=size("vocab_size"),
-    width=size("hidden_size"),
-    num_layers=size("num_hidden_layers"),
-    num_heads=heads,
-    num_kv_heads=size("num_key_value_heads"),
-    head_dim=size("head_dim"),
-    mlp_width=size("intermediate_size"),
-    activation=ACTIVATIONS[activation],
-    norm_epsilon=_check_positive(owner, "rms_norm_eps", c.get("rms_norm_eps", 1e-6)),
-    rope_theta=theta,
-    rope_scaling=scaling,
-    tied_head=bool(c["tie_word_embeddings"]),
-    qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
-    joint_qk_norm=family == "olmoe",
-    qkv_bias=biased,
-    output_bias=biased and family != "qwen2",
-    mlp_bias=family == "llama" and bool(c.get("mlp_bias")),
-    query_scale=_check_positive(owner, "query_pre_attn_scalar", c["query_pre_attn_scalar"]) ** -0.5
-    if gemma
-    else None,
-    # Gemma 3 configurations have the field, but its attention does not use it.
-    attention_soft_cap=_soft_cap(c, "attn_logit_softcapping", owner)
-    if family == "gemma2"
-    else None,
-    final_soft_cap=_soft_cap(c, "final_logit_softcapping", owner) if gemma else None,
-    sliding_window=size("sliding_window") if layers else None,
-    sliding_layers=layers,
-    sliding_rope_theta=sliding_theta,
-    scaled_embedding=gemma,
-    zero_centered_norm=gemma,
-    post_norm=gemma,
-  )
-
-
-def _expert_fields(family: str, c: Mapping[str, Any], owner: str) -> dict[str, Any]:
-  """The fields of a mixture of experts."""
-  if family not in MIXTURES:
-    return dict(
-      num_experts=0,
-      experts_per_token=0,
-      expert_width=0,
-      sparse_layers=None,
-      normalized_expert_weights=False,
-    )
-  if unread := [name for name in _NOT_OF_MIXTURES if c.get(name)]:
+  if unread := [name for name in _NOT_OF_MIXTURES if family.is_mixture and c.get(name)]:
     raise ValueError(
       f"{owner}: {unread[0]} = {c[unread[0]]!r} is not implemented; mixtures are those of"
       f" {', '.join(MIXTURES)}, whose layers have routed experts alone, chosen by a plain softmax"
     )
-  width = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
-  return dict(
-    num_experts=_check_size(owner, "num_experts", c["num_experts"]),
-    experts_per_token=_check_size(owner, "num_experts_per_tok", c["num_experts_per_tok"]),
-    expert_width=_check_size(owner, width, c[width]),
-    sparse_layers=_sparse_layers(c, owner) if family == "qwen3_moe" else None,
-    normalized_expert_weights=family == "mixtral" or bool(c["norm_topk_prob"]),
-  )
 
 
 def _sparse_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
@@ -287,19 +167,19 @@ def _sparse_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
 def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict[str, Any]]:
   """The family's name and the text model's settings; messages begin with `owner`."""
   kind: Any = published.get("model_type")
-  check_choice(owner, "model_type", kind, tuple(ARCHITECTURES))
+  check_choice(owner, "model_type", kind, (*FAMILIES, _MULTIMODAL))
+  is_multimodal = kind == _MULTIMODAL
+  known = _MULTIMODAL_ARCHITECTURES if is_multimodal else FAMILIES[kind].architectures
   for architecture in published.get("architectures") or ():
-    check_choice(owner, "architectures", architecture, ARCHITECTURES[kind])
+    check_choice(owner, "architectures", architecture, known)
   quantized = [f for f in ("quantization_config", "compression_config") if published.get(f)]
   if quantized:
     raise ValueError(
       f"{owner}: {quantized[0]} is set; quantized weights are not supported. Load the original"
       " checkpoint, or convert this one to bfloat16"
     )
-  if kind in MIXTURES:
-    return kind, _with_usual_number(published, owner)
-  if kind != "gemma3":
-    return kind, dict(published)
+  if not is_multimodal:
+    return kind, _with_usual_number(kind, published, owner)
   text = published.get("text_config") or {}
   if not isinstance(text, Mapping) or text.get("model_type", "gemma3_text") != "gemma3_text":
     raise ValueError(f"{owner}: text_config = {text!r} is not that of a gemma3_text")
@@ -307,16 +187,16 @@ def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict
   return "gemma3_text", dict(text) | {"tie_word_embeddings": True} | outer
 
 
-def _with_usual_number(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
-  """A mixture's settings with the usual name of the number of experts, which has two."""
-  settings = dict(published)
-  other = settings.pop("num_local_experts", None)
-  number = settings.setdefault("num_experts", other)
-  if number is None:
-    del settings["num_experts"]
-  elif other not in (None, number):
-    raise ValueError(f"{owner}: num_experts = {number}, but num_local_experts = {other}")
-  return settings
+def _with_usual_number(family: str, published: Mapping[str, Any], owner: str) -> dict[str, Any]:
+  """The settings, with the family's own name of the number of experts, which has two."""
+  names = ("num_experts", "num_local_experts")
+  numbers = {name: published[name] for name in names if published.get(name) is not None}
+  if not FAMILIES[family].is_mixture or not numbers:
+    return dict(published)
+  if len(set(numbers.values())) > 1:
+    raise ValueError(f"{owner}: {', but '.join(f'{n} = {v}' for n, v in numbers.items())}")
+  settings = {name: value for name, value in published.items() if name not in names}
+  return settings | {FAMILIES[family].sizes["num_experts"]: next(iter(numbers.values()))}
 
 
 def _check_size(owner: str, name: str, value: Any) -> int:
@@ -335,32 +215,26 @@ def _soft_cap(c: Mapping[str, Any], name: str, owner: str) -> float | None:
   return None if c.get(name) is None else _check_positive(owner, name, c[name])
 
 
-def _sliding_layers(family: str, c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
+def _sliding_layers(family: Family, c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
   """Whether each layer uses sliding-window attention; None if none does."""
   count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
-  if family in ("llama", "olmoe"):
+  if family.sliding == "none":
     return None
-  window = c["sliding_window"]
-  if family.startswith("qwen") and not c["use_sliding_window"]:
-    window = None
-  if family in MIXTURES:  # their models know one kind of layer
+  window = c["sliding_window"] if c.get("use_sliding_window", True) else None
+  if family.sliding == "all":
     return None if window is None else (True,) * count
   kinds = c.get("layer_types")
-  if kinds is None:
-    slides: Callable[[int], bool]
-    if family.startswith("qwen"):
-      slides = lambda i: window is not None and i >= c["max_window_layers"]
-    else:
-      period = 2 if family == "gemma2" else c.get("sliding_window_pattern", 6)
-      _check_size(owner, "sliding_window_pattern", period)
-      slides = lambda i: (i + 1) % period != 0
-    layers = tuple(slides(i) for i in range(count))
-  else:
+  if kinds is not None:
     for kind in kinds:
       check_choice(owner, "layer_types", kind, ("full_attention", "sliding_attention"))
     if len(kinds) != count:
       raise ValueError(f"{owner}: {len(kinds)} layer_types for num_hidden_layers = {count}")
     layers = tuple(kind == "sliding_attention" for kind in kinds)
+  elif "max_window_layers" in c:
+    layers = tuple(window is not None and i >= c["max_window_layers"] for i in range(count))
+  else:
+    period = _check_size(owner, "sliding_window_pattern", c["sliding_window_pattern"])
+    layers = tuple((i + 1) % period != 0 for i in range(count))
   if not any(layers):
     return None
   if window is None:
@@ -371,18 +245,18 @@ def _sliding_layers(family: str, c: Mapping[str, Any], owner: str) -> tuple[bool
   return layers
 
 
-def _ropes(family: str, c: Mapping[str, Any], owner: str) -> list[dict[str, Any]]:
+def _ropes(c: Mapping[str, Any], owner: str) -> list[dict[str, Any]]:
   """Rotary settings, in the new style: of full layers and, for Gemma 3, of sliding layers."""
   new, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
   for name, value in (("rope_parameters", new), ("rope_scaling", old)):
     if not isinstance(value, Mapping):
       raise ValueError(f"{owner}: {name} = {value!r} is not a JSON object")
-  if family != "gemma3_text":
-    return [{"rope_theta": c.get("rope_theta", 10_000.0)} | dict(new) | dict(old)]
+  if "rope_local_base_freq" not in c:
+    return [{"rope_theta": c["rope_theta"]} | dict(new) | dict(old)]
   full, sliding = new.get("full_attention") or {}, new.get("sliding_attention") or {}
   return [
-    {"rope_theta": c.get("rope_theta", 1_000_000.0)} | full | dict(old),
-    {"rope_theta": c.get("rope_local_base_freq", 10_000.0)} | sliding,
+    {"rope_theta": c["rope_theta"]} | full | dict(old),
+    {"rope_theta": c["rope_local_base_freq"]} | sliding,
   ]
 
 

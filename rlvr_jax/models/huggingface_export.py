@@ -7,15 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from rlvr_jax.models.huggingface_config import (
-  ACTIVATIONS,
-  ARCHITECTURES,
-  DEFAULTS,
-  MIXTURES,
-  config_fields,
-  family_settings,
-  read_config,
-)
+from rlvr_jax.models.huggingface_config import config_fields, family_settings, read_config
+from rlvr_jax.models.huggingface_families import ACTIVATIONS, FAMILIES, Family
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_choice
@@ -30,52 +23,49 @@ def published_config(
   Raises:
     ValueError: no family implements `config`.
   """
-  family = _choose_family(config)
-  gemma = family.startswith("gemma")
-  sliding = config.sliding_layers or (False,) * config.num_layers
+  name = _choose_family(config)
+  family = FAMILIES[name]
   activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-  published = (
-    _inherited_fields(family, config, source)
-    | _published_ropes(family, config)
-    | {
-      "architectures": [ARCHITECTURES[family][0]],
-      "model_type": family,
-      "dtype": dtype,
-      "torch_dtype": dtype,
-      "vocab_size": config.vocab_size,
-      "hidden_size": config.width,
-      "intermediate_size": config.mlp_width,
-      "num_hidden_layers": config.num_layers,
-      "num_attention_heads": config.num_heads,
-      "num_key_value_heads": config.num_kv_heads,
-      "head_dim": config.head_dim,
-      "hidden_activation" if gemma else "hidden_act": activations[config.activation],
-      "rms_norm_eps": config.norm_epsilon,
-      "tie_word_embeddings": config.tied_head,
-    }
-  )
-  if family not in ("qwen2", "mixtral"):
-    published["attention_bias"] = config.qkv_bias
-  if family == "llama":
-    published["mlp_bias"] = config.mlp_bias
-  elif family in MIXTURES:
-    published |= _published_experts(family, config)
-  else:
-    published["layer_types"] = [
-      "sliding_attention" if slides else "full_attention" for slides in sliding
-    ]
-    published["sliding_window"] = config.sliding_window
-  if family in ("qwen2", "qwen3", "qwen3_moe"):
-    published["use_sliding_window"] = any(sliding)
-  if family in ("qwen2", "qwen3"):
-    published["max_window_layers"] = sliding.index(True) if any(sliding) else config.num_layers
-  if gemma:
+  of_tables = family.sizes | family.flags | family.soft_caps
+  published = {
+    **_inherited_fields(name, config, source),
+    **_published_ropes(name, config),
+    **{theirs: getattr(config, ours) for ours, theirs in of_tables.items()},
+    "architectures": [family.architectures[0]],
+    "model_type": name,
+    "dtype": dtype,
+    "torch_dtype": dtype,
+    family.activation: activations[config.activation],
+    "rms_norm_eps": config.norm_epsilon,
+    "tie_word_embeddings": config.tied_head,
+  }
+  if family.has_query_scale:
     scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
     published["query_pre_attn_scalar"] = round(scale**-2)
-    published["attn_logit_softcapping"] = config.attention_soft_cap if family == "gemma2" else None
-    published["final_logit_softcapping"] = config.final_soft_cap
+  if "decoder_sparse_step" in family.defaults:
+    published |= {
+      "decoder_sparse_step": 1,
+      "mlp_only_layers": layers_in("dense", config.sparse),
+    }
+  published |= _published_windows(family, config)
   _check_reads_back(published, config)
   return published
+
+
+def _published_windows(family: Family, config: TransformerConfig) -> dict[str, Any]:
+  """Fields of sliding windows."""
+  if family.sliding == "none":
+    return {}
+  sliding = config.sliding_layers or (False,) * config.num_layers
+  fields: dict[str, Any] = {"sliding_window": config.sliding_window}
+  if family.sliding == "layer_types":
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    fields["layer_types"] = [kinds[slides] for slides in sliding]
+    if "max_window_layers" in family.defaults:
+      fields["max_window_layers"] = sliding.index(True) if any(sliding) else config.num_layers
+  if "use_sliding_window" in family.defaults:
+    fields["use_sliding_window"] = any(sliding)
+  return fields
 
 
 def _inherited_fields(
@@ -83,7 +73,7 @@ def _inherited_fields(
 ) -> dict[str, Any]:
   """Fields that do not describe the network: the source's, or the family's defaults."""
   base: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-  longest = DEFAULTS[family]["max_position_embeddings"]
+  longest = FAMILIES[family].defaults["max_position_embeddings"]
   base |= {"use_cache": True, "max_position_embeddings": longest}
   if source is not None:
     content, path = read_config(source)
@@ -110,25 +100,6 @@ _NOT_COPIED = (  # fields of the source's config.json
 )
 
 
-def _published_experts(family: str, config: TransformerConfig) -> dict[str, Any]:
-  """Fields of a mixture, and the window of all its layers."""
-  number = "num_local_experts" if family == "mixtral" else "num_experts"
-  fields: dict[str, Any] = {
-    number: config.num_experts,
-    "num_experts_per_tok": config.experts_per_token,
-    "intermediate_size": config.expert_width,
-  }
-  if family != "olmoe":
-    fields["sliding_window"] = config.sliding_window
-  if family != "mixtral":
-    fields["norm_topk_prob"] = config.normalized_expert_weights
-  if family == "qwen3_moe":
-    fields["moe_intermediate_size"] = config.expert_width
-    fields |= {"intermediate_size": config.mlp_width, "decoder_sparse_step": 1}
-    fields["mlp_only_layers"] = layers_in("dense", config.sparse)
-  return fields
-
-
 def _choose_family(config: TransformerConfig) -> str:
   if config.experts is not None:
     return "qwen3_moe" if config.qk_norm else "olmoe" if config.joint_qk_norm else "mixtral"
@@ -145,7 +116,7 @@ def _published_ropes(family: str, config: TransformerConfig) -> dict[str, Any]:
   fields: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
   if config.rope_scaling is not None:
     fields["rope_scaling"] = _published_scaling(config.rope_scaling)
-  if family == "gemma3_text":
+  if "rope_local_base_freq" in FAMILIES[family].defaults:
     sliding_theta = config.sliding_rope_theta or 10_000.0  # unused without sliding layers
     fields["rope_local_base_freq"] = sliding_theta
     fields["rope_parameters"] = {
@@ -198,6 +169,6 @@ def _check_reads_back(published: Mapping[str, Any], config: TransformerConfig) -
   differing = {name: (ours[name], value) for name, value in theirs.items() if value != ours[name]}
   if differing:
     raise ValueError(
-      f"no family among {', '.join(DEFAULTS)} computes this network, so transformers cannot load"
+      f"no family among {', '.join(FAMILIES)} computes this network, so transformers cannot load"
       f" it; the nearest, {published['model_type']}, differs in {differing} (ours, its)"
     )

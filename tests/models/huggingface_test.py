@@ -24,8 +24,9 @@ from safetensors.numpy import load_file, save_file
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params, save_checkpoint
-from rlvr_jax.models.huggingface_config import MIXTURES, checkpoint_config, config_fields
+from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
 from rlvr_jax.models.huggingface_export import published_config
+from rlvr_jax.models.huggingface_families import MIXTURES
 from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.safetensors import SINGLE, Tensor

@@ -1,0 +1,199 @@
+"""The families of networks in Hugging Face checkpoints: one entry each, to read and to write.
+
+Facts about the families, including defaults, are those of the configuration classes of the
+`transformers` library; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+# Fields of `TransformerConfig` → fields of config.json. All are integers ≥ 1.
+_SIZES = {
+  "vocab_size": "vocab_size",
+  "width": "hidden_size",
+  "num_layers": "num_hidden_layers",
+  "num_heads": "num_attention_heads",
+  "num_kv_heads": "num_key_value_heads",
+  "head_dim": "head_dim",
+  "mlp_width": "intermediate_size",
+}
+_EXPERT_SIZES = {
+  "num_experts": "num_experts",
+  "experts_per_token": "num_experts_per_tok",
+  "expert_width": "intermediate_size",
+}
+# The same of fields that are true or false.
+_BIASES = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+
+
+class Family(NamedTuple):
+  """What the networks of one family have in common, and how their config.json says the rest."""
+
+  architectures: tuple[str, ...]  # names of its classes; exports have the first
+  defaults: Mapping[str, Any]  # of fields that a config.json may omit
+  fixed: Mapping[str, Any] = {}  # fields of `TransformerConfig`, the same for all networks
+  sizes: Mapping[str, str] = _SIZES
+  flags: Mapping[str, str] = _BIASES
+  soft_caps: Mapping[str, str] = {}  # numbers above 0, or null
+  # Layers with a sliding window: "none", "all" if there is a window, or those of "layer_types".
+  sliding: str = "layer_types"
+
+  @property
+  def is_mixture(self) -> bool:
+    """Whether the networks have experts."""
+    return "num_experts" in self.sizes
+
+  @property
+  def has_query_scale(self) -> bool:
+    """Whether config.json has the factor on attention scores."""
+    return "query_pre_attn_scalar" in self.defaults
+
+  @property
+  def activation(self) -> str:
+    """The field of config.json with the activation of the gate."""
+    return "hidden_activation" if "hidden_activation" in self.defaults else "hidden_act"
+
+
+_COMMON: dict[str, Any] = dict(rope_theta=10_000.0, rms_norm_eps=1e-6, tie_word_embeddings=False)
+_LLAMA: dict[str, Any] = _COMMON | dict(
+  vocab_size=32_000,
+  hidden_size=4096,
+  intermediate_size=11_008,
+  num_hidden_layers=32,
+  num_attention_heads=32,
+  hidden_act="silu",
+  max_position_embeddings=2048,
+)
+_QWEN: dict[str, Any] = _LLAMA | dict(
+  vocab_size=151_936,
+  intermediate_size=22_016,
+  num_key_value_heads=32,
+  max_position_embeddings=32_768,
+  use_sliding_window=False,
+  sliding_window=4096,
+  max_window_layers=28,
+)
+_GEMMA: dict[str, Any] = _COMMON | dict(
+  hidden_size=2304,
+  intermediate_size=9216,
+  num_hidden_layers=26,
+  num_attention_heads=8,
+  num_key_value_heads=4,
+  head_dim=256,
+  hidden_activation="gelu_pytorch_tanh",
+  tie_word_embeddings=True,
+  query_pre_attn_scalar=256,
+  sliding_window=4096,
+)
+_GEMMA_NETWORK = dict(scaled_embedding=True, zero_centered_norm=True, post_norm=True)
+
+FAMILIES: dict[str, Family] = {
+  "qwen2": Family(("Qwen2ForCausalLM", "Qwen2Model"), _QWEN, fixed=dict(qkv_bias=True), flags={}),
+  "qwen3": Family(
+    ("Qwen3ForCausalLM", "Qwen3Model"), _QWEN | dict(head_dim=128), fixed=dict(qk_norm=True)
+  ),
+  "llama": Family(
+    ("LlamaForCausalLM", "LlamaModel"),
+    _LLAMA,
+    flags=_BIASES | {"mlp_bias": "mlp_bias"},
+    sliding="none",
+  ),
+  "gemma2": Family(
+    ("Gemma2ForCausalLM", "Gemma2Model"),
+    _GEMMA
+    | dict(
+      vocab_size=256_000,
+      max_position_embeddings=8192,
+      attn_logit_softcapping=50.0,
+      final_logit_softcapping=30.0,
+      sliding_window_pattern=2,
+    ),
+    fixed=_GEMMA_NETWORK,
+    soft_caps={
+      "attention_soft_cap": "attn_logit_softcapping",
+      "final_soft_cap": "final_logit_softcapping",
+    },
+  ),
+  "gemma3_text": Family(
+    ("Gemma3ForCausalLM", "Gemma3TextModel"),
+    _GEMMA
+    | dict(
+      vocab_size=262_208,
+      max_position_embeddings=131_072,
+      rope_theta=1_000_000.0,
+      rope_local_base_freq=10_000.0,
+      sliding_window_pattern=6,
+    ),
+    fixed=_GEMMA_NETWORK | dict(qk_norm=True),
+    # Its configurations also have a cap on the scores, which its attention does not use.
+    soft_caps={"final_soft_cap": "final_logit_softcapping"},
+  ),
+  "qwen3_moe": Family(
+    ("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+    _QWEN
+    | dict(
+      hidden_size=2048,
+      intermediate_size=6144,
+      num_hidden_layers=24,
+      num_key_value_heads=4,
+      decoder_sparse_step=1,
+      moe_intermediate_size=768,
+      num_experts=128,
+      num_experts_per_tok=8,
+      norm_topk_prob=False,
+    ),
+    fixed=dict(qk_norm=True),
+    sizes=_SIZES | _EXPERT_SIZES | {"expert_width": "moe_intermediate_size"},
+    flags=_BIASES | {"normalized_expert_weights": "norm_topk_prob"},
+    sliding="all",
+  ),
+  "olmoe": Family(
+    ("OlmoeForCausalLM", "OlmoeModel"),
+    _LLAMA
+    | dict(
+      vocab_size=50_304,
+      hidden_size=2048,
+      intermediate_size=2048,
+      num_hidden_layers=16,
+      num_attention_heads=16,
+      max_position_embeddings=4096,
+      rms_norm_eps=1e-5,
+      num_experts=64,
+      num_experts_per_tok=8,
+      norm_topk_prob=False,
+    ),
+    fixed=dict(joint_qk_norm=True),
+    sizes=_SIZES | _EXPERT_SIZES,
+    flags=_BIASES | {"normalized_expert_weights": "norm_topk_prob"},
+    sliding="none",
+  ),
+  "mixtral": Family(
+    ("MixtralForCausalLM", "MixtralModel"),
+    _LLAMA
+    | dict(
+      intermediate_size=14_336,
+      num_key_value_heads=8,
+      max_position_embeddings=131_072,
+      rms_norm_eps=1e-5,
+      rope_theta=1_000_000.0,
+      sliding_window=None,
+      num_local_experts=8,
+      num_experts_per_tok=2,
+    ),
+    fixed=dict(normalized_expert_weights=True),
+    sizes=_SIZES | _EXPERT_SIZES | {"num_experts": "num_local_experts"},
+    flags={},
+    sliding="all",
+  ),
+}
+MIXTURES = tuple(name for name, family in FAMILIES.items() if family.is_mixture)
+ACTIVATIONS = {
+  "silu": "silu",
+  "swish": "silu",
+  "gelu_pytorch_tanh": "gelu_tanh",
+  "gelu_new": "gelu_tanh",
+  "gelu_fast": "gelu_tanh",
+  "gelu": "gelu",
+}
