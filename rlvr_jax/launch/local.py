@@ -1,208 +1,265 @@
-"""Processes on this machine, connected over loopback, and samplers beside them: a small pod."""
+"""Processes on this machine, connected over loopback, and samplers beside them: a small pod.
+
+`start` stays with the run: it prints what process 0 prints, and starts a program whose process
+fails again. Ctrl-C, `stop` and the end of the terminal let the run save and end; the same command
+resumes it. Under nohup or tmux it outlives the terminal.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import fcntl
+import functools
 import os
 import pathlib
-import shutil
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rlvr_jax.launch import fleet
 from rlvr_jax.launch.run import Run
 from rlvr_jax.launch.shell import LaunchError, Shell, say
-from rlvr_jax.launch.supervise import PORT, began, read_run, write_run
 
-ON_HOSTS = False
-SAY_EVERY_S = 30.0  # during a wait
+_LOG = "process_0.log"
+_END_S = 30.0  # for others to report and end by themselves after one has failed or finished
+_SAVE_S = 300.0  # for a run to save and end when it is asked to
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument("--processes", type=int, default=2, help="processes of the run")
-  parser.add_argument("--devices", type=int, default=1, help="CPU devices of each process")
-  fleet.add_flags(parser)
-  text = "processes of each sampler"
-  parser.add_argument("--sampler_processes", type=int, default=1, help=text)
+  add = parser.add_argument
+  add("--processes", type=int, default=2, help="processes of the run")
+  add("--devices", type=int, default=1, help="CPU devices of each process")
+  add("--sampler_processes", type=int, default=1, help="processes of each sampler")
 
 
-def process_commands(run: Run, processes: int) -> list[list[str]]:
-  """The command of each process; a sweep has one process, which starts its runs."""
-  if run.is_sweep:
-    return [run.program_command(sys.executable)]
-  places = [
-    (f"--coordinator=127.0.0.1:{PORT}", f"--num_processes={processes}", f"--process_id={i}")
-    for i in range(processes)
-  ]
-  return [run.program_command(sys.executable, *place) for place in places]
-
-
-def sampler_commands(run: Run, args: argparse.Namespace) -> list[list[str]]:
-  """The command of each process of a sampler, the same for all samplers; [] without a fleet."""
-  if args.samplers is None:
-    return []
-  return process_commands(fleet.sampler_of(run, 0, args), args.sampler_processes)
-
-
-def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Starts the processes in the background, and prints process 0's output until all have ended."""
-  if shell.dry_run:
-    for command in process_commands(run, args.processes):
-      shell.run(command)
-    for command in sampler_commands(run, args) * (args.samplers or 0):
-      shell.run(command)
-    return
-  folder = run.folder
-  if _read_state(folder)["state"] == "running":
-    raise LaunchError(f"{run.name} is running already: see it with logs, or end it with stop")
-  _prepare_folder(folder, run, args)
-  with open(folder / "supervisor.log", "ab") as log:
-    supervisor = subprocess.Popen(
-      [sys.executable, "-m", "rlvr_jax.launch.supervise", str(folder)],
-      stdin=subprocess.DEVNULL,
-      stdout=log,
-      stderr=log,
-      cwd=folder / "code",
-      start_new_session=True,  # so that it outlives this program and its terminal
-    )
-  begun = lambda state: state["state"] != "absent" or supervisor.poll() is not None
-  _wait_until(folder, "the run to begin", begun)
-  logs(run, args, shell)
-  state = _read_state(folder)
-  if state["state"] != "finished":
-    raise LaunchError(f"{run.name} has {state['state']}: {state}; its output is in {folder}")
-
-
-def status(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Prints the state of the run, and of its samplers."""
-  del args, shell
-  state = _read_state(run.folder)
-  samplers = state.pop("samplers", {})
-  say(f"{run.name}: {json.dumps(state)}")
-  for number, sampler in samplers.items():
-    say(f"{fleet.sampler_name(run, number)}: {json.dumps(sampler)}")
-
-
-def logs(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Prints the output of process 0, of the run or of a sampler, until the run has ended."""
-  folder = run.folder
-  path = folder / ("process_0.log" if args.sampler is None else _sampler_log(args.sampler))
-  if shell.dry_run:
-    say(f"tail -f {path}")
-    return
-  if not path.exists():
-    raise LaunchError(f"there is no {path}: start {run.name} first; status says what it has")
-  with open(path, encoding="utf-8", errors="replace") as log:
-    while True:
-      running = _read_state(folder)["state"] == "running"
-      sys.stdout.write(log.read())
-      sys.stdout.flush()
-      if not running:
-        return
-      time.sleep(0.2)
-
-
-def stop(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Requests the run's shutdown, before which it saves, and waits for it and its samplers."""
-  del args
-  folder = run.folder
-  state = _read_state(folder)
-  if state["state"] == "running" and not shell.dry_run:
-    os.kill(state["pid"], signal.SIGTERM)
-    _wait_until(folder, "the run to save and end", lambda state: state["state"] != "running")
-  say(f"{run.name}: {_read_state(folder)['state']}")
-
-
-def scale(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Starts or ends samplers, until there are as many as wanted; waits for their end."""
-  folder = run.folder
-  if shell.dry_run:
-    say(f"{folder / 'run.json'}: samplers = {args.samplers}")
-    return
-  if _read_state(folder)["state"] != "running":
-    raise LaunchError(f"{run.name} does not run: start it with --samplers={args.samplers}")
-  description = read_run(folder)
-  if not description["sampler_commands"]:
-    raise LaunchError(f"{run.name} samples by itself: stop it, and start it with --samplers")
-  write_run(folder, description | {"samplers": args.samplers})
-  is_done = lambda state: state["state"] != "running" or len(state["samplers"]) == args.samplers
-  _wait_until(folder, f"{args.samplers} samplers", is_done)
-  samplers = _read_state(folder).get("samplers", {})
-  if failed := [number for number, sampler in samplers.items() if sampler["state"] == "failed"]:
-    raise LaunchError(
-      f"samplers {', '.join(failed)} of {run.name} have failed: see logs --sampler={failed[0]},"
-      " then stop the run and start it again"
-    )
-  say(f"{run.name}: {args.samplers} samplers")
-
-
-def _sampler_log(number: int) -> str:
-  """Name of the output of a sampler's process 0."""
-  return f"sampler_{number}_process_0.log"
-
-
-def _prepare_folder(folder: pathlib.Path, run: Run, args: argparse.Namespace) -> None:
-  """Writes the code, the commands and empty logs of processes 0 into the folder."""
-  assert run.package is not None
-  code = folder / "code"
-  archive = run.package.write(folder / f"{run.package.version}.tar.gz")
-  shutil.rmtree(code, ignore_errors=True)
-  code.mkdir()
-  subprocess.run(["tar", "-xzf", str(archive), "-C", str(code)], check=True)
-  archive.unlink()
+def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> None:
+  """Starts the programs, and stays with them until all have ended."""
+  counts = [args.processes, *[args.sampler_processes] * (len(programs) - 1)]
   devices = f"--xla_force_host_platform_device_count={args.devices}"
-  environment = {
-    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip(),
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")])),
-  }
-  description = {
-    "commands": process_commands(run, args.processes),
-    "sampler_commands": sampler_commands(run, args),
-    "samplers": args.samplers or 0,
-    "directory": os.getcwd(),  # a relative workdir is here, as without launch
-    "environment": environment | dict(run.environment),
-    "retries": run.retries,
-    "version": run.package.version,
-  }
-  (folder / "state.json").unlink(missing_ok=True)
-  for log in folder.glob("*process_0.log"):
-    log.unlink()
-  (folder / "process_0.log").touch()
-  write_run(folder, description)
-  say(f"{run.name}: commit {run.package.version}, output in {folder}")
+  xla = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()}
+  with contextlib.nullcontext() if shell.dry_run else _lock(args.name):
+    for run, count in zip(programs, counts, strict=True):
+      say(f"{run.name}: starts these processes, output in {folder_of(run.name)}")
+      for command in process_commands(run, count, "PORT"):
+        say(shlex.join(command))
+    if shell.dry_run:
+      return
+    begun = []
+    for run, count in zip(programs, counts, strict=True):
+      # If this process is killed, the programs save and end, too.
+      run = run._replace(flags=(*run.flags, f"--parent={os.getpid()}"))
+      commands = functools.partial(process_commands, run, count)
+      begun.append(Program(run.name, commands, {**xla, **run.environment}, run.retries))
+    state = supervise(begun[0], begun[1:])
+  if state != "finished":
+    raise LaunchError(f"{args.name} has {state}; its output is in {folder_of(args.name)}")
 
 
-def _read_state(folder: pathlib.Path) -> dict:
-  """Reads the supervisor's state; "absent" without one, "killed" if its process is gone.
+def status(name: str, args: argparse.Namespace, shell: Shell) -> None:
+  """Prints whether the run goes on."""
+  del args, shell
+  pid = _holder(name)
+  say(f"{name}: {f'runs, as process {pid}' if pid else 'does not run'}; see {folder_of(name)}")
+
+
+def logs(name: str, args: argparse.Namespace, shell: Shell) -> None:
+  """Prints the output of a program's process 0 as it comes, until Ctrl-C."""
+  del args
+  shell.run(["tail", "-n", "100", "-f", str(folder_of(name) / _LOG)])
+
+
+def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
+  """Requests the run's shutdown, before which it saves, and waits for its end."""
+  del args
+  pid = _holder(name)
+  if pid and not shell.dry_run:
+    os.kill(pid, signal.SIGTERM)
+  deadline = time.monotonic() + _SAVE_S
+  while _holder(name) and not shell.dry_run:
+    if time.monotonic() > deadline:
+      raise LaunchError(f"{name} has not saved and ended within {_SAVE_S:.0f} s; see logs")
+    time.sleep(0.1)
+  say(f"{name}: {'stopped' if pid else 'does not run'}")
+
+
+def process_commands(run: Run, count: int, port: str) -> list[list[str]]:
+  """The command of each process; a sweep has one process, which starts its runs."""
+  places = [
+    (f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={i}")
+    for i in range(1 if run.is_sweep else count)
+  ]
+  return [run.command(sys.executable, *place) for place in places]
+
+
+def folder_of(name: str) -> pathlib.Path:
+  """The folder of a program's output on this machine."""
+  base = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local" / "state"
+  return pathlib.Path(base) / "rlvr_jax" / "launch" / name
+
+
+# --- one launch at a time -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _lock(name: str) -> Iterator[None]:
+  """Context in which this process holds the run, until it ends in whatever way.
 
   Raises:
-    LaunchError: state.json is damaged.
+    LaunchError: another process holds it.
   """
-  path = folder / "state.json"
+  path = folder_of(name) / "launcher"
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with open(path, "a+") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      message = f"{name} is running already: see it with logs, or end it with stop"
+      raise LaunchError(message) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    yield
+
+
+def _holder(name: str) -> int | None:
+  """The process that holds a run; None if there is none."""
+  with contextlib.suppress(FileNotFoundError), open(folder_of(name) / "launcher") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+      return int(file.read() or 0) or None  # nothing in the moment in which it begins
+  return None
+
+
+# --- supervision ----------------------------------------------------------------------------------
+
+
+def supervise(trainer: Program, samplers: Sequence[Program] = ()) -> str:
+  """Stays with programs until all have ended, and prints the output of the first one.
+
+  Samplers end by themselves after a run that has finished, and are told to end otherwise.
+
+  Returns:
+    How the first program ended: finished, stopped or failed.
+  """
+  requested: list[int] = []
+  end_samplers_at = float("inf")
+  with _signals(requested), open(folder_of(trainer.name) / _LOG, errors="replace") as log:
+    while any(program.state == "running" for program in (trainer, *samplers)):
+      if requested:
+        trainer.end()
+      for program in (trainer, *samplers):
+        program.step()
+      if trainer.state != "running":
+        wait_s = _END_S if trainer.state == "finished" else 0.0
+        end_samplers_at = min(end_samplers_at, time.monotonic() + wait_s)
+      for sampler in samplers:
+        if requested or time.monotonic() >= end_samplers_at:
+          sampler.end()
+      sys.stdout.write(log.read())
+      sys.stdout.flush()
+      time.sleep(0.1)
+  return trainer.state
+
+
+@contextlib.contextmanager
+def _signals(requested: list[int]) -> Iterator[None]:
+  """Context in which signals to end are appended to a list."""
+  numbers = [signal.SIGTERM, signal.SIGINT]
+  if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+    numbers.append(signal.SIGHUP)
+  before = {n: signal.signal(n, lambda number, _: requested.append(number)) for n in numbers}
   try:
-    state = json.loads(path.read_text())
-    start, pid, is_running = state.pop("began", None), state["pid"], state["state"] == "running"
-  except FileNotFoundError:
-    return {"state": "absent"}
-  except (ValueError, TypeError, AttributeError, KeyError) as error:
-    raise LaunchError(
-      f"{path} is not the state of a run ({type(error).__name__}: {error}), as after a crash of the"
-      " machine: end the run's processes if any are left, and remove it"
-    ) from error
-  if is_running and (start is None or began(pid) != start):
-    state["state"] = "killed"
-  return state
+    yield
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
 
 
-def _wait_until(folder: pathlib.Path, what: str, condition: Callable[[dict], bool]) -> None:
-  """Waits, and says now and then for what."""
-  start = said = time.monotonic()
-  while not condition(state := _read_state(folder)):
-    if time.monotonic() - said > SAY_EVERY_S:
-      said = time.monotonic()
-      say(f"waits for {what}, for {said - start:.0f} s so far: {json.dumps(state)}")
-    time.sleep(0.1)
+class Program:
+  """Processes that work together: if one fails, all are started again, up to a limit."""
+
+  def __init__(
+    self,
+    name: str,
+    commands: Callable[[str], list[list[str]]],
+    environment: Mapping[str, str],
+    retries: int,
+  ):
+    """Starts the processes; their output is in files of the program's folder.
+
+    Args:
+      name: of the program.
+      commands: port, which is free, → the command of each process.
+      environment: variables beside those of this process.
+      retries: how often to start the processes again.
+    """
+    for log in folder_of(name).glob("process_*.log"):  # of an earlier launch
+      log.unlink()
+    self.name = name
+    self.state = "running"  # or finished, stopped, failed
+    self._start = lambda: _start_processes(name, commands, environment)
+    self._retries = retries  # that are left
+    self._processes = self._start()
+    self._is_ending = False  # since it was told to
+    self._kill_at = float("inf")
+
+  def end(self) -> None:
+    """Tells the processes to save and end, once, and not to start again; later kills them."""
+    if self.state == "running" and not self._is_ending:
+      self._is_ending = True
+      self._kill_at = time.monotonic() + _SAVE_S
+      for process in self._processes:
+        process.send_signal(signal.SIGTERM)
+
+  def step(self) -> None:
+    """Notes which processes have ended, and does what is due."""
+    if self.state != "running":
+      return
+    statuses = [process.poll() for process in self._processes]
+    if None in statuses:
+      if any(statuses):  # one that never connects would wait for the others for minutes
+        self._kill_at = min(self._kill_at, time.monotonic() + _END_S)
+      for process in self._processes if time.monotonic() > self._kill_at else ():
+        process.kill()
+    elif self._is_ending:
+      self.state = "stopped"
+    elif not any(statuses):
+      self.state = "finished"
+    elif self._retries == 0:
+      self.state = "failed"
+      say(f"{self.name} has failed with statuses {statuses}; see {folder_of(self.name)}")
+    else:
+      self._retries -= 1
+      say(f"{self.name}: statuses {statuses}, starts again; {self._retries} retries are left")
+      self._kill_at = float("inf")
+      self._processes = self._start()
+
+
+def _start_processes(
+  name: str, commands: Callable[[str], list[list[str]]], environment: Mapping[str, str]
+) -> list[subprocess.Popen]:
+  """Starts the processes of a program, see `Program`, with a free port for them."""
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = str(probe.getsockname()[1])
+  folder = folder_of(name)
+  folder.mkdir(parents=True, exist_ok=True)
+  processes = []
+  for number, command in enumerate(commands(port)):
+    with open(folder / f"process_{number}.log", "ab") as file:
+      processes.append(
+        subprocess.Popen(
+          command,
+          stdin=subprocess.DEVNULL,
+          stdout=file,
+          stderr=file,
+          env=os.environ | environment,
+          start_new_session=True,  # a signal of the terminal reaches this process alone
+        )
+      )
+  return processes

@@ -1,14 +1,21 @@
-"""The commit as an archive, which every target ships, so that exactly the commit runs."""
+"""The files of the commit, which are shipped to other machines, so that exactly the commit runs."""
 
 from __future__ import annotations
 
 import pathlib
+import shutil
 import subprocess
 import tarfile
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from rlvr_jax.launch.run import Run, parse_flags
 from rlvr_jax.launch.shell import LaunchError
+from rlvr_jax.launch.slices import Machines
+
+EXTRAS = "tpu,hf,gcs,math"  # of setup.py; installed on TPU machines
+SHARED = "/mnt/rlvr_jax"  # mount point of a file system that all hosts share
 
 
 class Package(NamedTuple):
@@ -18,17 +25,69 @@ class Package(NamedTuple):
   root: pathlib.Path  # of the checkout
   files: tuple[str, ...]  # relative to `root`
 
-  def write(self, archive: pathlib.Path) -> pathlib.Path:
-    """Writes the files to `archive`, a .tar.gz, and returns its path."""
-    archive.parent.mkdir(parents=True, exist_ok=True)
+  def write(self, folder: pathlib.Path) -> pathlib.Path:
+    """Writes the files to FOLDER/VERSION.tar.gz, and returns its path."""
+    archive = folder / f"{self.version}.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
       for name in self.files:
         tar.add(self.root / name, arcname=name, recursive=False)
     return archive
 
+  def copy(self, folder: pathlib.Path) -> None:
+    """Copies the files into a folder."""
+    for name in self.files:
+      (folder / name).parent.mkdir(parents=True, exist_ok=True)
+      shutil.copy2(self.root / name, folder / name, follow_symlinks=False)
+
+
+def ship(
+  programs: Sequence[Run], machines: Machines, *, allow_dirty: bool, share: str
+) -> tuple[list[Run], Package]:
+  """Packs the commit of the current folder for other machines.
+
+  Args:
+    programs: of the launch.
+    machines: those of the first program.
+    allow_dirty: see `make_package`.
+    share: what mounts a file system of all hosts at `SHARED`; "" if nothing does.
+  Returns:
+    The programs, which now know their commit, and the package.
+  Raises:
+    LaunchError: the first program's flags cannot work on the hosts, or see `make_package`.
+  """
+  package = make_package(pathlib.Path.cwd(), allow_dirty=allow_dirty)
+  run = programs[0]
+  values = parse_flags(run.flags)
+  for name in ("config", "sweep"):
+    path = values.get(name, "").partition(":")[0]
+    if path and path not in package.files:
+      raise LaunchError(
+        f"--{name}={path} is not in the commit: add it with git, and give its path from the root of"
+        " the checkout"
+      )
+  workdir = values.get("workdir", SHARED)
+  if "://" not in workdir and not pathlib.PurePath(workdir).is_absolute():
+    raise LaunchError(
+      f"--workdir={workdir} is relative: every host needs the same folder, such as"
+      f" gs://BUCKET/runs/{pathlib.PurePath(workdir).name}"
+    )
+  if "workdir" in values and pathlib.PurePath(workdir).is_relative_to(SHARED) and not share:
+    raise LaunchError(
+      f"--workdir={workdir} is on a file system that is not mounted: see docs/tpu.md, or give a"
+      " folder of a bucket, gs://BUCKET/FOLDER, which needs no mount"
+    )
+  hosts = machines.num_slices * machines.slice.hosts
+  if run.is_sweep and hosts > 1:
+    raise LaunchError(
+      f"--mode=sweep runs on one host, these are {hosts}: choose a --type with one host, such as"
+      " v5litepod-8 or v5p-8, or launch each run by itself"
+    )
+  commit = {"RLVR_JAX_COMMIT": package.version}  # the shipped files are not a checkout
+  return [p._replace(environment={**commit, **p.environment}) for p in programs], package
+
 
 def make_package(folder: pathlib.Path, *, allow_dirty: bool = False) -> Package:
-  """Makes the package of the checkout that contains `folder`.
+  """The package of the checkout that contains `folder`.
 
   Args:
     folder: in a git checkout of this repository.

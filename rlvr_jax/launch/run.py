@@ -1,64 +1,89 @@
-"""A run to launch: its name, package and flags, checks of them, and the command on each host."""
+"""The programs to launch, a run and the samplers of its fleet: names, flags and commands."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rlvr_jax.launch.package import Package
 from rlvr_jax.launch.shell import LaunchError
 
 STOPPED = 143  # 128 + SIGTERM, after a requested shutdown; xpk restarts statuses 127 to 255
-EXTRAS = "tpu,hf,gcs,math"  # of setup.py; installed on TPU machines
-SHARED = "/mnt/rlvr_jax"  # mount point of the file system that all hosts share
 
 
 class Run(NamedTuple):
-  """A run to launch, or a launched run."""
+  """A program to launch: a run, or a sampler, which is a run of its own."""
 
   name: str
   flags: tuple[str, ...]  # of rlvr_jax.main
   environment: Mapping[str, str]
   retries: int  # after preemptions or failures
-  package: Package | None  # None: nothing is shipped
 
   @property
   def is_sweep(self) -> bool:
     """Whether it is a sweep, whose one process starts a process for each of its runs."""
     return parse_flags(self.flags).get("mode") == "sweep"
 
-  @property
-  def is_sampler(self) -> bool:
-    """Whether it samples for another run, its trainer."""
-    return parse_flags(self.flags).get("mode") == "sample"
-
-  @property
-  def folder(self) -> pathlib.Path:
-    """Its folder on this machine, for what launch notes about it."""
-    base = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local" / "state"
-    return pathlib.Path(base) / "rlvr_jax" / "launch" / self.name
-
-  def program_command(self, python: str, *place: str) -> list[str]:
-    """The command that a host runs.
+  def command(self, python: str, *place: str) -> list[str]:
+    """The command of one process.
 
     Args:
       python: the host's interpreter.
-      place: flags that identify the process; by default the cluster identifies it.
+      place: flags by which the process finds the others of the program; a sweep has no others.
     """
-    status = f"--stopped_status={STOPPED}"
-    place_flags = () if self.is_sweep else place or ("--distributed",)
-    return [python, "-m", "rlvr_jax.main", *place_flags, status, *self.flags]
+    own = () if self.is_sweep else place
+    return [python, "-m", "rlvr_jax.main", *own, f"--stopped_status={STOPPED}", *self.flags]
+
+
+def programs_of(run: Run, samplers: int | None, sampler_config: Sequence[str]) -> list[Run]:
+  """The programs of a launch: the run, and then the samplers that it trains with.
+
+  Args:
+    run: as the user gave it.
+    samplers: number of samplers; None for a run that samples by itself.
+    sampler_config: FIELD=VALUE pairs of the configuration, for samplers only.
+  Raises:
+    LaunchError: the flags do not go together.
+  """
+  values = parse_flags(run.flags)
+  mode = values.get("mode", "train")
+  if "config" not in values and mode != "sample":
+    raise LaunchError(
+      "--config is missing: give the program's flags after --, such as"
+      " -- --config=configs/quickstart.py --workdir=…"
+    )
+  if samplers is None:
+    if sampler_config:
+      raise LaunchError(f"--sampler_config={sampler_config[0]} is for samplers: add --samplers=N")
+    return [run]
+  if samplers < 0:
+    raise LaunchError(f"--samplers={samplers}: give a number of samplers, 0 or more")
+  if mode != "train":
+    raise LaunchError(f"--samplers={samplers} goes with --mode=train, not with --mode={mode}")
+  if "workdir" not in values:
+    raise LaunchError("--workdir is missing: samplers meet their trainer in it")
+  trainer = run._replace(flags=(*run.flags, "--config.fleet.samplers=True"))
+  # A sampler takes the trainer's configuration from the workdir; the same person starts both.
+  flags = ("--mode=sample", "--trust_run", f"--workdir={values['workdir']}")
+  flags += tuple(f"--config.{pair}" for pair in sampler_config)
+  names = (sampler_name(run.name, number) for number in range(samplers))
+  return [trainer, *(run._replace(name=name, flags=flags) for name in names)]
+
+
+def sampler_name(name: str, number: int | str) -> str:
+  """The name of a sampler of a run; `number`: from 0, or what stands for any."""
+  return f"{name}-sampler-{number}"
 
 
 def parse_name(name: str) -> str:
-  """Parses a run's name, which systemd, TPU VMs and Kubernetes must accept; for argparse."""
-  if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
+  """Parses a run's name; for argparse.
+
+  systemd, TPU VMs and xpk must accept it, with a sampler's number behind it.
+  """
+  if not re.fullmatch(r"[a-z]([-a-z0-9]{0,26}[a-z0-9])?", name):
     raise argparse.ArgumentTypeError(
-      f"{name!r}: use up to 40 small letters, digits and hyphens, beginning with a letter"
+      f"{name!r}: use up to 28 small letters, digits and hyphens, beginning with a letter"
     )
   return name
 
@@ -72,72 +97,6 @@ def parse_environment(pairs: list[str]) -> dict[str, str]:
   if invalid_pairs := [pair for pair in pairs if not re.match(r"[A-Za-z_]\w*=", pair)]:
     raise LaunchError(f"--env={invalid_pairs[0]}: write --env=NAME=VALUE")
   return dict(pair.split("=", 1) for pair in pairs)
-
-
-def check_flags(flags: tuple[str, ...], package: Package, *, on_hosts: bool) -> None:
-  """Raises LaunchError if the program's flags cannot work on the hosts.
-
-  Args:
-    flags: of rlvr_jax.main.
-    package: the files to ship.
-    on_hosts: whether the hosts are other machines, which need an absolute workdir.
-  """
-  values = parse_flags(flags)
-  if "config" not in values:
-    raise LaunchError(
-      "--config is missing: give the program's flags after --, such as"
-      " -- --config=configs/quickstart.py --workdir=…"
-    )
-  path = values["config"].partition(":")[0]
-  if not pathlib.PurePath(path).is_absolute() and path not in package.files:
-    raise LaunchError(
-      f"--config={path} is not in the commit: add it with git, and give its path from the root of"
-      " the checkout"
-    )
-  if pathlib.PurePath(path).is_absolute() and on_hosts:
-    raise LaunchError(f"--config={path}: give its path from the root of the checkout")
-  if "sweep" in values and values["sweep"] not in package.files:
-    raise LaunchError(
-      f"--sweep={values['sweep']} is not in the commit: add it with git, and give its path from the"
-      " root of the checkout"
-    )
-  workdir = values.get("workdir", SHARED)
-  if "://" in workdir and not workdir.startswith("gs://") and values.get("mode") != "export":
-    raise LaunchError(
-      f"--workdir={workdir} is a URL, which only --mode=export writes: give gs://BUCKET/FOLDER, or"
-      " a folder of a file system that all hosts share, such as"
-      f" {SHARED}/runs/{pathlib.PurePath(workdir).name}"
-    )
-  if "://" not in workdir and on_hosts and not pathlib.PurePath(workdir).is_absolute():
-    raise LaunchError(
-      f"--workdir={workdir} is relative: every host needs the same folder, such as"
-      f" {SHARED}/runs/{pathlib.PurePath(workdir).name}"
-    )
-
-
-def check_sweep(run: Run, hosts: int) -> None:
-  """Raises LaunchError if the run is a sweep and would have several hosts."""
-  if run.is_sweep and hosts > 1:
-    raise LaunchError(
-      f"--mode=sweep runs on one host, these are {hosts}: choose a --type with one host, such as"
-      " v5litepod-8 or v5p-8, or launch each run by itself"
-    )
-
-
-def check_shared(run: Run, owner: str, share: str) -> None:
-  """Raises LaunchError if the workdir needs a shared file system that is not mounted.
-
-  Args:
-    run: to be started.
-    owner: the flag that names the file system to mount.
-    share: the flag's value; "" for none.
-  """
-  workdir = parse_flags(run.flags).get("workdir", "")
-  if pathlib.PurePath(workdir).is_relative_to(SHARED) and not share:
-    raise LaunchError(
-      f"--workdir={workdir} is on a file system that is not mounted: add {owner}, or give a folder"
-      " of a bucket, gs://BUCKET/FOLDER, which needs no mount"
-    )
 
 
 def parse_flags(flags: tuple[str, ...]) -> dict[str, str]:

@@ -17,23 +17,20 @@ class CommandError(LaunchError):
 
 
 class Shell:
-  """Runs commands; with `dry_run` it prints them instead."""
+  """Runs commands and prints what it runs; with `dry_run` it only prints."""
 
   def __init__(self, *, dry_run: bool = False):
     self.dry_run = dry_run
 
-  def run(self, command: Sequence[str], *, text: str | None = None) -> None:
+  def run(self, command: Sequence[str]) -> None:
     """Runs a command with this program's output streams.
 
-    Args:
-      command: program and arguments.
-      text: standard input; None for this program's.
     Raises:
       CommandError: the command failed, or is not installed.
     """
-    say(shlex.join(command) if text is None else f"{shlex.join(command)} <<'END'\n{text}END")
+    say(shlex.join(command))
     if not self.dry_run:
-      _execute(command, input=text)
+      _execute(command)
 
   def capture(self, command: Sequence[str]) -> str:
     """Runs a command and returns its output; "" in a dry run. Raises as `run` does."""
@@ -49,9 +46,11 @@ class Shell:
     return None if self.dry_run else subprocess.Popen(command, start_new_session=True)
 
 
-def _execute(command: Sequence[str], **kwargs) -> subprocess.CompletedProcess:
+def _execute(
+  command: Sequence[str], *, stdout: int | None = None, stderr: int | None = None
+) -> subprocess.CompletedProcess[str]:
   try:
-    process = subprocess.run(command, text=True, **kwargs)
+    process = subprocess.run(command, text=True, stdout=stdout, stderr=stderr)
   except FileNotFoundError as error:
     raise CommandError(f"{command[0]} is not installed, or not on PATH") from error
   if process.returncode:
@@ -66,18 +65,6 @@ def _execute(command: Sequence[str], **kwargs) -> subprocess.CompletedProcess:
 def say(line: str) -> None:
   """Prints a line and flushes it."""
   print(line, flush=True)
-
-
-def has_ended(process: subprocess.Popen | None) -> bool:
-  """Whether a followed command has ended or was never started."""
-  return process is None or process.poll() is not None
-
-
-def terminate(process: subprocess.Popen | None) -> None:
-  """Terminates a followed command, if it still runs."""
-  if process is not None and process.poll() is None:
-    process.terminate()
-    process.wait()
 
 
 def warn(line: str) -> None:

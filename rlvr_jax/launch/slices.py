@@ -1,11 +1,12 @@
-"""TPU slices by Cloud's names, with the names that Kubernetes and TPU VMs use.
+"""TPU slices by Cloud's names, and the slices of the programs of a launch.
 
-Source: Google Cloud's documentation of each TPU version, of TPU software versions, and of TPUs in
-GKE, read in November 2026.
+Source: Google Cloud's documentation of each TPU version and of TPU software versions, read in
+November 2026.
 """
 
 from __future__ import annotations
 
+import argparse
 from typing import NamedTuple
 
 from rlvr_jax.launch.shell import LaunchError
@@ -13,19 +14,18 @@ from rlvr_jax.launch.shell import LaunchError
 
 class _Kind(NamedTuple):
   runtime: str  # software version of TPU VMs
-  accelerator: str  # label of GKE's nodes
   per_chip: int  # units that the name counts: 2 cores per chip, or 1 chip
   largest_host: int  # chips of the largest slice with one host
-  topologies: tuple[str, ...]
+  sizes: tuple[int, ...]  # chips of the slices
 
 
-_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
+_FLAT = (1, 4, 8, 16, 32, 64, 128, 256)
+_CUBES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _KINDS = {
-  "v4": _Kind("tpu-ubuntu2204-base", "tpu-v4-podslice", 2, 4, _CUBES),
-  "v5litepod": _Kind("v2-alpha-tpuv5-lite", "tpu-v5-lite-podslice", 1, 8, _FLAT),
-  "v5p": _Kind("v2-alpha-tpuv5", "tpu-v5p-slice", 2, 4, _CUBES),
-  "v6e": _Kind("v2-alpha-tpuv6e", "tpu-v6e-slice", 1, 8, _FLAT),
+  "v4": _Kind("tpu-ubuntu2204-base", 2, 4, _CUBES),
+  "v5litepod": _Kind("v2-alpha-tpuv5-lite", 1, 8, _FLAT),
+  "v5p": _Kind("v2-alpha-tpuv5", 2, 4, _CUBES),
+  "v6e": _Kind("v2-alpha-tpuv6e", 1, 8, _FLAT),
 }
 _CHIPS_PER_HOST = 4  # of slices with several hosts
 
@@ -36,17 +36,59 @@ class Slice(NamedTuple):
   name: str  # in Cloud's spelling
   chips: int
   hosts: int
-  topology: str  # such as 2x2x4
-  accelerator: str  # GKE's label
   runtime: str  # software version of TPU VMs
 
-  @property
-  def chips_per_host(self) -> int:
-    return self.chips // self.hosts
+
+class Machines(NamedTuple):
+  """The machines of one program."""
+
+  slice: Slice
+  num_slices: int
+  spot: bool  # cheaper, but preempted at any time
+
+  def __str__(self) -> str:
+    return (
+      f"{self.num_slices} × {self.slice.name}, {self.num_slices * self.slice.chips} chips in all,"
+      f" {self.num_slices * self.slice.hosts} hosts{', spot' * self.spot}"
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+  """Adds the flags of targets whose programs have slices."""
+  add = parser.add_argument
+  add("--zone", required=True, help="such as us-west4-a")
+  add("--project", default="", help="default: gcloud's project")
+  add("--type", default="", help="slice in Cloud's spelling: v5litepod-64, v5p-32; for start")
+  add("--num_slices", type=int, default=1, help="of that type; config.mesh.data is a multiple")
+  add("--sampler_type", default="", help="slice of each sampler; default: --type")
+  text = "cheaper, but preempted at any time: all machines, or those of the samplers"
+  add("--spot", nargs="?", choices=("all", "samplers"), const="all", help=text)
+  add("--allow_dirty", action="store_true", help="ship uncommitted changes too")
+
+
+def machines_of(args: argparse.Namespace, *, count: int) -> list[Machines]:
+  """The machines of a run, and then those of each of its samplers.
+
+  Args:
+    args: flags of `add_flags`.
+    count: number of programs, the run among them.
+  Raises:
+    LaunchError: a slice is unknown, or a flag of samplers is given without samplers.
+  """
+  given = [f"--sampler_type={args.sampler_type}"] if args.sampler_type else []
+  given += ["--spot=samplers"] if args.spot == "samplers" else []
+  if given and args.samplers is None:
+    raise LaunchError(f"{given[0]} is for samplers: add --samplers=N")
+  run = Machines(find_slice(args.type), args.num_slices, args.spot == "all")
+  sampler = run
+  if args.samplers is not None:
+    flag = "--sampler_type" if args.sampler_type else "--type"
+    sampler = Machines(find_slice(args.sampler_type or args.type, flag), 1, args.spot is not None)
+  return [run, *[sampler] * (count - 1)]
 
 
 def find_slice(name: str, flag: str = "--type") -> Slice:
-  """Finds the slice with a name in Cloud's spelling, such as v5litepod-64 or v5p-32.
+  """The slice with a name in Cloud's spelling, such as v5litepod-64 or v5p-32.
 
   Args:
     name: of the slice.
@@ -54,23 +96,16 @@ def find_slice(name: str, flag: str = "--type") -> Slice:
   Raises:
     LaunchError: the name is unknown; the message has the allowed names.
   """
-  by_name = {s.name: s for kind, k in _KINDS.items() for s in _make_slices(kind, k)}
-  if name in by_name:
-    return by_name[name]
-  kind = name.partition("-")[0]
+  kind, _, units = name.partition("-")
   if kind == "v5e":
     raise LaunchError(f"{flag}={name}: Cloud spells it {name.replace('v5e', 'v5litepod')}")
-  allowed = [s for s in by_name if s.startswith(f"{kind}-")] or [f"{k}-…" for k in _KINDS]
-  raise LaunchError(f"{flag}={name} is unknown; allowed: {', '.join(allowed)}")
-
-
-def _make_slices(name: str, kind: _Kind) -> list[Slice]:
-  slices = []
-  for topology in kind.topologies:
-    chips = 1
-    for length in topology.split("x"):
-      chips *= int(length)
-    hosts = 1 if chips <= kind.largest_host else chips // _CHIPS_PER_HOST
-    label = f"{name}-{chips * kind.per_chip}"
-    slices.append(Slice(label, chips, hosts, topology, kind.accelerator, kind.runtime))
-  return slices
+  if kind not in _KINDS:
+    allowed = ", ".join(f"{k}-…" for k in _KINDS)
+    raise LaunchError(f"{flag}={name} is unknown; allowed: {allowed}")
+  runtime, per_chip, largest_host, sizes = _KINDS[kind]
+  chips_by_units = {str(chips * per_chip): chips for chips in sizes}
+  if units not in chips_by_units:
+    allowed = ", ".join(f"{kind}-{units}" for units in chips_by_units)
+    raise LaunchError(f"{flag}={name} is unknown; allowed: {allowed}")
+  chips = chips_by_units[units]
+  return Slice(name, chips, 1 if chips <= largest_host else chips // _CHIPS_PER_HOST, runtime)

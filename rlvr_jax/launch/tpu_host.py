@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-from rlvr_jax.launch.run import EXTRAS, SHARED, Run
+from rlvr_jax.launch.package import EXTRAS, SHARED
+from rlvr_jax.launch.run import Run
 
 GRACE_S = 300  # seconds that `stop` gives a run to save; a preemption gives about 30
 HOST_STATE = "rlvr_jax-state"  # start of the line in which a host reports its state
@@ -13,15 +14,15 @@ HOST_STATE = "rlvr_jax-state"  # start of the line in which a host reports its s
 _BUS = 'export XDG_RUNTIME_DIR="/run/user/$(id -u)"'
 
 
-def start_script(run: Run, share: str) -> str:
+def start_script(run: Run, version: str, share: str) -> str:
   """The script that unpacks and installs the package, and starts the process unless it runs.
 
   Args:
-    run: with its package.
+    run: the program.
+    version: of the package.
     share: IP:/SHARE of a file system to mount; "" for none.
   """
-  assert run.package is not None
-  version = run.package.version
+  unit = unit_name(run.name)
   lines = [
     "set -eu",
     _BUS,
@@ -40,23 +41,24 @@ def start_script(run: Run, share: str) -> str:
     f'  python3 -m uv pip install --quiet --python "$venv/bin/python" --editable "$code[{EXTRAS}]"',
     '  touch "$venv/ready"',
     "fi",
-    f"case $(systemctl --user show {unit_name(run)} --property=SubState --value) in",
-    f"  running|auto-restart) echo '{unit_name(run)} is running already'; exit 0;;",
+    f"case $(systemctl --user show {unit} --property=SubState --value) in",
+    f"  running|auto-restart) echo '{unit} is running already'; exit 0;;",
     "esac",
-    f"systemctl --user stop {unit_name(run)} 2> /dev/null || true",
-    f"systemctl --user reset-failed {unit_name(run)} 2> /dev/null || true",
+    f"systemctl --user stop {unit} 2> /dev/null || true",
+    f"systemctl --user reset-failed {unit} 2> /dev/null || true",
     _service_command(run),
   ]
   return "\n".join(lines) + "\n"
 
 
-def state_script(run: Run) -> str:
+def state_script(name: str) -> str:
   """The script that prints the process's state: missing, running, finished, failed or stopped."""
-  show = f"systemctl --user show {unit_name(run)} --property=SubState,Result --value"
+  unit = unit_name(name)
+  show = f"systemctl --user show {unit} --property=SubState,Result --value"
   return "\n".join(
     [
       _BUS,
-      f'if [ -e "$HOME/rlvr_jax/{run.name}.stopped" ]; then state=stopped',
+      f'if [ -e "$HOME/rlvr_jax/{name}.stopped" ]; then state=stopped',
       f"else case $({show} | sort | tr '\\n' ' ') in",
       '  "exited success "*) state=finished;;',
       "  *failed*) state=failed;;",
@@ -68,23 +70,23 @@ def state_script(run: Run) -> str:
   )
 
 
-def stop_script(run: Run) -> str:
+def stop_script(name: str) -> str:
   """The script that requests a shutdown, before which the process saves, and waits for it."""
   return (
-    f'{_BUS}\nmkdir -p "$HOME/rlvr_jax"\ntouch "$HOME/rlvr_jax/{run.name}.stopped"\n'
-    f"systemctl --user stop {unit_name(run)} || true\n"
+    f'{_BUS}\nmkdir -p "$HOME/rlvr_jax"\ntouch "$HOME/rlvr_jax/{name}.stopped"\n'
+    f"systemctl --user stop {unit_name(name)} || true\n"
   )
 
 
-def logs_script(run: Run, lines: str, *, follow: bool) -> str:
+def logs_script(name: str, lines: str, *, follow: bool) -> str:
   """The script that prints the process's last lines, or "all"; with `follow`, also new ones."""
-  command = f"journalctl --user --unit={unit_name(run)} --output=cat --lines={lines}"
+  command = f"journalctl --user --unit={unit_name(name)} --output=cat --lines={lines}"
   return f"exec {command}{' --follow' if follow else ''}\n"
 
 
-def unit_name(run: Run) -> str:
-  """The name of the systemd service."""
-  return f"rlvr_jax-{run.name}.service"
+def unit_name(name: str) -> str:
+  """The name of a program's systemd service."""
+  return f"rlvr_jax-{name}.service"
 
 
 def _mount_lines(share: str) -> list[str]:
@@ -113,10 +115,10 @@ def _service_command(run: Run) -> str:
     "LimitNOFILE": 65536,
   }
   parts = [
-    f"systemd-run --user --unit={unit_name(run)}",
+    f"systemd-run --user --unit={unit_name(run.name)}",
     '--working-directory="$code" --setenv=PYTHONPATH="$code"',
     *(f"--setenv={shlex.quote(f'{name}={value}')}" for name, value in run.environment.items()),
     *(f"--property={name}={value}" for name, value in settings.items()),
-    '"$venv/bin/python" ' + shlex.join(run.program_command("python")[1:]),
+    '"$venv/bin/python" ' + shlex.join(run.command("python", "--distributed")[1:]),
   ]
   return " \\\n  ".join(parts)

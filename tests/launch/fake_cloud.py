@@ -2,7 +2,7 @@
 
 Hosts are folders. What is run on one by ssh, or as a pod, is run here with that folder as home; a
 SLURM environment stands in for the metadata by which processes of a TPU slice find one another.
-The systemd of a host restarts a service that fails, and a JobSet restarts all of its pods.
+The systemd of a host restarts a service that fails, and a workload of xpk restarts all of its pods.
 
   fake_cloud.py PROGRAM ARGUMENTS…     as gcloud, xpk, kubectl, sudo, systemd-run, systemctl, …
 """
@@ -191,24 +191,17 @@ def gcloud(arguments):
     queued_resources(arguments[3], arguments[4:])
   elif group == "compute tpus tpu-vm":
     {"ssh": ssh, "scp": scp}[arguments[3]](arguments[4:])
-  elif arguments[:2] == ["builds", "submit"]:
-    write(root() / "images" / f"{flag(arguments, 'tag').replace('/', '_')}.json", arguments[2])
-    folder = root() / "image"
-    folder.mkdir(exist_ok=True)
-    subprocess.run(["tar", "-xzf", arguments[2], "-C", str(folder)], check=True)
-  elif arguments[:4] == ["artifacts", "docker", "images", "describe"]:
-    if not (root() / "images" / f"{arguments[4].replace('/', '_')}.json").exists():
-      sys.exit("image not found")
   else:
     sys.exit(f"unknown: {arguments}")
 
 
 def state_file(kind, name):
-  """Where the state of a run's machines or pods is; samplers have one host each."""
-  return root() / (f"{kind}-{name}.json" if "-sampler-" in name else f"{kind}.json")
+  """Where the state of a program's machines or pods is."""
+  return root() / f"{kind}-{name}.json"
 
 
 def num_hosts(name):
+  """The hosts of a program's slice; samplers have one."""
   return 1 if "-sampler-" in name else int((root() / "hosts").read_text())
 
 
@@ -236,7 +229,7 @@ def queued_resources(verb, arguments):
 
 def list_resources(condition, shown):
   pattern = condition.removeprefix("name~")
-  for resource in map(read, sorted(root().glob("resource*.json"))):
+  for resource in map(read, sorted(root().glob("resource-*.json"))):
     if re.search(pattern, f"queuedResources/{resource['name']}"):
       print(resource["name" if "name" in shown else "state"])
 
@@ -291,9 +284,9 @@ def kill_hosts(resource, number):
       kill_group(unit["child"], number)
 
 
-def preempt(folder, name="resource"):
+def preempt(folder, name):
   """Takes the machines away as Cloud does: SIGTERM to services, SIGKILL after 20 s; suspended."""
-  path = folder / f"{name}.json"
+  path = folder / f"resource-{name}.json"
   resource = read(path)
   units = [
     read(p) for home in resource["homes"] for p in pathlib.Path(home, "units").glob("*.json")
@@ -316,84 +309,76 @@ def wait_all(pids, seconds):
   return not any(map(alive, pids))
 
 
-# --- kubectl and xpk ------------------------------------------------------------------------------
+# --- xpk and kubectl ------------------------------------------------------------------------------
 
-
-def kubectl(arguments):
-  verb = arguments[0]
-  if verb == "apply":
-    import yaml
-
-    jobset = yaml.safe_load(sys.stdin)
-    (job,) = jobset["spec"]["replicatedJobs"]
-    spec = job["template"]["spec"]
-    (container,) = spec["template"]["spec"]["containers"]
-    pods = job["replicas"] * spec["completions"]
-    restarts = jobset["spec"]["failurePolicy"]["maxRestarts"]
-    environment = {pair["name"]: pair["value"] for pair in container["env"]}
-    run_jobset(jobset["metadata"]["name"], container["command"], pods, restarts, environment)
-  elif verb == "get" and flag(arguments, "output") == "name":
-    for path in sorted(root().glob("jobset-*.json")):
-      print(f"jobset.jobset.x-k8s.io/{path.stem.removeprefix('jobset-')}")
-  elif verb == "get":
-    state = read(state_file("jobset", arguments[2].rpartition("=")[2]))
-    if state is None:
-      sys.exit("not found")
-    print(state.get("terminalState", ""))
-  elif verb == "logs":
-    path = root() / "pod-0.log"
-    with open(path, encoding="utf-8", errors="replace") as log:
-      while "terminalState" not in read(root() / "jobset.json", {"terminalState": ""}):
-        print(log.read(), end="", flush=True)
-        time.sleep(0.2)
-      print(log.read(), end="", flush=True)
-  elif verb == "delete":
-    named = [state_file("jobset", arguments[2] if len(arguments) > 2 else "")]
-    for path in root().glob("jobset-*.json") if flag(arguments, "selector") else named:
-      state = read(path)
-      with contextlib.suppress(ProcessLookupError):
-        os.kill(state["controller"], signal.SIGKILL)
-      for pid in state["pods"]:
-        with contextlib.suppress(ProcessLookupError):
-          os.kill(pid, signal.SIGTERM)
-      wait_all(state["pods"], GRACE_S)
-      for pid in state["pods"]:
-        kill_group(pid, signal.SIGKILL)
-      path.unlink()
-  else:
-    sys.exit(f"unknown: {arguments}")
+# As xpk starts the command of a container: it gets SIGTERM from a shell that waits for it.
+SHELL = """trap 'kill -TERM $child' TERM
+({command}) & child=$!
+while kill -0 $child 2> /dev/null; do sleep 0.2; done
+wait $child"""
 
 
 def xpk(arguments):
-  if arguments[:2] == ["workload", "create"]:
-    command = ["bash", "-c", flag(arguments, "command")]
-    pods = int(flag(arguments, "num-slices")) * int((root() / "hosts").read_text())
+  with open(root() / "calls.log", "a") as log:
+    log.write(" ".join(arguments[:3]) + "\n")
+  verb, name = arguments[1], flag(arguments, "workload")
+  if verb == "create":
+    if state_file("jobset", name).exists():
+      delete_workload(name)  # --quiet
+    app = root() / f"app-{name}"
+    subprocess.run(["cp", "-r", flag(arguments, "script-dir"), str(app)], check=True)
+    pods = int(flag(arguments, "num-slices")) * num_hosts(name)
     codes = {42, *range(127, 256), *map(int, flag(arguments, "restart-on-exit-codes").split(","))}
-    restarts = int(flag(arguments, "max-restarts"))
     pairs = [a.removeprefix("--env=") for a in arguments if a.startswith("--env=")]
-    environment = dict(pair.split("=", 1) for pair in pairs)
-    run_jobset(flag(arguments, "workload"), command, pods, restarts, environment, [*codes])
-  elif arguments[:2] == ["workload", "delete"]:
-    kubectl(["delete"])
-  else:
-    sys.exit(f"unknown: {arguments}")
+    given = [name, flag(arguments, "command"), pods, int(flag(arguments, "max-restarts"))]
+    write(state_file("jobset", name), {"name": name, "pods": []})
+    (root() / f"pod-{name}-0.log").touch()
+    in_background(
+      "controller", json.dumps([*given, [*codes], dict(p.split("=", 1) for p in pairs)])
+    )
+  elif verb == "list":
+    print(
+      "[XPK] Starting workload list\n[XPK] Workload List Output:\nJobset Name   Status   Message"
+    )
+    for state in map(read, sorted(root().glob("jobset-*.json"))):
+      ended = {"Completed": "Finished   jobset finished", "Failed": "Finished   jobset failed"}
+      if flag(arguments, "filter-by-job") in state["name"]:
+        print(f"{state['name']}   {ended.get(state.get('terminalState'), 'Admitted   running')}")
+  elif verb == "delete":
+    delete_workload(name)
 
 
-def run_jobset(name, command, pods, restarts, environment, codes=None):
-  write(state_file("jobset", name), {"name": name, "pods": []})
-  if "-sampler-" not in name:
-    (root() / "pod-0.log").touch()
-  given = json.dumps([name, command, pods, restarts, environment, codes])
-  in_background("controller", given)
+def delete_workload(name):
+  path = state_file("jobset", name)
+  state = read(path)
+  if state is None:
+    sys.exit(f'jobsets "{name}" not found')
+  with contextlib.suppress(ProcessLookupError, KeyError):
+    os.kill(state["controller"], signal.SIGKILL)
+  for pid in state["pods"]:
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, signal.SIGTERM)
+  wait_all(state["pods"], GRACE_S)
+  for pid in state["pods"]:
+    kill_group(pid, signal.SIGKILL)
+  path.unlink()
+
+
+def kubectl(arguments):
+  name = flag(arguments, "selector").partition(",")[0].partition("=")[2]
+  with open(root() / f"pod-{name}-0.log", encoding="utf-8", errors="replace") as log:
+    while "terminalState" not in read(state_file("jobset", name), {"terminalState": ""}):
+      print(log.read(), end="", flush=True)
+      time.sleep(0.2)
+    print(log.read(), end="", flush=True)
 
 
 def controller(arguments):
   """Runs the pods; one that fails restarts all, if its status allows that."""
-  name, command, pods, restarts, given, codes = json.loads(arguments[0])
-  file = state_file("jobset", name)
-  log_of = f"pod-{name}" if "-sampler-" in name else "pod"
+  name, command, pods, restarts, codes, given = json.loads(arguments[0])
+  file, app = state_file("jobset", name), root() / f"app-{name}"
   terminal, attempts = "Failed", []
-  binary = root() / "container"
+  binary = root() / f"container-{name}"
   binary.mkdir(exist_ok=True)
   (binary / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
   (binary / "python").chmod(0o755)
@@ -402,20 +387,16 @@ def controller(arguments):
     for number in range(pods):
       environment = host_environment(root(), number, pods, port)
       environment["PATH"] = f"{binary}{os.pathsep}{environment['PATH']}"
-      environment |= {"PYTHONPATH": str(root() / "image")} | given
-      with open(root() / f"{log_of}-{number}.log", "ab") as log:
+      environment |= {"PYTHONPATH": str(app)} | given
+      with open(root() / f"pod-{name}-{number}.log", "ab") as log:
         running.append(
           subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd=root() / "image",
-            env=environment,
-            start_new_session=True,
+            ["bash", "-c", SHELL.format(command=command)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            cwd=app, env=environment, start_new_session=True,
           )
-        )
-    state = {"controller": os.getpid(), "pods": [process.pid for process in running]}
+        )  # fmt: skip
+    state = {"name": name, "controller": os.getpid(), "pods": [p.pid for p in running]}
     write(file, state | {"attempts": attempts})
     while (statuses := [p.poll() for p in running]) and None in statuses and not any(statuses):
       time.sleep(0.1)
@@ -432,14 +413,14 @@ def controller(arguments):
     if not any(statuses):
       terminal = "Completed"
       break
-    if codes and not all(status in (0, *codes) for status in attempts[-1]):
+    if not all(status in (0, *codes) for status in attempts[-1]):
       break
   write(file, state | {"attempts": attempts, "terminalState": terminal})
 
 
-def preempt_pod(folder, number, name="jobset"):
+def preempt_pod(folder, name, number=0):
   """As the preemption of a node: SIGTERM to the pod, and SIGKILL after 20 s."""
-  pid = read(folder / f"{name}.json")["pods"][number]
+  pid = read(folder / f"jobset-{name}.json")["pods"][number]
   os.kill(pid, signal.SIGTERM)
   ended = wait_all([pid], GRACE_S)
   kill_group(pid, signal.SIGKILL)
