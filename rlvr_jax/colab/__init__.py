@@ -7,8 +7,6 @@ __all__ = [
   "geometry",
   "methods",
   "p3o",
-  "reproduction",
-  "results",
   "rollouts",
   "runs",
   "staleness",

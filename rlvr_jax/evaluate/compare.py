@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from rlvr_jax.evaluate import curves
-from rlvr_jax.evaluate.figures import COLORS, legend_outside
+from rlvr_jax.evaluate.figures import COLORS, legend_outside, plot_difference
 from rlvr_jax.evaluate.paired import (
   Difference,
   holm,
@@ -389,18 +389,9 @@ def plot_differences(
   for row, label in enumerate(labels):
     shared = sorted(values[label].keys() & values[baseline].keys())
     dots = [values[label][seed] - values[baseline][seed] for seed in shared]
-    offset_rows = [row + 0.28] * len(dots)  # off the interval, which would hide them
-    axes.plot(dots, offset_rows, "o", markersize=3, color=COLORS["reference"], label="seed")
-    if len(shared) >= curves.SEEDS_FOR_BAND:
-      difference = paired_difference(values[label], values[baseline])
-      axes.errorbar(
-        difference.mean, row, fmt="D", markersize=5, capsize=3, color=COLORS["result"],
-        xerr=[[difference.mean - difference.low], [difference.high - difference.mean]],
-        label="mean, 95 % (t)",
-      )  # fmt: skip
-    elif len(shared) > 1:
-      mean = statistics.mean(dots)
-      axes.plot(mean, row, "D", markersize=5, color=COLORS["result"], label="mean of two seeds")
+    enough = len(shared) >= curves.SEEDS_FOR_BAND
+    difference = paired_difference(values[label], values[baseline]) if enough else None
+    plot_difference(axes, row, dots, difference)
     names.append(f"{label} ({len(shared)} seed{'s' * (len(shared) != 1)})")
   axes.axvline(0, color=COLORS["plain"], linewidth=1, zorder=0, label=baseline)
   axes.set_yticks(range(len(labels)), names)

@@ -1,11 +1,14 @@
-"""Colors, legends and heat-maps that figures share."""
+"""Colors, legends, rows of differences and heat-maps that figures share."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from rlvr_jax.evaluate.paired import Difference
 
 # One meaning per color, in all figures: the color-blind-safe palette of Okabe and Ito.
 COLORS = {
@@ -19,10 +22,39 @@ COLORS = {
   "reference": "#8C8C8C",  # bounds, limits, reference levels
 }
 
+DPI = 72  # of a notebook's page; pictures have twice this resolution
+
 # Colors of several methods in one figure, in order, if no meaning above applies; after the
 # last one they repeat with another line style.
 METHODS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7")
 LINES = ("-", "--", ":", "-.")
+
+
+def set_style() -> None:
+  """Sets the style of a notebook's figures: twice the resolution of the page, legible text."""
+  from cycler import cycler
+  from matplotlib import rcParams
+
+  rcParams.update(
+    {
+      "figure.dpi": DPI,
+      "savefig.dpi": 2 * DPI,
+      "figure.constrained_layout.use": True,
+      "axes.prop_cycle": cycler(color=list(COLORS.values())),
+      "axes.grid": True,
+      "axes.spines.top": False,
+      "axes.spines.right": False,
+      "grid.alpha": 0.3,
+      "font.size": 11.0,
+      "axes.titlesize": 11.0,
+      "legend.frameon": False,
+      "mathtext.fontset": "cm",  # formulas look as in the text
+    }
+  )
+  if "IPython" in sys.modules:
+    from matplotlib_inline import backend_inline
+
+    backend_inline.set_matplotlib_formats("retina")  # double resolution, displayed at normal size
 
 
 def method_style(index: int) -> dict[str, Any]:
@@ -39,6 +71,31 @@ def legend_outside(axes: Any, **options: Any) -> None:
       **options,
     }
   )  # fmt: skip
+
+
+def plot_difference(
+  axes: Any, row: int, seeds: Sequence[float], difference: Difference | None
+) -> None:
+  """Plots the difference of each seed as a dot, and their mean with its 95 % interval.
+
+  Args:
+    axes: axes of matplotlib.
+    row: position on the y axis.
+    seeds: differences of single seeds.
+    difference: mean and interval; None for too few seeds, which have their mean if they are two.
+  """
+  # The dots stand off the interval, which would hide them.
+  axes.plot(
+    seeds, [row + 0.28] * len(seeds), "o", markersize=3, color=COLORS["reference"], label="seed"
+  )
+  style = dict(markersize=5, color=COLORS["result"])
+  if difference is not None:
+    error = [[difference.mean - difference.low], [difference.high - difference.mean]]
+    axes.errorbar(
+      difference.mean, row, xerr=error, fmt="D", capsize=3, label="mean, 95 % (t)", **style
+    )
+  elif len(seeds) > 1:
+    axes.plot(np.mean(seeds), row, "D", label="mean of two seeds", **style)
 
 
 def plot_cosines(axes: Any, names: Sequence[str], matrix: np.ndarray) -> Any:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlvr_jax.advantages import Advantage
+from rlvr_jax.evaluate.figures import COLORS
 from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER
 from rlvr_jax.geometry import diagnostics
 from rlvr_jax.ops import reductions, spectral
@@ -30,8 +31,9 @@ _energies = jax.jit(diagnostics.energies)
 _update_norms = jax.jit(diagnostics.update_norms)
 
 REWARD_COLORS = "coolwarm_r"  # failures red, successes blue
-# One color per meaning, as in `figures`: A, A', effective counts, and references.
-PLAIN, RESULT, EFFECTIVE, REFERENCE = "#000000", "#009E73", "#56B4E9", "#8C8C8C"
+PLAIN, RESULT, EFFECTIVE, REFERENCE = (
+  COLORS[meaning] for meaning in ("plain", "result", "effective", "reference")
+)
 
 
 class Measurement(NamedTuple):

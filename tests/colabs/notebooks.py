@@ -57,26 +57,24 @@ def complaints(notebook):
 
 
 def parsed(cell):
-  """The syntax tree of a cell, shell commands and all."""
-  return ast.parse(TransformerManager().transform_cell(cell.source))
+  """The syntax tree of a cell, shell commands and all; of a captured cell that of its code."""
+  source = cell.source.removeprefix("%%capture\n")
+  return ast.parse(TransformerManager().transform_cell(source))
 
 
-def logic(cell):
-  """What a cell holds beside imports, assignments and calls; `a if b else c` passes."""
-  tree = parsed(cell)
-  plain = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)
-  forbidden = (ast.Lambda, ast.comprehension, ast.NamedExpr, ast.BinOp, ast.BoolOp, ast.Compare)
-  found = [node for node in tree.body if not isinstance(node, plain)]
-  return found + [node for node in ast.walk(tree) if isinstance(node, forbidden)]
+def definitions(cell):
+  """The functions and classes that a cell defines; a lambda or a loop passes."""
+  forbidden = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+  return [node.name for node in ast.walk(parsed(cell)) if isinstance(node, forbidden)]
 
 
 def imported(notebook):
-  """Modules that the cells import: of `import a.b` a.b, of `from a.b import c` a."""
+  """The packages that the cells import: a of `import a.b` and of `from a.b import c`."""
   modules = set()
   for cell in code_cells(notebook):
     for node in ast.walk(parsed(cell)):
       if isinstance(node, ast.Import):
-        modules |= {alias.name for alias in node.names}
+        modules |= {alias.name.split(".")[0] for alias in node.names}
       elif isinstance(node, ast.ImportFrom):
         assert node.level == 0
         modules.add(node.module.split(".")[0])

@@ -19,11 +19,9 @@ DOCUMENTS = [
   ),
 ]
 LONG_SENTENCES = {  # documents that still have some
-  "colabs/results.ipynb",
   "docs/methods/fade.md",
   "docs/methods/salt.md",
   "docs/costs.md",
-  "docs/reproduction.md",
   "docs/tpu.md",
   "experiments/ORDER.md",
   "experiments/fade/README.md",
