@@ -259,6 +259,13 @@ HEADER = (
 )
 
 
+DASHES = (
+  "A dash stands where there is nothing to say: of the baseline's difference to itself, of a"
+  " difference with fewer than two shared seeds or that is the same for every seed, of an error"
+  " over seeds with one seed, and over problems of a metric without an interval."
+)
+
+
 def comparison_table(
   results: Sequence[Result],
   *,
@@ -309,37 +316,6 @@ def _difference_cells(
     f"{adjusted:.2g}",
     f"{num_seeds}",
   ]
-
-
-def notes(
-  results: Sequence[Result],
-  *,
-  metric: str = METRIC,
-  baseline: str | None = None,
-  phase: str = "eval",
-) -> str:
-  """Explains the dashes of `comparison_table`, one line per reason; arguments as of that."""
-  baseline = results[0]["label"] if baseline is None else baseline
-  by_label = differences(results, baseline, lambda result: final_value(result, metric, phase))
-  groups = group_by_label(results)
-  reasons = {
-    "the baseline, to which the other rows are compared": [baseline],
-    "no difference, as fewer than two seeds are shared with the baseline": [
-      label for label, value in by_label.items() if value is None
-    ],
-    "no interval, as the difference is the same for every seed": [
-      label for label, value in by_label.items() if value and not value.deviation
-    ],
-    "no standard error over seeds, as there is one seed": [
-      label for label, group in groups.items() if len(group) == 1
-    ],
-    "no standard error over problems, as the metric has no interval over problems": [
-      label for label, group in groups.items() if error_over_problems(group, metric) is None
-    ],
-  }
-  return "\n".join(
-    f"– {', '.join(labels)}: {reason}" for reason, labels in reasons.items() if labels
-  )
 
 
 def provenance(results: Iterable[Result]) -> str:
@@ -462,7 +438,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = [result for path in args.paths for result in read_results(path)]
     options = dict(metric=args.metric, phase=args.phase, baseline=args.baseline)
     print(comparison_table(results, difference=args.difference, **options))
-    print(f"\n{notes(results, **options)}")
+    print(f"\n{DASHES}")
     print(f"\n{provenance(results)}")
     if args.figure:
       draw_curves(results, args.metric, args.over, args.figure, phase=args.phase)

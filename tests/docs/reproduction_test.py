@@ -72,15 +72,16 @@ def settings(recipe):
 
 
 def test_the_text_names_what_the_arms_differ_in():
-  assert "that recipe alone has a KL term, and averages the loss by\n  response" in PAGE  # F3
+  text = " ".join(PAGE.split())
+  assert "that recipe alone has a KL term, and averages the loss by response" in text  # F3
   assert settings("grpo") == (True, "sequence_mean", "updates_per_refresh")
   for recipe in ("fade", "pass_at_k"):
     assert settings(recipe) == (False, "token_mean", "updates_per_refresh")
-  assert "a policy that computes in bfloat16, warm start included" in PAGE  # P3
+  assert "a policy that computes in bfloat16, warm start included" in text  # P3
   dtype = "model.overrides.compute_dtype"
   found = {name: fields.get(dtype) for name, (_, fields) in p3o_sweep.SETTINGS.items()}
   assert found.pop("int8 rollouts") == "bfloat16" and set(found.values()) == {None}
-  assert "Baselines of P3O have four updates per refresh" in PAGE
+  assert "Baselines of P3O have four updates per refresh" in text
   on_quickstart = p3o_config.get_config("grpo,refresh").schedule
   assert testbed_config.get_config().schedule == on_quickstart == "updates_per_refresh(batches=4)"
 
