@@ -334,10 +334,6 @@ class Batches:
         self._add(groups)
     return True
 
-  def poll(self) -> None:
-    """Completes what can be completed without waiting; may begin draws of dynamic sampling."""
-    self.has(self._place.begun - 1)
-
   def forget(self, before: int) -> None:
     """Lets batches with a lower number go from memory."""
     self._cache = {number: batch for number, batch in self._cache.items() if number >= before}

@@ -8,7 +8,6 @@ on the same kind of machine with the same versions. A warm start, if any, comes 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
@@ -41,8 +40,6 @@ from rlvr_jax.train.start.parameters import Frozen
 from rlvr_jax.train.start.restore import describe_layout
 from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params, TrainState
-
-_POLL_S = 0.2  # between two looks at finished groups during an update
 
 
 class RunState(NamedTuple):
@@ -142,7 +139,7 @@ def update(run: Run, now: RunState, batch: Batch) -> RunState:
   """Dispatches one update, then reads the metrics of the previous one."""
   parts, programs, schedule, log = run.parts, run.parts.programs, run.parts.schedule, run.log
   if is_on_cpu(parts.placement.mesh):
-    read_update(run)  # so that its buffer is free before this update takes one
+    log.read_update()  # so that its buffer is free before this update takes one
   prepared = run.scorer.prepare(batch, now.state, now.step)
   dispatched = time.perf_counter()
   on_devices = run.rows.placement(lambda: prepared).pack_to_devices(prepared)
@@ -161,31 +158,16 @@ def update(run: Run, now: RunState, batch: Batch) -> RunState:
   if step < parts.config.num_updates:
     oldest = min(schedule.oldest_sampling(step), schedule.oldest_trained(step))
     run.policies.forget(before=oldest)
-  read_update(run)
+  log.read_update()
   log.remember_update(DispatchedUpdate(step, dispatched, metrics, host, prepared, arrays))
   return now._replace(
     step=step, state=state, position=run.batches.position(), counters=dict(log.counters)
   )
 
 
-def read_update(run: Run) -> None:
-  """Reads the last update's metrics; in real time, dynamic sampling goes on while it waits."""
-  # What ends the run is raised again where the state, which the update has taken, can be saved.
-  with contextlib.suppress(EndRequestedError, SamplerStoppedError):
-    while draws_on(run) and multihost.any_process(not run.log.is_computed()):
-      run.batches.poll()
-      time.sleep(_POLL_S)
-  run.log.read_update()
-
-
-def draws_on(run: Run) -> bool:
-  """Whether batches that are sampled during an update may need further draws."""
-  return run.parts.schedule.threaded and run.parts.config.dynamic_sampling.enabled
-
-
 def end_update(run: Run) -> None:
   """Reads the last update's metrics; its buffer is then free for what comes next."""
-  read_update(run)
+  run.log.read_update()
   return_freed_memory()
 
 
@@ -234,8 +216,6 @@ def evaluate(run: Run, now: RunState) -> RunState:
     ):
       batches.append(batch)
       restart_deadline()
-      if draws_on(run):
-        run.batches.poll()
   samples = [row for batch in batches for row in batch.samples]
   evaluation = accuracy(
     samples,
@@ -250,11 +230,7 @@ def evaluate(run: Run, now: RunState) -> RunState:
   run.log.write_evaluation(
     now.step, evaluation, samples, (prompts, responses, sampled), began=began
   )
-  # Batches that were completed meanwhile are counted, so they are behind the position.
-  position, counters = run.batches.position(), dict(run.log.counters)
-  return now._replace(
-    evaluation=evaluation, evaluated=now.step, position=position, counters=counters
-  )
+  return now._replace(evaluation=evaluation, evaluated=now.step, counters=dict(run.log.counters))
 
 
 def save(run: Run, now: RunState) -> None:

@@ -221,7 +221,7 @@ class Watched:
   def __init__(self, inner):
     self.inner, self.wanted = inner, []
     self.offer, self.take = inner.offer, inner.take
-    self.poll, self.measure, self.close = inner.poll, inner.measure, inner.close
+    self.measure, self.close = inner.measure, inner.close
 
   def want(self, draw, indices):
     self.wanted += [(draw.number, index) for index in sorted(indices)]

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from rlvr_jax.rollouts.batches import (
   read_batch,
 )
 from rlvr_jax.rollouts.grading import FOREIGN, solve_rates
-from rlvr_jax.rollouts.group import Policy, join
+from rlvr_jax.rollouts.group import join
 from rlvr_jax.rollouts.recorded import RecordedGroups
 from rlvr_jax.rollouts.sampler import CHOICES, FINISH, ThreadSampler
 from rlvr_jax.rollouts.store import RolloutStore
@@ -316,23 +315,6 @@ def test_dynamic_sampling_fills_batches_with_mixed_groups_in_the_order_of_draws(
     assert batch.statistics["dynamic_sampling/prompts_per_group"] == batch.draws
     assert batch.tokens > sum(g.arrays["lengths"].sum() for g in batch.groups) or batch.draws == 1
   assert max(batch.draws for batch in batches) > 1
-
-
-def test_in_real_time_further_draws_begin_before_anybody_takes(tmp_path):
-  """As during an update: what is finished is looked at, and not waited for."""
-  options = dict(threaded=True, waits_for_all=False, max_draws=9)
-  world = World(tmp_path, **options)
-  with contextlib.closing(world.store), contextlib.closing(world.sampler):
-    world.around.fingerprints[0] = "0"
-    world.sampler.offer(Policy(0, {"w": 1}, lambda: "0"))
-    world.batches.open(until=3, version=0)
-    deadline = time.monotonic() + 20.0
-    while world.batches.position().number < 3 and time.monotonic() < deadline:
-      world.batches.poll()
-      time.sleep(0.005)
-    assert world.batches.position().number == 3
-    assert len({draw for draw, _ in world.sampler.wanted}) > 3
-    assert [world.batches.take(number).number for number in range(3)] == [0, 1, 2]
 
 
 def test_the_limit_of_draws_ends_a_run_and_says_why(tmp_path):

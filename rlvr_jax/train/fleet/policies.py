@@ -123,7 +123,7 @@ class PolicyPublisher:
     return [*self._published.values()]
 
   def failure(self) -> str:
-    """Why the last policy could not be published; "" if it is, may still be, or it was said."""
+    """Why the last policy could not be published; "" if it is, or may still be."""
     try:
       self._checkpointer.check()
     except (CheckpointError, DiskFullError) as error:

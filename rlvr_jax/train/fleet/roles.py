@@ -104,7 +104,6 @@ class FleetSampler:
     self._publisher = PolicyPublisher(path / WEIGHTS, parts, workdir=workdir, beside=checkpointer)
     self._has_all, self._poll_s = has_all, poll_s(path)
     self._measured: dict[str, float] = {}
-    self._failure = ""  # of the publication of a policy
     network = parts.model.config
     allowed = remote.Allowed(examples, network.vocab_size, network.num_experts)
     settings = remote.Settings(
@@ -160,8 +159,7 @@ class FleetSampler:
     """The groups that have come, in all processes the same; see `RemoteSampler.look`."""
     multihost.raise_if_shutdown_requested()
     restart_deadline()
-    self._failure = self._failure or self._publisher.failure()
-    if failures := [*filter(None, multihost.exchange(self._failure))]:
+    if failures := [*filter(None, multihost.exchange(self._publisher.failure()))]:
       raise SamplerStoppedError(failures[0])
     look = functools.partial(self._look, waited_s)
     error, text = multihost.exchange(multihost.run_on_first(look, None))[0]

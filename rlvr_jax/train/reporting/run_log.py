@@ -377,11 +377,6 @@ class RunLog:
     """Remembers an update, whose metrics `read_update` will read."""
     self._unread = update
 
-  def is_computed(self) -> bool:
-    """Whether the last dispatched update is computed, so that `read_update` does not wait."""
-    unread = self._unread
-    return unread is None or all(x.is_ready() for x in jax.tree.leaves(unread.metrics))
-
   def read_update(self) -> None:
     """Waits for the last dispatched update, if it has not been read, and writes its metrics.
 
