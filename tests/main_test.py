@@ -27,7 +27,7 @@ from rlvr_jax.rollouts.staleness import stages, updates_per_refresh
 from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.checkpointing.checkpoint_files import saved_steps
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, check_config
-from rlvr_jax.train.reporting.run_log import NonFiniteError
+from rlvr_jax.train.reporting.log import NonFiniteError
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.checks import may_differ
 

@@ -59,8 +59,8 @@ from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.begin import make_run
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.loop import Run, RunState, next_batch, update
-from rlvr_jax.train.reporting.run_log import RunLog
-from rlvr_jax.train.reporting.writer import MetricWriter
+from rlvr_jax.train.reporting.log import RunLog
+from rlvr_jax.train.reporting.writer import open_writer
 from rlvr_jax.train.session import logged_run
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.start import parameters
@@ -186,7 +186,7 @@ def measure_steps(run: Run, now: RunState, num_steps: int) -> dict[str, list[flo
     update_start = time.perf_counter()
     measurements["rollouts"].append(batch.timings["time/generate_seconds"])
     now = update(run, now, batch)
-    run.log.read_update()
+    run.log.finish_update()
     end = time.perf_counter()
     measurements["steps"].append(end - start)
     measurements["updates"].append(end - update_start)
@@ -215,7 +215,7 @@ def main(argv: list[str]) -> None:
   with (
     tempfile.TemporaryDirectory() as workdir,
     GraderPool(parts.task.grader) as pool,
-    MetricWriter(workdir, None) as writer,
+    open_writer(workdir) as writer,
     RolloutStore(os.path.join(workdir, "rollouts"), writable=True) as store,
   ):
     checkpointer = Checkpointer(os.path.join(workdir, "checkpoints"))

@@ -36,7 +36,7 @@ from rlvr_jax.storage.folders import list_files, locate
 from rlvr_jax.storage.places import BucketFiles, LocalFiles, in_bucket, open_files, parse_path
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import memory_limit
-from rlvr_jax.train.reporting.data_use import plan_warm_start, warm_start_warning
+from rlvr_jax.train.reporting.advice import on_demonstrations, plan_warm_start
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts, build, make_task
 from rlvr_jax.train.setup.grading import (
@@ -274,7 +274,7 @@ class Preflight:
     warm_start = plan_warm_start(
       self.config.warm_start, self.task, checkpoint=self.config.start.checkpoint
     )
-    if warning := warm_start_warning(warm_start):
+    if warning := on_demonstrations(warm_start):
       return Finding(WARN, f"{text}; {warning}")
     return Finding(OK, text)
 

@@ -16,7 +16,7 @@ from rlvr_jax.commands.train import train
 from rlvr_jax.commands.tune import tune
 from rlvr_jax.costs import chips, memory, programs, step_time, workload
 from rlvr_jax.storage.places import parse_path
-from rlvr_jax.train.reporting import machines, trackers
+from rlvr_jax.train.reporting import machines, writer
 from rlvr_jax.train.setup import config_file
 from rlvr_jax.train.setup.build import batch_shape, build, generates_separately, make_schedule
 from rlvr_jax.train.start.parameters import checkpoint_folder
@@ -82,7 +82,7 @@ def prepare_command(
     return functools.partial(check, config, str(workdir))
   machines.Profile(profile, str(workdir))
   for name in tracked_by:
-    trackers.check(name)
+    writer.check_tracker(name)
   if mode == "sweep":
     return _prepare_sweep(str(sweep_file), str(workdir), argv, tracked_by, minutes)
   folder = checkpoint_folder(checkpoint) if checkpoint else None

@@ -68,7 +68,7 @@ def train(
     workdir: folder of all files of the run, or gs://BUCKET/FOLDER; after a kill the same call
       resumes the run.
     profile: first and last update of a trace by jax.profiler, such as "10:13"; "" for none.
-    tracked_by: names of `trackers.TRACKERS`.
+    tracked_by: names of `writer.TRACKERS`.
   Returns:
     The values of the last evaluation.
   Raises:

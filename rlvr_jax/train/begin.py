@@ -26,8 +26,8 @@ from rlvr_jax.train.generation.samplers import (
 from rlvr_jax.train.generation.scoring import Scorer
 from rlvr_jax.train.generation.surroundings import RunSurroundings
 from rlvr_jax.train.loop import Run, RunState, evaluate, save
+from rlvr_jax.train.reporting.log import RunLog
 from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.reporting.run_log import RunLog
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.checks import scores_partly, shaped_outcomes
 from rlvr_jax.train.start import parameters
@@ -168,8 +168,7 @@ def begin(run: Run, params: Params) -> RunState:
 def resume(run: Run, resumed: Resumed) -> RunState:
   """Continues from a checkpoint."""
   host, position = resumed.host, resumed.host.position
-  run.log.rewind(host.counters)
-  run.log.remember_evaluation(host.evaluation)
+  run.log.resume(host.counters, host.evaluation)
   run.policies.restore(host.fingerprints)
   run.scorer.restore(host.scored_at, resumed.arrays or {})
   if resumed.damaged:

@@ -32,8 +32,8 @@ from rlvr_jax.train.cluster.process import (
 from rlvr_jax.train.fleet.roles import FleetSampler
 from rlvr_jax.train.generation.policies import Policies
 from rlvr_jax.train.generation.scoring import Scorer
+from rlvr_jax.train.reporting.log import RunLog, check_state
 from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog, check_state
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.programs import is_on_cpu
 from rlvr_jax.train.start.parameters import Frozen
@@ -121,9 +121,8 @@ def next_batch(run: Run, now: RunState) -> Batch:
   """The graded batch of the next update, which this trainer's policies have sampled."""
   schedule, step, total = run.parts.schedule, now.step, run.parts.config.num_updates
   if schedule.refreshes(step):
-    began = time.perf_counter()
-    run.sampler.offer(run.policies.make(now.state.params, step))
-    run.log.add_measurement("time/sync_weights_seconds", time.perf_counter() - began)
+    with run.log.measure("time/sync_weights_seconds"):
+      run.sampler.offer(run.policies.make(now.state.params, step))
   limit = schedule.limit(step)
   run.batches.open(until=min(limit, total) if schedule.threaded else limit, version=step)
   number = schedule.batch(step)
@@ -136,10 +135,10 @@ def next_batch(run: Run, now: RunState) -> Batch:
 
 
 def update(run: Run, now: RunState, batch: Batch) -> RunState:
-  """Dispatches one update, then reads the metrics of the previous one."""
-  parts, programs, schedule, log = run.parts, run.parts.programs, run.parts.schedule, run.log
+  """Dispatches one update, then waits for the record of the previous one."""
+  parts, programs, schedule = run.parts, run.parts.programs, run.parts.schedule
   if is_on_cpu(parts.placement.mesh):
-    log.read_update()  # so that its buffer is free before this update takes one
+    run.log.finish_update()  # so that its buffer is free before this update takes one
   prepared = run.scorer.prepare(batch, now.state, now.step)
   dispatched = time.perf_counter()
   on_devices = run.rows.placement(lambda: prepared).pack_to_devices(prepared)
@@ -149,8 +148,6 @@ def update(run: Run, now: RunState, batch: Batch) -> RunState:
   if measured:
     entropy = programs.mean_entropy(state.params, run.frozen.trainer, on_devices)
     metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
-  log.count_trained(prepared, state.params if parts.lora else None)
-  host = log.host_metrics(batch.statistics, now.step)
   step = now.step + 1
   first = schedule.first(step)
   run.batches.forget(before=first)
@@ -158,16 +155,21 @@ def update(run: Run, now: RunState, batch: Batch) -> RunState:
   if step < parts.config.num_updates:
     oldest = min(schedule.oldest_sampling(step), schedule.oldest_trained(step))
     run.policies.forget(before=oldest)
-  log.read_update()
-  log.remember_update(DispatchedUpdate(step, dispatched, metrics, host, prepared, arrays))
-  return now._replace(
-    step=step, state=state, position=run.batches.position(), counters=dict(log.counters)
+  counters = run.log.write_update(
+    step,
+    prepared,
+    metrics,
+    statistics=batch.statistics,
+    dispatched=dispatched,
+    geometry=arrays,
+    adapters=state.params if parts.lora else None,
   )
+  return now._replace(step=step, state=state, position=run.batches.position(), counters=counters)
 
 
 def end_update(run: Run) -> None:
-  """Reads the last update's metrics; its buffer is then free for what comes next."""
-  run.log.read_update()
+  """Waits for the last update; its buffer is then free for what comes next."""
+  run.log.finish_update()
   return_freed_memory()
 
 
@@ -227,10 +229,10 @@ def evaluate(run: Run, now: RunState) -> RunState:
   prompts = np.concatenate([batch.prompt_lengths for batch in batches])
   responses = np.concatenate([batch.response_lengths for batch in batches])
   sampled = np.concatenate([batch.sampled_lengths for batch in batches])
-  run.log.write_evaluation(
+  counters = run.log.write_evaluation(
     now.step, evaluation, samples, (prompts, responses, sampled), began=began
   )
-  return now._replace(evaluation=evaluation, evaluated=now.step, counters=dict(run.log.counters))
+  return now._replace(evaluation=evaluation, evaluated=now.step, counters=counters)
 
 
 def save(run: Run, now: RunState) -> None:

@@ -64,7 +64,7 @@ def train_and_record(
       if lag in lags:
         params[lag] = copy(now.state.params)
       now = update(run, now, batch)
-    run.log.read_update()
+    run.log.finish_update()
   return run.parts, recorded, params, first, entropy
 
 

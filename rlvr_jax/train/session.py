@@ -19,10 +19,10 @@ from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError, deadline
 from rlvr_jax.train.generation import raw_logprobs
 from rlvr_jax.train.loop import Run, RunState
-from rlvr_jax.train.reporting import data_use, machines, trackers
-from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.reporting.run_log import LoggedRun, RunLog
-from rlvr_jax.train.reporting.writer import MetricWriter, NoWriter
+from rlvr_jax.train.reporting import advice, machines
+from rlvr_jax.train.reporting.log import LoggedRun, RunLog
+from rlvr_jax.train.reporting.progress import say, warn
+from rlvr_jax.train.reporting.writer import MetricWriter, Tracker, open_writer
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.compiler_options import announce_defaults, announce_precision
@@ -75,7 +75,7 @@ def open_session(
     parts: parts of the run.
     workdir: folder of all files of the run, or gs://BUCKET/FOLDER.
     profile: first and last update of a trace by jax.profiler, such as "10:13"; "" for none.
-    tracked_by: names of `trackers.TRACKERS`.
+    tracked_by: names of `writer.TRACKERS`.
   Raises:
     EndRequestedError: a signal requested shutdown.
     WorkdirError: the workdir belongs to another configuration or process.
@@ -99,14 +99,7 @@ def open_session(
     announce_partial_credit(parts.outcome_policy, parts.task, parts.config.environment.name)
     announce_defaults(parts.compiler_options, parts.config.compiler_options)
     announce_precision(parts.model.config.compute_dtype)
-    data_use.announce(
-      parts.schedule,
-      logged.warm_start,
-      num_updates=logged.num_updates,
-      groups=parts.sources.num_live,
-      problems=len(parts.task.train),
-      dynamic_sampling=parts.config.dynamic_sampling.enabled,
-    )
+    announce_data(parts, logged.warm_start)
     frozen = parameters.load_frozen(parts)
     warm_starts = enter(Checkpointer(folder.path / "warm_start", keep=1, workdir=folder))
     warm = warm_starts.restore(parts.placement.state.params)
@@ -114,7 +107,7 @@ def open_session(
     checkpointer = enter(Checkpointer(folder.path / "checkpoints", keep=keep, workdir=folder))
     store = _open_store(folder, enter)
     resumed = find_resumable(checkpointer, parts, store, rows)
-    no_writer = NoWriter(folder.local)
+    no_writer = MetricWriter(folder.local)
     records = last_records(resumed, warm)
     writer = multihost.run_on_first(
       lambda: enter(_open_writer(folder, parts, records, tracked_by)), no_writer
@@ -152,10 +145,25 @@ def open_session(
     yield Session(run, now, folder)
 
 
+def announce_data(parts: Parts, warm_start: advice.WarmStart) -> None:
+  """Prints how often a run will see its problems, and whether its demonstrations too often."""
+  say(
+    advice.planned_passes(
+      parts.schedule,
+      num_updates=parts.config.num_updates,
+      groups=parts.sources.num_live,
+      problems=len(parts.task.train),
+      dynamic_sampling=parts.config.dynamic_sampling.enabled,
+    )
+  )
+  if text := advice.on_demonstrations(warm_start):
+    warn(text)
+
+
 def logged_run(parts: Parts) -> LoggedRun:
   """What the log has to know about a run."""
   config = parts.config
-  warm_start = data_use.plan_warm_start(
+  warm_start = advice.plan_warm_start(
     config.warm_start, parts.task, checkpoint=config.start.checkpoint
   )
   return LoggedRun(
@@ -233,11 +241,11 @@ def _open_writer(
 ) -> MetricWriter:
   """The writer of metrics, which continues after `records`; see `restore.last_records`."""
   config = json.loads(parts.config.to_json_best_effort())
-  run_trackers = [trackers.Tracker(name, workdir.local, config) for name in tracked_by]
-  return MetricWriter(
+  trackers = [Tracker(name, workdir.local, config) for name in tracked_by]
+  return open_writer(
     workdir.local,
     *records,
-    trackers=run_trackers,
+    trackers=trackers,
     publish=workdir.publish,
     kept=workdir.path,
   )

@@ -14,7 +14,7 @@ from colabs import notebooks, stored
 from rlvr_jax.colab import geometry
 from rlvr_jax.colab.display import COLORS
 from rlvr_jax.evaluate.geometry_plots import Measurement, apply_salt
-from rlvr_jax.train.reporting.writer import MetricWriter
+from rlvr_jax.train.reporting.writer import open_writer
 
 REWARDS = np.array([[0, 1, 0], [1, 0, 1]], np.float32)
 
@@ -140,7 +140,7 @@ def test_it_runs_from_a_fresh_tiny_policy(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_it_runs_from_a_workdir(tmp_path, monkeypatch):
   rng = np.random.default_rng(0)
-  with MetricWriter(tmp_path, None) as writer:
+  with open_writer(tmp_path) as writer:
     for update in (0, 10, 20):
       features = rng.normal(size=(2, 12, 5)).astype(np.float32)
       grams = features @ features.mT

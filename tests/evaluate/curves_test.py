@@ -7,7 +7,7 @@ import pytest
 
 from rlvr_jax.evaluate import curves
 from rlvr_jax.evaluate.figures import METHODS
-from rlvr_jax.train.reporting.writer import MetricWriter
+from rlvr_jax.train.reporting.writer import open_writer
 
 
 def counters(step):
@@ -175,7 +175,7 @@ def workdirs(tmp_path):
   """Three seeds of one method, two of another, one of a third."""
   slopes = {"a_0": 0.0, "a_1": 0.04, "a_2": 0.08, "b_0": 0.08, "c_0": 0.05, "c_1": 0.07}
   for name, slope in slopes.items():
-    with MetricWriter(tmp_path / name, None) as writer:
+    with open_writer(tmp_path / name) as writer:
       for record in run(slope):
         writer.write(record.pop("step"), record.pop("phase"), record)
   return {label: sorted(tmp_path.glob(f"{label}_*")) for label in "abc"}

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rlvr_jax import advantages, reweighting
 from rlvr_jax.evaluate import geometry_plots
 from rlvr_jax.evaluate.geometry_plots import Measurement
-from rlvr_jax.train.reporting.writer import MetricWriter
+from rlvr_jax.train.reporting.writer import open_writer
 
 P, G, DIM = 3, 6, 7
 B = P * G
@@ -52,7 +52,7 @@ def salt_of(A, features):
 def test_measurements_come_back_in_the_order_of_the_updates(tmp_path):
   written = [measurement(update, seed=update)[0] for update in (100, 0, 20)]
   written[1] = written[1]._replace(gram_compared=np.eye(B))
-  with MetricWriter(tmp_path, None) as writer:
+  with open_writer(tmp_path) as writer:
     for m in written:
       writer.write_geometry(m.update, {k: v for k, v in m._asdict().items() if np.ndim(v)})
   found = geometry_plots.load_geometry(tmp_path)

@@ -25,8 +25,8 @@ from rlvr_jax.train import begin, loop
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.cluster import multihost, process
 from rlvr_jax.train.generation.agreement import AgreementError
-from rlvr_jax.train.reporting.run_log import RunLog
-from rlvr_jax.train.reporting.writer import MetricWriter, stage_summary
+from rlvr_jax.train.reporting.log import RunLog
+from rlvr_jax.train.reporting.writer import open_writer, stage_summary
 from rlvr_jax.train.session import logged_run
 from rlvr_jax.train.setup import build as building
 from rlvr_jax.train.setup.behavior_sources import Source, Sources
@@ -311,7 +311,7 @@ def session(parts, on_policy, tmp_path):
 
   def make(schedule, these=parts, change=lambda grade: grade):
     workdir = tmp_path / f"session{len(opened)}"
-    writer = MetricWriter(workdir, None)
+    writer = open_writer(workdir)
     saved = Checkpointer(workdir / "checkpoints")
     warm = Checkpointer(on_policy / "warm_start").restore(these.placement.state.params)
     pool = GraderPool(these.task.grader, num_workers=1, timeout_s=5.0)

@@ -30,7 +30,7 @@ from rlvr_jax.storage.places import in_bucket, make_absolute
 from rlvr_jax.train.cluster.sharding import to_host
 from rlvr_jax.types import Params
 
-MARKER = "rlvr_jax checkpoint 1"
+MARKER = "rlvr_jax checkpoint 2"
 COMMITTED = "commit_success.txt"  # orbax writes it last
 MANIFEST = "manifest/metadata"  # the file of the item of this name
 # Parts of the errors of tensorstore and gcsfs for a bucket that does not respond, or refuses.

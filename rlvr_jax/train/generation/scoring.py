@@ -16,7 +16,7 @@ from rlvr_jax.rollouts.grading import sampled_places
 from rlvr_jax.rollouts.group import Draw, Group, Policy, join
 from rlvr_jax.rollouts.sampler import LocalSampler
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.reporting.run_log import RunLog
+from rlvr_jax.train.reporting.log import RunLog
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params, TrainBatch, TrainState

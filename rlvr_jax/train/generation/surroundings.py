@@ -18,7 +18,7 @@ from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.generation import agreement, raw_logprobs
 from rlvr_jax.train.generation.policies import Policies
 from rlvr_jax.train.reporting import progress
-from rlvr_jax.train.reporting.run_log import RunLog
+from rlvr_jax.train.reporting.log import RunLog
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.start.rows import RunRows
 

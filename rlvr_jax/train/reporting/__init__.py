@@ -1,11 +1,10 @@
 """What a run writes and prints; nothing here changes what it computes."""
 
 __all__ = [
-  "data_use",
+  "advice",
+  "log",
   "machines",
-  "records",
+  "progress",
   "report",
-  "run_log",
-  "trackers",
   "writer",
 ]

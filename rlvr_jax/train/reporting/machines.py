@@ -1,22 +1,16 @@
-"""Measurements of a run's machines: memory, how busy each host is, and profiles."""
+"""Measurements of a run's machines: memory, and profiles."""
 
 from __future__ import annotations
 
 import os
 import pathlib
-import statistics
-from collections.abc import Sequence
 
 import jax
 
-from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.reporting.progress import say, warn
+from rlvr_jax.train.reporting.progress import say
 
 PROFILE_FOLDER = "profile"  # of a workdir; TensorBoard and xprof read it
 _GIB = 2**30
-_SLOW = 1.25  # a straggler is this many times as busy as the median host
-_SLOW_S = 0.5  # and by this many seconds
-_PATIENCE = 5  # updates in a row before it is named
 
 
 def memory(phase: str) -> dict[str, float]:
@@ -38,42 +32,6 @@ def _resident() -> int:
   except OSError:
     return 0
   return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-class Hosts:
-  """Seconds that each process of a run was busy between updates, and which one is a straggler.
-
-  All wait for the slowest, which therefore waits least. Time that a process waits for devices or
-  for other processes is measured where it waits, see `multihost.process_waits_s`.
-  """
-
-  def __init__(self) -> None:
-    self._before: list[float] = []
-    self._slow: list[int] = []  # the slowest, in the last updates in a row
-
-  def metrics(self, seconds: float) -> dict[str, float]:
-    """Seconds that each process was busy in the last `seconds`; {} with one process."""
-    waits = multihost.process_waits_s()
-    before, self._before = self._before, waits
-    if len(before) < 2:
-      return {}
-    busy = [max(seconds - (now - then), 0.0) for now, then in zip(waits, before, strict=True)]
-    if message := self._named(busy):
-      warn(message)
-    return {f"hosts/busy_seconds_{process}": value for process, value in enumerate(busy)}
-
-  def _named(self, busy: Sequence[float]) -> str:
-    """A message about a straggler, the slowest process in many updates in a row; "" if none."""
-    slowest, median = max(range(len(busy)), key=busy.__getitem__), statistics.median_low(busy)
-    slow = busy[slowest] > max(_SLOW * median, median + _SLOW_S)
-    same = slow and (not self._slow or self._slow[-1] == slowest)
-    self._slow = [*self._slow, slowest] if same else [slowest] * slow
-    if len(self._slow) != _PATIENCE:  # said once, as long as it lasts
-      return ""
-    return (
-      f"process {slowest} is a straggler: it was busy for {busy[slowest]:.1f} s of the last update,"
-      f" the median process for {median:.1f} s. Look for other programs on its host, or replace it"
-    )
 
 
 class Profile:

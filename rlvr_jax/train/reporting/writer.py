@@ -1,14 +1,23 @@
-"""The records of a run: metrics.jsonl, rollouts.jsonl, TensorBoard, arrays of geometry."""
+"""Writers of a run's records: lines of JSON, TensorBoard, trackers, arrays of geometry.
+
+`MetricWriter` passes each record to all of them.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import itertools
+import json
 import math
 import os
 import pathlib
 import re
 import time
+import uuid
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from tensorboardX import summary
@@ -22,57 +31,59 @@ from rlvr_jax.evaluate.run_files import (
   TENSORBOARD_FOLDER,
   read_metrics,
 )
-from rlvr_jax.storage.files import replace_file, report_full_disk
-from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.reporting.records import BEFORE_FIRST_STEP, Records
+from rlvr_jax.storage.files import (
+  JsonLines,
+  parse_line,
+  read_lines,
+  replace_file,
+  replace_lines,
+  report_full_disk,
+)
+from rlvr_jax.train.reporting.progress import say, warn
+
+WARM_START = "warm_start"  # a phase with its own counter of steps, before step 0
+BEFORE_FIRST_STEP = -1
+TRACKERS = ("trackio", "wandb")  # the extras of the same names
+TRACKED_FILE = "tracked.json"  # of a workdir: its id in the trackers, which a resumed run keeps
+
+
+class Writer(Protocol):
+  """Something that takes the records of a run."""
+
+  def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
+    """Takes the numbers and texts of a phase's step."""
+
+  def close(self) -> None:
+    """Ends."""
 
 
 class MetricWriter:
-  """Appends the records of a run, so that a killed and resumed run ends with the same files.
+  """Passes the records of a run to its writers; all processes but the first have none.
 
   Write every record of step N before saving the checkpoint of step N, which stores what `written`
-  returns. Resuming from it keeps the records up to step N, drops later ones and a torn last line,
-  and reports damage.
+  returns.
   """
 
   def __init__(
     self,
     workdir: str | os.PathLike[str],
-    resume_step: int | None,
-    written: Mapping[str, Any] | None = None,
-    trackers: Sequence[Any] = (),
+    lines: Mapping[str, Records] | None = None,
+    others: Sequence[Writer] = (),
     publish: Callable[[], None] = lambda: None,
-    kept: str | os.PathLike[str] | None = None,
   ):
-    """Opens the files of `workdir`.
+    """Takes the writers of `open_writer`, and closes them.
 
     Args:
-      workdir: created if needed.
-      resume_step: the restored step; None for a new run.
-      written: what `written` returned when the checkpoint, or the warm start of a new run, was
-        saved. If None, a new run drops every record, and a resumed run does not look for damage.
-      trackers: of `train.reporting.trackers`; they get a copy of every number.
+      workdir: of the run.
+      lines: files of records by name, METRICS_FILE and ROLLOUTS_FILE; None: nothing is written.
+      others: get every record.
       publish: puts the files where they stay; called when a checkpoint will name their records.
-      kept: the folder where they stay, for messages; None for `workdir`.
     """
-    self.workdir, shown = pathlib.Path(workdir), os.fspath(kept or workdir)
-    self.workdir.mkdir(parents=True, exist_ok=True)
-    self._purge_step = 0 if resume_step is None else resume_step + 1
-    self._keep_warm_start = written is not None or resume_step is not None
-    last_step = BEFORE_FIRST_STEP if resume_step is None and written is not None else resume_step
-
-    def open_records(name: str) -> Records:
-      records = Records(self.workdir / name, last_step, written and written[name])
-      if records.damage:
-        say(records.damage.replace(os.fspath(self.workdir), shown))
-      return records
-
-    self._metrics, self._rollouts = open_records(METRICS_FILE), open_records(ROLLOUTS_FILE)
-    self._boards: dict[str, _Board] = {}
-    self._trackers, self._publish = trackers, publish
+    self.workdir = pathlib.Path(workdir)
+    self._lines, self._others, self._publish = lines or {}, others, publish
 
   def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
-    """Writes and flushes one record {"step", "phase", values…}; numbers also go to TensorBoard.
+    """Writes one record {"step", "phase", values…}, which is in its file when this returns.
 
     Args:
       step: of the phase's own counter.
@@ -82,19 +93,20 @@ class MetricWriter:
     Raises:
       DiskFullError: no space is left.
     """
+    if not self._lines:
+      return
     values = {name: _plain(value) for name, value in values.items()}
-    self._metrics.append([{"step": step, "phase": phase, **values}])
+    self._lines[METRICS_FILE].append(step, phase, [values])
     numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
-    with report_full_disk(self.workdir / TENSORBOARD_FOLDER):
-      self._board(phase).append(step, numbers)
-    for tracker in self._trackers:
-      tracker.log(step, phase, numbers)
+    for writer in self._others:
+      writer.write(step, phase, numbers)
 
   def write_rollouts(
     self, step: int, rollouts: Sequence[Mapping[str, Any]], *, phase: str = "train"
   ) -> None:
     """Writes one line per rollout: {"step", "phase", fields…}; fields are JSON values."""
-    self._rollouts.append([{"step": step, "phase": phase, **rollout} for rollout in rollouts])
+    if self._lines:
+      self._lines[ROLLOUTS_FILE].append(step, phase, rollouts)
 
   def write_geometry(self, step: int, arrays: Mapping[str, Any]) -> None:
     """Writes the arrays of one measurement as geometry/STEP.npz; the file is complete or absent.
@@ -102,28 +114,34 @@ class MetricWriter:
     Raises:
       DiskFullError: no space is left.
     """
+    if not self._lines:
+      return
     path = self.workdir / GEOMETRY_FOLDER / f"{step:06d}.npz"
     with report_full_disk(path):
       path.parent.mkdir(exist_ok=True)
     with replace_file(path) as file:
       np.savez(file, **arrays)
 
+  def write_stage(self, step: int, length: int) -> None:
+    """Writes the record of a stage that ends with this step, of so many updates."""
+    if self._lines:
+      self.write(step, "stage", stage_summary(self.workdir, step, length))
+
   def written(self, step: int) -> dict[str, Any]:
     """Syncs the records to disk; returns what a checkpoint stores of those up to a step; JSON.
 
     Later ones were written in preparing an update that was not made.
     """
-    files = {METRICS_FILE: self._metrics, ROLLOUTS_FILE: self._rollouts}
-    written = {name: records.written(step) for name, records in files.items()}
+    found = {name: records.written(step) for name, records in self._lines.items()}
     self._publish()
-    return written
+    return found
 
   def close(self) -> None:
     """Closes the files."""
-    self._metrics.close()
-    self._rollouts.close()
-    for opened in (*self._boards.values(), *self._trackers):
-      opened.close()
+    for records in self._lines.values():
+      records.close()
+    for writer in self._others:
+      writer.close()
 
   def __enter__(self) -> Self:
     return self
@@ -131,65 +149,217 @@ class MetricWriter:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _board(self, phase: str) -> _Board:
-    """One TensorBoard run per phase: a purge in one must not touch another's step counter."""
-    if phase not in self._boards:
-      keep_all = phase == "warm_start" and self._keep_warm_start
-      self._boards[phase] = _Board(
-        self.workdir / TENSORBOARD_FOLDER / phase, None if keep_all else self._purge_step
+
+def open_writer(
+  workdir: str | os.PathLike[str],
+  last_step: int | None = None,
+  written: Mapping[str, Any] | None = None,
+  *,
+  trackers: Sequence[Writer] = (),
+  publish: Callable[[], None] = lambda: None,
+  kept: str | os.PathLike[str] | None = None,
+) -> MetricWriter:
+  """A writer of the files of `workdir`, so that a killed and resumed run ends with the same files.
+
+  Args:
+    workdir: created if needed.
+    last_step: the last one whose records are kept; `BEFORE_FIRST_STEP`: those of the warm start;
+      None: none.
+    written: what `MetricWriter.written` returned when the checkpoint of that step was saved.
+    trackers: get a copy of every number.
+    publish: see `MetricWriter`.
+    kept: the folder where the files stay, for messages; None for `workdir`.
+  """
+  folder = pathlib.Path(workdir)
+  folder.mkdir(parents=True, exist_ok=True)
+  lines = {
+    name: Records(
+      folder / name, last_step, (written or {}).get(name), os.path.join(kept or workdir, name)
+    )
+    for name in (METRICS_FILE, ROLLOUTS_FILE)
+  }
+  board = TensorBoard(folder / TENSORBOARD_FOLDER, last_step)
+  return MetricWriter(folder, lines, [board, *trackers], publish)
+
+
+class Records:
+  """Appends records to a file of lines.
+
+  A checkpoint stores how many bytes the records up to its step take, and their checksum. A resumed
+  run cuts the file there, since it writes the later records again.
+  """
+
+  def __init__(
+    self, path: pathlib.Path, last_step: int | None, written: Sequence[int] | None, shown: str
+  ):
+    """Opens or creates the file; if it was damaged, says so and keeps the records that are left.
+
+    Args:
+      path: of the file.
+      last_step: the last one whose records are kept; None: no record is.
+      written: what `written` returned when the checkpoint was saved; None: an empty file.
+      shown: path for messages.
+    """
+    size, checksum = written or (0, 0)
+    data = path.read_bytes() if path.exists() else b""
+    lines, kept = data[:size].splitlines(keepends=True), size
+    if len(data) < size or zlib.crc32(data[:size]) != checksum:
+      lines = [line for line in read_lines(path) if _is_until(line, last_step)]
+      damaged = _move_away(path)
+      say(
+        f"{shown} differs from what the checkpoint recorded: {size:,} bytes with another checksum."
+        f" The run goes on with the {len(lines)} records that are left"
+        + (f"; the old file is {shown}{damaged}" if damaged else ", since the file was removed")
       )
-    return self._boards[phase]
+      kept = sum(map(len, lines))
+    replace_lines(path, lines)
+    self._lines = JsonLines(path)
+    self._end = kept, zlib.crc32(b"".join(lines))  # bytes, and their checksum
+    self._ends = {BEFORE_FIRST_STEP if last_step is None else last_step: self._end}
 
+  def append(self, step: int, phase: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Appends one line per record, {"step", "phase", values…}.
 
-class NoWriter(MetricWriter):
-  """A MetricWriter that writes nothing, for all processes except the first."""
+    Raises:
+      DiskFullError: no space is left.
+    """
+    with_step = [{"step": step, "phase": phase, **record} for record in records]
+    for line in self._lines.append(with_step):
+      size, checksum = self._end
+      self._end = size + len(line), zlib.crc32(line, checksum)
+    self._ends[BEFORE_FIRST_STEP if phase == WARM_START else step] = self._end
 
-  def __init__(self, workdir: pathlib.Path):
-    self.workdir = workdir
-
-  def write(self, *args: Any, **kwargs: Any) -> None:
-    pass
-
-  def write_rollouts(self, *args: Any, **kwargs: Any) -> None:
-    pass
-
-  def write_geometry(self, *args: Any, **kwargs: Any) -> None:
-    pass
-
-  def written(self, step: int) -> dict[str, Any]:
-    del step
-    return {}
+  def written(self, step: int) -> tuple[int, int]:
+    """Syncs the file to disk; returns (bytes, checksum) of the records up to a step."""
+    os.fsync(self._lines.fileno())
+    return self._ends[max(number for number in self._ends if number <= step)]
 
   def close(self) -> None:
-    pass
+    """Closes the file."""
+    self._lines.close()
 
 
-class _Board:
-  """A TensorBoard event file, written synchronously.
+def _is_until(line: bytes, step: int | None) -> bool:
+  """Whether a line is a complete record of this step, of an earlier one, or of the warm start."""
+  record = parse_line(line) if line.endswith(b"\n") else None
+  if record is None or step is None or type(record.get("step")) is not int:
+    return False
+  return record.get("phase") == WARM_START or record["step"] <= step
+
+
+def _move_away(path: pathlib.Path) -> str:
+  """Renames a file to a name that is free; returns what it added to the name, "" without a file."""
+  if not path.exists():
+    return ""
+  names = (f"{path.name}.damaged-{k}" for k in itertools.count(1))
+  moved = path.rename(next(p for p in map(path.with_name, names) if not p.exists()))
+  return moved.name.removeprefix(path.name)
+
+
+class TensorBoard:
+  """Event files, written synchronously; one folder per phase, whose steps are its own.
 
   `tensorboardX.SummaryWriter` passes events to a thread that dies on a full disk, and the next
   caller then waits for it indefinitely; here the caller gets the error.
   """
 
-  def __init__(self, folder: pathlib.Path, purge_step: int | None):
-    """Opens a new file; TensorBoard then hides earlier files' events from `purge_step` on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # File names have a resolution of one second; a quick restart must not overwrite.
-    self._writer = EventsWriter(str(folder / "events"), f".from-{purge_step}")
-    if purge_step is not None:
-      session = SessionLog(status=SessionLog.START)
-      self._writer.write_event(Event(wall_time=time.time(), step=purge_step, session_log=session))
+  def __init__(self, folder: pathlib.Path, last_step: int | None):
+    """`last_step`: TensorBoard hides the events of earlier files after this one; None: all."""
+    self._folder, self._last_step = folder, last_step
+    self._files: dict[str, EventsWriter] = {}
 
-  def append(self, step: int, values: Mapping[str, float]) -> None:
-    event = Event(wall_time=time.time(), step=step)
-    for name, value in values.items():
-      # TensorBoard does not allow "@" in a name, and would log a line for each.
-      event.summary.MergeFrom(summary.scalar(name.replace("@", "_at_"), value))
-    self._writer.write_event(event)
-    self._writer.flush()
+  def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
+    """Appends one event of numbers.
+
+    Raises:
+      DiskFullError: no space is left.
+    """
+    with report_full_disk(self._folder):
+      if phase not in self._files:
+        self._files[phase] = self._open(phase)
+      event = Event(wall_time=time.time(), step=step)
+      for name, value in values.items():
+        # TensorBoard does not allow "@" in a name, and would log a line for each.
+        event.summary.MergeFrom(summary.scalar(name.replace("@", "_at_"), value))
+      self._files[phase].write_event(event)
+      self._files[phase].flush()
+
+  def _open(self, phase: str) -> EventsWriter:
+    """A new file, which begins with the step from which on earlier files are hidden."""
+    folder, last = self._folder / phase, self._last_step
+    folder.mkdir(parents=True, exist_ok=True)
+    purge = 0 if last is None else max(last + 1, 0)
+    # File names have a resolution of one second; a quick restart must not overwrite.
+    file = EventsWriter(str(folder / "events"), f".from-{purge}")
+    if phase != WARM_START or last is None:
+      session = SessionLog(status=SessionLog.START)
+      file.write_event(Event(wall_time=time.time(), step=purge, session_log=session))
+    return file
 
   def close(self) -> None:
-    self._writer.close()
+    """Closes the files."""
+    for file in self._files.values():
+      file.close()
+
+
+class Tracker:
+  """A run of wandb, or of trackio, which has the same functions.
+
+  Its first error is printed, and ends the copies, not the run.
+  """
+
+  def __init__(self, name: str, workdir: pathlib.Path, config: Mapping[str, Any]):
+    """Opens the run of this workdir, or resumes it.
+
+    Args:
+      name: of the tracker.
+      workdir: of the run.
+      config: the run's configuration; JSON.
+
+    Raises:
+      ValueError: the tracker is unknown, or not installed.
+    """
+    check_tracker(name)
+    self.name, self._failed = name, False
+    module: Any = importlib.import_module(name)
+    identity = _tracked_id(workdir)
+    if name == "wandb":  # a run has an id besides its name
+      specific = {"id": identity, "name": workdir.name, "dir": str(workdir)}
+    else:
+      specific = {"name": f"{workdir.name}-{identity}"}
+    self._run = module.init(project="rlvr_jax", resume="allow", config=dict(config), **specific)
+
+  def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
+    """Sends the numbers of one record; every phase has its own counter, such as train/step."""
+    if self._failed:
+      return
+    try:
+      of_phase = {name.removeprefix(f"{phase}/"): value for name, value in values.items()}
+      named = {f"{phase}/{name}": value for name, value in {"step": step, **of_phase}.items()}
+      self._run.log(named)
+    except Exception as error:  # of the tracker's network, disk or site
+      self._failed = True
+      warn(f"{self.name} gets no more metrics of this run: {error}; metrics.jsonl has all of them")
+
+  def close(self) -> None:
+    """Waits until all that was logged has been sent."""
+    self._run.finish()
+
+
+def check_tracker(name: str) -> None:
+  """Raises ValueError unless the tracker is known and installed."""
+  if name not in TRACKERS:
+    raise ValueError(f"--trackers={name} is unknown; allowed: {', '.join(TRACKERS)}")
+  if importlib.util.find_spec(name) is None:
+    raise ValueError(f'--trackers={name} is not installed: pip install -e ".[{name}]"')
+
+
+def _tracked_id(workdir: pathlib.Path) -> str:
+  path = workdir / TRACKED_FILE
+  if not path.exists():
+    with replace_file(path) as file:
+      file.write(json.dumps({"id": uuid.uuid4().hex[:8]}).encode())
+  return json.loads(path.read_text())["id"]
 
 
 def _plain(value: Any) -> Any:
@@ -214,9 +384,9 @@ def stage_summary(workdir: str | os.PathLike[str], step: int, length: int) -> di
   ]
   chosen = ("veto/", "behavior/", "staleness/", "loss/", "policy/", "reward/", "stage/number")
   reduce = {"max": max, "min": min}
-  summary = {}
+  found = {}
   for name in dict.fromkeys(name for record in records for name in record):
     if name.startswith(chosen):
       how = next((reduce[part] for part in re.split("[/_]", name) if part in reduce), np.mean)
-      summary[name] = float(how([record[name] for record in records if name in record]))
-  return summary
+      found[name] = float(how([record[name] for record in records if name in record]))
+  return found

@@ -19,6 +19,7 @@ from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, run_file_names
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.progress import progress, say, warn
+from rlvr_jax.train.reporting.writer import BEFORE_FIRST_STEP
 from rlvr_jax.train.setup.build import Parts, pin_sources
 from rlvr_jax.train.setup.compiler_options import format_options
 from rlvr_jax.train.start.rows import RunRows
@@ -169,10 +170,10 @@ def _report_move(host: HostState, now: Mapping[str, Any]) -> None:
 
 
 def last_records(resumed: Resumed | None, warm: Restored | None) -> tuple[int | None, Any]:
-  """(step, `MetricWriter.written`) of the checkpoint to resume, or (None, that of a warm start)."""
+  """(last step, `MetricWriter.written`) of the records to keep, see `open_writer`."""
   if resumed:
     return resumed.step, resumed.host.written
-  return None, warm.host["written"] if warm else None
+  return (BEFORE_FIRST_STEP, warm.host["written"]) if warm else (None, None)
 
 
 def _report_damaged(store: RolloutStore, first: int) -> None:

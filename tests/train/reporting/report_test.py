@@ -9,7 +9,7 @@ from rlvr_jax.train.reporting import writer as metrics
 
 @pytest.fixture
 def workdir(tmp_path):
-  with metrics.MetricWriter(tmp_path, None) as writer:
+  with metrics.open_writer(tmp_path) as writer:
     for step, solved in ((0, 0.3), (5, 0.7), (10, 0.6)):
       for train_step in range(max(step - 4, 1), step + 1):
         writer.write(
@@ -81,7 +81,7 @@ def test_without_matplotlib_the_table_stands(workdir, monkeypatch):
 
 
 def test_a_run_without_evaluation_or_updates(tmp_path):
-  with metrics.MetricWriter(tmp_path, None) as writer:
+  with metrics.open_writer(tmp_path) as writer:
     writer.write(1, "warm_start", {"loss": 1.0})
   assert "metrics.jsonl" in report.write_report(tmp_path)
 

@@ -1,0 +1,204 @@
+"""What a run advises: how often it sees its data, and what its metrics say of its settings.
+
+Every function returns texts, "" where there is nothing to say; `log` prints them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from rlvr_jax.data import Task
+from rlvr_jax.rollouts.staleness import Schedule
+
+MANY_PASSES = 20  # of a warm start over its demonstrations: from there on it memorizes them
+_FEW_GROUPS = 0.1  # share of the groups whose rewards differ
+_LOW_ENTROPY = 0.02  # nats per token; a sound policy with long, regular answers has 0.05
+_MOST = 0.5  # share of responses, dialogues or positions from which on a text names the cause
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+class WarmStart(NamedTuple):
+  """The supervised phase before the first update, see `plan_warm_start`."""
+
+  num_steps: int
+  batch_size: int  # demonstrations per step
+  demonstrations: int  # of the task
+
+  @property
+  def passes(self) -> float:
+    """How often it sees each demonstration; 0 without any."""
+    if not self.demonstrations:
+      return 0.0
+    return self.num_steps * self.batch_size / self.demonstrations
+
+
+def plan_warm_start(
+  settings: ml_collections.ConfigDict, task: Task, *, checkpoint: str
+) -> WarmStart:
+  """The supervised phase of a run; without steps if there is none.
+
+  Args:
+    settings: `config.warm_start`.
+    task: of the run.
+    checkpoint: `config.start.checkpoint`, a policy that needs no warm start.
+  """
+  num_steps = 0 if checkpoint else settings.num_steps
+  return WarmStart(num_steps, settings.batch_size, len(task.warm_start))
+
+
+def planned_passes(
+  schedule: Schedule, *, num_updates: int, groups: int, problems: int, dynamic_sampling: bool
+) -> str:
+  """A line on how often the updates see each training problem.
+
+  Args:
+    schedule, num_updates: of the run.
+    groups: sampled per batch.
+    problems: number of training problems.
+    dynamic_sampling: whether more groups are sampled where groups do not count.
+  """
+  # In a thread, a batch for each update; otherwise refreshes are sampled as a whole.
+  by_limit = 0 if schedule.threaded or not num_updates else schedule.limit(num_updates - 1)
+  batches = by_limit or num_updates
+  prompts = batches * groups
+  least = "at least " if dynamic_sampling else ""
+  return (
+    f"{num_updates} updates sample {least}{prompts:,} prompts from {problems:,} training problems,"
+    f" {least}{prompts / problems:.3g} passes over them"
+  )
+
+
+def on_demonstrations(warm_start: WarmStart) -> str:
+  """Says that the warm start sees its demonstrations too often."""
+  if warm_start.passes <= MANY_PASSES:
+    return ""
+  few = MANY_PASSES * warm_start.demonstrations // warm_start.batch_size
+  return (
+    f"the warm start makes {warm_start.passes:.0f} passes over {warm_start.demonstrations}"
+    f" demonstrations; from about {MANY_PASSES} on the policy memorizes them. Lower"
+    f" config.warm_start.num_steps = {warm_start.num_steps} to at most {max(few, 1)}, or give more"
+    " demonstrations (for most tasks, config.task.kwargs.warm_start_size)"
+  )
+
+
+def on_first_update(warm_start: WarmStart, values: Mapping[str, float]) -> str:
+  """Says that the warm start has left little to learn from.
+
+  Args:
+    warm_start: of the run.
+    values: metrics of the first update, whose rollouts are of the policy after the warm start.
+  """
+  passes = warm_start.passes
+  if "groups/effective" not in values or "policy/entropy" not in values:
+    return ""  # no rollout has a grade, or none is in the loss: the warm start is not to blame
+  # Dynamic sampling has replaced the other groups.
+  effective = values["groups/effective"] / values.get("dynamic_sampling/prompts_per_group", 1.0)
+  entropy = values["policy/entropy"]
+  if not passes or (effective >= _FEW_GROUPS and entropy >= _LOW_ENTROPY):
+    return ""
+  steps = f"config.warm_start.num_steps = {warm_start.num_steps}"
+  if passes > MANY_PASSES or entropy < _LOW_ENTROPY:
+    remedy = (
+      f"It repeats what it memorized in {passes:.0f} passes over {warm_start.demonstrations}"
+      f" demonstrations. Lower {steps}, or give more demonstrations"
+    )
+  elif values["groups/all_correct"] > values["groups/all_wrong"]:
+    remedy = f"It solves most problems already. Choose harder ones, or lower {steps}"
+  else:
+    remedy = f"It seldom succeeds. Raise {steps}, or choose easier problems"
+  return (
+    f"after the warm start the policy has an entropy of {entropy:.3f} nats per token, and"
+    f" {effective:.0%} of its groups have rewards that differ; it learns from these alone. {remedy}"
+  )
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def on_responses(statistics: Mapping[str, float], update: int, limit: int) -> dict[str, str]:
+  """Says why most responses of a batch have ended, by the name of the cause.
+
+  Args:
+    statistics: of the batch.
+    update: the first one that trains on it.
+    limit: `config.max_response_length`, tokens.
+  """
+  if "dialogue/turns" in statistics:
+    return _on_dialogues(statistics, update)
+  share = statistics.get("response/truncated", 0.0)
+  text = (
+    f"{share:.0%} of the responses sampled for update {update} were truncated at"
+    f" config.max_response_length = {limit} tokens, most likely before their answer. Raise it,"
+    " or reward shorter responses with config.overlong.buffer"
+  )
+  return {"truncation": text if share > _MOST else ""}
+
+
+def _on_dialogues(statistics: Mapping[str, float], update: int) -> dict[str, str]:
+  """Says that most dialogues end by limits, which count together, or without a reply."""
+  remedies = {
+    "turn_limit": "raise config.environment.max_turns",
+    "length_limit": "raise config.max_response_length",
+    "environment_limit": "raise config.environment.deadline_s or memory_mib",
+    "environment_refused": "look at the turns in rollouts.jsonl",
+  }
+  shares = {outcome: statistics.get(f"outcome/{outcome}", 0.0) for outcome in remedies}
+  *limits, refused = remedies
+  texts = {}
+  for name, outcomes in (("limits", limits), (refused, [refused])):
+    share = sum(shares[outcome] for outcome in outcomes)
+    most = max(outcomes, key=lambda outcome: shares[outcome])
+    parts = ", ".join(f"{outcome} {shares[outcome]:.0%}" for outcome in outcomes)
+    text = (
+      f"{share:.0%} of the dialogues sampled for update {update} ended so: {parts}. That may"
+      f" be right; otherwise {remedies[most]}"
+    )
+    texts[name] = text if share > _MOST else ""
+  return texts
+
+
+def on_faults(samples: Sequence[Mapping[str, Any]], which: str, consequence: str) -> dict[str, str]:
+  """Says that the grader or the environment has failed, and how.
+
+  Args:
+    samples: records of rollouts.
+    which: rollouts these are.
+    consequence: what happens to them; {} in it becomes the outcome.
+  """
+  texts = {}
+  for outcome, what in (
+    ("crashed", "the grader crashed on"),
+    ("environment_failed", "the environment failed in"),
+  ):
+    details = [sample["detail"] for sample in samples if sample["outcome"] == outcome]
+    text = ""
+    if details:
+      text = (
+        f"{what} {len(details) / len(samples):.0%} of the {which}; the first error is:"
+        f" {details[0]}. {consequence.format(outcome)}"
+      )
+    texts[f"{outcome}: {consequence}"] = text
+  return texts
+
+
+def on_padding(filled: float, update: int, batch: ml_collections.ConfigDict) -> dict[str, str]:
+  """Says that most positions of an update are padding.
+
+  Args:
+    filled: share of the positions that are not.
+    update: number of the update.
+    batch: `config.batch`.
+  """
+  text = (
+    f"{1 - filled:.0%} of the positions in update {update} are padding: its rollouts do not fill"
+    " a micro-batch on every device. Set a lower"
+    f" config.batch.tokens_per_micro_batch (now {batch.tokens_per_micro_batch}) or"
+    f" config.batch.tokens_per_row (now {batch.tokens_per_row}; both 0: as suited the first"
+    f" batch), or raise config.batch.prompts = {batch.prompts}"
+  )
+  return {"padding": text if filled < _MOST else ""}
