@@ -173,7 +173,6 @@ def get_config() -> ConfigDict:
     optimizer="adamw",
     learning_rate="constant(peak=1e-3)",
     max_gradient_norm=1.0,
-    cache="",  # folder of warm starts that runs share; "": each trains its own
   )
   c.evaluation = dict(
     every=50,  # updates, at least 1; always before the first and after the last update

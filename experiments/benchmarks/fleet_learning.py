@@ -46,14 +46,13 @@ _FOLDER = flags.DEFINE_string(
 
 
 def flags_of(workdir: pathlib.Path, seed: int, updates: int, schedule: str) -> list[str]:
-  """Flags of the quickstart with a schedule; runs of one seed share their warm start."""
+  """Flags of the quickstart with a schedule; those of one seed have the same warm start."""
   return [
     f"--config={ROOT / 'configs' / 'quickstart.py'}",
     f"--workdir={workdir}",
     f"--config.seed={seed}",
     f"--config.num_updates={updates}",
     f"--config.schedule={schedule}",
-    f"--config.warm_start.cache={workdir.parent / 'warm_starts'}",
     f"--config.evaluation.every={updates}",
   ]
 

@@ -38,7 +38,6 @@ from rlvr_jax.train.reporting.progress import duration, say, warn
 from rlvr_jax.train.setup import config_file
 
 LOG_FILE = "output.log"
-WARM_STARTS = "warm_starts"  # folder in a sweep's workdir, shared by runs with equal warm starts
 WORKDIR = "{workdir}"  # stands for the workdir of the sweep in an override
 UNFINISHED_STATUS = 3  # exit status of a sweep whose time limit ended it before its runs finished
 _STOPPED_STATUS = 143  # exit status of a run that ended because shutdown was requested
@@ -182,9 +181,6 @@ def _make_run(
     config = config_file.read(flags, trusting=trusting)
   except ValueError as error:
     raise ValueError(f"{owner}, {dict(entry)}: {error}") from error
-  warm_start = config.warm_start
-  if warm_start.num_steps and not warm_start.cache and not in_bucket(workdir):
-    flags += (f"--config.warm_start.cache={workdir}/{WARM_STARTS}",)
   return Run(entry.get("label") or _default_label(recipe, fields), config.seed, flags)
 
 

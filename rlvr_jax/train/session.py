@@ -34,7 +34,7 @@ from rlvr_jax.train.setup.grading import (
   start_pools,
 )
 from rlvr_jax.train.setup.programs import RowTokens
-from rlvr_jax.train.start import parameters, warm_start_cache
+from rlvr_jax.train.start import parameters
 from rlvr_jax.train.start.every_line import check_every_line
 from rlvr_jax.train.start.first_params import make_first_params, warm_start
 from rlvr_jax.train.start.restore import (
@@ -204,7 +204,6 @@ def _check_config(workdir: Workdir, files: StartFiles, parts: Parts) -> RowToken
   if rows is not None and not (workdir.local / ROWS_FILE).exists():
     write_rows(workdir.local, rows)
   parameters.check_start(parts.config.start, parts.config.lora.adapters, workdir.path)
-  warm_start_cache.check(parts.config.warm_start.cache)
   _write_layout(workdir, parts, rows)
   return rows
 

@@ -477,7 +477,7 @@ def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) 
   """
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]
-  fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap", "warm_start.cache"]
+  fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap"]
   fields += ["fleet", "generation_deadline_s", "mesh", "generation_mesh", "sampling.slots"]
   fields += ["batch.tokens_per_row", "batch.tokens_per_micro_batch"]
   # A decaying learning rate, and some schedules, depend on num_updates.

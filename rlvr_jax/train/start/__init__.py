@@ -3,5 +3,4 @@
 __all__ = [
   "parameters",
   "restore",
-  "warm_start_cache",
 ]

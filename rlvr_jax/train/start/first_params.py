@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from rlvr_jax.train.reporting.progress import progress, say
 from rlvr_jax.train.reporting.writer import MetricWriter
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.programs import is_on_cpu
-from rlvr_jax.train.start import parameters, warm_start_cache
+from rlvr_jax.train.start import parameters
 from rlvr_jax.types import Params
 from rlvr_jax.update import supervised
 
@@ -55,47 +54,30 @@ def warm_start(
 ) -> Params:
   """The initial parameters after the supervised phase, saved as a separate checkpoint.
 
-  They are taken from `config.warm_start.cache`, or trained, and then saved there too.
-
   Args:
     state: from `parameters.supervised_state`.
   Raises:
     EndRequestedError: shutdown was requested meanwhile; the phase starts again in the next process.
   """
-  with multihost.phase("the warm start"), contextlib.ExitStack() as stack:
-    if not parts.config.warm_start.cache:
-      trained = train_on_demonstrations(parts, state, frozen, writer)
-    else:
-      entry = warm_start_cache.Entry(parts, state, frozen)
-      stack.enter_context(entry.lock())
-      cached = entry.load()
-      if cached:
-        say(f"uses the cached warm start {entry.path}")
-        for index, loss in cached.losses:
-          _record(writer, index, loss)
-      trained = cached or train_on_demonstrations(parts, state, frozen, writer)
-      if not cached:
-        entry.save(trained)
-  checkpointer.save(
-    parts.config.warm_start.num_steps, trained.params, host={"written": writer.written(0)}
-  )
+  with multihost.phase("the warm start"):
+    params = train_on_demonstrations(parts, state, frozen, writer)
+  steps = parts.config.warm_start.num_steps
+  checkpointer.save(steps, params, host={"written": writer.written(0)})
   checkpointer.wait()
-  return trained.params
+  return params
 
 
 def train_on_demonstrations(
   parts: Parts, state: tuple[Params, Any], frozen: Params, writer: MetricWriter
-) -> warm_start_cache.Trained:
+) -> Params:
   """The supervised phase; arguments as of `warm_start`."""
   num_steps = parts.config.warm_start.num_steps
-  losses: list[tuple[int, float]] = []
   with progress(num_steps, "warm start", unit="steps") as bar:
 
     def report(index: int, loss: float) -> None:
       bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
       bar.update(index - bar.n)
-      losses.append((index, loss))
-      _record(writer, index, loss)
+      writer.write(index, "warm_start", {"warm_start/loss": loss})
       multihost.raise_if_shutdown_requested()
 
     def step(state: Any, *arguments: Any) -> Any:
@@ -105,7 +87,7 @@ def train_on_demonstrations(
       return_freed_memory()
       return jax.block_until_ready(parts.programs.supervised_step(state, *arguments))
 
-    params = supervised.warm_start(
+    return supervised.warm_start(
       state,
       frozen,
       map(parts.placement.to_devices, parameters.supervised_batches(parts)),
@@ -113,8 +95,3 @@ def train_on_demonstrations(
       num_steps=num_steps,
       report=report,
     )
-  return warm_start_cache.Trained(params, losses)
-
-
-def _record(writer: MetricWriter, index: int, loss: float) -> None:
-  writer.write(index, "warm_start", {"warm_start/loss": loss})
