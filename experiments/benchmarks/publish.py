@@ -36,7 +36,7 @@ import numpy as np
 from experiments.benchmarks.page_cache import drop_from_cache
 from experiments.benchmarks.tables import Row, hardware, write_results
 from rlvr_jax.configs import quickstart
-from rlvr_jax.train.checkpointing.checkpoint_files import parameter_checksums
+from rlvr_jax.ops.checksums import checksums
 from rlvr_jax.train.fleet.policies import Policy, PolicyPublisher, PolicyReader
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.start.parameters import initial_params
@@ -105,7 +105,7 @@ def measure(rounds: int, layers: int, scratch: pathlib.Path) -> list[Row]:
       read = read_from_disk(plain, arrays)
       restoring = reader.restore(policy)
       began = time.perf_counter()
-      jax.block_until_ready(parameter_checksums(params))
+      jax.block_until_ready(checksums(params))
       sums = time.perf_counter() - began
       if number:  # the first round compiles
         rows.append(

@@ -3,6 +3,7 @@
 __all__ = [
   "aggregate",
   "checks",
+  "checksums",
   "keys",
   "kl",
   "logprobs",

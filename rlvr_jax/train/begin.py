@@ -170,7 +170,7 @@ def resume(run: Run, resumed: Resumed) -> RunState:
   host, position = resumed.host, resumed.host.position
   run.log.resume(host.counters, host.evaluation)
   run.policies.restore(host.fingerprints)
-  run.scorer.restore(host.scored_at, resumed.arrays or {})
+  run.scorer.restore(host.scored_at, resumed.arrays)
   if resumed.damaged:
     # They are sampled again, so drawing goes on behind the batch before them.
     missing = min(resumed.damaged)

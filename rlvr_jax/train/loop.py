@@ -260,9 +260,10 @@ def save(run: Run, now: RunState) -> None:
     metric=now.evaluation[f"eval/pass@{c.evaluation.ks[0]}"] if measured else None,
     keep_at_or_before=oldest_to_return_to(schedule, now),
   )
-  if not c.store.keep_used:
+  complete = run.checkpointer.steps()[-c.checkpoint.keep :]
+  if complete and not c.store.keep_used:
     # Batches that a run resumed from the last checkpoints may train on are kept.
-    needed = schedule.first(run.checkpointer.steps()[-c.checkpoint.keep :][0])
+    needed = schedule.first(complete[0])
     multihost.run_on_first(lambda: remove_used(run.store, needed), None)
 
 

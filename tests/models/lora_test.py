@@ -17,9 +17,9 @@ from rlvr_jax.geometry.per_rollout import per_rollout_features
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.lora import LoraSettings, adapt, combine, init, target_kernels
+from rlvr_jax.ops.checksums import checksums
 from rlvr_jax.ops.logprobs import head_logits, token_logprobs
 from rlvr_jax.rollouts.programs import EnginePrograms
-from rlvr_jax.train.checkpointing.checkpoint_files import parameter_checksums
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Sampling
 from rlvr_jax.update.accumulate import update_gradient
@@ -224,7 +224,6 @@ def test_an_update_moves_adapters_alone():
   )
   moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
   assert sum(x.size for x in moments) == 2 * sum(x.size for x in jax.tree.leaves(adapters))
-  checksums = jit(parameter_checksums)
   first, metrics = step(state, batch, base)
   assert metrics["update/gradient_norm"] > 0 and metrics["gram/head_products"] > 0
   for name, leaf in names(first.params).items():

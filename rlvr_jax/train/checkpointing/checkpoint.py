@@ -11,10 +11,11 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from rlvr_jax.storage.files import DiskFullError, is_disk_full, replace_file, shortage
@@ -30,11 +31,14 @@ from rlvr_jax.train.checkpointing.checkpoint_files import (
   saved_steps,
   shorten_error,
   silence_orbax,
+  verify_state,
   with_metric,
 )
 from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.reporting.progress import warn
 
 _REMOVED = "removed"  # folder of checkpoints to be deleted; never the name of a step
+_DAMAGED = "damaged-"  # begins the names of damaged checkpoints that a run has skipped
 # Orbax measures its waits by the wall clock: one that is set would end a save. What hangs ends by
 # `process.deadline`. The wait for folders that are made asynchronously has a limit of its own.
 _WAITS = ocp.AsyncOptions(timeout_secs=10**9, create_directories_asynchronously=False)
@@ -47,7 +51,7 @@ class Restored(NamedTuple):
   step: int
   state: Any  # as saved, with the shardings of `abstract_state`
   host: dict[str, Any]
-  arrays: Any  # the tree passed to `save`, with tuples as lists; or None
+  arrays: dict[str, np.ndarray]
 
 
 class Checkpointer:
@@ -64,7 +68,8 @@ class Checkpointer:
     """Opens or creates `directory`, and removes what a killed save left behind.
 
     Args:
-      directory: contains one directory per saved step and nothing else; may be in a bucket.
+      directory: contains one directory per saved step, and those of damaged ones; may be in a
+        bucket.
       keep: number of latest checkpoints to keep, ≥ 1; the one with the highest `metric` is kept
         too, as is that of `keep_at_or_before` in `save`.
       workdir: the run's, whose claim is checked before objects of a bucket are removed.
@@ -75,30 +80,26 @@ class Checkpointer:
     silence_orbax()
     self.directory = make_absolute(parse_path("the folder of checkpoints", directory))
     self._bucket = open_bucket(self.directory, workdir)
-    self._remove_leftovers()
-    self._policy = _Preservation(keep, self._read_scores(), by_orbax=self._bucket is None)
-    self._removed: set[int] = set()  # steps that orbax does not know are gone
-    self._manager = ocp.CheckpointManager(
-      self.directory,
-      options=ocp.CheckpointManagerOptions(
-        preservation_policy=self._policy,
-        save_root_metadata=False,
-        # A kill during removal would leave an incomplete checkpoint that looks like a step. So
-        # checkpoints are renamed first, atomically, and removed before the next save.
-        todelete_subdir=_REMOVED,
-        async_options=_WAITS,
-      ),
-      item_handlers={
-        "arrays": ocp.PyTreeCheckpointHandler(
+    self._keep, self._return_to = keep, -1
+    # All processes have the same, whatever the first one is removing now.
+    found = multihost.exchange(multihost.run_on_first(self._open, None))[0]
+    self._metrics: dict[int, float | None] = dict(map(tuple, found))  # of complete ones, by step
+    self._writing: dict[int, float | None] = {}  # the one that is being written
+    self._damaged: set[int] = set()  # found by `intact`
+    self._writer = ocp.AsyncCheckpointer(
+      ocp.CompositeCheckpointHandler(
+        arrays=ocp.PyTreeCheckpointHandler(
           use_compression=not short_lived, use_ocdbt=not short_lived
         ),
-        "manifest": ocp.JsonCheckpointHandler(),
-      },
+        manifest=ocp.JsonCheckpointHandler(),
+        composite_options=ocp.CompositeOptions(async_options=_WAITS),
+      ),
+      async_options=_WAITS,
     )
 
   def steps(self) -> list[int]:
-    """The saved steps, ascending."""
-    return sorted(set(self._manager.all_steps()) - self._removed)
+    """The steps of the complete checkpoints, ascending."""
+    return sorted(self._metrics)
 
   def save(
     self,
@@ -106,7 +107,7 @@ class Checkpointer:
     state: Any,
     *,
     host: Mapping[str, Any],
-    arrays: Any = None,
+    arrays: Mapping[str, np.ndarray] | None = None,
     metric: float | None = None,
     keep_at_or_before: int | None = None,
   ) -> bool:
@@ -119,8 +120,7 @@ class Checkpointer:
       step: number of updates so far.
       state: pytree of jax arrays, with any sharding.
       host: JSON values (string keys, finite nesting), restored exactly, such as counters.
-      arrays: nested dicts and lists of NumPy arrays, such as scores of pending rollouts, whose
-        structure may change from step to step; None for no arrays.
+      arrays: the host's arrays by name, such as scores of pending rollouts.
       metric: the step with the highest metric is kept; None if it was not measured.
       keep_at_or_before: the greatest saved step ≤ this one is kept too, until the next save, so
         that the run can go back to it.
@@ -132,87 +132,79 @@ class Checkpointer:
       CheckpointError: the earlier save failed.
     """
     self.wait()
-    old_metric = self._policy.scores.get(step)
-    if metric is not None:
-      self._policy.scores[step] = metric
-    if step in self.steps():
-      if old_metric is None and metric is not None:  # a shutdown had interrupted the evaluation
+    if step in self._metrics:
+      if metric is not None and self._metrics[step] is None:  # its evaluation was interrupted
+        self._metrics[step] = metric
         self._amend(step, host, metric)
       return False
-    values, manifest = items_to_save(step, state, host=host, arrays=arrays, metric=metric)
+    values, manifest = items_to_save(step, state, host=host, arrays=arrays or {}, metric=metric)
     self._check_space(values)
     if self._bucket is not None:
       self._bucket.allowed_s()  # checked here, since orbax writes the objects without the guard
-    self._policy.keep_for_return(keep_at_or_before)
-    # Orbax does not accept empty arrays; the manifest has their shape and dtype.
-    stored = {name: value for name, value in values.items() if value.size}
+    self._return_to = -1 if keep_at_or_before is None else keep_at_or_before
     with self._convert_errors():
-      self._manager.save(
-        step,
+      self._writer.save(
+        self.directory / str(step),
         args=ocp.args.Composite(
-          arrays=ocp.args.PyTreeSave(stored), manifest=ocp.args.JsonSave(manifest)
+          arrays=ocp.args.PyTreeSave(values), manifest=ocp.args.JsonSave(manifest)
         ),
-        force=True,
       )
+    self._writing = {step: metric}
     return True
 
-  def restore(self, abstract_state: Any, *, step: int | None = None) -> Restored | None:
-    """Loads a checkpoint and verifies every leaf; None if `step` is None and nothing is saved.
+  def restore(self, abstract_state: Any) -> Restored | None:
+    """Loads the latest intact checkpoint; None if nothing is saved. Arguments as of `intact`."""
+    return next(self.intact(abstract_state), None)
+
+  def intact(self, abstract_state: Any) -> Iterator[Restored]:
+    """Loads the checkpoints, the latest first; damaged ones are named and skipped.
 
     Args:
       abstract_state: the state's structure: a pytree of `jax.ShapeDtypeStruct` with shardings
         (or of arrays), which may differ from those of the saved state.
-      step: one of `steps()`; None for the latest.
     Raises:
-      CheckpointError: there is no checkpoint of this step.
-      TornCheckpointError: files are truncated, changed or missing; the message names all damaged
-        checkpoints after the latest intact one.
-      ForeignCheckpointError: the checkpoint is of another program, or of a state with another
+      TornCheckpointError: there are checkpoints, and all are damaged.
+      ForeignCheckpointError: a checkpoint is of another program, or of a state with another
         structure.
     """
     self.wait()
     steps = self.steps()
-    if step is None and not steps:
-      return None
-    if step is not None and step not in steps:
-      raise CheckpointError(f"{self.directory} has no checkpoint of step {step}, only of {steps}.")
-    step = steps[-1] if step is None else step
-    try:
-      return self._read(step, abstract_state)
-    except TornCheckpointError as error:
-      messages = [str(error)]  # not the error itself, which refers to the arrays that were read
-    remedy = "start from the beginning"
-    for earlier in reversed([s for s in steps if s < step]):
-      if jax.process_count() > 1:  # perhaps only this process failed, so none may read alone
-        remedy = f"fall back to step {earlier}, unless that is damaged too"
-        break
+    for step in reversed(steps):
       try:
-        self._read(earlier, abstract_state)
-      except CheckpointError as error:
-        messages.append(str(error))
-      else:
-        remedy = f"fall back to step {earlier}"
-        break
-    directories = "that directory" if len(messages) == 1 else "these directories"
-    raise TornCheckpointError(f"{'; '.join(messages)}. Remove {directories} and rerun to {remedy}.")
+        restored = self._read(step, abstract_state)
+      except TornCheckpointError as error:
+        self._damaged.add(step)
+        if self._damaged.issuperset(steps):
+          raise TornCheckpointError(
+            f"{error}. {self.directory} has no other checkpoint; remove that folder and rerun to"
+            " start from the beginning."
+          ) from error
+        warn(f"{error}; the run goes on from an earlier checkpoint")
+        continue
+      yield restored
+      del restored  # not in memory while an earlier one is read
 
   def _read(self, step: int, abstract_state: Any) -> Restored:
-    remedy = "Use the configuration of the run that saved it, or another --workdir."
+    """Loads a checkpoint; if it is damaged for one process, all raise TornCheckpointError."""
     folder = self.directory / str(step)
-    return Restored(step, *read_state(folder, abstract_state, if_other=remedy))
+    remedy = "Use the configuration of the run that saved it, or another --workdir."
+    try:
+      found = read_state(folder, abstract_state, if_other=remedy, verifies=False)
+    except TornCheckpointError as error:
+      multihost.exchange(str(error))
+      raise
+    if damage := next(filter(None, multihost.exchange("")), ""):
+      raise TornCheckpointError(damage)
+    verify_state(folder, found.state)
+    return Restored(step, *found)
 
   def discard_after(self, step: int) -> None:
-    """Removes the checkpoints later than `step`, the latest first."""
+    """Removes the checkpoints later than `step`, the latest first; damaged ones are renamed."""
+    later = [number for number in reversed(self.steps()) if number > step]
     with self._convert_errors():
-      discarded = [later for later in reversed(self.steps()) if later > step]
-      if self._bucket is None:
-        for later in discarded:
-          self._manager.delete(later)
-      else:
-        multihost.run_on_first(lambda: self._remove_objects(discarded), None)
-        self._manager.reload()
-        self._removed.clear()
-    self._remove_leftovers()
+      multihost.run_on_first(lambda: self._remove(later), None)
+    self._metrics = {number: x for number, x in self._metrics.items() if number <= step}
+    self._damaged.clear()
 
   def check(self) -> None:
     """Raises the error of the current save if that has failed; does not wait for it."""
@@ -220,14 +212,19 @@ class Checkpointer:
       self._manager.check_for_errors()
 
   def wait(self) -> None:
-    """Blocks until the current save is committed; raises its error."""
+    """Blocks until the current save is committed, and removes those that are not kept any more.
+
+    Raises:
+      DiskFullError, CheckpointError: the save has failed.
+    """
     with self._convert_errors():
-      self._manager.wait_until_finished()
-      self._manager.check_for_errors()
-      if self._bucket is not None:
-        preserved = self._policy.preserved_steps(self.steps())
-        self._remove_objects([step for step in self.steps() if step not in preserved])
-    self._remove_leftovers()
+      writing, self._writing = self._writing, {}
+      self._writer.wait_until_finished()
+      self._metrics |= writing
+      kept = self._kept()
+      if jax.process_index() == 0:
+        self._remove(step for step in self.steps() if step not in kept)
+      self._metrics = {step: self._metrics[step] for step in kept}
 
   def close(self) -> None:
     """`wait`, then ends the background threads."""
@@ -235,7 +232,15 @@ class Checkpointer:
       self.wait()
     finally:
       with self._convert_errors():
-        self._manager.close()
+        self._writer.close()
+
+  def _kept(self) -> set[int]:
+    """The steps to keep: the latest, the best (of equal ones the first), and one to return to."""
+    steps = self.steps()
+    scored = [(x, -step) for step, x in self._metrics.items() if x is not None and x == x]
+    best = [-max(scored)[1]] if scored else []
+    before = [step for step in steps if step <= self._return_to][-1:]
+    return {*steps[-self._keep :], *best, *before}
 
   def _amend(self, step: int, host: Mapping[str, Any], metric: float) -> None:
     """Adds a metric, and new values of the host, to a saved checkpoint."""
@@ -249,42 +254,43 @@ class Checkpointer:
       with replace_file(self.directory / str(step) / MANIFEST) as file:
         file.write(data)
 
-  def _remove_leftovers(self) -> None:
-    """Removes old checkpoints and what killed saves left; call it while no save is running.
+  # --- the folder, in the first process -----------------------------------------------------------
 
-    Orbax has an option for the latter, but does it in the background, with no way to wait for it.
+  def _open(self) -> list[tuple[int, float | None]]:
+    """Removes what killed saves and removals left; returns (step, metric) of the checkpoints.
+
+    Those whose manifest cannot be read have no metric; `intact` reports them.
     """
-    if jax.process_index() != 0:
-      return
     if self._bucket is not None:
       names = self._bucket.names()
-      complete = {name.partition("/")[0] for name in names if _is_commit(name)}
+      complete = {name.partition("/")[0] for name in names if name.partition("/")[2] == COMMITTED}
       self._bucket.delete_all(n for n in names if n.partition("/")[0] not in complete)
-      return
-    for path in [self.directory / _REMOVED, *self.directory.glob("*.orbax-checkpoint-tmp*")]:
-      with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
-
-  def _remove_objects(self, steps: Sequence[int]) -> None:
-    """Removes checkpoints from a bucket.
-
-    Orbax would remove their objects in any order, so that a kill could leave a damaged checkpoint
-    that looks complete. Here the object that marks it as complete is removed first.
-    """
-    self._removed.update(steps)
-    if self._bucket is None or jax.process_index() != 0:
-      return
-    for step in steps:
-      self._bucket.delete(f"{step}/{COMMITTED}")
-      self._bucket.delete_all(self._bucket.names(f"{step}/"))
-
-  def _read_scores(self) -> dict[int, float | None]:
-    """The metric of each saved step, without unreadable ones, which `restore` reports."""
-    scores: dict[int, float | None] = {}
+    else:
+      self.directory.mkdir(parents=True, exist_ok=True)
+      for path in [self.directory / _REMOVED, *self.directory.glob("*.orbax-checkpoint-tmp*")]:
+        with contextlib.suppress(FileNotFoundError):
+          shutil.rmtree(path)
+    found: list[tuple[int, float | None]] = []
     for step in saved_steps(self.directory):
+      metric = None
       with contextlib.suppress(Exception):
-        scores[step] = read_manifest(self.directory / str(step))["metric"]
-    return scores
+        metric = read_manifest(self.directory / str(step))["metric"]
+      found.append((step, metric))
+    return found
+
+  def _remove(self, steps: Iterable[int]) -> None:
+    """Removes checkpoints, each at once: a kill leaves none that is damaged and looks complete."""
+    for step in steps:
+      if self._bucket is not None:
+        self._bucket.delete(f"{step}/{COMMITTED}")
+        self._bucket.delete_all(self._bucket.names(f"{step}/"))
+      elif step in self._damaged:
+        free = (self.directory / f"{_DAMAGED}{step}.{k}" for k in range(10**6))
+        (self.directory / str(step)).rename(next(path for path in free if not path.exists()))
+      else:
+        (self.directory / _REMOVED).mkdir(exist_ok=True)
+        (self.directory / str(step)).rename(self.directory / _REMOVED / str(step))
+        shutil.rmtree(self.directory / _REMOVED)
 
   def _check_space(self, values: Mapping[str, Any]) -> None:
     """Raises DiskFullError if the disk has too little space for these arrays."""
@@ -313,44 +319,3 @@ class Checkpointer:
       " Free some space or lower the number of checkpoints kept, then rerun: the run"
       f" {outcome}."
     )
-
-
-class _Preservation(ocp.checkpoint_managers.PreservationPolicy):
-  """Keeps the last `keep` steps, the best one, and the last step at or before a chosen one.
-
-  The best step is the one with the highest score; of equal scores, the earliest.
-  """
-
-  def __init__(self, keep: int, scores: dict[int, float | None], *, by_orbax: bool):
-    """`by_orbax`: whether orbax removes the other steps; see `Checkpointer._remove_objects`."""
-    self.scores = scores
-    self._keep = keep
-    self._by_orbax = by_orbax
-    self._return_to: int | None = None  # set by each save
-
-  def keep_for_return(self, at_or_before: int | None) -> None:
-    """Keeps the greatest step ≤ this one, until the next call; see `Checkpointer.save`."""
-    self._return_to = at_or_before
-
-  def best_step(self, steps: Sequence[int]) -> int | None:
-    """The step with the highest score; None if none has a score."""
-    scores = ((self.scores.get(step), step) for step in steps)
-    scored = [(score, -step) for score, step in scores if score is not None and score == score]
-    return -max(scored)[1] if scored else None
-
-  def should_preserve(self, checkpoints, *, context) -> list[bool]:
-    del context
-    steps = [info.step for info in checkpoints]
-    preserved = self.preserved_steps(steps) if self._by_orbax else steps
-    return [step in preserved for step in steps]
-
-  def preserved_steps(self, steps: Sequence[int]) -> set[int | None]:
-    """The saved steps that are kept."""
-    preserved = {*sorted(steps)[-self._keep :], self.best_step(steps)}
-    if self._return_to is not None:
-      preserved.add(max((step for step in steps if step <= self._return_to), default=None))
-    return preserved
-
-
-def _is_commit(name: str) -> bool:
-  return name.partition("/")[2] == COMMITTED

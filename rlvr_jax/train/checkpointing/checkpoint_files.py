@@ -1,8 +1,8 @@
-"""The files of one checkpoint: writes a state, and reads it back with its checksums verified.
+"""The content of one checkpoint: writes a state, and reads it back with its checksums verified.
 
-A checkpoint is one orbax step directory with two items: `arrays` (the state's leaves and the
-extra host arrays, by name) and `manifest` (JSON: format marker; name, shape, dtype and checksum of
-every leaf; the host's values).
+A checkpoint is one directory of orbax with two items: `arrays` (the leaves of the state and the
+host's arrays, by name) and `manifest` (JSON: format marker; shape, dtype and checksum of every
+array; the host's values).
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from rlvr_jax.ops.checksums import checksums
 from rlvr_jax.storage.bucket import UnreachableError
-from rlvr_jax.storage.files import json_crc32
+from rlvr_jax.storage.files import is_as_written, with_crc32
 from rlvr_jax.storage.places import in_bucket, make_absolute
 from rlvr_jax.train.cluster.sharding import to_host
 from rlvr_jax.types import Params
@@ -33,9 +34,12 @@ from rlvr_jax.types import Params
 MARKER = "rlvr_jax checkpoint 2"
 COMMITTED = "commit_success.txt"  # orbax writes it last
 MANIFEST = "manifest/metadata"  # the file of the item of this name
+_HOST = "host-"  # begins the names of the host's arrays
 # Parts of the errors of tensorstore and gcsfs for a bucket that does not respond, or refuses.
 _UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED")
 _UNREACHABLE += ("Forbidden", "Cannot connect")
+
+Entries = dict[str, dict[str, Any]]  # name → {"shape", "dtype", "checksum"}
 
 
 class CheckpointError(RuntimeError):
@@ -50,6 +54,14 @@ class ForeignCheckpointError(CheckpointError):
   """The checkpoint is of another program, or of a state with another structure."""
 
 
+class Content(NamedTuple):
+  """What a checkpoint has beside its step."""
+
+  state: Any  # as saved, with the shardings that were asked for
+  host: dict[str, Any]
+  arrays: dict[str, np.ndarray]
+
+
 def saved_steps(directory: pathlib.Path) -> list[int]:
   """The steps with a checkpoint in `directory`, from `storage.places.parse_path`; ascending."""
   paths = [path for path in directory.glob("*") if path.name.isdigit()]
@@ -58,60 +70,105 @@ def saved_steps(directory: pathlib.Path) -> list[int]:
   return sorted(int(path.name) for path in paths)
 
 
-def items_to_save(
-  step: int, state: Any, *, host: Mapping[str, Any], arrays: Any, metric: float | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-  """The two items of a step directory; arguments as of `Checkpointer.save`.
+# --- writing --------------------------------------------------------------------------------------
 
-  Returns:
-    The arrays of jax and NumPy by name, and the manifest.
+
+def items_to_save(
+  step: int,
+  state: Any,
+  *,
+  host: Mapping[str, Any],
+  arrays: Mapping[str, np.ndarray],
+  metric: float | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The two items of a checkpoint: its arrays by name, and its manifest.
+
+  Arguments as of `Checkpointer.save`.
   """
-  leaves = _named_leaves(state)
-  skeleton, extra = _split_arrays(arrays)
-  manifest = {
-    "marker": MARKER,
-    "step": step,
-    "leaves": _describe(leaves, device_checksums(leaves)),
-    "extra": _describe(extra, {name: host_checksum(value) for name, value in extra.items()}),
-    "arrays": skeleton,
-    "host": dict(host),
-    "metric": metric,
+  leaves, of_host = _named_leaves(state), {_HOST + name: x for name, x in arrays.items()}
+  values = leaves | of_host
+  sums = _device_sums(leaves) | _host_sums(of_host)
+  entries: Entries = {
+    name: {"shape": list(x.shape), "dtype": jnp.dtype(x.dtype).name, "checksum": sums[name]}
+    for name, x in values.items()
   }
-  return leaves | extra, _with_checksum(manifest)
+  content = {"step": step, "arrays": entries, "host": dict(host), "metric": metric}
+  # Orbax does not accept empty arrays; the manifest has their shape and dtype.
+  stored = {name: value for name, value in values.items() if value.size}
+  return stored, _manifest(content)
+
+
+def _manifest(content: Mapping[str, Any]) -> dict[str, Any]:
+  return with_crc32({"marker": MARKER, **json.loads(json.dumps(content))})
+
+
+def with_metric(manifest: dict[str, Any], host: Mapping[str, Any], metric: float) -> bytes:
+  """Content of the manifest file of a step whose metric was measured after it was saved."""
+  content = {name: manifest[name] for name in ("step", "arrays")}
+  return json.dumps(_manifest(content | {"host": dict(host), "metric": metric})).encode()
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
+  """Reads the manifest of a checkpoint, and verifies its checksum and step.
+
+  Raises:
+    ForeignCheckpointError: the directory is of another program or version.
+    ValueError: the manifest is damaged.
+  """
+  if not (directory / "manifest").exists():
+    raise ForeignCheckpointError(
+      f"{directory} is not a checkpoint of rlvr_jax (it has no manifest). Use another --workdir, or"
+      " remove that directory if it is not needed."
+    )
+  manifest = json.loads((directory / MANIFEST).read_bytes())
+  is_whole = isinstance(manifest, dict) and is_as_written(manifest)
+  former = isinstance(manifest, dict) and manifest.get("manifest")  # where format 1 has its content
+  marker = (former or manifest)["marker"] if is_whole or former else MARKER
+  if marker != MARKER:
+    raise ForeignCheckpointError(
+      f"{directory} has the format {marker!r}, but this version reads {MARKER!r}. "
+      "Use the version of rlvr_jax that wrote it, or another --workdir."
+    )
+  if not is_whole:
+    raise ValueError("the manifest does not match its checksum")
+  if (step := manifest["step"]) != int(directory.name):
+    raise ValueError(f"it is the checkpoint of step {step}, in a directory of another step")
+  return manifest
 
 
 def read_state(
-  directory: pathlib.Path,
-  abstract_state: Any,
-  *,
-  if_other: str,
-  if_damaged: str = "",
-  verifies: bool = True,
-) -> tuple[Any, dict[str, Any], Any]:
-  """Loads a step directory and verifies every leaf.
+  directory: pathlib.Path, abstract_state: Any, *, if_other: str, verifies: bool = True
+) -> Content:
+  """Loads a checkpoint and verifies every array.
 
   Args:
-    directory: directory of one step.
+    directory: of one step.
     abstract_state: see `Checkpointer.restore`.
     if_other: remedy for a ForeignCheckpointError, a sentence.
-    if_damaged: remedy for a TornCheckpointError, a sentence.
     verifies: False: the state is left to `verify_state`. A thread of one of several processes must
       not dispatch the programs that do it.
-  Returns:
-    The state, the host's values and the arrays that were passed to `Checkpointer.save`.
   Raises:
     TornCheckpointError: files are truncated, changed or missing.
     ForeignCheckpointError: the checkpoint is of another program, or of a state with another
       structure.
   """
   expected = _named_leaves(abstract_state)
-  with _report_damage(directory, if_damaged):
+  with _report_damage(directory):
     manifest = read_manifest(directory)
-    _check_same_leaves(directory, expected, manifest["leaves"], if_other)
-    entries = manifest["leaves"] | manifest["extra"]
-    stored = _read_arrays(directory, expected, entries, verifies=verifies)
-  state = jax.tree.unflatten(jax.tree.structure(abstract_state), [stored[n] for n in expected])
-  return state, manifest["host"], _join_arrays(manifest["arrays"], stored)
+    of_host = {n: e for n, e in manifest["arrays"].items() if n.startswith(_HOST)}
+    saved = {n: e for n, e in manifest["arrays"].items() if n not in of_host}
+    _check_same_leaves(directory, expected, saved, if_other)
+    stored = _read_arrays(directory, expected, saved | of_host)
+    arrays = {name: stored.pop(name) for name in of_host}
+    _check_sums(_host_sums(arrays), of_host)
+    if verifies:
+      _check_sums(_device_sums(stored), saved)
+  state = _unflatten(abstract_state, stored.values())
+  names = {name: name.removeprefix(_HOST) for name in arrays}
+  return Content(state, manifest["host"], {names[name]: array for name, array in arrays.items()})
 
 
 def verify_state(directory: pathlib.Path, state: Any) -> None:
@@ -120,8 +177,10 @@ def verify_state(directory: pathlib.Path, state: Any) -> None:
   Raises:
     TornCheckpointError: files are truncated, changed or missing.
   """
-  with _report_damage(directory, ""):
-    _check_sums(device_checksums(_named_leaves(state)), read_manifest(directory)["leaves"])
+  leaves = _named_leaves(state)
+  with _report_damage(directory):
+    entries = read_manifest(directory)["arrays"]
+    _check_sums(_device_sums(leaves), {name: entries[name] for name in leaves})
 
 
 def read_params(directory: pathlib.Path, abstract_params: Params) -> Params:
@@ -134,7 +193,7 @@ def read_field(field: str, directory: pathlib.Path, abstract: Any) -> Any:
 
   Args:
     field: such as "params"; a checkpoint may consist of parameters alone.
-    directory: directory of one step.
+    directory: of one step.
     abstract: the field's structure, as that of the state in `Checkpointer.restore`.
   Returns:
     The field, with the shardings of `abstract`.
@@ -145,22 +204,22 @@ def read_field(field: str, directory: pathlib.Path, abstract: Any) -> Any:
   """
   silence_orbax()
   directory = make_absolute(directory)
-  leaves = _named_leaves(abstract)
-  with _report_damage(directory, "Choose another step or run."):
-    saved = read_manifest(directory)["leaves"]
+  with _report_damage(directory):
+    saved = read_manifest(directory)["arrays"]
     prefix = f"{field}." if any(name.startswith("params.") for name in saved) else ""
-    saved = {name: entry for name, entry in saved.items() if name.startswith(prefix)}
-    expected = {prefix + name: leaf for name, leaf in leaves.items()}
+    saved = {n: e for n, e in saved.items() if n.startswith(prefix) and not n.startswith(_HOST)}
+    expected = {prefix + name: leaf for name, leaf in _named_leaves(abstract).items()}
     remedy = (
       "Choose a checkpoint with this run's network, adapters and optimizer, or change this run's."
     )
     _check_same_leaves(directory, expected, saved, remedy)
     stored = _read_arrays(directory, expected, saved)
-  return jax.tree.unflatten(jax.tree.structure(abstract), [stored[n] for n in expected])
+    _check_sums(_device_sums(stored), saved)
+  return _unflatten(abstract, stored.values())
 
 
 @contextlib.contextmanager
-def _report_damage(directory: pathlib.Path, remedy: str) -> Iterator[None]:
+def _report_damage(directory: pathlib.Path) -> Iterator[None]:
   """Converts errors of reading into TornCheckpointError, unless the bucket does not respond."""
   try:
     yield
@@ -172,13 +231,9 @@ def _report_damage(directory: pathlib.Path, remedy: str) -> Iterator[None]:
         f"the checkpoint {directory} cannot be read: {shorten_error(error)}. Check the network and"
         " the account's role (roles/storage.objectUser), then rerun the same command"
       ) from error
-    suffix = f". {remedy}" if remedy else ""
     raise TornCheckpointError(
-      f"the checkpoint {directory} is damaged: {shorten_error(error)}{suffix}"
+      f"the checkpoint {directory} is damaged: {shorten_error(error)}"
     ) from error
-
-
-# --- leaves ---------------------------------------------------------------------------------------
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -195,22 +250,12 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
   return named
 
 
-def _sharding_of_leaf(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
-  return leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
-def _describe(leaves: Mapping[str, Any], sums: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-  return {
-    name: {"shape": list(x.shape), "dtype": jnp.dtype(x.dtype).name, "checksum": sums[name]}
-    for name, x in leaves.items()
-  }
+def _unflatten(like: Any, leaves: Any) -> Any:
+  return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _check_same_leaves(
-  directory: pathlib.Path,
-  expected: Mapping[str, Any],
-  saved: Mapping[str, dict[str, Any]],
-  remedy: str,
+  directory: pathlib.Path, expected: Mapping[str, Any], saved: Entries, remedy: str
 ) -> None:
   """Raises ForeignCheckpointError, which names the first leaf that differs."""
   in_run = {n: f"{jnp.dtype(x.dtype).name}{list(x.shape)}" for n, x in expected.items()}
@@ -225,167 +270,52 @@ def _check_same_leaves(
 
 
 def _read_arrays(
-  directory: pathlib.Path,
-  on_devices: Mapping[str, Any],
-  entries: Mapping[str, dict[str, Any]],
-  *,
-  verifies: bool = True,
+  directory: pathlib.Path, on_devices: Mapping[str, Any], entries: Entries
 ) -> dict[str, Any]:
-  """The arrays of `entries` in a step directory: jax arrays for `on_devices`, else NumPy arrays.
+  """The arrays of `entries`, first those `on_devices` in that order, then NumPy arrays.
 
   Raises errors of any type if files are missing, truncated or changed.
   """
-  target = {}
-  restore_args = {}
-  for name, entry in entries.items():
-    if 0 in entry["shape"]:
-      continue
-    target[name] = jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
-    if name in on_devices:
-      restore_args[name] = ocp.ArrayRestoreArgs(sharding=_sharding_of_leaf(on_devices[name]))
-    else:
-      restore_args[name] = ocp.RestoreArgs(restore_type=np.ndarray)
-  args = ocp.args.PyTreeRestore(item=target, restore_args=restore_args, partial_restore=True)
+  one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  shardings = {name: leaf.sharding or one for name, leaf in on_devices.items()}
+  names = [*on_devices, *(name for name in entries if name not in on_devices)]
+  shapes = {n: (tuple(entries[n]["shape"]), jnp.dtype(entries[n]["dtype"])) for n in names}
+  target, how = {}, {}
+  for name, (shape, dtype) in shapes.items():
+    if 0 not in shape:
+      target[name] = jax.ShapeDtypeStruct(shape, dtype)
+      how[name] = (
+        ocp.ArrayRestoreArgs(sharding=shardings[name])
+        if name in shardings
+        else ocp.RestoreArgs(restore_type=np.ndarray)
+      )
+  args = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
   with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
     stored = dict(handler.restore(directory / "arrays", args=args))
-  for name, entry in entries.items():
-    if name not in stored:
-      empty = np.zeros(entry["shape"], jnp.dtype(entry["dtype"]))
-      on_device = name in on_devices
-      stored[name] = (
-        jax.device_put(empty, _sharding_of_leaf(on_devices[name])) if on_device else empty
-      )
-  if not verifies:
-    return stored
-  device = {name: stored[name] for name in on_devices}
-  host = {name: host_checksum(stored[name]) for name in entries if name not in on_devices}
-  _check_sums(device_checksums(device) | host, entries)
-  return stored
+  for name in shapes.keys() - stored.keys():
+    empty = np.zeros(*shapes[name])
+    stored[name] = jax.device_put(empty, shardings[name]) if name in shardings else empty
+  return {name: stored[name] for name in names}
 
 
-def _check_sums(sums: Mapping[str, int], entries: Mapping[str, dict[str, Any]]) -> None:
-  """Raises ValueError if a leaf's checksum differs from that in its entry of the manifest."""
+# --- checksums ------------------------------------------------------------------------------------
+
+
+def _device_sums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
+  """Checksums of arrays on devices by name; all processes call it together."""
+  return dict(zip(leaves, to_host(checksums(list(leaves.values()))).tolist(), strict=True))
+
+
+def _host_sums(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+  """CRC-32 of the bytes of arrays by name."""
+  return {name: zlib.crc32(np.ascontiguousarray(x).tobytes()) for name, x in arrays.items()}
+
+
+def _check_sums(sums: Mapping[str, int], entries: Entries) -> None:
+  """Raises ValueError if an array's checksum differs from that in its entry of the manifest."""
   for name, entry in entries.items():
     if sums[name] != entry["checksum"]:
-      raise ValueError(f"leaf {name!r} has checksum {sums[name]}, saved with {entry['checksum']}")
-
-
-def _split_arrays(tree: Any) -> tuple[Any, dict[str, np.ndarray]]:
-  """(JSON skeleton of `tree`, with {"array": name} in place of arrays; the arrays by name)."""
-  arrays: dict[str, np.ndarray] = {}
-
-  def visit(node: Any) -> Any:
-    match node:
-      case None:
-        return None
-      case dict() if all(isinstance(key, str) for key in node):
-        return {"dict": {key: visit(child) for key, child in node.items()}}
-      case list() | tuple():
-        return {"list": [visit(child) for child in node]}
-      case np.ndarray() | np.generic() if np.asarray(node).dtype.kind not in "OSUMm":
-        name = f"extra-{len(arrays)}"
-        arrays[name] = np.asarray(node)
-        return {"array": name}
-    raise TypeError(
-      f"`arrays` contains {type(node).__name__}; it takes dicts with string keys, lists and numeric"
-      " NumPy arrays (from jax.device_get and dataclasses.asdict); pass text as `host`."
-    )
-
-  return visit(tree), arrays
-
-
-def _join_arrays(skeleton: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-  """The inverse of `_split_arrays`."""
-  match skeleton:
-    case None:
-      return None
-    case {"array": name}:
-      return arrays[name]
-    case {"dict": children}:
-      return {key: _join_arrays(child, arrays) for key, child in children.items()}
-    case {"list": children}:
-      return [_join_arrays(child, arrays) for child in children]
-  raise ValueError(f"unknown node {skeleton!r} in the manifest")
-
-
-# --- checksums of arrays --------------------------------------------------------------------------
-
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
-
-
-@jax.jit
-def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
-  """Σ bits·(2·index + 1) mod 2³² of each leaf, where index is the row-major position; u32[] each.
-
-  Integer arithmetic is exact in any order, so the sums do not depend on the sharding. The weights
-  are odd, so that any change of one element changes the sum, and differ, so that order matters.
-  """
-
-  def checksum(x: jax.Array) -> jax.Array:
-    if x.dtype == jnp.bool_:
-      x = x.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)
-    weight, stride = jnp.ones((), jnp.uint32), 2
-    for axis in reversed(range(bits.ndim)):
-      index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-      weight, stride = weight + index * jnp.uint32(stride % 2**32), stride * bits.shape[axis]
-    return jnp.sum(bits * weight, dtype=jnp.uint32)
-
-  return [checksum(x) for x in leaves]
-
-
-def parameter_checksums(params: Any) -> jax.Array:
-  """`_checksums` of all leaves, u32[leaves]; independent of the sharding."""
-  return jnp.stack(_checksums(jax.tree.leaves(params)))
-
-
-def device_checksums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
-  """Checksums of arrays on devices by name, see `_checksums`."""
-  sums = to_host(_checksums(list(leaves.values())))
-  return {name: int(s) for name, s in zip(leaves, sums, strict=True)}
-
-
-def host_checksum(array: np.ndarray) -> int:
-  """CRC-32 of an array's bytes."""
-  return zlib.crc32(array.tobytes())
-
-
-# --- manifest -------------------------------------------------------------------------------------
-
-
-def _with_checksum(manifest: dict[str, Any]) -> dict[str, Any]:
-  return {"crc32": json_crc32(manifest), "manifest": json.loads(json.dumps(manifest))}
-
-
-def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
-  """Reads the manifest of a step directory, and verifies its checksum and step.
-
-  Raises:
-    ForeignCheckpointError: the directory is of another program or version.
-    ValueError: the manifest is damaged.
-  """
-  if not (directory / "manifest").exists():
-    raise ForeignCheckpointError(
-      f"{directory} is not a checkpoint of rlvr_jax (it has no manifest). Use another --workdir, or"
-      " remove that directory if it is not needed."
-    )
-  saved = json.loads((directory / MANIFEST).read_bytes())
-  if _with_checksum(saved["manifest"])["crc32"] != saved["crc32"]:
-    raise ValueError("the manifest does not match its checksum")
-  marker = saved["manifest"]["marker"]
-  if marker != MARKER:
-    raise ForeignCheckpointError(
-      f"{directory} has the format {marker!r}, but this version reads {MARKER!r}. "
-      "Use the version of rlvr_jax that wrote it, or another --workdir."
-    )
-  if (step := saved["manifest"]["step"]) != int(directory.name):
-    raise ValueError(f"it is the checkpoint of step {step}, in a directory of another step")
-  return saved["manifest"]
-
-
-def with_metric(manifest: dict[str, Any], host: Mapping[str, Any], metric: float) -> bytes:
-  """Content of the manifest file of a step whose metric was measured after it was saved."""
-  return json.dumps(_with_checksum(manifest | {"host": dict(host), "metric": metric})).encode()
+      raise ValueError(f"{name!r} has checksum {sums[name]}, saved with {entry['checksum']}")
 
 
 # --- orbax's messages -----------------------------------------------------------------------------

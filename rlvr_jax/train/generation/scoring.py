@@ -108,17 +108,17 @@ class Scorer:
     self._scores = {n: scores for n, scores in self._scores.items() if n >= before}
     self._scored_at = {n: step for n, step in self._scored_at.items() if n >= before}
 
-  def state(self) -> tuple[dict[str, int], dict[str, dict[str, np.ndarray]]]:
-    """(JSON values, arrays) for `restore`."""
-    arrays = {str(number): dict(scores) for number, scores in sorted(self._scores.items())}
+  def state(self) -> tuple[dict[str, int], dict[str, np.ndarray]]:
+    """(JSON values, arrays by name) for `restore`."""
+    arrays = {f"{n}-{name}": x for n, scores in self._scores.items() for name, x in scores.items()}
     return {str(number): step for number, step in sorted(self._scored_at.items())}, arrays
 
-  def restore(
-    self, scored_at: Mapping[str, int], arrays: Mapping[str, Mapping[str, np.ndarray]]
-  ) -> None:
+  def restore(self, scored_at: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -> None:
     """Restores what `state` returned."""
     self._scored_at = {int(number): step for number, step in scored_at.items()}
-    self._scores = {int(number): dict(scores) for number, scores in arrays.items()}
+    for name, array in arrays.items():
+      number, _, score = name.partition("-")
+      self._scores.setdefault(int(number), {})[score] = array
 
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""

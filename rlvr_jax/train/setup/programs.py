@@ -20,6 +20,7 @@ from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.presets import given_overrides
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.checksums import checksums
 from rlvr_jax.ops.grouped import choose_products
 from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.ops.row_attention import (
@@ -31,7 +32,6 @@ from rlvr_jax.ops.row_attention import (
 from rlvr_jax.ops.row_blocks import LONGEST_ROW, TILE, short_row
 from rlvr_jax.rollouts.packing import RowLayout, min_row_length, row_layout
 from rlvr_jax.rollouts.programs import EnginePrograms
-from rlvr_jax.train.checkpointing.checkpoint_files import parameter_checksums
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.behavior_sources import AT_TEMPERATURE_1, Source
 from rlvr_jax.train.setup.compiler_options import CompilerOptions, Options
@@ -141,7 +141,7 @@ def make_programs(
     engine=engine,
     held_out_engine=engine if one_sampling else engine_of(evaluated, held_out_sampling, batches=1),
     sync_weights=make_sync_weights(mesh, sampler.mesh, placement.state.params),
-    checksums=jax.jit(parameter_checksums),
+    checksums=checksums,
     behavior_gap=compare(method),
     rerouted_gap=compare(method._replace(replays_routes=False)),
     logprobs_at_temperature_1=make_logprobs_at_temperature_1(sampler, compiler_options.generation),

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from rlvr_jax.evaluate.run_files import METRICS_FILE, read_metrics
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.storage.files import is_as_written, replace_file, with_crc32
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
-from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, run_file_names
 from rlvr_jax.train.cluster import multihost
@@ -57,12 +57,12 @@ def restore_sources(parts: Parts, workdir: Path) -> Parts:
 
 
 def _read_pins(path: Path, names: Collection[str]) -> dict[str, Any]:
-  """What sources.json says of the sources of these names; earlier versions wrote no checksum."""
+  """What sources.json says of the sources of these names."""
   try:
     pins = json.loads(path.read_text())
     if not isinstance(pins, dict) or pins.keys() - {"crc32"} != set(names):
       raise ValueError(f"it does not name {', '.join(sorted(names))}")
-    if "crc32" in pins and not is_as_written(pins):
+    if not is_as_written(pins):
       raise ValueError("it does not match its checksum")
     return {name: pins[name] for name in names}
   except (OSError, ValueError) as error:
@@ -78,25 +78,25 @@ class Resumed(NamedTuple):
   step: int
   state: TrainState
   host: HostState
-  arrays: Any  # of `Scorer.state`
+  arrays: dict[str, np.ndarray]  # of `Scorer.state`
   damaged: list[int]  # pending batches that are to be sampled again
 
 
 def find_resumable(
   checkpointer: Checkpointer, parts: Parts, store: RolloutStore, rows: RunRows
 ) -> Resumed | None:
-  """The latest checkpoint whose pending rollouts are intact; None if there is no checkpoint.
+  """The latest intact checkpoint whose pending rollouts are too; None if there is no checkpoint.
 
-  Later checkpoints are removed. From an earlier checkpoint the run repeats itself bit for bit: it
-  samples damaged batches again with the same policy, and reads the others from the store.
+  Later checkpoints are removed, damaged ones renamed. From an earlier checkpoint the run repeats
+  itself bit for bit: it samples damaged batches again with the same policy, and reads the others
+  from the store.
 
   Raises:
     StoreError: no checkpoint is old enough to sample the damaged batches again.
+    TornCheckpointError: all checkpoints are damaged.
   """
-  for step in reversed(checkpointer.steps()):
-    restored = checkpointer.restore(parts.placement.state, step=step)
-    assert restored is not None  # the step exists
-    host = _host_state(restored, checkpointer)
+  for restored in checkpointer.intact(parts.placement.state):
+    step, host = restored.step, HostState.from_json(restored.host)
     pending = range(parts.schedule.first(step), host.position.number)
     torn = lambda pending=pending: [n for n in pending if not store.is_intact(n)]
     damaged = multihost.exchange(multihost.run_on_first(torn, []))[0]
@@ -142,16 +142,6 @@ def describe_layout(parts: Parts, rows: RunRows) -> dict[str, Any]:
     },
     **rows.fields,
   }
-
-
-def _host_state(restored: Restored, checkpointer: Checkpointer) -> HostState:
-  try:
-    return HostState.from_json(restored.host)
-  except (KeyError, TypeError) as error:
-    raise CheckpointError(
-      f"checkpoint {restored.step} of {checkpointer.directory} lacks {error}: it was saved by"
-      " another version of this package. Resume with that version, or use another --workdir"
-    ) from error
 
 
 def _report_move(host: HostState, now: Mapping[str, Any]) -> None:
