@@ -46,7 +46,7 @@ _FOLDER = flags.DEFINE_string(
 
 
 def flags_of(workdir: pathlib.Path, seed: int, updates: int, schedule: str) -> list[str]:
-  """Flags of the quickstart with a schedule; those of one seed have the same warm start."""
+  """Flags of the quickstart with a schedule; runs of one seed have equal warm starts."""
   return [
     f"--config={ROOT / 'configs' / 'quickstart.py'}",
     f"--workdir={workdir}",

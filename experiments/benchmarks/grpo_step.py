@@ -63,6 +63,7 @@ from rlvr_jax.train.reporting.log import RunLog
 from rlvr_jax.train.reporting.writer import open_writer
 from rlvr_jax.train.session import logged_run
 from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.setup.programs import RowTokens
 from rlvr_jax.train.start import parameters
 from rlvr_jax.train.start.rows import RunRows
 
@@ -219,14 +220,25 @@ def main(argv: list[str]) -> None:
     RolloutStore(os.path.join(workdir, "rollouts"), writable=True) as store,
   ):
     checkpointer = Checkpointer(os.path.join(workdir, "checkpoints"))
-    params = parameters.initial_params(parts)
-    frozen = parameters.load_frozen(parts)
+    params = parts.initial.trained()
+    frozen = parts.initial.frozen()
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
     log = RunLog(logged_run(parts), writer)
     answers = lambda: parts.make_answers(pool)
-    rows = RunRows(parts, None)
+    rows = RunRows(
+      parts.placement,
+      parts.shape,
+      parts.model.config,
+      has_first_phase=parts.method.has_first_phase,
+      configured=RowTokens(config.batch.tokens_per_row, config.batch.tokens_per_micro_batch),
+      recorded=None,
+      record=lambda _: None,
+    )
     run = make_run(parts, rows, frozen, log, checkpointer, answers, store, initial=params)
-    state = jax.block_until_ready(parameters.first_state(parts, params, 0.0))
+    state = parameters.first_state(
+      parts.method, parts.placement.state, params, 0.0, start=config.start
+    )
+    state = jax.block_until_ready(state)
     now = RunState(0, state, run.batches.position(), dict(log.counters))
     measurements = measure_steps(run, now, _WARMUP_STEPS + _STEPS.value)
     checkpointer.close()

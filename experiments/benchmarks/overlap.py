@@ -50,8 +50,8 @@ from rlvr_jax.commands import train as runs
 from rlvr_jax.configs import mu_grpo, quickstart
 from rlvr_jax.evaluate.run_files import read_metrics
 from rlvr_jax.rollouts import staleness
+from rlvr_jax.train.generation.policies import make_sync
 from rlvr_jax.train.setup.build import Parts, build
-from rlvr_jax.train.start import parameters
 
 PHASES = ("generate", "grade", "sync_weights", "optimise", "idle")
 SEQUENTIAL = "on-policy"
@@ -223,10 +223,12 @@ def measure_costs(config: ml_collections.ConfigDict) -> Row:
 
 def measure_weight_sync(parts: Parts) -> float:
   """Measures the median seconds of one weight sync with its fingerprint, on idle devices."""
-  params = jax.block_until_ready(parameters.initial_params(parts))
+  params = jax.block_until_ready(parts.initial.trained())
+
+  sync = make_sync(parts.placement, parts.schedule)
 
   def sync_weights() -> Any:
-    synced = parts.programs.sync_weights(params, parts.schedule.threaded)
+    synced = sync(params)
     return synced, parts.programs.checksums(synced)
 
   timed = Timed(sync_weights)

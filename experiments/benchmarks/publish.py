@@ -37,9 +37,13 @@ from experiments.benchmarks.page_cache import drop_from_cache
 from experiments.benchmarks.tables import Row, hardware, write_results
 from rlvr_jax.configs import quickstart
 from rlvr_jax.ops.checksums import checksums
-from rlvr_jax.train.fleet.policies import Policy, PolicyPublisher, PolicyReader
+from rlvr_jax.train.fleet.policies import (
+  Policy,
+  PolicyPublisher,
+  PolicyReader,
+  abstract_policy,
+)
 from rlvr_jax.train.setup.build import build
-from rlvr_jax.train.start.parameters import initial_params
 from rlvr_jax.types import Params
 
 _THREADS = 16
@@ -87,12 +91,17 @@ def measure(rounds: int, layers: int, scratch: pathlib.Path) -> list[Row]:
     num_layers=layers, width=1024, num_heads=8, num_kv_heads=8, head_dim=128, mlp_width=4096
   )
   parts = build(config)
-  params: Params = initial_params(parts)
+  params: Params = parts.initial.trained()
   arrays = [np.asarray(x) for x in jax.tree.leaves(params)]
   policies, plain = scratch / "policies", scratch / "plain"
-  reader = PolicyReader(policies, parts)
+  network, adapters_only = parts.model.config, parts.lora is not None
+  trained, mesh = parts.placement.state.params, parts.placement.mesh
+  abstract = abstract_policy(trained, network, mesh, adapters_only=adapters_only)
+  reader = PolicyReader(policies, abstract)
   rows: list[Row] = []
-  with contextlib.closing(PolicyPublisher(policies, parts)) as publisher:
+  with contextlib.closing(
+    PolicyPublisher(policies, network, adapters_only=adapters_only)
+  ) as publisher:
     for number in range(rounds + 1):
       policy = Policy(number, f"{number:016x}")
       written = write_to_disk(plain, arrays)

@@ -333,8 +333,8 @@ class Preflight:
     """The grading processes start, pass their self-tests, and grade every problem's own answer."""
     parts = _require(self.parts, "the configuration has failed")
     with grader_pool(self.config.grading, parts.task) as pool:
-      check_first_grade(parts.outcome_policy, pool, parts.task)
-      count = check_every_line(parts.outcome_policy, pool, parts.task)
+      check_first_grade(parts.grading.outcome_policy, pool, parts.task)
+      count = check_every_line(parts.grading.outcome_policy, pool, parts.task)
       first = _describe_grade(pool, parts.task.train[0])
     names = ", ".join(used_graders(parts.task))
     return Finding(OK, f"{count} problems were graded; graders: {names}; {first}")
@@ -344,8 +344,10 @@ class Preflight:
     parts = _require(self.parts, "the configuration has failed")
     with contextlib.ExitStack() as stack:
       enter = lambda pool: stack.enter_context(contextlib.closing(pool))
-      pools = start_pools(parts.config, parts.task, parts.tokenizer, enter)
-      text = check_first_dialogue(parts.outcome_policy, pools[1], parts.task)
+      pools = start_pools(
+        self.config.grading, self.config.environment, parts.task, parts.tokenizer, enter
+      )
+      text = check_first_dialogue(parts.grading.outcome_policy, pools[1], parts.task)
       answers, length = parts.make_answers(*pools), parts.shape.max_prompt_length
       sources = parts.task.held_out, parts.task.train
       check_first_messages(answers, parts.tokenizer, length, *sources)

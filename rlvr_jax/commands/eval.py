@@ -10,6 +10,7 @@ from typing import Any
 
 from rlvr_jax.evaluate.held_out import GAP, Sample, accuracy, evaluate_problems
 from rlvr_jax.rollouts.group import Policy
+from rlvr_jax.rollouts.sampler import SamplerSettings
 from rlvr_jax.storage.files import (
   DamagedFileError,
   JsonLines,
@@ -23,11 +24,11 @@ from rlvr_jax.storage.files import (
 from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.checkpointing.workdir import StartFiles, open_workdir
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.generation.samplers import held_out_sampler
+from rlvr_jax.train.generation.samplers import sampler_of_policy
 from rlvr_jax.train.reporting.progress import progress, say, warn
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import check_first_messages, start_pools
-from rlvr_jax.train.start.parameters import load_frozen, load_policy
+from rlvr_jax.train.start.parameters import load_policy
 
 PROBLEMS_FILE = "problems.jsonl"
 RESULT_FILE = "evaluation.json"
@@ -59,17 +60,25 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     count = lambda: _count_complete_problems(local, num_problems, c.batch_prompts, eval_folder.path)
     done = multihost.exchange(multihost.run_on_first(count, 0))[0]
     if done < num_problems:
-      start = lambda: start_pools(parts.config, parts.task, parts.tokenizer, enter)
+      start = lambda: start_pools(
+        parts.config.grading, parts.config.environment, parts.task, parts.tokenizer, enter
+      )
       pools = multihost.run_together(start)
       answers = parts.make_answers(*pools)
       length = parts.shape.max_prompt_length
       check_first_messages(answers, parts.tokenizer, length, parts.task.held_out)
       lines = multihost.run_on_first(lambda: enter(_reopen_problems(local, done)), None)
-      frozen = load_frozen(parts).trainer
-      params, step = load_policy(parts, folder)
+      frozen = parts.initial.frozen().trainer
+      params, step = load_policy(parts.initial, folder)
       multihost.run_on_first(files.keep, None)
       batches = evaluate_problems(
-        held_out_sampler(parts, frozen, answers),
+        sampler_of_policy(
+          parts.programs.held_out_engine,
+          frozen,
+          parts.grading,
+          answers,
+          SamplerSettings(c.num_samples, purpose="evaluation"),
+        ),
         Policy(step, params, lambda: ""),
         parts.task.held_out,
         batch_size=c.batch_prompts,

@@ -12,7 +12,7 @@ from rlvr_jax.models.peft import save_adapters
 from rlvr_jax.train.cluster import multihost, sharding
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.start.parameters import load_frozen, load_policy
+from rlvr_jax.train.start.parameters import load_policy
 
 ADAPTER = "adapter"
 
@@ -34,8 +34,8 @@ def export(parts: Parts, directory: str, folder: Path | None) -> None:
     directory: is created; local or a URL.
     folder: checkpoint of the policy, see `load_policy`.
   """
-  frozen = load_frozen(parts).trainer
-  params, step = load_policy(parts, folder)
+  frozen = parts.initial.frozen().trainer
+  params, step = load_policy(parts.initial, folder)
   source = parts.config.model.checkpoint or None
   dtype = parts.model.config.compute_dtype
   save_checkpoint(

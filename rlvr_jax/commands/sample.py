@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rlvr_jax.rollouts.answers import Answers
+from rlvr_jax.rollouts.sampler import SWITCH
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError, deadline
+from rlvr_jax.train.fleet.policies import abstract_policy
 from rlvr_jax.train.fleet.roles import (
   ComparedSampler,
   check_same_run,
+  identify,
   sample_for,
-  with_sources_of_run,
+  sampler_settings,
+  sources_of_run,
 )
+from rlvr_jax.train.generation.agreement import behavior_gaps
 from rlvr_jax.train.generation.policies import Policies
 from rlvr_jax.train.generation.samplers import training_sampler
 from rlvr_jax.train.reporting.progress import say
+from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import check_first_dialogue, check_first_grade, start_pools
-from rlvr_jax.train.start.parameters import load_frozen
+from rlvr_jax.types import Params
 
 
 def sample(parts: Parts, workdir: str | Path) -> None:
@@ -41,19 +51,93 @@ def sample(parts: Parts, workdir: str | Path) -> None:
     stack.enter_context(multihost.silence_all_but_first())
     stack.enter_context(_report_shutdown())
     stack.enter_context(deadline())
-    multihost.run_on_first(lambda: check_same_run(parts, folder), None)
-    parts = multihost.run_together(lambda: with_sources_of_run(parts, folder))
-    frozen = load_frozen(parts)
-    pools = multihost.run_together(
-      lambda: start_pools(parts.config, parts.task, parts.tokenizer, enter)
+    config = json.loads(parts.config.to_json_best_effort())
+    multihost.run_on_first(lambda: check_same_run(config, folder), None)
+    sources = multihost.run_together(
+      lambda: sources_of_run(parts.sources, parts.make_sources, folder)
     )
-    check_first_grade(parts.outcome_policy, pools[0], parts.task)
-    check_first_dialogue(parts.outcome_policy, pools[1], parts.task)
-    policies, answers = Policies(parts, frozen.sampler), parts.make_answers(*pools)
+    parts = dataclasses.replace(parts, sources=sources)
+    frozen = parts.initial.frozen()
+    pools = multihost.run_together(
+      lambda: start_pools(
+        parts.config.grading, parts.config.environment, parts.task, parts.tokenizer, enter
+      )
+    )
+    check_first_grade(parts.grading.outcome_policy, pools[0], parts.task)
+    check_first_dialogue(parts.grading.outcome_policy, pools[1], parts.task)
     stack.enter_context(multihost.share_shutdown_signals())
-    ending = multihost.raise_if_shutdown_requested
-    inner = training_sampler(parts, policies, answers, ending)
-    sample_for(parts, folder, ComparedSampler(parts, policies, inner))
+    sample_with(
+      parts,
+      folder,
+      frozen.sampler,
+      parts.make_answers(*pools),
+      raise_if_ending=multihost.raise_if_shutdown_requested,
+    )
+
+
+def sample_with(
+  parts: Parts,
+  folder: Path,
+  frozen: Params,
+  answers: Answers,
+  *,
+  raise_if_ending: Callable[[], None] = lambda: None,
+) -> None:
+  """Samples for the trainer of a workdir, with open processes of graders and environments.
+
+  Args:
+    parts: of the run's configuration, on this program's devices.
+    folder: the workdir.
+    frozen: the parameters that are not trained.
+    answers: what answers the turns of rollouts.
+    raise_if_ending: called after every burst; raises if this program is to end.
+  """
+  c, programs, network = parts.config, parts.programs, parts.model.config
+  policies = Policies(
+    parts.sources,
+    parts.schedule,
+    frozen,
+    checksums=programs.checksums,
+    sync=None,  # the trainer makes the policies
+  )
+  inner = training_sampler(
+    parts.sources,
+    policies,
+    parts.grading,
+    answers,
+    parts.schedule,
+    group_size=parts.shape.group_size,
+    new_weights=c.fleet.new_weights,
+    deadline_s=c.generation_deadline_s,
+    raise_if_ending=raise_if_ending,
+  )
+  compare = functools.partial(
+    behavior_gaps,
+    placement=parts.placement,
+    programs=programs,
+    mixes_caches=c.fleet.new_weights == SWITCH,
+  )
+  may_differ = checks.may_differ(
+    parts.schedule, learning_rate=c.learning_rate, optimizer=c.optimizer
+  )
+  settings = sampler_settings(
+    folder,
+    c.fleet,
+    parts.sources,
+    identity=identify(
+      json.loads(c.to_json_best_effort()), may_differ, parts.task.train, parts.tokenizer
+    ),
+    group_size=parts.shape.group_size,
+    deadline_s=c.generation_deadline_s,
+  )
+  adapters_only = parts.lora is not None
+  trained, mesh = parts.placement.state.params, parts.placement.mesh
+  sample_for(
+    folder,
+    ComparedSampler(inner, policies, parts.sources, parts.task, compare),
+    settings,
+    abstract_policy(trained, network, mesh, adapters_only=adapters_only),
+  )
 
 
 @contextlib.contextmanager

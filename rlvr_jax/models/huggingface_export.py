@@ -26,7 +26,7 @@ def published_config(
   name = _choose_family(config)
   family = FAMILIES[name]
   activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-  of_tables = family.sizes | family.flags | family.soft_caps
+  of_tables = {**family.sizes, **family.flags, **family.soft_caps}
   published = {
     **_inherited_fields(name, config, source),
     **_published_ropes(name, config),

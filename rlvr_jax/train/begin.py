@@ -5,41 +5,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-
-import jax
+from typing import Any
 
 from rlvr_jax.data.draws import problem_draws
 from rlvr_jax.rollouts.answers import Answers
 from rlvr_jax.rollouts.batches import Batches, BatchSettings, Inputs, Position
-from rlvr_jax.rollouts.sampler import LocalSampler, ThreadSampler
+from rlvr_jax.rollouts.sampler import SWITCH, LocalSampler, SamplerSettings, ThreadSampler
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
-from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.cluster import multihost, sharding
+from rlvr_jax.train.evaluation import Evaluation
 from rlvr_jax.train.fleet.roles import FleetSampler
-from rlvr_jax.train.generation.policies import Policies
-from rlvr_jax.train.generation.samplers import (
-  entropy_sampler,
-  held_out_sampler,
-  training_sampler,
-)
-from rlvr_jax.train.generation.scoring import Scorer
+from rlvr_jax.train.generation.policies import Policies, make_sync
+from rlvr_jax.train.generation.samplers import sampler_of_policy, training_sampler
+from rlvr_jax.train.generation.scoring import Scorer, ScorerSettings, measure_entropy
 from rlvr_jax.train.generation.surroundings import RunSurroundings
-from rlvr_jax.train.loop import Run, RunState, evaluate, save
+from rlvr_jax.train.loop import Plan, Run, RunState, evaluate, save
 from rlvr_jax.train.reporting.log import RunLog
 from rlvr_jax.train.reporting.progress import say
+from rlvr_jax.train.setup.behavior_sources import Sources
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.checks import scores_partly, shaped_outcomes
-from rlvr_jax.train.start import parameters
-from rlvr_jax.train.start.restore import Resumed
+from rlvr_jax.train.setup.initial_params import Frozen
+from rlvr_jax.train.start.restore import Resumed, describe_layout
 from rlvr_jax.train.start.rows import RunRows
-from rlvr_jax.types import Params
+from rlvr_jax.types import Params, TrainState
 
 
 def make_run(
   parts: Parts,
   rows: RunRows,
-  frozen: parameters.Frozen,
+  frozen: Frozen,
   log: RunLog,
   checkpointer: Checkpointer,
   make_answers: Callable[[], Answers],
@@ -51,114 +47,167 @@ def make_run(
 
   Args:
     parts, rows, log, checkpointer, store: of the run.
-    frozen: from `parameters.load_frozen`.
+    frozen: from `InitialParams.frozen`.
     make_answers: what answers the turns of one sampler's rollouts.
     initial: trained parameters before the first update.
   """
-  policies = Policies(parts, frozen.sampler)
-  sampler = training_sampler(parts, policies, make_answers())
-
-  def rest() -> None:
-    sampler.rest()
-    policies.rest()
-
-  scorer = Scorer(parts, rows, frozen.trainer, initial, log)
-  of_entropy = entropy_sampler(parts, frozen.trainer, make_answers())
-  # If all groups are recorded, no problem is drawn, but the position is saved.
-  problems = problem_draws(
-    parts.task.train, batch_size=max(parts.sources.num_live, 1), seed=parts.config.seed
+  c, programs, schedule, sources = parts.config, parts.programs, parts.schedule, parts.sources
+  group_size, new_weights = parts.shape.group_size, c.fleet.new_weights
+  policies = Policies(
+    sources,
+    schedule,
+    frozen.sampler,
+    checksums=programs.checksums,
+    sync=None if c.fleet.samplers else make_sync(parts.placement, schedule),
   )
-  return Run(
-    parts=parts,
-    rows=rows,
-    frozen=frozen,
-    policies=policies,
-    sampler=sampler,
-    rest=rest,
-    batches=Batches(
-      Inputs(sampler, problems, parts.sources.recorded),
-      store,
-      batch_settings(parts),
-      RunSurroundings(parts, rows, policies, log),
+  sampler = training_sampler(
+    sources,
+    policies,
+    parts.grading,
+    make_answers(),
+    schedule,
+    group_size=group_size,
+    new_weights=new_weights,
+    deadline_s=c.generation_deadline_s,
+  )
+  of_policy = lambda engine, settings: sampler_of_policy(
+    engine, frozen.trainer, parts.grading, make_answers(), settings
+  )
+  first_entropy = functools.partial(
+    measure_entropy,
+    source=parts.task.train,
+    batch_size=c.batch.prompts,
+    seed=c.seed,
+    sampler=of_policy(
+      programs.engine,
+      SamplerSettings(group_size, purpose="initial_entropy", deadline_s=c.generation_deadline_s),
     ),
-    store=store,
-    scorer=scorer,
-    first_entropy=functools.partial(scorer.measure_entropy, sampler=of_entropy),
-    held_out_sampler=held_out_sampler(parts, frozen.trainer, make_answers()),
+    rows=rows,
+    frozen=frozen.trainer,
+    score=programs.score,
+  )
+  evaluation = Evaluation(
+    of_policy(
+      programs.held_out_engine,
+      SamplerSettings(
+        c.evaluation.num_samples, purpose="evaluation", deadline_s=c.generation_deadline_s
+      ),
+    ),
+    parts.task,
+    c.evaluation,
+    c.environment.max_turns,
+  )
+  method = parts.method
+  scorer_settings = ScorerSettings(
+    seed=c.seed,
+    permutes_rewards=c.permute_rewards,
+    has_reference=method.reference_kl > 0,
+    has_proximal=method.loss.needs_proximal,
+    proximal_every=c.proximal_every,
+    has_turn_scores=method.advantage.per_token is not None,
+    diagnose_every=c.diagnostics.every,
+  )
+  # If all groups are recorded, no problem is drawn, but the position is saved.
+  problems = problem_draws(parts.task.train, batch_size=max(sources.num_live, 1), seed=c.seed)
+  surroundings = RunSurroundings(
+    network=parts.model.config,
+    sources=sources,
+    programs=programs,
+    recorded=schedule.recorded,
+    replays_routes=method.replays_routes,
+    mixes_caches=new_weights == SWITCH,
+    samplers_compare=c.fleet.samplers,
+    rows=rows,
+    policies=policies,
     log=log,
-    checkpointer=checkpointer,
   )
-
-
-def in_a_thread(run: Run) -> Run:
-  """The run, whose sampler works in a thread of its own."""
-  if not isinstance(run.sampler, LocalSampler):
-    raise TypeError(f"a thread needs a local sampler, not {type(run.sampler).__name__}")
-  sampler = ThreadSampler(
-    run.sampler,
-    deadline_s=run.parts.config.generation_deadline_s,
-    raise_if_ending=multihost.raise_if_shutdown_requested,
-    keep=run.store.write_group,
-  )
-  run.batches.sample_with(sampler, are_kept=True)
-  return dataclasses.replace(run, sampler=sampler, rest=_keep_all)
-
-
-def with_fleet(run: Run, workdir: Workdir) -> Run:
-  """The run, whose rollouts other programs sample that meet it in its workdir."""
-  if not isinstance(run.sampler, LocalSampler):
-    raise TypeError(f"examples come of a local sampler, not of {type(run.sampler).__name__}")
-  examples, total = run.sampler.examples(), run.parts.config.num_updates
-  has_all = lambda: run.batches.position().number >= total
-  args = run.parts, run.policies, run.checkpointer, workdir, examples, has_all
-  sampler = FleetSampler(*args)
-  run.batches.sample_with(sampler, are_kept=False)
-  return dataclasses.replace(run, sampler=sampler, rest=_keep_all)
-
-
-def _keep_all() -> None:
-  """Lets no policy go: what was begun under it goes on during the update."""
-
-
-def batch_settings(parts: Parts) -> BatchSettings:
-  """How the batches of a run are made."""
-  c, schedule, sources = parts.config, parts.schedule, parts.sources
-  by_outcome = bool(shaped_outcomes(parts.outcome_policy)) or scores_partly(
-    c.environment.name, parts.outcome_policy
-  )
-  how_drawn = {}
-  if schedule.threaded and sources.live:
-    settings = sources.live[0].programs.settings
-    how_drawn = {
-      "burst_steps": settings.shape.steps,
-      "slots": settings.slots,
-      "new_weights": c.fleet.new_weights,
-    }
-  return BatchSettings(
+  outcomes = parts.grading.outcome_policy
+  batch_settings = BatchSettings(
     quotas=sources.quotas,
     seed=c.seed,
     max_draws=c.dynamic_sampling.max_batches if c.dynamic_sampling.enabled else 0,
     waits_for_all=not schedule.threaded,
     repeats=schedule.recorded,
-    how_drawn=how_drawn,
+    how_drawn=how_drawn(sources, new_weights) if schedule.threaded else {},
     about={
       "tokenizer": c.tokenizer,
       "truncated": sources.truncated,
-      "shaped": bool(c.overlong.buffer) or by_outcome or sources.shaped,
-      "group_size": parts.shape.group_size,
+      "shaped": bool(c.overlong.buffer or shaped_outcomes(outcomes))
+      or scores_partly(c.environment.name, outcomes)
+      or sources.shaped,
+      "group_size": group_size,
       "max_prompt_length": parts.shape.max_prompt_length,
       "max_response_length": parts.shape.max_response_length,
       "sources": [source.name for source in sources],
-      **({"routes": parts.model.config.mixture} if parts.method.records_routes else {}),
+      **({"routes": parts.model.config.mixture} if method.records_routes else {}),
     },
+  )
+  return Run(
+    plan=Plan(
+      num_updates=c.num_updates,
+      schedule=schedule,
+      save_every=c.checkpoint.every,
+      keep=c.checkpoint.keep,
+      keeps_used=c.store.keep_used,
+      reads_first=sharding.is_on_cpu(parts.placement.mesh),
+    ),
+    programs=programs,
+    rows=rows,
+    frozen=frozen,
+    policies=policies,
+    sampler=sampler,
+    batches=Batches(
+      Inputs(sampler, problems, sources.recorded), store, batch_settings, surroundings
+    ),
+    store=store,
+    scorer=Scorer(scorer_settings, rows, frozen.trainer, initial, programs, log),
+    first_entropy=first_entropy,
+    evaluation=evaluation,
+    log=log,
+    checkpointer=checkpointer,
+    layout=describe_layout(parts.placement, parts.compiler_options, slots=c.sampling.slots),
   )
 
 
-def begin(run: Run, params: Params) -> RunState:
-  """Evaluates and saves step 0, with these parameters."""
-  stateful = jax.tree.leaves(run.parts.placement.state.advantage_state)
-  entropy = run.first_entropy(params) if stateful else 0.0
-  state = parameters.first_state(run.parts, params, entropy)
+def how_drawn(sources: Sources, new_weights: str) -> dict[str, Any]:
+  """What a later run needs to repeat draws that depend on the clock, see `BatchSettings`."""
+  if not sources.live:
+    return {}
+  settings = sources.live[0].programs.settings
+  return {
+    "burst_steps": settings.shape.steps,
+    "slots": settings.slots,
+    "new_weights": new_weights,
+  }
+
+
+def in_a_thread(run: Run, deadline_s: float) -> Run:
+  """The run, whose sampler works in a thread of its own.
+
+  Args:
+    run: with the sampler of this program.
+    deadline_s: `config.generation_deadline_s`.
+  """
+  if not isinstance(run.sampler, LocalSampler):
+    raise TypeError(f"a thread needs a local sampler, not {type(run.sampler).__name__}")
+  sampler = ThreadSampler(
+    run.sampler,
+    deadline_s=deadline_s,
+    raise_if_ending=multihost.raise_if_shutdown_requested,
+    keep=run.store.write_group,
+  )
+  run.batches.sample_with(sampler, are_kept=True)
+  return dataclasses.replace(run, sampler=sampler)
+
+
+def with_fleet(run: Run, sampler: FleetSampler) -> Run:
+  """The run, whose rollouts other programs sample."""
+  run.batches.sample_with(sampler, are_kept=False)
+  return dataclasses.replace(run, sampler=sampler)
+
+
+def begin(run: Run, state: TrainState) -> RunState:
+  """Evaluates and saves step 0, with this state."""
   now = RunState(0, state, run.batches.position(), dict(run.log.counters))
   now = evaluate(run, now)
   save(run, now)
@@ -177,7 +226,7 @@ def resume(run: Run, resumed: Resumed) -> RunState:
     before = run.store.info(missing - 1)["after"] if missing else None
     position = Position(**before) if before else run.batches.position()
   run.batches.move_to(position)
-  pending = max(position.number - run.parts.schedule.first(resumed.step), 0)
+  pending = max(position.number - run.plan.schedule.first(resumed.step), 0)
   say(
     f"resumed at update {resumed.step}: parameters, optimizer and algorithm state,"
     f" {run.log.counters['batches']} batches of prompts sampled, {pending} batches of rollouts"

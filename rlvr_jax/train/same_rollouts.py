@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
@@ -50,11 +51,14 @@ def train_and_record(
   """
   copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
   params: dict[int, Params] = {}
-  with open_session(build(base), workdir / "training") as run:
+  parts = build(base)
+  with open_session(parts, workdir / "training") as run:
     now, run = run.now, run.run
     first = copy(now.state.params)
     entropy = run.first_entropy(first)
-    state = parameters.first_state(run.parts, copy(first), entropy)
+    state = parameters.first_state(
+      parts.method, parts.placement.state, copy(first), entropy, start=parts.config.start
+    )
     now = now._replace(state=state)
     for step in progress(range(before + max(lags) + 1), "training", unit="updates"):
       batch = next_batch(run, now)
@@ -65,7 +69,7 @@ def train_and_record(
         params[lag] = copy(now.state.params)
       now = update(run, now, batch)
     run.log.finish_update()
-  return run.parts, recorded, params, first, entropy
+  return parts, recorded, params, first, entropy
 
 
 def read_recorded_batch(place: str) -> TrainBatch:
@@ -88,7 +92,8 @@ def read_recorded_batch(place: str) -> TrainBatch:
 
 def measure_gradients(
   name: str,
-  parts: Parts,
+  trained: Method,
+  mesh: Mesh,
   batch: TrainBatch,
   params: dict[int, Params],
   reference: Params,
@@ -98,18 +103,18 @@ def measure_gradients(
 
   Args:
     name: of the recipe.
-    parts, batch, params, reference, entropy: see `train_and_record`.
+    trained: method of the run that has recorded the batch.
+    mesh: on which it made updates.
+    batch, params, reference, entropy: see `train_and_record`.
   """
-  method: Method = make_method(load_recipe(name), parts.model, parts.placement.mesh)
-  limit = parts.config.max_response_length
-  recorded = parts.method  # what the batch has, whatever the recipe would record
-  method = method._replace(
-    max_response_length=limit,
-    records_routes=recorded.records_routes,
-    replays_routes=recorded.replays_routes,
+  method = make_method(load_recipe(name), trained.model, mesh)
+  method = method._replace(  # what the batch has, whatever the recipe would record
+    max_response_length=trained.max_response_length,
+    records_routes=trained.records_routes,
+    replays_routes=trained.replays_routes,
   )
   # As precise as the products of the run itself.
-  exactly = functools.partial(with_matmul_precision, precision=parts.model.config.precision)
+  exactly = functools.partial(with_matmul_precision, precision=trained.model.config.precision)
   logprobs = jax.jit(exactly(lambda p, b: policy_logprobs(p, {}, b, method=method)[0]))
   batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
   if method.reference_kl:
@@ -118,7 +123,7 @@ def measure_gradients(
   coefficients = method.advantage.apply(state, batch)
   masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
   coefficients = method.advantage.in_loss(state, batch, coefficients)
-  key = key_for(parts.config.seed, "reweighting")
+  key = key_for(trained.seed, "reweighting")
   gradient_of = jax.jit(exactly(functools.partial(update_gradient, method=method)))
   results = {}
   for lag, at in params.items():
@@ -179,7 +184,9 @@ def compare_gradients(
   batch = recorded if rollouts is None else batch
   names = ["grpo", *(name for name in recipes if name != "grpo")]
   results = {
-    name: measure_gradients(name, parts, batch, params, reference, entropy)
+    name: measure_gradients(
+      name, parts.method, parts.placement.mesh, batch, params, reference, entropy
+    )
     for name in progress(names, "gradients", unit="recipes")
   }
   numbers, matrices = {}, {}

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from rlvr_jax.rollouts.answers import Answers
+import jax
+
+from rlvr_jax.environments.dialogues import EnvironmentPool
+from rlvr_jax.fleet.remote import Allowed
+from rlvr_jax.rewards.grading import GraderPool
+from rlvr_jax.rollouts.sampler import LocalSampler
+from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.files import replace_file
 from rlvr_jax.storage.places import Workdir
@@ -17,6 +25,8 @@ from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.workdir import LAYOUT_FILE, StartFiles, open_workdir
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError, deadline
+from rlvr_jax.train.fleet.policies import PolicyPublisher
+from rlvr_jax.train.fleet.roles import WEIGHTS, FleetSampler, identify, trainer_settings
 from rlvr_jax.train.generation import raw_logprobs
 from rlvr_jax.train.loop import Run, RunState
 from rlvr_jax.train.reporting import advice, machines
@@ -36,7 +46,7 @@ from rlvr_jax.train.setup.grading import (
 from rlvr_jax.train.setup.programs import RowTokens
 from rlvr_jax.train.start import parameters
 from rlvr_jax.train.start.every_line import check_every_line
-from rlvr_jax.train.start.first_params import make_first_params, warm_start
+from rlvr_jax.train.start.first_params import load_from_other_run, warm_start
 from rlvr_jax.train.start.restore import (
   describe_layout,
   elapsed_seconds,
@@ -44,7 +54,7 @@ from rlvr_jax.train.start.restore import (
   last_records,
   restore_sources,
 )
-from rlvr_jax.train.start.rows import ROWS_FILE, RunRows, read_rows, write_rows
+from rlvr_jax.train.start.rows import ROWS_FILE, RunRows, read_rows, row_fields, write_rows
 
 ROLLOUTS_FOLDER = "rollouts"
 
@@ -86,33 +96,66 @@ def open_session(
     stack.enter_context(multihost.silence_all_but_first())
     stack.enter_context(_report_shutdown())
     stack.enter_context(deadline())
+    config, placement = parts.config, parts.placement
     folder, files = open_workdir(workdir, enter)
-    first = multihost.run_on_first(lambda: _check_config(folder, files, parts), None)
-    parts = restore_sources(parts, folder.local)
-    rows = RunRows(
-      parts,
-      RowTokens(*recorded) if (recorded := multihost.exchange(first)[0]) else None,
-      lambda tokens: _record_rows(folder, parts, tokens),
+    may_differ = checks.may_differ(
+      parts.schedule, learning_rate=config.learning_rate, optimizer=config.optimizer
     )
+
+    def check() -> RowTokens | None:
+      found = _check_workdir(folder, files, config.to_json_best_effort(), may_differ)
+      parameters.check_start(config.start, config.lora.adapters, folder.path)
+      return found
+
+    recorded = multihost.exchange(multihost.run_on_first(check, None))[0]
+    parts = dataclasses.replace(
+      parts, sources=restore_sources(parts.sources, parts.make_sources, folder.local)
+    )
+    layout = describe_layout(placement, parts.compiler_options, slots=config.sampling.slots)
+    rows = RunRows(
+      placement,
+      parts.shape,
+      parts.model.config,
+      has_first_phase=parts.method.has_first_phase,
+      configured=RowTokens(config.batch.tokens_per_row, config.batch.tokens_per_micro_batch),
+      recorded=RowTokens(*recorded) if recorded else None,
+      record=functools.partial(_record_rows, folder, layout),
+    )
+    multihost.run_on_first(lambda: _write_layout(folder, layout | rows.fields), None)
     logged = logged_run(parts)
     raw_logprobs.announce(parts.sources)
-    announce_partial_credit(parts.outcome_policy, parts.task, parts.config.environment.name)
-    announce_defaults(parts.compiler_options, parts.config.compiler_options)
+    announce_partial_credit(parts.grading.outcome_policy, parts.task, config.environment.name)
+    announce_defaults(parts.compiler_options, config.compiler_options)
     announce_precision(parts.model.config.compute_dtype)
-    announce_data(parts, logged.warm_start)
-    frozen = parameters.load_frozen(parts)
+    announce_data(parts.schedule, logged, parts.sources.num_live, config.dynamic_sampling.enabled)
+    frozen = parts.initial.frozen()
     warm_starts = enter(Checkpointer(folder.path / "warm_start", keep=1, workdir=folder))
-    warm = warm_starts.restore(parts.placement.state.params)
-    keep = parts.config.checkpoint.keep
+    warm = warm_starts.restore(placement.state.params)
+    keep = config.checkpoint.keep
     checkpointer = enter(Checkpointer(folder.path / "checkpoints", keep=keep, workdir=folder))
     store = _open_store(folder, enter)
-    resumed = find_resumable(checkpointer, parts, store, rows)
+    resumed = find_resumable(
+      checkpointer, placement.state, parts.schedule, store, layout | rows.fields
+    )
     no_writer = MetricWriter(folder.local)
     records = last_records(resumed, warm)
+    in_json = json.loads(config.to_json_best_effort())
     writer = multihost.run_on_first(
-      lambda: enter(_open_writer(folder, parts, records, tracked_by)), no_writer
+      lambda: enter(_open_writer(folder, records, tracked_by, in_json)), no_writer
     )
-    make_answers = multihost.run_together(lambda: _start_graders(parts, enter))
+    outcome_policy = parts.grading.outcome_policy
+
+    def start() -> tuple[GraderPool, EnvironmentPool | None]:
+      graders, environments = start_pools(
+        config.grading, config.environment, parts.task, parts.tokenizer, enter
+      )
+      check_first_grade(outcome_policy, graders, parts.task)
+      check_every_line(outcome_policy, graders, parts.task)
+      check_first_dialogue(outcome_policy, environments, parts.task)
+      return graders, environments
+
+    pools = multihost.run_together(start)
+    make_answers = functools.partial(parts.make_answers, *pools)
     check_first_messages(
       make_answers(),
       parts.tokenizer,
@@ -122,12 +165,33 @@ def open_session(
     )
     # A resumed run whose warm-start folder is gone still has its records.
     records_to = no_writer if resumed else writer
-    params, needs_warm_start = make_first_params(parts, warm, records_to, warm_starts)
+    if warm:
+      params = warm.state
+    elif config.start.checkpoint:
+      params = load_from_other_run(config.start, parts.initial, records_to, warm_starts)
+    else:
+      params = parts.initial.trained()  # cheap to recompute, so they are not saved
     multihost.run_on_first(files.keep, None)
     # Until here a signal ends the process at once, since there is nothing to save.
     stack.enter_context(multihost.share_shutdown_signals())
-    if needs_warm_start:
-      params = warm_start(parts, params, frozen.trainer, records_to, warm_starts)
+    if config.warm_start.num_steps and not warm and not config.start.checkpoint:
+      demonstrations = parameters.supervised_batches(
+        parts.task.warm_start,
+        parts.tokenizer,
+        parts.shape,
+        batch_size=config.warm_start.batch_size,
+        seed=config.seed,
+      )
+      params = warm_start(
+        params,
+        frozen.trainer,
+        demonstrations,
+        config.warm_start.num_steps,
+        parts.programs,
+        placement,
+        records_to,
+        warm_starts,
+      )
     log = RunLog(
       logged,
       writer,
@@ -135,28 +199,46 @@ def open_session(
       profile=enter(machines.Profile(profile, folder.local, folder.path)),
     )
     run = make_run(parts, rows, frozen, log, checkpointer, make_answers, store, initial=params)
-    now = resume(run, resumed) if resumed else begin(run, params)
+    if resumed:
+      now = resume(run, resumed)
+    else:
+      stateful = jax.tree.leaves(placement.state.advantage_state)
+      entropy = run.first_entropy(params) if stateful else 0.0
+      state = parameters.first_state(
+        parts.method, placement.state, params, entropy, start=config.start
+      )
+      now = begin(run, state)
     del params, warm, resumed  # the run keeps what it needs
-    if parts.config.fleet.samplers:
-      run = with_fleet(run, folder)
+    if config.fleet.samplers:
+      identity = identify(in_json, may_differ, parts.task.train, parts.tokenizer)
+      run = with_fleet(run, _fleet_sampler(parts, run, folder, identity))
     elif parts.schedule.threaded:
-      run = in_a_thread(run)
+      run = in_a_thread(run, config.generation_deadline_s)
     enter(run.sampler)
     yield Session(run, now, folder)
 
 
-def announce_data(parts: Parts, warm_start: advice.WarmStart) -> None:
-  """Prints how often a run will see its problems, and whether its demonstrations too often."""
+def announce_data(
+  schedule: Schedule, logged: LoggedRun, groups: int, dynamic_sampling: bool
+) -> None:
+  """Prints how often a run will see its problems, and whether its demonstrations too often.
+
+  Args:
+    schedule: of the run.
+    logged: from `logged_run`.
+    groups: number of groups that this run samples for a batch.
+    dynamic_sampling: whether it replaces some of them.
+  """
   say(
     advice.planned_passes(
-      parts.schedule,
-      num_updates=parts.config.num_updates,
-      groups=parts.sources.num_live,
-      problems=len(parts.task.train),
-      dynamic_sampling=parts.config.dynamic_sampling.enabled,
+      schedule,
+      num_updates=logged.num_updates,
+      groups=groups,
+      problems=len(logged.task.train),
+      dynamic_sampling=dynamic_sampling,
     )
   )
-  if text := advice.on_demonstrations(warm_start):
+  if text := advice.on_demonstrations(logged.warm_start):
     warn(text)
 
 
@@ -190,34 +272,36 @@ def _report_shutdown() -> Iterator[None]:
     raise
 
 
-def _check_config(workdir: Workdir, files: StartFiles, parts: Parts) -> RowTokens | None:
+def _check_workdir(
+  workdir: Workdir, files: StartFiles, config_json: str, may_differ: Sequence[str]
+) -> RowTokens | None:
   """Raises WorkdirError unless the workdir is new or its run has this configuration.
 
+  Args:
+    workdir, files: from `open_workdir`.
+    config_json: the configuration.
+    may_differ: fields that a resumed run may change.
   Returns:
     The rows that the run began with, see `read_rows`.
   """
   workdir.fetch()
   rows = read_rows(workdir.local)  # first, since config.json may follow this start
-  allowed = checks.may_differ(parts.config, parts.schedule)
   # From here on, a failed start removes the files that it wrote.
-  files.check_config(parts.config.to_json_best_effort(), allowed)
+  files.check_config(config_json, may_differ)
   if rows is not None and not (workdir.local / ROWS_FILE).exists():
     write_rows(workdir.local, rows)
-  parameters.check_start(parts.config.start, parts.config.lora.adapters, workdir.path)
-  _write_layout(workdir, parts, rows)
   return rows
 
 
-def _record_rows(workdir: Workdir, parts: Parts, tokens: RowTokens) -> None:
-  """Records the rows that the first batch has chosen."""
+def _record_rows(workdir: Workdir, layout: Mapping[str, Any], tokens: RowTokens) -> None:
+  """Records the rows that the first batch has chosen; `layout`: without them."""
   write_rows(workdir.local, tokens)
-  _write_layout(workdir, parts, tokens)
+  _write_layout(workdir, {**layout, **row_fields(tokens)})
   workdir.publish(ROWS_FILE, LAYOUT_FILE)
 
 
-def _write_layout(workdir: Workdir, parts: Parts, rows: RowTokens | None) -> None:
+def _write_layout(workdir: Workdir, layout: Mapping[str, Any]) -> None:
   """Says which machine has started or resumed the run, and how work is laid out there."""
-  layout = describe_layout(parts, RunRows(parts, rows))
   with replace_file(workdir.local / LAYOUT_FILE) as file:
     file.write((json.dumps(layout) + "\n").encode())
 
@@ -234,26 +318,47 @@ def _open_store(workdir: Workdir, enter: Enter) -> RolloutStore:
 
 def _open_writer(
   workdir: Workdir,
-  parts: Parts,
   records: tuple[int | None, Any],
   tracked_by: Sequence[str],
+  config: Mapping[str, Any],
 ) -> MetricWriter:
-  """The writer of metrics, which continues after `records`; see `restore.last_records`."""
-  config = json.loads(parts.config.to_json_best_effort())
-  trackers = [Tracker(name, workdir.local, config) for name in tracked_by]
+  """The writer of metrics.
+
+  Args:
+    workdir: of the run.
+    records: after which it continues, see `restore.last_records`.
+    tracked_by: names of `writer.TRACKERS`.
+    config: for them, as JSON.
+  """
   return open_writer(
     workdir.local,
     *records,
-    trackers=trackers,
+    trackers=[Tracker(name, workdir.local, config) for name in tracked_by],
     publish=workdir.publish,
     kept=workdir.path,
   )
 
 
-def _start_graders(parts: Parts, enter: Enter) -> Callable[[], Answers]:
-  """Starts graders and environments, and checks them: by all answers, and by the first dialogue."""
-  graders, environments = start_pools(parts.config, parts.task, parts.tokenizer, enter)
-  check_first_grade(parts.outcome_policy, graders, parts.task)
-  check_every_line(parts.outcome_policy, graders, parts.task)
-  check_first_dialogue(parts.outcome_policy, environments, parts.task)
-  return lambda: parts.make_answers(graders, environments)
+def _fleet_sampler(
+  parts: Parts, run: Run, workdir: Workdir, identity: Mapping[str, str]
+) -> FleetSampler:
+  """The samplers of a run that meet it in its workdir; `identity`: from `identify`."""
+  if not isinstance(run.sampler, LocalSampler):
+    raise TypeError(f"examples come of a local sampler, not of {type(run.sampler).__name__}")
+  config, network = parts.config, parts.model.config
+  publisher = PolicyPublisher(
+    workdir.path / WEIGHTS,
+    network,
+    adapters_only=parts.lora is not None,
+    workdir=workdir,
+    beside=run.checkpointer,
+  )
+  settings = trainer_settings(
+    workdir.path,
+    config.fleet,
+    Allowed(run.sampler.examples(), network.vocab_size, network.num_experts),
+    identity=identity,
+    deadline_s=config.generation_deadline_s,
+  )
+  has_all = lambda: run.batches.position().number >= config.num_updates
+  return FleetSampler(settings, publisher, run.policies, workdir, has_all)

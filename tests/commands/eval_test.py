@@ -104,7 +104,7 @@ def test_a_run_is_evaluated_as_the_network_it_was(run):
   overrides = {**tiny.get_config().model.overrides, "rope_theta": 5.0}
   other = build(tiny.config(**FIELDS, model__overrides=overrides))
   with pytest.raises(CheckpointError, match=r"another network.*rope_theta"):
-    load_policy(other, workdir / "checkpoints" / "1")
+    load_policy(other.initial, workdir / "checkpoints" / "1")
   folder = checkpoint_folder(str(workdir))
   assert folder == checkpoint_folder(str(workdir / "checkpoints")) == workdir / "checkpoints" / "1"
 
@@ -127,4 +127,4 @@ def test_a_run_with_a_damaged_configuration_is_refused(parts, tmp_path, text, er
   """Also by --mode=export, which takes the policy from the same function."""
   (tmp_path / "config.json").write_text(text)
   with pytest.raises(error, match=message):
-    load_policy(parts, tmp_path / "checkpoints" / "1")
+    load_policy(parts.initial, tmp_path / "checkpoints" / "1")

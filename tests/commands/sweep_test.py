@@ -132,8 +132,7 @@ def test_flags_that_do_not_go_together(tmp_path):
   file = written(tmp_path, [{"seed": 4}])
   action = choose._prepare_sweep(file, "runs/x", argv, ["wandb", "trackio"])
   (run,), workdir = action.args
-  expected = (f"--config={TINY}", "--config.seed=4", "--config.num_updates=5")
-  assert run.flags == expected
+  assert run.flags == (f"--config={TINY}", "--config.seed=4", "--config.num_updates=5")
   assert workdir == "runs/x" and action.keywords["more"] == ["--trackers=wandb,trackio"]
 
 

@@ -21,7 +21,7 @@ from rlvr_jax.ops.row_attention import row_attention
 from rlvr_jax.train.setup import behavior_sources
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.programs import abstract_update_batch
-from rlvr_jax.train.start.parameters import supervised_batches, supervised_state
+from rlvr_jax.train.start.parameters import supervised_batches
 from rlvr_jax.types import Sampling
 
 EXACT = {(precision.EXACT,) * 2}
@@ -59,7 +59,9 @@ def traced(parts):
   batch = abstract_update_batch(parts.method, parts.placement, parts.shape)
   rollouts = (params, frozen, batch.prompts, batch.tokens)
   lengths = jax.ShapeDtypeStruct(batch.rewards.shape, jnp.int32)
-  demonstrations = next(supervised_batches(parts))
+  demonstrations = next(
+    supervised_batches(parts.task.warm_start, parts.tokenizer, parts.shape, batch_size=4, seed=0)
+  )
   loaded, block = engine._loaded_shapes(params, frozen), engine.settings.shape.prompt.size
   trace = lambda program, *args, **static: program.trace(*args, **static)
   return {
@@ -70,7 +72,7 @@ def traced(parts):
     "gap": trace(programs.behavior_gap, params, frozen, batch, sampling=Sampling()),
     "temperature 1": trace(programs.logprobs_at_temperature_1, *rollouts, lengths),
     "warm start": trace(
-      programs.supervised_step, jax.eval_shape(lambda: supervised_state(parts)), frozen,
+      programs.supervised_step, (params, jax.eval_shape(programs.supervised_init, params)), frozen,
       *demonstrations,
     ),
     "prefill": trace(engine.programs.prefill, loaded, jax.ShapeDtypeStruct((4, block), jnp.int32)),

@@ -25,6 +25,7 @@ from rlvr_jax.train import begin, loop
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.cluster import multihost, process
 from rlvr_jax.train.generation.agreement import AgreementError
+from rlvr_jax.train.generation.policies import Policies, make_sync
 from rlvr_jax.train.reporting.log import RunLog
 from rlvr_jax.train.reporting.writer import open_writer, stage_summary
 from rlvr_jax.train.session import logged_run
@@ -32,7 +33,6 @@ from rlvr_jax.train.setup import build as building
 from rlvr_jax.train.setup.behavior_sources import Source, Sources
 from rlvr_jax.train.setup.programs import PlacedModel, make_behavior_gap
 from rlvr_jax.train.start import parameters, restore
-from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Sampling
 
 UPDATES = 8
@@ -267,7 +267,7 @@ def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
   ):
     assert saved.steps()[-2:] == [4, 6]
     assert (
-      restore.find_resumable(saved, parts, store, RunRows(parts, None)).step
+      restore.find_resumable(saved, parts.placement.state, parts.schedule, store, {}).step
       == saved.steps()[-1]
       == 4
     )
@@ -295,8 +295,8 @@ def test_a_batch_after_the_checkpoint_is_read_or_sampled_again(
 class Steps:
   """A run and where it stands, step by step."""
 
-  def __init__(self, run, now):
-    self.run, self.now, self.workdir = run, now, run.log.writer.workdir
+  def __init__(self, parts, run, now):
+    self.parts, self.run, self.now, self.workdir = parts, run, now, run.log.writer.workdir
 
   def step(self):
     """One update; returns its batch."""
@@ -317,17 +317,20 @@ def session(parts, on_policy, tmp_path):
     pool = GraderPool(these.task.grader, num_workers=1, timeout_s=5.0)
     store = RolloutStore(workdir / "rollouts", writable=True)
     these = dataclasses.replace(these, schedule=schedule)
-    frozen = parameters.load_frozen(these)
+    frozen = these.initial.frozen()
     log = RunLog(logged_run(these), writer)
     makers = itertools.chain([change(pool.submit)], itertools.repeat(pool.submit))
     answers = lambda: Answers(these.tokenizer, next(makers))  # the first are those of training
-    rows = RunRows(these, None)
+    rows = tiny.run_rows(these)
     run = begin.make_run(these, rows, frozen, log, saved, answers, store, initial=warm.state)
-    now = begin.begin(run, warm.state)
+    state = parameters.first_state(
+      these.method, these.placement.state, warm.state, 0.0, start=these.config.start
+    )
+    now = begin.begin(run, state)
     if schedule.threaded:
-      run = begin.in_a_thread(run)
+      run = begin.in_a_thread(run, these.config.generation_deadline_s)
     opened.extend([run.sampler, writer, saved, pool, store])
-    return Steps(run, now)
+    return Steps(these, run, now)
 
   opened = []
   yield make
@@ -344,7 +347,15 @@ def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(session):
   other = dict(made.now.state.params)
   other["embedding"] = bias(other["embedding"])
   run.policies.make(made.now.state.params, version)
-  offered = begin.Policies(run.parts, run.frozen.sampler).make(other, version)
+  parts = made.parts
+  policies = Policies(
+    parts.sources,
+    parts.schedule,
+    run.frozen.sampler,
+    checksums=parts.programs.checksums,
+    sync=make_sync(parts.placement, parts.schedule),
+  )
+  offered = policies.make(other, version)
   run.sampler.offer(offered)
   run.batches.open(until=version + 1, version=version)
   with pytest.raises(FingerprintError, match=r"rollouts 2 of version 2 .* weight sync"):
@@ -628,20 +639,23 @@ def test_a_resumed_run_keeps_to_what_it_began_with(on_policy, parts, tmp_path):
     sources__checkpoint=dict(fraction=0.5, workdir=str(theirs), step=-1),
     sources__recorded=dict(fraction=0.5, store=str(theirs / "rollouts")),
   )
-  pins = lambda these: {source.name: source.pin for source in these.sources}
+  pins = lambda sources: {source.name: source.pin for source in sources}
+  restored = lambda these: restore.restore_sources(
+    these.sources, these.make_sources, tmp_path / "run"
+  )
   before = build(**fields)
   (tmp_path / "run").mkdir()
-  begun = restore.restore_sources(before, tmp_path / "run")
+  begun = restored(before)
   assert pins(begun) == {"checkpoint": UPDATES, "recorded": list(range(UPDATES))}
   store = RolloutStore(theirs / "rollouts", writable=True)
   store.write(UPDATES, *store.read(0))
   shutil.copytree(theirs / "checkpoints" / "8", theirs / "checkpoints" / "9")
   after = build(**fields)
-  assert pins(after) == {"checkpoint": 9, "recorded": list(range(UPDATES + 1))}
-  assert pins(restore.restore_sources(after, tmp_path / "run")) == pins(begun)
+  assert pins(after.sources) == {"checkpoint": 9, "recorded": list(range(UPDATES + 1))}
+  assert pins(restored(after)) == pins(begun)
   store.remove(3)
   with pytest.raises(StoreError, match=r"has lost the batches \[3\].*sources.json"):
-    restore.restore_sources(build(**fields), tmp_path / "run")
+    restored(build(**fields))
 
 
 @pytest.mark.slow

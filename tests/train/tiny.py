@@ -25,6 +25,8 @@ from rlvr_jax.storage.places import OWNER, in_bucket, open_lines, parse_path
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.setup.behavior_sources import recorded_groups
 from rlvr_jax.train.setup.build import batch_shape, build
+from rlvr_jax.train.setup.programs import RowTokens
+from rlvr_jax.train.start.rows import RunRows
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 900  # generous: a busy machine is no failure
@@ -94,6 +96,19 @@ def recorded_by(config, tokenizer):
     (config.tokenizer, tokenizer.pad_id),
     batch_shape(config),
     allow_truncated=config.allow_truncated_behavior,
+  )
+
+
+def run_rows(parts, recorded=None, record=lambda _: None):
+  """The rows of a run, as a session makes them."""
+  return RunRows(
+    parts.placement,
+    parts.shape,
+    parts.model.config,
+    has_first_phase=parts.method.has_first_phase,
+    configured=RowTokens(*(parts.config.batch[name] for name in RowTokens._fields)),
+    recorded=recorded,
+    record=record,
   )
 
 

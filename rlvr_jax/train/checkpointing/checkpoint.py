@@ -209,7 +209,7 @@ class Checkpointer:
   def check(self) -> None:
     """Raises the error of the current save if that has failed; does not wait for it."""
     with self._convert_errors():
-      self._manager.check_for_errors()
+      self._writer.check_for_errors()
 
   def wait(self) -> None:
     """Blocks until the current save is committed, and removes those that are not kept any more.

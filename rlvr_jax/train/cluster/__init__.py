@@ -5,4 +5,5 @@ __all__ = [
   "multihost",
   "process",
   "sharding",
+  "waiting",
 ]

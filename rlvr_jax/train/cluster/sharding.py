@@ -153,6 +153,11 @@ def has_same_devices(mesh: Mesh, other: Mesh) -> bool:
   return list(mesh.devices.flat) == list(other.devices.flat)
 
 
+def is_on_cpu(mesh: Mesh | AbstractMesh) -> bool:
+  """Whether a mesh is of CPUs; one without devices stands for accelerators."""
+  return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+
+
 def state_shardings(abstract: Any, mesh: Mesh) -> Any:
   """A NamedSharding for every leaf, from `RULES` by its path; also for optimizer moments.
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from rlvr_jax.fleet.program import PolicyGoneError
 from rlvr_jax.models.functional import cast_to_decode
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.storage.files import DiskFullError
 from rlvr_jax.storage.places import Workdir, make_absolute, parse_path
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
@@ -32,7 +33,6 @@ from rlvr_jax.train.checkpointing.checkpoint_files import (
   verify_state,
 )
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.programs import published_params
 from rlvr_jax.types import Params
 
@@ -58,8 +58,9 @@ class PolicyPublisher:
   def __init__(
     self,
     folder: str | os.PathLike[str],
-    parts: Parts,
+    network: TransformerConfig,
     *,
+    adapters_only: bool,
     keep: int = KEEP,
     workdir: Workdir | None = None,
     beside: Checkpointer | None = None,
@@ -68,7 +69,8 @@ class PolicyPublisher:
 
     Args:
       folder: of the policies alone; may be in a bucket.
-      parts: of the run.
+      network: settings of the policy's network.
+      adapters_only: whether only adapters are trained.
       keep: number of policies, ≥ 1.
       workdir: of the run, which guards writes into a bucket.
       beside: writes the run's checkpoints. Several processes write one thing at a time: orbax's
@@ -77,8 +79,8 @@ class PolicyPublisher:
     self._beside = beside if jax.process_count() > 1 else None
     self._folder = make_absolute(parse_path("the folder of policies", folder))
     self._checkpointer = Checkpointer(self._folder, keep=keep, workdir=workdir, short_lived=True)
-    self._cast = jax.jit(lambda params: cast_to_decode(params, parts.model.config))
-    self._keep, self._adapters_only = keep, parts.lora is not None
+    self._cast = jax.jit(lambda params: cast_to_decode(params, network))
+    self._keep, self._adapters_only = keep, adapters_only
     names = (read_name(self._folder, version) for version in saved_steps(self._folder))
     self._published = {policy.version: policy for policy in names if policy}
     self._writing: Policy | None = None
@@ -160,17 +162,17 @@ class Restoring(NamedTuple):
 class PolicyReader:
   """Restores published policies onto the devices of a sampler, which read only their shards."""
 
-  def __init__(self, folder: str | os.PathLike[str], parts: Parts):
+  def __init__(self, folder: str | os.PathLike[str], abstract: Params):
     """Reads nothing yet.
 
     Args:
       folder: that the trainer's `PolicyPublisher` has.
-      parts: of this sampler.
+      abstract: from `abstract_policy`, on this sampler's mesh.
     """
     silence_orbax()
     self._folder = make_absolute(parse_path("the folder of policies", folder))
     self._damaged: dict[Policy, float] = {}  # since when
-    self.abstract = abstract_policy(parts, parts.placement.mesh)
+    self._abstract = abstract
 
   def restore(self, policy: Policy) -> Restoring:
     """Restores a policy, and verifies every leaf; with several processes, `verify` does that.
@@ -192,7 +194,7 @@ class PolicyReader:
     try:
       params, host, _ = read_state(
         folder,
-        self.abstract,
+        self._abstract,
         if_other="Start the sampler with the trainer's configuration.",
         verifies=jax.process_count() == 1,
       )
@@ -238,8 +240,15 @@ class PolicyReader:
       time.sleep(_AGAIN_S)
 
 
-def abstract_policy(parts: Parts, mesh: Mesh) -> Params:
-  """Shapes and dtypes of a published policy, with its shardings on a mesh."""
-  trained, adapters_only = parts.placement.state.params, parts.lora is not None
-  params = published_params(trained, parts.model.config, adapters_only)
-  return sharding.add_shardings(params, mesh)
+def abstract_policy(
+  trained: Params, network: TransformerConfig, mesh: Mesh, *, adapters_only: bool
+) -> Params:
+  """Shapes and dtypes of a published policy, with its shardings on a mesh.
+
+  Args:
+    trained: shapes and dtypes of the trained parameters.
+    network: settings of the policy's network.
+    mesh: of the sampler.
+    adapters_only: whether only adapters are trained.
+  """
+  return sharding.add_shardings(published_params(trained, network, adapters_only), mesh)

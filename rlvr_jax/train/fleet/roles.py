@@ -12,13 +12,14 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+import ml_collections
 import numpy as np
 
 import rlvr_jax
-from rlvr_jax.data import Problem
+from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer
 from rlvr_jax.data.batches import PromptError, encode_prompt
 from rlvr_jax.fleet import program, remote
 from rlvr_jax.fleet.exchange import Exchange, draw_from_json, draw_to_json
@@ -28,10 +29,9 @@ from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rollouts.answers import EnvironmentStoppedError
 from rlvr_jax.rollouts.grading import sampled_places
 from rlvr_jax.rollouts.group import Draw, Group, Policy, decode, encode
-from rlvr_jax.rollouts.sampler import SWITCH, LocalSampler, SamplerStoppedError
+from rlvr_jax.rollouts.sampler import LocalSampler, SamplerStoppedError
 from rlvr_jax.storage.objects import open_objects
 from rlvr_jax.storage.places import Workdir, in_bucket
-from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, differing_fields, read_config
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import (
@@ -46,15 +46,13 @@ from rlvr_jax.train.fleet.policies import (
   PolicyPublisher,
   PolicyReader,
 )
-from rlvr_jax.train.generation import agreement
-from rlvr_jax.train.generation.agreement import AgreementError
+from rlvr_jax.train.generation.agreement import AgreementError, Compared
 from rlvr_jax.train.generation.policies import Policies
 from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.behavior_sources import Sources
-from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import named_graders, used_graders
 from rlvr_jax.train.start.restore import SOURCES_FILE, restore_sources
+from rlvr_jax.types import Params
 
 FOLDER = "fleet"  # of a workdir, where trainer and samplers meet
 WEIGHTS = "fleet_weights"  # of a workdir, the published policies
@@ -86,37 +84,25 @@ class FleetSampler:
 
   def __init__(
     self,
-    parts: Parts,
+    settings: remote.Settings,
+    publisher: PolicyPublisher,
     policies: Policies,
-    checkpointer: Checkpointer,
     workdir: Workdir,
-    examples: Sequence[Group],
     has_all: Callable[[], bool],
   ):
     """Begins the term of this trainer.
 
     Args:
-      parts, policies, checkpointer, workdir: of the run.
-      examples: of groups of each source, see `LocalSampler.examples`.
+      settings: from `trainer_settings`.
+      publisher: into the folder `WEIGHTS` of the workdir.
+      policies, workdir: of the run.
       has_all: whether all batches of the run are sampled.
     """
-    c, path = parts.config, workdir.path
-    self._publisher = PolicyPublisher(path / WEIGHTS, parts, workdir=workdir, beside=checkpointer)
-    self._has_all, self._poll_s = has_all, poll_s(path)
+    self._publisher, self._has_all, self._poll_s = publisher, has_all, settings.poll_s
     self._measured: dict[str, float] = {}
-    network = parts.model.config
-    allowed = remote.Allowed(examples, network.vocab_size, network.num_experts)
-    settings = remote.Settings(
-      identify(parts),
-      allowed,
-      silent_s=c.fleet.silent_s,
-      deadline_s=c.generation_deadline_s,
-      alone_s=c.generation_deadline_s,
-      poll_s=self._poll_s,
-    )
     known = {int(version): x for version, x in policies.state().items()}
     begin = lambda: RemoteSampler(
-      Exchange(open_objects(path / FOLDER, workdir.guard)),
+      Exchange(open_objects(workdir.path / FOLDER, workdir.guard)),
       self._when_written,
       settings,
       fingerprints=known,
@@ -208,11 +194,26 @@ class ComparedSampler:
   It samples what a trainer asks for, and refuses problems that name graders of their own.
   """
 
-  def __init__(self, parts: Parts, policies: Policies, inner: LocalSampler):
-    """Binds the objects of a sampler's program; `policies`: that `inner` loads."""
-    self._parts, self._policies, self._inner = parts, policies, inner
+  def __init__(
+    self,
+    inner: LocalSampler,
+    policies: Policies,
+    sources: Sources,
+    task: Task,
+    compare: Callable[..., Compared],
+  ):
+    """Binds the objects of a sampler's program.
+
+    Args:
+      inner: samples.
+      policies: that `inner` loads.
+      sources, task: of the run.
+      compare: `agreement.behavior_gaps` with all bound but what one comparison differs in.
+    """
+    self._inner, self._policies, self._sources, self._task = inner, policies, sources, task
+    self._compare_with_trainer = compare
     self._checked: set[tuple[int, int]] = set()  # (version, index of the source)
-    self._graders = {*used_graders(parts.task)}
+    self._graders = {*used_graders(task)}
 
   def offer(self, policy: Policy) -> None:
     """Lets another policy sample; after a restart of the trainer perhaps an earlier one."""
@@ -232,7 +233,7 @@ class ComparedSampler:
     self._inner.want(draw, indices)
 
   def _check(self, problem: Problem) -> None:
-    named = named_graders(self._parts.task.grader, problem.reference)
+    named = named_graders(self._task.grader, problem.reference)
     if foreign := sorted({name for name in named if ":" in name} - self._graders):
       raise ForeignGraderError(
         f"the trainer sends a problem with the grader {foreign[0]!r}, which none of the first"
@@ -256,8 +257,8 @@ class ComparedSampler:
 
   def _compare(self, group: Group) -> Group:
     """The group, with what a comparison has measured if its policy had none."""
-    parts, policies = self._parts, self._policies
-    source = parts.sources.live[group.source]
+    policies, live = self._policies, self._sources.live
+    source = live[group.source]
     versions = {*group.versions} or {0}
     if all((version, group.source) in self._checked for version in versions):
       return group
@@ -267,19 +268,16 @@ class ComparedSampler:
     if not used:
       return group
     of_tokens = group.arrays.get("token_versions")
-    compared = agreement.behavior_gaps(
+    compared = self._compare_with_trainer(
       [group],
       sampled_places(group.arrays)[None].astype(np.float32),
       of_tokens[None] if of_tokens is not None else None,
       used,
       policies.frozen,
       sources=Sources([source._replace(prompts=1)]),
-      placement=parts.placement,
-      programs=parts.programs,
-      mixes_caches=parts.config.fleet.new_weights == SWITCH,
     )
     self._checked |= {(version, group.source) for version in versions}
-    alike = (all((v, i) in self._checked for i in range(len(parts.sources.live))) for v in versions)
+    alike = (all((v, i) in self._checked for i in range(len(live))) for v in versions)
     policies.mark_compared([v for v, is_done in zip(versions, alike, strict=True) if is_done])
     return group._replace(measured=compared.gaps)
 
@@ -365,32 +363,23 @@ def _unless_gone(action: Callable[[], T]) -> T:
   return result[0]
 
 
-def sample_for(parts: Parts, folder: pathlib.Path, sampler: ComparedSampler) -> None:
+def sample_for(
+  folder: pathlib.Path, sampler: ComparedSampler, settings: program.Settings, policy: Params
+) -> None:
   """Samples for the trainer of a workdir, until that has all its batches.
 
   Args:
-    parts: of the sampler.
     folder: the workdir, from `parse_path`.
     sampler: of this program.
+    settings: from `sampler_settings`.
+    policy: shapes, dtypes and shardings of a published policy, from `abstract_policy`.
   Raises:
     EndRequestedError: a signal requested shutdown.
     RefusedError: the trainer has other code, another configuration or other data.
   """
-  reader = PolicyReader(folder / WEIGHTS, parts)
+  reader = PolicyReader(folder / WEIGHTS, policy)
   if not multihost.is_first():
     return follow(sampler, reader)
-  c = parts.config
-  slots = max(source.programs.settings.slots for source in parts.sources.live)
-  settings = program.Settings(
-    name=f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}".replace(".", "-"),
-    identity=identify(parts),
-    capacity=-(-slots // parts.shape.group_size) + 1,
-    silent_s=c.fleet.silent_s,
-    patience_s=c.fleet.silent_s,
-    poll_s=poll_s(folder),
-    idle_s=max(3600.0, 2 * c.generation_deadline_s),
-  )
-
   restore = lambda version, fingerprint: (
     reader.restore(published.Policy(version, fingerprint)).params
   )
@@ -417,37 +406,92 @@ def poll_s(folder: pathlib.Path) -> float:
   return 1.0 if in_bucket(folder) else 0.1
 
 
-def identify(parts: Parts) -> dict[str, str]:
-  """What all programs of a fleet must have in common, by name."""
+def trainer_settings(
+  folder: pathlib.Path,
+  fleet: ml_collections.ConfigDict,
+  allowed: remote.Allowed,
+  *,
+  identity: Mapping[str, str],
+  deadline_s: float,
+) -> remote.Settings:
+  """How a trainer takes part.
+
+  Args:
+    folder: the workdir.
+    fleet: `config.fleet`.
+    allowed: what its groups may be.
+    identity: from `identify`.
+    deadline_s: `config.generation_deadline_s`.
+  """
+  return remote.Settings(
+    identity,
+    allowed,
+    silent_s=fleet.silent_s,
+    deadline_s=deadline_s,
+    alone_s=deadline_s,
+    poll_s=poll_s(folder),
+  )
+
+
+def sampler_settings(
+  folder: pathlib.Path,
+  fleet: ml_collections.ConfigDict,
+  sources: Sources,
+  *,
+  identity: Mapping[str, str],
+  group_size: int,
+  deadline_s: float,
+) -> program.Settings:
+  """How a sampler takes part.
+
+  Args:
+    folder: the workdir.
+    fleet: `config.fleet`.
+    sources: of the run, on this program's devices.
+    identity: from `identify`.
+    group_size: G.
+    deadline_s: `config.generation_deadline_s`.
+  """
+  slots = max(source.programs.settings.slots for source in sources.live)
+  return program.Settings(
+    name=f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}".replace(".", "-"),
+    identity=identity,
+    capacity=-(-slots // group_size) + 1,
+    silent_s=fleet.silent_s,
+    patience_s=fleet.silent_s,
+    poll_s=poll_s(folder),
+    idle_s=max(3600.0, 2 * deadline_s),
+  )
+
+
+def identify(
+  config: Mapping[str, Any], may_differ: Sequence[str], source: ProblemSource, tokenizer: Tokenizer
+) -> dict[str, str]:
+  """What all programs of a fleet must have in common, by name.
+
+  Args:
+    config: the run's, as JSON.
+    may_differ: fields that a resumed run may change.
+    source: of training problems.
+    tokenizer: of the run.
+  """
   commit = current_commit()
+  followed = {name: config[name] for name in _SETTINGS}
   return {
     "code": f"{rlvr_jax.__version__}{f' at {commit}' if commit else ''}",
-    "config": _fingerprint_config(parts),
-    "data": _fingerprint_data(parts),
-    "settings": _fingerprint_settings(parts),
+    "config": _digest(_differences({}, config, [*may_differ, *OF_A_SAMPLER])),
+    "data": _fingerprint_data(source, tokenizer),
+    "settings": _digest(_differences({}, followed, OF_A_SAMPLER)),
   }
 
 
-def _fingerprint_config(parts: Parts) -> str:
-  """16 hexadecimal digits of the fields that all programs of a fleet must have in common."""
-  free = [*checks.may_differ(parts.config, parts.schedule), *OF_A_SAMPLER]
-  return _digest(_differences({}, json.loads(parts.config.to_json_best_effort()), free))
-
-
-def _fingerprint_settings(parts: Parts) -> str:
-  """16 hexadecimal digits of the fields that samplers follow where a resumed run changes them."""
-  own = json.loads(parts.config.to_json_best_effort())
-  return _digest(_differences({}, {name: own[name] for name in _SETTINGS}, OF_A_SAMPLER))
-
-
-def _fingerprint_data(parts: Parts) -> str:
+def _fingerprint_data(source: ProblemSource, tokenizer: Tokenizer) -> str:
   """16 hexadecimal digits of some training problems, their number, and how they are tokenized."""
-  source = parts.task.train
   size = len(source)
   indices = np.unique(np.linspace(0, size - 1, _COMPARED_PROBLEMS, dtype=int)).tolist()
   problems = [source[index] for index in indices]
   texts = [[problem.question, dict(problem.reference)] for problem in problems]
-  tokens = [list(map(int, encode_prompt(p, parts.tokenizer))) for p in problems]
+  tokens = [list(map(int, encode_prompt(p, tokenizer))) for p in problems]
   return _digest([size, texts, tokens])
 
 
@@ -455,8 +499,13 @@ def _digest(value: Any) -> str:
   return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def check_same_run(parts: Parts, folder: pathlib.Path) -> None:
-  """Raises WorkdirError unless a sampler has the configuration of the run in a workdir."""
+def check_same_run(ours: Mapping[str, Any], folder: pathlib.Path) -> None:
+  """Raises WorkdirError unless a sampler has the configuration of the run in a workdir.
+
+  Args:
+    ours: the sampler's configuration, as JSON.
+    folder: the workdir.
+  """
   path = folder / "config.json"
   if not path.exists():
     raise WorkdirError(
@@ -469,7 +518,6 @@ def check_same_run(parts: Parts, folder: pathlib.Path) -> None:
       f"{folder} belongs to a run that samples by itself; start its trainer again with"
       " --config.fleet.samplers=True, or train another one"
     )
-  ours = json.loads(parts.config.to_json_best_effort())
   if differences := _differences(theirs, ours, OF_A_SAMPLER):
     lines = [f"  {name}: {old} in the workdir, {new} here" for name, old, new in differences]
     raise WorkdirError(
@@ -480,17 +528,25 @@ def check_same_run(parts: Parts, folder: pathlib.Path) -> None:
 
 
 def _differences(
-  theirs: dict[str, Any], ours: dict[str, Any], may_differ: Sequence[str]
+  theirs: Mapping[str, Any], ours: Mapping[str, Any], may_differ: Sequence[str]
 ) -> list[tuple[str, str, str]]:
   """As `differing_fields`; a field that is not set may as well be absent."""
   found = differing_fields(theirs, ours, may_differ)
   return [fields for fields in found if not {*fields[1:]} <= {"absent", "null"}]
 
 
-def with_sources_of_run(parts: Parts, folder: pathlib.Path) -> Parts:
-  """The parts with the checkpoint of another run that the trainer has begun with, if any."""
-  if all(source.pin is None for source in parts.sources):
-    return parts
+def sources_of_run(
+  sources: Sources, make_sources: Callable[..., Sources], folder: pathlib.Path
+) -> Sources:
+  """The sources, with the checkpoint of another run that the trainer has begun with, if any.
+
+  Args:
+    sources: as they are now.
+    make_sources: see `restore_sources`.
+    folder: the workdir.
+  """
+  if all(source.pin is None for source in sources):
+    return sources
   if not (folder / SOURCES_FILE).exists():
     raise WorkdirError(f"{folder} has no {SOURCES_FILE} yet; start the sampler a little later")
-  return restore_sources(parts, folder)
+  return restore_sources(sources, make_sources, folder)

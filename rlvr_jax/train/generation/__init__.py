@@ -3,6 +3,7 @@
 __all__ = [
   "agreement",
   "policies",
+  "printing",
   "raw_logprobs",
   "samplers",
   "scoring",

@@ -6,13 +6,16 @@ import functools
 import hashlib
 from collections.abc import Callable, Collection, Mapping
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlvr_jax.rollouts.batches import Batch, FingerprintError
 from rlvr_jax.rollouts.group import Policy
+from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.behavior_sources import Source
-from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.behavior_sources import Source, Sources
+from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.types import Array, Params
 
 
@@ -23,9 +26,28 @@ class Policies:
     frozen: the parameters that are not trained, on the devices that generate.
   """
 
-  def __init__(self, parts: Parts, frozen: Params):
+  def __init__(
+    self,
+    sources: Sources,
+    schedule: Schedule,
+    frozen: Params,
+    *,
+    checksums: Callable[[Params], Array],
+    sync: Callable[[Params], Params] | None,
+  ):
+    """Has no policy yet.
+
+    Args:
+      sources: what samples with the policies.
+      schedule: of the run.
+      frozen: see the attribute.
+      checksums: that function of `Programs`.
+      sync: from `make_sync`; None for a fleet, whose samplers are other programs: they get the
+        trainer's own parameters.
+    """
     self.frozen = frozen
-    self._parts = parts
+    self._sources, self._schedule = sources, schedule
+    self._checksums, self._sync = checksums, sync
     self._trained: dict[int, Callable[[], str]] = {}  # fingerprints of the trainer's, by version
     self._used: dict[int, Policy] = {}  # by version
     self._compared: set[int] = set()  # versions
@@ -36,20 +58,15 @@ class Policies:
     Args:
       params: the trainer's parameters.
       version: number of updates that they have had.
-    Returns:
-      The policy; of a fleet, whose samplers are other programs, with the trainer's own parameters.
     """
-    parts, programs = self._parts, self._parts.programs
     # What samples has to match these parameters.
-    self._trained[version] = lazy_fingerprint(programs.checksums(params))
-    if parts.config.fleet.samplers:
+    self._trained[version] = lazy_fingerprint(self._checksums(params))
+    if self._sync is None:
       return Policy(version, params, self._trained[version])
-    recorded = parts.schedule.recorded
-    kept = parts.schedule.threaded or (recorded is not None and recorded.has_several)
-    synced = programs.sync_weights(params, kept)
-    policy = Policy(version, synced, lazy_fingerprint(programs.checksums(synced)))
+    synced = self._sync(params)
+    policy = Policy(version, synced, lazy_fingerprint(self._checksums(synced)))
     # Nothing loads it where the store has all groups, or another run has recorded them.
-    if not parts.schedule.threaded or not parts.sources.live:
+    if not self._schedule.threaded or not self._sources.live:
       self._use(policy)
     return policy
 
@@ -60,8 +77,8 @@ class Policies:
 
   def _use(self, policy: Policy) -> None:
     """Keeps a policy that samples, and lets earlier ones go that nothing needs any more."""
-    oldest = self._parts.schedule.oldest_sampling(policy.version)
-    is_raw = any(source.raw for source in self._parts.sources)
+    oldest = self._schedule.oldest_sampling(policy.version)
+    is_raw = any(source.raw for source in self._sources)
     self._used = {
       version: used
       for version, used in self._used.items()
@@ -70,8 +87,7 @@ class Policies:
 
   def rest(self) -> None:
     """Lets parameters go that are not needed before the next policy; nothing is sampled now."""
-    recorded = self._parts.schedule.recorded
-    if recorded is None or not recorded.has_several:
+    if not keeps_several(self._schedule):
       self._used = {}
 
   def used(self, versions: Collection[int]) -> list[Policy]:
@@ -127,6 +143,30 @@ class Policies:
   def restore(self, state: Mapping[str, str]) -> None:
     """Restores what `state` returned."""
     self._trained = {int(v): functools.partial(str, x) for v, x in state.items()}
+
+
+def keeps_several(schedule: Schedule) -> bool:
+  """Whether a response of the run may have tokens of several policies, as a recorded one had."""
+  return schedule.recorded is not None and schedule.recorded.has_several
+
+
+def make_sync(placement: Placement, schedule: Schedule) -> Callable[[Params], Params]:
+  """(the trainer's parameters) → parameters to sample rollouts with, on the devices that generate.
+
+  An update donates the trainer's parameters, so sampling during an update needs a copy. Engines on
+  the same devices move the parameters into a layout of their own, once per refresh.
+  """
+  if not sharding.has_same_devices(placement.mesh, placement.generation_mesh):
+    moved = sharding.state_shardings(placement.state.params, placement.generation_mesh)
+    return functools.partial(jax.device_put, device=moved)
+  if schedule.threaded or keeps_several(schedule):
+    return jax.jit(functools.partial(jax.tree.map, jnp.copy))
+  return as_they_are
+
+
+def as_they_are(params: Params) -> Params:
+  """The parameters themselves."""
+  return params
 
 
 def lazy_fingerprint(checksums: Array) -> Callable[[], str]:

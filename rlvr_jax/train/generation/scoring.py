@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from rlvr_jax.data import problem_batches
+from rlvr_jax.data import ProblemSource, problem_batches
 from rlvr_jax.rollouts.batch import drop_scores, permute_rewards, train_batch
 from rlvr_jax.rollouts.batches import Batch
 from rlvr_jax.rollouts.grading import sampled_places
@@ -17,54 +17,62 @@ from rlvr_jax.rollouts.group import Draw, Group, Policy, join
 from rlvr_jax.rollouts.sampler import LocalSampler
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.log import RunLog
-from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.programs import Programs
 from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params, TrainBatch, TrainState
 
 _SCORES = ("reference_logprobs", "proximal_logprobs")
 
 
+class ScorerSettings(NamedTuple):
+  """What the updates of a run need.
+
+  Attributes:
+    seed: of the run.
+    permutes_rewards: whether this is a control run, whose rewards are permuted.
+    has_reference: whether the loss has a term of the reference policy, the initial one.
+    has_proximal: whether the loss has a proximal policy.
+    proximal_every: updates after which its log-probabilities are computed again; 0: never.
+    has_turn_scores: whether the advantage takes the scores of turns.
+    diagnose_every: updates between measurements of the gradient geometry; 0: never.
+  """
+
+  seed: int
+  permutes_rewards: bool
+  has_reference: bool
+  has_proximal: bool
+  proximal_every: int
+  has_turn_scores: bool
+  diagnose_every: int
+
+
 class Scorer:
   """Computes log-probabilities of batches under the current and the initial policy."""
 
-  def __init__(self, parts: Parts, rows: RunRows, frozen: Params, initial: Params, log: RunLog):
+  def __init__(
+    self,
+    settings: ScorerSettings,
+    rows: RunRows,
+    frozen: Params,
+    initial: Params,
+    programs: Programs,
+    log: RunLog,
+  ):
     """Keeps `initial` only if it is needed.
 
     Args:
-      parts, rows: of the run.
+      settings, rows, programs: of the run.
       frozen: the parameters that are not trained.
       initial: the trained parameters before the first update.
       log: counts the forward passes.
     """
-    c = parts.config
-    self._parts, self._rows, self._frozen, self._log = parts, rows, frozen, log
+    self._settings, self._rows, self._frozen = settings, rows, frozen
+    self._programs, self._log = programs, log
     # Kept only if they are used: they take as much memory as the policy.
-    keep = c.reference.kl_coefficient or c.diagnostics.every
+    keep = settings.has_reference or settings.diagnose_every
     self._initial = initial if keep else None
     self._scored_at: dict[int, int] = {}  # update at which π_prox was computed, by batch
     self._scores: dict[int, dict[str, np.ndarray]] = {}  # f32[P, G, T] by name, by batch
-
-  def measure_entropy(self, params: Params, sampler: LocalSampler) -> float:
-    """Mean entropy, in nats per token, on responses to the first training prompts.
-
-    All sampled tokens count, also those that the loss would leave out: it may leave out all. They
-    are sampled with separate keys, so that measuring does not affect the run.
-    """
-    c, parts = self._parts.config, self._parts
-    problems = next(problem_batches(parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
-    P = len(problems)
-    sampler.offer(Policy(0, params, lambda: ""))
-    sampler.want(Draw(0, problems, c.seed, 0, [0] * P), range(P))
-    groups: dict[int, Group] = {}
-    while len(groups) < P:
-      groups |= {group.index: group for group in sampler.take()}
-    sampler.rest()
-    in_order = [groups[index] for index in range(P)]
-    sampled: Any = sampled_places(join(in_order)).astype(np.float32)
-    batch = dataclasses.replace(train_batch(in_order), mask=sampled)
-    packed = self._rows.placement(lambda: batch).pack_to_devices(drop_scores(batch))
-    _, entropy = parts.programs.score(params, self._frozen, packed)
-    return float(np.sum(sharding.to_host(entropy) * sampled) / sampled.sum())
 
   def prepare(self, sampled: Batch, state: TrainState, step: int) -> TrainBatch:
     """The batch of an update, with the log-probabilities that it needs.
@@ -76,19 +84,19 @@ class Scorer:
       state: before the update.
       step: number of updates so far.
     """
-    c, number, batch = self._parts.config, sampled.number, sampled.train
-    if c.permute_rewards:
-      batch = permute_rewards(batch, np.random.default_rng([c.seed, number]))
+    settings, number, batch = self._settings, sampled.number, sampled.train
+    if settings.permutes_rewards:
+      batch = permute_rewards(batch, np.random.default_rng([settings.seed, number]))
     scores: dict[str, Any] = self._scores.setdefault(number, {})
-    if c.reference.kl_coefficient and "reference_logprobs" not in scores:
+    if settings.has_reference and "reference_logprobs" not in scores:
       scores["reference_logprobs"] = self.score(self._initial, batch)
-    if self._parts.method.loss.needs_proximal:
-      every, scored_at = c.proximal_every, self._scored_at.get(number)
+    if settings.has_proximal:
+      every, scored_at = settings.proximal_every, self._scored_at.get(number)
       # At the batch's first update, and again after `every` updates.
       if scored_at is None or (every and step - scored_at >= every):
         scores["proximal_logprobs"] = self.score(state.params, batch)
         self._scored_at[number] = step
-    if self._parts.method.advantage.per_token is None:
+    if not settings.has_turn_scores:
       batch = dataclasses.replace(batch, turn_scores=None)
     of_tokens: Any = batch.token_versions
     if of_tokens is None:
@@ -124,13 +132,54 @@ class Scorer:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
     self._log.count_scored(batch)
     scored = self._rows.placement(lambda: batch).pack_to_devices(drop_scores(batch))
-    return sharding.to_host(self._parts.programs.score(params, self._frozen, scored)[0])
+    return sharding.to_host(self._programs.score(params, self._frozen, scored)[0])
 
   def measure(
     self, state: TrainState, batch: TrainBatch, step: int
   ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """(scalars, arrays) of the gradient geometry, every `config.diagnostics.every` updates."""
-    every = self._parts.config.diagnostics.every
+    """(scalars, arrays) of the gradient geometry, on every so many updates."""
+    every = self._settings.diagnose_every
     if not every or step % every:
       return {}, {}
-    return self._parts.programs.measure(state, self._frozen, self._initial, batch)
+    return self._programs.measure(state, self._frozen, self._initial, batch)
+
+
+def measure_entropy(
+  params: Params,
+  *,
+  source: ProblemSource,
+  batch_size: int,
+  seed: int,
+  sampler: LocalSampler,
+  rows: RunRows,
+  frozen: Params,
+  score: Callable[..., tuple[jax.Array, jax.Array]],
+) -> float:
+  """Mean entropy, in nats per token, on responses to the first training prompts.
+
+  All sampled tokens count, also those that the loss would leave out: it may leave out all. They
+  are sampled with separate keys, so that measuring does not affect the run.
+
+  Args:
+    params: the trained parameters.
+    source: of training problems.
+    batch_size: number of prompts, P.
+    seed, rows: of the run.
+    sampler: for this alone.
+    frozen: the parameters that are not trained.
+    score: that function of `Programs`.
+  """
+  problems = next(problem_batches(source, batch_size=batch_size, seed=seed))
+  P = len(problems)
+  sampler.offer(Policy(0, params, lambda: ""))
+  sampler.want(Draw(0, problems, seed, 0, [0] * P), range(P))
+  groups: dict[int, Group] = {}
+  while len(groups) < P:
+    groups |= {group.index: group for group in sampler.take()}
+  sampler.rest()
+  in_order = [groups[index] for index in range(P)]
+  sampled: Any = sampled_places(join(in_order)).astype(np.float32)
+  batch = dataclasses.replace(train_batch(in_order), mask=sampled)
+  packed = rows.placement(lambda: batch).pack_to_devices(drop_scores(batch))
+  _, entropy = score(params, frozen, packed)
+  return float(np.sum(sharding.to_host(entropy) * sampled) / sampled.sum())

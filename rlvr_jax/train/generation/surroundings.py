@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 
 from rlvr_jax.models.flops import forward_flops
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.batch import train_batch
 from rlvr_jax.rollouts.batches import Batch, Measured, token_versions
 from rlvr_jax.rollouts.grading import sampled_places
 from rlvr_jax.rollouts.group import Group
-from rlvr_jax.rollouts.sampler import SWITCH
+from rlvr_jax.rollouts.staleness import RecordedRun
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.generation import agreement, raw_logprobs
 from rlvr_jax.train.generation.policies import Policies
 from rlvr_jax.train.reporting import progress
 from rlvr_jax.train.reporting.log import RunLog
-from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.behavior_sources import Sources
+from rlvr_jax.train.setup.programs import Programs
 from rlvr_jax.train.start.rows import RunRows
 
 
@@ -28,10 +30,22 @@ class RunSurroundings:
   """Implements `rollouts.batches.Surroundings` for a run.
 
   Attributes:
-    parts, rows, policies, log: of the run.
+    network: settings of the policy's network.
+    sources, programs: of the run.
+    recorded: the run that this one repeats; None if it repeats none.
+    replays_routes: see `Method`.
+    mixes_caches: whether a token's cache may be of several versions.
+    samplers_compare: whether the programs that sample compare themselves with the trainer.
+    rows, policies, log: of the run.
   """
 
-  parts: Parts
+  network: TransformerConfig
+  sources: Sources
+  programs: Programs
+  recorded: RecordedRun | None
+  replays_routes: bool
+  mixes_caches: bool
+  samplers_compare: bool
   rows: RunRows
   policies: Policies
   log: RunLog
@@ -49,7 +63,7 @@ class RunSurroundings:
     # Every sampled token, whether or not it is in the loss.
     predicted = sampled_places(arrays).sum(-1)
     return forward_flops(
-      self.parts.model.config, arrays["prompts.lengths"], arrays["lengths"], predicted=predicted
+      self.network, arrays["prompts.lengths"], arrays["lengths"], predicted=predicted
     )
 
   def measure(self, groups: Sequence[Group], version: int, checked_version: int) -> Measured:
@@ -62,9 +76,9 @@ class RunSurroundings:
     Raises:
       AgreementError: a gap is too large.
     """
-    parts, policies = self.parts, self.policies
+    policies, sources, programs = self.policies, self.sources, self.programs
     placement = self.rows.placement(lambda: train_batch(groups))
-    if parts.config.fleet.samplers:  # they compare
+    if self.samplers_compare:
       return Measured(groups, {}, version)
     statistics: dict[str, float] = {}
     versions = {v for group in groups for v in group.versions}
@@ -73,35 +87,35 @@ class RunSurroundings:
     if uncompared := policies.used(later):
       compared = agreement.behavior_gaps(
         groups,
-        sampled_mask(groups, parts.sources.num_recorded),
+        sampled_mask(groups, sources.num_recorded),
         token_versions(groups) if has_several else None,
         uncompared,
         policies.frozen,
-        sources=parts.sources,
+        sources=sources,
         placement=placement,
-        programs=parts.programs,
-        mixes_caches=parts.config.fleet.new_weights == SWITCH,
+        programs=programs,
+        mixes_caches=self.mixes_caches,
       )
       statistics |= compared.gaps
       checked_version = max([checked_version, *compared.versions])
       policies.mark_compared(compared.versions)
     found, gaps = list(groups), dict[str, float]()
-    if any(source.raw for source in parts.sources):
+    if any(source.raw for source in sources):
       (policy,) = policies.used({version})
       found, gaps = raw_logprobs.replace_with_raw(
         groups,
         policy.params,
         policies.frozen,
-        sources=parts.sources,
+        sources=sources,
         placement=placement,
-        replays_routes=parts.method.replays_routes,
-        logprobs_at_temperature_1=parts.programs.logprobs_at_temperature_1,
+        replays_routes=self.replays_routes,
+        logprobs_at_temperature_1=programs.logprobs_at_temperature_1,
       )
     return Measured(found, statistics | gaps, checked_version)
 
   def count(self, batch: Batch, step: int) -> None:
     """Takes note of a new batch; `step`: number of updates so far."""
-    repeated = self.parts.schedule.recorded
+    repeated = self.recorded
     if repeated is not None and (
       why := repeated.first_difference(batch.number, batch.fingerprints)
     ):

@@ -9,6 +9,7 @@ __all__ = [
   "config_file",
   "engines",
   "grading",
+  "initial_params",
   "placement",
   "problem_filters",
   "programs",

@@ -28,7 +28,7 @@ from rlvr_jax.sampling import LEAST_TEMPERATURE, sampling_of
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import read_params, saved_steps
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.engines import EngineOf, records_routes, sampling_platform
+from rlvr_jax.train.setup.engines import Engines, records_routes, sampling_platform
 from rlvr_jax.types import BatchShape, Params, Sampling
 
 RECORDED = ("sampled", "raw")
@@ -153,7 +153,7 @@ def make_sources(
   mesh: Mesh,
   tokenizer: Tokenizer,
   shape: BatchShape,
-  engine_of: EngineOf,
+  engines: Engines,
   pins: Mapping[str, Any],
 ) -> Sources:
   """The sources that `config.sources` describes; all errors are found before compilation.
@@ -164,7 +164,7 @@ def make_sources(
     mesh: of generation.
     tokenizer: of the run.
     shape: of a training batch.
-    engine_of: makes their engines.
+    engines: makes their engines.
     pins: `Source.pin` by name when the run began; empty for a new run.
   Raises:
     ValueError: with the field, its value, what is allowed and how to fix it.
@@ -180,7 +180,7 @@ def make_sources(
   needs_routes = records_routes(config.model)
 
   def exact(name: str, prompts: int, sampling: Sampling, *, raw: bool = False) -> Source:
-    engine = engine_of(model, sampling, prompts=prompts)
+    engine = engines.make(model, sampling, prompts=prompts)
     gap = max_gap(
       config.max_behavior_gap, model.config, sampling, rounded=bool(config.sampling.cache_format)
     )
@@ -196,7 +196,7 @@ def make_sources(
     decoded = quantized.adapt_to_quantized(
       model, settings.quantized.format, decode_rounded=sampling_platform(model) != "cpu"
     )
-    engine = engine_of(decoded, sampling, prompts=prompts)
+    engine = engines.make(decoded, sampling, prompts=prompts)
     return Source(name, prompts, sampling, engine, params_of=lambda *policy: (copy(*policy), {}))
 
   def checkpoint(name: str, prompts: int) -> Source:
@@ -210,7 +210,7 @@ def make_sources(
         f" {other.config.mixture}, this run's {model.config.mixture}, so that its routes do not"
         " fit; choose another, or set config.model.routing = 'recomputed' and record_routes = False"
       )
-    engine = engine_of(other, sampling, prompts=prompts)
+    engine = engines.make(other, sampling, prompts=prompts)
     source = Source(name, prompts, sampling, engine, of_this_run=False)
     return source._replace(params_of=lambda *_: (params(), {}), pin=step)
 

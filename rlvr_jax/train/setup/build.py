@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,8 +18,7 @@ from jax.sharding import Mesh
 
 from rlvr_jax import advantages, corrections, geometry, losses, reweighting, specs
 from rlvr_jax.advantages.masses import gradient_masses
-from rlvr_jax.data import Problem, Task, Tokenizer, encode_prompts, tasks
-from rlvr_jax.environments.dialogues import EnvironmentPool
+from rlvr_jax.data import Task, Tokenizer, tasks
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import model_settings
@@ -26,41 +26,36 @@ from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.aggregate import AGGREGATIONS
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
-from rlvr_jax.rewards.grading import GraderPool
-from rlvr_jax.rewards.outcome import OutcomePolicy
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.answers import Answers
 from rlvr_jax.rollouts.grading import Grading
 from rlvr_jax.rollouts.packing import RowLayout, layout_of_few
-from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.sampling import LEAST_TEMPERATURE, sampling_of
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup import checks
-from rlvr_jax.train.setup.adapters import make_lora
 from rlvr_jax.train.setup.behavior_sources import Sources, make_sources
 from rlvr_jax.train.setup.compiler_options import (
   CompilerOptions,
-  Options,
   add_defaults,
   check_compiler_options,
   parse_compiler_options,
 )
 from rlvr_jax.train.setup.engines import (
-  EngineOf,
+  Engines,
   TrainerLayout,
+  bytes_per_restored_parameter,
   bytes_per_trained_parameter,
-  make_engine,
   records_routes,
   routing_of,
 )
 from rlvr_jax.train.setup.grading import (
   check_environment,
   make_answers,
-  make_grading,
   make_outcome_policy,
   with_graders,
 )
+from rlvr_jax.train.setup.initial_params import InitialParams, make_lora, network_identity
 from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.problem_filters import describe_long_texts, limit_lengths
 from rlvr_jax.train.setup.programs import (
@@ -78,48 +73,34 @@ from rlvr_jax.train.setup.programs import (
   trained_params,
 )
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
-from rlvr_jax.types import BatchShape, Params, Prompts, Sampling, TrainState
+from rlvr_jax.types import BatchShape, Params
 from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import REFERENCE_KL_ESTIMATORS, Method
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-  """What a run is; `placement` says where. Nothing is placed on a device yet."""
+  """What `build` makes of a configuration, by name. Nothing is placed on a device yet.
+
+  For the programs' entry points, which hand each function what it uses.
+  """
 
   config: ml_collections.ConfigDict
   shape: BatchShape  # of a training batch
   task: Task
   tokenizer: Tokenizer
-  outcome_policy: OutcomePolicy  # the rewards of outcomes
+  grading: Grading  # how grades become rewards
+  make_answers: Callable[..., Answers]  # of one sampler; see `grading.make_answers`
   model: Model
   lora: lora.LoraSettings | None  # of the trained adapters; None if all parameters are trained
+  initial: InitialParams
   method: Method
   schedule: staleness.Schedule
-  sampling_model: Model  # the policy on the mesh that generates rollouts
   sources: Sources  # the policies that sample the rollouts of every batch
+  make_sources: Callable[..., Sources]  # these as they were when a run began; see `Source.pin`
   placement: Placement
   compiler_options: CompilerOptions
   programs: Programs
-
-  def encode(self, problems: Sequence[Problem]) -> Prompts:
-    return encode_prompts(problems, self.tokenizer, self.shape.max_prompt_length)
-
-  def make_answers(
-    self, graders: GraderPool, environments: EnvironmentPool | None = None
-  ) -> Answers:
-    """What answers the turns of one sampler's rollouts; the arguments are from `start_pools`."""
-    return make_answers(self.config.environment, self.tokenizer, graders, environments)
-
-  @property
-  def grading(self) -> Grading:
-    """How grades become rewards."""
-    return make_grading(
-      self.tokenizer,
-      self.outcome_policy,
-      self.config.overlong,
-      max_prompt_length=self.shape.max_prompt_length,
-    )
 
 
 def build(
@@ -190,17 +171,26 @@ def build(
   checks.check_optimizer("config", config.optimizer, method.optimizer, trained)
   checks.check_optimizer("config.warm_start", config.warm_start.optimizer, warm_start, trained)
   state = abstract_state(method, trained, mesh)
-  engine_of = make_engine_factory(
-    config,
-    shape,
-    tokenizer,
-    mesh,
-    state,
-    schedule,
-    compiler_options.generation,
-    only_samples=only_samples,
+  if only_samples:
+    per_parameter = bytes_per_restored_parameter(
+      published_params(trained, model.config, adapters is not None)
+    )
+  else:
+    per_parameter = bytes_per_trained_parameter(state)
+  separate = generates_separately(config.generation_mesh)
+  engines = Engines(
+    settings=config.sampling,
+    shape=shape,
+    tokenizer=tokenizer,
+    trainer=TrainerLayout(mesh, separate, adapters is not None, per_parameter),
+    batches=schedule.batches_per_refresh(config.num_updates),
+    deadline_s=config.generation_deadline_s,
+    compiler_options=compiler_options.generation,
+    has_replies=bool(config.environment.name),
+    records_routes=records_routes(config.model),
   )
-  sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins={})
+  make_pinned = functools.partial(make_sources, config, *sampler, tokenizer, shape, engines)
+  sources = make_pinned(pins={})
   checks.check_repeats(config, schedule, sources)
   method = method._replace(sources=tuple(source.name for source in sources))
   row_layout = make_row_layout(config.batch, shape, model.config.attention, mesh)
@@ -241,13 +231,29 @@ def build(
     shape=shape,
     task=task,
     tokenizer=tokenizer,
-    outcome_policy=outcome_policy,
+    grading=Grading(
+      tokenizer=tokenizer,
+      max_prompt_length=shape.max_prompt_length,
+      outcome_policy=outcome_policy,
+      overlong_buffer=config.overlong.buffer,
+      overlong_filter=config.overlong.filter,
+    ),
+    make_answers=functools.partial(make_answers, config.environment, tokenizer),
     model=model,
     lora=adapters,
+    initial=InitialParams(
+      model=model,
+      lora=adapters,
+      placement=placement,
+      checkpoint=config.model.checkpoint,
+      adapters=config.lora.adapters,
+      seed=config.seed,
+      identity=network_identity(json.loads(config.to_json_best_effort())),
+    ),
     method=method,
     schedule=schedule,
-    sampling_model=sampler.model,
     sources=sources,
+    make_sources=make_pinned,
     placement=placement,
     compiler_options=compiler_options,
     programs=make_programs(
@@ -256,7 +262,7 @@ def build(
       placement,
       sampler=sampler,
       compared=compared,
-      engine_of=engine_of,
+      engines=engines,
       sampling=sampling,
       held_out_sampling=held_out_sampling,
       diagnose=diagnose,
@@ -332,74 +338,6 @@ def make_compared(
 def generates_separately(settings: ml_collections.ConfigDict) -> bool:
   """Whether `config.generation_mesh` has devices of its own."""
   return any(settings[axis] for axis in sharding.AXES) and not settings.get("same_devices", False)
-
-
-def make_engine_factory(
-  config: ml_collections.ConfigDict,
-  shape: BatchShape,
-  tokenizer: Tokenizer,
-  mesh: Mesh,
-  state: TrainState,
-  schedule: staleness.Schedule,
-  compiler_options: Options | None,
-  *,
-  only_samples: bool = False,
-) -> EngineOf:
-  """Returns a function that makes the engines of a run.
-
-  Args:
-    config, tokenizer, schedule: of the run.
-    shape: of a training batch.
-    mesh: on which updates run.
-    state: the train state, as shapes.
-    compiler_options: of generation.
-    only_samples: see `build`.
-  """
-  separate = generates_separately(config.generation_mesh)
-  per_parameter = bytes_per_trained_parameter(state)
-  if only_samples:
-    policy = published_params(state.params, model_settings(config.model), config.lora.rank > 0)
-    arrays = jax.tree.leaves(policy)
-    per_parameter = 2 * sum(x.size * x.dtype.itemsize for x in arrays) / sum(x.size for x in arrays)
-  trainer = TrainerLayout(mesh, separate, config.lora.rank > 0, per_parameter)
-  of_a_refresh = schedule.batches_per_refresh(config.num_updates)
-
-  def engine_of(
-    model: Model, sampling: Sampling, prompts: int | None = None, batches: int | None = None
-  ) -> EnginePrograms:
-    return make_engine(
-      config.sampling,
-      shape if prompts is None else shape._replace(prompts=prompts),
-      model,
-      sampling,
-      tokenizer,
-      deadline_s=config.generation_deadline_s,
-      trainer=trainer,
-      batches=batches or of_a_refresh,
-      compiler_options=compiler_options,
-      has_replies=bool(config.environment.name),
-      records_routes=records_routes(config.model),
-    )
-
-  return engine_of
-
-
-def pin_sources(parts: Parts, pins: Mapping[str, Any]) -> Parts:
-  """The parts with the sources as they were when the run began, see `Source.pin`."""
-  config, shape, tokenizer = parts.config, parts.shape, parts.tokenizer
-  placement = parts.placement
-  engine_of = make_engine_factory(
-    config,
-    shape,
-    tokenizer,
-    placement.mesh,
-    placement.state,
-    parts.schedule,
-    parts.compiler_options.generation,
-  )
-  sampler = PlacedModel(parts.sampling_model, placement.generation_mesh)
-  sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins)
-  return dataclasses.replace(parts, sources=sources)
 
 
 def abstract_params(model: Model, mesh: Mesh) -> Params:

@@ -30,7 +30,8 @@ from rlvr_jax.train.setup.engines import ROUTINGS, records_routes, routing_of
 from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.programs import abstract_update_batch
 from rlvr_jax.types import BatchShape, Metric, Params, Sampling, TrainBatch, TrainState
-from rlvr_jax.update import learning_rate, optimizer
+from rlvr_jax.update import learning_rate as learning_rates
+from rlvr_jax.update import optimizer as optimizers
 from rlvr_jax.update.objective import Method
 from rlvr_jax.update.step import train_step
 
@@ -470,10 +471,14 @@ def _trace(owner: str, function: Callable[..., Any], *shapes: Any) -> Any:
     raise ValueError(f"{owner}: {kind}{text}{position}{remedy}") from error
 
 
-def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> list[str]:
+def may_differ(schedule: staleness.Schedule, *, learning_rate: str, optimizer: str) -> list[str]:
   """Names of fields that may change when a run is resumed, since they do not affect its results.
 
   Those of the machine change rounding, which `restore.find_resumable` says.
+
+  Args:
+    schedule: of the run.
+    learning_rate, optimizer: those fields of the configuration.
   """
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]
@@ -482,7 +487,10 @@ def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) 
   fields += ["batch.tokens_per_row", "batch.tokens_per_micro_batch"]
   # A decaying learning rate, and some schedules, depend on num_updates.
   may_end_elsewhere = schedule.open_ended and not any(
-    specs.has_parameter(f"config.{field}", package, config[field], "num_updates")
-    for field, package in (("learning_rate", learning_rate), ("optimizer", optimizer))
+    specs.has_parameter(f"config.{field}", package, name, "num_updates")
+    for field, package, name in (
+      ("learning_rate", learning_rates, learning_rate),
+      ("optimizer", optimizers, optimizer),
+    )
   )
   return [*fields, "num_updates"] if may_end_elsewhere else fields

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -15,8 +17,7 @@ from rlvr_jax.models.functional import Model
 from rlvr_jax.ops.caches import CacheShape, choose_cache
 from rlvr_jax.rollouts.decoder import slot_bytes
 from rlvr_jax.rollouts.programs import EnginePrograms
-from rlvr_jax.train.cluster import multihost, sharding
-from rlvr_jax.train.cluster.process import exit_after
+from rlvr_jax.train.cluster import sharding, waiting
 from rlvr_jax.train.setup.compiler_options import Options
 from rlvr_jax.types import BatchShape, Params, Sampling, TrainState
 
@@ -30,7 +31,7 @@ class TrainerLayout(NamedTuple):
   mesh: Mesh | AbstractMesh
   separate: bool  # whether rollouts are generated on other devices
   frozen: bool  # whether only adapters are trained, which are small
-  bytes_per_trained: float  # from `bytes_per_trained_parameter`
+  bytes_per_trained: float  # of a parameter with all that the trainer keeps of it
 
 
 def bytes_per_trained_parameter(state: TrainState) -> float:
@@ -38,6 +39,16 @@ def bytes_per_trained_parameter(state: TrainState) -> float:
   arrays = [x for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim]
   parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) / parameters
+
+
+def bytes_per_restored_parameter(published: Params) -> float:
+  """Bytes of a parameter while a sampler restores a policy beside the one that samples.
+
+  Args:
+    published: shapes and dtypes of a policy, from `published_params`.
+  """
+  arrays = jax.tree.leaves(published)
+  return 2 * sum(x.size * x.dtype.itemsize for x in arrays) / sum(x.size for x in arrays)
 
 
 def records_routes(settings: ml_collections.ConfigDict) -> bool:
@@ -50,91 +61,73 @@ def routing_of(settings: ml_collections.ConfigDict) -> str:
   return settings.get("routing", ROUTINGS[0])
 
 
-class EngineOf(Protocol):
-  """Makes an engine of a run.
+@dataclasses.dataclass(frozen=True)
+class Engines:
+  """Makes the engines of a run.
 
-  `prompts`: in its batches, by default those of a training batch; `batches`: that it samples as one
-  stream, by default those of a refresh.
-  """
-
-  def __call__(
-    self,
-    model: Model,
-    sampling: Sampling,
-    prompts: int | None = None,
-    batches: int | None = None,
-  ) -> EnginePrograms: ...
-
-
-def make_engine(
-  settings: ml_collections.ConfigDict,
-  shape: BatchShape,
-  model: Model,
-  sampling: Sampling,
-  tokenizer: Tokenizer,
-  *,
-  deadline_s: float,
-  trainer: TrainerLayout,
-  batches: int = 1,
-  compiler_options: Options | None = None,
-  has_replies: bool = False,
-  records_routes: bool = False,
-) -> EnginePrograms:
-  """An engine for batches of a shape.
-
-  Args:
+  Attributes:
     settings: `config.sampling`, with the number of slots and the kind of cache.
     shape: of the largest batch.
-    model: on the mesh that generates.
-    sampling: the distribution to sample from.
     tokenizer: of the run.
-    deadline_s: seconds without progress after which the process ends.
     trainer: of the run.
-    batches: that a stream of requests usually has.
+    batches: that the stream of a refresh has.
+    deadline_s: seconds without progress after which the process ends.
     compiler_options: of generation.
     has_replies: whether rollouts are dialogues.
     records_routes: whether rollouts have the routes of a mixture.
-  Raises:
-    ValueError: the devices have no memory for a slot.
   """
 
-  def to_host(tree: Any) -> Any:
-    multihost.raise_if_shutdown_requested()  # meanwhile the devices compute the burst
-    with exit_after(
-      deadline_s,
-      f"error: sampling has made no progress for {deadline_s:g} s, so a device or another process"
-      " hangs. What was sampled is kept: rerun the same command to continue, with a larger"
-      " config.generation_deadline_s if the devices are that slow",
-    ):
-      return sharding.to_host(tree)
+  settings: ml_collections.ConfigDict
+  shape: BatchShape
+  tokenizer: Tokenizer
+  trainer: TrainerLayout
+  batches: int
+  deadline_s: float
+  compiler_options: Options | None
+  has_replies: bool
+  records_routes: bool
 
-  cache = _cache(settings, model)
-  return EnginePrograms(
-    model,
-    sampling,
-    slots=choose_slots(
-      settings.slots,
-      shape,
+  def make(
+    self, model: Model, sampling: Sampling, prompts: int | None = None, batches: int | None = None
+  ) -> EnginePrograms:
+    """An engine.
+
+    Args:
+      model: on the mesh that generates.
+      sampling: the distribution to sample from.
+      prompts: in its batches; by default those of the largest batch.
+      batches: that it samples as one stream; by default those of a refresh.
+    Raises:
+      ValueError: the devices have no memory for a slot.
+    """
+    shape = self.shape if prompts is None else self.shape._replace(prompts=prompts)
+    cache = _cache(self.settings, model)
+    return EnginePrograms(
       model,
-      trainer,
-      batches=batches,
+      sampling,
+      slots=choose_slots(
+        self.settings.slots,
+        shape,
+        model,
+        self.trainer,
+        batches=batches or self.batches,
+        cache=cache,
+        cache_format=self.settings.cache_format,
+        has_replies=self.has_replies,
+      ),
+      prefill_rows=shape.prompts,
+      max_prompt_length=shape.max_prompt_length,
+      max_new_tokens=shape.max_response_length,
+      stop_tokens=self.tokenizer.stop_ids,
+      pad_token=self.tokenizer.pad_id,
       cache=cache,
-      cache_format=settings.cache_format,
-      has_replies=has_replies,
-    ),
-    prefill_rows=shape.prompts,
-    max_prompt_length=shape.max_prompt_length,
-    max_new_tokens=shape.max_response_length,
-    stop_tokens=tokenizer.stop_ids,
-    pad_token=tokenizer.pad_id,
-    cache=cache,
-    cache_format=settings.cache_format,
-    to_host=to_host,
-    compiler_options=compiler_options,
-    compiles_ahead=sampling_platform(model) != "cpu",
-    has_replies=has_replies,
-    records_routes=records_routes,
-  )
+      cache_format=self.settings.cache_format,
+      to_host=functools.partial(waiting.burst_to_host, deadline_s=self.deadline_s),
+      compiler_options=self.compiler_options,
+      compiles_ahead=sampling_platform(model) != "cpu",
+      has_replies=self.has_replies,
+      records_routes=self.records_routes,
+    )
 
 
 def _cache(settings: ml_collections.ConfigDict, model: Model) -> str:

@@ -26,8 +26,7 @@ from rlvr_jax.rewards.grading import GraderPool, GraderStartError
 from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy, outcome_policy
 from rlvr_jax.rollouts.answers import Answers, Processes
 from rlvr_jax.rollouts.dialogues import CUT_NOTE, CUTS, Dialogues, DialogueSettings, as_mapping
-from rlvr_jax.rollouts.grading import Grading
-from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.cluster import multihost, waiting
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.reporting.progress import warn
 from rlvr_jax.train.setup.checks import KNOWN_SCORES, MAX_WORKERS
@@ -277,25 +276,31 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
 
 
 def start_pools(
-  config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer, enter: Callable[[Any], Any]
+  grading: ml_collections.ConfigDict,
+  environment: ml_collections.ConfigDict,
+  task: Task,
+  tokenizer: Tokenizer,
+  enter: Callable[[Any], Any],
 ) -> tuple[GraderPool, EnvironmentPool | None]:
   """Starts the processes of graders and of environments, the arguments of `make_answers`.
 
   Args:
-    config, task, tokenizer: of the run.
+    grading: `config.grading`.
+    environment: `config.environment`.
+    task, tokenizer: of the run.
     enter: registers a pool to be closed, and returns it.
   Raises:
     GraderStartError, EnvironmentStartError: a grader or the environment cannot work here.
     ValueError: the chat template has no place for the environment's replies.
   """
-  graders = enter(grader_pool(config.grading, task))
-  environments = _environment_pool(config.environment, graders)
+  graders = enter(grader_pool(grading, task))
+  environments = _environment_pool(environment, graders)
   if environments is not None:
     enter(environments)
     try:
       tokenizer.check_turns(environments.roles)
     except ValueError as error:
-      raise ValueError(f"config.environment.name = {config.environment.name!r}: {error}") from error
+      raise ValueError(f"config.environment.name = {environment.name!r}: {error}") from error
   return graders, environments
 
 
@@ -360,7 +365,7 @@ def make_answers(
   settings: ml_collections.ConfigDict,
   tokenizer: Tokenizer,
   graders: GraderPool,
-  environments: EnvironmentPool | None,
+  environments: EnvironmentPool | None = None,
 ) -> Answers:
   """What answers the turns of one sampler's rollouts.
 
@@ -377,12 +382,7 @@ def make_answers(
     grade_all_turns=settings.grade_all_turns,
   )
   dialogues = Dialogues(limits, tokenizer, environments) if settings.name else None
-
-  def gather(action: Callable[[], Any]) -> list[Any]:
-    multihost.raise_if_shutdown_requested()  # all rollouts may wait, so that no burst notices
-    return multihost.exchange(multihost.run_together(action))
-
-  processes = Processes(jax.process_index(), jax.process_count(), gather)
+  processes = Processes(jax.process_index(), jax.process_count(), waiting.gather_answers)
   return Answers(tokenizer, graders.submit, dialogues, processes)
 
 
@@ -417,26 +417,3 @@ def _as_number(text: str) -> float | str:
     return float(text)
   except ValueError:
     return text
-
-
-def make_grading(
-  tokenizer: Tokenizer,
-  outcome_policy: OutcomePolicy,
-  overlong: ml_collections.ConfigDict,
-  *,
-  max_prompt_length: int,
-) -> Grading:
-  """How the grades of a run become rewards.
-
-  Args:
-    tokenizer, outcome_policy: of the run.
-    overlong: `config.overlong`.
-    max_prompt_length: tokens.
-  """
-  return Grading(
-    tokenizer=tokenizer,
-    max_prompt_length=max_prompt_length,
-    outcome_policy=outcome_policy,
-    overlong_buffer=overlong.buffer,
-    overlong_filter=overlong.filter,
-  )

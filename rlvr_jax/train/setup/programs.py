@@ -35,7 +35,7 @@ from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.behavior_sources import AT_TEMPERATURE_1, Source
 from rlvr_jax.train.setup.compiler_options import CompilerOptions, Options
-from rlvr_jax.train.setup.engines import EngineOf
+from rlvr_jax.train.setup.engines import Engines
 from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.types import (
   BatchShape,
@@ -59,10 +59,10 @@ class Programs(NamedTuple):
   """The jitted functions of a run, none of them compiled yet."""
 
   train_step: Callable  # (state, frozen, batch) → (state, metrics); the state is donated
+  supervised_init: Callable  # trained parameters → state of the supervised phase's optimizer
   supervised_step: Any  # jitted, see `update.supervised.supervised_step`
   engine: EnginePrograms  # samples from the policy as in training, on the trainer's devices
   held_out_engine: EnginePrograms  # with the evaluation's sampling
-  sync_weights: Callable  # see `make_sync_weights`
   checksums: Callable  # params → u32[leaves]
   behavior_gap: Callable  # see `update.agreement.behavior_gap`; sampling is static
   rerouted_gap: Callable  # the same where a mixture's routers choose anew
@@ -94,7 +94,7 @@ def make_programs(
   *,
   sampler: PlacedModel,
   compared: PlacedModel,
-  engine_of: EngineOf,
+  engines: Engines,
   sampling: Sampling,
   held_out_sampling: Sampling,
   diagnose: Callable[..., Any],
@@ -108,7 +108,7 @@ def make_programs(
     sources: the policies that sample.
     sampler: that generates rollouts, on the mesh of updates or another one.
     compared: that the sampler's log-probabilities are compared with, on `Placement.compared_mesh`.
-    engine_of: makes the engines.
+    engines: makes the engines.
     sampling, held_out_sampling: the distributions of training and of evaluation.
     diagnose: from `make_measure`.
     warm_start_optimizer: of the supervised phase.
@@ -121,7 +121,7 @@ def make_programs(
   # Evaluation samples where updates are made.
   evaluated = sampler.model if alike else model
   on_policy = sources[0].name == "policy" and alike
-  engine = sources[0].engine if on_policy else engine_of(evaluated, sampling)
+  engine = sources[0].engine if on_policy else engines.make(evaluated, sampling)
   assert engine is not None  # the policy is not a recorded source
   one_sampling = held_out_sampling == sampling
   jit = functools.partial(jax.jit, compiler_options=compiler_options.training)
@@ -134,13 +134,20 @@ def make_programs(
       donate_argnums=0,
       out_shardings=(shardings, replicated),
     ),
+    supervised_init=jax.jit(
+      warm_start_optimizer.init,
+      out_shardings=sharding.state_shardings(
+        jax.eval_shape(warm_start_optimizer.init, placement.state.params), mesh
+      ),
+    ),
     supervised_step=jit(
       _bound(supervised_step, model, model=model, optimizer=warm_start_optimizer),
       donate_argnums=0,
     ),
     engine=engine,
-    held_out_engine=engine if one_sampling else engine_of(evaluated, held_out_sampling, batches=1),
-    sync_weights=make_sync_weights(mesh, sampler.mesh, placement.state.params),
+    held_out_engine=engine
+    if one_sampling
+    else engines.make(evaluated, held_out_sampling, batches=1),
     checksums=checksums,
     behavior_gap=compare(method),
     rerouted_gap=compare(method._replace(replays_routes=False)),
@@ -180,19 +187,6 @@ def make_logprobs_at_temperature_1(
     out_shardings=sharding.host_result_sharding(sampler.mesh),
     compiler_options=compiler_options,
   )
-
-
-def make_sync_weights(mesh: Mesh, generation_mesh: Mesh, params: Params) -> Callable:
-  """(the trainer's parameters, copy: whether to copy them) → parameters to sample rollouts with.
-
-  An update donates the trainer's parameters, so sampling during an update needs a copy. Engines on
-  the same devices move the parameters into a layout of their own, once per refresh.
-  """
-  if not sharding.has_same_devices(mesh, generation_mesh):
-    moved = sharding.state_shardings(params, generation_mesh)
-    return lambda params, copy: jax.device_put(params, moved)
-  copied = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
-  return lambda params, copy: copied(params) if copy else params
 
 
 def make_gram(spec: str) -> geometry.GramFn:
@@ -322,12 +316,7 @@ def most_places(mesh: Mesh | AbstractMesh) -> int:
 
   Larger ones are slower on a CPU, whose caches are small, and take more memory.
   """
-  return 1024 if is_on_cpu(mesh) else 4096
-
-
-def is_on_cpu(mesh: Mesh | AbstractMesh) -> bool:
-  """Whether a mesh is of CPUs; one without devices stands for accelerators."""
-  return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+  return 1024 if sharding.is_on_cpu(mesh) else 4096
 
 
 def abstract_batch(

@@ -1,13 +1,12 @@
-"""Parameters on the devices: initialized, or loaded from a model or from a run's checkpoint."""
+"""What a run begins with: its first state, the demonstrations, the policy of a checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,13 @@ import ml_collections
 import numpy as np
 import optax
 
-from rlvr_jax.data import encode_demonstrations, problem_batches
-from rlvr_jax.models.huggingface import load_params
-from rlvr_jax.models.presets import given_overrides
-from rlvr_jax.ops.keys import key_for
+from rlvr_jax.data import (
+  ProblemSource,
+  Tokenizer,
+  encode_demonstrations,
+  encode_prompts,
+  problem_batches,
+)
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import (
   CheckpointError,
@@ -27,72 +29,35 @@ from rlvr_jax.train.checkpointing.checkpoint_files import (
   saved_steps,
 )
 from rlvr_jax.train.checkpointing.workdir import read_config
-from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.adapters import first_adapters
-from rlvr_jax.train.setup.build import Parts, warm_start_optimizer
-from rlvr_jax.types import Params, Prompts, TrainState
+from rlvr_jax.train.setup.initial_params import InitialParams, network_identity
+from rlvr_jax.types import BatchShape, Params, Prompts, TrainState
+from rlvr_jax.update.objective import Method
 from rlvr_jax.update.step import initial_state
 
 
-class Frozen(NamedTuple):
-  """The parameters that are not trained, on the devices; {} if all are trained."""
+def first_state(
+  method: Method,
+  abstract: TrainState,
+  params: Params,
+  initial_entropy: float,
+  *,
+  start: ml_collections.ConfigDict,
+) -> TrainState:
+  """The train state before the first update.
 
-  trainer: Params  # where updates are made
-  sampler: Params  # where rollouts are generated
-
-
-def network_params(parts: Parts) -> Params:
-  """All parameters, sharded: those of `config.model.checkpoint`, or else randomly initialized."""
-  checkpoint = parts.config.model.checkpoint
-  if checkpoint:
-    try:
-      sparse_layers = parts.model.config.sparse_layers
-      return load_params(checkpoint, parts.placement.base, sparse_layers=sparse_layers)
-    except ValueError as error:
-      raise CheckpointError(f"config.model.checkpoint = {checkpoint!r}: {error}") from error
-  shardings = jax.tree.map(lambda x: x.sharding, parts.placement.base)
-  init = jax.jit(parts.model.init, out_shardings=shardings)
-  return init(key_for(parts.config.seed, "init"))
-
-
-def load_frozen(parts: Parts) -> Frozen:
-  """Loads or initializes the frozen parameters; call it once per run."""
-  if parts.lora is None:
-    return Frozen({}, {})
-  base = network_params(parts)
-  mesh, generation_mesh = parts.placement.mesh, parts.placement.generation_mesh
-  if sharding.has_same_devices(generation_mesh, mesh):
-    return Frozen(base, base)
-  shardings = jax.tree.map(lambda x: x.sharding, sharding.add_shardings(base, generation_mesh))
-  return Frozen(base, jax.device_put(base, shardings))
-
-
-def initial_params(parts: Parts) -> Params:
-  """The trained parameters before the first step: all parameters, or the adapters only."""
-  if parts.lora is None:
-    return network_params(parts)
-  try:
-    return first_adapters(
-      parts.lora,
-      parts.config.lora.adapters,
-      parts.model.config,
-      parts.placement.base,
-      parts.placement.mesh,
-      seed=parts.config.seed,
-    )
-  except ValueError as error:
-    raise CheckpointError(str(error)) from error
-
-
-def first_state(parts: Parts, params: Params, initial_entropy: float) -> TrainState:
-  """The train state before the first update; `initial_entropy` in nats per token."""
-  shardings = jax.tree.map(lambda x: x.sharding, parts.placement.state)
-  build_state = jax.jit(functools.partial(initial_state, parts.method), out_shardings=shardings)
+  Args:
+    method: of the run.
+    abstract: the state's shapes, dtypes and shardings.
+    params: the trained parameters.
+    initial_entropy: of the policy, nats per token.
+    start: `config.start`.
+  """
+  shardings = jax.tree.map(lambda x: x.sharding, abstract)
+  build_state = jax.jit(functools.partial(initial_state, method), out_shardings=shardings)
   state = build_state(params, jnp.float32(initial_entropy))
-  if not parts.config.start.optimizer:
+  if not start.optimizer:
     return state
-  folder = start_folder(parts.config.start.checkpoint)
-  moments = read_field("opt_state", folder, parts.placement.state.opt_state)
+  moments = read_field("opt_state", start_folder(start.checkpoint), abstract.opt_state)
   return dataclasses.replace(state, opt_state=_with_first_rate(moments, state.opt_state))
 
 
@@ -103,26 +68,26 @@ def _with_first_rate(moments: Any, first: Any) -> Any:
   return jax.tree.map(choose, moments, first, is_leaf=scheduled)
 
 
-def supervised_state(parts: Parts) -> tuple[Params, Any]:
-  """Parameters and optimizer state before the warm start."""
-  params = initial_params(parts)
-  optimizer = warm_start_optimizer(parts.config.warm_start)
-  shapes = jax.eval_shape(optimizer.init, params)
-  init = jax.jit(
-    optimizer.init, out_shardings=sharding.state_shardings(shapes, parts.placement.mesh)
-  )
-  return params, init(params)
+def supervised_batches(
+  demonstrations: ProblemSource,
+  tokenizer: Tokenizer,
+  shape: BatchShape,
+  *,
+  batch_size: int,
+  seed: int,
+) -> Iterator[tuple[Prompts, np.ndarray, np.ndarray]]:
+  """Endless warm-start batches on the host: prompts, solutions i32[P, T], mask bool[P, T].
 
-
-def supervised_batches(parts: Parts) -> Iterator[tuple[Prompts, np.ndarray, np.ndarray]]:
-  """Endless warm-start batches on the host: prompts, solutions i32[P, T], mask bool[P, T]."""
-  config = parts.config
-  batches = problem_batches(
-    parts.task.warm_start, batch_size=config.warm_start.batch_size, seed=config.seed
-  )
-  for problems in batches:
-    solutions = encode_demonstrations(problems, parts.tokenizer, config.max_response_length)
-    yield parts.encode(problems), *solutions
+  Args:
+    demonstrations: problems with solutions.
+    tokenizer: of the run.
+    shape: with the limits on length.
+    batch_size: P.
+    seed: of the run.
+  """
+  for problems in problem_batches(demonstrations, batch_size=batch_size, seed=seed):
+    solutions = encode_demonstrations(problems, tokenizer, shape.max_response_length)
+    yield encode_prompts(problems, tokenizer, shape.max_prompt_length), *solutions
 
 
 # --- parameters of a checkpoint -------------------------------------------------------------------
@@ -177,11 +142,11 @@ def checkpoint_folder(checkpoint: str, *, field: str = "--checkpoint") -> Path:
   return folder
 
 
-def load_policy(parts: Parts, folder: Path | None) -> tuple[Params, int]:
+def load_policy(initial: InitialParams, folder: Path | None) -> tuple[Params, int]:
   """(trained parameters of a policy, its number of updates).
 
   Args:
-    parts: of a configuration with the policy's network and adapters.
+    initial: of a run with the policy's network and adapters.
     folder: from `checkpoint_folder`; None for the policy before training.
   Raises:
     CheckpointError: the checkpoint is damaged, or of a run with another network, adapters or
@@ -189,28 +154,29 @@ def load_policy(parts: Parts, folder: Path | None) -> tuple[Params, int]:
     WorkdirError: the run's configuration is damaged.
   """
   if folder is None:
-    return initial_params(parts), 0
-  _check_same_policy(parts, folder.parent.parent / "config.json")
-  return read_params(folder, parts.placement.state.params), int(folder.name)
+    return initial.trained(), 0
+  _check_same_network(initial.identity, folder.parent.parent / "config.json")
+  return read_params(folder, initial.placement.state.params), int(folder.name)
 
 
-def _check_same_policy(parts: Parts, path: Path) -> None:
-  """Raises if a run's parameters would compute another function under this configuration."""
+def _check_same_network(ours: Mapping[str, Any], path: Path) -> None:
+  """Raises if the parameters of a run would compute another function here.
+
+  Args:
+    ours: from `network_identity`.
+    path: the run's configuration.
+  """
   if not path.exists():
     return  # a checkpoint that was copied without its run
-  theirs, ours = read_config(path), json.loads(parts.config.to_json_best_effort())
-  fields = [("model", name) for name in ("preset", "checkpoint")]
-  fields += [("lora", name) for name in ("rank", "alpha", "targets")]
+  config = read_config(path)
   try:
-    values = {f"{a}.{b}": (theirs.get(a, {}).get(b), ours[a][b]) for a, b in fields}
-    values["tokenizer"] = (theirs["tokenizer"], ours["tokenizer"])
-    values["model.overrides"] = (given_overrides(theirs["model"]), given_overrides(ours["model"]))
+    theirs = network_identity(config)
   except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise CheckpointError(
       f"{path} is not the configuration of a run ({type(error).__name__}: {error}). Put it back, or"
       " copy the checkpoint to a folder without it"
     ) from error
-  differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+  differing = {name: (theirs[name], ours[name]) for name in ours if theirs[name] != ours[name]}
   if differing:
     raise CheckpointError(
       f"the run of {path.parent} has another network, adapters or tokenizer: {differing} (in the"

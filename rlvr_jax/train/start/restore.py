@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from rlvr_jax.evaluate.run_files import METRICS_FILE, read_metrics
+from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.storage.files import is_as_written, replace_file, with_crc32
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
@@ -20,25 +21,31 @@ from rlvr_jax.train.checkpointing.workdir import WorkdirError, run_file_names
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.progress import progress, say, warn
 from rlvr_jax.train.reporting.writer import BEFORE_FIRST_STEP
-from rlvr_jax.train.setup.build import Parts, pin_sources
-from rlvr_jax.train.setup.compiler_options import format_options
-from rlvr_jax.train.start.rows import RunRows
+from rlvr_jax.train.setup.behavior_sources import Sources
+from rlvr_jax.train.setup.compiler_options import CompilerOptions, format_options
+from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.types import TrainState
 
 SOURCES_FILE = "sources.json"
 
 
-def restore_sources(parts: Parts, workdir: Path) -> Parts:
-  """The parts with the checkpoint and the batches of other runs that this run began with.
+def restore_sources(
+  sources: Sources, make_sources: Callable[..., Sources], workdir: Path
+) -> Sources:
+  """The sources, with the checkpoint and the batches of other runs that this run began with.
 
+  Args:
+    sources: as they are now.
+    make_sources: (pins: `Source.pin` by name) → the sources with these.
+    workdir: of the run.
   Raises:
     StoreError: they no longer exist.
     WorkdirError: this run began before, and which ones these are is not known any more.
   """
   path = workdir / SOURCES_FILE
-  pins = {source.name: source.pin for source in parts.sources if source.pin is not None}
+  pins = {source.name: source.pin for source in sources if source.pin is not None}
   if not pins:
-    return parts
+    return sources
 
   def read() -> dict[str, Any]:
     if not path.exists() and not run_file_names(workdir):
@@ -49,9 +56,9 @@ def restore_sources(parts: Parts, workdir: Path) -> Parts:
   # Only the first process may have the file.
   pinned = multihost.exchange(multihost.run_on_first(read, None))[0]
   if pinned == pins:
-    return parts
+    return sources
   try:
-    return pin_sources(parts, pinned)
+    return make_sources(pins=pinned)
   except ValueError as error:
     raise StoreError(f"{error} (this run began with what {path} names)") from error
 
@@ -83,7 +90,11 @@ class Resumed(NamedTuple):
 
 
 def find_resumable(
-  checkpointer: Checkpointer, parts: Parts, store: RolloutStore, rows: RunRows
+  checkpointer: Checkpointer,
+  abstract: TrainState,
+  schedule: Schedule,
+  store: RolloutStore,
+  layout: Mapping[str, Any],
 ) -> Resumed | None:
   """The latest intact checkpoint whose pending rollouts are too; None if there is no checkpoint.
 
@@ -91,24 +102,28 @@ def find_resumable(
   itself bit for bit: it samples damaged batches again with the same policy, and reads the others
   from the store.
 
+  Args:
+    checkpointer, schedule, store: of the run.
+    abstract: shapes, dtypes and shardings of the train state.
+    layout: of this start, from `describe_layout`.
   Raises:
     StoreError: no checkpoint is old enough to sample the damaged batches again.
     TornCheckpointError: all checkpoints are damaged.
   """
-  for restored in checkpointer.intact(parts.placement.state):
+  for restored in checkpointer.intact(abstract):
     step, host = restored.step, HostState.from_json(restored.host)
-    pending = range(parts.schedule.first(step), host.position.number)
+    pending = range(schedule.first(step), host.position.number)
     torn = lambda pending=pending: [n for n in pending if not store.is_intact(n)]
     damaged = multihost.exchange(multihost.run_on_first(torn, []))[0]
-    if (recorded := parts.schedule.recorded) and recorded.oldest_needed(step) < step:
+    if (recorded := schedule.recorded) and recorded.oldest_needed(step) < step:
       continue  # its next batches have tokens of earlier policies
     # In real time any policy may sample the damaged batches again.
-    if not damaged or parts.schedule.threaded:
+    if not damaged or schedule.threaded:
       # The next resume would use later ones, although their records are gone.
       checkpointer.discard_after(step)
       first = min(pending.start, pending.stop)
       multihost.run_on_first(functools.partial(_report_damaged, store, first), None)
-      _report_move(host, describe_layout(parts, rows))
+      _report_move(host, layout)
       return Resumed(step, restored.state, host, restored.arrays, damaged)
     warn(
       f"rollouts {damaged} of {store.directory}, pending at update {step}, are damaged or missing;"
@@ -123,24 +138,28 @@ def find_resumable(
   return None
 
 
-def describe_layout(parts: Parts, rows: RunRows) -> dict[str, Any]:
+def describe_layout(
+  placement: Placement, compiler_options: CompilerOptions, *, slots: int
+) -> dict[str, Any]:
   """What changes a run's results by rounding alone: its machine, and how work is laid out there.
 
-  Rows that are not chosen yet are None.
+  The run's rows do so too, see `rows.row_fields`.
+
+  Args:
+    placement, compiler_options: of the run.
+    slots: `config.sampling.slots`.
   """
-  c = parts.config
-  meshes = {"mesh": parts.placement.mesh, "generation_mesh": parts.placement.generation_mesh}
+  meshes = {"mesh": placement.mesh, "generation_mesh": placement.generation_mesh}
   return {
     "processes": jax.process_count(),
     "device": jax.devices()[0].device_kind,
     **{name: dict(mesh.shape) for name, mesh in meshes.items()},
-    "sampling.slots": c.sampling.slots,
+    "sampling.slots": slots,
     **{
       f"compiler_options.{kind}": format_options(options)
-      for kind, options in parts.compiler_options._asdict().items()
+      for kind, options in compiler_options._asdict().items()
       if options
     },
-    **rows.fields,
   }
 
 

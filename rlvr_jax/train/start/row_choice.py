@@ -19,9 +19,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from rlvr_jax.ops.row_attention import longest_row, row_length
 from rlvr_jax.rollouts.packing import Row, RowLayout, assign_micro_batches, assign_rows
+from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.programs import (
   RowTokens,
-  is_on_cpu,
   least_row_length,
   make_row_layout,
   most_places,
@@ -155,4 +155,4 @@ def _overhead(mesh: Mesh | AbstractMesh, width: int) -> float:
   more arithmetic for each byte that they read: 28 bytes of a parameter take an H100 or a TPU v5p
   as long as its 6 FLOPs of 300 to 500 places.
   """
-  return 48 + 2**14 / width if is_on_cpu(mesh) else 512
+  return 48 + 2**14 / width if sharding.is_on_cpu(mesh) else 512

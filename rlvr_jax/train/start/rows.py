@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.packing import layout_of_few, packed_lengths
 from rlvr_jax.storage.files import is_as_written, replace_file, with_crc32
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, read_config
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.programs import RowTokens, make_row_layout
 from rlvr_jax.train.start.row_choice import choose_row_layout
-from rlvr_jax.types import TrainBatch
+from rlvr_jax.types import BatchShape, TrainBatch
 
 ROWS_FILE = "rows.json"
 
@@ -57,28 +57,43 @@ def write_rows(workdir: Path, tokens: RowTokens) -> None:
     file.write((json.dumps(with_crc32(tokens._asdict())) + "\n").encode())
 
 
+def row_fields(tokens: RowTokens | None) -> dict[str, int | None]:
+  """The fields of the configuration that give these rows, by name; None: not chosen yet."""
+  values = tokens._asdict() if tokens else dict.fromkeys(RowTokens._fields)
+  return {f"batch.{name}": value for name, value in values.items()}
+
+
 class RunRows:
   """Where the rollouts of a run lie in rows, from its first batch on."""
 
   def __init__(
     self,
-    parts: Parts,
+    placement: Placement,
+    shape: BatchShape,
+    network: TransformerConfig,
+    *,
+    has_first_phase: bool,
+    configured: RowTokens,
     recorded: RowTokens | None,
-    record: Callable[[RowTokens], None] = lambda _: None,
+    record: Callable[[RowTokens], None],
   ):
     """Takes the rows that are configured, or else recorded.
 
     Args:
-      parts: of the run.
+      placement: of the run, with the rows that are configured, or those of any batch.
+      shape: of a training batch.
+      network: settings of the policy's network.
+      has_first_phase: see `Method`.
+      configured: the fields of `config.batch`.
       recorded: from `read_rows`.
       record: called on the first process with what the first batch chooses, before it is used.
     """
-    configured = RowTokens(*(parts.config.batch[name] for name in RowTokens._fields))
-    self._parts, self._record = parts, record
+    self._planned, self._shape, self._network = placement, shape, network
+    self._has_first_phase, self._record = has_first_phase, record
     self._tokens: RowTokens | None = None
     self._placement: Placement | None = None
     if any(configured):
-      self._tokens, self._placement = configured, parts.placement
+      self._tokens, self._placement = configured, placement
     elif recorded is not None:
       # Otherwise this machine has more devices than there may be such rows.
       with contextlib.suppress(ValueError):
@@ -87,8 +102,7 @@ class RunRows:
   @property
   def fields(self) -> dict[str, int | None]:
     """The fields of the configuration that give these rows; None before they are chosen."""
-    values = self._tokens._asdict() if self._tokens else dict.fromkeys(RowTokens._fields)
-    return {f"batch.{name}": value for name, value in values.items()}
+    return row_fields(self._tokens)
 
   def placement(self, batch: Callable[[], TrainBatch]) -> Placement:
     """The run's placement, with rows that the first batch chooses.
@@ -106,16 +120,15 @@ class RunRows:
     return self._placement
 
   def _choose(self, batch: TrainBatch) -> RowTokens:
-    parts, lengths = self._parts, packed_lengths(batch)
-    network = parts.model.config
+    lengths = packed_lengths(batch)
     layout = choose_row_layout(
-      parts.shape,
-      network.attention,
-      parts.placement.mesh,
+      self._shape,
+      self._network.attention,
+      self._planned.mesh,
       np.asarray(batch.prompts.lengths),
       lengths,
-      width=network.width,
-      has_first_phase=parts.method.has_first_phase,
+      width=self._network.width,
+      has_first_phase=self._has_first_phase,
     )
     say(
       f"rows of {layout.length} tokens, {layout.rows_per_device} to a micro-batch"
@@ -126,7 +139,7 @@ class RunRows:
     return RowTokens(layout.length, layout.device_places)
 
   def _place(self, tokens: RowTokens) -> Placement:
-    placement, shape = self._parts.placement, self._parts.shape
-    layout = make_row_layout(tokens, shape, self._parts.model.config.attention, placement.mesh)
+    placement, shape = self._planned, self._shape
+    layout = make_row_layout(tokens, shape, self._network.attention, placement.mesh)
     few = layout_of_few(layout, shape, placement.compared_layout.devices)
     return dataclasses.replace(placement, row_layout=layout, compared_layout=few)

@@ -21,6 +21,7 @@ from rlvr_jax.ops.layers import rows_of
 from rlvr_jax.rollouts.decoder import cached_heads
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.generation.policies import make_sync
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.types import Prompts, Sampling
 
@@ -385,7 +386,7 @@ def test_the_sampler_is_compared_where_no_key_value_head_is_split(same_devices):
   )
   logprobs, _ = parts.programs.score(params, {}, placement.pack_to_devices(batch))
   batch = dataclasses.replace(batch, behavior_logprobs=np.asarray(logprobs))
-  sampled = parts.programs.sync_weights(params, False)
+  sampled = make_sync(placement, parts.schedule)(params)
   few = jax.tree.map(lambda x: x[: placement.compared_groups - 1], batch)
   mean, most, _ = parts.programs.behavior_gap(
     sampled, {}, placement.pack_to_compare(few), sampling=Sampling()

@@ -16,6 +16,7 @@ from train import dialogues_test, multiprocess_test, new_weights_test, tiny
 from train.fleet import fleets
 
 from docs import glossary
+from rlvr_jax.commands.sample import sample_with
 from rlvr_jax.commands.train import train
 from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.evaluate import run_files
@@ -26,13 +27,10 @@ from rlvr_jax.storage.objects import open_objects
 from rlvr_jax.storage.places import in_bucket, parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.fleet import roles
-from rlvr_jax.train.fleet.roles import ComparedSampler, ForeignGraderError, sample_for
+from rlvr_jax.train.fleet.roles import ComparedSampler, ForeignGraderError
 from rlvr_jax.train.generation.agreement import AgreementError
-from rlvr_jax.train.generation.policies import Policies
-from rlvr_jax.train.generation.samplers import training_sampler
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.grading import start_pools
-from rlvr_jax.train.start.parameters import load_frozen
 
 
 @contextlib.contextmanager
@@ -46,10 +44,10 @@ def sampling(workdir, parts):
         time.sleep(0.01)
       with contextlib.ExitStack() as stack:
         enter = lambda pool: stack.enter_context(contextlib.closing(pool))
-        pools = start_pools(parts.config, parts.task, parts.tokenizer, enter)
-        policies = Policies(parts, load_frozen(parts).sampler)
-        inner = training_sampler(parts, policies, parts.make_answers(*pools))
-        sample_for(parts, workdir, ComparedSampler(parts, policies, inner))
+        c = parts.config
+        pools = start_pools(c.grading, c.environment, parts.task, parts.tokenizer, enter)
+        frozen = parts.initial.frozen().sampler
+        sample_with(parts, workdir, frozen, parts.make_answers(*pools))
     except BaseException as error:
       errors.append(error)
 
@@ -123,11 +121,10 @@ def test_a_policy_that_cannot_be_published_ends_the_run_at_once(tmp_path, monkey
 def test_a_grader_that_only_late_problems_name_ends_the_run():
   """No sampler imports it: each would end, one after another."""
   parts = build(fleets.config())
-  policies = Policies(parts, load_frozen(parts).sampler)
   named = lambda name: {"grader": name, "reference": {}}
   early = [dataclasses.replace(p, reference=named("own:known()")) for p in [parts.task.train[0]]]
   task = dataclasses.replace(parts.task, grader=BY_REFERENCE, train=early, held_out=early)
-  sampler = ComparedSampler(dataclasses.replace(parts, task=task), policies, WantsNothing())
+  sampler = ComparedSampler(WantsNothing(), None, parts.sources, task, None)
   wanted = lambda name: Draw(0, [dataclasses.replace(early[0], reference=named(name))], 0, 0, [0])
   sampler.want(wanted("own:known()"), [0])
   with pytest.raises(ForeignGraderError, match="'other:grader\\(\\)'") as told:

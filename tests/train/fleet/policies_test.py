@@ -17,14 +17,26 @@ from rlvr_jax.train.fleet.policies import (
   PolicyDamagedError,
   PolicyPublisher,
   PolicyReader,
+  abstract_policy,
 )
 from rlvr_jax.train.setup.build import build
-from rlvr_jax.train.start.parameters import initial_params
 
 
 @pytest.fixture(scope="module")
 def parts():
   return build(tiny.config(model__overrides=dict(num_layers=1, width=32, mlp_width=64)))
+
+
+def publisher_of(folder, parts, **settings):
+  network, adapters_only = parts.model.config, parts.lora is not None
+  return PolicyPublisher(folder, network, adapters_only=adapters_only, **settings)
+
+
+def reader_of(folder, parts):
+  trained, mesh = parts.placement.state.params, parts.placement.mesh
+  adapters_only = parts.lora is not None
+  policy = abstract_policy(trained, parts.model.config, mesh, adapters_only=adapters_only)
+  return PolicyReader(folder, policy)
 
 
 def same(found, expected):
@@ -37,11 +49,11 @@ def test_a_policy_is_restored_as_published(storage, parts, tmp_path, request):
   url = tmp_path if storage == "disk" else request.getfixturevalue("url")
   workdir = Workdir(url)
   folder = parse_path("", url) / "fleet_weights"
-  params = initial_params(parts)
+  params = parts.initial.trained()
   others = jax.tree.map(lambda x: x + 1, params)
   first, second, third = (Policy(version, f"{version:016x}") for version in (3, 4, 5))
-  reader = PolicyReader(folder, parts)
-  with contextlib.closing(PolicyPublisher(folder, parts, keep=2, workdir=workdir)) as publisher:
+  reader = reader_of(folder, parts)
+  with contextlib.closing(publisher_of(folder, parts, keep=2, workdir=workdir)) as publisher:
     assert publisher.published() == []
     metrics = publisher.publish(params, first)
     assert metrics["fleet/published_gib"] * 2**30 == sum(x.nbytes for x in jax.tree.leaves(params))
@@ -58,7 +70,7 @@ def test_a_policy_is_restored_as_published(storage, parts, tmp_path, request):
     with pytest.raises(PolicyGoneError):  # of an update that was lost, and came out differently
       reader.restore(second._replace(fingerprint="other"))
   # A successor that begins before them. What it removes is gone, in a folder of a workdir too.
-  with contextlib.closing(PolicyPublisher(folder, parts, keep=2, workdir=workdir)) as publisher:
+  with contextlib.closing(publisher_of(folder, parts, keep=2, workdir=workdir)) as publisher:
     assert publisher.published() == [second, third]
     publisher.publish(others, second)  # again: the earlier one's files may be damaged
     publisher.wait()
@@ -74,11 +86,11 @@ def test_a_sampler_gets_the_dtypes_that_decode_on_its_own_mesh(tmp_path):
   sampler = build(
     tiny.config(**{"model__overrides__compute_dtype": "bfloat16"}, mesh__data=2, mesh__fsdp=2)
   )
-  params = initial_params(trainer)
-  with contextlib.closing(PolicyPublisher(tmp_path, trainer)) as publisher:
+  params = trainer.initial.trained()
+  with contextlib.closing(publisher_of(tmp_path, trainer)) as publisher:
     publisher.publish(params, Policy(0, "a"))
     publisher.wait()
-  restored = PolicyReader(tmp_path, sampler).restore(Policy(0, "a")).params
+  restored = reader_of(tmp_path, sampler).restore(Policy(0, "a")).params
   kernel, scale = restored["blocks"]["query"], restored["final_norm"]["scale"]
   assert kernel.dtype == "bfloat16" and scale.dtype == "float32"
   assert np.array_equal(kernel, params["blocks"]["query"].astype("bfloat16"))
@@ -87,34 +99,34 @@ def test_a_sampler_gets_the_dtypes_that_decode_on_its_own_mesh(tmp_path):
 
 def test_only_adapters_are_published_where_only_they_are_trained(tmp_path):
   parts = build(tiny.config(lora__rank=2))
-  params = initial_params(parts)
-  with contextlib.closing(PolicyPublisher(tmp_path, parts)) as publisher:
+  params = parts.initial.trained()
+  with contextlib.closing(publisher_of(tmp_path, parts)) as publisher:
     publisher.publish(params, Policy(0, "a"))
     publisher.wait()
-  assert same(PolicyReader(tmp_path, parts).restore(Policy(0, "a")).params, params)
+  assert same(reader_of(tmp_path, parts).restore(Policy(0, "a")).params, params)
 
 
 def test_what_is_incomplete_or_of_another_network_is_not_restored(parts, tmp_path, monkeypatch):
-  with contextlib.closing(PolicyPublisher(tmp_path, parts)) as publisher:
-    publisher.publish(initial_params(parts), Policy(0, "a"))
+  with contextlib.closing(publisher_of(tmp_path, parts)) as publisher:
+    publisher.publish(parts.initial.trained(), Policy(0, "a"))
     publisher.wait()
   other = build(tiny.config(model__overrides=dict(num_layers=1, width=64, mlp_width=64)))
   with pytest.raises(ForeignCheckpointError, match="trainer's configuration"):
-    PolicyReader(tmp_path, other).restore(Policy(0, "a"))
+    reader_of(tmp_path, other).restore(Policy(0, "a"))
   (array,) = (tmp_path / "0" / "arrays" / "embedding").glob("0.0")
   damaged = bytearray(array.read_bytes())
   damaged[len(damaged) // 2] ^= 1
   array.write_bytes(damaged)
-  reader = PolicyReader(tmp_path, parts)
+  reader = reader_of(tmp_path, parts)
   with pytest.raises(PolicyGoneError):  # a trainer that starts may write it now
     reader.restore(Policy(0, "a"))
   monkeypatch.setattr(policies, "DAMAGED_S", 0.0)
   with pytest.raises(PolicyDamagedError, match=r"is damaged .* start the trainer again"):
     reader.restore(Policy(0, "a"))
-  with contextlib.closing(PolicyPublisher(tmp_path, parts)) as publisher:  # of its successor
-    publisher.publish(initial_params(parts), Policy(0, "a"))
+  with contextlib.closing(publisher_of(tmp_path, parts)) as publisher:  # of its successor
+    publisher.publish(parts.initial.trained(), Policy(0, "a"))
     publisher.wait()
-  assert same(reader.restore(Policy(0, "a")).params, initial_params(parts))
+  assert same(reader.restore(Policy(0, "a")).params, parts.initial.trained())
   shutil.rmtree(tmp_path / "0")
   with pytest.raises(PolicyGoneError):
     reader.restore(Policy(0, "a"))

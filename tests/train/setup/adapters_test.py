@@ -14,7 +14,6 @@ from rlvr_jax.data import HuggingFaceTokenizer
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.peft import load_adapters
 from rlvr_jax.train.setup.build import build
-from rlvr_jax.train.start import parameters
 from rlvr_jax.train.start.parameters import load_policy
 
 LORA = dict(
@@ -45,8 +44,8 @@ def run(parts, tmp_path_factory):
 
 @pytest.mark.slow
 def test_adapters_alone_are_trained_and_the_sampler_agrees(run, parts):
-  first = parameters.initial_params(parts)
-  last, step = load_policy(parts, run / "checkpoints" / "4")
+  first = parts.initial.trained()
+  last, step = load_policy(parts.initial, run / "checkpoints" / "4")
   assert step == 4
   paths = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(last)}
   assert paths == {f"['blocks']['{k}']['{x}']" for k in ("query", "up") for x in "ab"}
@@ -66,7 +65,7 @@ def test_a_run_goes_on_with_the_same_numbers(run, parts, tmp_path):
   shutil.rmtree(workdir / "checkpoints" / "4")
   train(parts, workdir)
   assert tiny.records(workdir) == tiny.records(run)
-  here, there = (load_policy(parts, w / "checkpoints" / "4")[0] for w in (workdir, run))
+  here, there = (load_policy(parts.initial, w / "checkpoints" / "4")[0] for w in (workdir, run))
   jax.tree.map(np.testing.assert_array_equal, here, there)
 
 
@@ -74,8 +73,8 @@ def test_a_run_goes_on_with_the_same_numbers(run, parts, tmp_path):
 def test_export_writes_the_merged_policy_and_the_adapters(run, parts, tmp_path):
   folder = tmp_path / "out"
   export(parts, str(folder), run / "checkpoints" / "4")
-  params, _ = load_policy(parts, run / "checkpoints" / "4")
-  whole = parts.programs.merge(params, parameters.load_frozen(parts).trainer)
+  params, _ = load_policy(parts.initial, run / "checkpoints" / "4")
+  whole = parts.programs.merge(params, parts.initial.frozen().trainer)
   loaded = load_params(folder, parts.placement.base)
   jax.tree.map(np.testing.assert_array_equal, loaded, whole)
   adapters, settings = load_adapters(folder / "adapter", parts.model.config)
@@ -86,5 +85,5 @@ def test_export_writes_the_merged_policy_and_the_adapters(run, parts, tmp_path):
   assert tokenizer.encode("1+2") == [49, 43, 50] and tokenizer.stop_ids == (257,)
   # And a run begins with them.
   again = tiny.config(**LORA | dict(lora__adapters=str(folder / "adapter")))
-  first = parameters.initial_params(build(again))
+  first = build(again).initial.trained()
   jax.tree.map(np.testing.assert_array_equal, first, params)

@@ -370,7 +370,9 @@ def test_an_environment_gets_the_line_whatever_graders_are_set(grader, fields):
   tokenizer = make_tokenizer("bytes", config.prompts, "")
   with contextlib.ExitStack() as stack:
     changed = graded_task(config, mine)
-    _, pool = start_pools(config, changed, tokenizer, stack.enter_context)
+    _, pool = start_pools(
+      config.grading, config.environment, changed, tokenizer, stack.enter_context
+    )
     told = check_first_dialogue(policy_of(config), pool, changed)
     outcomes = ("wrong", "wrong") if "grading__grader" in fields else ("unparseable", "correct")
     assert f"""replied '{{"answer": "7"}} {outcomes[0]}' to""" in told
@@ -390,4 +392,10 @@ def test_a_template_without_the_role_of_replies_is_refused_at_the_start(tmp_path
   config = tiny.config(environment__name=name, environment__processes=1)
   message = rf"config\.environment\.name = '{name}': .*'tool'"
   with contextlib.ExitStack() as stack, pytest.raises(ValueError, match=message):
-    start_pools(config, task(GSM8K, {"answer": "7"}), tokenizer, stack.enter_context)
+    start_pools(
+      config.grading,
+      config.environment,
+      task(GSM8K, {"answer": "7"}),
+      tokenizer,
+      stack.enter_context,
+    )

@@ -8,7 +8,7 @@ from train import tiny
 
 from rlvr_jax.commands.train import FAILURES
 from rlvr_jax.data import ByteTokenizer, Problem, Task, tasks
-from rlvr_jax.data.batches import PromptError
+from rlvr_jax.data.batches import PromptError, encode_prompts
 from rlvr_jax.data.sources import Chosen, Concatenated, Mixed
 from rlvr_jax.train.setup.build import batch_shape, build
 from rlvr_jax.train.setup.problem_filters import describe_long_texts, limit_lengths
@@ -96,7 +96,7 @@ def test_what_is_generated_is_measured_when_it_is_drawn():
   """A million problems are not generated to be measured; the run then ends with one line."""
   parts = build(tiny.config(task__kwargs=GENERATED, warm_start__num_steps=0))
   with pytest.raises(FAILURES, match=r"^a prompt has 3\d tokens .* begins 'as long as no"):
-    parts.encode([parts.task.train[100]])
+    encode_prompts([parts.task.train[100]], parts.tokenizer, parts.shape.max_prompt_length)
 
 
 @pytest.mark.slow

@@ -1,35 +1,40 @@
 """What a resumed run takes from the runs that it began with."""
 
-import dataclasses
 import json
 
 import pytest
-from train import tiny
 
 from rlvr_jax.sampling import Sampling
 from rlvr_jax.train.checkpointing.workdir import WorkdirError
-from rlvr_jax.train.setup.behavior_sources import Source
-from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.setup.behavior_sources import Source, Sources
 from rlvr_jax.train.start.restore import SOURCES_FILE, restore_sources
 
 
 @pytest.fixture(scope="module")
-def parts():
-  """A run of which another run's checkpoint, now of step 5, samples a part."""
-  source = Source("checkpoint", 4, Sampling(), pin=5)
-  return dataclasses.replace(build(tiny.get_config()), sources=(source,))
+def sources():
+  """Of a run of which another run's checkpoint, now of step 5, samples a part."""
+  return Sources([Source("checkpoint", 4, Sampling(), pin=5)])
+
+
+def restored(sources, workdir):
+  """As `restore_sources`, in which the pins are those of now."""
+
+  def make_sources(pins):
+    raise AssertionError(f"they are others: {pins}")
+
+  return restore_sources(sources, make_sources, workdir)
 
 
 @pytest.fixture
-def begun(parts, tmp_path):
+def begun(sources, tmp_path):
   """The workdir of the run once it has begun."""
-  assert restore_sources(parts, tmp_path) is parts
+  assert restored(sources, tmp_path) is sources
   (tmp_path / "checkpoints").mkdir()
   return tmp_path
 
 
-def test_sources_are_read_as_written(parts, begun):
-  assert restore_sources(parts, begun) is parts
+def test_sources_are_read_as_written(sources, begun):
+  assert restored(sources, begun) is sources
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,7 @@ def test_sources_are_read_as_written(parts, begun):
     ('{"checkpoint": 5}', "it does not match its checksum"),
   ],
 )
-def test_a_run_whose_sources_are_not_known_is_not_resumed(parts, begun, text, why):
+def test_a_run_whose_sources_are_not_known_is_not_resumed(sources, begun, text, why):
   path = begun / SOURCES_FILE
   written = json.loads(path.read_text())
   path.unlink()
@@ -53,11 +58,11 @@ def test_a_run_whose_sources_are_not_known_is_not_resumed(parts, begun, text, wh
   with pytest.raises(
     WorkdirError, match=rf"sources\.json, .* cannot be read: .*{why}.* Put back a"
   ):
-    restore_sources(parts, begun)
+    restored(sources, begun)
   assert path.exists() == (text is not None)
 
 
-def test_a_start_that_was_killed_before_its_sources_were_written_starts(parts, tmp_path):
+def test_a_start_that_was_killed_before_its_sources_were_written_starts(sources, tmp_path):
   (tmp_path / "config.json").write_text("{}")
-  restore_sources(parts, tmp_path)
+  restored(sources, tmp_path)
   assert json.loads((tmp_path / SOURCES_FILE).read_text())["checkpoint"] == 5

@@ -13,7 +13,7 @@ from rlvr_jax.storage.files import with_crc32
 from rlvr_jax.train.checkpointing.workdir import WorkdirError
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.programs import RowTokens
-from rlvr_jax.train.start.rows import ROWS_FILE, RunRows, read_rows, write_rows
+from rlvr_jax.train.start.rows import ROWS_FILE, read_rows, write_rows
 
 FIELDS = ("batch.tokens_per_row", "batch.tokens_per_micro_batch")
 
@@ -34,7 +34,7 @@ def batch(parts):
 
 def test_the_first_batch_chooses_and_the_record_comes_before_the_first_use(parts, batch, capsys):
   recorded = []
-  rows = RunRows(parts, None, recorded.append)
+  rows = tiny.run_rows(parts, None, recorded.append)
   assert rows.fields == dict.fromkeys(FIELDS)
   placement = rows.placement(lambda: batch)
   layout = placement.row_layout
@@ -45,18 +45,18 @@ def test_the_first_batch_chooses_and_the_record_comes_before_the_first_use(parts
   assert "for responses of 2 tokens on average; config.batch.tokens_per_row" in "".join(
     capsys.readouterr()
   )
-  fails = RunRows(parts, None, lambda _: 1 / 0)
+  fails = tiny.run_rows(parts, None, lambda _: 1 / 0)
   with pytest.raises(ZeroDivisionError):
     fails.placement(lambda: batch)
   assert fails.fields == dict.fromkeys(FIELDS)
 
 
 def test_what_is_recorded_is_taken_and_what_is_configured_wins(parts, batch):
-  taken = RunRows(parts, RowTokens(24, 48))
+  taken = tiny.run_rows(parts, RowTokens(24, 48))
   layout = taken.placement(lambda: batch).row_layout
   assert (layout.length, layout.rows_per_device) == (24, 2)
   given = build(tiny.config(batch__tokens_per_micro_batch=30))
-  rows = RunRows(given, RowTokens(24, 48))
+  rows = tiny.run_rows(given, RowTokens(24, 48))
   assert rows.placement(lambda: batch) is given.placement
   assert [*rows.fields.values()] == [0, 30]
 
@@ -64,7 +64,7 @@ def test_what_is_recorded_is_taken_and_what_is_configured_wins(parts, batch):
 def test_rows_that_a_larger_mesh_cannot_fill_are_chosen_anew(batch):
   parts = build(tiny.config(mesh__data=8, evaluation__batch_prompts=8))
   recorded = []
-  rows = RunRows(parts, RowTokens(1000, 1000), recorded.append)  # at most 3 such rows
+  rows = tiny.run_rows(parts, RowTokens(1000, 1000), recorded.append)  # at most 3 such rows
   assert rows.placement(lambda: batch).row_layout.devices == 8
   assert recorded and recorded[0].tokens_per_row < 1000
 

@@ -105,9 +105,11 @@ def test_another_method_may_go_on(other, tmp_path):
   """Whose state is not in the checkpoint."""
   fade = build(tiny.config(advantage="fade", start__checkpoint=str(other), start__optimizer=True))
   folder = parameters.start_folder(fade.config.start.checkpoint)
-  params, step = parameters.load_policy(fade, folder)
+  params, step = parameters.load_policy(fade.initial, folder)
   assert step == UPDATES
-  state = parameters.first_state(fade, params, 0.5)
+  state = parameters.first_state(
+    fade.method, fade.placement.state, params, 0.5, start=fade.config.start
+  )
   assert jax.tree.leaves(state.advantage_state) and state.step == 0
   assert set(split(state.opt_state)[0]) == {0}
 

@@ -1,0 +1,37 @@
+"""What the processes of a run do together while they wait for rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlvr_jax.train.cluster import multihost, sharding
+from rlvr_jax.train.cluster.process import exit_after
+
+
+def burst_to_host(tree: Any, *, deadline_s: float) -> Any:
+  """What a burst has sampled, as NumPy arrays; waits for the devices.
+
+  Ends the process if that takes longer than `deadline_s` seconds.
+
+  Raises:
+    EndRequestedError: shutdown was requested.
+  """
+  multihost.raise_if_shutdown_requested()  # meanwhile the devices compute the burst
+  with exit_after(
+    deadline_s,
+    f"error: sampling has made no progress for {deadline_s:g} s, so a device or another process"
+    " hangs. What was sampled is kept: rerun the same command to continue, with a larger"
+    " config.generation_deadline_s if the devices are that slow",
+  ):
+    return sharding.to_host(tree)
+
+
+def gather_answers(action: Callable[[], Any]) -> list[Any]:
+  """What an action returns in each of the processes; an error in one ends all.
+
+  Raises:
+    EndRequestedError: shutdown was requested. All rollouts may wait, so that no burst notices it.
+  """
+  multihost.raise_if_shutdown_requested()
+  return multihost.exchange(multihost.run_together(action))

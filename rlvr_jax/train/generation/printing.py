@@ -1,0 +1,51 @@
+"""How far the sampling of a long refresh is, for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rlvr_jax.rollouts.sampler import Progress
+from rlvr_jax.train.cluster.process import restart_deadline
+from rlvr_jax.train.reporting.progress import say
+
+_PRINT_EVERY_S = 30.0
+
+
+def keep_alive(progress: Progress) -> None:
+  """Tells this process that sampling goes on."""
+  del progress
+  restart_deadline()
+
+
+class Printer:
+  """Prints how far a long refresh is, after some of its bursts."""
+
+  def __init__(self, raise_if_ending: Callable[[], None]):
+    """`raise_if_ending`: called after every burst; raises if this program is to end."""
+    self._raise_if_ending = raise_if_ending
+    self._began = self._printed = time.monotonic()
+    self._finished = 0  # groups since it began
+    self._tokens = self._steps = 0  # of slots, when it began
+
+  def __call__(self, progress: Progress) -> None:
+    """Takes note of a burst."""
+    keep_alive(progress)
+    self._raise_if_ending()
+    now, usage = time.monotonic(), progress.usage
+    self._finished += progress.finished
+    if not progress.left:  # what comes next is another refresh
+      self._began = self._printed = now
+      self._finished, self._tokens, self._steps = 0, usage.slot_tokens, usage.slot_steps
+    if now - self._printed < _PRINT_EVERY_S or usage.slot_steps == self._steps:
+      return
+    self._printed, elapsed = now, now - self._began
+    left = ""
+    if self._finished:
+      left = f", about {elapsed * progress.left / self._finished:.0f} s left"
+    tokens, steps = usage.slot_tokens - self._tokens, usage.slot_steps - self._steps
+    say(
+      f"sampling: {self._finished}/{self._finished + progress.left} groups,"
+      f" {tokens / elapsed:,.0f} tokens/s, {tokens / steps:.0%} of {progress.slots} slots"
+      f" busy{left}"
+    )
