@@ -1,4 +1,4 @@
-# What a run needs on TPU nodes of GKE, without the code, which xpk lays into /app: docs/tpu.md.
+# What a run needs on TPU nodes of GKE, without the code, which xpk lays into /app: docs/launch.md.
 FROM python:3.12-slim
 
 # libseccomp is for the sandbox of generated programs.

@@ -1,4 +1,4 @@
-"""Starts a run: as processes here, on TPU VMs, or on GKE through xpk. Guide: docs/tpu.md.
+"""Starts a run: as processes here, on TPU VMs, or on GKE through xpk. Guide: docs/launch.md.
 
 Imports only the standard library, and nothing else of rlvr_jax, so it works without jax.
 """

@@ -8,7 +8,7 @@
   python -m rlvr_jax.launch local start --name=fleet --processes=1 --samplers=2 -- …
 
 The flags after -- are those of rlvr_jax.main. --dry_run prints the commands without running them.
-The guide is docs/tpu.md.
+The guide is docs/launch.md.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class Program:
       retries: how often to start the processes again.
     """
     for log in folder_of(name).glob("process_*.log"):  # of an earlier launch
-      log.unlink()
+      os.truncate(log, 0)  # and not removed, so that `logs` goes on
     self.name = name
     self.state = "running"  # or finished, stopped, failed
     self._start = lambda: _start_processes(name, commands, environment)

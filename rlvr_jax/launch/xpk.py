@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> None:
   """Creates the workloads that do not run yet, and deletes samplers beyond those of `programs`."""
   if not args.image:
-    raise LaunchError("--image is needed to start: docs/tpu.md says how to make it")
+    raise LaunchError("--image is needed to start: docs/launch.md says how to make it")
   run = programs[0]
   machines = slices.machines_of(args, count=len(programs))
   programs, package = ship(programs, machines[0], allow_dirty=args.allow_dirty, share=args.storage)

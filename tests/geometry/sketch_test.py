@@ -1,24 +1,18 @@
 """The sketch: unbiased, with the error that its design predicts and that it reports itself."""
 
 import functools
-import importlib.util
 import inspect
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles.flops import product_flops
 from oracles.gram_cases import V, in_rows, make_case, make_forward
 
 from rlvr_jax.geometry import sketch, sketch_with_error, streaming
 from rlvr_jax.reweighting import salt
 from rlvr_jax.types import Forward
-
-_FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "flops.py"
-_spec = importlib.util.spec_from_file_location("flops", _FILE)
-flops = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(flops)
 
 CASE = dict(dtype="float32", soft_cap=2.0, scale=0.7, temperature=1.3)
 
@@ -135,7 +129,7 @@ def test_costs_a_fifth_of_a_head_product_or_half_of_streaming(copies, D, product
   jaxpr = jax.make_jaxpr(lambda *args: route.gram(None, {}, *args, None))(batch, forward)
   accumulated = 2 * P * G * T * vocabulary * projection.shape[1]
   head_product = 2 * P * G * T * D * vocabulary
-  assert flops.product_flops(jaxpr) + accumulated < products * head_product
+  assert product_flops(jaxpr) + accumulated < products * head_product
 
 
 def test_sizes_are_positive():

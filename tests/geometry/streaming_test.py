@@ -1,9 +1,7 @@
 """The streaming Gram matrix: the same numbers as differentiation, at its price, on any mesh."""
 
 import dataclasses
-import importlib.util
 import math
-import pathlib
 import re
 
 import jax
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from oracles.flops import product_flops
 from oracles.gram_cases import (
   D,
   G,
@@ -33,11 +32,6 @@ from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import batch_shape
 from rlvr_jax.train.setup.programs import make_row_layout
 from rlvr_jax.types import Forward, Head
-
-_FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "flops.py"
-_spec = importlib.util.spec_from_file_location("flops", _FILE)
-flops = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(flops)
 
 
 def assert_close(found, expected, tolerance=1e-10):
@@ -204,7 +198,7 @@ def test_sampled_adds_at_most_a_tenth_of_a_head_product(group):
   route = streaming(feature="sampled")
   run = lambda *args: route.gram(*args, GramContext(_HeadOnly))
   head_product = 2 * P * group * length * width * vocabulary
-  counted = flops.product_flops(jax.make_jaxpr(run)(*args)) / head_product
+  counted = product_flops(jax.make_jaxpr(run)(*args)) / head_product
   assert counted <= 0.1
   kernel = jax.ShapeDtypeStruct((width, vocabulary), jnp.bfloat16)
   reported = route.cost(args[2], args[3].hidden, kernel, GramContext(_HeadOnly))
@@ -242,11 +236,11 @@ def test_costs_two_head_products_and_the_inner_products(vocabulary):
   args = abstract_case(P, G, length, width, vocabulary)
   run = lambda *args: streaming().gram(*args, GramContext(_HeadOnly))
   head_product = 2 * P * G * length * width * vocabulary
-  counted = flops.product_flops(jax.make_jaxpr(run)(*args)) / head_product
+  counted = product_flops(jax.make_jaxpr(run)(*args)) / head_product
   assert counted == pytest.approx(2 + P * G / length, rel=1e-3)
   mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
   run = lambda *args: streaming().gram(*args, GramContext(_HeadOnly, mesh=mesh))
-  counted = flops.product_flops(jax.make_jaxpr(run)(*args)) / head_product
+  counted = product_flops(jax.make_jaxpr(run)(*args)) / head_product
   assert counted == pytest.approx(2 + P * G / length, rel=2e-3)
 
 

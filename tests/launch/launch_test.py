@@ -172,7 +172,8 @@ PLACES = {"ZONE": "us-east5-a", "REGION": "us-east5", "PROJECT": "mine", "BUCKET
 
 def documented():
   """The launches that the guide shows, with names for its placeholders."""
-  text = (tiny.ROOT / "docs" / "tpu.md").read_text().replace("\\\n", "")
+  docs = tiny.ROOT / "docs"
+  text = "".join((docs / page).read_text() for page in ("tpu.md", "launch.md")).replace("\\\n", "")
   text = re.sub(rf"\b({'|'.join(PLACES)})\b", lambda found: PLACES[found[1]], text)
   text = text.replace("start … --", "start --name=fade --zone=us-east5-a --type=v5p-32 --")
   text = text.replace("--config=…", f"--config={RECIPE}")

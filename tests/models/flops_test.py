@@ -1,13 +1,12 @@
 """Model FLOPs against the programs' own products, a mask counted key by key, and the 6·N rule."""
 
 import dataclasses
-import importlib.util
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles.flops import product_flops as count_products
 
 from rlvr_jax.models import lora
 from rlvr_jax.models.flops import forward_flops, update_flops
@@ -19,11 +18,6 @@ from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.types import Prompts, Sampling
 
-_FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "flops.py"
-_spec = importlib.util.spec_from_file_location("product_flops", _FILE)
-programs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(programs)
-
 FULL = TransformerConfig(
   vocab_size=40, width=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6, mlp_width=28
 )
@@ -34,7 +28,7 @@ PER_KEY = 2 * 2 * FULL.num_heads * FULL.head_dim  # two products with each key a
 
 
 def product_flops(function, *args):
-  return programs.product_flops(jax.make_jaxpr(function)(*args))
+  return count_products(jax.make_jaxpr(function)(*args))
 
 
 def setup(config):

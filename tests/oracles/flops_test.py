@@ -1,19 +1,12 @@
 """The counter of matrix products against counts by hand and XLA's own."""
 
-import importlib.util
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
+from oracles.flops import product_flops
 
 from rlvr_jax.train.cluster import sharding
-
-_FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "flops.py"
-_spec = importlib.util.spec_from_file_location("flops", _FILE)
-flops = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(flops)
 
 M, K, N = 3, 5, 7
 ONE = 2 * M * K * N
@@ -22,7 +15,7 @@ SQUARE = jnp.ones((K, K))
 
 
 def count(function, *args):
-  return flops.product_flops(jax.make_jaxpr(function)(*args))
+  return product_flops(jax.make_jaxpr(function)(*args))
 
 
 def chain(x, w, length, unroll=1):
