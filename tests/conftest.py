@@ -2,15 +2,17 @@
 
 import gc
 import os
-import tempfile
+
+import compiled
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Most of the time is compilation, and much is compiled again and again: by the workers of one
-# session, and by the programs that tests start. All inherit this; one that is set already is used,
-# and outlives the session.
+# session, by the programs that tests start, and by the next session. All inherit this; one that is
+# set already is used.
+_session = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-  _cache = tempfile.TemporaryDirectory(prefix="rlvr_jax_compile_cache_")
-  os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
+  _session = compiled.open_session(compiled.kept_folder())
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_session)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Where in the source an operation comes from is not written into the programs.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
@@ -78,6 +80,8 @@ def url(emulator, folder):
 
 def pytest_sessionfinish():
   gc.freeze()
+  if _session is not None:
+    compiled.close_session(_session, compiled.kept_folder())
 
 
 def pytest_collection_modifyitems(items):
