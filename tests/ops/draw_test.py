@@ -18,6 +18,7 @@ from rlvr_jax.update.agreement import count_draws, draw_z
 
 PLAIN = Sampling()
 ALL_BITS = 1 << 64
+one_program = jax.jit(draw_tokens, static_argnums=1)
 # Other tests compile without optimization; these draw millions of tokens.
 optimized = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
 
@@ -27,14 +28,25 @@ def _bits(values):
   return jnp.asarray([[value >> 32, value & 0xFFFFFFFF] for value in values], jnp.uint32)
 
 
-def _drawing(logits, sampling, rows):
-  """A function from up to `rows` integers of 64 bits to the tokens and log-probabilities drawn."""
-  logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, len(logits)))
-  program = optimized(lambda bits: draw_tokens(logits, sampling, bits))
+@functools.cache
+def _program(sampling):
+  return optimized(lambda logits, bits: draw_tokens(logits, sampling, bits))
+
+
+ROWS = 128  # drawn at a time, so that a vocabulary has one program for a sampling
+
+
+def _drawing(logits, sampling):
+  """A function from integers of 64 bits to the tokens and log-probabilities drawn."""
+  logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (ROWS, len(logits)))
 
   def draw(values):
-    drawn = program(_bits(values + [0] * (rows - len(values))))
-    return [np.asarray(x)[: len(values)] for x in drawn]
+    parts = []
+    for start in range(0, len(values), ROWS):
+      some = values[start : start + ROWS]
+      drawn = _program(sampling)(logits, _bits(some + [0] * (ROWS - len(some))))
+      parts.append([np.asarray(x)[: len(some)] for x in drawn])
+    return [np.concatenate(x) for x in zip(*parts, strict=True)]
 
   return draw
 
@@ -44,19 +56,14 @@ def _first_bits(logits, tokens, sampling=PLAIN):
 
   The drawn token grows with its bits, so that these are all that there is to know of a draw.
   """
-  rows = min(len(tokens), 128)
-  draw = _drawing(logits, sampling, rows)
-  found = []
-  for start in range(0, len(tokens), rows):
-    wanted = np.asarray(tokens[start : start + rows])
-    low, high = [0] * len(wanted), [ALL_BITS] * len(wanted)
-    for _ in range(65):
-      middle = [min((a + b) // 2, ALL_BITS - 1) for a, b in zip(low, high, strict=True)]
-      for i, reached in enumerate(draw(middle)[0] >= wanted):
-        if low[i] < high[i]:
-          low[i], high[i] = (low[i], middle[i]) if reached else (middle[i] + 1, high[i])
-    found += high
-  return found
+  draw, wanted = _drawing(logits, sampling), np.asarray(tokens)
+  low, high = [0] * len(wanted), [ALL_BITS] * len(wanted)
+  for _ in range(65):
+    middle = [min((a + b) // 2, ALL_BITS - 1) for a, b in zip(low, high, strict=True)]
+    for i, reached in enumerate(draw(middle)[0] >= wanted):
+      if low[i] < high[i]:
+        low[i], high[i] = (low[i], middle[i]) if reached else (middle[i] + 1, high[i])
+  return high
 
 
 def _shares(logits, tokens, sampling=PLAIN):
@@ -70,7 +77,7 @@ def _shares(logits, tokens, sampling=PLAIN):
 
 def _recorded(logits, tokens, sampling=PLAIN):
   """exp of the log-probability that is recorded with each of some tokens."""
-  drawn, logprobs = _drawing(logits, sampling, len(tokens))(_first_bits(logits, tokens, sampling))
+  drawn, logprobs = _drawing(logits, sampling)(_first_bits(logits, tokens, sampling))
   np.testing.assert_array_equal(drawn, tokens)
   return np.exp(logprobs.astype(np.float64))
 
@@ -148,7 +155,7 @@ def test_excluded_tokens_are_never_drawn(sampling, vocabulary):
   edges = _first_bits(logits, kept.tolist(), sampling)
   assert edges[0] == 0
   values = sorted({0, ALL_BITS - 1, *edges, *[edge - 1 for edge in edges[1:]]})
-  drawn, logprobs = _drawing(logits, sampling, len(values))(values)
+  drawn, logprobs = _drawing(logits, sampling)(values)
   assert set(drawn.tolist()) == set(kept.tolist())
   assert int(drawn[0]) == kept[0] and int(drawn[-1]) == kept[-1]
   expected = np.asarray(distribution(logits, sampling))[drawn]
@@ -157,26 +164,26 @@ def test_excluded_tokens_are_never_drawn(sampling, vocabulary):
 
 def test_greedy_decoding_takes_the_first_largest():
   logits = jnp.asarray([[0.0, 2, 1, 2], [-jnp.inf, -jnp.inf, 3, -jnp.inf], [jnp.nan, 1, 2, 0]])
-  tokens, logprobs = draw_tokens(logits, Sampling(temperature=0.0), _bits([0, 1, 2]))
+  tokens, logprobs = one_program(logits, Sampling(temperature=0.0), _bits([0, 1, 2]))
   np.testing.assert_array_equal(tokens[:2], [1, 2])
   np.testing.assert_array_equal(logprobs, [0, 0, np.nan])
 
 
 def test_logits_that_are_not_finite_are_seen_in_the_log_probability():
   logits = jnp.zeros((4, 300)).at[0, 3].set(jnp.nan).at[1, 3].set(jnp.inf).at[2].set(-jnp.inf)
-  tokens, logprobs = draw_tokens(logits, PLAIN, _bits([0, 5, 7, 9]))
+  tokens, logprobs = one_program(logits, PLAIN, _bits([0, 5, 7, 9]))
   assert not np.isfinite(logprobs[:3]).any() and np.isfinite(logprobs[3])
   assert (np.asarray(tokens) >= 0).all() and (np.asarray(tokens) < 300).all()
 
 
 def test_double_precision_logits(x64):
   logits = jax.random.normal(jax.random.key(0), (64, 515), jnp.float64) * 4
-  bits = random_bits(jnp.zeros((64, 2), jnp.uint32), jnp.arange(64))
-  double, logprobs = draw_tokens(logits, PLAIN, bits)
+  bits = jax.jit(random_bits)(jnp.zeros((64, 2), jnp.uint32), jnp.arange(64))
+  double, logprobs = one_program(logits, PLAIN, bits)
   assert logprobs.dtype == jnp.float64
   expected = jnp.take_along_axis(distribution(logits, PLAIN), double[:, None], axis=-1)[:, 0]
   np.testing.assert_allclose(logprobs, expected, atol=1e-9)
-  single, _ = draw_tokens(logits.astype(jnp.float32), PLAIN, bits)
+  single, _ = one_program(logits.astype(jnp.float32), PLAIN, bits)
   assert (single == double).mean() > 0.98
 
 
@@ -186,8 +193,8 @@ def test_a_split_vocabulary_changes_no_bit():
   split = NamedSharding(mesh, PartitionSpec(None, "tensor"))
   for vocabulary in (4096, 12_168):
     logits = jax.random.normal(jax.random.key(1), (16, vocabulary)) * 3
-    bits = random_bits(jnp.ones((16, 2), jnp.uint32), jnp.arange(16))
-    one = jax.jit(lambda x, b: draw_tokens(x, PLAIN, b))(logits, bits)
+    bits = jax.jit(random_bits)(jnp.ones((16, 2), jnp.uint32), jnp.arange(16))
+    one = one_program(logits, PLAIN, bits)
     program = jax.jit(lambda x, b: draw_tokens(x, PLAIN, b, shards=8), in_shardings=(split, None))
     compiled = program.lower(logits, bits).compile()
     several = compiled(jax.device_put(logits, split), bits)
@@ -203,8 +210,8 @@ def test_a_split_vocabulary_changes_no_bit():
 def test_random_bits_depend_on_key_and_counter_alone():
   keys = jax.random.key_data(jax.random.split(jax.random.key(0), 5))
   counters = jnp.asarray([0, 7, 7, 9, 2])
-  bits = random_bits(keys, counters)
-  np.testing.assert_array_equal(bits[3:4], random_bits(keys[3:4], counters[3:4]))
+  bits = jax.jit(random_bits)(keys, counters)
+  np.testing.assert_array_equal(bits[3:4], jax.jit(random_bits)(keys[3:4], counters[3:4]))
   assert bits.dtype == jnp.uint32 and len({row.tobytes() for row in np.asarray(bits)}) == 5
 
 
@@ -226,6 +233,7 @@ def _chi_square_of_draws(logits, draws, seed):
   return statistic, filled.sum() - 1
 
 
+@pytest.mark.slow
 def test_a_million_draws_pass_a_chi_square_test():
   logits = np.random.default_rng(3).normal(size=500) * 1.5
   statistic, freedom = _chi_square_of_draws(logits, 1_000_000, seed=0)
