@@ -45,7 +45,7 @@ def test_the_readme_shows_the_picture_and_the_commit_of_the_recorded_run():
 def test_the_readme_begins_with_commands_of_the_makefile():
   targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
   commands = re.findall(r"^    make ([\w-]+) ", README, re.MULTILINE)
-  assert commands == ["quickstart", "pretrained", "test"] and set(commands) <= set(targets)
+  assert commands == ["quickstart", "test"] and set(commands) <= set(targets)
 
 
 def test_the_configuration_in_the_readme_is_that_of_the_guide(tmp_path, monkeypatch):
