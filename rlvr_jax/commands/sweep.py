@@ -11,16 +11,16 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import re
 import shlex
 import subprocess
 import sys
-import threading
 import time
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlvr_jax.evaluate.compare import RESULT_FILE, evaluations
@@ -126,18 +126,12 @@ def _check_labels(owner: str, runs: Sequence[Run]) -> None:
   for run in runs:
     other = first.setdefault(run.label, run)
     changed = sorted(set(run.flags) ^ set(other.flags))
-    if mixed := [flag for flag in changed if not _may_differ_by_seed(flag)]:
+    of_seed = lambda flag: "/" in flag and not flag.startswith("--config=")
+    if mixed := [f for f in changed if not f.startswith("--config.seed=") and not of_seed(f)]:
       raise ValueError(
         f"{owner}: the runs with the label {run.label!r} and seeds {other.seed} and {run.seed}"
         f" differ by more than the seed: {' '.join(mixed)}; give each method its own label"
       )
-
-
-def _may_differ_by_seed(flag: str) -> bool:
-  """Whether a flag sets the seed or a folder."""
-  if flag.startswith("--config.seed="):
-    return True
-  return "/" in flag and not flag.startswith("--config=")
 
 
 def _load_entries(path: str) -> list[Mapping[str, Any]]:
@@ -173,8 +167,12 @@ def _make_run(
   """A run from its entry in the sweep's file; arguments as of `read_runs`."""
   fields = {name: value for name, value in entry.items() if name not in ("config", "label")}
   recipe = entry.get("config", recipe)
-  texts = {path: _format_value(owner, path, value) for path, value in fields.items()}
-  texts |= overrides
+  if nested := [path for path, value in fields.items() if isinstance(value, Mapping)]:
+    raise ValueError(
+      f"{owner}: {nested[0]!r} is a dict; set its fields one by one, such as"
+      f' {{"{nested[0]}.field": value}}'
+    )
+  texts = {path: str(value) for path, value in fields.items()} | dict(overrides)
   texts = {path: text.replace(WORKDIR, workdir) for path, text in texts.items()}
   flags = (f"--config={recipe}", *(f"--config.{path}={text}" for path, text in texts.items()))
   try:
@@ -182,15 +180,6 @@ def _make_run(
   except ValueError as error:
     raise ValueError(f"{owner}, {dict(entry)}: {error}") from error
   return Run(entry.get("label") or _default_label(recipe, fields), config.seed, flags)
-
-
-def _format_value(owner: str, path: str, value: Any) -> str:
-  """Text of a field's value for the command line."""
-  if isinstance(value, Mapping):
-    raise ValueError(
-      f'{owner}: {path!r} is a dict; set its fields one by one, such as {{"{path}.field": value}}'
-    )
-  return value if isinstance(value, str) else str(value)
 
 
 def _default_label(recipe: str, fields: Mapping[str, Any]) -> str:
@@ -228,16 +217,16 @@ def sweep(
     status = _format_status(results, len(runs) - len(results))
     say(f"sweep of {len(runs)} runs in {folder.path}: {status}")
     stack.enter_context(process.handle_shutdown_signals(lambda: None))
-    stack.enter_context(_limit_minutes(minutes))
+    sitting = _Sitting(minutes)
     failures = []
     for number, run in enumerate(runs):
       if run.name in finished:
         continue
-      if process.shutdown_requested():
-        raise _shutdown_error(run)
+      if sitting.is_over():
+        raise sitting.error(run)
       title = f"run {number + 1} of {len(runs)}, {run.label}, seed {run.seed}"
       say(f"{title}: started, its output is in {folder.path / run.name / LOG_FILE}")
-      if failure := _execute(run, number, folder, more):
+      if failure := _execute(run, number, folder, more, sitting):
         failures.append(failure)
         warn(f"{title}: {failure.partition(';')[0]}")
       else:
@@ -279,34 +268,24 @@ def _format_accuracy(result: Mapping[str, Any]) -> str:
   return ""
 
 
-@contextlib.contextmanager
-def _limit_minutes(minutes: float | None) -> Iterator[None]:
-  """Context that requests shutdown after some minutes, as a signal does; None: no limit.
+class _Sitting:
+  """How long a sweep goes on: until shutdown is requested, or its time is over."""
 
-  Raises:
-    TimeLimitError: the context ended by this shutdown.
-  """
-  if minutes is None:
-    yield
-    return
-  limit_reached = threading.Event()
+  def __init__(self, minutes: float | None):
+    self._minutes = math.inf if minutes is None else minutes
+    self._deadline = time.monotonic() + 60 * self._minutes
 
-  def end_sweep() -> None:
-    limit_reached.set()
-    process.request_shutdown()
+  def is_over(self) -> bool:
+    """Whether the current run is to save and end, and no other to begin."""
+    return process.shutdown_requested() or time.monotonic() >= self._deadline
 
-  timer = threading.Timer(60 * minutes, end_sweep)
-  timer.daemon = True
-  timer.start()
-  try:
-    yield
-  except process.EndRequestedError as error:
-    if not limit_reached.is_set():
-      raise
-    raise TimeLimitError(f"{minutes:g} minutes are over: {error}") from error
-  finally:
-    timer.cancel()
-    timer.join()  # so that it requests no shutdown after this context
+  def error(self, run: Run) -> process.EndRequestedError:
+    """Says why a sweep ends before a run has finished; returns the error that ends it."""
+    requested = process.shutdown_requested()
+    why = "shutdown requested" if requested else f"{self._minutes:g} minutes are over"
+    message = f"{why} before {run.name} finished"
+    say(f"{message}; rerun the same command to continue")
+    return (process.EndRequestedError if requested else TimeLimitError)(message)
 
 
 def _read_finished(runs: Sequence[Run], folder: Workdir) -> dict[str, dict[str, Any]]:
@@ -315,14 +294,11 @@ def _read_finished(runs: Sequence[Run], folder: Workdir) -> dict[str, dict[str, 
   Raises:
     WorkdirError: a run finished with other flags.
   """
-  finished = {
-    run.name: _read_result(run, folder)
-    for run in runs
-    if (folder.path / run.name / RESULT_FILE).exists()
-  }
+  finished = {}
   for run in runs:
-    if run.name not in finished:
+    if not (folder.path / run.name / RESULT_FILE).exists():
       continue
+    finished[run.name] = _read_result(run, folder)
     flags = shlex.split(finished[run.name]["command"])[3:-1]
     if differing := set(flags) ^ set(run.flags):
       raise WorkdirError(
@@ -336,22 +312,22 @@ def _read_result(run: Run, folder: Workdir) -> dict[str, Any]:
   return json.loads((folder.path / run.name / RESULT_FILE).read_text(encoding="utf-8"))
 
 
-def _execute(run: Run, number: int, folder: Workdir, more: Sequence[str]) -> str:
+def _execute(run: Run, number: int, folder: Workdir, more: Sequence[str], sitting: _Sitting) -> str:
   """Executes a run and writes its result; returns a message if it failed, else ""."""
   home = folder.local / run.name
   home.mkdir(exist_ok=True)
   start = time.perf_counter()
   log_size = (home / LOG_FILE).stat().st_size if (home / LOG_FILE).exists() else 0
   try:
-    status = _run_process(run, folder, more)
+    status = _run_process(run, folder, more, sitting)
   except WorkdirError as error:
     return f"{run.name} failed: {error}"
   if status == 0:
     _write_result(run, number, folder, seconds=time.perf_counter() - start)
     return ""
-  if process.shutdown_requested():
+  if sitting.is_over():
     folder.publish()
-    raise _shutdown_error(run)
+    raise sitting.error(run)
   how = f"exit status {status}" if status > 0 else f"signal {-status}"
   with open(home / LOG_FILE, encoding="utf-8", errors="replace") as log:
     log.seek(log_size)
@@ -360,13 +336,7 @@ def _execute(run: Run, number: int, folder: Workdir, more: Sequence[str]) -> str
   return f"{run.name} failed with {how}; {folder.path / run.name / LOG_FILE} ends with\n{tail}"
 
 
-def _shutdown_error(run: Run) -> process.EndRequestedError:
-  message = f"shutdown requested before {run.name} finished"
-  say(f"{message}; rerun the same command to continue")
-  return process.EndRequestedError(message)
-
-
-def _run_process(run: Run, folder: Workdir, more: Sequence[str]) -> int:
+def _run_process(run: Run, folder: Workdir, more: Sequence[str], sitting: _Sitting) -> int:
   """Starts the process of a run and waits for its end; returns its exit status.
 
   A process that makes no progress ends by itself, see `process.deadline`.
@@ -381,7 +351,7 @@ def _run_process(run: Run, folder: Workdir, more: Sequence[str]) -> int:
     child = subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
   terminated_at = 0.0
   while (status := child.poll()) is None:
-    if process.shutdown_requested() and not terminated_at:
+    if sitting.is_over() and not terminated_at:
       terminated_at = time.monotonic()
       child.terminate()
     if terminated_at and time.monotonic() - terminated_at > _GRACE_S:

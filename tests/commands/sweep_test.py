@@ -368,25 +368,6 @@ def test_a_killed_run_is_continued_by_the_same_command(tmp_path):
 # --- time limit -----------------------------------------------------------------------------------
 
 
-def ended_within(minutes):
-  """The error of a sweep that a shutdown request ends within a time limit."""
-  with pytest.raises(host.EndRequestedError) as raised, host.handle_shutdown_signals(lambda: None):
-    with sweep._limit_minutes(minutes):
-      last = time.monotonic() + 0.3
-      while not host.shutdown_requested() and time.monotonic() < last:
-        time.sleep(0.01)
-      raise host.EndRequestedError("before grpo_0 had finished")
-  return raised.value
-
-
-def test_shutdown_is_requested_when_the_minutes_are_over():
-  over = ended_within(0.001)
-  assert type(over) is sweep.TimeLimitError
-  assert str(over) == "0.001 minutes are over: before grpo_0 had finished"
-  for minutes in (None, 60.0):  # something else asked
-    assert type(ended_within(minutes)) is host.EndRequestedError
-
-
 def test_minutes_are_of_a_sweep():
   with pytest.raises(ValueError, match="--minutes goes with --mode=sweep or --mode=tune, not"):
     choose.prepare_command("train", tiny.get_config(), "runs/x", None, None, minutes=5.0)
