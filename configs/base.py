@@ -133,7 +133,8 @@ def get_config() -> ConfigDict:
   )
   c.reference = dict(  # KL to the policy before the first update
     kl_coefficient=0.0,
-    estimator="k3",  # k1, k2, k3
+    # k2: in the loss, the gradient of KL(π‖reference); k3: that of KL(reference‖π); k1: none
+    estimator="k3",
   )
   c.entropy_bonus = 0.0
   c.expert_balance = 0.0  # coefficient of the loss that evens the load of a mixture's experts

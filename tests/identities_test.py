@@ -174,6 +174,25 @@ def test_opsm_that_masks_nothing_is_the_loss():
   _assert_same(corrected, losses.ppo_clip(), random_case(29))
 
 
+def test_estimators_of_the_kl_as_losses_have_these_gradients():
+  """Over a vocabulary of 6, by enumeration: E_π[∇k] with the sampling held constant."""
+  rng = np.random.default_rng(30)
+  logits, reference = (jnp.asarray(x) for x in rng.normal(size=(2, 6)))
+  log_tau, mask = jax.nn.log_softmax(reference), jnp.ones(6)
+  policy = jnp.exp(jax.nn.log_softmax(logits))
+
+  def gradient(value):
+    return jax.grad(lambda z: value(jax.nn.log_softmax(z)))(logits)
+
+  def expected(estimate):
+    return gradient(lambda log_pi: jnp.sum(policy * estimate(log_pi, log_tau, mask)))
+
+  near = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-14)
+  near(expected(kl.k1), np.zeros(6))
+  near(expected(kl.k2), gradient(lambda log_pi: jnp.sum(jnp.exp(log_pi) * (log_pi - log_tau))))
+  near(expected(kl.k3), gradient(lambda log_pi: jnp.sum(jnp.exp(log_tau) * (log_tau - log_pi))))
+
+
 def test_dual_clip_beyond_every_ratio_is_ppo_clip():
   _assert_same(losses.ppo_clip(dual_clip=1e9), losses.ppo_clip(), random_case(4))
 
