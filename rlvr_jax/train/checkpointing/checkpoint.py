@@ -207,7 +207,7 @@ class Checkpointer:
     self._damaged.clear()
 
   def check(self) -> None:
-    """Raises the error of the current save if that has failed; does not wait for it."""
+    """Raises the error of the current save if that has failed; does not wait while it goes on."""
     with self._convert_errors():
       self._writer.check_for_errors()
 
