@@ -5,27 +5,11 @@
 Run it from the repository root. With a workdir it rewrites results.json and curves.png.
 """
 
-from __future__ import annotations
-
 import pathlib
-from collections.abc import Sequence
 
 from experiments.quickstart.sweep import RUNS
 from experiments.testbed import report
-from experiments.testbed.report import Result
-
-
-def tables(results: Sequence[Result]) -> str:
-  """Returns a Markdown table: a row per run, and per label the mean rise with its t interval."""
-  # The longer warm starts have the same first 150 steps as the quickstart of the same seed.
-  starts = {r["seed"]: r for r in results if r["label"] == "quickstart"}
-  return report.rise_table(results, list(RUNS), starts)
-
-
-def draw(results: Sequence[Result], home: pathlib.Path) -> None:
-  """Saves a figure of held-out pass@1 over updates."""
-  report.draw_rises(results, list(RUNS), home / "curves.png")
-
 
 if __name__ == "__main__":
-  report.print_tables(pathlib.Path(__file__).parent, tables, draw=draw)
+  # The longer warm starts have the same first 150 steps as the quickstart of the same seed.
+  report.print_rises(pathlib.Path(__file__).parent, list(RUNS), starts="quickstart")

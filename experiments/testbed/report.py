@@ -263,53 +263,6 @@ def table(
 # --- figures --------------------------------------------------------------------------------------
 
 
-def rise_table(
-  results: Sequence[Result], labels: Sequence[str], starts: Mapping[int, Result]
-) -> str:
-  """A Markdown table of held-out pass@1: a row per run, and the mean rise of labels with seeds.
-
-  Args:
-    results: of the runs with these labels.
-    labels: in the order of the rows.
-    starts: seed → the run whose first evaluation is the start of the seed's runs.
-  """
-  lines = ["| run | seed | start | end | rise | seconds |", "|---|---|---|---|---|---|"]
-  for label in labels:
-    rises = []
-    for result in (r for r in results if r["label"] == label):
-      start = starts[result["seed"]]
-      rises.append(compare.final_value(result) - start["evaluations"][compare.METRIC][0])
-      lines.append(
-        f"| {label} | {result['seed']} | {compare.interval_cell(start, 0)}"
-        f" | {compare.interval_cell(result, -1)} | {rises[-1]:+.3f} | {result['seconds']:.0f} |"
-      )
-    if len(rises) > 1:
-      mean, half = mean_and_half_width(rises)
-      interval = f"[{mean - half:+.3f}, {mean + half:+.3f}]"
-      lines.append(f"| **{label}** | mean | | | **{mean:+.3f}** {interval} | |")
-  return "\n".join(lines)
-
-
-def draw_rises(results: Sequence[Result], labels: Sequence[str], path: pathlib.Path) -> None:
-  """Saves a figure of held-out pass@1 over updates, a line per seed.
-
-  A label whose runs have no updates is a level, the mean of their only evaluations.
-  """
-  with curves.save_figure(path, size=(6, 3.6), dpi=100) as axes:
-    for color, label in enumerate(labels):
-      style = dict(color=f"C{color}")
-      evaluations = [r["evaluations"] for r in results if r["label"] == label]
-      if len(evaluations[0]["updates"]) == 1:
-        end = np.mean([e[compare.METRIC][-1] for e in evaluations])
-        axes.axhline(end, linestyle="--", label=f"{label} (mean)", **style)
-        continue
-      for index, columns in enumerate(evaluations):
-        name = label if index == 0 else None  # once in the legend
-        axes.plot(columns["updates"], columns[compare.METRIC], label=name, alpha=0.8, **style)
-    axes.set(xlabel="update", ylabel="held-out pass@1", ylim=(0, 1))
-    axes.legend(fontsize="small")
-
-
 class Panel(NamedTuple):
   """Curves of some labels over updates, of a held-out metric or of a training metric by spans."""
 
@@ -415,6 +368,53 @@ def print_tables(
   if are_new and draw is not None:
     draw(results, home)
   print(tables(results))
+
+
+def print_rises(home: pathlib.Path, labels: Sequence[str], *, starts: str) -> None:
+  """Prints the table of held-out pass@1 of an experiment, and draws curves.png of new results.
+
+  The table has a row per run, and for labels with several seeds the mean rise with its t interval.
+
+  Args:
+    home: folder of the experiment.
+    labels: of its runs, in the order of the rows.
+    starts: label of the runs whose first evaluations are the starts of all runs of their seeds.
+  """
+
+  def tables(results: Sequence[Result]) -> str:
+    first = {r["seed"]: r for r in results if r["label"] == starts}
+    lines = ["| run | seed | start | end | rise | seconds |", "|---|---|---|---|---|---|"]
+    for label in labels:
+      rises = []
+      for result in (r for r in results if r["label"] == label):
+        start = first[result["seed"]]
+        rises.append(compare.final_value(result) - start["evaluations"][compare.METRIC][0])
+        lines.append(
+          f"| {label} | {result['seed']} | {compare.interval_cell(start, 0)}"
+          f" | {compare.interval_cell(result, -1)} | {rises[-1]:+.3f} | {result['seconds']:.0f} |"
+        )
+      if len(rises) > 1:
+        mean, half = mean_and_half_width(rises)
+        interval = f"[{mean - half:+.3f}, {mean + half:+.3f}]"
+        lines.append(f"| **{label}** | mean | | | **{mean:+.3f}** {interval} | |")
+    return "\n".join(lines)
+
+  def draw(results: Sequence[Result], home: pathlib.Path) -> None:
+    with curves.save_figure(home / "curves.png", size=(6, 3.6), dpi=100) as axes:
+      for color, label in enumerate(labels):
+        style = dict(color=f"C{color}")
+        evaluations = [r["evaluations"] for r in results if r["label"] == label]
+        if evaluations and len(evaluations[0]["updates"]) == 1:  # a level, since nothing is trained
+          end = np.mean([e[compare.METRIC][-1] for e in evaluations])
+          axes.axhline(end, linestyle="--", label=f"{label} (mean)", **style)
+          continue
+        for index, columns in enumerate(evaluations):
+          name = label if index == 0 else None  # once in the legend
+          axes.plot(columns["updates"], columns[compare.METRIC], label=name, alpha=0.8, **style)
+      axes.set(xlabel="update", ylabel="held-out pass@1", ylim=(0, 1))
+      axes.legend(fontsize="small")
+
+  print_tables(home, tables, draw=draw)
 
 
 def insert_text(page: str, text: str) -> str:
