@@ -8,7 +8,6 @@ import fcntl
 import io
 import json
 import os
-import pathlib
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -57,6 +56,22 @@ class Published(tfds.core.GeneratorBasedBuilder):
   def __init__(self, *, source: PublishedFiles, paths: dict[str, list[str]], **kwargs):
     self._source, self._paths = source, paths
     super().__init__(file_format="array_record", **kwargs)
+
+  def records(self, split: str) -> Records:
+    """The prepared records of one split.
+
+    Raises:
+      ValueError: the split does not exist, or the prepared records are damaged.
+    """
+    splits = sorted(self.info.splits)
+    if split in splits:
+      return Records(self, split)
+    dataset: Dataset = self.builder_config
+    layouts = dataset.files.get(split)
+    remedy = f"name its files {describe_layouts(layouts)}" if layouts else "choose one of those"
+    raise ValueError(
+      f"{dataset.name} has no split {split!r} in {self._source.data_dir}, only {splits}: {remedy}"
+    )
 
   def _info(self) -> tfds.core.DatasetInfo:
     texts = ("id", "question", "answer", "solution", "reference", "subject")
@@ -152,32 +167,9 @@ def reporting_damage(dataset: str, folder: str | os.PathLike[str]) -> Iterator[N
     ) from error
 
 
-class PreparedDataset:
-  """A published data set, prepared for random access."""
-
-  def __init__(self, builder: Published, data_dir: str | os.PathLike[str]):
-    self.dataset: Dataset = builder.builder_config
-    self._builder, self._data_dir = builder, data_dir
-
-  def records(self, split: str) -> Records:
-    """The records of one split.
-
-    Raises:
-      ValueError: the split does not exist, or the prepared records are damaged.
-    """
-    splits = sorted(self._builder.info.splits)
-    if split in splits:
-      return Records(self._builder, split)
-    layouts = self.dataset.files.get(split)
-    remedy = f"name its files {describe_layouts(layouts)}" if layouts else "choose one of those"
-    raise ValueError(
-      f"{self.dataset.name} has no split {split!r} in {self._data_dir}, only {splits}: {remedy}"
-    )
-
-
 def prepare(
   name: str, data_dir: str | os.PathLike[str], prepared_dir: str | os.PathLike[str]
-) -> PreparedDataset:
+) -> Published:
   """Prepares a published data set, unless it is already prepared.
 
   Args:
@@ -219,18 +211,12 @@ def prepare(
   builder = make_builder()
   if not builder.info.splits:
     logging.info("preparing %s from %s in %s", name, data_dir, folder)
-    with report_full_disk(folder), _lock_folder(folder):
-      builder = make_builder()  # another process may have prepared it in the meantime
-      # The library logs a download, but nothing is downloaded.
-      with contextlib.redirect_stdout(io.StringIO()):
-        builder.download_and_prepare()
-  return PreparedDataset(builder, data_dir)
-
-
-@contextlib.contextmanager
-def _lock_folder(folder: pathlib.Path) -> Iterator[None]:
-  """Locks the folder for one process at a time; the lock ends with the process."""
-  folder.mkdir(parents=True, exist_ok=True)
-  with open_own(folder / "lock", "w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    yield
+    with report_full_disk(folder):
+      folder.mkdir(parents=True, exist_ok=True)
+      with open_own(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another process that prepares them
+        builder = make_builder()
+        # The library logs a download, but nothing is downloaded.
+        with contextlib.redirect_stdout(io.StringIO()):
+          builder.download_and_prepare()
+  return builder
