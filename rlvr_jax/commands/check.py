@@ -33,7 +33,8 @@ from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rewards import GraderPool
 from rlvr_jax.storage.files import replace_file
 from rlvr_jax.storage.folders import list_files, locate
-from rlvr_jax.storage.places import BucketFiles, LocalFiles, in_bucket, open_files, parse_path
+from rlvr_jax.storage.objects import Objects, open_objects
+from rlvr_jax.storage.places import in_bucket, parse_path
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import memory_limit
 from rlvr_jax.train.reporting.advice import on_demonstrations, plan_warm_start
@@ -214,19 +215,19 @@ class Preflight:
     token = multihost.exchange(uuid.uuid4().hex)[0]
     path = self.workdir / f".check-{token}-{jax.process_index()}"
     failure = ""
-    files = open_files(self.workdir)
     try:
-      if isinstance(files, LocalFiles):
-        _try_local_file(path)
+      objects = open_objects(self.workdir, unreachable_s=0.0)
+      if in_bucket(self.workdir):
+        _try_bucket_object(objects, path.name)
       else:
-        _try_bucket_object(files, path.name)
+        _try_local_file(path)
     except OSError as error:
       failure = f"{error}. Choose a --workdir that this user can write"
     ready = all(not text for text in multihost.exchange(failure))
-    seen = sum(n.startswith(f".check-{token}-") for n in files.names()) if ready else 0
+    seen = sum(n.startswith(f".check-{token}-") for n in objects.list()) if ready else 0
     multihost.exchange("listed")
     with contextlib.suppress(OSError):
-      files.delete(path.name)
+      path.unlink()
     if failure:
       return Finding(FAIL, failure)
     if ready and seen < jax.process_count():
@@ -235,7 +236,7 @@ class Preflight:
         f"{self.workdir} is not shared: this host sees the files of {seen} of {jax.process_count()}"
         " hosts. Mount one file system on all of them; see docs/tpu.md",
       )
-    actions = "written, synced and locked" if isinstance(files, LocalFiles) else "written and read"
+    actions = "written and read" if in_bucket(self.workdir) else "written, synced and locked"
     return Finding(OK, f"{self.workdir} can be {actions}")
 
   # --- the run's parts ----------------------------------------------------------------------------
@@ -458,13 +459,10 @@ def _try_local_file(path: pathlib.Path) -> None:
     raise OSError(f"{path} does not contain what was written")
 
 
-def _try_bucket_object(files: BucketFiles, name: str) -> None:
+def _try_bucket_object(objects: Objects, name: str) -> None:
   """Writes an object and reads it back."""
-  with files.open_to_write(name) as path:
-    path.write_bytes(b"first")
-  with files.open_to_read(name) as path:
-    if path.read_bytes() != b"first":
-      raise OSError(f"{name} does not contain what was written")
+  if not objects.put(name, b"first") or objects.get(name) != b"first":
+    raise OSError(f"{name} does not contain what was written")
 
 
 def _has_chat_template(folder: str) -> bool:

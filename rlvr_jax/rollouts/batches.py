@@ -389,12 +389,8 @@ class Batches:
   def _add(self, groups: Sequence[Group]) -> None:
     """Adds groups to their draws; they survive a kill of the process when this returns."""
 
-    def write() -> None:
-      for group in groups:
-        self._store.write_group(group)
-
     if not self._inputs.are_kept:
-      self._run.on_first(write)
+      self._run.on_first(lambda: self._store.write_groups(groups))
     for group in groups:
       self._open[group.draw].groups[group.index] = group
 
@@ -583,7 +579,7 @@ class Batches:
         with contextlib.suppress(TornShardError):
           for group in self._store.read(later)[0] if are_kept else ():
             if group.source != recorded:
-              self._store.write_group(as_sampled(group))
+              self._store.write_groups([as_sampled(group)])
         self._store.set_aside(later)
 
     self._run.on_first(set_aside)

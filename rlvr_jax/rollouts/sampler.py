@@ -546,7 +546,7 @@ class ThreadSampler:
     *,
     deadline_s: float,
     raise_if_ending: Callable[[], None] = lambda: None,
-    keep: Callable[[Group], None] = lambda group: None,
+    keep: Callable[[Sequence[Group]], None] = lambda groups: None,
   ):
     """Starts the thread.
 
@@ -554,7 +554,7 @@ class ThreadSampler:
       inner: from now on used by the thread alone.
       deadline_s: seconds that `take` waits for a group.
       raise_if_ending: called now and then in `take`; raises if the run is to end.
-      keep: called in the thread with every finished group, so that a kill does not lose it.
+      keep: called in the thread with finished groups, so that a kill does not lose them.
     """
     self._inner, self._deadline_s, self._calls = inner, deadline_s, (raise_if_ending, keep)
     self._changed = threading.Condition()
@@ -631,8 +631,7 @@ class ThreadSampler:
         if self._inner.is_busy:
           self._inner.step()
         if graded := self._inner.poll():
-          for group in graded:
-            keep(group)
+          keep(graded)
           with self._changed:
             self._graded += graded
             self._changed.notify_all()

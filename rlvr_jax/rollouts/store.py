@@ -10,47 +10,46 @@ The folder is the index:
 
 A file is written under a temporary name, read back and renamed: it is complete or absent, so that a
 reader beside the writer sees whole batches only, and no batch is ever overwritten. A batch is on
-disk, or in the bucket, when `write` returns. Groups in progress survive a kill of the process, not
-a crash of the machine; they reach a bucket some seconds later.
+disk, or in the bucket, when `write` returns. Groups in progress survive a kill of the process; on a
+disk they do not survive a crash of the machine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import functools
+import itertools
 import json
 import os
 import pathlib
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any, Self
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
 
 from absl import logging
 
 from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.rollouts.group import DamagedError, FormatError, Group, decode, encode, read_info
-from rlvr_jax.storage.bucket import UnreachableError
+from rlvr_jax.storage.bucket import MAX_CONCURRENT_REQUESTS, UnreachableError
 from rlvr_jax.storage.files import (
   TEMPORARY,
   DiskFullError,
-  open_own,
+  locked,
   parse_checked_line,
   path_within,
-  replace_path,
   report_full_disk,
   sync_folder,
   with_crc32,
 )
-from rlvr_jax.storage.places import Workdir, in_bucket, open_files, parse_path
+from rlvr_jax.storage.objects import open_objects
+from rlvr_jax.storage.places import Workdir, in_bucket, parse_path
 
 TORN_FOLDER = "torn"
 GROUPS_FOLDER = "groups"
 LOCK = "lock"
 _BATCH = re.compile(r"(\d{8,})\.safetensors")
-_GROUP = re.compile(r"(\d{8,})\.(\d{6,})\.safetensors")
+_GROUP = re.compile(rf"{GROUPS_FOLDER}/(\d{{8,}})\.(\d{{6,}})\.safetensors")
 _OWN = re.compile(rf"\d{{8,}}\.(safetensors|json)|{TORN_FOLDER}|{GROUPS_FOLDER}|{LOCK}")
 _FORMER = re.compile(r"index\.jsonl|\d{8,}\.array_record")
 _RESERVED = ("number", "bytes", "removed")  # names in info
@@ -71,7 +70,6 @@ class RolloutStore:
 
   Attributes:
     directory: of the store.
-    local: the same folder on a disk; for a bucket, the folder of this name in the staging folder.
   """
 
   def __init__(
@@ -83,25 +81,34 @@ class RolloutStore:
       directory: has the store and nothing else; a folder, or gs://BUCKET/FOLDER.
       writable: whether to create the folder if needed, lock it, and remove the temporary files of a
         killed writer.
-      workdir: of the run that the store belongs to; required to write to a bucket.
+      workdir: of the run that the store belongs to, whose claim guards writes into a bucket.
     Raises:
       StoreError: not a store, of another format, or opened for writing by another process.
     """
     self.directory = parse_path("the folder of rollouts", directory)
-    self.local = path_within(workdir.local, self.directory.name) if workdir else self.directory
-    self._workdir = workdir
-    self._files = open_files(self.directory, workdir)
     self._writable, self._lock = writable, contextlib.ExitStack()
     self._writing = threading.RLock()
-    with report_full_disk(self.local):
-      if writable and not self.local.exists():
-        self.local.mkdir(parents=True)
-        sync_folder(self.local.parent)
+    if in_bucket(self.directory):
+      guard = workdir.guard if workdir else None
+      self._objects = open_objects(self.directory, guard, unreachable_s=0.0)
+      if not self._check_is_store() and not writable and workdir is None:
+        raise StoreError(
+          f"{self.directory} does not exist; give the folder of a store, WORKDIR/rollouts of a run"
+        )
+      return
+    with report_full_disk(self.directory):
+      if writable and not self.directory.exists():
+        self.directory.mkdir(parents=True)
+        sync_folder(self.directory.parent)
+      if not self.directory.is_dir():
+        what = "is a file" if self.directory.exists() else "does not exist"
+        raise StoreError(
+          f"{self.directory} {what}; give the folder of a store, WORKDIR/rollouts of a run"
+        )
+      self._objects = open_objects(self.directory)
       self._check_is_store()
-      if writable and not in_bucket(self.directory):
-        self._lock.enter_context(_locked(self.local / LOCK, self.directory))
       if writable:
-        self._repair()
+        self._lock_and_repair()
 
   # --- batches ----------------------------------------------------------------------------------
 
@@ -125,7 +132,6 @@ class RolloutStore:
       data = encode(groups, {"number": number, **info})
     except (ValueError, TypeError) as error:
       raise type(error)(f"batch {number}: {error}") from error
-    path = self._path(number)
     with self._writing:
       self._check_writable()
       if number in self:
@@ -133,12 +139,9 @@ class RolloutStore:
           f"batch {number} is in {self.directory} already and is not overwritten; `set_aside` it"
           " first"
         )
-      with report_full_disk(path), self._files.open_to_write(path.name) as temporary:
-        temporary.write_bytes(data)
-        if temporary.read_bytes() != data:
-          raise OSError(errno.EIO, f"{path} does not read back as written; check the disk")
-      if self._files.exists(_info_name(number)):  # of a batch of this number, removed before
-        self._files.delete(_info_name(number))
+      self._objects.replace(_name(number), data)
+      if self._objects.find(_info_name(number)):  # of a batch of this number, removed before
+        self._objects.remove(_info_name(number))
 
   def read(self, number: int) -> tuple[list[Group], dict[str, Any]]:
     """Reads groups and info of a batch, bit for bit as they were given to `write`.
@@ -147,20 +150,17 @@ class RolloutStore:
       TornShardError: the batch is missing or not as it was written.
       StoreError: another version wrote it.
     """
-    with (
-      self._explain_damage(number),
-      self._files.open_to_read(self._path(number).name) as path,
-    ):
-      groups, info = decode(path.read_bytes())
+    with self._explain_damage(number):
+      groups, info = decode(self._get(_name(number)))
     return groups, self._check_number(number, info)
 
   def __contains__(self, number: int) -> bool:
     """Whether the store has a batch of this number, damaged or not."""
-    return self._files.exists(self._path(number).name)
+    return self._objects.find(_name(number)) is not None
 
   def numbers(self) -> list[int]:
     """Numbers of the batches, ascending."""
-    matches = map(_BATCH.fullmatch, self._files.names())
+    matches = map(_BATCH.fullmatch, self._objects.list())
     return sorted(int(match[1]) for match in matches if match)
 
   def info(self, number: int) -> dict[str, Any]:
@@ -172,16 +172,15 @@ class RolloutStore:
       KeyError: the store has no batch of this number, and has removed none.
       TornShardError: the info is not as it was written.
     """
-    if number in self:
-      name = self._path(number).name
+    if entry := self._objects.find(_name(number)):
       with self._explain_damage(number):
-        info = read_info(functools.partial(self._files.read_start, name))
-        return self._check_number(number, info) | {"bytes": self._files.size(name)}
+        info = read_info(lambda size: self._get(_name(number), size))
+        return self._check_number(number, info) | {"bytes": entry.size}
     if not self.is_removed(number):
       raise KeyError(f"batch {number} is not in {self.directory}")
-    with self._explain_damage(number), self._files.open_to_read(_info_name(number)) as path:
-      if (info := parse_checked_line(path.read_bytes())) is None:
-        raise DamagedError(f"{path.name} is damaged")
+    with self._explain_damage(number):
+      if (info := parse_checked_line(self._get(_info_name(number)))) is None:
+        raise DamagedError(f"{_info_name(number)} is damaged")
     return self._check_number(number, info)
 
   def is_intact(self, number: int) -> bool:
@@ -197,9 +196,9 @@ class RolloutStore:
 
     On a disk every file is read; an object of a bucket is complete if it is there.
     """
-    names = {*self._files.names()}
+    names = self._objects.list()
     for number in numbers:
-      is_there = self._path(number).name in names
+      is_there = _name(number) in names
       if is_there and (in_bucket(self.directory) or self.is_intact(number)):
         continue
       if is_there or _info_name(number) not in names:
@@ -207,7 +206,7 @@ class RolloutStore:
 
   def is_removed(self, number: int) -> bool:
     """Whether `remove` has deleted the batch."""
-    return number not in self and self._files.exists(_info_name(number))
+    return number not in self and self._objects.find(_info_name(number)) is not None
 
   def set_aside(self, number: int) -> pathlib.Path | None:
     """Moves a batch's file into the folder `torn`; the number may be written again.
@@ -217,7 +216,13 @@ class RolloutStore:
     """
     with self._writing:
       self._check_writable()
-      return self._files.move(self._path(number).name, TORN_FOLDER) if number in self else None
+      if (data := self._objects.get(_name(number))) is None:
+        return None
+      names = (f"{TORN_FOLDER}/{_name(number)}.{k:d}" for k in itertools.count())
+      name = next(name for name in names if not self._objects.find(name))
+      self._objects.replace(name, data)
+      self._objects.remove(_name(number))
+      return path_within(self.directory, name)
 
   def remove(self, *numbers: int) -> None:
     """Deletes batches; `info` still returns their info.
@@ -231,53 +236,50 @@ class RolloutStore:
         raise KeyError(f"batch {min(missing)} is not in {self.directory}")
       for number in numbers:
         info = {"number": number, **self.info(number), "removed": True}
-        self._files.delete(_info_name(number))  # of an earlier batch of this number, if any
-        with self._files.open_to_write(_info_name(number)) as path:
-          path.write_text(json.dumps(with_crc32(info)) + "\n")
-        self._files.delete(self._path(number).name)
+        self._objects.replace(_info_name(number), f"{json.dumps(with_crc32(info))}\n".encode())
+        self._objects.remove(_name(number))
 
   # --- groups of batches in progress ------------------------------------------------------------
 
-  def write_group(self, group: Group) -> None:
-    """Writes a group of a batch in progress; it survives a kill of the process from now on."""
+  def write_groups(self, groups: Sequence[Group]) -> None:
+    """Writes groups of batches in progress; they survive a kill of the process from now on."""
     self._check_writable()
-    folder = self.local / GROUPS_FOLDER
-    with report_full_disk(folder):
-      folder.mkdir(exist_ok=True)
-    path = folder / f"{group.draw:08d}.{group.index:06d}.safetensors"
-    with report_full_disk(path), replace_path(path, durable=False) as temporary:
-      temporary.write_bytes(encode([group], {}))
-    self._follow(path)
+
+    def write(group: Group) -> None:
+      name = _group_name(group.draw, group.index)
+      self._objects.replace(name, encode([group], {}), durable=False)
+
+    with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
+      list(pool.map(write, groups))
 
   def read_groups(self, draw: int) -> dict[int, Group]:
     """The groups of a draw of a batch in progress, by index; without damaged ones."""
     found = {}
-    for path in self._group_paths(draw):
+    for name in self._groups().get(draw, []):
       try:
-        (group,), _ = decode(path.read_bytes())
+        (group,), _ = decode(self._get(name))
+      except UnreachableError:
+        raise
       except (ValueError, OSError) as error:
+        path = f"{self.directory}/{name}"
         logging.warning("%s is left out, its group is sampled again: %s", path, error)
         continue
-      if path.name == f"{draw:08d}.{group.index:06d}.safetensors" and group.draw == draw:
+      if name == _group_name(draw, group.index) and group.draw == draw:
         found[group.index] = group
     return found
 
   def forget_groups(self, before: int) -> None:
     """Deletes the groups of draws with a number below `before`: their batches are complete."""
-    for path in self._group_paths():
-      if int(path.name.partition(".")[0]) < before:
-        path.unlink()
-        self._follow(path)
+    names = [name for draw, names in self._groups().items() if draw < before for name in names]
+    with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
+      list(pool.map(self._objects.remove, names))
 
-  def _group_paths(self, draw: int | None = None) -> list[pathlib.Path]:
-    """The files of groups, or those of one draw, in order."""
-    paths = sorted((self.local / GROUPS_FOLDER).glob("*.safetensors"))
-    matches = [(path, _GROUP.fullmatch(path.name)) for path in paths]
-    return [path for path, match in matches if match and draw in (None, int(match[1]))]
-
-  def _follow(self, path: pathlib.Path) -> None:
-    if self._workdir is not None:
-      self._workdir.follow(path)
+  def _groups(self) -> dict[int, list[str]]:
+    """The names of the groups in progress by draw, in order."""
+    found: dict[int, list[str]] = {}
+    for match in filter(None, map(_GROUP.fullmatch, self._objects.list(f"{GROUPS_FOLDER}/"))):
+      found.setdefault(int(match[1]), []).append(match[0])
+    return found
 
   # --- opening and closing ----------------------------------------------------------------------
 
@@ -293,14 +295,9 @@ class RolloutStore:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _check_is_store(self) -> None:
-    """Raises StoreError unless the folder is a store, or empty and about to become one."""
-    if not in_bucket(self.directory) and not self.local.is_dir():
-      what = "is a file" if self.local.exists() else "does not exist"
-      raise StoreError(
-        f"{self.directory} {what}; give the folder of a store, WORKDIR/rollouts of a run"
-      )
-    names = [name.removesuffix(TEMPORARY) for name in self._files.names()]
+  def _check_is_store(self) -> bool:
+    """Whether the folder has files; raises StoreError if they are not those of a store."""
+    names = sorted({name.partition("/")[0] for name in self._objects.list()})
     if former := next(filter(_FORMER.fullmatch, names), None):
       raise StoreError(
         f"{self.directory} has the former format of rollouts ({former}), which this version does"
@@ -311,25 +308,28 @@ class RolloutStore:
         f"{self.directory} is not a rollout store: it has {foreign[0]!r:.80}. Choose another"
         " folder."
       )
-    if not names and in_bucket(self.directory) and self._workdir is None:
+    return bool(names)
+
+  def _lock_and_repair(self) -> None:
+    """Locks the folder, and removes the temporary files of a killed writer."""
+    try:
+      self._lock.enter_context(locked(self.directory / LOCK))
+    except BlockingIOError:
       raise StoreError(
-        f"{self.directory} does not exist; give the folder of a store, WORKDIR/rollouts of a run"
-      )
-
-  def _repair(self) -> None:
-    """Removes the temporary files of a killed writer; fetches groups in progress from a bucket."""
-    for folder in (self.local, self.local / GROUPS_FOLDER):
-      for path in folder.glob("*" + TEMPORARY):
+        f"another process writes to {self.directory}. Wait for it, stop it, or choose another"
+        " folder."
+      ) from None
+    for path in (*self.directory.glob(f"*{TEMPORARY}"), *self.directory.glob(f"*/*{TEMPORARY}")):
+      name = path.relative_to(self.directory).as_posix().removesuffix(TEMPORARY)
+      if _OWN.fullmatch(name) or _GROUP.fullmatch(name):
         path.unlink()
-    if in_bucket(self.directory):
-      (self.local / GROUPS_FOLDER).mkdir(exist_ok=True)
-      groups = open_files(self.directory / GROUPS_FOLDER, self._workdir)
-      for name in filter(_GROUP.fullmatch, groups.names()):
-        with groups.open_to_read(name) as path:
-          path_within(self.local / GROUPS_FOLDER, name).write_bytes(path.read_bytes())
 
-  def _path(self, number: int) -> pathlib.Path:
-    return self.directory / f"{number:08d}.safetensors"
+  def _get(self, name: str, size: int | None = None) -> bytes:
+    """The bytes of a file, or so many from its beginning on; raises DamagedError without it."""
+    data = self._objects.get(name, size)
+    if data is None:
+      raise DamagedError("there is no such file")
+    return data
 
   def _check_writable(self) -> None:
     if not self._writable:
@@ -345,7 +345,7 @@ class RolloutStore:
   @contextlib.contextmanager
   def _explain_damage(self, number: int) -> Iterator[None]:
     """Converts errors from reading a batch into those that say what to do."""
-    path = self._path(number)
+    path = f"{self.directory}/{_name(number)}"
     try:
       yield
     except FormatError as error:
@@ -362,19 +362,16 @@ class RolloutStore:
       ) from error
 
 
+def _name(number: int) -> str:
+  """Name of the file of a batch."""
+  return f"{number:08d}.safetensors"
+
+
 def _info_name(number: int) -> str:
   """Name of the file with the info of a removed batch."""
   return f"{number:08d}.json"
 
 
-@contextlib.contextmanager
-def _locked(path: pathlib.Path, directory: pathlib.Path) -> Iterator[IO[bytes]]:
-  """Context with a locked file; raises StoreError if another process has locked it."""
-  with open_own(path, "ab") as file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      raise StoreError(
-        f"another process writes to {directory}. Wait for it, stop it, or choose another folder."
-      ) from None
-    yield file
+def _group_name(draw: int, index: int) -> str:
+  """Name of the file of a group in progress."""
+  return f"{GROUPS_FOLDER}/{draw:08d}.{index:06d}.safetensors"

@@ -1,7 +1,7 @@
-"""Objects that several programs share, in a folder or a bucket: the first put of a name counts.
+"""Objects of a folder, on a disk or in a bucket; each is complete or absent.
 
-Each object is complete or absent. Nobody locks anything: a put of a name that exists changes
-nothing and says so. `replace` is for objects with one writer.
+Several programs may share them. Nobody locks anything: the first put of a name counts, and a put of
+a name that exists changes nothing and says so. `replace` is for objects with one writer.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from rlvr_jax.storage.files import (
   TEMPORARY,
   open_own,
   path_within,
-  replace_file,
+  replace_path,
   report_full_disk,
   sync_folder,
 )
 from rlvr_jax.storage.places import in_bucket
 
-REQUEST_S = 60.0  # deadline of a request to a bucket
-UNREACHABLE_S = 600.0  # for which a bucket that does not respond is asked again
+REQUEST_S = 60.0  # deadline of a write into a bucket
+UNREACHABLE_S = 600.0  # for which programs that share objects ask a bucket again
 _AGAIN_S = 2.0
 _STALE_TRIES = 3
 _T = TypeVar("_T")
@@ -42,22 +42,29 @@ class Listed(NamedTuple):
 
 
 class Objects(Protocol):
-  """The objects of a folder; their names have one slash, as "draws/7"."""
+  """The objects of a folder; their names have at most one slash, as "draws/7"."""
 
   def put(self, name: str, data: bytes) -> bool:
     """Writes an object unless it exists; returns whether it was written."""
     ...
 
-  def replace(self, name: str, data: bytes) -> None:
-    """Writes an object, whether or not it exists; one program alone may write this name."""
+  def replace(self, name: str, data: bytes, *, durable: bool = True) -> None:
+    """Writes an object, whether or not it exists; one program alone may write this name.
+
+    It survives a crash of the machine, unless that is not asked for.
+    """
     ...
 
-  def get(self, name: str) -> bytes | None:
-    """The bytes of an object; None if it does not exist."""
+  def get(self, name: str, size: int | None = None) -> bytes | None:
+    """The bytes of an object, or so many from its beginning on; None if it does not exist."""
     ...
 
-  def list(self) -> dict[str, Listed]:
-    """All objects by name, sorted."""
+  def find(self, name: str) -> Listed | None:
+    """The object's entry in the listing; None if it does not exist."""
+    ...
+
+  def list(self, prefix: str = "") -> dict[str, Listed]:
+    """The objects whose names begin with `prefix`, by name, sorted."""
     ...
 
   def remove(self, name: str) -> None:
@@ -66,7 +73,7 @@ class Objects(Protocol):
 
 
 class FolderObjects:
-  """Objects that are files of a folder; methods as of `Objects`. Written bytes are durable.
+  """Objects that are files of a folder; methods as of `Objects`.
 
   A network file system may answer that a file which another program has just removed or replaced is
   stale: then its name is looked up anew.
@@ -97,19 +104,21 @@ class FolderObjects:
       temporary.unlink(missing_ok=True)
     return True
 
-  def replace(self, name: str, data: bytes) -> None:
-    _unless_stale(lambda: self._replace(name, data))
+  def replace(self, name: str, data: bytes, *, durable: bool = True) -> None:
+    _unless_stale(lambda: self._replace(name, data, durable))
 
-  def _replace(self, name: str, data: bytes) -> None:
+  def _replace(self, name: str, data: bytes, durable: bool) -> None:
     path = self._path(name)
     path.parent.mkdir(exist_ok=True)
-    with replace_file(path) as file:
-      file.write(data)
+    with replace_path(path, durable=durable) as temporary:
+      temporary.write_bytes(data)
+      if temporary.read_bytes() != data:
+        raise OSError(errno.EIO, f"{path} does not read back as written; check the disk")
 
-  def get(self, name: str) -> bytes | None:
-    return _unless_stale(lambda: self._get(name))
+  def get(self, name: str, size: int | None = None) -> bytes | None:
+    return _unless_stale(lambda: self._get(name, size))
 
-  def _get(self, name: str) -> bytes | None:
+  def _get(self, name: str, size: int | None) -> bytes | None:
     # No link is followed, and what is no file, such as a pipe, does not block.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     path = self._path(name)
@@ -120,19 +129,25 @@ class FolderObjects:
         return None
       raise
     with open(descriptor, "rb") as file:
-      return file.read() if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+      return file.read(size) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
 
-  def list(self) -> dict[str, Listed]:
-    return _unless_stale(lambda: dict(sorted(self._entries())))
+  def find(self, name: str) -> Listed | None:
+    try:
+      return _unless_stale(lambda: _describe(self._path(name).lstat()))
+    except (FileNotFoundError, NotADirectoryError):
+      return None
 
-  def _entries(self) -> Iterator[tuple[str, Listed]]:
-    for folder in sorted(path for path in self._folder.iterdir() if path.is_dir()):
-      for entry in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-          found = entry.stat(follow_symlinks=False)
-          if stat.S_ISREG(found.st_mode) and not entry.name.endswith(TEMPORARY):
-            change = (found.st_mtime_ns, found.st_ino)
-            yield f"{folder.name}/{entry.name}", Listed(found.st_size, change)
+  def list(self, prefix: str = "") -> dict[str, Listed]:
+    return _unless_stale(lambda: self._list(prefix))
+
+  def _list(self, prefix: str) -> dict[str, Listed]:
+    folder, is_within, _ = prefix.partition("/")
+    paths = [self._path(folder)] if is_within else self._folder.iterdir()
+    found = {} if is_within else dict(_entries(self._folder, ""))
+    for path in paths:
+      if path.is_dir():
+        found |= _entries(path, f"{path.name}/")
+    return {name: found[name] for name in sorted(found) if name.startswith(prefix)}
 
   def remove(self, name: str) -> None:
     _unless_stale(lambda: self._path(name).unlink(missing_ok=True))
@@ -159,58 +174,88 @@ def _unless_stale(action: Callable[[], _T]) -> _T:
   return action()
 
 
-class BucketObjects:
-  """Objects of a bucket; methods as of `Objects`. One that does not respond is asked again.
+def _entries(folder: pathlib.Path, prefix: str) -> Iterator[tuple[str, Listed]]:
+  """Yields the files of a folder, by their names after `prefix`."""
+  for entry in os.scandir(folder):
+    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+      found = _describe(entry.stat(follow_symlinks=False))
+      if found and not entry.name.endswith(TEMPORARY):
+        yield f"{prefix}{entry.name}", found
 
-  They raise UnreachableError once it has not responded for `UNREACHABLE_S`.
+
+def _describe(status: os.stat_result) -> Listed | None:
+  """A file's entry in a listing; None for what is no file."""
+  if not stat.S_ISREG(status.st_mode):
+    return None
+  return Listed(status.st_size, (status.st_mtime_ns, status.st_ino))
+
+
+class BucketObjects:
+  """Objects of a bucket; methods as of `Objects`.
+
+  They raise UnreachableError once it has not responded for `unreachable_s`, and is asked again
+  before.
   """
 
-  def __init__(self, bucket: Bucket):
+  def __init__(self, bucket: Bucket, unreachable_s: float):
     self._bucket = bucket
+    self._unreachable_s = unreachable_s
 
   def put(self, name: str, data: bytes) -> bool:
     try:
-      _ask_again(lambda: self._bucket.put(name, data, generation=0, deadline_s=REQUEST_S))
+      self._ask(lambda: self._bucket.put(name, data, generation=0, deadline_s=REQUEST_S))
     except ChangedError:
       return False
     return True
 
-  def replace(self, name: str, data: bytes) -> None:
-    _ask_again(lambda: self._bucket.put(name, data, deadline_s=REQUEST_S))
+  def replace(self, name: str, data: bytes, *, durable: bool = True) -> None:
+    del durable
+    self._ask(lambda: self._bucket.put(name, data, deadline_s=REQUEST_S))
 
-  def get(self, name: str) -> bytes | None:
+  def get(self, name: str, size: int | None = None) -> bytes | None:
+    read = self._bucket.read
     try:
-      return _ask_again(lambda: self._bucket.read(name))
+      return self._ask(lambda: read(name) if size is None else self._bucket.read_start(name, size))
     except FileNotFoundError:
       return None
 
-  def list(self) -> dict[str, Listed]:
-    found = _ask_again(self._bucket.describe)
-    return {name: Listed(size, generation) for name, (size, generation) in sorted(found.items())}
+  def find(self, name: str) -> Listed | None:
+    found = self._ask(lambda: self._bucket.describe(name))
+    return Listed(*found[name]) if name in found else None
+
+  def list(self, prefix: str = "") -> dict[str, Listed]:
+    found = self._ask(lambda: self._bucket.describe(prefix))
+    return {name: Listed(*entry) for name, entry in sorted(found.items())}
 
   def remove(self, name: str) -> None:
-    _ask_again(lambda: self._bucket.delete(name))
+    self._ask(lambda: self._bucket.delete(name))
+
+  def _ask(self, request: Callable[[], _T]) -> _T:
+    """The answer to a request, which is repeated while the bucket cannot be reached."""
+    began = time.monotonic()
+    while True:
+      try:
+        return request()
+      except UnreachableError:
+        if time.monotonic() - began >= self._unreachable_s:
+          raise
+      time.sleep(_AGAIN_S)
 
 
-def _ask_again(request: Callable[[], _T]) -> _T:
-  """The answer to a request, which is repeated while the bucket cannot be reached."""
-  began = time.monotonic()
-  while True:
-    try:
-      return request()
-    except UnreachableError:
-      if time.monotonic() - began > UNREACHABLE_S:
-        raise
-    time.sleep(_AGAIN_S)
-
-
-def open_objects(folder: pathlib.Path, guard: Callable[[], float] | None = None) -> Objects:
+def open_objects(
+  folder: pathlib.Path,
+  guard: Callable[[], float] | None = None,
+  *,
+  unreachable_s: float = UNREACHABLE_S,
+) -> Objects:
   """The objects of a folder, which is created on a disk.
 
   Args:
     folder: from `parse_path`.
     guard: of the writes into a bucket, see `Bucket`; None: none.
+    unreachable_s: seconds for which a bucket that does not respond is asked again.
   """
   if not in_bucket(folder):
     return FolderObjects(folder)
-  return BucketObjects(Bucket(folder, guard) if guard else Bucket(folder))
+  bucket = Bucket(folder, guard) if guard else Bucket(folder)
+  return BucketObjects(bucket, unreachable_s)

@@ -194,7 +194,7 @@ def in_a_thread(run: Run, deadline_s: float) -> Run:
     run.sampler,
     deadline_s=deadline_s,
     raise_if_ending=multihost.raise_if_shutdown_requested,
-    keep=run.store.write_group,
+    keep=run.store.write_groups,
   )
   run.batches.sample_with(sampler, are_kept=True)
   return dataclasses.replace(run, sampler=sampler)

@@ -154,7 +154,7 @@ def test_a_stored_group_that_would_not_be_sampled_is_not_used(tmp_path, name):
     (_, group), _ = store.read(3)
     for number in range(3, U):
       store.set_aside(number)
-    store.write_group(CHANGES[name](group))
+    store.write_groups([CHANGES[name](group)])
   world = World(tmp_path)
   assert world.train(schedule, saved[3]) == expected[3:]
   assert (3, 0) in world.sampler.wanted

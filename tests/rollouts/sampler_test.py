@@ -379,7 +379,7 @@ def test_a_trainer_that_has_lost_updates_goes_back_to_an_earlier_policy():
 
 def test_a_thread_keeps_groups_before_anybody_takes_them():
   kept = []
-  thread = ThreadSampler(toys.local(toys.Workers()), deadline_s=20.0, keep=kept.append)
+  thread = ThreadSampler(toys.local(toys.Workers()), deadline_s=20.0, keep=kept.extend)
   thread.offer(policy(0))
   thread.want(draw(), range(P))
   deadline = time.monotonic() + 20.0

@@ -9,25 +9,6 @@ import pytest
 from rlvr_jax.storage import files
 
 
-@pytest.mark.parametrize("remote", [False, True])
-def test_the_files_of_a_directory(tmp_path, remote):
-  folder = f"memory://{tmp_path}" if remote else str(tmp_path)
-  system, path = files.locate(folder)
-  system.makedirs(f"{path}/sub", exist_ok=True)
-  for name in ("b.json", "a.json", "sub/c.json"):
-    system.write_text(f"{path}/{name}", "{}")
-  assert files.list_files(folder) == ["a.json", "b.json"]
-  for wrong in ("a.json", "absent"):
-    with pytest.raises(FileNotFoundError, match=f"{wrong} is not a directory"):
-      files.list_files(f"{folder}/{wrong}")
-
-
-def test_what_cannot_be_reached_is_not_said_to_be_empty():
-  with pytest.raises(OSError, match=r"127\.0\.0\.1:1/folder cannot be listed: .*refused") as caught:
-    files.list_files("webhdfs://127.0.0.1:1/folder")
-  assert not isinstance(caught.value, FileNotFoundError)
-
-
 def test_a_replaced_file_is_the_old_or_the_whole_new_one(tmp_path):
   path = tmp_path / "a.json"
   with files.replace_file(path) as file:

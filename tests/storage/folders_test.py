@@ -1,11 +1,30 @@
-"""New folders appear when they are complete, and are written by one process."""
+"""Folders are listed; new ones appear when they are complete, and are written by one process."""
 
 import subprocess
 import sys
 
 import pytest
 
-from rlvr_jax.storage.folders import locate, new_directory, write_bytes
+from rlvr_jax.storage.folders import list_files, locate, new_directory, write_bytes
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_the_files_of_a_directory(tmp_path, remote):
+  folder = f"memory://{tmp_path}" if remote else str(tmp_path)
+  system, path = locate(folder)
+  system.makedirs(f"{path}/sub", exist_ok=True)
+  for name in ("b.json", "a.json", "sub/c.json"):
+    system.write_text(f"{path}/{name}", "{}")
+  assert list_files(folder) == ["a.json", "b.json"]
+  for wrong in ("a.json", "absent"):
+    with pytest.raises(FileNotFoundError, match=f"{wrong} is not a directory"):
+      list_files(f"{folder}/{wrong}")
+
+
+def test_what_cannot_be_reached_is_not_said_to_be_empty():
+  with pytest.raises(OSError, match=r"127\.0\.0\.1:1/folder cannot be listed: .*refused") as caught:
+    list_files("webhdfs://127.0.0.1:1/folder")
+  assert not isinstance(caught.value, FileNotFoundError)
 
 
 def test_a_directory_is_there_whole_or_not_at_all(tmp_path):

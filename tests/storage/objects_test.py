@@ -30,20 +30,23 @@ def objects(request, tmp_path):
 
 
 def test_what_is_put_comes_back(objects):
-  assert objects.list() == {} and objects.get("a/x") is None
+  assert objects.list() == {} and objects.get("a/x") is None and objects.find("a/x") is None
   assert objects.put("a/x", b"one") and objects.put("b/y", b"")
   assert not objects.put("a/x", b"two")
   assert objects.get("a/x") == b"one" and objects.get("b/y") == b""
+  assert objects.get("a/x", 2) == b"on" and objects.get("a/x", 9) == b"one"
   listed = objects.list()
+  assert objects.find("a/x") == listed["a/x"] and objects.find("a") is None
   assert {name: entry.size for name, entry in listed.items()} == {"a/x": 3, "b/y": 0}
   objects.replace("a/x", b"two")
-  objects.replace("c/z", b"three")
-  assert objects.get("a/x") == b"two" and objects.get("c/z") == b"three"
+  objects.replace("c", b"three")
+  assert objects.get("a/x") == b"two" and objects.get("c") == b"three"
   after = objects.list()
   assert after["a/x"].change != listed["a/x"].change and after["b/y"] == listed["b/y"]
+  assert [*objects.list("a/")] == ["a/x"] and objects.list("z/") == {} == objects.list("a/y")
   objects.remove("a/x")
   objects.remove("a/x")
-  assert [*objects.list()] == ["b/y", "c/z"] and objects.put("a/x", b"three")
+  assert [*objects.list()] == ["b/y", "c"] and objects.put("a/x", b"three")
 
 
 def test_of_many_puts_one_counts(objects):
@@ -119,7 +122,7 @@ def test_a_bucket_that_does_not_answer_is_asked_again(emulator, monkeypatch):
   timer.start()
   assert objects.get("a/x") == b"1"
   emulator.refuses = 403
-  monkeypatch.setattr(objects_module, "UNREACHABLE_S", 0.1)
+  objects = open_objects(parse_path("", f"gs://{BUCKET}/fleet"), unreachable_s=0.1)
   try:
     with pytest.raises(UnreachableError):
       objects.list()

@@ -13,7 +13,8 @@ from train.multiprocess_test import Processes
 
 from rlvr_jax.rollouts.store import GROUPS_FOLDER
 from rlvr_jax.storage.bucket import Bucket
-from rlvr_jax.storage.places import in_bucket, open_files, parse_path
+from rlvr_jax.storage.objects import open_objects
+from rlvr_jax.storage.places import in_bucket, parse_path
 
 STATUS = 143  # what the launcher asks for
 LIMIT_S = 20.0  # a preempted TPU VM gives about 30
@@ -65,16 +66,14 @@ def preempted_when(workdir, count, when, **variables):
 
 def groups(workdir):
   """Groups that are finished and not yet in a batch of the store."""
-  if in_bucket(workdir) and not tiny.written(workdir).exists():  # the run has ended
-    bucket = Bucket(f"{workdir}/rollouts/{GROUPS_FOLDER}")
-    return len(bucket.names())
-  paths = (tiny.written(workdir) / "rollouts" / GROUPS_FOLDER).glob("*.safetensors")
-  return len([*paths])
+  if in_bucket(workdir):
+    return len(Bucket(f"{workdir}/rollouts/{GROUPS_FOLDER}").names())
+  return len([*(workdir / "rollouts" / GROUPS_FOLDER).glob("*.safetensors")])
 
 
 def batches(workdir):
-  names = open_files(parse_path("", workdir) / "rollouts").names()
-  return len([name for name in names if name.endswith(".safetensors")])
+  names = open_objects(parse_path("", workdir) / "rollouts").list()
+  return len([name for name in names if name.endswith(".safetensors") and "/" not in name])
 
 
 @pytest.fixture(scope="module", params=[(1, "disk"), (2, "bucket")], ids=["one", "two_in_a_bucket"])

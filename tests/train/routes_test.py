@@ -118,7 +118,7 @@ def test_groups_of_a_killed_refresh_come_back_with_their_routes(replayed, tmp_pa
       shard.unlink()
   with RolloutStore(cut / "rollouts", writable=True) as store:
     for group in groups[:3]:
-      store.write_group(group)
+      store.write_groups([group])
   train(build(config(proximal_every=1, loss="decoupled_ppo")), cut)
   assert tiny.records(cut, "train") == tiny.records(replayed, "train")
   for name, array in arrays_of(cut, 2)[0].items():

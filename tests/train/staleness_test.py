@@ -367,7 +367,7 @@ def test_a_batch_whose_groups_a_killed_process_has_sampled_is_compared_too(sessi
   whole, again = session(staleness.on_policy()), session(staleness.on_policy())
   expected = loop.next_batch(whole.run, whole.now)
   for group in expected.groups:
-    again.run.store.write_group(group)
+    again.run.store.write_groups([group])
   batch = loop.next_batch(again.run, again.now)
   assert batch.timings["time/slot_tokens"] == 0  # nothing was sampled
   assert batch.statistics == expected.statistics
