@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-
-from rlvr_jax.train.cluster.process import processor_name
 
 Row = dict[str, Any]
 
@@ -50,3 +49,11 @@ def write_results(
   text = f"# {title}\n\nConditions: {description}.\n\n{table(rows)}\n"
   path.with_suffix(".md").write_text(text)
   return text
+
+
+def processor_name() -> str:
+  """Name of this machine's processor."""
+  info = pathlib.Path("/proc/cpuinfo")
+  lines = info.read_text().splitlines() if info.exists() else []
+  names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+  return names[0] if names else platform.machine()

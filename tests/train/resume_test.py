@@ -19,7 +19,6 @@ from train import tiny
 from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.group import decode
 from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore
-from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.checkpointing.workdir import WorkdirError
 from rlvr_jax.train.setup.build import build
 
@@ -330,8 +329,8 @@ def test_what_lies_behind_the_checkpoint_is_checked(stopped, uninterrupted, resu
   tiny.flip(workdir / "rollouts" / "00000001.safetensors")
   (workdir / "rollouts" / "00000000.safetensors").unlink()
   output = resume(workdir)
-  assert re.search(r"metrics\.jsonl differs from what the checkpoint recorded: it has ", output)
-  assert re.search(r"rollouts\.jsonl differs from .*: it has 0 of \d+ \w+ records, 0 of", output)
+  assert re.search(r"metrics\.jsonl differs from what the checkpoint recorded: ", output)
+  assert re.search(r"rollouts\.jsonl differs from .* the 0 records that are left", output)
   assert re.search(r"rollouts \[0, 1\] of .*, on which this run has trained, are damaged", output)
   expected = uninterrupted[1]
   lines = expected["rollouts"].splitlines(keepends=True)
@@ -364,7 +363,7 @@ def test_another_configuration_is_refused_and_named(stopped, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_torn_checkpoint_is_refused_and_removing_it_falls_back(
+def test_a_torn_checkpoint_is_named_and_the_run_falls_back(
   stopped, uninterrupted, resume, tmp_path
 ):
   workdir = copy_of(stopped[0], tmp_path)
@@ -372,12 +371,7 @@ def test_a_torn_checkpoint_is_refused_and_removing_it_falls_back(
   last = workdir / "checkpoints" / str(steps[-1])
   data = max(last.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
   data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-
-  message = f"{last} is damaged.* Remove that directory and rerun to fall back to step {steps[-2]}"
-  with pytest.raises(CheckpointError, match=message):
-    resume(workdir)
-
-  shutil.rmtree(last)
   output = resume(workdir)
+  assert f"warning: the checkpoint {last} is damaged" in output
   assert f"resumed at update {steps[-2]}: " in output
   assert_same(workdir, uninterrupted[1])

@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from rlvr_jax.train.checkpointing.checkpoint_files import (
   COMMITTED,
   MANIFEST,
   CheckpointError,
+  Restored,
   TornCheckpointError,
   items_to_save,
   read_manifest,
@@ -43,15 +44,6 @@ _DAMAGED = "damaged-"  # begins the names of damaged checkpoints that a run has 
 # `process.deadline`. The wait for folders that are made asynchronously has a limit of its own.
 _WAITS = ocp.AsyncOptions(timeout_secs=10**9, create_directories_asynchronously=False)
 _SPARE_BYTES = 4 * 2**20  # space for the manifest and orbax's files
-
-
-class Restored(NamedTuple):
-  """A checkpoint read by `Checkpointer.restore`."""
-
-  step: int
-  state: Any  # as saved, with the shardings of `abstract_state`
-  host: dict[str, Any]
-  arrays: dict[str, np.ndarray]
 
 
 class Checkpointer:
@@ -196,7 +188,7 @@ class Checkpointer:
     if damage := next(filter(None, multihost.exchange("")), ""):
       raise TornCheckpointError(damage)
     verify_state(folder, found.state)
-    return Restored(step, *found)
+    return found
 
   def discard_after(self, step: int) -> None:
     """Removes the checkpoints later than `step`, the latest first; damaged ones are renamed."""
@@ -220,6 +212,8 @@ class Checkpointer:
     with self._convert_errors():
       writing, self._writing = self._writing, {}
       self._writer.wait_until_finished()
+      if not writing:
+        return
       self._metrics |= writing
       kept = self._kept()
       if jax.process_index() == 0:

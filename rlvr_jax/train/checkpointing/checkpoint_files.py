@@ -54,9 +54,10 @@ class ForeignCheckpointError(CheckpointError):
   """The checkpoint is of another program, or of a state with another structure."""
 
 
-class Content(NamedTuple):
-  """What a checkpoint has beside its step."""
+class Restored(NamedTuple):
+  """A checkpoint that was read."""
 
+  step: int
   state: Any  # as saved, with the shardings that were asked for
   host: dict[str, Any]
   arrays: dict[str, np.ndarray]
@@ -141,7 +142,7 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
 
 def read_state(
   directory: pathlib.Path, abstract_state: Any, *, if_other: str, verifies: bool = True
-) -> Content:
+) -> Restored:
   """Loads a checkpoint and verifies every array.
 
   Args:
@@ -167,8 +168,8 @@ def read_state(
     if verifies:
       _check_sums(_device_sums(stored), saved)
   state = _unflatten(abstract_state, stored.values())
-  names = {name: name.removeprefix(_HOST) for name in arrays}
-  return Content(state, manifest["host"], {names[name]: array for name, array in arrays.items()})
+  arrays = {name.removeprefix(_HOST): array for name, array in arrays.items()}
+  return Restored(manifest["step"], state, manifest["host"], arrays)
 
 
 def verify_state(directory: pathlib.Path, state: Any) -> None:

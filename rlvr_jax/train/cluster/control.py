@@ -7,9 +7,9 @@ closes the connections of a process that dies, so that the others notice at once
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
+import queue
 import secrets
 import socket
 import threading
@@ -63,42 +63,22 @@ class _Connection:
     return json.loads(line) if line.endswith(b"\n") else None
 
 
-class _Exchanges:
-  """Values of all processes by exchange; any thread may add to them.
+class _Ended:
+  """The processes whose end is known; any thread may add to them."""
 
-  Attributes:
-    phase: phase of the last exchange that this process began.
-  """
+  def __init__(self) -> None:
+    self._lock, self._processes = threading.Lock(), set[int]()
 
-  def __init__(self, count: int):
-    """`count`: number of processes."""
-    self.phase = "the start"
-    self._count = count
-    self._number = 0
-    self._changed = threading.Condition()  # guards `_entries`
-    self._entries: dict[int, dict[int, tuple[str, Any]]] = collections.defaultdict(dict)
-
-  def begin(self, phase: str) -> int:
-    """Begins the next exchange; returns its number."""
-    self.phase = phase
-    self._number += 1
-    return self._number
-
-  def add(self, number: int, entries: Mapping[int, tuple[str, Any]]) -> None:
-    """Adds (phase, value) by process to an exchange."""
-    with self._changed:
-      self._entries[number].update(entries)
-      self._changed.notify_all()
-
-  def wait(self, number: int, deadline_s: float) -> dict[int, tuple[str, Any]]:
-    """Waits for (phase, value) of all processes; at the deadline, returns what has arrived."""
-    with self._changed:
-      self._changed.wait_for(lambda: len(self._entries[number]) == self._count, deadline_s)
-      return self._entries.pop(number)
+  def add(self, *processes: int, unless: int | None = None) -> bool:
+    """Adds processes; returns whether one of them, or `unless`, was known before."""
+    with self._lock:
+      known = not self._processes.isdisjoint({*processes, unless})
+      self._processes |= {*processes}
+    return known
 
 
 class Channel:
-  """The connections of one process, with a thread that reads each."""
+  """The connections of one process, with a thread that reads each; a run of one has none."""
 
   def __init__(
     self,
@@ -106,8 +86,8 @@ class Channel:
     count: int,
     connections: Mapping[int, _Connection],
     *,
-    on_request: Callable[[], None],
-    on_loss: Callable[[str], None],
+    on_request: Callable[[], None] = lambda: None,
+    on_loss: Callable[[str], None] = lambda message: None,
   ):
     """Starts the threads.
 
@@ -118,14 +98,15 @@ class Channel:
       on_request: called in a thread when another process requests shutdown.
       on_loss: called in a thread with a message that names a process that has died or failed.
     """
-    self.process = process
-    self.count = count
+    self.process, self.count = process, count
+    self._phase = "the start"  # of the last exchange that this process began
     self._connections = connections
-    self._on_request = on_request
-    self._on_loss = on_loss
-    self._exchanges = _Exchanges(count)
-    self._ended: set[int] = set()  # processes whose end is known
-    self._ended_lock = threading.Lock()
+    # (phase, value) by process, from a process to the first one, and from the first one to all.
+    self._arrived: dict[int, queue.SimpleQueue[dict[int, tuple[str, Any]]]] = {
+      other: queue.SimpleQueue() for other in connections
+    }
+    self._on_request, self._on_loss = on_request, on_loss
+    self._ended = _Ended()
     for other, connection in connections.items():
       threading.Thread(
         target=self._read, args=(other, connection), name=f"control-{other}", daemon=True
@@ -143,27 +124,27 @@ class Channel:
     Raises:
       ControlError: a process did not call in time, or called in another phase; it is named.
     """
-    number = self._exchanges.begin(phase)
+    self._phase, deadline = phase, time.monotonic() + deadline_s
+    found = {self.process: (phase, value)}
     if self.process:
-      self._connections[0].send("value", number, phase, value)
-    else:
-      self._exchanges.add(number, {0: (phase, value)})
-    received = self._exchanges.wait(number, deadline_s)
-    if missing := sorted(set(range(self.count)) - received.keys() - {self.process}):
+      self._connections[0].send("values", [[self.process, phase, value]])
+    for arrived in self._arrived.values():
+      with contextlib.suppress(queue.Empty):
+        found |= arrived.get(timeout=max(deadline - time.monotonic(), 0))
+    if missing := sorted(set(range(self.count)) - found.keys()):
       raise ControlError(
         f"process {', '.join(map(str, missing))} of {self.count} did not reach {phase!r} within"
         f" {deadline_s:g} s; see what it printed. {_RERUN}"
       )
-    entries = [received[process] for process in range(self.count)]
     if not self.process:
       for connection in self._connections.values():
-        connection.send("values", number, entries)
-    if phases := {other: p for other, (p, _) in enumerate(entries) if p != phase}:
+        connection.send("values", [[other, *entry] for other, entry in found.items()])
+    if phases := {other: p for other, (p, _) in sorted(found.items()) if p != phase}:
       raise ControlError(
         f"process {self.process} of {self.count} is at {phase!r}, others are at {phases}: they do"
         f" not run the same program, or their configurations differ. {_RERUN}"
       )
-    return [value for _, value in entries]
+    return [found[other][1] for other in range(self.count)]
 
   def request_shutdown(self) -> None:
     """Passes a shutdown request on to all processes."""
@@ -172,8 +153,7 @@ class Channel:
 
   def leave(self, failure: str = "") -> None:
     """Announces that this process ends now, in order or with a failure that the others report."""
-    with self._ended_lock:
-      self._ended |= self._connections.keys()
+    self._ended.add(*self._connections)
     for connection in self._connections.values():
       connection.send("leave", self.process, failure)
 
@@ -181,12 +161,9 @@ class Channel:
     """Handles the messages from one process until its connection closes; runs in a thread."""
     while (message := connection.receive()) is not None:
       kind, *content = message
-      if kind == "value":
-        number, phase, value = content
-        self._exchanges.add(number, {other: (phase, value)})
-      elif kind == "values":
-        number, entries = content
-        self._exchanges.add(number, dict(enumerate(map(tuple, entries))))
+      if kind == "values":
+        (entries,) = content
+        self._arrived[other].put({process: (phase, value) for process, phase, value in entries})
       elif kind == "request":
         self._on_request()
         self._forward(other, "request")
@@ -196,15 +173,12 @@ class Channel:
 
   def _handle_end(self, other: int, process: int, failure: str) -> None:
     """Handles the end of a process, reported by `other`: the first process, or `process` itself."""
-    with self._ended_lock:
-      known = bool({other, process} & self._ended)
-      self._ended.add(process)
-    if known or not failure:
+    if self._ended.add(process, unless=other) or not failure:
       return
     self._forward(other, "leave", process, failure)
     self._on_loss(
       f"process {process} of {self.count} {failure}; process {self.process} was at"
-      f" {self._exchanges.phase!r}. See what it printed. {_RERUN}"
+      f" {self._phase!r}. See what it printed. {_RERUN}"
     )
 
   def _forward(self, source: int, *message: Any) -> None:

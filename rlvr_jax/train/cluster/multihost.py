@@ -2,7 +2,8 @@
 
 Every process runs the same loop on the same data, so that all dispatch the same device programs in
 the same order. Whatever could differ between them (grades, a signal, a failure) is exchanged before
-it has an effect, over separate connections (`control`). With one process no connection is opened.
+it has an effect, over separate connections (`control`). One process exchanges with nobody, by the
+same calls.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _ADDRESS_BYTES = 1024
 _CONNECTING_S = 300  # for all processes to connect to the first; they may start minutes apart
 # Shorter than the deadline of the process, whose message could not name the missing process.
 _EXCHANGE_S = 0.9 * DEADLINE_S
-_channel: control.Channel | None = None  # with several processes
+_channel = control.Channel(0, 1, {})  # until several processes are connected
 _left = threading.Event()  # set when this process has announced its end
 _process_waits_s: list[float] = []
 # By thread: the one that generates in the background has phases of its own.
@@ -98,7 +99,7 @@ def _open_channel(coordinator: str | None) -> None:
   if count == 1:
     return
   hosts = [coordinator.rpartition(":")[0]] if coordinator else []
-  server = control.Server(count, hosts) if is_first() else None
+  server = None if process else control.Server(count, hosts)
   text = json.dumps(server.address if server else []).encode().ljust(_ADDRESS_BYTES)
   broadcast = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
   if server:
@@ -124,12 +125,12 @@ def _exit_with(message: str) -> None:
 
 def is_first() -> bool:
   """Whether this is process 0, which writes metrics and prints."""
-  return jax.process_index() == 0
+  return _channel.process == 0
 
 
 def num_processes() -> int:
   """Number of processes of the run."""
-  return jax.process_count()
+  return _channel.count
 
 
 def exchange(value: Any) -> list[Any]:
@@ -138,16 +139,15 @@ def exchange(value: Any) -> list[Any]:
   Runs no collective, so it does not wait for programs on the devices.
 
   Args:
-    value: a JSON value; floats are exchanged exactly.
+    value: a JSON value; floats are exchanged exactly. One process keeps any object.
   Returns:
     The values of all processes, in order of process id.
   Raises:
     ControlError: another process did not call it in time; the message names the phase.
   """
   restart_deadline()
-  if jax.process_count() == 1:
+  if _channel.count == 1:  # any thread may call it
     return [value]
-  assert _channel is not None  # `initialize` has opened it
   with measure_wait():
     pairs = _channel.exchange([total_wait_s(), value], _phase.get(), _EXCHANGE_S)
   _process_waits_s[:] = [wait_s for wait_s, _ in pairs]
@@ -176,7 +176,7 @@ def any_process(flag: bool) -> bool:
 
 def share_shutdown_signals() -> contextlib.AbstractContextManager[None]:
   """`process.handle_shutdown_signals` for all processes: a signal to one shuts all down."""
-  return handle_shutdown_signals(_channel.request_shutdown if _channel else lambda: None)
+  return handle_shutdown_signals(_channel.request_shutdown)
 
 
 def raise_if_shutdown_requested() -> None:
@@ -197,21 +197,14 @@ def run_together(action: Callable[[], T]) -> T:
   Raises:
     OtherProcessError: `action` raised on another process, but not here.
   """
-  restart_deadline()
-  if jax.process_count() == 1:
-    return action()
-  result: Any = None
-  failure: Exception | None = None
   try:
     result = action()
   except Exception as error:
-    failure = error
-  messages = exchange(f"{type(failure).__name__}: {failure}" if failure else "")
-  if failure:
-    raise failure
-  for process, message in enumerate(messages):
+    exchange(f"{type(error).__name__}: {error}")
+    raise
+  for process, message in enumerate(exchange("")):
     if message:
-      raise OtherProcessError(f"process {process} of {len(messages)} failed: {message}")
+      raise OtherProcessError(f"process {process} of {_channel.count} failed: {message}")
   return result
 
 
@@ -237,8 +230,7 @@ def silence_all_but_first() -> Iterator[None]:
 def leave(failure: str = "") -> None:
   """Announces the end of this process to the others, which end too if it is a failure."""
   _left.set()
-  if _channel:
-    _channel.leave(failure)
+  _channel.leave(failure)
 
 
 @contextlib.contextmanager
@@ -250,10 +242,10 @@ def exit_on_error() -> Iterator[None]:
   """
   try:
     yield
-    if _channel:
+    if _channel.count > 1:
       exit_together(0)
   except BaseException as error:
-    if not _channel:
+    if _channel.count == 1:
       raise
     if isinstance(error, Exception):
       time.sleep(3.0)  # if the cause is the death of another process, `_exit_with` reports it
@@ -272,8 +264,7 @@ def exit_together(status: int) -> NoReturn:
 
   An orderly exit of the interpreter would wait for the compilation, or abort.
   """
-  if _channel:  # with one process, `exchange` would initialize devices, which a sweep does not use
-    exchange("closed")
+  exchange("closed")
   leave()
   sys.stdout.flush()
   sys.stderr.flush()

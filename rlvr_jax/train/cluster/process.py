@@ -89,14 +89,6 @@ def collect_garbage_less_often() -> None:
   gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
-def processor_name() -> str:
-  """Name of this machine's processor."""
-  info = pathlib.Path("/proc/cpuinfo")
-  lines = info.read_text().splitlines() if info.exists() else []
-  names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-  return names[0] if names else platform.machine()
-
-
 def lacks_bfloat16(info: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> bool:
   """Whether this machine's processor is known to have no arithmetic in bfloat16."""
   text = info.read_text() if info.exists() else ""

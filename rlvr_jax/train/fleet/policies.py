@@ -192,7 +192,7 @@ class PolicyReader:
     if not (folder / MANIFEST).exists():
       raise gone
     try:
-      params, host, _ = read_state(
+      found = read_state(
         folder,
         self._abstract,
         if_other="Start the sampler with the trainer's configuration.",
@@ -205,10 +205,10 @@ class PolicyReader:
       if not (folder / MANIFEST).exists():
         raise gone from None
       raise
-    if host.get("fingerprint") != policy.fingerprint:
+    if found.host.get("fingerprint") != policy.fingerprint:
       raise gone
-    own = sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards)
-    return Restoring(params, time.perf_counter() - began, own)
+    own = sum(s.data.nbytes for x in jax.tree.leaves(found.state) for s in x.addressable_shards)
+    return Restoring(found.state, time.perf_counter() - began, own)
 
   def verify(self, policy: Policy, params: Params) -> None:
     """Verifies every leaf of a restored policy; all processes call it together.

@@ -15,7 +15,8 @@ from rlvr_jax.evaluate.run_files import METRICS_FILE, read_metrics
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.storage.files import is_as_written, replace_file, with_crc32
-from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
+from rlvr_jax.train.checkpointing.checkpoint_files import Restored
 from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, run_file_names
 from rlvr_jax.train.cluster import multihost

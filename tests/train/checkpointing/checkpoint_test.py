@@ -254,6 +254,14 @@ def test_earlier_steps_are_restored_in_turn_and_later_ones_discarded(checkpointe
   assert checkpointer.steps() == [1]
 
 
+def test_reading_removes_nothing(tmp_path):
+  with contextlib.closing(checkpoint.Checkpointer(tmp_path, keep=9)) as saver:
+    for step in (1, 2, 3):
+      saver.save(step, make_state(step), host={})
+  restore(tmp_path)
+  assert checkpoint_files.saved_steps(tmp_path) == [1, 2, 3]
+
+
 def test_a_clock_that_is_set_during_a_save_ends_nothing(checkpointer, monkeypatch):
   clock = time.time
   calls = 0

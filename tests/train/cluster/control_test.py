@@ -42,7 +42,7 @@ class Ends:
 
   def die(self, process):
     """What the kernel does with the connections of a process that is killed, which says nothing."""
-    self.channels[process]._ended |= self.connections[process].keys()
+    self.channels[process]._ended.add(*self.connections[process])
     for connection in self.connections[process].values():
       connection._socket.shutdown(socket.SHUT_RDWR)
 
