@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from docs.tables import between_marks, recipe_module
-from rlvr_jax.costs import programs, step_time
+from rlvr_jax.commands import ahead_of_time
+from rlvr_jax.costs import programs
 from rlvr_jax.evaluate.compare import markdown_table
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -148,13 +149,12 @@ def compile_reports() -> None:
   compilers = {case: report["conditions"]["compiler"] for case, report in read_reports().items()}
   for recipe, topology in LIMITS:
     config = recipe_config(recipe, topology)
-    mesh = programs.make_topology_mesh(config, topology)
+    mesh = programs.make_topology_mesh(config.mesh, topology)
     if compilers.get((recipe, topology)) == mesh.devices.flat[0].client.platform_version:
       continue
     print(f"{recipe}, {topology}", flush=True)
     folder, lengths = REPORTS / recipe, LENGTHS.get(recipe, "longest")
-    parts = programs.build_shapes_only(config, mesh)
-    step_time.report(parts, topology, str(folder), lengths=lengths)
+    ahead_of_time.costs(config, topology, folder, lengths=lengths)()
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all output files.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP.")
 _SWEEP = flags.DEFINE_string("sweep", None, "Python file whose get_sweep() lists the runs.")
 _MINUTES = flags.DEFINE_float(
-  "minutes", None, "Time limit of sweep and tune, after which they exit with status 3.", 0.0
+  "minutes", None, "Time limit of a sweep, after which it exits with status 3.", 0.0
 )
 _LENGTHS = flags.DEFINE_string(
   "lengths", None, "Lengths of responses for costs and tune, such as lognormal(mean=600)."

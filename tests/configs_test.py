@@ -12,9 +12,9 @@ from ml_collections import ConfigDict
 
 from docs import tables
 from experiments.recipes.sweep import RECIPES
+from rlvr_jax.commands.tune import COMPILER_OPTIONS
 from rlvr_jax.configs import base
 from rlvr_jax.costs.programs import build_shapes_only
-from rlvr_jax.costs.tuning import COMPILER_OPTIONS
 from rlvr_jax.models.presets import model_settings
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.train.setup.build import build, make_schedule

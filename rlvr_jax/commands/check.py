@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import ml_collections
 
-from rlvr_jax.costs import memory
+from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.costs.chips import CHIPS
 from rlvr_jax.data import Problem, Task, Tokenizer
 from rlvr_jax.data.batches import encode_prompt, encode_prompts
@@ -366,7 +366,7 @@ class Preflight:
       return _check_host_memory(parts)
     limit = _device_memory_limit()
     # The run will find the compiled programs in the cache.
-    tables = memory.estimated_bytes(parts) | memory.compiled_bytes(parts)
+    tables = ahead_of_time.memory_tables(parts, compiled=True)
     totals = {name: sum(table.values()) for name, table in tables.items()}
     text = ", ".join(f"{name}: {size / _GIB:.1f} GiB" for name, size in totals.items())
     if limit is None:
@@ -420,7 +420,7 @@ def _dear_sketch(parts: Parts) -> str | None:
 def _check_host_memory(parts: Parts) -> Finding:
   """The processes of the run fit into this host's memory."""
   limit = memory_limit()
-  tables = memory.resident_bytes(parts)
+  tables = ahead_of_time.host_memory_tables(parts)
   totals = {name: sum(table.values()) for name, table in tables.items()}
   text = ", ".join(f"{name}: {size / _GIB:.1f}" for name, size in totals.items())
   text = f"{max(totals.values()) / _GIB:.1f} of {limit / _GIB:.1f} GiB at the peak ({text})"

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 import ml_collections
 
-from rlvr_jax.commands import sweep
+from rlvr_jax.commands import ahead_of_time, sweep
 from rlvr_jax.commands.check import check
 from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.export import export
 from rlvr_jax.commands.sample import sample
 from rlvr_jax.commands.train import train
 from rlvr_jax.commands.tune import tune
-from rlvr_jax.costs import chips, memory, programs, step_time, workload
+from rlvr_jax.costs import chips, programs, workload
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.reporting import machines, writer
 from rlvr_jax.train.setup import config_file
@@ -22,6 +22,15 @@ from rlvr_jax.train.setup.build import batch_shape, build, generates_separately,
 from rlvr_jax.train.start.parameters import checkpoint_folder
 
 _AHEAD_OF_TIME = ("fits", "costs", "tune")
+_MODES = {  # flag → the modes that take it
+  "checkpoint": ("eval", "export"),
+  "topology": _AHEAD_OF_TIME,
+  "lengths": ("costs", "tune"),
+  "profile": ("train",),
+  "trackers": ("train", "sweep"),
+  "sweep": ("sweep",),
+  "minutes": ("sweep",),
+}
 
 
 def prepare_command(
@@ -44,38 +53,35 @@ def prepare_command(
     config: see `configs/base.py`.
     workdir: folder for all output files; optional for costs, and not used by fits.
     checkpoint: for eval and export, see `train.start.parameters.checkpoint_folder`.
-    topology: for fits, costs and tune, see `costs.memory.report`.
+    topology: for fits, costs and tune, such as v5e:4x4; see `programs.topology_devices`.
     profile: for train, see `train.train`.
     tracked_by: for train and sweep, see `train.train`.
     sweep_file: for sweep, see `sweep.read_runs`.
     argv: the command line; the fields that it sets apply to all runs of a sweep.
-    minutes: for sweep and tune, see `sweep.sweep`.
+    minutes: for sweep, see `sweep.sweep`.
     lengths: for costs and tune, a component of `costs.workload`; None: the longest.
   Raises:
     ValueError: a field is invalid; the message has its value, what is allowed and the remedy.
     OSError: a file of the data or of the model cannot be read.
   """
-  if checkpoint is not None and mode not in ("eval", "export"):
-    raise ValueError(f"--checkpoint goes with --mode=eval or --mode=export, not with --mode={mode}")
-  if topology is not None and mode not in _AHEAD_OF_TIME:
-    raise ValueError(f"--topology goes with --mode=fits, costs or tune, not with --mode={mode}")
-  if lengths is not None and mode not in ("costs", "tune"):
-    raise ValueError(f"--lengths goes with --mode=costs or --mode=tune, not with --mode={mode}")
-  if profile and mode != "train":
-    raise ValueError(f"--profile goes with --mode=train, not with --mode={mode}")
-  if tracked_by and mode not in ("train", "sweep"):
-    raise ValueError(f"--trackers goes with --mode=train or --mode=sweep, not with --mode={mode}")
+  given = {
+    "checkpoint": checkpoint is not None,
+    "topology": topology is not None,
+    "lengths": lengths is not None,
+    "profile": bool(profile),
+    "trackers": bool(tracked_by),
+    "sweep": sweep_file is not None,
+    "minutes": minutes is not None,
+  }
+  for flag, modes in _MODES.items():
+    if given[flag] and mode not in modes:
+      *others, last = modes
+      taking = f"{', '.join(others)} or {last}" if others else last
+      raise ValueError(f"--{flag} goes with --mode={taking}, not with --mode={mode}")
   if sweep_file is None and mode == "sweep":
     raise ValueError("--mode=sweep needs --sweep=FILE, a Python file whose get_sweep() lists runs")
-  if sweep_file is not None and mode != "sweep":
-    raise ValueError(f"--sweep goes with --mode=sweep, not with --mode={mode}")
-  if minutes is not None and mode not in ("sweep", "tune"):
-    raise ValueError(f"--minutes goes with --mode=sweep or --mode=tune, not with --mode={mode}")
   if mode in _AHEAD_OF_TIME:
-    lengths = lengths or "longest"
-    # Drawn once, so that impossible lengths are found before anything is built.
-    workload.parse_lengths(lengths, config.environment).draw(batch_shape(config), 0)
-    return _prepare_ahead_of_time(mode, config, workdir, topology, lengths, minutes)
+    return _prepare_ahead_of_time(mode, config, workdir, topology, lengths or "longest")
   if mode != "export":  # an export can go to any file system of fsspec
     parse_path("--workdir", str(workdir))
   if mode == "check":  # which reports all other errors itself
@@ -122,29 +128,29 @@ def _prepare_ahead_of_time(
   workdir: str | None,
   topology: str | None,
   lengths: str,
-  minutes: float | None,
 ) -> Callable[[], object]:
   """Prepares fits, costs or tune, which need only shapes: no data, checkpoint or chips."""
+  # Drawn once, so that impossible lengths are found before anything is built.
+  workload.parse_lengths(lengths, config.environment).draw(batch_shape(config), 0)
   if topology is not None:
     chips.find_chip(topology)
   if mode == "fits":
-    mesh = programs.make_topology_mesh(config, topology)
-    return functools.partial(memory.report, programs.build_shapes_only(config, mesh), topology)
+    return ahead_of_time.fits(config, topology)
   if topology is None:
     raise ValueError(
       f"--mode={mode} needs --topology, the TPU slice to compile for, such as v5p:2x2x4"
     )
-  if workdir is not None:
-    folder = parse_path("--workdir", workdir, must_be_on_disk=True)
-  mesh = programs.make_topology_mesh(config, topology)
-  if mode == "tune":
-    schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
-    if schedule.threaded or generates_separately(config.generation_mesh):
-      raise ValueError(
-        f"--mode=tune with config.schedule = {config.schedule!r} and config.generation_mesh ="
-        f" {config.generation_mesh.to_dict()}: it compares generation and updates in turn on all"
-        " chips; set --config.schedule='on_policy()', and no generation_mesh of separate devices"
-      )
-    return functools.partial(tune, config, topology, folder, lengths=lengths, minutes=minutes)
-  parts = programs.build_shapes_only(config, mesh)
-  return functools.partial(step_time.report, parts, topology, workdir, lengths=lengths)
+  folder = None if workdir is None else parse_path("--workdir", workdir, must_be_on_disk=True)
+  if mode == "costs":
+    return ahead_of_time.costs(config, topology, folder, lengths=lengths)
+  if folder is None:
+    raise ValueError("--mode=tune needs --workdir, a folder for what it compiles")
+  schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
+  if schedule.threaded or generates_separately(config.generation_mesh):
+    raise ValueError(
+      f"--mode=tune with config.schedule = {config.schedule!r} and config.generation_mesh ="
+      f" {config.generation_mesh.to_dict()}: it compares generation and updates in turn on all"
+      " chips; set --config.schedule='on_policy()', and no generation_mesh of separate devices"
+    )
+  programs.make_topology_mesh(config.mesh, topology)
+  return functools.partial(tune, config, topology, folder, lengths=lengths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlvr_jax.costs.hlo_text import CostsError
+from rlvr_jax.costs.hlo import CostsError
 from rlvr_jax.data.batches import PromptError
 from rlvr_jax.environments.dialogues import EnvironmentStartError
 from rlvr_jax.fleet.exchange import RecordError

@@ -1,45 +1,104 @@
-"""The command tune: settings of a run for a TPU slice, chosen by compiling its programs."""
+"""The command tune: settings of a run for a slice, found by compiling its programs.
+
+Arithmetic ranks every mesh, row, micro-batch and remat of an update. The best of the first meshes
+are compiled, then the fastest of these with other options of the compiler and other rows. Beside
+the fastest update, arithmetic ranks layouts and slots of generation; the first that fits when it is
+compiled is taken.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import hashlib
+import heapq
 import inspect
 import json
 import math
 import pathlib
-import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
+import numpy as np
+from jax.sharding import Mesh
 
-from rlvr_jax.commands.sweep import TimeLimitError
-from rlvr_jax.costs import hlo, hlo_text, programs, step_time, tuning, workload
+from rlvr_jax.commands import ahead_of_time
+from rlvr_jax.costs import hlo, memory, programs, report, workload
 from rlvr_jax.costs.chips import Chip, find_chip
-from rlvr_jax.costs.generation_time import Seconds
-from rlvr_jax.costs.hlo_text import CostsError
-from rlvr_jax.costs.step_time import Cost
-from rlvr_jax.costs.tuning import Candidate, Overrides
+from rlvr_jax.costs.gpus import is_gpu
+from rlvr_jax.costs.hlo import CostsError
+from rlvr_jax.costs.report import Cost
+from rlvr_jax.costs.workload import Lengths, Packing, Workload, count_packing
 from rlvr_jax.evaluate.compare import markdown_table
-from rlvr_jax.models.memory import shard_bytes
+from rlvr_jax.models.flops import forward_flops, update_flops
+from rlvr_jax.models.memory import decoding_copy_bytes, shard_bytes
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.row_attention import longest_row, row_length
+from rlvr_jax.rollouts.decoder import Settings, token_bytes
+from rlvr_jax.rollouts.packing import RowLayout
 from rlvr_jax.storage.files import replace_file
+from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.progress import duration, say
 from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.checks import check_shapes, sampling_splits
+from rlvr_jax.train.setup.placement import Placement
+from rlvr_jax.train.setup.programs import RowTokens, least_row_length, make_row_layout
+from rlvr_jax.types import BatchShape, Params
 
+Overrides = Mapping[str, Any]  # dotted name of a field of the configuration → value
+
+REMATS = ("full", "dots", "none")
+_GATHERS = "xla_tpu_enable_windowed_einsum_for_all_gather=false"
+_FUSION = "xla_tpu_enable_async_collective_fusion"
+COMPILER_OPTIONS = {  # name → `config.compiler_options.training`
+  "defaults": "",
+  # Weights are gathered and gradients scattered at once, not in pieces between small products.
+  "whole collectives": f"{_GATHERS} xla_tpu_enable_windowed_einsum_for_reduce_scatter=false",
+  "fused gathers": f"{_GATHERS} xla_enable_async_all_gather=true {_FUSION}=true"
+  f" {_FUSION}_fuse_all_gather=true {_FUSION}_multiple_steps=true",
+}
+_USABLE = 0.92  # of a chip's memory; the rest is for what the compiler does not count
+_ROW_LENGTHS = (1, 1.5, 2, 3, 4, 6, 8)  # times the shortest row that is allowed
+_ROWS = (1, 2, 4)  # of a micro-batch on a device
+_DRAWS = 3  # batches that an estimate packs
 _MAX_MESHES = 5  # that are compiled for updates
 _MAX_ROWS = 2  # other rows and micro-batches, for the fastest of these
-_MAX_LAYOUTS = 3  # of generation
 _COMPILE_S = 240  # for a program of 7B on two cores
-_KINDS = {"update": "training", "generation": "generation"}  # program → kind of compiler options
 _GIB = 2**30
 
 _TRUST = """Seconds go from the largest of three times, if computation, HBM and links overlap, to
 their sum, if they do not. Computation is the compiler's cycles, and what the kernels other than
 XLA's need by the published peaks. For GPUs, for which no compiler estimates cycles, it is what the
-FLOPs of products need by the published peaks. Generation is by roofline. Grading, checkpoints, the
-scores of a reference policy, further draws of dynamic sampling and the time of the host are left
-out."""
+FLOPs of products need by the published peaks. Generation is by arithmetic: weights and caches that
+a step reads. Waits for graders and environments, checkpoints, the scores of a reference policy,
+further draws of dynamic sampling and the time of the host are left out."""
+
+
+class Seconds(NamedTuple):
+  """Between which bounds the seconds of a program lie, by the peaks of a chip."""
+
+  overlapped: float  # computation, HBM and links at the same time
+  in_turn: float  # one after the other
+
+
+class Candidate(NamedTuple):
+  """Settings, and an estimate without compilation."""
+
+  overrides: Overrides
+  seconds: Seconds
+  gib: float  # of a chip's memory, without the compiler's buffers
+
+
+class Measured(NamedTuple):
+  """A compiled program of some settings."""
+
+  overrides: Overrides
+  seconds: Seconds  # of an update, or of the generation of a refresh
+  gib: float  # of a chip's memory
+  cost: Cost
 
 
 class Target(NamedTuple):
@@ -54,34 +113,31 @@ class Target(NamedTuple):
   def chip(self) -> Chip:
     return find_chip(self.topology)
 
-  @property
-  def usable_gib(self) -> float:
-    return tuning.USABLE * self.chip.hbm_gib
-
-  def fitting(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-    return [candidate for candidate in candidates if candidate.gib <= self.usable_gib]
+  def fits(self, gib: float) -> bool:
+    """Whether so much of a chip's memory may be used."""
+    return gib <= _USABLE * self.chip.hbm_gib
 
   def build(self, overrides: Overrides) -> Parts:
-    config = tuning.apply_overrides(self.config, overrides)
-    return programs.build_shapes_only(config, programs.make_topology_mesh(config, self.topology))
+    return programs.build_for(apply_overrides(self.config, overrides), self.topology)
+
+  def too_large(self, what: str) -> CostsError:
+    return CostsError(
+      f"--topology={self.topology}: no {what} fits into {self.chip.hbm_gib:.4g} GiB per chip;"
+      " choose a larger slice, or lower config.max_response_length"
+    )
 
 
-class Measured(NamedTuple):
-  """A compiled program of some settings."""
-
-  overrides: Overrides
-  seconds: Seconds  # of an update, or of the generation of a refresh
-  gib: float  # of a chip's memory
-  cost: Cost
+def apply_overrides(
+  config: ml_collections.ConfigDict, overrides: Overrides
+) -> ml_collections.ConfigDict:
+  """A copy of the configuration with fields changed."""
+  changed = config.copy_and_resolve_references()
+  changed.update_from_flattened_dict(overrides)
+  return changed
 
 
 def tune(
-  config: ml_collections.ConfigDict,
-  topology: str,
-  workdir: pathlib.Path,
-  *,
-  lengths: str,
-  minutes: float | None = None,
+  config: ml_collections.ConfigDict, topology: str, workdir: pathlib.Path, *, lengths: str
 ) -> Overrides:
   """Finds fast settings for a slice, prints how they compare, and writes them to the workdir.
 
@@ -93,65 +149,63 @@ def tune(
     topology: the slice, such as "v5p:2x2x4".
     workdir: folder for tune_TOPOLOGY.json and .md.
     lengths: component of `costs.workload`, of prompts and responses.
-    minutes: limit; the program that is being compiled then is finished, and a layout of generation
-      is compiled in any case.
   Returns:
     The fastest settings by dotted name of the field.
   Raises:
     CostsError: no setting fits into the memory of a chip.
-    TimeLimitError: the time is over; what was found until then has been written.
   """
-  count = _MAX_MESHES + len(tuning.compiler_options(topology)) - 1 + _MAX_ROWS + _MAX_LAYOUTS
+  options = compiler_options(topology)
+  count = _MAX_MESHES + len(options) - 1 + _MAX_ROWS + 1
   say(
     f"compiles about {count} programs for {topology}, {duration(count * _COMPILE_S)} for 7B on two"
     " cores; the same command continues a search that was stopped"
   )
-  deadline = time.monotonic() + 60 * (math.inf if minutes is None else minutes)
   target = Target(config, topology, lengths, workdir / "compiled")
   target.folder.mkdir(parents=True, exist_ok=True)
   distribution = workload.parse_lengths(lengths, config.environment)
 
-  parts = target.build({})
-  devices = list(parts.placement.mesh.devices.flat)
-  candidates = tuning.update_candidates(parts, devices, distribution, target.chip)
-  updates, has_all_updates = _compile_updates(target, target.fitting(candidates), deadline)
+  run = target.build({})
+  network, compiler = run.model.config, run.placement.mesh.devices.flat[0].client.platform_version
+  rows = update_candidates(config, network, run.shape, run.placement, distribution, target.chip)
+  updates = _compile_updates(target, [c for c in rows if target.fits(c.gib)], options)
   if not updates:
-    raise _too_large(target, "setting of the update")
+    raise target.too_large("setting of the update")
   update = updates[0]
-  parts = target.build(update.overrides)
-  layouts = tuning.generation_candidates(parts, distribution, target.chip)
-  generations, has_all_layouts = _compile_generations(
-    target, update.overrides, target.fitting(layouts), deadline
+  run = target.build(update.overrides)
+  number = run.schedule.batches_per_refresh(run.config.num_updates)
+  batches = [distribution.draw(run.shape, index) for index in range(number)]
+  prompts = [source.prompts for source in run.sources]
+  layouts = generation_candidates(
+    run.model.config, batches, prompts, run.placement, run.programs.engine.settings, target.chip
   )
-  if not generations:
-    raise _too_large(target, "layout of generation")
-  generation = generations[0]
+  resident = shard_bytes(run.placement.state.opt_state) / _GIB
+  generation = _compile_generation(target, update.overrides, layouts, resident)
 
-  refreshes = tuning.refreshes_per_update(parts.schedule, parts.config.num_updates)
+  updates_of_run = range(run.config.num_updates)
+  refreshes = float(np.mean([run.schedule.refreshes(update) for update in updates_of_run]))
   step = Seconds(
     update.seconds.overlapped + refreshes * generation.seconds.overlapped,
     update.seconds.in_turn + refreshes * generation.seconds.in_turn,
   )
   overrides = {**update.overrides, **generation.overrides}
-  lines = [
+  text = "\n".join([
     f"# {config.model.preset} on {topology}, lengths {lengths}",
     "",
     f"A step takes {step.overlapped:.3g} to {step.in_turn:.3g} s with",
     "",
     *(f"    --config.{name}={value!r}" for name, value in overrides.items()),
     "",
-    "## Updates",
+    f"Updates. {sum(not target.fits(c.gib) for c in rows)} of {len(rows)} settings need too much"
+    " memory by estimate. Of the others the best were compiled:",
     "",
-    *_format(target, updates, candidates),
+    _table(updates),
     "",
-    "## Generation of a refresh",
+    "Generation of a refresh, by estimate the fastest that fits when compiled:",
     "",
-    *_format(target, generations, layouts),
+    _table([generation]),
     "",
-    *(_dialogue_lines(generation, layouts) if distribution.max_turns > 1 else ()),
     _TRUST,
-  ]
-  text = "\n".join(lines)
+  ])  # fmt: skip
   say(text)
   result = {
     "topology": topology,
@@ -159,115 +213,333 @@ def tune(
     "overrides": overrides,
     "step_seconds": step._asdict(),
     "jax": jax.__version__,
-    "compiler": devices[0].client.platform_version,
+    "compiler": compiler,
   }
   stem = f"tune_{topology.replace(':', '_')}"
   for name, content in ((f"{stem}.json", json.dumps(result, indent=1)), (f"{stem}.md", text)):
     with replace_file(workdir / name) as file:
       file.write((content + "\n").encode())
-  if not (has_all_updates and has_all_layouts):
-    raise TimeLimitError(f"{minutes:g} minutes are over; the same command continues")
   return overrides
 
 
-def _too_large(target: Target, what: str) -> CostsError:
-  return CostsError(
-    f"--topology={target.topology}: no {what} fits into {target.chip.hbm_gib:.4g} GiB per chip;"
-    " choose a larger slice, or lower config.max_response_length"
+def compiler_options(topology: str) -> list[str]:
+  """The options to compare, the defaults first: alone on GPUs, since the others are for TPUs."""
+  first, *others = COMPILER_OPTIONS.values()
+  return [first] if is_gpu(topology) else [first, *others]
+
+
+# --- updates --------------------------------------------------------------------------------------
+
+
+def update_candidates(
+  config: ml_collections.ConfigDict,
+  network: TransformerConfig,
+  shape: BatchShape,
+  placement: Placement,
+  lengths: Lengths,
+  chip: Chip,
+) -> list[Candidate]:
+  """Settings of the update, fastest first by their estimate; some are too large for the memory.
+
+  Args:
+    config, network, shape, placement: of the recipe as it stands, on the devices of the slice.
+    lengths: of prompts and responses.
+    chip: its peaks.
+  """
+  found = []
+  batches = [lengths.draw(shape, number) for number in range(_DRAWS)]
+  pack = functools.cache(lambda layout: [count_packing(batch, layout) for batch in batches])
+  for mesh in _meshes(config, network, placement):
+    state, frozen = _place((placement.state, placement.frozen), mesh)
+    for tokens, layout in _layouts(network.attention, shape, mesh):
+      for remat in REMATS:
+        changed = dataclasses.replace(network, remat=remat)
+        table = memory.update_bytes(changed, layout, mesh.shape["tensor"], state, frozen)
+        seconds = _update_seconds(changed, batches, pack(layout), placement, mesh, layout, chip)
+        overrides = {
+          **{f"mesh.{axis}": size for axis, size in mesh.shape.items()},
+          **tokens,
+          "model.overrides.remat": remat,
+        }
+        found.append(Candidate(overrides, seconds, sum(table.values()) / _GIB))
+  # By the middle of the seconds, on a scale of one per cent; then by memory.
+  return sorted(found, key=lambda c: (round(math.log(sum(c.seconds) / 2), 2), c.gib))
+
+
+def _meshes(
+  config: ml_collections.ConfigDict, network: TransformerConfig, placement: Placement
+) -> Iterator[Mesh]:
+  """All meshes that split batches evenly, no key/value head, and lie along the slice's axes."""
+  devices = list(placement.mesh.devices.flat)
+  for tensor in _divisors(math.gcd(len(devices), network.num_kv_heads)):
+    for data in _divisors(len(devices) // tensor):
+      fsdp = len(devices) // tensor // data
+      with contextlib.suppress(ValueError):
+        mesh = sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
+        check_shapes(config, mesh)
+        yield mesh
+
+
+def _divisors(number: int) -> list[int]:
+  return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _place(tree: Any, mesh: Mesh) -> Any:
+  """Shapes with shardings on another mesh."""
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+  return sharding.add_shardings(shapes, mesh)
+
+
+def _layouts(kind: str, shape: BatchShape, mesh: Mesh) -> list[tuple[Overrides, RowLayout]]:
+  """Lengths and numbers of rows with a row for every device; with fields that ask for them."""
+  least = least_row_length(kind, shape)
+  lengths = {row_length(kind, int(factor * least)) for factor in _ROW_LENGTHS}
+  layouts: list[tuple[Overrides, RowLayout]] = []
+  for length in sorted(lengths):
+    if length > max(longest_row(kind), min(lengths)):
+      continue
+    for rows in _ROWS:
+      try:
+        layout = make_row_layout(RowTokens(length, rows * length), shape, kind, mesh)
+      except ValueError:  # fewer rows than devices
+        continue
+      if layout.rows_per_device == rows:
+        fields = ("batch.tokens_per_row", length), ("batch.tokens_per_micro_batch", rows * length)
+        layouts.append((dict(fields), layout))
+  return layouts
+
+
+def _update_seconds(
+  network: TransformerConfig,
+  batches: Sequence[Workload],
+  packings: Sequence[Packing],
+  placement: Placement,
+  mesh: Mesh,
+  layout: RowLayout,
+  chip: Chip,
+) -> Seconds:
+  """Seconds of an update by its FLOPs, padding and recomputation included, and by its links."""
+  data, fsdp, tensor = mesh.shape.values()
+  adapters = placement.state.params if placement.frozen else None
+  flops = 0.0
+  for batch, packing in zip(batches, packings, strict=True):
+    lengths = batch.prompts, batch.responses
+    useful = update_flops(network, *lengths, predicted=batch.sampled, adapters=adapters)
+    if network.remat == "full":
+      useful += forward_flops(network, *lengths, predicted=batch.sampled)
+    flops += useful * max(packing.places_per_token, 1.0) / mesh.size / len(batches)
+
+  count, trained = (
+    sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+    for tree in (placement.base, placement.state.params)
   )
-
-
-def _by_seconds(measured: Sequence[Measured]) -> list[Measured]:
-  return sorted(measured, key=lambda program: program.seconds)
-
-
-# --- compilation ----------------------------------------------------------------------------------
+  itemsize = np.dtype(network.compute_dtype).itemsize
+  # Weights are gathered twice, gradients are reduced once, in float32.
+  of_weights = (2 * itemsize * count + 4 * trained) / tensor * (1 - 1 / fsdp)
+  of_gradients = 2 * 4 * trained / (fsdp * tensor) * (1 - 1 / data)
+  passes = 3 if network.remat == "full" else 2
+  tokens = layout.device_places  # of a micro-batch on a device
+  of_tokens = passes * 4 * network.num_layers * tokens * network.width * itemsize * (1 - 1 / tensor)
+  micro_batches = float(np.mean([packing.micro_batches for packing in packings]))
+  received = micro_batches * (of_weights + of_tokens) + of_gradients
+  needed = flops / chip.flops, received / chip.interconnect_bytes_per_s
+  return Seconds(max(needed), sum(needed))
 
 
 def _compile_updates(
-  target: Target, candidates: Sequence[Candidate], deadline: float
-) -> tuple[list[Measured], bool]:
+  target: Target, candidates: Sequence[Candidate], options: Sequence[str]
+) -> list[Measured]:
   """The best of each mesh, by estimate; then the fastest of these with other options and rows.
 
+  Args:
+    target: of the search.
+    candidates: that fit by estimate, fastest first.
+    options: of the compiler, the defaults first.
   Returns:
-    The programs that fit, fastest first, and whether none was left out for time.
+    The programs that fit, fastest first.
   """
-  defaults, *others = tuning.compiler_options(target.topology)
   measured: list[Measured] = []
-  complete = True
 
   def measure(overrides: Overrides, options: str) -> None:
-    nonlocal complete
-    if measured and time.monotonic() > deadline:
-      complete = False
-      return
     overrides = {**overrides, "compiler_options.training": options}
-    cost = _compile(target, target.build(overrides), "update")
-    if cost is not None and (gib := _gib(cost)) <= target.usable_gib:
-      seconds = tuning.compiled_seconds(cost, target.chip)
-      measured.append(Measured(overrides, seconds, gib, cost))
+    cost = _compile(target, overrides, "update")
+    if cost is not None and target.fits(gib := _gib(cost)):
+      measured.append(Measured(overrides, compiled_seconds(cost, target.chip), gib, cost))
+      measured.sort(key=lambda program: program.seconds)
 
-  for candidate in tuning.best_of_each_mesh(candidates)[:_MAX_MESHES]:
-    measure(candidate.overrides, defaults)
-  if not measured:
-    return [], complete
-  fastest = _by_seconds(measured)[0]
-  for options in others:
-    measure(fastest.overrides, options)
-  fastest = _by_seconds(measured)[0]
-  for candidate in _with_other_rows(candidates, fastest.overrides)[:_MAX_ROWS]:
-    measure(candidate.overrides, fastest.overrides["compiler_options.training"])
-  return _by_seconds(measured), complete
-
-
-def _with_other_rows(candidates: Sequence[Candidate], found: Overrides) -> list[Candidate]:
-  """Candidates that differ from `found` in rows and micro-batches only, in their order."""
-  rows = ("batch.tokens_per_row", "batch.tokens_per_micro_batch")
-  differing = lambda candidate: {n for n, value in candidate.overrides.items() if found[n] != value}
-  return [c for c in candidates if differing(c) and differing(c) <= {*rows}]
-
-
-def _compile_generations(
-  target: Target, update: Overrides, candidates: Sequence[Candidate], deadline: float
-) -> tuple[list[Measured], bool]:
-  """The first candidates that fit beside the trainer, with the seconds of their estimate.
-
-  Returns:
-    As `_compile_updates`.
-  """
-  measured: list[Measured] = []
+  meshes: dict[tuple[int, ...], Candidate] = {}
   for candidate in candidates:
-    if measured and time.monotonic() > deadline:
-      return _by_seconds(measured), False
-    parts = target.build({**update, **candidate.overrides})
-    cost = _compile(target, parts, "generation")
-    resident = shard_bytes(parts.placement.state.opt_state) / _GIB
-    if cost is not None and (gib := _gib(cost) + resident) <= target.usable_gib:
-      measured.append(Measured(candidate.overrides, candidate.seconds, gib, cost))
-    if len(measured) == _MAX_LAYOUTS:
-      break
-  return _by_seconds(measured), True
+    sizes = tuple(candidate.overrides[f"mesh.{axis}"] for axis in sharding.AXES)
+    meshes.setdefault(sizes, candidate)
+  for candidate in list(meshes.values())[:_MAX_MESHES]:
+    measure(candidate.overrides, options[0])
+  if not measured:
+    return []
+  fastest = measured[0].overrides
+  for other in options[1:]:
+    measure(fastest, other)
+  fastest = measured[0].overrides
+  rows = {"batch.tokens_per_row", "batch.tokens_per_micro_batch"}
+  differing = lambda c: {name for name, value in c.overrides.items() if fastest[name] != value}
+  for candidate in [c for c in candidates if differing(c) and differing(c) <= rows][:_MAX_ROWS]:
+    measure(candidate.overrides, fastest["compiler_options.training"])
+  return measured
 
 
-def _compile(target: Target, parts: Parts, name: str) -> Cost | None:
-  """Costs of a program, from the workdir if it was compiled before; None if it is too large."""
-  counts = step_time.count(parts, target.lengths)
-  lowered = programs.program_lowerings(parts, counts.packed)[name]()
-  compiler = parts.placement.mesh.devices.flat[0].client.platform_version
-  options = getattr(parts.compiler_options, _KINDS[name])
-  counting = [inspect.getsource(module) for module in (hlo, hlo_text, step_time)]
-  compilation = (target.topology, target.lengths, options, jax.__version__, compiler)
-  made_of = (lowered.as_text(), *compilation, *counting)
-  path = target.folder / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]}.json"
-  if not path.exists():
-    cost = step_time.program_cost(
-      name,
-      lambda: lowered,
-      target.topology,
-      useful_flops=counts.useful_flops[name],
-      kernels=counts.kernels,
-      loops=counts.loops,
+def compiled_seconds(cost: Cost, chip: Chip) -> Seconds:
+  """Seconds of a compiled program.
+
+  Computation takes the compiler's cycles, which leave out the kernels other than XLA's; of these,
+  the larger of what their FLOPs and their bytes need. For GPUs, whose cycles no compiler estimates,
+  it takes what the FLOPs need.
+  """
+  compute = cost["seconds"]["compute"]
+  if chip.cycles_per_s is not None:
+    kernels = sum(
+      max(row["flops"] / chip.flops, row["hbm_bytes"] / chip.hbm_bytes_per_s)
+      for row in cost["custom_calls"]
     )
+    compute = cost["cycles"] / chip.cycles_per_s + kernels
+  needed = compute, cost["seconds"]["HBM"], cost["seconds"]["interconnect"]
+  return Seconds(max(needed), sum(needed))
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+
+def generation_candidates(
+  network: TransformerConfig,
+  batches: Sequence[Workload],
+  prompts: Sequence[int],
+  placement: Placement,
+  settings: Settings,
+  chip: Chip,
+) -> list[Candidate]:
+  """Layouts and slots of generation, fastest first; some are too large for the memory.
+
+  Args:
+    network: of the policy.
+    batches: lengths of all batches of a refresh.
+    prompts: of a batch, from each source.
+    placement: with the mesh of updates that was chosen.
+    settings: of the engine.
+    chip: its peaks.
+  """
+  mesh = placement.mesh
+  resident = sum(memory.trained_bytes(placement.state, placement.frozen).values())
+  found = []
+  for tensor in _divisors(mesh.size):
+    groups = mesh.size // tensor
+    if not sampling_splits(network, tensor) or any(number % groups for number in prompts):
+      continue
+    generating, overrides = mesh, {f"generation_mesh.{axis}": 0 for axis in sharding.AXES}
+    if tensor != mesh.shape["tensor"]:
+      sizes = dict(data=groups, fsdp=1, tensor=tensor)
+      generating = sharding.rearrange(mesh, **sizes, field="generation_mesh")
+      overrides = {f"generation_mesh.{axis}": size for axis, size in sizes.items()}
+    overrides["generation_mesh.same_devices"] = generating is not mesh
+    base = _place(placement.base, generating)
+    slots = -(-sum(batch.responses.size for batch in batches) // groups) * groups
+    while slots >= groups:
+      table = memory.generation_bytes(network, settings, base, generating, slots)
+      seconds = generation_seconds(network, batches, base, generating, settings, slots, chip)
+      total = (resident + sum(table.values())) / _GIB
+      found.append(Candidate({**overrides, "sampling.slots": slots}, seconds, total))
+      slots = slots // 2 // groups * groups
+  return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def generation_seconds(
+  network: TransformerConfig,
+  batches: Sequence[Workload],
+  base: Params,
+  mesh: Mesh,
+  settings: Settings,
+  slots: int,
+  chip: Chip,
+) -> Seconds:
+  """Seconds of sampling all responses of a refresh, its weights and its prompts included.
+
+  Every slot is computed in every step, also an idle one; a step reads the weights, and the caches
+  that it has in the mean. The host takes no time, replies of environments neither.
+
+  Args:
+    network, batches, settings, chip: as for `generation_candidates`.
+    base: shapes of all parameters, with shardings on `mesh`.
+    mesh: that generates.
+    slots: over all devices of the mesh.
+  """
+  tensor, devices = mesh.shape["tensor"], mesh.shape["data"] * mesh.shape["fsdp"]
+  on_device = -(-slots // devices)
+  ends = [0] * slots  # steps after which each slot is free
+  read = prefilled = 0.0  # tokens in all steps; FLOPs of caches
+  for batch in batches:
+    for tokens in batch.sampled.ravel():
+      heapq.heapreplace(ends, ends[0] + int(tokens))
+    read += float(np.sum(batch.sampled * (batch.prompts[:, None] + batch.responses / 2)))
+    contexts = batch.prompts[:, None, None] + np.cumsum(batch.turns, axis=-1)[..., 1::2]
+    rebuilt = contexts[batch.turns[..., 1::2] > 0]  # the cache is computed anew after a reply
+    caches = np.concatenate([batch.prompts, rebuilt])
+    prefilled += forward_flops(network, caches, np.zeros((len(caches), 1), np.int64))
+  steps = max(ends)
+  tokens = on_device * settings.shape.tokens
+  if settings.cache == "pages":  # whose kernel reads what each slot has
+    tokens = read / steps / devices
+  unread = () if network.tied_head else ("embedding",)  # otherwise the head reads it
+  weights = {name: leaf for name, leaf in base.items() if name not in unread}
+  # Per layer, sums of activations over `tensor` after attention and after the MLP.
+  summed = 4 * network.num_layers * network.width * np.dtype(network.compute_dtype).itemsize
+  needed = (
+    on_device * forward_flops(network, [1], [[1]]) / tensor / chip.flops,
+    (
+      decoding_copy_bytes(weights, network.compute_dtype)
+      + tokens * token_bytes(network, tensor, settings.cache_format)
+    )
+    / chip.hbm_bytes_per_s,
+    on_device * summed * (1 - 1 / tensor) / chip.interconnect_bytes_per_s,
+  )
+  sync = decoding_copy_bytes(base, network.compute_dtype) / chip.interconnect_bytes_per_s
+  before = sync + prefilled / mesh.size / chip.flops
+  return Seconds(steps * max(needed) + before, steps * sum(needed) + before)
+
+
+def _compile_generation(
+  target: Target, update: Overrides, candidates: Sequence[Candidate], resident: float
+) -> Measured:
+  """The first candidate that fits beside the trainer, with the seconds of its estimate.
+
+  Args:
+    target: of the search.
+    update: the settings of updates that were chosen.
+    candidates: fastest first.
+    resident: GiB of the optimizer's state, which stays in memory meanwhile.
+  Raises:
+    CostsError: none fits.
+  """
+  for candidate in candidates:
+    if target.fits(candidate.gib):
+      cost = _compile(target, {**update, **candidate.overrides}, "generation")
+      if cost is not None and target.fits(gib := _gib(cost) + resident):
+        return Measured(candidate.overrides, candidate.seconds, gib, cost)
+  raise target.too_large("layout of generation")
+
+
+# --- compilation and output -----------------------------------------------------------------------
+
+
+def _compile(target: Target, overrides: Overrides, name: str) -> Cost | None:
+  """Costs of a program, from the workdir if it was compiled before; None if it is too large."""
+  run = target.build(overrides)
+  packed, counts = ahead_of_time.count(run, target.lengths)
+  lowered = ahead_of_time.lowerings(run, packed)[name]()
+  compiler = run.placement.mesh.devices.flat[0].client.platform_version
+  counting = [inspect.getsource(module) for module in (hlo, report)]
+  conditions = (target.topology, target.lengths, run.compiler_options, jax.__version__, compiler)
+  made_of = repr((lowered.as_text(), conditions, counting))
+  digest = hashlib.sha256(made_of.encode()).hexdigest()
+  path = target.folder / f"{digest[:24]}.json"
+  if not path.exists():
+    cost = report.program_cost(name, lambda: lowered, target.topology, counts)
     with replace_file(path) as file:
       file.write((json.dumps(cost) + "\n").encode())
   return json.loads(path.read_text(encoding="utf-8"))
@@ -277,71 +549,26 @@ def _gib(cost: Cost) -> float:
   return sum(cost["memory_bytes"].values()) / _GIB
 
 
-# --- output ---------------------------------------------------------------------------------------
-
-
-def _format(
-  target: Target, measured: Sequence[Measured], candidates: Sequence[Candidate]
-) -> list[str]:
-  """Lines on the programs that were compiled, and on those that were not."""
-  figures = [
-    {
-      "seconds": program.seconds.overlapped,
-      "GiB": program.gib,
-      "received GB": program.cost["received_bytes"] / 1e9,
-    }
-    for program in measured
-  ]
-  rows = {}
-  has_cycles = target.chip.cycles_per_s is not None
-  best = tuning.pareto(figures, tuple(figures[0]))
-  for program, is_best in zip(measured, best, strict=True):
-    cost, seconds = program.cost, program.seconds
-    rows[_describe(program.overrides)] = [
+def _table(measured: Sequence[Measured]) -> str:
+  """What compiled programs cost, a row for each."""
+  rows = {
+    _describe(overrides): [
       f"{seconds.overlapped:.3g} to {seconds.in_turn:.3g}",
-      *([f"{cost['cycles'] / 1e9:.3g}"] if has_cycles else []),
+      f"{cost['cycles'] / 1e9:.3g}" if cost["cycles"] else "–",
       f"{100 * cost['model_flops_utilization']:.1f} %",
-      f"{program.gib:.1f}",
+      f"{gib:.1f}",
       f"{cost['received_bytes'] / 1e9:,.3g}",
       f"{cost['hbm_bytes'] / 1e12:.3g}",
-      "yes" if is_best else "",
     ]
-  cycles = ["cycles, 10⁹"] if has_cycles else []
-  header = ["s", *cycles, "MFU at most", "GiB", "received GB", "HBM TB", "Pareto set"]
-  fitting = target.fitting(candidates)
-  compiled = [program.overrides.items() for program in measured]
-  left = [c for c in fitting if not any(c.overrides.items() <= found for found in compiled)]
-  lines = [markdown_table(header, rows, "settings"), ""]
-  lines.append(
-    f"Left out: {len(candidates) - len(fitting)} settings that need more than"
-    f" {target.usable_gib:.1f} GiB by estimate"
-    + (
-      f"; {len(left)} others that were too large when compiled, or slower by estimate:"
-      f" {left[0].seconds.overlapped:.3g} s and more"
-      if left
-      else ""
-    )
-    + "."
-  )
-  return lines
-
-
-def _dialogue_lines(generation: Measured, layouts: Sequence[Candidate]) -> list[str]:
-  """Lines on what waiting for replies costs with the layout that was chosen."""
-  (taken,) = (x.refresh for x in layouts if x.overrides == generation.overrides)
-  assert taken is not None  # layouts of generation have it
-  return [
-    f"With the first of these {taken.slots_busy:.0%} of the slots' steps sample a token, and"
-    f" {taken.waiting_share:.0%} have no rollout while dialogues wait. The devices wait"
-    f" {taken.waiting_s:.3g} s for replies, and compute the cache of {taken.rebuilt_per_token:.3g}"
-    " tokens anew per token sampled.",
-    "",
-  ]
+    for overrides, seconds, gib, cost in measured
+  }
+  header = ["s", "cycles, 10⁹", "MFU at most", "GiB", "received GB", "HBM TB"]
+  return markdown_table(header, rows, "settings")
 
 
 def _describe(overrides: Overrides) -> str:
   """The settings in short, such as "fsdp 16, remat dots"."""
-  options = {text: name for name, text in tuning.COMPILER_OPTIONS.items()}
+  options = {text: name for name, text in COMPILER_OPTIONS.items()}
   values = {name.rpartition(".")[2]: value for name, value in overrides.items()}
   if "training" in values:
     values["compiler"] = options[values.pop("training")]

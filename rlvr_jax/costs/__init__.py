@@ -1,10 +1,9 @@
-"""Costs of compiled programs: FLOPs, bytes, collectives, memory and seconds on a TPU."""
+"""Costs of compiled programs: FLOPs, bytes, collectives, memory and seconds on a TPU or a GPU."""
 
 __all__ = [
   "chips",
   "hlo",
-  "hlo_text",
   "memory",
   "programs",
-  "step_time",
+  "report",
 ]

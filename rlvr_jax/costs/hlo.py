@@ -1,34 +1,19 @@
-"""Costs of a compiled program on every device, counted from its text, loops included.
+"""What a compiled program does on every device, counted from the compiler's text of it.
 
 XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as zero. `walk` reads
-the text of the optimized program (`jax.stages.Compiled.as_text()`, for one device) from its entry.
-The body of a loop counts once for each of its maximum number of iterations. A conditional counts as
-its most expensive branch: the one with the most FLOPs, then the most bytes. For a loop whose length
-depends on the data, the caller gives the number of iterations; otherwise its body counts once, and
-the loop is an item of its own.
+the text of the optimized program, of one device, from its entry. The body of a loop counts once for
+each iteration that the compiler states, or else the caller; otherwise once, and the loop is an item
+of its own. A conditional counts as its most expensive branch: the one with the most FLOPs, then the
+most bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
-
-from rlvr_jax.costs.hlo_text import (
-  CostsError,
-  Instruction,
-  array_bytes,
-  array_shapes,
-  computed_shape,
-  convolution_flops,
-  dimensions,
-  dtype,
-  library_flops,
-  parse_program,
-)
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 COLLECTIVES = (
   "all-gather",
@@ -41,28 +26,28 @@ COLLECTIVES = (
 OTHER = "other"  # part of instructions outside of all named scopes
 OPEN_LOOP = "while"  # opcode of the item of a loop of unknown length
 
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*->.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _TRIP_COUNT = r'"known_trip_count":\{"n":"(\d+)"'
-_BRANCH = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
 # Instructions that move no data, or whose transfer counts at the instruction that starts it.
 _FREE = {
   *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
   *("partition-id", "replica-id", "optimization-barrier", "opt-barrier", "get-dimension-size"),
   *("add-dependency", "async-done", "async-update", "send-done", "recv-done"),
 }
-_ASYNC_START, _ASYNC_DONE = (f'custom_call_target="AsyncCollective{x}"' for x in ("Start", "Done"))
 _FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"}
-_SCALAR: dict[str, Callable[..., int]] = {
-  **dict.fromkeys(("copy", "bitcast", "convert"), lambda x: x),
-  **{"add": operator.add, "subtract": operator.sub, "multiply": operator.mul},
-  **{"minimum": min, "maximum": max},
-}
+_ASYNC_START, _ASYNC_DONE = (f'custom_call_target="AsyncCollective{x}"' for x in ("Start", "Done"))
 _IN_PLACE = {"bitcast", "copy", "convert", "reshape"}  # ignored in the search for slices
 _SAME_MEMORY = "output_to_operand_aliasing={{}: (0, {})}"  # a fusion that names other tiles
-
 # Compilers write a product with a single vector as a sum of elementwise products, which keeps its
 # name. So do sums of a product's parts, whose FLOPs count already.
 _SPLIT = "reduce_sub_computation"
 _UNKNOWN_CYCLES = 2.0**62  # newer compilers write the largest integer if there is no estimate
+
+
+class CostsError(ValueError):
+  """What a program costs cannot be said."""
 
 
 class Item(NamedTuple):
@@ -82,32 +67,41 @@ class Item(NamedTuple):
   shapes: tuple[str, ...]  # of the operands
 
 
-# Known integers among the elements of a tuple or the parameters of a fusion; None if unknown.
-_Values = list[int | None]
+class LoopLength(NamedTuple):
+  """Iterations of a loop, at most."""
 
-
-class _Loop(NamedTuple):
-  length: int | None  # iterations; None if it depends on the data
-  constants: _Values  # elements of the loop's tuple that no iteration changes
-  results: _Values  # elements of the loop's tuple after the last iteration
+  at_most: int | None  # None: it depends on the data
+  is_fixed: bool  # whether it never ends earlier, so that the host need not ask
 
 
 def walk(
   text: str, parts: Mapping[str, str], lengths: Mapping[str, int] | None = None
 ) -> list[Item]:
-  """Lists every instruction of a program with a cost, and every loop of unknown length.
+  """Every instruction of a program that costs something, and every loop of unknown length.
 
   Args:
     text: optimized HLO of one device.
     parts: part of the program → pattern of a `jax.named_scope` or of a parameter's name.
-    lengths: iterations of loops whose length depends on the data, by a pattern of their op_name.
+    lengths: iterations of loops whose length the compiler does not state, by a pattern of their
+      op_name.
   Raises:
-    CostsError: the text is not a program, or has replica groups of unknown form.
+    CostsError: the text is not a program, or is in a form that is not known.
   """
   scopes = "|".join(f"(?P<{part}>{pattern})" for part, pattern in parts.items())
   with _of_known_form():
     program = _Program(text, re.compile(rf"\b(?:{scopes})\b"), lengths or {})
-    return list(program.items(program.entry, 1, OTHER, None))
+    return list(program.items(program.entry, 1, OTHER))
+
+
+def find_loops(text: str, lengths: Mapping[str, int] | None = None) -> list[LoopLength]:
+  """The lengths of all loops of a program, in the order in which they begin.
+
+  Args:
+    text, lengths: as for `walk`.
+  """
+  with _of_known_form():
+    program = _Program(text, re.compile("$^"), lengths or {})
+    return list(program.loops_within(program.entry))
 
 
 @contextlib.contextmanager
@@ -124,124 +118,262 @@ def _of_known_form() -> Iterator[None]:
     ) from error
 
 
-class LoopLength(NamedTuple):
-  """Iterations of a loop, at most."""
-
-  at_most: int | None  # None: it depends on the data
-  is_fixed: bool  # whether it never ends earlier, so that the host need not ask
+# --- text -----------------------------------------------------------------------------------------
 
 
-def find_loops(text: str, lengths: Mapping[str, int] | None = None) -> list[LoopLength]:
-  """All loops, in the order in which they begin.
+class Instruction(NamedTuple):
+  """One instruction of a computation."""
 
-  Args:
-    text, lengths: as for `walk`.
+  name: str
+  shape: str
+  opcode: str
+  operands: tuple[str, ...]
+  text: str  # behind the opcode's bracket: operands, then attributes
+  is_root: bool  # whether it is the result of the computation
+
+  def attribute(self, pattern: str) -> str:
+    """The first group of a pattern in the text; "" without a match."""
+    match = re.search(pattern, self.text)
+    return match.group(1) if match else ""
+
+  @property
+  def number(self) -> int:
+    """The number between the brackets, of a parameter or a constant."""
+    return int(self.text.partition(")")[0])
+
+  @property
+  def op_name(self) -> str:
+    return self.attribute(r'op_name="([^"]*)"')
+
+  @property
+  def calls(self) -> str:
+    return self.attribute(r"(?:calls|to_apply)=%?([\w.\-]+)")
+
+  @property
+  def body(self) -> str:
+    """The computation that a loop repeats."""
+    return self.attribute(r"body=%?([\w.\-]+)")
+
+  @property
+  def branches(self) -> list[str]:
+    """The computations of a conditional."""
+    listed = self.attribute(r"branch_computations=\{([^}]*)\}")
+    return re.findall(r"[\w.\-]+", listed) or re.findall(
+      r"(?:true_computation|false_computation)=%?([\w.\-]+)", self.text
+    )
+
+  @property
+  def target(self) -> str:
+    """What a custom call calls."""
+    return self.attribute(r'custom_call_target="([^"]*)"')
+
+
+Computation = dict[str, Instruction]  # by name, in order of execution
+
+
+def parse_program(text: str) -> tuple[dict[str, Computation], str]:
+  """The computations of a program by name, and the name of the entry.
+
+  Raises:
+    CostsError: the text has no ENTRY computation, or a line that is no instruction.
   """
-  with _of_known_form():
-    program = _Program(text, re.compile("$^"), lengths or {})
-    return list(program.loops_within(program.entry, None))
+  computations: dict[str, Computation] = {}
+  entry, current = "", None
+  for line in _join_lines(text):
+    if header := _COMPUTATION.match(line):
+      current = computations.setdefault(header.group(2), {})
+      entry = header.group(2) if header.group(1) else entry
+    elif line.startswith("}"):
+      current = None
+    elif current is not None and " = " in line:
+      match = _INSTRUCTION.match(line)
+      if match is None:
+        raise CostsError(f"a line in a form that is not known: {line[:200]}")
+      root, name, shape, opcode, rest = match.groups()
+      # Some versions print an operand's shape before its name.
+      operands = re.findall(r"%([^\s,()]+)", re.split(r"\)(?:, |$)", rest, maxsplit=1)[0])
+      current[name] = Instruction(name, shape, opcode, tuple(operands), rest, bool(root))
+  if not entry:
+    raise CostsError("the text is not an HLO program: it has no ENTRY computation")
+  return computations, entry
+
+
+def _join_lines(text: str) -> list[str]:
+  """Lines, one for each instruction: a Pallas call has line breaks in its attributes."""
+  lines: list[str] = []
+  for line in text.splitlines():
+    if lines and line[:1] in ('"', "}") and line.rstrip() != "}":
+      lines[-1] += line
+    else:
+      lines.append(line)
+  return lines
+
+
+def array_bytes(shape: str, *, hbm: bool = False) -> int:
+  """Bytes of all arrays in a shape; with `hbm`, only of arrays in main memory, S(0)."""
+  return sum(
+    -(-math.prod(_sizes(sizes)) * _bits(kind) // 8)
+    for kind, sizes, layout in _SHAPE.findall(shape)
+    if not (hbm and re.search(r"S\([1-9]", layout))
+  )
+
+
+def dimensions(shape: str) -> list[int]:
+  """Sizes of the first array in a shape; [] if there is none."""
+  match = _SHAPE.search(shape)
+  return _sizes(match.group(2)) if match else []
+
+
+def _sizes(text: str) -> list[int]:
+  return [int(size.removeprefix("<=")) for size in text.split(",") if size]
+
+
+def _bits(kind: str) -> int:
+  """Bits of one element: the number in its dtype's name, as in bf16, s4, c64 and f8e4m3fn."""
+  digits = re.match(r"[a-z]+(\d+)", kind)
+  return int(digits.group(1)) if digits else {"pred": 8}.get(kind, 0)
+
+
+def _element(shape: str, index: int) -> str:
+  """The shape of one element of a tuple, which may be a tuple itself."""
+  depth, elements = 0, [""]
+  for letter in re.sub(r"/\*.*?\*/", "", shape)[1:-1]:
+    depth += (letter in "([{") - (letter in ")]}")
+    if depth == 0 and letter == ",":
+      elements.append("")
+    else:
+      elements[-1] += letter
+  return elements[index].strip()
+
+
+# --- the walk -------------------------------------------------------------------------------------
 
 
 class _Program:
-  """A parsed program, its parts, and the loops found so far."""
+  """A parsed program, and what is known of its parts and loops."""
 
   def __init__(self, text: str, parts: re.Pattern[str], lengths: Mapping[str, int]):
     self.computations, self.entry = parse_program(text)
     self.parts, self.lengths = parts, lengths
     devices = re.search(r"num_partitions=(\d+)", text)
     self.devices = int(devices.group(1)) if devices else 1
-    self.loops: dict[Any, _Loop] = {}
 
-  # --- the walk -----------------------------------------------------------------------------------
-
-  def items(self, computation: str, times: int, part: str, known: _Values | None) -> Iterator[Item]:
-    """Yields the items of a computation that runs `times` times.
-
-    Args:
-      computation: name of the computation.
-      times: number of runs.
-      part: part of the program for instructions outside of all named scopes.
-      known: known elements of the computation's tuple parameter; None if there are none.
-    """
+  def items(self, computation: str, times: int, part: str) -> Iterator[Item]:
+    """Yields the items of a computation that runs `times` times, by default of this part."""
     for i in self.computations[computation].values():
       here = next((x.lastgroup for x in reversed([*self.parts.finditer(i.op_name)])), None) or part
       if i.opcode == "while":
-        loop = self._loop(computation, i, known)
-        body = i.attribute(r"body=%?([\w.\-]+)")
-        if loop.length is None:
+        length = self._length(computation, i)
+        if length is None:
           yield Item(here, OPEN_LOOP, i.name, times, 0.0, 0.0, 0.0, "", 0.0, "", i.op_name, ())
-        length = 1 if loop.length is None else loop.length
-        yield from self.items(body, times * length, here, loop.constants)
+        yield from self.items(i.body, times * (1 if length is None else length), here)
       elif i.opcode == "conditional":
-        branches = (list(self.items(branch, times, here, None)) for branch in _branches(i))
+        branches = (list(self.items(branch, times, here)) for branch in i.branches)
         yield from max(branches, key=_cost)
       elif i.opcode in ("call", "async-start") and i.calls:
-        yield from self.items(i.calls, times, here, None)
-      elif i.opcode not in _FREE and not i.opcode.endswith("-done"):
-        yield from self._item(computation, i, times, here)
+        yield from self.items(i.calls, times, here)
+      elif i.opcode in _FREE or i.opcode.endswith("-done") or i.target in _FREE_CALLS:
+        continue
+      else:
+        yield self._item(computation, i, times, here)
 
-  def loops_within(self, computation: str, known: _Values | None) -> Iterator[LoopLength]:
+  def loops_within(self, computation: str) -> Iterator[LoopLength]:
     """Yields the loops of a computation, each before those of its body."""
     for i in self.computations[computation].values():
       if i.opcode == "while":
-        loop = self._loop(computation, i, known)
-        yield LoopLength(loop.length, bool(i.attribute(_TRIP_COUNT)))
-        yield from self.loops_within(i.attribute(r"body=%?([\w.\-]+)"), loop.constants)
+        yield LoopLength(self._length(computation, i), bool(i.attribute(_TRIP_COUNT)))
+        yield from self.loops_within(i.body)
       elif i.opcode == "conditional":
-        for branch in _branches(i):
-          yield from self.loops_within(branch, None)
+        for branch in i.branches:
+          yield from self.loops_within(branch)
       elif i.opcode in ("call", "async-start") and i.calls:
-        yield from self.loops_within(i.calls, None)
+        yield from self.loops_within(i.calls)
 
-  def _item(self, computation: str, i: Instruction, times: int, part: str) -> Iterator[Item]:
-    target = i.attribute(r'custom_call_target="([^"]*)"')
-    if target in _FREE_CALLS:
-      return
-    flops = float(self._flops(computation, i))
-    received = 0.0
-    opcode = i.opcode.removesuffix("-start")
+  def _length(self, computation: str, i: Instruction) -> int | None:
+    """Iterations of a loop; None if they depend on the data, and the caller does not say them."""
+    if stated := i.attribute(_TRIP_COUNT):
+      return int(stated)
+    if (counted := self._counted_length(computation, i)) is not None:
+      return counted
+    return next((n for name, n in self.lengths.items() if re.search(name, i.op_name)), None)
+
+  def _counted_length(self, computation: str, i: Instruction) -> int | None:
+    """Iterations of a loop that counts from a constant to below another one, as jax's loops do.
+
+    TPUs' compiler does not state them. The counter goes up by one.
+    """
+    condition = self.computations[i.attribute(r"condition=%?([\w.\-]+)")]
+    before = self.computations[computation]
+    start = before.get(i.operands[0])
+    for outer in condition.values():
+      inner = self.computations[outer.calls] if outer.opcode == "fusion" else {outer.name: outer}
+      for compare in inner.values():
+        if compare.opcode != "compare" or "direction=LT" not in compare.text:
+          continue
+        counter, limit = (
+          outer.operands[inner[name].number] if name in inner else name for name in compare.operands
+        )
+        index, last = _element_index(condition, counter), _constant(condition, limit)
+        if index is not None and last is not None and start is not None and start.opcode == "tuple":
+          first = _constant(before, start.operands[index])
+          return None if first is None else max(0, last - first)
+    return None
+
+  def _item(self, computation: str, i: Instruction, times: int, part: str) -> Item:
+    opcode, received = i.opcode.removesuffix("-start"), 0.0
     for kind, count in self._collectives(computation, i):
       opcode, received = kind, received + count
     cycles = float(i.attribute(r'"estimated_cycles":"(\d+)"') or 0)
-    if cycles >= _UNKNOWN_CYCLES:
-      cycles = 0.0
-    yield Item(
+    first = _SHAPE.search(i.shape)
+    return Item(
       part=part,
       opcode=opcode,
       name=i.name,
       times=times,
-      flops=flops * times,
+      flops=float(self._flops(computation, i)) * times,
       hbm_bytes=float(self._hbm_bytes(computation, i)) * times,
       received_bytes=received * times,
-      dtype=dtype(i.shape),
-      cycles=cycles * times,
-      target=target,
+      dtype=first.group(1) if first else "",
+      cycles=cycles * times if cycles < _UNKNOWN_CYCLES else 0.0,
+      target=i.target,
       op_name=i.op_name,
-      shapes=tuple(self._shape(computation, name) for name in i.operands),
+      shapes=tuple(self._shapes(computation, i)),
     )
 
+  def _shapes(self, computation: str, i: Instruction) -> list[str]:
+    """The shapes of an instruction's operands."""
+    return [self._shape(computation, name) for name in i.operands]
+
   def _shape(self, computation: str, name: str) -> str:
-    instruction = self.computations[computation].get(name)
-    return instruction.shape if instruction else ""
+    """The shape of a value; newer compilers write "name#1" for an element of a tuple."""
+    if instruction := self.computations[computation].get(name):
+      return instruction.shape
+    of, mark, index = name.rpartition("#")
+    if not mark:
+      raise CostsError(
+        f"the program has an operand %{name[:200]} that no instruction before it is: the compiler"
+        " writes programs in a form that is not known"
+      )
+    return _element(self._shape(computation, of), int(index))
 
   # --- FLOPs --------------------------------------------------------------------------------------
 
   def _flops(self, computation: str, i: Instruction) -> int:
     if i.opcode == "fusion":
       return sum(self._flops(i.calls, inner) for inner in self.computations[i.calls].values())
-    if i.opcode == "custom-call":
-      operands = [dimensions(self._shape(computation, name)) for name in i.operands]
-      return library_flops(i, operands)
-    if i.opcode == "reduce" and i.op_name.endswith("/dot_general") and _SPLIT not in i.calls:
-      return 2 * math.prod(dimensions(self._shape(computation, i.operands[0])))
-    if i.opcode not in ("dot", "convolution"):
+    is_sum = i.opcode == "reduce" and i.op_name.endswith("/dot_general") and _SPLIT not in i.calls
+    if not is_sum and i.opcode not in ("dot", "convolution", "custom-call"):
       return 0
-    left, right = (dimensions(self._shape(computation, name)) for name in i.operands[:2])
+    operands = [dimensions(shape) for shape in self._shapes(computation, i)]
+    if i.opcode == "custom-call":
+      return _library_flops(i, operands)
+    if is_sum:
+      return 2 * math.prod(operands[0])
     out = dimensions(i.shape)
     if i.opcode == "dot":
       contracted = i.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
-      return 2 * math.prod(out) * math.prod(left[int(d)] for d in contracted.split(",") if d)
-    return convolution_flops(i, left, right, out)
+      return 2 * math.prod(out) * math.prod(operands[0][int(d)] for d in contracted.split(",") if d)
+    return _convolution_flops(i, operands[0], operands[1], out)
 
   # --- collectives --------------------------------------------------------------------------------
 
@@ -261,7 +393,7 @@ class _Program:
     kind = i.opcode.removesuffix("-start")
     if kind not in COLLECTIVES:
       return
-    sent = sum(array_bytes(self._shape(computation, name)) for name in i.operands)
+    sent = sum(map(array_bytes, self._shapes(computation, i)))
     if kind == "collective-permute":
       yield kind, float(sent)
       return
@@ -295,17 +427,18 @@ class _Program:
   # --- memory -------------------------------------------------------------------------------------
 
   def _hbm_bytes(self, computation: str, i: Instruction) -> float:
-    operands = [array_bytes(self._shape(computation, x), hbm=True) for x in i.operands]
-    result = array_bytes(computed_shape(i), hbm=True)
+    shapes = self._shapes(computation, i)
+    operands = [array_bytes(shape, hbm=True) for shape in shapes]
+    result = array_bytes(_written_shape(i), hbm=True)
     if i.opcode == "fusion":
       read, written = self._fused_bytes(i.calls)
       operands = [min(size, read.get(n, size)) for n, size in enumerate(operands)]
-      results = [array_bytes(shape, hbm=True) for shape in array_shapes(i.shape)]
+      results = [array_bytes(x.group(), hbm=True) for x in _SHAPE.finditer(i.shape)]
       return int(sum(operands) + sum(map(min, results, written)))
     if i.opcode in ("dynamic-slice", "slice", "gather"):  # reads only the slice
       return min(operands[0], array_bytes(i.shape)) + result
     if i.opcode == "dynamic-update-slice":
-      return operands[1] + min(result, array_bytes(self._shape(computation, i.operands[1])))
+      return operands[1] + min(result, array_bytes(shapes[1]))
     if i.opcode == "scatter":
       return sum(operands[1:]) + 2 * operands[-1]
     if i.opcode.endswith("-start"):  # the result contains the operands
@@ -335,23 +468,23 @@ class _Program:
           used = array_bytes(user.shape)
         elif user.opcode == "dynamic-update-slice" and position == 0:
           used = 0
-        elif user.name in continued or (continued and user.root):  # passed on unread
+        elif user.name in continued or (continued and user.is_root):  # passed on unread
           used = 0
-        elif (user.opcode in _IN_PLACE or _SAME_MEMORY in user.text) and not user.root:
+        elif (user.opcode in _IN_PLACE or _SAME_MEMORY in user.text) and not user.is_root:
           used = bytes_used(user)
         elif user.opcode == "fusion":
           used = self._fused_bytes(user.calls)[0].get(position)
         if used is None:
           return None
         total += used
-      return None if i.root else total
+      return None if i.is_root else total
 
     read = {
-      int(i.arguments): used
+      i.number: used
       for i in instructions.values()
       if i.opcode == "parameter" and (used := bytes_used(i)) is not None
     }
-    root = next(i for i in instructions.values() if i.root)
+    root = next(i for i in instructions.values() if i.is_root)
     results = [instructions[x] for x in root.operands] if root.opcode == "tuple" else [root]
     written = []
     for result in results:
@@ -363,104 +496,68 @@ class _Program:
       passed_on = result.name in continued or (continued and result.opcode == "parameter")
       if passed_on or _ASYNC_DONE in result.text:
         limit = 0
-      written += [limit] * len(array_shapes(result.shape))
+      written += [limit] * len(_SHAPE.findall(result.shape))
     return read, written
 
-  # --- loops --------------------------------------------------------------------------------------
 
-  def _loop(self, computation: str, i: Instruction, known: _Values | None) -> _Loop:
-    """The length and results of a `while`; cached, since later loops may depend on them."""
-    key = (computation, i.name, None if known is None else tuple(known))
-    if key not in self.loops:
-      before, after = self._first_iteration(computation, i, known)
-      length = self._length(i, before, after)
-      pairs = list(zip(before, after, strict=True))
-      constants = [a if a == b else None for a, b in pairs]
-      results = constants
-      if length is not None:
-        results = [None if a is None or b is None else a + (b - a) * length for a, b in pairs]
-      self.loops[key] = _Loop(length, constants, results)
-    return self.loops[key]
-
-  def _length(self, i: Instruction, before: _Values, after: _Values) -> int | None:
-    if trip_count := i.attribute(_TRIP_COUNT):
-      return int(trip_count)
-    condition = i.attribute(r"condition=%?([\w.\-]+)")
-    for first, limit, step in self._bounds(condition, before, after):
-      return max(0, -(-(limit - first) // step))
-    return next((n for name, n in self.lengths.items() if re.search(name, i.op_name)), None)
-
-  def _first_iteration(self, computation, i, known) -> tuple[_Values, _Values]:
-    """The known elements of a loop's tuple before and after its first iteration."""
-    body = i.attribute(r"body=%?([\w.\-]+)")
-    root = next(x for x in self.computations[body].values() if x.root)
-    before = self._elements(computation, i.operands[0], known)
-    if root.opcode != "tuple":
-      return before, [None] * len(before)
-    before = before + [None] * (len(root.operands) - len(before))
-    return before, [self._value(body, name, before) for name in root.operands]
-
-  def _bounds(
-    self, computation: str, before: _Values, after: _Values
-  ) -> Iterator[tuple[int, int, int]]:
-    """Yields (first, limit, step) for every comparison with a changing value in a condition."""
-    for i in self.computations[computation].values():
-      if i.opcode == "fusion":
-        inner = [[self._value(computation, x, env) for x in i.operands] for env in (before, after)]
-        yield from self._bounds(i.calls, *inner)
-      if i.opcode != "compare":
-        continue
-      sides = [self._value(computation, x, env) for x in i.operands for env in (before, after)]
-      numbers = [x for x in sides if x is not None]
-      if len(numbers) < 4:
-        continue
-      a, a_next, b, b_next = numbers
-      direction = i.attribute(r"direction=(\w+)")
-      sign = 1 if direction in ("LT", "LE", "NE") else -1  # a grows to b, or falls to b
-      step = sign * ((a_next - a) - (b_next - b))
-      if step > 0:
-        yield sign * a, sign * b + (direction in ("LE", "GE")), step
-
-  def _elements(self, computation: str, name: str, known: _Values | None) -> _Values:
-    """Known values of a tuple's elements."""
-    i = self.computations[computation][name]
-    if i.opcode == "tuple":
-      return [self._value(computation, x, known) for x in i.operands]
-    if i.opcode == "parameter":
-      return known or []
-    if i.opcode == "while":
-      return self._loop(computation, i, known).results
-    return self._elements(computation, i.operands[0], known) if i.opcode == "copy" else []
-
-  def _value(self, computation: str, name: str, known: _Values | None) -> int | None:
-    """The value of an integer scalar that does not depend on data; None if unknown."""
-    i = self.computations[computation].get(name)
-    if i is None or not re.match(r"[su]\d+\[\]", i.shape):
-      return None
-    if i.opcode == "constant":
-      return int(i.arguments)
-    if i.opcode == "get-tuple-element":
-      elements = self._elements(computation, i.operands[0], known)
-      index = int(i.attribute(r"index=(\d+)"))
-      return elements[index] if index < len(elements) else None
-    if i.opcode == "parameter":  # of a fusion; a computation has a tuple instead
-      position = int(i.arguments)
-      return known[position] if known and position < len(known) else None
-    values = [self._value(computation, x, known) for x in i.operands]
-    if i.opcode == "fusion":
-      root = next(x for x in self.computations[i.calls].values() if x.root)
-      return self._value(i.calls, root.name, values)
-    numbers = [x for x in values if x is not None]
-    if len(numbers) < len(values) or i.opcode not in _SCALAR:
-      return None
-    return _SCALAR[i.opcode](*numbers)
+def _element_index(computation: Computation, name: str) -> int | None:
+  """Which element of a computation's tuple a value is; None if it is none."""
+  of, _, index = name.rpartition("#")
+  if name in computation and computation[name].opcode == "get-tuple-element":
+    of, index = computation[name].operands[0], computation[name].attribute(r"index=(\d+)")
+  is_element = of in computation and computation[of].opcode == "parameter"
+  return int(index) if is_element else None
 
 
-def _branches(conditional: Instruction) -> list[str]:
-  """Names of the computations of a conditional."""
-  listed = conditional.attribute(r"branch_computations=\{([^}]*)\}")
-  return re.findall(r"[\w.\-]+", listed) or _BRANCH.findall(conditional.text)
+def _constant(computation: Computation, name: str) -> int | None:
+  """The value of an integer constant, or of a copy of one; None of other values."""
+  i = computation.get(name)
+  while i is not None and i.opcode == "copy":
+    i = computation.get(i.operands[0])
+  is_integer = i is not None and i.opcode == "constant" and re.match(r"[su]\d+\[\]", i.shape)
+  return i.number if i is not None and is_integer else None
 
 
 def _cost(items: list[Item]) -> tuple[float, float]:
   return sum(i.flops for i in items), sum(i.hbm_bytes + i.received_bytes for i in items)
+
+
+def _convolution_flops(
+  i: Instruction, left: Sequence[int], right: Sequence[int], out: Sequence[int]
+) -> int:
+  """FLOPs of a matrix product that a TPU's compiler writes as a convolution.
+
+  A spatial dimension is one of the product's: it has the same size in two of the arrays or in all
+  three, and size 1 in the others. Taps on holes or padding do not count.
+  """
+  lhs, rhs, result = re.split(r"_|->", i.attribute(r"dim_labels=([\w>\-]+)"))
+  pairs = math.prod(
+    max(left[lhs.index(d)], right[rhs.index(d)], out[result.index(d)])
+    for d in set(result) - {"b", "f"}
+  )
+  return 2 * out[result.index("b")] * out[result.index("f")] * right[rhs.index("i")] * pairs
+
+
+def _written_shape(i: Instruction) -> str:
+  """The shape of an instruction's result, without the workspace of cuBLAS and cuDNN."""
+  return re.sub(r", [su]8\[\d+\][^,]*\)$", ")", i.shape) if i.target.startswith("__cu") else i.shape
+
+
+def _library_flops(i: Instruction, operands: Sequence[Sequence[int]]) -> int:
+  """FLOPs of a call of cuBLAS or of cuDNN's attention; 0 of other calls.
+
+  Args:
+    i: a custom call.
+    operands: the sizes of its operands. Of attention queries [B, T, N, H] and keys [B, S, K, H],
+      whose scores count up to each query's own key if they are causal.
+  """
+  if i.target.startswith("__cublas$"):
+    contracted = i.attribute(r'"lhs_contracting_dimensions":\[([\d",]*)\]')
+    depth = math.prod(operands[0][int(d)] for d in re.findall(r"\d+", contracted))
+    return 2 * math.prod(dimensions(i.shape)) * depth
+  if i.target.startswith("__cudnn$fmha"):
+    (rows, queries, heads, width), keys = operands[0], operands[1][1]
+    products = 5 if i.target.endswith("Backward") else 2
+    scores = rows * heads * queries * ((keys + 1) / 2 if '"CAUSAL"' in i.text else keys)
+    return int(2 * products * scores * width)
+  return 0

@@ -8,26 +8,31 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_collections
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from rlvr_jax.costs.gpus import gpu_devices, is_gpu
 from rlvr_jax.costs.workload import longest, pack_workload
 from rlvr_jax.data import ByteTokenizer, Task
+from rlvr_jax.rollouts.packing import RowLayout
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts, build
-from rlvr_jax.train.setup.programs import abstract_update_batch
-from rlvr_jax.types import Packed
+from rlvr_jax.train.setup.compiler_options import Options
+from rlvr_jax.train.setup.placement import Placement
+from rlvr_jax.train.setup.programs import Programs
+from rlvr_jax.types import BatchShape, Packed, Params, TrainBatch, TrainState
+
+Lower = Callable[[], jax.stages.Lowered]
 
 
-def topology_devices(name: str) -> list[Any]:
+def topology_devices(name: str) -> list[jax.Device]:
   """Descriptions of the devices of a TPU slice or of GPUs; they themselves are not needed.
 
   Raises:
@@ -54,29 +59,30 @@ def topology_devices(name: str) -> list[Any]:
     ) from error
 
 
-def make_topology_mesh(config: ml_collections.ConfigDict, topology: str | None) -> Any:
-  """Makes the mesh of `config.mesh` over the devices of a TPU slice or of GPUs, as a run does.
+def make_topology_mesh(sizes: Mapping[str, int], topology: str | None) -> Any:
+  """Makes the mesh of a run over the devices of a TPU slice or of GPUs, as the run does.
 
   Args:
-    config: configuration of the run.
+    sizes: `config.mesh`.
     topology: kind and shape of the slice; None for a mesh without devices.
   Raises:
     ValueError: the topology is unknown, or its number of devices is not the size of the mesh.
   """
-  sizes: dict[str, Any] = {axis: config.mesh[axis] for axis in sharding.AXES}
+  axes = {axis: sizes[axis] for axis in sharding.AXES}
   if topology is None:
-    if min(sizes.values()) < 1:
+    if min(axes.values()) < 1:
       raise ValueError(
-        f"config.mesh = {sizes}: without --topology the number of devices is not known; give"
+        f"config.mesh = {axes}: without --topology the number of devices is not known; give"
         " --topology, such as v5p:2x2x4, or a size of at least 1 for every axis"
       )
     types = (AxisType.Auto,) * 3
-    return jax.sharding.AbstractMesh(tuple(sizes.values()), sharding.AXES, axis_types=types)
+    return AbstractMesh(tuple(axes.values()), sharding.AXES, axis_types=types)
   devices = topology_devices(topology)
-  mesh = sharding.make_mesh(**sizes, devices=devices)
+  data, fsdp, tensor = axes.values()
+  mesh = sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
   if mesh.size != len(devices):
     raise ValueError(
-      f"config.mesh = {sizes} is {mesh.size} devices, --topology={topology} has {len(devices)};"
+      f"config.mesh = {axes} is {mesh.size} devices, --topology={topology} has {len(devices)};"
       f" choose sizes whose product is {len(devices)}, or -1 for one of them"
     )
   return mesh
@@ -90,24 +96,36 @@ def build_shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
   return build(config, task=empty_task, tokenizer=ByteTokenizer(), mesh=mesh)
 
 
-def program_lowerings(parts: Parts, packed: Packed) -> dict[str, Callable[[], Any]]:
+def build_for(config: ml_collections.ConfigDict, topology: str | None) -> Parts:
+  """`build_shapes_only` on the mesh of `make_topology_mesh`."""
+  return build_shapes_only(config, make_topology_mesh(config.mesh, topology))
+
+
+def program_lowerings(
+  programs: Programs,
+  placement: Placement,
+  batch: TrainBatch,
+  packed: Packed,
+  options: Options | None,
+  *,
+  rebuilds: bool = False,
+) -> dict[str, Lower]:
   """Functions that lower a run's update, one burst of its generation, and more, by name.
 
-  Dialogues also have a prefill, of the longest of them after a reply.
+  Dialogues, and caches that are computed anew under new weights, also have a prefill of the longest
+  prompt with its response.
 
   Args:
-    parts: of the run.
+    programs, placement: of the run.
+    batch: shapes of an update's batch, from `abstract_update_batch`.
     packed: a batch, for the numbers of its micro-batches.
-  Returns:
-    Functions without arguments that return a `jax.stages.Lowered`, as `compile_program` takes them.
+    options: of the compiler, for the update.
+    rebuilds: whether caches are computed anew under new weights.
   """
-  placement, method = parts.placement, parts.method
   state, frozen = placement.state, placement.frozen
-  batch = abstract_update_batch(
-    method, placement, parts.shape, has_turns=bool(parts.config.environment.name)
-  )
-  jitted: Any = parts.programs
-  train_step = jitted.train_step.__wrapped__  # since options belong to the outermost program
+  engine = programs.engine
+  jitted: Any = programs.train_step
+  train_step = jitted.__wrapped__  # options belong to the outermost program
   shardings = jax.tree.map(lambda x: x.sharding, state)
   counts = {
     name: int(count)
@@ -115,33 +133,33 @@ def program_lowerings(parts: Parts, packed: Packed) -> dict[str, Callable[[], An
     if (count := getattr(packed, name)) is not None
   }
 
-  def update(state, frozen, batch):
+  def update(state: TrainState, frozen: Params, batch: TrainBatch) -> Any:
     # Constant numbers show the lengths of the loops in the compiled program.
-    packed = batch.packed._replace(**{name: jnp.int32(count) for name, count in counts.items()})
-    return train_step(state, frozen, dataclasses.replace(batch, packed=packed))
+    constants: Any = {name: jnp.int32(count) for name, count in counts.items()}
+    rows = dataclasses.replace(batch, packed=batch.packed and batch.packed._replace(**constants))
+    return train_step(state, frozen, rows)
 
-  lowerings: dict[str, Callable[[], Any]] = {
+  lowerings: dict[str, Lower] = {
     "update": lambda: jax.jit(
       update,
       donate_argnums=0,
       out_shardings=(shardings, sharding.replicated_sharding(placement.mesh)),
-      compiler_options=parts.compiler_options.training,
+      compiler_options=options,
     ).lower(state, frozen, batch),
-    "generation": lambda: jitted.engine.lower_burst(state.params, frozen),
+    "generation": lambda: engine.lower_burst(state.params, frozen),
   }
-  if jitted.engine.settings.has_replies or parts.config.fleet.new_weights == "recompute":
-    lowerings["prefill"] = lambda: jitted.engine.lower_prefill(state.params, frozen)
+  if engine.settings.has_replies or rebuilds:
+    lowerings["prefill"] = lambda: engine.lower_prefill(state.params, frozen)
   return lowerings
 
 
-def pack_full_length(parts: Parts) -> Packed:
+def pack_full_length(shape: BatchShape, layout: RowLayout) -> Packed:
   """Packs a batch whose prompts and responses have maximum length, as NumPy arrays."""
-  workload = longest().draw(parts.shape, 0)
-  return pack_workload(workload, parts.shape, parts.placement.row_layout)
+  return pack_workload(longest().draw(shape, 0), shape, layout)
 
 
-def compile_program(name: str, lower: Callable[[], Any], **options: Any) -> Any:
-  """Compiles to a `jax.stages.Compiled`; None if the compiler reports too little memory."""
+def compile_program(name: str, lower: Lower, **options: str | bool) -> jax.stages.Compiled | None:
+  """The compiled program; None if the compiler reports too little memory."""
   start = time.perf_counter()
   try:
     program = lower().compile(compiler_options=options)
@@ -157,13 +175,13 @@ def compile_program(name: str, lower: Callable[[], Any], **options: Any) -> Any:
 class CompiledText(NamedTuple):
   """A compiled program, and the compiler's own dumps of it."""
 
-  program: Any  # `jax.stages.Compiled`; None if the compiler reports too little memory
+  program: jax.stages.Compiled | None  # None if the compiler reports too little memory
   text: str  # of the optimized program; "" without one
   thunks: str  # what it launches, see `launches`; "" for TPUs
   seconds: float  # to compile
 
 
-def compile_with_text(name: str, lower: Callable[[], Any]) -> CompiledText:
+def compile_with_text(name: str, lower: Lower) -> CompiledText:
   """Compiles for a TPU or a GPU as `compile_program`.
 
   The texts are the compiler's dumps: `as_text()` parses a program again, and jaxlib cannot parse
@@ -183,9 +201,9 @@ def compile_with_text(name: str, lower: Callable[[], Any]) -> CompiledText:
     return CompiledText(program, text, read("thunk_sequence_after_thunk_passes"), seconds)
 
 
-def memory_bytes(program: Any) -> dict[str, float]:
+def memory_bytes(program: jax.stages.Compiled) -> dict[str, float]:
   """Bytes that a compiled program uses on every device, by kind."""
-  usage = program.memory_analysis()
+  usage: Any = program.memory_analysis()
   return {
     "arguments": usage.argument_size_in_bytes,
     "results": usage.output_size_in_bytes - usage.alias_size_in_bytes,

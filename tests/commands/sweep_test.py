@@ -369,7 +369,7 @@ def test_a_killed_run_is_continued_by_the_same_command(tmp_path):
 
 
 def test_minutes_are_of_a_sweep():
-  with pytest.raises(ValueError, match="--minutes goes with --mode=sweep or --mode=tune, not"):
+  with pytest.raises(ValueError, match="--minutes goes with --mode=sweep, not"):
     choose.prepare_command("train", tiny.get_config(), "runs/x", None, None, minutes=5.0)
 
 

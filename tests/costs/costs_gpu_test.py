@@ -13,10 +13,10 @@ import pytest
 from train import tiny
 
 from experiments.benchmarks import grpo_step
-from rlvr_jax.commands import tune
+from rlvr_jax.commands import ahead_of_time, tune
 from rlvr_jax.configs import quickstart
 from rlvr_jax.configs.full_size import fade_qwen25_7b
-from rlvr_jax.costs import memory, programs, step_time
+from rlvr_jax.costs import memory, programs, report
 from rlvr_jax.costs.chips import find_chip
 
 pytest.importorskip("jax_cuda13_plugin", reason='needs the compiler: pip install -e ".[cuda13]"')
@@ -59,14 +59,11 @@ def costs():
   def of(name):
     if name not in found:
       config = CONFIGS[name]()
-      parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, ONE))
-      lowered = programs.program_lowerings(parts, programs.pack_full_length(parts))
+      parts = programs.build_for(config, ONE)
+      lowered = ahead_of_time.lowerings(parts)
       found[name] = (
         parts,
-        {
-          program: step_time.program_cost(program, lower, ONE, useful_flops=1.0)
-          for program, lower in lowered.items()
-        },
+        {program: report.program_cost(program, lower, ONE) for program, lower in lowered.items()},
       )
     return found[name]
 
@@ -100,8 +97,8 @@ def test_an_update_never_waits(name, costs):
 def test_no_scatter_adds_in_an_order_of_its_own(program):
   """Atomics would add equal tokens' gradients in the order in which threads come."""
   config = quickstart.get_config()
-  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, ONE))
-  lower = programs.program_lowerings(parts, programs.pack_full_length(parts))[program]
+  parts = programs.build_for(config, ONE)
+  lower = ahead_of_time.lowerings(parts)[program]
   wanted = re.findall(r"stablehlo.scatter.*unique_indices = false", lower().as_text())
   assert bool(wanted) == (program == "update")
   compiled = re.findall(r" scatter\(.*", programs.compile_with_text(program, lower).text)
@@ -135,15 +132,16 @@ def test_a_mesh_of_eight():
     config.model.overrides.num_layers = 1
   config.mesh.fsdp, config.mesh.tensor, config.mesh.data = 8, 1, 1
   config.batch.prompts = 16
-  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, "h100:8"))
-  tables = memory.compiled_bytes(parts)
+  parts = programs.build_for(config, "h100:8")
+  lowerings = ahead_of_time.lowerings(parts)
+  tables = memory.compiled_bytes(lowerings, parts.placement, parts.programs.engine)
   assert {*tables} == {"update, compiled", "generation, compiled"}
   assert all(np.isfinite(sum(table.values())) for table in tables.values())
 
 
 def test_settings_are_compared(tmp_path, monkeypatch):
   """By what FLOPs and bytes need; options of TPUs' compiler are not tried."""
-  for name in ("_MAX_MESHES", "_MAX_ROWS", "_MAX_LAYOUTS"):
+  for name in ("_MAX_MESHES", "_MAX_ROWS"):
     monkeypatch.setattr(tune, name, 1)
   overrides = tune.tune(tiny.config(), ONE, tmp_path, lengths="lognormal(mean=3)")
   assert overrides["compiler_options.training"] == "" and overrides["sampling.slots"] > 0
@@ -154,7 +152,7 @@ def test_settings_are_compared(tmp_path, monkeypatch):
 @pytest.mark.parametrize("topology", ["h100:0", "h100:12", "h100:2x2", "h100"])
 def test_an_impossible_number_is_refused(topology):
   with pytest.raises(ValueError, match="give a number of GPUs, 1 to 8 or a multiple of 8"):
-    programs.make_topology_mesh(tiny.config(), topology)
+    programs.make_topology_mesh(tiny.config().mesh, topology)
 
 
 @pytest.mark.parametrize(("topology", "number"), [("a100:2", 2), ("h200:8", 8), ("b200:16", 16)])

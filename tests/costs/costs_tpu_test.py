@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from train import tiny
 
 from docs import costs
+from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.configs.full_size import fade_qwen25_7b
-from rlvr_jax.costs import hlo, hlo_text, programs, step_time
+from rlvr_jax.costs import hlo, programs, report
 from rlvr_jax.costs.chips import find_chip
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.quantized import quantize
@@ -47,7 +48,7 @@ def assert_no_weights_in_a_loop(items, kernel_bytes):
 def test_a_mesh_is_built_as_a_run_builds_it():
   """In jax's order, in which neighbours along an axis are near on the torus; not in that of ids."""
   config = tiny.config(mesh__fsdp=16)
-  mesh = programs.make_topology_mesh(config, TOPOLOGY)
+  mesh = programs.make_topology_mesh(config.mesh, TOPOLOGY)
   devices = programs.topology_devices(TOPOLOGY)
   ids = lambda mesh: [device.id for device in mesh.devices.flat]
   assert ids(mesh) == ids(jax.make_mesh((1, 16, 1), sharding.AXES, devices=devices))
@@ -91,7 +92,7 @@ def test_the_head_gathers_its_kernel_once_and_reduces_its_gradient_once():
   both = jax.value_and_grad(loss, argnums=(0, 1))
   gradient = jax.jit(both, out_shardings=(sharding.replicated_sharding(mesh), shardings))
   text = programs.compile_with_text("head", lambda: gradient.lower(*arguments)).text
-  items = hlo.walk(text, step_time.PARTS)
+  items = hlo.walk(text, report.PARTS)
   kernel = 2 * WIDTH * VOCABULARY
   assert_no_weights_in_a_loop(items, kernel)
   # A gather in bfloat16 and a sum in float32. The compiler makes that an all-reduce, even of a
@@ -106,24 +107,20 @@ def test_the_head_gathers_its_kernel_once_and_reduces_its_gradient_once():
 
 
 def test_a_program_whose_layers_cannot_be_counted_has_no_costs():
-  """A loop around layers whose length the data say; and one that executes less than is useful."""
+  """It executes less than is useful: a loop around layers whose length the data say counts once."""
   one = sharding.replicated_sharding(sharding.make_mesh(devices=programs.topology_devices(ONE)))
   kernel = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=one)
   count = jax.ShapeDtypeStruct((), jnp.int32, sharding=one)
 
-  def apply(kernel, count):
-    with jax.named_scope("layers"):
-      return jax.lax.fori_loop(0, count, lambda _, x: x @ kernel, kernel)
-
   def costs(useful_layers, fixed):
-    lower = lambda: jax.jit(lambda k, n: apply(k, fixed or n)).lower(kernel, count)
-    return step_time.program_cost("update", lower, ONE, useful_flops=useful_layers * 2 * 256**3)
+    apply = lambda x, n: jax.lax.fori_loop(0, fixed or n, lambda _, y: y @ x, x)
+    counts = report.Counts(useful_flops={"update": useful_layers * 2 * 256**3})
+    return report.program_cost("update", lambda: jax.jit(apply).lower(kernel, count), ONE, counts)
 
   assert costs(7, fixed=7)["executed_flops"] == 7 * 2 * 256**3
-  with pytest.raises(hlo_text.CostsError, match=r"of the update are not known: .* of which"):
-    costs(7.01, fixed=7)
-  with pytest.raises(hlo_text.CostsError, match=r"length of jit\(<lambda>\)/layers/while, a"):
-    costs(1, fixed=None)
+  for useful, fixed in ((7.01, 7), (2, None)):
+    with pytest.raises(hlo.CostsError, match=r"of the update are not known: .* of which"):
+      costs(useful, fixed)
 
 
 @pytest.mark.slow
@@ -134,10 +131,10 @@ def test_an_update_gathers_a_layer_twice_and_reduces_its_gradient_once():
     config.model.overrides.num_layers = 1
   config.batch.prompts, config.batch.group_size = 16, 8
   config.max_prompt_length, config.max_response_length = 256, 512
-  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, TOPOLOGY))
-  packed = programs.pack_full_length(parts)
-  update = programs.program_lowerings(parts, packed)["update"]
-  cost = step_time.program_cost("update", update, TOPOLOGY, useful_flops=1.0)
+  parts = programs.build_for(config, TOPOLOGY)
+  packed = programs.pack_full_length(parts.shape, parts.placement.row_layout)
+  update = ahead_of_time.lowerings(parts, packed)["update"]
+  cost = report.program_cost("update", update, TOPOLOGY)
   found = {row["part"]: row for row in cost["parts"]}
   attention, mlp = WIDTH * (2 * 28 + 2 * 4) * 128, 3 * WIDTH * 18_944
   layer = attention + mlp
@@ -164,7 +161,7 @@ def test_a_sync_into_another_layout_reads_what_a_device_needs(trained):
     config.model.overrides.num_layers = 2
   config.mesh.update(dict(data=1, fsdp=1, tensor=1) | trained)
   config.generation_mesh.update(dict(data=4, fsdp=1, tensor=4, same_devices=True))
-  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, TOPOLOGY))
+  parts = programs.build_for(config, TOPOLOGY)
   params, frozen = parts.placement.state.params, parts.placement.frozen
   run = parts.sources[0].engine.programs
   take = run.take_layer.lower(params, frozen, rows_of(0, parts.model.config.sparse))
@@ -177,7 +174,7 @@ def test_a_sync_into_another_layout_reads_what_a_device_needs(trained):
     ("load_others", run.load_others.lower(params, frozen), 2 * WIDTH * VOCABULARY),
   ):
     program, text, *_ = programs.compile_with_text(name, lambda lowered=lowered: lowered)
-    received = sum(item.received_bytes for item in hlo.walk(text, step_time.PARTS))
+    received = sum(item.received_bytes for item in hlo.walk(text, report.PARTS))
     # 0.94 from fsdp 16, so 3.6 GB for 28 layers; 14.3 if complete layers were gathered. Parts that
     # go to a neighbor first make it 1.13 from fsdp 8 and tensor 2; 6.8 and a complete copy on every
     # device without shardings of the results.
@@ -193,12 +190,12 @@ def test_a_quantized_sampler_reads_8_bits_per_weight():
   with config.unlocked():
     config.model.overrides.num_layers = 1
   config.sources.quantized.fraction = 1.0
-  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, TOPOLOGY))
+  parts = programs.build_for(config, TOPOLOGY)
   copy = jax.jit(lambda params: quantize(params, "int8")).lower(parts.placement.state.params)
   place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
   params = jax.tree.map(place, copy.out_info, copy.compile().output_shardings)
   burst = parts.sources[0].engine.lower_burst(params, {})
-  cost = step_time.program_cost("burst", lambda: burst, TOPOLOGY, useful_flops=1.0)
+  cost = report.program_cost("burst", lambda: burst, TOPOLOGY)
   steps, logits = 16, 4 * 32 * VOCABULARY
   moved = {row["part"]: row["hbm_bytes"] / steps for row in cost["parts"]}
   layer = WIDTH * (2 * 28 + 2 * 4) * 128 + 3 * WIDTH * 18_944
@@ -213,10 +210,10 @@ def test_a_cache_in_int8_is_read_as_8_bits():
   with config.unlocked():
     config.model.overrides.num_layers = 1
   config.sampling.cache, config.sampling.cache_format = "blocks", "int8"
-  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, TOPOLOGY))
+  parts = programs.build_for(config, TOPOLOGY)
   engine = parts.sources[0].engine
   burst = engine.lower_burst(parts.placement.state.params, {})
-  cost = step_time.program_cost("burst", lambda: burst, TOPOLOGY, useful_flops=1.0)
+  cost = report.program_cost("burst", lambda: burst, TOPOLOGY)
   moved = {row["part"]: row["hbm_bytes"] / 16 for row in cost["parts"]}
   shape, slots = engine.settings.shape, engine.settings.slots // 16
   vectors = (shape.prompt.tokens + shape.response.tokens) * slots * 4 * 2
@@ -250,7 +247,7 @@ def test_blocks_scatter_and_gather_tokens_over_tensor():
   half = 2 * (P // 8) * (S + T - 1) // 2 * width  # bytes of the tokens that a device keeps
   moved = {
     item.opcode: item.dtype
-    for item in hlo.walk(text, step_time.PARTS)
+    for item in hlo.walk(text, report.PARTS)
     if item.part == "layers" and item.received_bytes in (half * item.times, 2 * half * item.times)
   }
   assert moved == {
@@ -266,7 +263,7 @@ def test_the_paged_kernel_splits_slots_over_the_cores_of_its_target(topology, co
   network = dict(compute_dtype="bfloat16", head_dim=128)
   fields = {f"model__overrides__{name}": value for name, value in network.items()}
   config = tiny.config(**fields, mesh__fsdp=4, sampling__slots=9)
-  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, topology))
+  parts = programs.build_for(config, topology)
   engine, params = parts.sources[0].engine, parts.placement.state.params
   assert engine.settings.cache == "pages"
   assert engine.settings.slots == 4 * slots
@@ -290,9 +287,8 @@ def test_every_product_has_the_precision_of_the_configuration(dtype, attention):
   network = dict(compute_dtype=dtype, attention=attention, head_dim=128)
   fields = {f"model__overrides__{name}": value for name, value in network.items()}
   config = tiny.config(**fields, reference__kl_coefficient=0.0)
-  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, ONE))
-  packed = programs.pack_full_length(parts)
-  for name, lower in programs.program_lowerings(parts, packed).items():
+  parts = programs.build_for(config, ONE)
+  for name, lower in ahead_of_time.lowerings(parts).items():
     text = programs.compile_with_text(name, lower).text
     products = [line for line in text.splitlines() if re.search(r" (convolution|dot)\(", line)]
     exact = ["operand_precision={highest,highest}" in line for line in products]
@@ -312,16 +308,10 @@ def _recipes():
 def test_an_update_of_a_recipe_keeps_to_its_limits(recipe, topology):
   """Cycles have a limit for one version of the compiler."""
   config = costs.recipe_config(recipe, topology)
-  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, topology))
-  counts = step_time.count(parts, costs.LENGTHS.get(recipe, "longest"))
-  cost = step_time.program_cost(
-    "update",
-    programs.program_lowerings(parts, counts.packed)["update"],
-    topology,
-    useful_flops=counts.useful_flops["update"],
-    kernels=counts.kernels,
-    loops=counts.loops,
-  )
+  parts = programs.build_for(config, topology)
+  packed, counts = ahead_of_time.count(parts, costs.LENGTHS.get(recipe, "longest"))
+  update = ahead_of_time.lowerings(parts, packed)["update"]
+  cost = report.program_cost("update", update, topology, counts)
   compiler = parts.placement.mesh.devices.flat[0].client.platform_version
   is_same = costs.COMPILER in compiler
   assert not costs.excesses(cost, costs.LIMITS[recipe, topology], with_cycles=is_same)

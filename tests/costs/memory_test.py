@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import pytest
 from train import tiny
 
+from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.configs import base
-from rlvr_jax.costs import chips, memory, programs
+from rlvr_jax.costs import memory, programs
+from rlvr_jax.models.memory import shard_bytes
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.train.cluster import sharding
 
@@ -27,6 +29,10 @@ PARAMETERS = {  # of the published models, from their own index files
 }
 FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "full_size"
 RECIPES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"__init__", "base"})
+
+
+def estimated(parts):
+  return ahead_of_time.memory_tables(parts, compiled=False)
 
 
 def recipe(name):
@@ -56,7 +62,7 @@ def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips, te
   config.mesh = dict(data=1, fsdp=chips // tensor, tensor=tensor)
   for batch, field in ((config.batch, "prompts"), (config.evaluation, "batch_prompts")):
     batch[field] = max(batch[field], config.mesh.fsdp)
-  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, None))
+  parts = programs.build_for(config, None)
   params = jax.tree_util.tree_leaves_with_path(parts.placement.base)
   assert sum(math.prod(x.shape) for _, x in params) == PARAMETERS[name]
   # All but norms, biases and routers is split over every chip that its dimensions allow.
@@ -75,7 +81,7 @@ def test_a_full_size_recipe_takes_all_chips(name):
   mesh = recipe(name).mesh
   assert (mesh.data, mesh.fsdp) == (1, -1)
   with pytest.raises(ValueError, match="without --topology the number of devices is not known"):
-    programs.make_topology_mesh(recipe(name), None)
+    programs.make_topology_mesh(recipe(name).mesh, None)
 
 
 def test_a_run_has_the_sizes_that_its_devices_leave():
@@ -93,7 +99,7 @@ def test_the_estimate_counts_what_is_there(cache_format, itemsize, scale):
   parts = programs.build_shapes_only(config, sharding.make_mesh())
   state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.placement.state)
   size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-  tables = memory.estimated_bytes(parts)
+  tables = estimated(parts)
   update, generation = tables["update, estimated"], tables["generation, estimated"]
   assert update["parameters"] == generation["parameters"] == size(state.params)
   assert update["optimizer"] == size(state.opt_state)
@@ -111,15 +117,15 @@ def test_the_estimate_counts_what_is_there(cache_format, itemsize, scale):
 def test_a_host_has_the_largest_phase_of_a_run_and_its_processes():
   config = tiny.config(warm_start__batch_size=64, grading__num_workers=3)
   parts = programs.build_shapes_only(config, sharding.make_mesh())
-  tables = memory.resident_bytes(parts)
+  tables = ahead_of_time.host_memory_tables(parts)
   assert tables.keys() == {"update", "generation", "checkpoint"}  # no step of a warm start
-  size = memory.memory.shard_bytes(parts.placement.state.params)
-  estimated = memory.estimated_bytes(parts)["update, estimated"]
+  size = shard_bytes(parts.placement.state.params)
+  of_update = estimated(parts)["update, estimated"]
   for table in tables.values():
     assert table["parameters"] == table["first policy"] == size  # of the KL
     assert table["graders and environments"] == 3 * 2**26
-  assert {kind: tables["update"][kind] for kind in estimated} == estimated
-  assert tables["checkpoint"]["copy that is written"] == size + estimated["optimizer"]
+  assert {kind: tables["update"][kind] for kind in of_update} == of_update
+  assert tables["checkpoint"]["copy that is written"] == size + of_update["optimizer"]
 
 
 SMOLLM2 = dict(
@@ -150,7 +156,7 @@ def test_the_estimate_of_a_host_is_near_what_runs_took(
   config.batch.prompts, config.max_response_length = prompts, tokens
   parts = programs.build_shapes_only(config, sharding.make_mesh())
   parts.config.warm_start.update(num_steps=min(warm, 1), batch_size=max(warm, 1))
-  tables = memory.resident_bytes(parts)
+  tables = ahead_of_time.host_memory_tables(parts)
   peak = max(sum(table.values()) for table in tables.values()) / 2**30
   assert measured / 1.3 <= peak <= 1.3 * measured
   assert ("warm start" in tables) == (warm > 0)
@@ -162,16 +168,16 @@ def test_caches_under_new_weights_are_counted():
     tiny.config(fleet__new_weights=setting, **fields), sharding.make_mesh()
   )
   parts, kind = build("recompute"), "prefill under new weights"
-  table = memory.estimated_bytes(parts)["generation, estimated"]
+  table = estimated(parts)["generation, estimated"]
   rows, _ = parts.programs.engine.longest_prefill()
   assert table[kind] == table["keys and values"] * rows / parts.programs.engine.settings.slots
-  assert kind not in memory.estimated_bytes(build("switch"))["generation, estimated"]
+  assert kind not in estimated(build("switch"))["generation, estimated"]
   params = jax.tree.leaves(parts.placement.state.params)
   of_policy = sum(x.size * x.dtype.itemsize for x in params)
   assert table["policies to be compared"] == 5 * of_policy  # max_lag = 4
-  finish = memory.estimated_bytes(build("finish"))["generation, estimated"]
+  finish = estimated(build("finish"))["generation, estimated"]
   assert "policies to be compared" not in finish
-  lowered = programs.program_lowerings(parts, programs.pack_full_length(parts))
+  lowered = ahead_of_time.lowerings(parts)
   assert lowered.keys() == {"update", "generation", "prefill"}
 
 
@@ -179,7 +185,7 @@ def test_a_sampler_holds_two_policies_while_it_restores_one():
   fields = dict(schedule="asynchronous()", model__overrides__compute_dtype="bfloat16")
   config = tiny.config(fleet__samplers=True, **fields)
   parts = programs.build_shapes_only(config, sharding.make_mesh())
-  table = memory.estimated_bytes(parts)["a sampler, estimated"]
+  table = estimated(parts)["a sampler, estimated"]
   params = jax.tree.leaves(parts.placement.state.params)
   policy = table["policy that samples"]
   assert policy == table["policy being restored"]
@@ -187,12 +193,12 @@ def test_a_sampler_holds_two_policies_while_it_restores_one():
   assert "optimizer" not in table and table["keys and values"] > 0
   config.fleet.new_weights = "switch"
   switching = programs.build_shapes_only(config, sharding.make_mesh())
-  table = memory.estimated_bytes(switching)["a sampler, estimated"]
+  table = estimated(switching)["a sampler, estimated"]
   assert table["policies to be compared"] == 5 * policy
-  of_trainer = memory.estimated_bytes(switching)["generation, estimated"]  # which compares nothing
+  of_trainer = estimated(switching)["generation, estimated"]  # which compares nothing
   assert "policies to be compared" not in of_trainer
   alone = programs.build_shapes_only(tiny.config(**fields), sharding.make_mesh())
-  assert "a sampler, estimated" not in memory.estimated_bytes(alone)
+  assert "a sampler, estimated" not in estimated(alone)
 
 
 def test_dialogues_add_the_prefill_after_a_reply():
@@ -208,12 +214,12 @@ def test_dialogues_add_the_prefill_after_a_reply():
     engine.programs.prefill, loaded, integers(rows, length), integers(rows)
   )
   size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(prefilled))
-  table = memory.estimated_bytes(parts)["generation, estimated"]
+  table = estimated(parts)["generation, estimated"]
   # A slot also has room for a burst's own keys and values.
   assert size <= table["prefill after a reply"] < 1.4 * size
   plain = programs.build_shapes_only(tiny.config(max_response_length=40), sharding.make_mesh())
-  assert "prefill after a reply" not in memory.estimated_bytes(plain)["generation, estimated"]
-  lowered = programs.program_lowerings(parts, programs.pack_full_length(parts))
+  assert "prefill after a reply" not in estimated(plain)["generation, estimated"]
+  lowered = ahead_of_time.lowerings(parts)
   assert lowered.keys() == {"update", "generation", "prefill"}
   arguments = jax.tree.leaves(lowered["prefill"]().in_avals)
   assert len(arguments) > len(jax.tree.leaves(params))
@@ -221,9 +227,7 @@ def test_dialogues_add_the_prefill_after_a_reply():
 
 def test_heads_and_activations_are_split_over_tensor():
   whole, halves = (
-    memory.estimated_bytes(
-      programs.build_shapes_only(tiny.config(), sharding.make_mesh(tensor=tensor))
-    )
+    estimated(programs.build_shapes_only(tiny.config(), sharding.make_mesh(tensor=tensor)))
     for tensor in (1, 2)
   )
   for table, row in (("generation", "keys and values"), ("update", "activations")):
@@ -235,7 +239,7 @@ def test_heads_and_activations_are_split_over_tensor():
 def test_the_compiler_s_figures_are_read(capsys):
   """On devices that are there; a topology of TPUs goes the same way."""
   parts = programs.build_shapes_only(tiny.config(mesh__data=2), sharding.make_mesh(data=2))
-  tables = memory.compiled_bytes(parts)
+  tables = ahead_of_time.memory_tables(parts, compiled=True)
   state = parts.placement.state
   held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
   assert tables["update, compiled"]["arguments"] >= held
@@ -244,15 +248,13 @@ def test_the_compiler_s_figures_are_read(capsys):
   assert resident == pytest.approx(held * 2 / 3, rel=0.01)  # two moments of every parameter
 
 
-def test_an_estimate_just_below_the_limit_is_no_promise(monkeypatch, capsys):
-  parts = programs.build_shapes_only(tiny.config(), sharding.make_mesh())
-  gib = sum(memory.estimated_bytes(parts)["update, estimated"].values()) / 2**30
-  for share, verdict in ((2.0, "fits"), (1.2, "may fit"), (0.9, "DOES NOT FIT")):
-    monkeypatch.setitem(chips.CHIPS, "small", chips.CHIPS["v4"]._replace(hbm_gib=share * gib))
-    monkeypatch.setattr(memory, "compiled_bytes", lambda parts: {})
-    memory.report(parts, "small:1")
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("update, estimated")]
-    assert line.endswith(f", {verdict}")
+@pytest.mark.parametrize(
+  ("gib", "verdict"), [(2.0, "fits"), (1.2, "may fit"), (0.9, "DOES NOT FIT")]
+)
+def test_an_estimate_just_below_the_limit_is_no_promise(gib, verdict):
+  text = memory.format_tables("a slice", {"update, estimated": {"parameters": 2.0**30}}, gib)
+  (line,) = (x for x in text.splitlines() if x.startswith("update, estimated"))
+  assert line == f"update, estimated: 1.00 GiB per chip of {gib}, {verdict}"
 
 
 def test_a_topology_that_cannot_be_compiled_for_says_what_can():

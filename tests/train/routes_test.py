@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from train import tiny
 
+from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.commands.train import train
-from rlvr_jax.costs import memory
-from rlvr_jax.costs.programs import build_shapes_only, make_topology_mesh
+from rlvr_jax.costs.programs import build_for
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.setup.build import build
 
@@ -229,7 +229,7 @@ def test_the_memory_of_routes_is_said():
   tables = {}
   for routing in ("recomputed", "replayed"):
     c = config(routing)
-    tables[routing] = memory.estimated_bytes(build_shapes_only(c, make_topology_mesh(c, None)))
+    tables[routing] = ahead_of_time.memory_tables(build_for(c, None), compiled=False)
   for name, table in tables["replayed"].items():
     added = dict(table.items() - tables["recomputed"][name].items())
     assert added.keys() == {f"routes, {LAYERS * CHOSEN} B per token"}, name

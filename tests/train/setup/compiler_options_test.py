@@ -4,7 +4,7 @@ import jax
 import pytest
 from train import tiny
 
-from rlvr_jax.costs.programs import pack_full_length, program_lowerings
+from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.compiler_options import CompilerOptions, parse_compiler_options
 from rlvr_jax.train.setup.programs import abstract_update_batch
@@ -70,7 +70,7 @@ def test_each_program_gets_those_of_its_kind():
 def test_reports_compile_with_them(kind, tmp_path):
   """An option that leaves a trace: the compiler writes each program into a folder."""
   parts = build(tiny.config(**{f"compiler_options__{kind}": f"xla_dump_to={tmp_path}"}))
-  for lower in program_lowerings(parts, pack_full_length(parts)).values():
+  for lower in ahead_of_time.lowerings(parts).values():
     lower().compile()
   written = {path.name.split(".")[1] for path in tmp_path.glob("module_*")}
   expected = {"training": "jit_update", "generation": "jit_longest_burst"}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from train import tiny
 
-from rlvr_jax.commands import choose
-from rlvr_jax.costs import hlo, hlo_text, programs, step_time, workload
+from rlvr_jax.commands import ahead_of_time, choose
+from rlvr_jax.costs import hlo, programs, report, workload
 from rlvr_jax.costs.chips import CHIPS, Chip
 from rlvr_jax.costs.hlo import Item
 from rlvr_jax.models.flops import forward_flops, update_flops
@@ -42,7 +42,7 @@ ITEMS = [
 
 
 def test_sums_seconds_and_what_bounds():
-  found = step_time.cost(ITEMS[:2], CHIP, useful_flops=150.0, memory={"temporary": 7.0})
+  found = report.cost(ITEMS[:2], CHIP, useful_flops=150.0, memory={"temporary": 7.0})
   assert (found["executed_flops"], found["hbm_bytes"], found["received_bytes"]) == (600, 40, 12)
   assert found["seconds"] == {"compute": 6.0, "HBM": 4.0, "interconnect": 6.0}
   assert found["bound_by"] == "compute"
@@ -61,12 +61,12 @@ def test_grouped_products_of_experts_are_counted():
   ):
     call = item("layers", "custom-call", times=3, hbm=6.0, target="tpu_custom_call", op_name=name)
     call = call._replace(shapes=(*metadata, *shapes))
-    (found,) = step_time.apply_kernel_costs([call], step_time.EXPERT_KERNEL_COSTS)
+    (found,) = report.apply_kernel_costs([call], report.EXPERT_KERNEL_COSTS)
     assert (found.flops, found.hbm_bytes) == (3 * 2 * 64 * 16 * 24, 6.0)
 
 
 def test_parts_add_up_and_the_largest_come_first():
-  found = step_time.cost(ITEMS, CHIP, useful_flops=1.0, memory={})
+  found = report.cost(ITEMS, CHIP, useful_flops=1.0, memory={})
   assert [row["part"] for row in found["parts"]] == ["layers", "head", "attention"]
   for name, total in (("flops", "executed_flops"), ("hbm_bytes", "hbm_bytes")):
     assert sum(row[name] for row in found["parts"]) == found[total]
@@ -75,11 +75,11 @@ def test_parts_add_up_and_the_largest_come_first():
 
 def test_a_kernel_counts_by_its_own_formula():
   """From the shapes of its operands, for each of its runs; other calls stay as they are."""
-  counted = step_time.apply_kernel_costs(ITEMS, {"flash": lambda i: (10.0 * len(i.shapes), 3.0)})
+  counted = report.apply_kernel_costs(ITEMS, {"flash": lambda i: (10.0 * len(i.shapes), 3.0)})
   assert (counted[-1].flops, counted[-1].hbm_bytes) == (20.0, 6.0)
   assert counted[:-1] == ITEMS[:-1]
-  assert step_time.apply_kernel_costs(ITEMS, {"other": lambda i: (1.0, 1.0)}) == ITEMS
-  found = step_time.cost(counted, CHIP, useful_flops=1.0, memory={})
+  assert report.apply_kernel_costs(ITEMS, {"other": lambda i: (1.0, 1.0)}) == ITEMS
+  found = report.cost(counted, CHIP, useful_flops=1.0, memory={})
   assert found["custom_calls"] == [
     dict(part="attention", target="tpu_custom_call", flops=20.0, hbm_bytes=6.0, times=2)
   ]
@@ -93,10 +93,9 @@ def test_the_paged_kernel_counts_every_cached_token():
   call = item(
     "attention", "custom-call", times=5, hbm=35.0, target="tpu", op_name="paged_attention"
   )
-  (found,) = step_time.apply_kernel_costs(
-    [call._replace(shapes=shapes)],
-    step_time.attention_kernel_costs(parts, programs.pack_full_length(parts)),
-  )
+  packed = programs.pack_full_length(parts.shape, parts.placement.row_layout)
+  kernels = report.attention_kernel_costs(parts.model.config, packed, tensor=1)
+  (found,) = report.apply_kernel_costs([call._replace(shapes=shapes)], kernels)
   queries_and_values = 2 * 2 * 8 * 128
   assert (found.flops, found.hbm_bytes) == (5 * 3 * 2 * 16 * queries_and_values, 35.0)
 
@@ -108,11 +107,7 @@ def test_a_call_on_a_row_counts_as_the_mean_of_the_rows_that_run():
   parts = programs.build_shapes_only(config, sharding.make_mesh())
   network = dataclasses.replace(parts.model.config, attention="splash")
   layout = make_row_layout(config.batch, parts.shape, "splash", parts.placement.mesh)
-  placement = dataclasses.replace(parts.placement, row_layout=layout)
-  parts = dataclasses.replace(
-    parts, model=parts.model._replace(config=network), placement=placement
-  )
-  packed = programs.pack_full_length(parts)
+  packed = programs.pack_full_length(parts.shape, layout)
   count = int(packed.num_micro_batches)
   sizes = {name: getattr(network, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
   assert 2 < count < len(packed.tokens) and packed.tokens.shape[1:] == (1, 1536)
@@ -120,7 +115,7 @@ def test_a_call_on_a_row_counts_as_the_mean_of_the_rows_that_run():
   row = lambda i: jax.tree.map(lambda x: x[i, :, : 512 if i >= count - 2 else 1536], packed.rows)
   of_row = [splash_cost(row(i), **sizes) for i in range(count)]
   assert of_row[0].forward_flops > of_row[-1].forward_flops  # the last rows are short
-  kernels = step_time.attention_kernel_costs(parts, packed)
+  kernels = report.attention_kernel_costs(network, packed, tensor=1)
   call = item("attention", "custom-call", target="tpu")
   for name, of in (("fwd", "forward"), ("dkv", "backward")):
     flops, hbm_bytes = kernels[f"splash_mha_{name}"](call)
@@ -130,41 +125,18 @@ def test_a_call_on_a_row_counts_as_the_mean_of_the_rows_that_run():
 
 def test_a_loop_of_unknown_length_is_listed():
   loop = item("gram", hlo.OPEN_LOOP, times=2, op_name="eigh/while")
-  found = step_time.cost([*ITEMS, loop], CHIP, useful_flops=1.0, memory={})
+  found = report.cost([*ITEMS, loop], CHIP, useful_flops=1.0, memory={})
   assert found["loops_of_unknown_length"] == [dict(part="gram", op_name="eigh/while", times=2)]
-  text = step_time.format_markdown(CONDITIONS, {"update": found})
+  text = report.format_markdown(CONDITIONS, {"update": found})
   assert "Loops whose length depends on the data" in text and "| gram | eigh/while | 2 |" in text
-
-
-BODY = "jit(update)/while/body/jvp(layers)/while"
-
-
-@pytest.mark.parametrize(
-  ("loop", "useful", "message"),
-  [
-    ("jit(update)/while", 1.0, r"of jit\(update\)/while, a loop around layers, was not found"),
-    (BODY, 1.0, r"jvp\(layers\)/while, a loop around layers, was not found\. The compiler writes"),
-    ("jit(update)/eigh/while", 801.0, "8e-10 TFLOPs were counted, of which 8.01e-10 are useful"),
-    ("jit(update)/eigh/while", 800.0, None),
-    (f"{BODY}/body/attention/while", 800.0, None),
-  ],
-)
-def test_costs_that_cannot_be_are_an_error(loop, useful, message):
-  """Not where a loop of other parts has no length, as that of eigenvalues."""
-  named = [x._replace(op_name=f"{BODY}/body/dot") if x.part == "layers" else x for x in ITEMS]
-  named.append(item("other", hlo.OPEN_LOOP, op_name=loop))
-  found = step_time.cost(named, CHIP, useful_flops=useful, memory={})
-  if message is None:
-    return step_time.check_counts("update", named, found)
-  with pytest.raises(hlo_text.CostsError, match=f"of the update are not known: .*{message}"):
-    step_time.check_counts("update", named, found)
 
 
 def test_useful_work_is_that_of_full_lengths_on_every_chip():
   config = tiny.config(mesh__data=2)
   parts = programs.build_shapes_only(config, sharding.make_mesh(data=2))
   network, lengths = parts.model.config, ([8] * 8, [[4] * 4] * 8)
-  found = step_time.useful_flops(parts, workload.longest().draw(parts.shape, 0))
+  longest = workload.longest().draw(parts.shape, 0)
+  found = report.useful_flops(longest, network, parts.placement, parts.programs.engine)
   assert found["update"] == update_flops(network, *lengths) / 2
   # One burst in every slot, here the whole of the responses, for prompts that are cached.
   responses = [forward_flops(network, [8] * 32, [[length]] * 32) for length in (4, 0)]
@@ -184,21 +156,21 @@ LENGTHS = "dialogue(turns=3, policy=5, reply=10, sigma=0)"
 def test_the_head_of_dialogues_computes_chunks_of_the_policys_tokens():
   """Few places are one chunk, computed as a whole; of more only as many chunks as are wanted."""
   parts = dialogues()
-  counts = step_time.count(parts, LENGTHS)
+  packed, counts = ahead_of_time.count(parts, LENGTHS)
   layout, policy = parts.placement.row_layout, 8 * 4 * 15
-  assert np.sum(counts.packed.places >= 0) == policy and counts.batch.responses[0, 0] == 35
-  places = layout.count_places(int(counts.packed.num_micro_batches), 0)
-  assert step_time.head_places(parts, counts.packed) == places / policy
+  assert np.sum(packed.places >= 0) == policy
   (loop,) = (name for name in counts.loops if "wanted" in name)
   assert counts.loops[loop] == 1
   assert loop == rf"wanted_of_{layout.rows_per_device * layout.length}/while$"
   assert [wanted_chunks(5000, wanted, 2048) for wanted in (1, 1667, 1668, 5000)] == [1, 1, 2, 3]
   assert wanted_chunks(2048, 1, 2048) == wanted_chunks(2048, 2048, 2048) == 1
+  with pytest.raises(ValueError, match=r"config\.environment\.max_turns = 3; raise it"):
+    ahead_of_time.count(parts, LENGTHS.replace("turns=3", "turns=4"))
 
 
 def test_useful_work_of_dialogues_has_the_head_at_the_policys_tokens_and_a_prefill():
   parts = dialogues()
-  network, found = parts.model.config, step_time.count(parts, LENGTHS).useful_flops
+  network, found = parts.model.config, ahead_of_time.count(parts, LENGTHS)[1].useful_flops
   lengths = [8] * 8, np.full((8, 4), 35)
   expected = update_flops(network, *lengths, predicted=np.full((8, 4), 15))
   assert found["update"] == expected / 2 < update_flops(network, *lengths) / 2
@@ -207,22 +179,9 @@ def test_useful_work_of_dialogues_has_the_head_at_the_policys_tokens_and_a_prefi
   assert found["prefill"] == forward_flops(network, [48] * 8, [[0]] * 8) / 2
 
 
-def test_the_report_of_dialogues_names_their_tokens():
-  parts = dialogues()
-  counts = step_time.count(parts, LENGTHS)
-  about = step_time.dialogue_conditions(parts, counts.batch, counts.packed)
-  text = step_time.format_markdown(CONDITIONS | about, {})
-  assert (
-    "Dialogues of 3.00 turns: 15 tokens of the policy and 20 of the environment per response"
-    in text
-  )
-  with pytest.raises(ValueError, match=r"config\.environment\.max_turns = 3; raise it"):
-    step_time.count(parts, LENGTHS.replace("turns=3", "turns=4"))
-
-
 def test_the_report_names_its_lengths_and_leaves_out_what_is_small():
-  found = step_time.cost(ITEMS, CHIP, useful_flops=1.0, memory={"temporary": 2**31})
-  text = step_time.format_markdown(CONDITIONS, {"update": found})
+  found = report.cost(ITEMS, CHIP, useful_flops=1.0, memory={"temporary": 2**31})
+  text = report.format_markdown(CONDITIONS, {"update": found})
   assert "8 prompts of 8 tokens, each with 4 responses of 4 tokens" in text
   assert "| head | all-gather | bf16 | 0.005 | 1 |" in text
   assert "| layers | all-gather" not in text
@@ -231,12 +190,12 @@ def test_the_report_names_its_lengths_and_leaves_out_what_is_small():
 
 
 def test_numbers_and_tables_are_written(tmp_path):
-  found = step_time.cost(ITEMS, CHIP, useful_flops=1.0, memory={"temporary": 2**31})
-  step_time.write_report(tmp_path / "new", CONDITIONS, {"update": found})
+  found = report.cost(ITEMS, CHIP, useful_flops=1.0, memory={"temporary": 2**31})
+  report.write_report(tmp_path / "new", CONDITIONS, {"update": found})
   written = json.loads((tmp_path / "new" / "costs_v5e_2x2.json").read_text(encoding="utf-8"))
   assert written == {"conditions": CONDITIONS, "costs": {"update": found}}
   text = (tmp_path / "new" / "costs_v5e_2x2.md").read_text(encoding="utf-8")
-  assert text == step_time.format_markdown(CONDITIONS, {"update": found}) + "\n"
+  assert text == report.format_markdown(CONDITIONS, {"update": found}) + "\n"
 
 
 @pytest.mark.parametrize(

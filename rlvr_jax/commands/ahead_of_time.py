@@ -1,0 +1,165 @@
+"""The commands fits and costs: a run's programs for chips that this machine does not have."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+import jax
+import ml_collections
+
+from rlvr_jax.costs import memory, programs, report, workload
+from rlvr_jax.costs.chips import find_chip
+from rlvr_jax.costs.memory import Table
+from rlvr_jax.costs.programs import Lower
+from rlvr_jax.costs.report import Cost, Counts
+from rlvr_jax.train.reporting.progress import say
+from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.programs import abstract_update_batch
+from rlvr_jax.types import Packed
+from rlvr_jax.workers.pool import default_workers
+
+
+def lowerings(run: Parts, packed: Packed | None = None) -> dict[str, Lower]:
+  """`programs.program_lowerings` of a run.
+
+  Args:
+    run: result of `build`.
+    packed: a batch of an update; None for one of the greatest lengths.
+  """
+  placement, has_turns = run.placement, run.programs.engine.settings.has_replies
+  return programs.program_lowerings(
+    run.programs,
+    placement,
+    abstract_update_batch(run.method, placement, run.shape, has_turns=has_turns),
+    packed or programs.pack_full_length(run.shape, placement.row_layout),
+    run.compiler_options.training,
+    rebuilds=run.config.fleet.new_weights == "recompute",
+  )
+
+
+def count(run: Parts, lengths: str) -> tuple[Packed, Counts]:
+  """A typical batch of an update, and what is known of a run's programs from lengths.
+
+  Args:
+    run: result of `build`.
+    lengths: component of `costs.workload`, of prompts and responses.
+  """
+  placement, distribution = run.placement, workload.parse_lengths(lengths, run.config.environment)
+  batch = workload.typical_batch(distribution, run.shape, placement.row_layout)
+  packed = workload.pack_workload(batch, run.shape, placement.row_layout)
+  return packed, report.count(batch, packed, run.model.config, placement, run.programs.engine)
+
+
+def memory_tables(run: Parts, *, compiled: bool) -> dict[str, Table]:
+  """Memory per chip by arithmetic, and if `compiled` also as the compiler states it, by title."""
+  engine = run.programs.engine
+  tables = memory.estimated_bytes(
+    run.model.config,
+    run.placement,
+    engine,
+    run.config.fleet,
+    run.schedule,
+    run.config.num_updates,
+  )
+  if compiled:
+    tables |= memory.compiled_bytes(lowerings(run), run.placement, engine)
+  return tables
+
+
+def host_memory_tables(run: Parts) -> dict[str, Table]:
+  """Memory of all processes of a run on a host whose devices are its CPUs, by phase."""
+  config, shape = run.config, run.shape
+  warm_start, environment = config.warm_start, config.environment
+  workers = config.grading.num_workers or default_workers()
+  if environment.name:
+    workers += environment.processes or default_workers()
+  demonstrations = warm_start.batch_size, shape.max_prompt_length + shape.max_response_length
+  return memory.resident_bytes(
+    memory_tables(run, compiled=False),
+    run.model.config,
+    run.placement,
+    keeps_first_policy=bool(config.reference.kl_coefficient or config.diagnostics.every),
+    warm_start=demonstrations if warm_start.num_steps else None,
+    workers=workers,
+  )
+
+
+def fits(config: ml_collections.ConfigDict, topology: str | None) -> Callable[[], dict[str, Table]]:
+  """Builds a run as shapes; returns a function that prints its memory per chip, and if it fits.
+
+  It always prints an estimate by arithmetic. Given a topology, it also compiles the update and
+  generation for it and prints the compiler's numbers; this needs the compiler (extra `tpu`), but no
+  TPU.
+
+  Args:
+    config: of the run.
+    topology: kind and shape of the slice, such as "v5e:4x4"; None for the estimate only.
+  Returns:
+    A function that returns the tables that it printed, by title.
+  """
+  run = programs.build_for(config, topology)
+
+  def action() -> dict[str, Table]:
+    tables, mesh = memory_tables(run, compiled=topology is not None), run.placement.mesh
+    title = f"{topology or 'a mesh'} of {dict(mesh.shape)} ({mesh.size} chips)"
+    say(memory.format_tables(title, tables, find_chip(topology).hbm_gib if topology else None))
+    return tables
+
+  return action
+
+
+def costs(
+  config: ml_collections.ConfigDict,
+  topology: str,
+  folder: pathlib.Path | None,
+  *,
+  lengths: str = "longest",
+) -> Callable[[], dict[str, Cost]]:
+  """Builds a run as shapes; returns a function that prints what its programs cost per chip.
+
+  The update, and the last burst of the longest responses, are compiled for the topology. Dialogues
+  have a prefill after each reply.
+
+  Args:
+    config: of the run.
+    topology: kind and shape of the slice, such as "v5p:2x2x4".
+    folder: for costs_TOPOLOGY.json and .md; None writes nothing.
+    lengths: component of `costs.workload`: lengths of the prompts and responses of an update.
+  Returns:
+    A function that returns the costs of each program that fits into memory, by name; it raises
+    CostsError if one was not understood.
+  """
+  run = programs.build_for(config, topology)
+  placement, network, shape = run.placement, run.model.config, run.shape
+  packed, counts = count(run, lengths)
+  lowered = lowerings(run, packed)
+
+  def action() -> dict[str, Cost]:
+    measured = {
+      name: report.program_cost(name, lower, topology, counts) for name, lower in lowered.items()
+    }
+    found = {name: cost for name, cost in measured.items() if cost is not None}
+    conditions = {
+      "topology": topology,
+      "peaks of a chip": find_chip(topology)._asdict(),
+      "mesh": dict(placement.mesh.shape),
+      "model": config.model.checkpoint or config.model.preset,
+      "layers": network.num_layers,
+      "remat": network.remat,
+      "prompts": shape.prompts,
+      "group_size": shape.group_size,
+      "prompt_tokens": shape.max_prompt_length,
+      "response_tokens": shape.max_response_length,
+      "lengths": lengths,
+      "micro_batches": int(packed.num_micro_batches),
+      "too_large": sorted(lowered.keys() - found.keys()),
+      "jax": jax.__version__,
+      "compiler": placement.mesh.devices.flat[0].client.platform_version,
+    }
+    say(report.format_markdown(conditions, found))
+    if folder is not None:
+      report.write_report(folder, conditions, found)
+    return found
+
+  return action
