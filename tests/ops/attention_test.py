@@ -9,6 +9,7 @@ from rlvr_jax.ops import attention as module
 from rlvr_jax.ops.attention import Keys, attention
 
 P, G, S, T, N, K, H = 2, 3, 5, 4, 4, 2, 6
+attend = jax.jit(attention, static_argnames=("scale", "window", "soft_cap"))
 
 
 def _oracle(q, q_positions, segments, scale, window, soft_cap):
@@ -50,7 +51,7 @@ def _inputs(length=T, dtype=np.float64):
 def test_equals_a_direct_softmax(x64, window, soft_cap):
   queries, positions, segments = _inputs()
   settings = dict(scale=0.4, window=window, soft_cap=soft_cap)
-  ours = attention(queries, positions, segments, **settings)
+  ours = attend(queries, positions, segments, **settings)
   np.testing.assert_allclose(
     ours, _oracle(queries, positions, segments, **settings), rtol=1e-10, atol=1e-12
   )
@@ -75,7 +76,7 @@ def test_blocks_of_queries_change_neither_value_nor_gradient(x64, monkeypatch):
 def test_a_query_that_sees_no_key_is_finite():
   queries, positions, (prompt, _) = _inputs(dtype=np.float32)
   nothing = prompt._replace(positions=jnp.full_like(prompt.positions, -1))
-  out = attention(queries, positions, (nothing,), scale=1.0, window=2**30)
+  out = attend(queries, positions, (nothing,), scale=1.0, window=2**30)
   assert bool(jnp.all(jnp.isfinite(out)))
 
 

@@ -21,12 +21,18 @@ def tokens(lengths, seed=0):
   return [rng.normal(size=(2, length, K, H)) for length in lengths]
 
 
+# Op by op, each small operation would be a program of its own.
+of_prompts = jax.jit(Cache.of_prompts, static_argnums=(2, 3))
+stage, flush, flush_slot = map(jax.jit, (Cache.stage, Cache.flush, Cache.flush_slot))
+attend = jax.jit(cached_attention, static_argnames=("scale", "window", "soft_cap"))
+
+
 def filled(found):
   """A cache of these tokens: prompts at once, responses in bursts of `steps`."""
   prompts = np.zeros((2, len(found), SHAPE.prompt.tokens, K, H))
   for slot, length in enumerate(PROMPT):
     prompts[:, slot, :length] = found[slot][:, :length]
-  prompt = Cache.of_prompts(*map(jnp.asarray, prompts), SHAPE.prompt.size, jnp.float64)
+  prompt = of_prompts(*map(jnp.asarray, prompts), SHAPE.prompt.size, jnp.float64)
   axes = (K, SHAPE.response.number, len(found))
   response = Cache.zeros(axes, SHAPE.response.size, H, jnp.float64)
   for start in range(0, max(RESPONSE), SHAPE.steps):
@@ -34,11 +40,11 @@ def filled(found):
     for step in range(SHAPE.steps):
       at = np.minimum(PROMPT + start + step, [x.shape[1] - 1 for x in found])
       one = np.stack([x[:, i] for x, i in zip(found, at, strict=True)], axis=1)
-      staged = staged.stage(*map(jnp.asarray, one), jnp.int32(step))
+      staged = stage(staged, *map(jnp.asarray, one), jnp.int32(step))
     runs = RESPONSE > start
-    at_once = response.flush(staged, jnp.full(3, start), jnp.asarray(runs))
+    at_once = flush(response, staged, jnp.full(3, start), jnp.asarray(runs))
     for slot in np.flatnonzero(runs):
-      response = response.flush_slot(staged, jnp.int32(slot), jnp.int32(start))
+      response = flush_slot(response, staged, jnp.int32(slot), jnp.int32(start))
     jax.tree.map(np.testing.assert_array_equal, at_once, response)
   return prompt, response
 
@@ -61,10 +67,10 @@ def test_equals_a_direct_softmax(x64, window, soft_cap):
   staged = Cache.zeros((K, 3), SHAPE.steps, H, jnp.float64)
   for t in range(step + 1):
     one = np.stack([x[:, n + t] for x, n in zip(found, PROMPT + RESPONSE, strict=True)], axis=1)
-    staged = staged.stage(*map(jnp.asarray, one), jnp.int32(t))
+    staged = stage(staged, *map(jnp.asarray, one), jnp.int32(t))
   queries = np.random.default_rng(1).normal(size=(3, N, H))
   reach = Reach(jnp.asarray(PROMPT), jnp.asarray(RESPONSE))
-  ours = cached_attention(
+  ours = attend(
     jnp.asarray(queries), *filled(found), staged, reach, jnp.int32(step),
     scale=0.4, window=window, soft_cap=soft_cap,
   )  # fmt: skip

@@ -29,6 +29,14 @@ def multiply(x, kernels, choices, kind):
   return jnp.where(order.chosen[..., None], out, 0)
 
 
+@functools.partial(jax.jit, static_argnames="kind")
+def value_and_gradients(x, kernels, choices, cotangent, kind):
+  """The product, and what a cotangent of it is for x and for the kernels."""
+  of_floats = functools.partial(multiply, choices=choices, kind=kind)
+  out, pullback = jax.vjp(of_floats, x, kernels)
+  return out, *pullback(cotangent.astype(out.dtype))
+
+
 def looped(x, kernels, choices):
   padded = np.concatenate([kernels, np.zeros((1, D, F))])
   return np.einsum("nd,nkdf->nkf", x, padded[choices])
@@ -37,10 +45,9 @@ def looped(x, kernels, choices):
 @pytest.mark.parametrize("kind", ["reference", "blocks"])
 def test_values_and_gradients_are_those_of_a_loop(x64, kind):
   x, kernels, choices = draw_case()
-  out, pullback = jax.vjp(functools.partial(multiply, choices=choices, kind=kind), x, kernels)
+  cotangent = np.random.default_rng(1).normal(size=(*choices.shape, F))
+  out, into_x, into_kernels = value_and_gradients(x, kernels, choices, cotangent, kind)
   np.testing.assert_allclose(out, looped(x, kernels, choices), rtol=1e-12, atol=1e-12)
-  cotangent = np.random.default_rng(1).normal(size=out.shape)
-  into_x, into_kernels = pullback(jnp.asarray(cotangent))
   expected_x, expected_kernels = np.zeros_like(x), np.zeros_like(kernels)
   for (n, j), e in np.ndenumerate(choices):
     if e < E:
@@ -48,6 +55,16 @@ def test_values_and_gradients_are_those_of_a_loop(x64, kind):
       expected_kernels[e] += np.outer(x[n], cotangent[n, j])
   np.testing.assert_allclose(into_x, expected_x, rtol=1e-11, atol=1e-11)
   np.testing.assert_allclose(into_kernels, expected_kernels, rtol=1e-11, atol=1e-11)
+
+
+@jax.jit
+def emulated(rows, columns, kernels, sizes):
+  """The three kernels for TPUs, as an interpreter runs them."""
+  return (
+    megablox.multiply(rows, kernels, sizes, transposed=False, interpret=True),
+    megablox.multiply(columns, kernels, sizes, transposed=True, interpret=True),
+    megablox.multiply_outer(rows, columns, sizes, dtype=jnp.float32, interpret=True),
+  )
 
 
 def test_the_kernels_for_tpus_are_those_of_a_loop():
@@ -59,9 +76,7 @@ def test_the_kernels_for_tpus_are_those_of_a_loop():
   columns = jnp.cos(jnp.arange(len(rows) * F, dtype=jnp.float32)).reshape(-1, F)
   rows, columns = (jnp.where(used[:, None], x, jnp.nan) for x in (rows, columns))
   with jax.default_matmul_precision("highest"):
-    out = megablox.multiply(rows, kernels, sizes, transposed=False, interpret=True)
-    back = megablox.multiply(columns, kernels, sizes, transposed=True, interpret=True)
-    outer = megablox.multiply_outer(rows, columns, sizes, dtype=jnp.float32, interpret=True)
+    out, back, outer = emulated(rows, columns, kernels, sizes)
   assert 0 < used.mean() < 1
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
   close(out[used], np.einsum("md,mdf->mf", rows[used], kernels[group]))
@@ -75,8 +90,8 @@ def test_gradients_of_float32_kernels_are_not_rounded_to_bfloat16():
   x, kernels, choices = draw_case(dtype=np.float32)
   x = jnp.asarray(x, jnp.bfloat16)
   for kind in ("reference", "blocks"):
-    out, pullback = jax.vjp(functools.partial(multiply, choices=choices, kind=kind), x, kernels)
-    into_x, into_kernels = pullback(jnp.ones_like(out))
+    ones = jnp.ones((*choices.shape, F))
+    out, into_x, into_kernels = value_and_gradients(x, kernels, choices, ones, kind)
     assert (out.dtype, into_x.dtype, into_kernels.dtype) == (x.dtype, x.dtype, jnp.float32)
     expected = np.zeros((E, D))
     for (n, _), e in np.ndenumerate(choices):
@@ -117,9 +132,10 @@ def test_vmap_is_one_product_after_the_other(x64, kind):
   kernels = cases[0][1]
   loss = lambda kernels, x, choices: jnp.sum(jnp.sin(multiply(x, kernels, choices, kind)))
   x, choices = (np.stack([case[i] for case in cases]) for i in (0, 2))
-  found = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(kernels, x, choices)
+  found = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0, 0)))(kernels, x, choices)
+  one = jax.jit(jax.grad(loss))
   for gradient, case in zip(found, cases, strict=True):
-    expected = jax.grad(loss)(kernels, case[0], case[2])
+    expected = one(kernels, case[0], case[2])
     np.testing.assert_allclose(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -148,8 +164,10 @@ def test_decoding_fetches_the_chosen_experts_only_and_each_once():
   rng = np.random.default_rng(0)
   experts = np.argsort(rng.random((64, 100)), axis=1)[:, :8].astype(np.int32)
   experts[:8] = 128  # idle slots
-  order = grouped.order_by_group(jnp.asarray(experts), 128, kind="megablox")
-  (_, visited, _), count = make_group_metadata(
+  ordered = jax.jit(grouped.order_by_group, static_argnums=1, static_argnames="kind")
+  order = ordered(jnp.asarray(experts), 128, kind="megablox")
+  static = "m", "tm", "num_nonzero_groups", "visit_empty_groups"
+  (_, visited, _), count = jax.jit(make_group_metadata, static_argnames=static)(
     group_sizes=order.groups.sizes,
     m=len(order.choices),
     tm=grouped.TILE,

@@ -52,10 +52,14 @@ def case():
 
 
 def updated(transformation, params, *gradients):
-  state = transformation.init(params)
+  @jax.jit
+  def step(gradient, state, params):
+    updates, state = transformation.update(gradient, state, params)
+    return optax.apply_updates(params, updates), state
+
+  state = jax.jit(transformation.init)(params)
   for gradient in gradients:
-    updates, state = jax.jit(transformation.update)(gradient, state, params)
-    params = optax.apply_updates(params, updates)
+    params, state = step(gradient, state, params)
   return params
 
 
