@@ -32,6 +32,9 @@ SAMPLINGS = [
 ]
 
 
+distributed = jax.jit(distribution, static_argnums=1)
+
+
 def _inputs(seed=0, B=3, T=7, D=8, V=23, dtype=np.float32):
   rng = np.random.default_rng(seed)
   hidden = rng.normal(size=(B, T, D)).astype(dtype)
@@ -59,7 +62,7 @@ def _numpy_distribution(logits, sampling):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_distribution_equals_a_row_by_row_oracle(x64, sampling):
   logits = np.random.default_rng(1).normal(size=(4, 6, 30)) * 2
-  ours = np.asarray(distribution(jnp.asarray(logits), sampling))
+  ours = np.asarray(distributed(jnp.asarray(logits), sampling))
   np.testing.assert_allclose(ours, _numpy_distribution(logits, sampling), rtol=1e-12, atol=1e-12)
   np.testing.assert_allclose(np.exp(ours).sum(-1), 1.0, rtol=1e-12)
 
@@ -73,7 +76,7 @@ def test_every_field_has_an_effect_and_is_tested(field):
   assert others, f"add a Sampling with another {field} than {default} to SAMPLINGS"
   for sampling in others:
     without = dataclasses.replace(sampling, **{field: default})
-    differ = np.any(distribution(logits, sampling) != distribution(logits, without))
+    differ = np.any(distributed(logits, sampling) != distributed(logits, without))
     assert differ, f"{field} of {sampling} has no effect in `distribution`"
 
 
@@ -83,8 +86,16 @@ def test_greedy_distribution_puts_all_mass_on_the_first_largest():
   np.testing.assert_array_equal(out, [[-np.inf, 0.0, -np.inf, -np.inf]])
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("chunk_rows", [pytest.param(1, marks=pytest.mark.slow), 5, None])
+def _chunks_and_samplings():
+  """Chunks of five rows with every sampling; others with all settings at once, or, slow, every."""
+  for sampling in SAMPLINGS:
+    yield 5, sampling
+    yield pytest.param(1, sampling, marks=pytest.mark.slow)
+    is_last = sampling == SAMPLINGS[-1]
+    yield pytest.param(None, sampling, marks=[] if is_last else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("chunk_rows", "sampling"), _chunks_and_samplings())
 def test_value_and_gradient_equal_those_of_full_logits(x64, sampling, chunk_rows):
   hidden, kernel, tokens = _inputs(dtype=np.float64)
   weights = jnp.asarray(np.random.default_rng(2).normal(size=(2, *tokens.shape)))
@@ -105,7 +116,7 @@ def test_value_and_gradient_equal_those_of_full_logits(x64, sampling, chunk_rows
     entropy = -jnp.sum(p * logp, axis=-1)
     return jnp.sum(weights[0] * logprobs + weights[1] * entropy), (logprobs, entropy)
 
-  grad = lambda f: jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(hidden, kernel)
+  grad = lambda f: jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(hidden, kernel)
   (value, parts), gradients = grad(ours)
   (expected, expected_parts), expected_gradients = grad(full)
   np.testing.assert_allclose(value, expected, rtol=1e-10)
@@ -155,7 +166,7 @@ def test_what_the_gram_matrix_needs_of_the_same_pass(x64, soft_cap, chunk_rows):
     return -jax.nn.log_softmax(capped(product) / temperature)[token]
 
   product = hidden @ kernel
-  derivatives = jax.vmap(jax.vmap(jax.grad(negative_logprob)))(product, tokens)
+  derivatives = jax.jit(jax.vmap(jax.vmap(jax.grad(negative_logprob))))(product, tokens)
   head, sampling = Head(kernel, scale, soft_cap), Sampling(temperature=temperature)
   found = token_statistics(
     hidden, head, tokens, sampling, projection=projection, chunk_rows=chunk_rows
