@@ -56,7 +56,8 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     stack.enter_context(multihost.silence_all_but_first())
     eval_folder, files = open_workdir(workdir, enter)
     local = eval_folder.local
-    multihost.run_on_first(lambda: _check_config(eval_folder, files, parts, folder), None)
+    config = json.loads(parts.config.to_json_best_effort()) | {"evaluated": str(folder or "")}
+    multihost.run_on_first(lambda: _check_config(eval_folder, files, json.dumps(config)), None)
     count = lambda: _count_complete_problems(local, num_problems, c.batch_prompts, eval_folder.path)
     done = multihost.exchange(multihost.run_on_first(count, 0))[0]
     if done < num_problems:
@@ -103,11 +104,10 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     return values
 
 
-def _check_config(workdir: Workdir, files: StartFiles, parts: Parts, folder: Path | None) -> None:
+def _check_config(workdir: Workdir, files: StartFiles, config_json: str) -> None:
   """Raises WorkdirError unless the workdir is new or belongs to the same evaluation."""
   workdir.fetch()
-  config = json.loads(parts.config.to_json_best_effort()) | {"evaluated": str(folder or "")}
-  files.check_config(json.dumps(config), _MAY_DIFFER)
+  files.check_config(config_json, _MAY_DIFFER)
 
 
 def _count_complete_problems(workdir: Path, num_problems: int, batch_size: int, shown: Path) -> int:

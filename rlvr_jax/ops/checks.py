@@ -10,6 +10,9 @@ from typing import Any
 MAX_SCORE = 1e30  # of a reward, which is a float32 and may be summed
 
 
+MAX_INT32 = 2**31 - 1  # of indices and counters on the devices
+
+
 def check_between(
   owner: str,
   name: str,

@@ -13,6 +13,7 @@ __all__ = [
   "programs",
   "recorded",
   "sampler",
+  "sources",
   "staleness",
   "store",
 ]

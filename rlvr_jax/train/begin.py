@@ -11,6 +11,7 @@ from rlvr_jax.data.draws import problem_draws
 from rlvr_jax.rollouts.answers import Answers
 from rlvr_jax.rollouts.batches import Batches, BatchSettings, Inputs, Position
 from rlvr_jax.rollouts.sampler import SWITCH, LocalSampler, SamplerSettings, ThreadSampler
+from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.cluster import multihost, sharding
@@ -23,9 +24,8 @@ from rlvr_jax.train.generation.surroundings import RunSurroundings
 from rlvr_jax.train.loop import Plan, Run, RunState, evaluate, save
 from rlvr_jax.train.reporting.log import RunLog
 from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.setup.behavior_sources import Sources
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.checks import scores_partly, shaped_outcomes
+from rlvr_jax.train.setup.grading import scores_partly, shaped_outcomes
 from rlvr_jax.train.setup.initial_params import Frozen
 from rlvr_jax.train.start.restore import Resumed, describe_layout
 from rlvr_jax.train.start.rows import RunRows

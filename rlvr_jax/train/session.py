@@ -204,10 +204,10 @@ def open_session(
     else:
       stateful = jax.tree.leaves(placement.state.advantage_state)
       entropy = run.first_entropy(params) if stateful else 0.0
-      state = parameters.first_state(
-        parts.method, placement.state, params, entropy, start=config.start
+      now = begin(
+        run,
+        parameters.first_state(parts.method, placement.state, params, entropy, start=config.start),
       )
-      now = begin(run, state)
     del params, warm, resumed  # the run keeps what it needs
     if config.fleet.samplers:
       identity = identify(in_json, may_differ, parts.task.train, parts.tokenizer)

@@ -9,8 +9,8 @@ from train import tiny
 
 from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.packing import row_layout
+from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.setup.build import build
-from rlvr_jax.train.setup.placement import Placement
 
 
 class RecordingPlacement(Placement):

@@ -20,6 +20,7 @@ from rlvr_jax.rollouts import batches, staleness
 from rlvr_jax.rollouts.answers import Answers
 from rlvr_jax.rollouts.batches import FingerprintError
 from rlvr_jax.rollouts.sampler import SamplerStoppedError
+from rlvr_jax.rollouts.sources import Source, Sources
 from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore, StoreError, TornShardError
 from rlvr_jax.train import begin, loop
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
@@ -30,7 +31,6 @@ from rlvr_jax.train.reporting.log import RunLog
 from rlvr_jax.train.reporting.writer import open_writer, stage_summary
 from rlvr_jax.train.session import logged_run
 from rlvr_jax.train.setup import build as building
-from rlvr_jax.train.setup.behavior_sources import Source, Sources
 from rlvr_jax.train.setup.programs import PlacedModel, make_behavior_gap
 from rlvr_jax.train.start import parameters, restore
 from rlvr_jax.types import Sampling

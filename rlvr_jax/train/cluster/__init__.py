@@ -3,6 +3,7 @@
 __all__ = [
   "control",
   "multihost",
+  "placement",
   "process",
   "sharding",
   "waiting",

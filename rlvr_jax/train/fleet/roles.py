@@ -30,6 +30,7 @@ from rlvr_jax.rollouts.answers import EnvironmentStoppedError
 from rlvr_jax.rollouts.grading import sampled_places
 from rlvr_jax.rollouts.group import Draw, Group, Policy, decode, encode
 from rlvr_jax.rollouts.sampler import LocalSampler, SamplerStoppedError
+from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.storage.objects import open_objects
 from rlvr_jax.storage.places import Workdir, in_bucket
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, differing_fields, read_config
@@ -49,7 +50,6 @@ from rlvr_jax.train.fleet.policies import (
 from rlvr_jax.train.generation.agreement import AgreementError, Compared
 from rlvr_jax.train.generation.policies import Policies
 from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.setup.behavior_sources import Sources
 from rlvr_jax.train.setup.grading import named_graders, used_graders
 from rlvr_jax.train.start.restore import SOURCES_FILE, restore_sources
 from rlvr_jax.types import Params

@@ -14,8 +14,8 @@ from rlvr_jax.rollouts.batch import drop_scores, train_batch, with_equal_names
 from rlvr_jax.rollouts.batches import join_measurements
 from rlvr_jax.rollouts.grading import FOREIGN
 from rlvr_jax.rollouts.group import Group, Policy
-from rlvr_jax.train.setup.behavior_sources import Source, Sources
-from rlvr_jax.train.setup.placement import Placement
+from rlvr_jax.rollouts.sources import Source, Sources
+from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.setup.programs import Programs
 from rlvr_jax.types import Params
 from rlvr_jax.update.agreement import Gap, draw_z

@@ -12,10 +12,10 @@ import numpy as np
 
 from rlvr_jax.rollouts.batches import Batch, FingerprintError
 from rlvr_jax.rollouts.group import Policy
+from rlvr_jax.rollouts.sources import Source, Sources
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.behavior_sources import Source, Sources
-from rlvr_jax.train.setup.placement import Placement
+from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.types import Array, Params
 
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from rlvr_jax.rollouts.grading import sampled_places
 from rlvr_jax.rollouts.group import Group, join
+from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.reporting.progress import warn
-from rlvr_jax.train.setup.behavior_sources import Sources
-from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.types import Array, Params, Prompts
 
 

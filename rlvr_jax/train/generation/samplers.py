@@ -15,10 +15,10 @@ from rlvr_jax.rollouts.sampler import (
   SamplerSettings,
   SamplingSource,
 )
+from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train.generation.policies import Policies, keeps_several
 from rlvr_jax.train.generation.printing import Printer, keep_alive
-from rlvr_jax.train.setup.behavior_sources import Sources
 from rlvr_jax.types import Params
 
 

@@ -14,13 +14,13 @@ from rlvr_jax.rollouts.batch import train_batch
 from rlvr_jax.rollouts.batches import Batch, Measured, token_versions
 from rlvr_jax.rollouts.grading import sampled_places
 from rlvr_jax.rollouts.group import Group
+from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.rollouts.staleness import RecordedRun
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.generation import agreement, raw_logprobs
 from rlvr_jax.train.generation.policies import Policies
 from rlvr_jax.train.reporting import progress
 from rlvr_jax.train.reporting.log import RunLog
-from rlvr_jax.train.setup.behavior_sources import Sources
 from rlvr_jax.train.setup.programs import Programs
 from rlvr_jax.train.start.rows import RunRows
 

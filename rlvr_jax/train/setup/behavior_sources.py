@@ -1,13 +1,12 @@
-"""The policies that sample a batch: the trained policy, and others for a fraction of the groups."""
+"""Makes the policies that sample a batch from `config.sources`."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import ml_collections
@@ -21,8 +20,8 @@ from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated
-from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.rollouts.recorded import RecordedGroups
+from rlvr_jax.rollouts.sources import OfAnotherRun, Source, Sources
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.sampling import LEAST_TEMPERATURE, sampling_of
 from rlvr_jax.storage.places import parse_path
@@ -41,83 +40,46 @@ AT_TEMPERATURE_1 = Sampling()  # the distribution of "raw"
 MAX_GAP = {"highest": 1e-4, "default": 5e-2}
 
 
-class Source(NamedTuple):
-  """A policy that samples some groups of every batch."""
+def make_sampling(
+  settings: ml_collections.ConfigDict, vocab_size: int, *, allow_truncated: bool
+) -> Sampling:
+  """The distribution that rollouts are sampled from.
 
-  name: str
-  prompts: int  # number of groups in every batch
-  sampling: Sampling  # the distribution of its log-probabilities
-  engine: EnginePrograms | None = None  # samples from it
-  recorded: RecordedGroups | None = None  # instead of an engine
-  # (trained, frozen) of the trained policy → (trained, frozen) of this source
-  params_of: Callable[[Params, Params], tuple[Params, Params]] = lambda *policy: policy
-  # The checkpoint step or the batch numbers that a resumed run must use again; JSON.
-  pin: Any = None
-  of_this_run: bool = True  # whether its parameters derive from the trained policy's
-  # Mean gap of log-probabilities, in nats per token, above which a run stops. Only a source that
-  # samples with the policy's own parameters must agree with the trainer; others must be finite.
-  max_gap: float = sys.float_info.max
-  raw: bool = False  # records log-probabilities at temperature 1 as the behavior policy's
-
-  @property
-  def programs(self) -> EnginePrograms:
-    """What samples from it.
-
-    Raises:
-      ValueError: its rollouts are recorded.
-    """
-    if self.engine is None:
-      raise ValueError(f"the source {self.name} is recorded: nothing samples from it")
-    return self.engine
-
-  @property
-  def truncated(self) -> bool:
-    """Whether top-k, top-p or min-p truncates the distribution that is sampled."""
-    return is_truncated(self.sampling) if self.recorded is None else self.recorded.truncated
-
-  @property
-  def shaped(self) -> bool:
-    """Whether recorded rewards may be other than 0 and 1."""
-    return self.recorded is not None and self.recorded.shaped
+  Args:
+    settings: `config.sampling`.
+    vocab_size: V.
+    allow_truncated: `config.allow_truncated_behavior`.
+  Raises:
+    ValueError: sampling is greedy, or truncated without being allowed.
+  """
+  sampling = sampling_of(settings)
+  check_sampling("config.sampling", sampling, vocab_size)
+  if sampling.temperature == 0:
+    raise ValueError(
+      "config.sampling.temperature = 0: greedy rollouts have no density to train on; set it > 0"
+    )
+  if is_truncated(sampling) and not allow_truncated:
+    plain = dataclasses.replace(Sampling(), temperature=sampling.temperature)
+    changed = [name for name, value in vars(sampling).items() if value != getattr(plain, name)]
+    named = lambda s: ", ".join(f"{name} = {getattr(s, name)}" for name in changed)
+    raise ValueError(
+      f"config.sampling.{named(sampling)}: training on truncated sampling biases the ratio (its"
+      f" mean is the kept mass). Set {named(plain)}, or config.allow_truncated_behavior = True"
+      " to allow it"
+    )
+  return sampling
 
 
-class Sources(tuple[Source, ...]):
-  """The policies that sample the groups of every batch, in this order; recorded groups are last."""
+def make_held_out_sampling(settings: ml_collections.ConfigDict, vocab_size: int) -> Sampling:
+  """The distribution of evaluations.
 
-  @property
-  def quotas(self) -> list[int]:
-    """Groups of a batch, by source."""
-    return [source.prompts for source in self]
-
-  @property
-  def live(self) -> list[Source]:
-    """Those that sample."""
-    return [source for source in self if source.recorded is None]
-
-  @property
-  def num_live(self) -> int:
-    """Groups of a batch that are sampled."""
-    return sum(source.prompts for source in self.live)
-
-  @property
-  def recorded(self) -> RecordedGroups | None:
-    """The recorded groups, if there are any."""
-    return self[-1].recorded
-
-  @property
-  def num_recorded(self) -> int:
-    """Groups of a batch that are recorded."""
-    return sum(self.quotas) - self.num_live
-
-  @property
-  def truncated(self) -> bool:
-    """Whether top-k, top-p or min-p truncates any of the distributions that are sampled."""
-    return any(source.truncated for source in self)
-
-  @property
-  def shaped(self) -> bool:
-    """Whether recorded rewards may be other than 0 and 1."""
-    return any(source.shaped for source in self)
+  Args:
+    settings: `config.evaluation.sampling`.
+    vocab_size: V.
+  """
+  sampling = sampling_of(settings)
+  check_sampling("config.evaluation.sampling", sampling, vocab_size)
+  return sampling
 
 
 def groups_by_source(fractions: Mapping[str, float], num_prompts: int) -> dict[str, int]:
@@ -170,6 +132,7 @@ def make_sources(
     ValueError: with the field, its value, what is allowed and how to fix it.
   """
   settings, sampling = config.sources, sampling_of(config.sampling)
+  check_between("config", "max_behavior_gap", config.max_behavior_gap, low=0.0)
   check_choice("config.sources.quantized", "format", settings.quantized.format, quantized.FORMATS)
   shifted = dataclasses.replace(sampling, temperature=settings.temperature.temperature)
   _check_recorded_temperature(settings.temperature, config.policy_temperature)
@@ -189,18 +152,17 @@ def make_sources(
   def rounded(name: str, prompts: int) -> Source:
     @jax.jit
     def copy(trained, frozen):
-      return quantized.quantize(
-        merge_low_rank(model.combine(trained, frozen)), settings.quantized.format
-      )
+      merged = merge_low_rank(model.combine(trained, frozen))
+      return quantized.quantize(merged, settings.quantized.format), {}
 
     decoded = quantized.adapt_to_quantized(
       model, settings.quantized.format, decode_rounded=sampling_platform(model) != "cpu"
     )
     engine = engines.make(decoded, sampling, prompts=prompts)
-    return Source(name, prompts, sampling, engine, params_of=lambda *policy: (copy(*policy), {}))
+    return Source(name, prompts, sampling, engine, params_of=copy)
 
   def checkpoint(name: str, prompts: int) -> Source:
-    other, step, params = other_policy(
+    other, step, read = other_policy(
       settings.checkpoint, config.tokenizer, model, mesh, pins.get(name)
     )
     if needs_routes and other.config.mixture != model.config.mixture:
@@ -211,8 +173,9 @@ def make_sources(
         " fit; choose another, or set config.model.routing = 'recomputed' and record_routes = False"
       )
     engine = engines.make(other, sampling, prompts=prompts)
-    source = Source(name, prompts, sampling, engine, of_this_run=False)
-    return source._replace(params_of=lambda *_: (params(), {}), pin=step)
+    return Source(
+      name, prompts, sampling, engine, params_of=OfAnotherRun(read), pin=step, of_this_run=False
+    )
 
   def recorded(name: str, prompts: int) -> Source:
     # How it was sampled is not known here; its gap is measured to the target policy.
@@ -313,7 +276,7 @@ def recorded_groups(
 def other_policy(
   settings: ml_collections.ConfigDict, tokenizer: str, model: Model, mesh: Mesh, step: int | None
 ) -> tuple[Model, int, Callable[[], Params]]:
-  """(another run's model, the step of its checkpoint, a function that loads its parameters once).
+  """(another run's model, the step of its checkpoint, a function that reads its parameters).
 
   Args:
     settings: `config.sources.checkpoint`, with the `workdir` of that run, and the `step`, −1 for
@@ -352,8 +315,7 @@ def other_policy(
   model_config = dataclasses.replace(model_config, expert_products=model.config.expert_products)
   other = transformer(model_config, sharding.make_layout(mesh))
   abstract = sharding.add_shardings(jax.eval_shape(other.init, jax.random.key(0)), mesh)
-  read = lambda: read_params(workdir / "checkpoints" / str(step), abstract)
-  return other, step, functools.cache(read)
+  return other, step, functools.partial(read_params, workdir / "checkpoints" / str(step), abstract)
 
 
 def max_gap(

@@ -24,24 +24,31 @@ from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.aggregate import AGGREGATIONS
-from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.checks import MAX_INT32, check_between, check_choice, check_integer
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.answers import Answers
 from rlvr_jax.rollouts.grading import Grading
 from rlvr_jax.rollouts.packing import RowLayout, layout_of_few
+from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.rollouts.store import StoreError
-from rlvr_jax.sampling import LEAST_TEMPERATURE, sampling_of
+from rlvr_jax.sampling import LEAST_TEMPERATURE
 from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.setup import checks
-from rlvr_jax.train.setup.behavior_sources import Sources, make_sources
+from rlvr_jax.train.setup.behavior_sources import (
+  make_held_out_sampling,
+  make_sampling,
+  make_sources,
+)
+from rlvr_jax.train.setup.checks import generates_separately
 from rlvr_jax.train.setup.compiler_options import (
   CompilerOptions,
-  add_defaults,
-  check_compiler_options,
-  parse_compiler_options,
+  make_compiler_options,
 )
+from rlvr_jax.train.setup.component_checks import check_optimizer, check_update
 from rlvr_jax.train.setup.engines import (
+  ROUTINGS,
   Engines,
   TrainerLayout,
   bytes_per_restored_parameter,
@@ -52,11 +59,10 @@ from rlvr_jax.train.setup.engines import (
 from rlvr_jax.train.setup.grading import (
   check_environment,
   make_answers,
-  make_outcome_policy,
+  make_grading,
   with_graders,
 )
 from rlvr_jax.train.setup.initial_params import InitialParams, make_lora, network_identity
-from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.problem_filters import describe_long_texts, limit_lengths
 from rlvr_jax.train.setup.programs import (
   PlacedModel,
@@ -76,6 +82,8 @@ from rlvr_jax.train.setup.tokenizers import make_tokenizer
 from rlvr_jax.types import BatchShape, Params
 from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import REFERENCE_KL_ESTIMATORS, Method
+
+_MAX_UPDATES = 10_000_000  # schedules are planned for all updates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +134,13 @@ def build(
   mesh = mesh or sharding.make_mesh(**config.mesh)
   config = config.copy_and_resolve_references()
   config.mesh.update(mesh.shape)  # in place of -1, so that a resumed run has the same mesh
-  checks.check_shapes(config, mesh)
   shape = batch_shape(config)
-  outcome_policy = make_outcome_policy(config.grading.outcomes)
+  warm_start = warm_start_optimizer(config.warm_start)
+  checks.check_shapes(config, mesh)
+  checks.check_dynamic_sampling(config.dynamic_sampling, shape.group_size)
   tokenizer = tokenizer or make_tokenizer(config.tokenizer, config.prompts, config.model.checkpoint)
   check_environment(config.environment, tokenizer)
+  grading = make_grading(config.grading.outcomes, config.overlong, tokenizer, shape)
   adapters = make_lora(config.lora)
   network = make_network(config.model, config.tokenizer, tokenizer.vocab_size)
   network = choose_loop_of_layers(network, mesh, config.model)
@@ -138,38 +148,36 @@ def build(
     make_model, network, adapters, shape, tokens_per_row=config.batch.tokens_per_row
   )
   model = make_model_on(mesh)
-  checks.check_routing(config, model.config)
   checks.check_heads(model.config, mesh)
   if long_texts := describe_long_texts(config.model.checkpoint, shape):
     logging.warning("%s", long_texts)
-  sampling = sampling_of(config.sampling)
-  held_out_sampling = sampling_of(config.evaluation.sampling)
-  checks.check_samplings(
-    sampling,
-    held_out_sampling,
-    model.config.vocab_size,
-    allow_truncated=config.allow_truncated_behavior,
+  vocab_size = model.config.vocab_size
+  sampling = make_sampling(
+    config.sampling, vocab_size, allow_truncated=config.allow_truncated_behavior
   )
+  held_out_sampling = make_held_out_sampling(config.evaluation.sampling, vocab_size)
   schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
-  checks.check_new_weights(config, schedule)
+  checks.check_new_weights(
+    config.schedule,
+    schedule,
+    config.fleet,
+    is_raw=config.sources.temperature.recorded == "raw",
+    routing=routing_of(config.model),
+  )
   if config.fleet.samplers:
-    checks.check_fleet(config, schedule)
+    checks.check_fleet(
+      config.schedule, schedule, config.fleet, config.sources, config.generation_mesh
+    )
   else:
-    check_real_time(config.schedule, schedule, config.mesh, config.generation_mesh)
+    checks.check_real_time(config.schedule, schedule, config.mesh, config.generation_mesh)
   sampler = make_sampler(config.generation_mesh, model, mesh, make_model_on)
   compared = make_compared(sampler, model, mesh, make_model_on)
-  compiler_options = parse_compiler_options(config.compiler_options)
-  check_compiler_options("config.compiler_options.training", compiler_options.training, mesh)
-  check_compiler_options(
-    "config.compiler_options.generation", compiler_options.generation, sampler.mesh
-  )
-  compiler_options = add_defaults(compiler_options, mesh, sampler.mesh)
+  compiler_options = make_compiler_options(config.compiler_options, mesh, sampler.mesh)
   method = make_method(config, model, mesh)
   base = abstract_params(model, mesh)
   trained = trained_params(adapters, base)
-  warm_start = warm_start_optimizer(config.warm_start)
-  checks.check_optimizer("config", config.optimizer, method.optimizer, trained)
-  checks.check_optimizer("config.warm_start", config.warm_start.optimizer, warm_start, trained)
+  check_optimizer("config", config.optimizer, method.optimizer, trained)
+  check_optimizer("config.warm_start", config.warm_start.optimizer, warm_start, trained)
   state = abstract_state(method, trained, mesh)
   if only_samples:
     per_parameter = bytes_per_restored_parameter(
@@ -191,7 +199,7 @@ def build(
   )
   make_pinned = functools.partial(make_sources, config, *sampler, tokenizer, shape, engines)
   sources = make_pinned(pins={})
-  checks.check_repeats(config, schedule, sources)
+  checks.check_repeats(config.fleet.new_weights, schedule, sources)
   method = method._replace(sources=tuple(source.name for source in sources))
   row_layout = make_row_layout(config.batch, shape, model.config.attention, mesh)
   placement = Placement(
@@ -208,7 +216,7 @@ def build(
     scored_groups=scored_groups(row_layout, shape, sampler.mesh),
   )
   diagnose = make_measure(config.diagnostics, method, make_gram(config.gram))
-  checks.check_update(
+  check_update(
     method,
     placement,
     shape,
@@ -217,7 +225,23 @@ def build(
     diagnose=diagnose if config.diagnostics.every else None,
     has_turns=bool(config.environment.name),
   )
-  checks.check_rewards(config, method, outcome_policy, sources)
+  if method.advantage.needs_binary:
+    checks.check_binary(
+      config.advantage,
+      grading,
+      sources,
+      extra=config.grading.extra,
+      store=config.sources.recorded.store,
+      environment=config.environment.name,
+    )
+  if method.advantage.per_token is not None:
+    checks.check_advantage_of_turns(
+      config.advantage,
+      config.reweighting,
+      config.loss,
+      has_turns=bool(config.environment.name or config.sources.recorded.fraction),
+      of_responses=method.loss.of_responses,
+    )
   task = with_graders(config.grading, config.evaluation.grader, task or make_task(config.task))
   task = limit_lengths(
     task,
@@ -231,13 +255,7 @@ def build(
     shape=shape,
     task=task,
     tokenizer=tokenizer,
-    grading=Grading(
-      tokenizer=tokenizer,
-      max_prompt_length=shape.max_prompt_length,
-      outcome_policy=outcome_policy,
-      overlong_buffer=config.overlong.buffer,
-      overlong_filter=config.overlong.filter,
-    ),
+    grading=grading,
     make_answers=functools.partial(make_answers, config.environment, tokenizer),
     model=model,
     lora=adapters,
@@ -273,12 +291,21 @@ def build(
 
 
 def batch_shape(config: ml_collections.ConfigDict) -> BatchShape:
-  """The shape of the largest training batch."""
+  """The shape of the largest training batch.
+
+  Raises:
+    ValueError: a size is out of range.
+  """
+  batch = config.batch
+  for name, low in (
+    ("prompts", 1), ("group_size", 1), ("tokens_per_row", 0), ("tokens_per_micro_batch", 0)
+  ):  # fmt: skip
+    check_integer("config.batch", name, batch[name], low=low, high=MAX_INT32)
+  check_integer("config", "max_prompt_length", config.max_prompt_length, low=1, high=MAX_INT32)
+  # At least 2: a stop token alone is not an answer.
+  check_integer("config", "max_response_length", config.max_response_length, low=2, high=MAX_INT32)
   return BatchShape(
-    config.batch.prompts,
-    config.batch.group_size,
-    config.max_prompt_length,
-    config.max_response_length,
+    batch.prompts, batch.group_size, config.max_prompt_length, config.max_response_length
   )
 
 
@@ -333,11 +360,6 @@ def make_compared(
   sizes |= {"fsdp": sizes["fsdp"] * sizes["tensor"] // tensor, "tensor": tensor}
   other = sharding.rearrange(sampler.mesh, **sizes, field="generation_mesh")
   return PlacedModel(make_model_on(other, sampler.mesh), other)
-
-
-def generates_separately(settings: ml_collections.ConfigDict) -> bool:
-  """Whether `config.generation_mesh` has devices of its own."""
-  return any(settings[axis] for axis in sharding.AXES) and not settings.get("same_devices", False)
 
 
 def abstract_params(model: Model, mesh: Mesh) -> Params:
@@ -427,39 +449,12 @@ def _field_of(value: Any, owner: str, fields: Mapping[str, Any]) -> str:
 
 def make_schedule(name: str, *, num_updates: int, seed: int) -> staleness.Schedule:
   """The staleness schedule of `config.schedule`, for a run."""
+  check_integer("config", "num_updates", num_updates, low=0, high=_MAX_UPDATES)
   run_values = dict(num_updates=num_updates, seed=seed)
   try:
     return specs.make("config.schedule", staleness, name, staleness.Schedule, **run_values)
   except StoreError as error:
     raise ValueError(f"config.schedule = {name!r}: {error}") from error
-
-
-def check_real_time(
-  name: str,
-  schedule: staleness.Schedule,
-  mesh: ml_collections.ConfigDict,
-  generation_mesh: ml_collections.ConfigDict,
-) -> None:
-  """Raises ValueError if generation would run beside updates on the same devices of a mesh.
-
-  Args:
-    name: `config.schedule`.
-    schedule: of the run.
-    mesh, generation_mesh: those sections of the configuration.
-  """
-  if not schedule.threaded:
-    return
-  if jax.process_count() > 1:
-    raise ValueError(
-      f"config.schedule = {name!r} needs all devices in one process, this run has"
-      f" {jax.process_count()}; choose simulated_asynchronous, or run one process"
-    )
-  if math.prod(mesh.to_dict().values()) > 1 and not generates_separately(generation_mesh):
-    # Two threads could dispatch programs that wait for each other on the same devices.
-    raise ValueError(
-      f"config.schedule = {name!r} on config.mesh = {mesh.to_dict()} needs separate devices for"
-      " generation; set config.generation_mesh, for example config.generation_mesh.data = 1"
-    )
 
 
 def make_generation_mesh(settings: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
@@ -487,6 +482,8 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
       " has none; set it to 0, or choose a mixture (docs/experts.md)"
     )
   check_between("config", "policy_temperature", config.policy_temperature, low=LEAST_TEMPERATURE)
+  check_integer("config", "proximal_every", config.proximal_every, low=0, high=MAX_INT32)
+  _check_routing(config.model, model.config, config.gram, config.diagnostics.compared)
   make = lambda field, package, kind: specs.make(f"config.{field}", package, config[field], kind)
   reweighter = make("reweighting", reweighting, reweighting.Reweighting)
   return Method(
@@ -496,7 +493,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     advantage=make("advantage", advantages, advantages.Advantage),
     coefficient_metrics=gradient_masses,
     reweighting=reweighter,
-    loss=make_loss(config.loss, config.correction),
+    loss=make_loss(config.loss, config.correction, config.proximal_every),
     gram=make_gram(config.gram) if reweighter.needs_gram else None,
     gram_context=gram_context(model, mesh, config.policy_temperature),
     aggregation=config.aggregation,
@@ -513,16 +510,56 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
   )
 
 
-def make_loss(name: str, correction: str) -> losses.Loss:
-  """The loss of `config.loss`, corrected as `config.correction` says."""
+def make_loss(name: str, correction: str, proximal_every: int) -> losses.Loss:
+  """The loss of `config.loss`, corrected as `config.correction` says.
+
+  Args:
+    name, correction, proximal_every: those fields of the configuration.
+  """
   loss = specs.make("config.loss", losses, name, losses.Loss)
   made = specs.make("config.correction", corrections, correction, corrections.Correction)
   try:
-    return corrections.corrected(loss, made)
+    loss = corrections.corrected(loss, made)
   except ValueError as error:
     raise ValueError(
       f"config.correction = {correction!r} with config.loss = {name!r}: {error}"
     ) from error
+  if proximal_every and not loss.needs_proximal:
+    raise ValueError(
+      f"config.proximal_every = {proximal_every}, but config.loss = {name!r} has no proximal"
+      " policy; set it to 0, or choose decoupled_ppo or a correction, such as config.correction ="
+      " 'tis'"
+    )
+  return loss
+
+
+def _check_routing(
+  settings: ml_collections.ConfigDict, network: TransformerConfig, gram: str, compared: str
+) -> None:
+  """Raises ValueError if routes are to be recorded or replayed where that is not possible.
+
+  Args:
+    settings: `config.model`.
+    network: of the policy.
+    gram: `config.gram`.
+    compared: `config.diagnostics.compared`.
+  """
+  routing = routing_of(settings)
+  check_choice("config.model", "routing", routing, ROUTINGS)
+  if records_routes(settings) and not network.num_experts:
+    field = "routing = 'replayed'" if routing == "replayed" else "record_routes = True"
+    raise ValueError(
+      f"config.model.{field} needs a mixture, but num_experts = 0; choose one (docs/experts.md), or"
+      " set routing = 'recomputed' and record_routes = False"
+    )
+  single = gram if gram.startswith("per_rollout") else ""
+  if routing == "replayed" and (single or compared):
+    field, other = ("gram", "streaming") if single else ("diagnostics.compared", "")
+    raise ValueError(
+      f"config.{field} = {single or compared!r} differentiates rollouts one by one, which is not"
+      " offered with config.model.routing = 'replayed'; set it to"
+      f" {other!r}, or routing = 'recomputed'"
+    )
 
 
 def gram_context(model: Model, mesh: Mesh, temperature: float) -> geometry.GramContext:
@@ -564,4 +601,7 @@ def make_optimizer(
 
 def warm_start_optimizer(settings: ml_collections.ConfigDict) -> optax.GradientTransformation:
   """The optimizer of `config.warm_start`."""
+  check_integer("config.warm_start", "num_steps", settings.num_steps, low=0, high=_MAX_UPDATES)
+  if settings.num_steps:
+    check_integer("config.warm_start", "batch_size", settings.batch_size, low=1, high=MAX_INT32)
   return make_optimizer("config.warm_start", settings, settings.num_steps)[1]

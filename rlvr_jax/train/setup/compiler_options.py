@@ -43,6 +43,23 @@ _ON_GPUS = CompilerOptions(
 )
 
 
+def make_compiler_options(
+  settings: ml_collections.ConfigDict, training: Mesh, generation: Mesh
+) -> CompilerOptions:
+  """The options of a run.
+
+  Args:
+    settings: `config.compiler_options`.
+    training, generation: the meshes of updates and of rollouts.
+  Raises:
+    ValueError: a text is not a list of options, or the compiler does not accept one.
+  """
+  options = parse_compiler_options(settings)
+  check_compiler_options("config.compiler_options.training", options.training, training)
+  check_compiler_options("config.compiler_options.generation", options.generation, generation)
+  return add_defaults(options, training, generation)
+
+
 def add_defaults(configured: CompilerOptions, training: Mesh, generation: Mesh) -> CompilerOptions:
   """The configured options, and those that suit the devices where none are configured.
 

@@ -15,6 +15,7 @@ from rlvr_jax.data import Tokenizer
 from rlvr_jax.models import memory
 from rlvr_jax.models.functional import Model
 from rlvr_jax.ops.caches import CacheShape, choose_cache
+from rlvr_jax.ops.checks import MAX_INT32, check_integer
 from rlvr_jax.rollouts.decoder import slot_bytes
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding, waiting
@@ -180,6 +181,7 @@ def choose_slots(
   Raises:
     ValueError: the devices have no memory for a slot, or for as many as are configured.
   """
+  check_integer("config.sampling", "slots", configured, low=0, high=MAX_INT32)
   limit = limit or _memory(model.mesh)
   if limit is None:
     return configured or shape.responses

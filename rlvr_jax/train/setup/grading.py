@@ -11,6 +11,7 @@ import jax
 import ml_collections
 from absl import logging
 
+from rlvr_jax import specs
 from rlvr_jax.codejudge import cgroups
 from rlvr_jax.codejudge.sandbox import ACCEPTED, UNSANDBOXED
 from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer, encode_prompts
@@ -19,19 +20,29 @@ from rlvr_jax.data.sources import Change
 from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.environments.by_name import parse_environment, tries_of
 from rlvr_jax.environments.dialogues import EnvironmentPool, EnvironmentStartError
-from rlvr_jax.ops.checks import MAX_SCORE, check_between, check_choice, check_integer
+from rlvr_jax.ops.checks import (
+  MAX_INT32,
+  MAX_SCORE,
+  check_between,
+  check_choice,
+  check_integer,
+)
 from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rewards.by_name import parse_grader, weighted_reference
 from rlvr_jax.rewards.grading import GraderPool, GraderStartError
 from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy, outcome_policy
 from rlvr_jax.rollouts.answers import Answers, Processes
 from rlvr_jax.rollouts.dialogues import CUT_NOTE, CUTS, Dialogues, DialogueSettings, as_mapping
+from rlvr_jax.rollouts.grading import Grading
 from rlvr_jax.train.cluster import multihost, waiting
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.reporting.progress import warn
-from rlvr_jax.train.setup.checks import KNOWN_SCORES, MAX_WORKERS
+from rlvr_jax.types import BatchShape
 from rlvr_jax.workers.pool import Failure, default_workers
 
+MAX_WORKERS = 1024  # processes of graders, or of environments
+# Environments whose scores are 0 and 1, or those of the task's grader.
+KNOWN_SCORES = ("guess", "python", "retry")
 WEIGHTED, _CODE = "weighted", "code"  # by name
 _NO_ANSWER = "no answer"  # a text that no grader or environment takes for one
 _FIRST_TURN_S = 3600.0  # above all limits of a turn
@@ -96,9 +107,13 @@ def with_graders(settings: ml_collections.ConfigDict, held_out_grader: str, task
     held_out_grader: `config.evaluation.grader`.
     task: with a grader of its own, for the fields that are empty.
   Raises:
-    ValueError: an unknown grader, hyper-parameters that it does not take, or a weight that is
-      not a number. A user's module is checked by the pool, whose workers import it.
+    ValueError: a number out of range, an unknown grader, hyper-parameters that it does not take,
+      or a weight that is not a number. A user's module is checked by the pool, whose workers
+      import it.
   """
+  check_integer("config.grading", "memory_mib", settings.memory_mib, low=1, high=MAX_INT32)
+  check_integer("config.grading", "num_workers", settings.num_workers, low=0, high=MAX_WORKERS)
+  check_between("config.grading", "timeout_s", settings.timeout_s, low=0, open_low=True)
   unsandboxed = settings.unsandboxed_code
   if unsandboxed not in ("", ACCEPTED):
     raise ValueError(
@@ -406,6 +421,37 @@ def check_first_messages(
       encode_prompts(problems, tokenizer, max_prompt_length, first)
 
 
+def make_grading(
+  outcomes: Mapping[str, str],
+  overlong: ml_collections.ConfigDict,
+  tokenizer: Tokenizer,
+  shape: BatchShape,
+) -> Grading:
+  """How the grades of a run become rewards.
+
+  Args:
+    outcomes: `config.grading.outcomes`.
+    overlong: `config.overlong`.
+    tokenizer: of the run.
+    shape: of a training batch.
+  Raises:
+    ValueError: an unknown outcome or action, or a buffer beyond the limit on length.
+  """
+  check_between("config.overlong", "buffer", overlong.buffer, low=0)
+  if overlong.buffer > shape.max_response_length:
+    raise ValueError(
+      f"config.overlong.buffer = {overlong.buffer} tokens is more than"
+      f" config.max_response_length = {shape.max_response_length}; lower it"
+    )
+  return Grading(
+    tokenizer=tokenizer,
+    max_prompt_length=shape.max_prompt_length,
+    outcome_policy=make_outcome_policy(outcomes),
+    overlong_buffer=overlong.buffer,
+    overlong_filter=overlong.filter,
+  )
+
+
 def make_outcome_policy(outcomes: Mapping[str, str]) -> OutcomePolicy:
   """The rewards of `config.grading.outcomes`."""
   return outcome_policy({name: _as_number(reward) for name, reward in outcomes.items()})
@@ -417,3 +463,24 @@ def _as_number(text: str) -> float | str:
     return float(text)
   except ValueError:
     return text
+
+
+def shaped_outcomes(outcome_policy: OutcomePolicy) -> dict[str, Any]:
+  """Outcomes whose reward may be other than 0 or 1; only the score of a correct answer is 1."""
+  plain = ("mask", "stop", 0.0, 1.0)
+  binary = lambda outcome, reward: reward in plain or (outcome, reward) == ("correct", "score")
+  return {o.value: reward for o, reward in outcome_policy.items() if not binary(o.value, reward)}
+
+
+def scores_partly(environment: str, outcome_policy: OutcomePolicy) -> bool:
+  """Whether the reward of a correct dialogue may be other than 1.
+
+  Args:
+    environment: `config.environment.name`.
+    outcome_policy: the rewards of outcomes.
+  """
+  if not environment or outcome_policy[Outcome.CORRECT] != "score":
+    return False
+  spec = specs.parse("config.environment.name", environment)
+  discounts = spec.arguments.get("discount", 1.0) != 1.0
+  return spec.name not in KNOWN_SCORES or discounts

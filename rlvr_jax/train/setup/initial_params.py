@@ -24,7 +24,7 @@ from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.placement import Placement
+from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.types import Params
 
 

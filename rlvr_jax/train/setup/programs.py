@@ -32,11 +32,12 @@ from rlvr_jax.ops.row_attention import (
 from rlvr_jax.ops.row_blocks import LONGEST_ROW, TILE, short_row
 from rlvr_jax.rollouts.packing import RowLayout, min_row_length, row_layout
 from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.rollouts.sources import Source
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.behavior_sources import AT_TEMPERATURE_1, Source
+from rlvr_jax.train.cluster.placement import Placement
+from rlvr_jax.train.setup.behavior_sources import AT_TEMPERATURE_1
 from rlvr_jax.train.setup.compiler_options import CompilerOptions, Options
 from rlvr_jax.train.setup.engines import Engines
-from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.types import (
   BatchShape,
   Packed,

@@ -11,11 +11,11 @@ import ml_collections
 
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.cluster import multihost, sharding
+from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.cluster.process import return_freed_memory
 from rlvr_jax.train.reporting.progress import progress, say
 from rlvr_jax.train.reporting.writer import MetricWriter
 from rlvr_jax.train.setup.initial_params import InitialParams
-from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.programs import Programs
 from rlvr_jax.train.start import parameters
 from rlvr_jax.types import Params

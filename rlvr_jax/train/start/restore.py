@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from rlvr_jax.evaluate.run_files import METRICS_FILE, read_metrics
+from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.storage.files import is_as_written, replace_file, with_crc32
@@ -20,11 +21,10 @@ from rlvr_jax.train.checkpointing.checkpoint_files import Restored
 from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, run_file_names
 from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.reporting.progress import progress, say, warn
 from rlvr_jax.train.reporting.writer import BEFORE_FIRST_STEP
-from rlvr_jax.train.setup.behavior_sources import Sources
 from rlvr_jax.train.setup.compiler_options import CompilerOptions, format_options
-from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.types import TrainState
 
 SOURCES_FILE = "sources.json"

@@ -15,8 +15,8 @@ from rlvr_jax.rollouts.packing import layout_of_few, packed_lengths
 from rlvr_jax.storage.files import is_as_written, replace_file, with_crc32
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, read_config
 from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.programs import RowTokens, make_row_layout
 from rlvr_jax.train.start.row_choice import choose_row_layout
 from rlvr_jax.types import BatchShape, TrainBatch

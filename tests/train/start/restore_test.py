@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from rlvr_jax.rollouts.sources import Source, Sources
 from rlvr_jax.sampling import Sampling
 from rlvr_jax.train.checkpointing.workdir import WorkdirError
-from rlvr_jax.train.setup.behavior_sources import Source, Sources
 from rlvr_jax.train.start.restore import SOURCES_FILE, restore_sources
 
 

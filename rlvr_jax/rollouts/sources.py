@@ -1,0 +1,110 @@
+"""The policies that sample a batch: the trained policy, and others for a fraction of the groups."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from rlvr_jax.ops.logprobs import is_truncated
+from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.rollouts.recorded import RecordedGroups
+from rlvr_jax.types import Params, Sampling
+
+
+def as_they_are(trained: Params, frozen: Params) -> tuple[Params, Params]:
+  """The trained policy's own (trained, frozen) parameters."""
+  return trained, frozen
+
+
+class OfAnotherRun:
+  """The parameters of another run's policy, whatever the trained policy's are."""
+
+  def __init__(self, read: Callable[[], Params]):
+    """`read`: called once, by the first batch that needs them."""
+    self._read = functools.cache(read)
+
+  def __call__(self, trained: Params, frozen: Params) -> tuple[Params, Params]:
+    """(all parameters of that policy, {})."""
+    del trained, frozen
+    return self._read(), {}
+
+
+class Source(NamedTuple):
+  """A policy that samples some groups of every batch."""
+
+  name: str
+  prompts: int  # number of groups in every batch
+  sampling: Sampling  # the distribution of its log-probabilities
+  engine: EnginePrograms | None = None  # samples from it
+  recorded: RecordedGroups | None = None  # instead of an engine
+  # (trained, frozen) of the trained policy → (trained, frozen) of this source
+  params_of: Callable[[Params, Params], tuple[Params, Params]] = as_they_are
+  # The checkpoint step or the batch numbers that a resumed run must use again; JSON.
+  pin: Any = None
+  of_this_run: bool = True  # whether its parameters derive from the trained policy's
+  # Mean gap of log-probabilities, in nats per token, above which a run stops. Only a source that
+  # samples with the policy's own parameters must agree with the trainer; others must be finite.
+  max_gap: float = sys.float_info.max
+  raw: bool = False  # records log-probabilities at temperature 1 as the behavior policy's
+
+  @property
+  def programs(self) -> EnginePrograms:
+    """What samples from it.
+
+    Raises:
+      ValueError: its rollouts are recorded.
+    """
+    if self.engine is None:
+      raise ValueError(f"the source {self.name} is recorded: nothing samples from it")
+    return self.engine
+
+  @property
+  def truncated(self) -> bool:
+    """Whether top-k, top-p or min-p truncates the distribution that is sampled."""
+    return is_truncated(self.sampling) if self.recorded is None else self.recorded.truncated
+
+  @property
+  def shaped(self) -> bool:
+    """Whether recorded rewards may be other than 0 and 1."""
+    return self.recorded is not None and self.recorded.shaped
+
+
+class Sources(tuple[Source, ...]):
+  """The policies that sample the groups of every batch, in this order; recorded groups are last."""
+
+  @property
+  def quotas(self) -> list[int]:
+    """Groups of a batch, by source."""
+    return [source.prompts for source in self]
+
+  @property
+  def live(self) -> list[Source]:
+    """Those that sample."""
+    return [source for source in self if source.recorded is None]
+
+  @property
+  def num_live(self) -> int:
+    """Groups of a batch that are sampled."""
+    return sum(source.prompts for source in self.live)
+
+  @property
+  def recorded(self) -> RecordedGroups | None:
+    """The recorded groups, if there are any."""
+    return self[-1].recorded
+
+  @property
+  def num_recorded(self) -> int:
+    """Groups of a batch that are recorded."""
+    return sum(self.quotas) - self.num_live
+
+  @property
+  def truncated(self) -> bool:
+    """Whether top-k, top-p or min-p truncates any of the distributions that are sampled."""
+    return any(source.truncated for source in self)
+
+  @property
+  def shaped(self) -> bool:
+    """Whether recorded rewards may be other than 0 and 1."""
+    return any(source.shaped for source in self)
