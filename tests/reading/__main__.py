@@ -10,6 +10,10 @@ the update on it has been dispatched. Set-up, evaluations, checkpoints and the e
 Files: those of which the run enters a function. *Host half* are the rooms of `HOST`, and all others
 are the *numeric half*, which jax traces when it makes the programs of the first update.
 
+Of the files of the host half some are *services*, which he knows by name: the log, files, and what
+processes tell each other (`SERVICES`). He *follows* the path through the others from which it goes
+on to a further file; the rest are helpers, where it ends.
+
 Returns: how often a reader comes back to a file that he has left. He reads each function once, at
 its first call, with the functions nested in it. The path is the files of the functions in the order
 in which they are read, thread by thread and process by process. A function adds its file to the
@@ -162,6 +166,16 @@ class Reading:
     return [file for file in self.functions if counts.is_host(file)]
 
   @property
+  def followed(self):
+    """Files of the host half, services aside, from which the path goes on to a further file."""
+    goes_on = {
+      call.from_file
+      for call in self.calls
+      if call.from_file != call.file and not counts.is_service(call.file)
+    }
+    return [file for file in self.host if file in goes_on and not counts.is_service(file)]
+
+  @property
   def numeric(self):
     """Files of the numeric half."""
     return [file for file in self.functions if not counts.is_host(file)]
@@ -178,9 +192,11 @@ def report(variant, reading, *, functions):
       on = [call.name for call in back if call in reading.passing]
       by_jax = "" if file in run else ", by jax alone"
       came_back = f", {len(back)} returns" if back else ""
+      kind = ", a service" if counts.is_service(file) else ""
+      kind = ", followed" if file in reading.followed else kind
       through = f", {len(on)} that lead on: {', '.join(on)}" if on else ""
       print(
-        f"{number:3} {file}: {len(reading.functions[file])} functions{by_jax}{came_back}{through}"
+        f"{number:3} {file}: {len(reading.functions[file])} functions{kind}{by_jax}{came_back}{through}"
       )
       if functions:
         print(f"      {', '.join(reading.functions[file])}")

@@ -8,6 +8,7 @@ import imports_test
 HOST = (
   "rollouts", "train", "workers", "rewards", "environments", "fleet", "storage", "data"
 )  # fmt: skip
+SERVICES = ("storage", "train/cluster", "train/reporting")  # folders
 WHOLES = {  # what a parameter is called or annotated as that holds the whole
   "parts": lambda name, kind: kind in ("Parts", "Run"),
   "configuration": lambda name, kind: name == "config" and kind.endswith("ConfigDict"),
@@ -17,6 +18,11 @@ WHOLES = {  # what a parameter is called or annotated as that holds the whole
 def is_host(file):
   """Whether a file below the package belongs to the host half."""
   return file.partition("/")[0] in HOST
+
+
+def is_service(file):
+  """Whether a reader knows by its name what a file below the package does for the run."""
+  return file.rpartition("/")[0] in SERVICES
 
 
 def trees(package):
@@ -96,6 +102,8 @@ def table(package, readings):
     rows += [
       (f"{variant}: files of the host half", len(reading.host)),
       *([(f"{variant}: of these not in plain", more)] if more is not None else []),
+      (f"{variant}: of these services", sum(map(is_service, reading.host))),
+      (f"{variant}: files that a reader follows", len(reading.followed)),
       (f"{variant}: returns into files of the host half", len(reading.returns)),
       (f"{variant}: of these that lead on", len(reading.passing)),
       (f"{variant}: files of the numeric half", len(reading.numeric)),
