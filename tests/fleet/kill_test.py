@@ -35,7 +35,7 @@ def test_programs_are_killed_at_random_moments(tmp_path):
   start("s1", "s1")
   kills = 0
   try:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 480
     while (running["trainer"].poll()) is None and time.monotonic() < deadline:
       before = len(names("store/"))
       time.sleep(rng.random())

@@ -260,7 +260,10 @@ def main(role, folder, updates):
     if t % 3 == 2:
       own.replace("checkpoint/step", b"%d" % (t + 1))
 
-  made = trainer(exchange, FolderWeights(own), fingerprints=known, silent_s=1.0)
+  waits = dict(
+    silent_s=1.0, alone_s=200.0, deadline_s=200.0
+  )  # programs of a busy machine start late
+  made = trainer(exchange, FolderWeights(own), fingerprints=known, **waits)
   train(made, updates=updates, first=first, store=Files(own), update=update)
 
 
