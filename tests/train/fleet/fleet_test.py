@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import re
 import signal
 import threading
@@ -12,7 +13,7 @@ import gcs_emulator
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from train import dialogues_test, multiprocess_test, new_weights_test, tiny
+from train import dialogues_test, multiprocess_test, new_weights_test, routes_test, tiny
 from train.fleet import fleets
 
 from docs import glossary
@@ -155,6 +156,12 @@ KINDS = {
   "sources": dict(sources__temperature__fraction=0.5, sources__temperature__temperature=1.5),
   "adapters": dict(lora__rank=2),
   "another precision": dict(model__overrides__compute_dtype="bfloat16"),
+  "routes": dict(
+    model__overrides=routes_test.MIXTURE,
+    model__routing="replayed",
+    sources__temperature__fraction=0.5,
+    sources__temperature__temperature=1.5,
+  ),
 }
 
 
@@ -192,8 +199,38 @@ def test_other_kinds_of_runs(kind, tmp_path):
   if kind == "dynamic sampling":  # every group has right and wrong answers
     assert all(record["groups/effective"] == 1 for record in records)
     assert records[-1]["counter/batches"] > 4
-  if kind == "sources":
+  if kind in ("sources", "routes"):
     assert records[0].keys() >= {"agreement/policy_mean", "agreement/temperature_mean"}
+  if kind == "routes":  # of every place, which the updates replay
+    sizes = routes_test.LAYERS, routes_test.CHOSEN
+    assert arrays["routes"].shape == (*arrays["tokens"].shape, *sizes)
+    assert 0 < arrays["routes"].max() < routes_test.EXPERTS
+    assert all(record["agreement/policy_mean"] < 1e-5 for record in records[:1])
+
+
+@pytest.mark.slow
+def test_a_curriculum_in_a_fleet(tmp_path):
+  """It draws by the solve rates of the groups that come, in the order of the draws."""
+  lines = [dict(prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(6) for b in range(6)]
+  (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+  grader = dict(grader="rewards.user_graders:unhurried", solution="{answer}")
+  own = dict(train=str(tmp_path / "sums.jsonl"), held_out_size=4, warm_start_size=20, **grader)
+  config = fleets.config(num_updates=6)
+  with config.unlocked():
+    parts = dict(mine=dict(name="jsonl", kwargs=own))
+    config.task = dict(name="curriculum", kwargs=dict(parts=parts, rate=1.0, floor=0.5))
+  parts = build(config)
+  with sampling(tmp_path / "run", parts) as errors:
+    train(parts, tmp_path / "run")
+  assert errors == []
+  records = tiny.records(tmp_path / "run", "train")
+  assert len(records) == 6 and records[-1]["curriculum/seen"] == 1
+  assert len({record["curriculum/estimate"] for record in records}) > 2  # they have moved
+  store = RolloutStore(tmp_path / "run" / "rollouts", writable=False)
+  for number in store.numbers():
+    prompts = [sample["prompt"] for sample in tiny.read_stored(store, number)[2][::4]]
+    assert len({*prompts}) == 8 and {*prompts} <= {line["prompt"] for line in lines}
+    assert store.info(number)["after"]["problems"]["observed"]
 
 
 @pytest.mark.slow
