@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 
 from rlvr_jax.ops.checksums import checksums
 from rlvr_jax.storage.bucket import UnreachableError
-from rlvr_jax.storage.files import is_as_written, with_crc32
+from rlvr_jax.storage.files import is_as_written, is_out_of_descriptors, with_crc32
 from rlvr_jax.storage.places import in_bucket, make_absolute
 from rlvr_jax.train.cluster.sharding import to_host
 from rlvr_jax.types import Params
@@ -221,7 +221,7 @@ def read_field(field: str, directory: pathlib.Path, abstract: Any) -> Any:
 
 @contextlib.contextmanager
 def _report_damage(directory: pathlib.Path) -> Iterator[None]:
-  """Converts errors of reading into TornCheckpointError, unless the bucket does not respond."""
+  """Converts errors of reading into TornCheckpointError, unless it is not the files' fault."""
   try:
     yield
   except ForeignCheckpointError:
@@ -231,6 +231,10 @@ def _report_damage(directory: pathlib.Path) -> Iterator[None]:
       raise UnreachableError(
         f"the checkpoint {directory} cannot be read: {shorten_error(error)}. Check the network and"
         " the account's role (roles/storage.objectUser), then rerun the same command"
+      ) from error
+    if isinstance(error, MemoryError) or is_out_of_descriptors(error):
+      raise CheckpointError(
+        f"the checkpoint {directory} cannot be read: {shorten_error(error)}"
       ) from error
     raise TornCheckpointError(
       f"the checkpoint {directory} is damaged: {shorten_error(error)}"

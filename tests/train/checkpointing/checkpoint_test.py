@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import functools
 import gc
 import json
@@ -403,6 +404,18 @@ def test_a_checkpoint_under_another_number_is_damaged(pristine, tmp_path, capsys
     checkpoint_files.TornCheckpointError, match="of step 2, in a directory of another step"
   ):
     checkpoint_files.read_params(tmp_path / "copy" / "12", make_state(0).params)
+
+
+def test_what_the_process_lacks_is_no_damage(pristine, monkeypatch):
+  def fails(*_, **__):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+  monkeypatch.setattr(checkpoint_files.ocp.PyTreeCheckpointHandler, "restore", fails)
+  with pytest.raises(
+    checkpoint_files.CheckpointError, match=r"3 cannot be read: .*open files"
+  ) as e:
+    restore(pristine[0])
+  assert not isinstance(e.value, checkpoint_files.TornCheckpointError)
 
 
 def test_damage_is_reported_without_tracebacks_of_libraries(pristine, tmp_path):
