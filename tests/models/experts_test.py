@@ -335,9 +335,8 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(
-  "name", [x if x == "gspo" else pytest.param(x, marks=pytest.mark.slow) for x in METHODS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
 def test_a_method_of_each_kind_updates_a_mixture(x64, name):
   """In rows and several micro-batches as padded; router and experts of every layer move."""
   method = make_method(**METHODS[name])

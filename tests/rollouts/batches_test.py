@@ -100,14 +100,15 @@ KILLED = {name: (name, {}) for name in SCHEDULES} | {
 }
 
 
+@pytest.mark.parametrize("every", [7, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KILLED)
-def test_a_killed_run_repeats_itself(tmp_path, name):
+def test_a_killed_run_repeats_itself(tmp_path, name, every):
   """Killed before or after any call of the store, it goes on from an earlier checkpoint."""
   of_schedule, options = KILLED[name]
   schedule, _ = SCHEDULES[of_schedule]
   expected = World(tmp_path / "whole", **options).train(schedule)
   num_stored = 0
-  for at in itertools.count(3, 4):
+  for at in itertools.count(3, every):
     folder = tmp_path / str(at)
     saved = kill(folder, schedule, at, before=at % 3 == 0, **options)
     if saved is None:

@@ -164,7 +164,9 @@ def test_a_reply_may_come_at_any_time(delays, cache_format):
   _assert_equal(found, _dialogues(cache_format=cache_format))
 
 
-@pytest.mark.parametrize("slots", [1, 4, 64])
+@pytest.mark.parametrize(
+  "slots", [4, pytest.param(1, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow)]
+)
 def test_the_record_does_not_depend_on_delays_at_other_numbers_of_slots(slots):
   expected = _serve(128, slots, Dialogue())
   _assert_equal(_serve(128, slots, Dialogue(delays=3)), expected)

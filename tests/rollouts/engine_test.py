@@ -44,7 +44,7 @@ SAMPLINGS = [
   Sampling(temperature=0.8, top_k=6, top_p=0.9),
   Sampling(temperature=1.3, min_p=0.1),
 ]
-QUICK = SAMPLINGS[0], SAMPLINGS[5], SAMPLINGS[6]
+QUICK = SAMPLINGS[0], SAMPLINGS[5]  # whose programs other tests use, or which truncate twice
 
 
 @functools.cache
@@ -164,6 +164,7 @@ def test_frequencies_pass_a_chi_square_test():
     assert statistic < freedom + 4 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.slow
 def test_the_second_token_follows_its_own_first_token():
   """Chi-square of the second token given the first: the cache serves the right rows."""
   prompts = jax.tree.map(lambda x: x[1:2], _prompts())
@@ -218,7 +219,12 @@ def _few_slots(stop_tokens=(3,), cache_format=""):
   return _engine(stop_tokens=stop_tokens, slots=3, length=LONG, cache_format=cache_format)
 
 
-@pytest.mark.parametrize("cache_format", ["", "int8"])
+each_cache = pytest.mark.parametrize(
+  "cache_format", ["", pytest.param("int8", marks=pytest.mark.slow)]
+)
+
+
+@each_cache
 def test_the_order_of_requests_changes_no_bit(cache_format):
   engine = _few_slots(cache_format=cache_format)
   expected = _serve(engine, _requests())
@@ -229,7 +235,7 @@ def test_the_order_of_requests_changes_no_bit(cache_format):
     _assert_equal(_serve(engine, [_requests()[i] for i in order]), expected)
 
 
-@pytest.mark.parametrize("cache_format", ["", "int8"])
+@each_cache
 def test_neighbors_change_no_bit(cache_format):
   engine = _few_slots(cache_format=cache_format)
   expected = _serve(engine, _requests())
@@ -237,6 +243,7 @@ def test_neighbors_change_no_bit(cache_format):
     _assert_equal(_serve(engine, [request]), {request.index: expected[request.index]})
 
 
+@pytest.mark.slow
 def test_the_number_of_slots_changes_rounding_only():
   few, many = (
     _serve(_engine(stop_tokens=(3,), slots=slots, length=LONG), _requests()) for slots in (3, 14)
@@ -259,6 +266,7 @@ def test_refilled_slots_have_the_trainers_logprobs():
     np.testing.assert_allclose(np.where(mask, trainer[0], 0), group.behavior_logprobs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_frequencies_with_refilled_slots_pass_a_chi_square_test():
   """Two prompts of unequal length, 2,048 rollouts each through 512 slots."""
   engine = _engine(stop_tokens=(3, 11), slots=512)
@@ -336,11 +344,17 @@ def _prompts_of(lengths):
   ]
 
 
+@functools.cache
+def _by_a_long_engine():
+  """(requests, an engine that has served them first, their groups)."""
+  requests, engine = _prompts_of([5, 30, 17]), _long_engine()
+  return requests, engine, _serve(engine, requests)
+
+
 def test_bits_do_not_depend_on_the_program_that_decodes():
   """A quarter, a half or all of the caches is read; a long prompt first, and all is always read."""
-  short, long = _prompts_of([5, 30, 17]), _prompts_of([129])
-  engine = _long_engine()
-  groups = _serve(engine, short)
+  long = _prompts_of([129])
+  short, engine, groups = _by_a_long_engine()
   responses = [group.lengths.max() for group in groups.values()]
   assert engine.programs.burst._cache_size() > 1 and max(responses) > 64
   other = _long_engine()
@@ -352,12 +366,12 @@ def test_bits_do_not_depend_on_the_program_that_decodes():
 
 
 def test_the_next_burst_is_compiled_while_one_runs():
-  requests = _prompts_of([5, 30, 17])
+  requests, _, expected = _by_a_long_engine()
   engine = _long_engine(compiles_ahead=True)
   groups = _serve(engine, requests)
   assert engine.programs.burst._cache_size() == 1  # the first; the others came from the thread
   assert engine.programs.prefill._cache_size() == 1
-  _assert_equal(groups, _serve(_long_engine(), requests))
+  _assert_equal(groups, expected)
 
 
 # --- rollouts pushed by hand ----------------------------------------------------------------------

@@ -147,7 +147,15 @@ def test_the_trainer_differs_by_rounding_within_its_bound():
   assert 1e-4 < difference.mean() < 5e-3  # 2e-6 with a cache in float32; see `MAX_GAP`
 
 
-@pytest.mark.parametrize("axes", [dict(data=2), dict(data=2, tensor=2), dict(tensor=4)], ids=str)
+@pytest.mark.parametrize(
+  "axes",
+  [
+    dict(data=2, tensor=2),
+    pytest.param(dict(data=2), marks=pytest.mark.slow),
+    pytest.param(dict(tensor=4), marks=pytest.mark.slow),
+  ],
+  ids=str,
+)
 def test_caches_are_split_over_devices(axes):
   """On a mesh the samples are those of one device; a head may be copied."""
   engine = _engine(sharding.make_layout(sharding.make_mesh(**axes)))

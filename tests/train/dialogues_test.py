@@ -260,6 +260,7 @@ def scores_of(turns):
   return found
 
 
+@pytest.mark.slow
 def test_the_scores_of_turns_are_recorded_and_compared(scored):
   for arrays, record in zip(batches(scored), tiny.records(scored, "train")[:2], strict=True):
     found = arrays["turn_scores"][~np.isnan(arrays["turn_scores"])]

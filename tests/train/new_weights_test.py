@@ -97,10 +97,8 @@ def run(tmp_path_factory):
   return of
 
 
-SETTINGS = ["recompute", pytest.param("switch", marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["recompute", "switch"])
 def test_weights_change_within_responses(setting, run):
   workdir = run(setting)
   batches, several = check_store(workdir)
@@ -112,7 +110,8 @@ def test_weights_change_within_responses(setting, run):
   assert (len(mixed) > 0 and min(mixed) > 1e-5) if setting == "switch" else not mixed
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["recompute", "switch"])
 def test_a_run_that_repeats_it_samples_as_it_has(setting, run):
   with pytest.raises(ValueError, match=f"new_weights = 'finish', but '{setting}' in the run"):
     build(repeated(run(setting), "finish"))

@@ -39,6 +39,11 @@ def make_method(dtype="float32", **network):
   return method._replace(model=transformer(dataclasses.replace(CONFIG, **fields)))
 
 
+# Op by op, each small operation would be a program of its own.
+scored = jax.jit(response_logprobs, static_argnames=("model", "sampling"))
+policy_scored = jax.jit(policy_logprobs, static_argnames="method")
+
+
 def replaying(method):
   return method._replace(replays_routes=True)
 
@@ -136,10 +141,11 @@ def test_recording_changes_no_bit_of_the_rollouts():
 def gaps(method, params, batch):
   """|log π − behavior log-probability| of the tokens, by the forward pass of updates."""
   packed = updates.in_rows(batch, several=False)
-  logprobs, _ = jax.jit(functools.partial(policy_logprobs, method=method))(params, {}, packed)
+  logprobs, _ = policy_scored(params, {}, packed, method=method)
   return np.abs(np.asarray(logprobs) - batch.behavior_logprobs)[batch.mask > 0]
 
 
+@pytest.mark.slow
 def test_replay_removes_what_routing_adds_to_rounding():
   """In bfloat16, where sampler and trainer choose otherwise in places."""
   params, batch = make_params("bfloat16", **MANY), sampled("bfloat16", **MANY)
@@ -155,7 +161,12 @@ def test_replay_removes_what_routing_adds_to_rounding():
 
 
 @pytest.mark.parametrize(
-  ("normalized", "rows"), [(True, dict(rows=2, alignment=2)), (False, dict(several=False))], ids=str
+  ("normalized", "rows"),
+  [
+    (True, dict(rows=2, alignment=2)),
+    pytest.param(False, dict(several=False), marks=pytest.mark.slow),
+  ],
+  ids=str,
 )
 def test_replaying_the_own_routes_is_recomputing(normalized, rows):
   """To the bit, in value and gradient: in one micro-batch of rows, and in several."""
@@ -236,11 +247,11 @@ def test_raw_logprobs_replay_too():
   """The padded pass of `recorded="raw"` and the update's agree under the same routes."""
   method, params = replaying(make_method()), make_params()
   batch = draw_routes(updates.make_batch())
-  raw = response_logprobs(
+  raw = scored(
     params, {}, batch.prompts, batch.tokens, batch.mask.sum(-1).astype(np.int32),
     batch.prompt_routes, batch.routes, model=method.model, sampling=Sampling(),
   )  # fmt: skip
-  logprobs, _ = policy_logprobs(params, {}, updates.in_rows(batch, several=False), method=method)
+  logprobs, _ = policy_scored(params, {}, updates.in_rows(batch, several=False), method=method)
   real = batch.mask > 0
   np.testing.assert_allclose(np.asarray(raw)[real], np.asarray(logprobs)[real], atol=1e-5)
 
@@ -258,7 +269,7 @@ def test_padding_takes_no_expert_where_raw_logprobs_replay():
   before = np.tile(np.arange(K, dtype=np.uint8), (p, 8, LAYERS, 1))
   padded = np.where((np.arange(length) > lengths[..., None])[..., None, None], np.uint8(0), both)
   raw = functools.partial(
-    response_logprobs, params, {}, prompts, tokens, lengths, model=model, sampling=Sampling()
+    scored, params, {}, prompts, tokens, lengths, model=model, sampling=Sampling()
   )
   counted = np.arange(length) < lengths[..., None]
   found, expected = (np.asarray(raw(before, routes))[counted] for routes in (padded, both))
