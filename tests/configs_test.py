@@ -82,7 +82,10 @@ def _with_sample_data(config, folder):
   return config
 
 
-@each_config
+@pytest.mark.parametrize(
+  "name",
+  [x if x in ("grpo", "quickstart") else pytest.param(x, marks=pytest.mark.slow) for x in NAMES],
+)
 def test_builds_with_locked_fields(name, tmp_path):
   if _is_full_size(name):
     pytest.skip("has no checkpoint and no chips here; see commands/fits_test.py")
@@ -158,6 +161,7 @@ def _slices():
   return [(name, topology) for name in names for topology in _module(name).SLICES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "topology"), _slices())
 def test_settings_for_a_slice_are_those_of_its_chips(name, topology):
   module = _module(name)
