@@ -81,14 +81,12 @@ class RunSurroundings:
     if self.samplers_compare:
       return Measured(groups, {}, version)
     statistics: dict[str, float] = {}
-    versions = {v for group in groups for v in group.versions}
-    has_several = len(versions) > 1 or any("token_versions" in group.arrays for group in groups)
-    later = {v for v in (versions if has_several else {version}) if v > checked_version}
-    if uncompared := policies.used(later):
+    versions, of_tokens = sampled_by(groups, version)
+    if uncompared := policies.used({v for v in versions if v > checked_version}):
       compared = agreement.behavior_gaps(
         groups,
         sampled_mask(groups, sources.num_recorded),
-        token_versions(groups) if has_several else None,
+        of_tokens,
         uncompared,
         policies.frozen,
         sources=sources,
@@ -128,6 +126,20 @@ class RunSurroundings:
   def warn(self, text: str) -> None:
     """Warns people."""
     progress.warn(text)
+
+
+def sampled_by(groups: Sequence[Group], version: int) -> tuple[set[int], np.ndarray | None]:
+  """(versions that have sampled groups, that of each token or group; None: one has sampled all).
+
+  In real time all may be later than the version that their draw began with.
+
+  Args:
+    groups: of a draw.
+    version: that the draw began with, for groups without versions of this run.
+  """
+  versions = {v for group in groups for v in group.versions} or {version}
+  has_several = len(versions) > 1 or any("token_versions" in group.arrays for group in groups)
+  return versions, token_versions(groups) if has_several else None
 
 
 def sampled_mask(groups: Sequence[Group], num_recorded: int) -> np.ndarray:
