@@ -80,17 +80,13 @@ def report_path(recipe: str, topology: str) -> pathlib.Path:
 
 
 def read_reports() -> dict[tuple[str, str], dict[str, Any]]:
-  """The reports that there are, by recipe and slice in the order of `LIMITS`.
-
-  Those of an earlier form, which do not name lengths, are left out until they are compiled again.
-  """
+  """The reports that there are, by recipe and slice in the order of `LIMITS`."""
   paths = {case: report_path(*case) for case in LIMITS}
-  reports = {
+  return {
     case: json.loads(path.read_text(encoding="utf-8"))
     for case, path in paths.items()
     if path.exists()
   }
-  return {case: report for case, report in reports.items() if "lengths" in report["conditions"]}
 
 
 def table() -> str:

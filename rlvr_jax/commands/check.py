@@ -19,7 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import ml_collections
@@ -58,6 +58,7 @@ MAX_SKEW_S = 5.0  # between the clocks of hosts
 _TPU_FILES = ("/dev/vfio/[0-9]*", "/dev/accel*")
 _BUSY = "find the process that uses them with sudo lsof /dev/vfio/* /dev/accel*, and end it"
 _GIB = 2**30
+T = TypeVar("T")
 _MAX_SHOWN = 300  # characters of a text's beginning, and of its end
 
 
@@ -110,7 +111,7 @@ def _run_check(action: Callable[[], Finding]) -> Finding:
     )
 
 
-def _format_lines(name: str, findings: list[Any]) -> Iterator[str]:
+def _format_lines(name: str, findings: Sequence[Finding]) -> Iterator[str]:
   """One line for the most common status, as reported by its first host; one per differing host."""
   common, _ = collections.Counter(status for status, _ in findings).most_common(1)[0]
   representative = next(i for i, (status, _) in enumerate(findings) if status == common)
@@ -436,8 +437,8 @@ def _check_host_memory(parts: Parts) -> Finding:
   return Finding(FAIL, f"{text}: {remedy}, or take a smaller network (docs/costs.md)")
 
 
-def _require(value: Any, reason: str) -> Any:
-  """The value, unless it is None because an earlier check failed."""
+def _require(value: T | None, reason: str) -> T:
+  """The value; raises _NotCheckedError if it is None, because an earlier check failed."""
   if value is None:
     raise _NotCheckedError(reason)
   return value

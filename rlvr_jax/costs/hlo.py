@@ -310,10 +310,14 @@ class _Program:
       for compare in inner.values():
         if compare.opcode != "compare" or "direction=LT" not in compare.text:
           continue
-        counter, limit = (
-          outer.operands[inner[name].number] if name in inner else name for name in compare.operands
-        )
-        index, last = _element_index(condition, counter), _constant(condition, limit)
+        of_fusion = {
+          name: outer.operands[inner[name].number]
+          for name in compare.operands
+          if name in inner and inner[name].opcode == "parameter"
+        }
+        counter, limit = (of_fusion.get(name, name) for name in compare.operands)
+        index = _element_index(condition, counter)
+        last = _constant(condition if limit in condition else inner, limit)
         if index is not None and last is not None and start is not None and start.opcode == "tuple":
           first = _constant(before, start.operands[index])
           return None if first is None else max(0, last - first)

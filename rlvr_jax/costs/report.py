@@ -8,7 +8,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
@@ -150,41 +150,25 @@ def useful_flops(
 def loop_lengths(
   network: TransformerConfig, packed: Packed, placement: Placement, engine: EnginePrograms
 ) -> dict[str, int]:
-  """Iterations of loops that end as the data say, by pattern of their name.
+  """Iterations of loops that end as the data say, by pattern of their name, in the mean.
 
-  Those of the Gram matrix over rollouts and tiles; of a burst; and of dialogues those of the head
-  over the policy's tokens, in the mean micro-batch.
+  Those of the Gram matrix over rollouts and tiles, and of dialogues those of the head over the
+  policy's tokens.
   """
   P, G, T = packed.places.shape
+  micro_batches = int(packed.num_micro_batches)
   found = {
-    rf"{by_rollout.ROLLOUTS}/while$": -(-P * G // int(packed.num_micro_batches)),
+    rf"{by_rollout.ROLLOUTS}/while$": -(-P * G // micro_batches),
     rf"{by_rollout.TILES}/while$": by_rollout.split_into_tiles(T)[1],
   }
   if engine.settings.has_replies:
-    chunk_rows = default_chunk_rows(network.vocab_size)
-    for places, predicted in _predicted_tokens(packed, placement.row_layout.devices):
-      chunks = [wanted_chunks(places, count, chunk_rows) for count in predicted]
-      found[rf"{wanted_loop(places)}/while$"] = math.ceil(np.mean(chunks))
+    layout, chunk_rows = placement.row_layout, default_chunk_rows(network.vocab_size)
+    predicted = math.ceil(np.sum(packed.places >= 0) / (micro_batches * layout.devices))
+    for length in (layout.length, short_row(layout.length)):
+      places = layout.rows_per_device * length
+      chunks = wanted_chunks(places, min(predicted, places), chunk_rows)
+      found[rf"{wanted_loop(places)}/while$"] = chunks
   return found
-
-
-def _predicted_tokens(packed: Packed, devices: int) -> Iterator[tuple[int, list[int]]]:
-  """Yields (places of a device, the most tokens that a device predicts in each micro-batch).
-
-  First of the micro-batches with whole rows, then of those with short rows, if there are any.
-  """
-  M, R, L = packed.tokens.shape
-  predicts = np.zeros(M * R * L, bool)
-  predicts[packed.places[packed.places >= 0]] = True
-  by_device = predicts.reshape(M, devices, -1, L)
-  short, count = int(packed.num_short or 0), int(packed.num_micro_batches)
-  for some, length in (
-    (by_device[: count - short], L),
-    (by_device[count - short : count], short_row(L)),
-  ):
-    if len(some):
-      places = some.shape[2] * length
-      yield places, some[..., :length].sum((2, 3)).max(1).tolist()
 
 
 # --- kernels --------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ class Workload(NamedTuple):
   prompts: np.ndarray  # i64[P]
   # i64[P, G, N] of the policy and of its environment in turn, the policy's first; 0 after the end
   turns: np.ndarray
-  reply_s: float = 0.0  # seconds from the end of a turn until the environment has answered it
 
   @property
   def responses(self) -> np.ndarray:
@@ -90,25 +89,11 @@ def lognormal(*, mean: float, sigma: float = 0.8, prompt: int = 0) -> Lengths:
     prompt: tokens of every prompt; 0: the greatest length.
   """
   check_between("lognormal", "mean", mean, low=1.0)
-  _check_spread("lognormal", sigma, prompt)
-
-  def draw(shape: BatchShape, number: int) -> Workload:
-    drawn = _draw_lognormal([mean], sigma, shape, number)
-    return Workload(
-      _prompts("lognormal", prompt, shape), np.minimum(drawn, shape.max_response_length)
-    )
-
-  return Lengths(draw)
+  return _lognormal("lognormal", [mean], sigma, prompt)
 
 
 def dialogue(
-  *,
-  turns: int,
-  policy: float,
-  reply: float,
-  sigma: float = 0.8,
-  prompt: int = 0,
-  reply_s: float = 0.0,
+  *, turns: int, policy: float, reply: float, sigma: float = 0.8, prompt: int = 0
 ) -> Lengths:
   """Dialogues, in which turns of the policy and replies have lognormal lengths; batches differ.
 
@@ -121,57 +106,41 @@ def dialogue(
     reply: mean tokens of a reply, with what the template puts around it.
     sigma: standard deviation of the logarithm.
     prompt: tokens of every prompt; 0: the greatest length.
-    reply_s: seconds from the end of a turn until the environment has answered it.
   """
   check_integer("dialogue", "turns", turns, low=1)
   for name, mean in (("policy", policy), ("reply", reply)):
     check_between("dialogue", name, mean, low=1.0)
-  check_between("dialogue", "reply_s", reply_s, low=0.0)
-  _check_spread("dialogue", sigma, prompt)
+  return _lognormal("dialogue", np.resize([policy, reply], 2 * turns - 1), sigma, prompt)
+
+
+def _lognormal(owner: str, means: npt.ArrayLike, sigma: float, prompt: int) -> Lengths:
+  """Turns and replies of lognormal lengths with these means [N], in tokens, cut at the end."""
+  check_between(owner, "sigma", sigma, low=0.0)
+  check_integer(owner, "prompt", prompt, low=0)
+  means = np.asarray(means, np.float64)
+  is_policys = np.arange(len(means)) % 2 == 0
 
   def draw(shape: BatchShape, number: int) -> Workload:
-    limit = shape.max_response_length
-    if turns > 1 and policy + reply >= limit:
+    P, G, S, limit = shape
+    if prompt > S:
       raise ValueError(
-        f"dialogue: policy + reply = {policy + reply:g} tokens leave no place for another turn in"
+        f"{owner}: prompt = {prompt} is more than config.max_prompt_length = {S}; lower it"
+      )
+    if len(means) > 1 and sum(means[:2]) >= limit:
+      raise ValueError(
+        f"{owner}: policy + reply = {sum(means[:2]):g} tokens leave no place for another turn in"
         f" config.max_response_length = {limit}; lower them, or set turns=1"
       )
-    means = np.resize([policy, reply], 2 * turns - 1)
-    drawn = _draw_lognormal(means, sigma, shape, number)
+    random = np.random.default_rng(number)
+    drawn = random.lognormal(np.log(means) - sigma**2 / 2, sigma, (P, G, len(means)))
+    # Rounded up; exponentials of logarithms are off by rounding.
+    drawn = np.ceil(drawn - 1e-9 * drawn).astype(np.int64)
     ends = np.cumsum(drawn, axis=-1)
     of_policy = np.clip(limit - (ends - drawn), 0, drawn)
     replies = np.where(ends < limit, drawn, 0)
-    is_policys = np.arange(len(means)) % 2 == 0
-    return Workload(
-      _prompts("dialogue", prompt, shape), np.where(is_policys, of_policy, replies), reply_s
-    )
+    return Workload(np.full(P, prompt or S), np.where(is_policys, of_policy, replies))
 
-  return Lengths(draw, turns)
-
-
-def _check_spread(owner: str, sigma: float, prompt: int) -> None:
-  check_between(owner, "sigma", sigma, low=0.0)
-  check_integer(owner, "prompt", prompt, low=0)
-
-
-def _draw_lognormal(
-  means: npt.ArrayLike, sigma: float, shape: BatchShape, number: int
-) -> np.ndarray:
-  """Lengths with these means [N], rounded up: i64[P, G, N], tokens."""
-  size = (shape.prompts, shape.group_size, np.size(means))
-  drawn = np.random.default_rng(number).lognormal(np.log(means) - sigma**2 / 2, sigma, size)
-  # Exponentials of logarithms are off by rounding.
-  return np.ceil(drawn - 1e-9 * drawn).astype(np.int64)
-
-
-def _prompts(owner: str, prompt: int, shape: BatchShape) -> np.ndarray:
-  """i64[P], the lengths of the prompts, in tokens."""
-  if prompt > shape.max_prompt_length:
-    raise ValueError(
-      f"{owner}: prompt = {prompt} is more than config.max_prompt_length ="
-      f" {shape.max_prompt_length}; lower it"
-    )
-  return np.full(shape.prompts, prompt or shape.max_prompt_length)
+  return Lengths(draw, max_turns=-(-len(means) // 2))
 
 
 def pack_workload(workload: Workload, shape: BatchShape, layout: RowLayout) -> Packed:

@@ -89,12 +89,13 @@ def test_a_length_that_the_compiler_states_counts():
   assert hlo.find_loops(text) == [hlo.LoopLength(7, is_fixed=True)]
 
 
-def test_a_loop_that_may_end_earlier_counts_to_its_limit():
+@pytest.mark.parametrize("limit", ["parameter(1)", "constant(16)"])
+def test_a_loop_that_may_end_earlier_counts_to_its_limit(limit):
   """As a burst of generation: its condition is a fusion, and its counter a copy of a constant."""
   fused = "%fused (i: s32[], limit: s32[]) -> pred[]", [
     "%i = s32[] parameter(0)",
-    "%limit = s32[] parameter(1)",
-    "%below = pred[] compare(%i, %limit), direction=LT",
+    f"%limit.1 = s32[] {limit}",
+    "%below = pred[] compare(%i, %limit.1), direction=LT",
     "%goes_on = pred[] custom-call()",
     "ROOT %both = pred[] and(%below, %goes_on)",
   ]  # fmt: skip
