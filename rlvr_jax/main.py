@@ -13,7 +13,6 @@ the cluster does not identify the processes, use --coordinator, --num_processes 
 
 from __future__ import annotations
 
-import signal
 import sys
 
 from absl import app, flags
@@ -72,8 +71,6 @@ def main(argv: list[str]) -> int:
     sys.exit(f"error: unexpected arguments: {argv[1:]}; write --config.field=value")
   if not _WORKDIR.value and _MODE.value not in ("fits", "costs"):
     sys.exit("error: --workdir is missing; add --workdir=FOLDER, such as runs/mine")
-  if _STOPPED_STATUS.value:  # started by launch, which outlives the terminal
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
   if _PARENT.value:
     process.end_with_parent(_PARENT.value)
   process.keep_freed_memory()  # before jax allocates anything
@@ -104,10 +101,18 @@ def run() -> int:
     from rlvr_jax.commands.train import FAILURES
     from rlvr_jax.train.cluster import multihost
 
-    run_flags = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value, _PROFILE.value)
-    sweep_flags = (_SWEEP.value, sys.argv, _MINUTES.value)
     action = choose.prepare_command(
-      _MODE.value, _CONFIG.value, *run_flags, _TRACKERS.value, *sweep_flags, _LENGTHS.value
+      _MODE.value,
+      _CONFIG.value,
+      _WORKDIR.value,
+      _CHECKPOINT.value,
+      _TOPOLOGY.value,
+      profile=_PROFILE.value,
+      tracked_by=_TRACKERS.value,
+      sweep_file=_SWEEP.value,
+      argv=sys.argv,
+      minutes=_MINUTES.value,
+      lengths=_LENGTHS.value,
     )
   except (ImportError, ValueError, OSError) as error:
     sys.exit(f"error: {process.describe_error(error)}")

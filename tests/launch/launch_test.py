@@ -26,8 +26,9 @@ from rlvr_jax import main as program_of_runs  # noqa: F401  (defines its flags)
 from rlvr_jax.launch import __main__ as command_line
 from rlvr_jax.launch import local, tpu_vm
 from rlvr_jax.launch.package import EXTRAS, make_package
+from rlvr_jax.launch.run import Run
 from rlvr_jax.launch.shell import CommandError, LaunchError, Shell
-from rlvr_jax.launch.slices import find_slice
+from rlvr_jax.launch.slices import Machines, find_slice
 from rlvr_jax.rollouts.store import RolloutStore
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -561,6 +562,82 @@ def test_machines_that_cloud_does_not_make_are_not_waited_for(cloud, checkout, t
   output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
   assert process.returncode == 1 and "Quota limit exceeded" in output
   assert "error: Cloud did not make the machines of try" in output
+
+
+class Cloud(Shell):
+  """Answers as gcloud does, with the states of each program's machines and hosts, in order."""
+
+  def __init__(self, states):
+    super().__init__()
+    self.states = {name: iter(text.split()) for name, text in states.items()}
+    self.told = []
+
+  def capture(self, command):
+    found = re.search(r"name~/(.*)\$", " ".join(command))
+    if found:  # of the queued resource
+      state = next(self.states[found[1]])
+      if state == "offline":
+        raise CommandError("no network")
+      return state.replace("none", "")
+    return f"rlvr_jax-state host {next(self.states[command[5] + ' hosts'])}"
+
+  def run(self, command):
+    script = command[-3] if "ssh" in command else ""
+    verb = "stop" if "stopped" in script and "systemd-run" not in script else command[4]
+    self.told.append(f"{verb} {command[5]}")
+
+  def follow(self, command):
+    return subprocess.Popen(["true"])
+
+
+def supervise(states, retries=1, samplers=0):
+  """What the fake was told while programs are supervised."""
+  cloud = Cloud(states)
+  place = argparse.Namespace(zone="here", project="")
+  machines = Machines(find_slice("v5p-8"), 1, True)
+  watches = []
+  for name in ("try", *(f"try-sampler-{i}" for i in range(samplers))):
+    setup = tpu_vm._Setup(Run(name, (), {}, retries), machines, "", pathlib.Path("a.tgz"), "a", "")
+    watches.append(tpu_vm._Watch(setup, tpu_vm.QueuedResource(name, 1, place, cloud)))
+  try:
+    tpu_vm._supervise(watches, 0.0)
+  finally:
+    cloud.told.append("end")
+  return cloud.told
+
+
+def test_preempted_machines_are_replaced_and_hosts_prepared_again():
+  states = "none WAITING ACTIVE ACTIVE SUSPENDED offline none ACTIVE ACTIVE ACTIVE"
+  told = supervise({"try": states, "try hosts": "running missing finished"})
+  begin = ["create try", "scp a.tgz", "ssh try"]
+  assert told == [*begin, "delete try", *begin, *begin[1:], "end"]
+
+
+def test_a_sampler_that_fails_is_left_alone(capsys):
+  states = {"try": "none " + "ACTIVE " * 4, "try hosts": "running running finished"}
+  states["try-sampler-0"] = "none FAILED"  # Cloud does not make it
+  states["try-sampler-1"] = "none SUSPENDED none SUSPENDED"  # once more than it is retried
+  told = supervise(states, samplers=2)
+  assert told.count("create try-sampler-1") == 2 and told.count("create try-sampler-0") == 1
+  assert "describe try-sampler-0" in told and told[-1] == "end"
+  assert capsys.readouterr().err.count("goes on without this sampler") == 2
+
+
+@pytest.mark.parametrize(
+  ("states", "hosts", "message"),
+  [
+    ("none FAILED", "", "Cloud did not make the machines of try"),
+    ("none SUSPENDED none FAILED", "", "Cloud did not make the machines of try"),
+    ("none SUSPENDED none SUSPENDED", "", "after --retries = 1 replacements"),
+    ("none WAITING none", "", "were deleted during the run"),
+    ("none ACTIVE ACTIVE", "failed", "try has failed 2 times"),
+    ("none ACTIVE ACTIVE", "stopped", "try was stopped: run the same command again"),
+    ("offline", "", "no network"),
+  ],
+)
+def test_a_run_that_cannot_go_on_has_a_message(states, hosts, message):
+  with pytest.raises(LaunchError, match=message):
+    supervise({"try": states, "try hosts": hosts})
 
 
 @pytest.mark.parametrize("text", ["", "Warning: no output"])

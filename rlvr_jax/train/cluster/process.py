@@ -330,7 +330,7 @@ def handle_shutdown_signals(pass_on: Callable[[], None]) -> Iterator[None]:
   """Context in which SIGTERM, SIGINT and SIGHUP request shutdown; works in the main thread.
 
   A thread receives signals at once, even while the main thread is in native code. A second Ctrl-C
-  ends the process immediately. If SIGHUP is ignored, as by nohup and under launch, it stays so.
+  ends the process immediately. If SIGHUP is ignored, as by nohup, it stays so.
 
   Args:
     pass_on: called in that thread at each signal, to request shutdown of the other processes.
