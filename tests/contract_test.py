@@ -362,7 +362,7 @@ def _estimator_run(name):
 @each_estimator
 @COMPILES
 def test_estimator_under_jit(name):
-  """jit equals no jit, of what is exported; a later update and batch do not compile again."""
+  """jit equals no jit, of what is exported; an update and a batch later nothing compiles again."""
   first, second = (random_case(seed, (4, 5, 3), dtype=np.float32)[1] for seed in range(2))
   entropy = jnp.float32(0.4)
   state = ESTIMATORS[name].init(jnp.float32(0.7))

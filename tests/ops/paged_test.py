@@ -1,5 +1,7 @@
 """The paged kernel for TPUs: interpreted it equals XLA's blocks; where it is chosen."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,9 +43,8 @@ def test_pages_equal_blocks(heads):
   staged = Cache(rounded(rng, K, slots, H, STEPS), rounded(rng, K, slots, STEPS, H))
   queries = jnp.asarray(rng.normal(size=(slots, K * heads, H)), jnp.float32)
   reach = Reach(jnp.asarray(PROMPT), jnp.asarray(RESPONSE))
-  attend = lambda kind: cached_attention(
-    queries, *caches(kind, parts), staged, reach, jnp.int32(5), scale=0.1, window=2**30
-  )
+  run = jax.jit(functools.partial(cached_attention, scale=0.1, window=2**30))
+  attend = lambda kind: run(queries, *caches(kind, parts), staged, reach, jnp.int32(5))
   with pltpu.force_tpu_interpret_mode():
     ours = attend(Pages)
   np.testing.assert_allclose(ours, attend(Cache), atol=1e-5)

@@ -83,13 +83,16 @@ def traced(parts):
   }  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", [SALT, LORA], ids=["salt", "lora"])
+@pytest.mark.parametrize(
+  "fields", [pytest.param(SALT, id="salt"), pytest.param(LORA, id="lora", marks=pytest.mark.slow)]
+)
 def test_every_product_is_exact_in_float32(fields):
   programs = traced(parts_of(**fields))
   found = {name: precisions(program.jaxpr.jaxpr) for name, program in programs.items()}
   assert found == dict.fromkeys(found, EXACT)
 
 
+@pytest.mark.slow
 def test_in_bfloat16_only_the_geometry_is_exact():
   """What is computed of Gram matrices needs all digits under every configuration."""
   programs = traced(parts_of(**SALT, model__overrides__compute_dtype="bfloat16"))
@@ -98,6 +101,7 @@ def test_in_bfloat16_only_the_geometry_is_exact():
   assert found == {name: EXACT | ROUNDED if name in with_gram else ROUNDED for name in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", "HIGHEST"), ("bfloat16", "DEFAULT")])
 def test_what_is_lowered_for_nvidias_gpus(dtype, expected):
   programs = traced(parts_of(model__overrides__compute_dtype=dtype))
