@@ -46,7 +46,7 @@ FUSED_GATHERS = (
 )
 
 # Of Qwen2.5 7B with rows of 9216 tokens, one response of 8192 or several of 2048.
-SLICES_OF_7B = {  # found by --mode=tune; see docs/costs.md
+SLICES_OF_7B = {  # found by --mode=tune; see docs/tuning.md
   "v5p:2x2x4": {
     "mesh.fsdp": 16,
     "batch.tokens_per_row": 9216,

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from rlvr_jax.configs.full_size import base
 
-SLICES = {  # found by --mode=tune; see docs/costs.md
+SLICES = {  # found by --mode=tune; see docs/tuning.md
   "v5e:2x4": {
     "mesh.data": 2,
     "mesh.fsdp": 4,
