@@ -423,12 +423,12 @@ def make_task(settings: ml_collections.ConfigDict) -> Task:
   """The task of `config.task`: its problems and its grader."""
   name, kwargs = settings.name, settings.kwargs.to_dict()
   spec = specs.parse("config.task.name", name)
-  if twice := sorted(spec.arguments.keys() & kwargs):
+  if spec.arguments:
     raise ValueError(
-      f"config.task.name = {name!r} and config.task.kwargs both set {', '.join(twice)}; set it in"
-      " one of them"
+      f"config.task.name = {name!r} has arguments; set name = {spec.name!r}, and"
+      f" config.task.kwargs.{next(iter(spec.arguments))} and so on"
     )
-  spec = spec._replace(arguments={**kwargs, **spec.arguments})
+  spec = spec._replace(arguments=kwargs)
   try:
     return specs.make_from_spec(f"config.task.name = {name!r}", tasks, spec, Task)
   except OSError as error:

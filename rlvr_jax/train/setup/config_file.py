@@ -6,7 +6,6 @@ import ast
 import contextlib
 import dataclasses
 import difflib
-import importlib
 import inspect
 import json
 import os
@@ -28,18 +27,6 @@ import rlvr_jax
 from rlvr_jax import specs
 from rlvr_jax.storage.places import parse_path
 
-# Where the component of a field is looked up, and the keywords that a run gives it.
-_COMPONENTS: dict[str, tuple[str, tuple[str, ...]]] = {
-  "advantage": ("advantages", ()),
-  "reweighting": ("reweighting", ()),
-  "gram": ("geometry", ()),
-  "loss": ("losses", ()),
-  "correction": ("corrections", ()),
-  "schedule": ("rollouts.staleness", ("num_updates", "seed")),
-  "optimizer": ("update.optimizer", ("learning_rate", "num_updates")),
-  "learning_rate": ("update.learning_rate", ("num_updates",)),
-  "grader": ("rewards.by_name", ("completion", "reference")),
-}
 _RECIPES = os.path.join(os.path.dirname(rlvr_jax.__file__), "configs")
 _OF_A_RUN = "config.json"
 _TRUST = "--trust_run"
@@ -295,18 +282,11 @@ def _find_code(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check_trust(path: str, values: Mapping[str, Any], argv: Sequence[str]) -> None:
-  """Ends the process if a run's configuration names code that may be another's, without consent.
-
-  Consent is --trust_run, or the answer of a person at a terminal.
-  """
+  """Ends the process if a run's configuration names code of others, without --trust_run."""
   named = [f"  {field} = {text!r:.200}" for field, text in _find_code(values)]
   if not named or is_trusting(argv):
     return
   what = "\n".join([f"{path} names code outside of rlvr_jax, which would run here:", *named])
-  if sys.stdin is not None and sys.stdin.isatty():
-    print(f"{what}\nRun it? [y/N] ", end="", flush=True)
-    if sys.stdin.readline().strip().lower() in ("y", "yes"):
-      return
   sys.exit(f"error: {what}\nadd --trust_run if you trust who wrote that run")
 
 
@@ -372,36 +352,17 @@ def _file_flag(argv: Sequence[str]) -> str:
 
 def _inside_a_string(flag: str, config: ConfigDict, given: Mapping[str, Any]) -> str | None:
   """A message if a flag sets a field of a field that is a string, such as learning_rate.peak."""
-  for path, value in given.items():
+  for path in given:
     node: Any = config
-    names = path.split(".")
-    for depth, name in enumerate(names[:-1], start=1):
+    *names, _ = path.split(".")
+    for depth, name in enumerate(names, start=1):
       node = node[name] if isinstance(node, ConfigDict) and name in node else None
       if isinstance(node, str):
-        field, (keyword, *deeper) = ".".join(names[:depth]), names[depth:]
-        remedy = f"set it as one string, --{flag}.{field}=…"
-        if name in _COMPONENTS and not deeper and (node or keyword == "name"):
-          component = value if keyword == "name" else _with_argument(field, node, keyword, value)
-          remedy = _refusal(name, str(component)) or f'write --{flag}.{field}="{component}"'
-        return f"--{flag}.{path}: config.{field} is a string, {node!r}; {remedy}"
-  return None
-
-
-def _with_argument(field: str, component: str, keyword: str, value: Any) -> specs.Spec:
-  spec = specs.parse(field, component)
-  return specs.Spec(spec.name, {**spec.arguments, keyword: value})
-
-
-def _refusal(field: str, component: str) -> str | None:
-  """Why no run would take the component; None if it takes the name and the keywords."""
-  module, of_run = _COMPONENTS[field]
-  package = importlib.import_module(f"rlvr_jax.{module}")
-  try:
-    spec = specs.parse(field, component)
-    factory = specs.find_factory(field, package, spec.name)
-    specs.check_keywords(field, spec.name, factory, spec.arguments, of_run)
-  except ValueError as error:
-    return str(error).removeprefix(f"{field}: ")
+        field = ".".join(names[:depth])
+        return (
+          f"--{flag}.{path}: config.{field} is a string, {node!r}; set it as one string,"
+          f" --{flag}.{field}=…"
+        )
   return None
 
 
