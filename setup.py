@@ -14,7 +14,7 @@ GCS = ["gcsfs>=2025.3"]
 GGUF = ["gguf>=0.17.1"]  # earlier ones bring sentencepiece
 MATH = ["mpmath>=1.3.0"]
 OPENENV = ["aiohttp>=3.11"]  # the client; openenv itself brings some 60 packages
-PLOT = ["ipywidgets>=7.7.1", "matplotlib>=3.10"]
+PLOT = ["matplotlib>=3.10"]
 
 EXTRAS = {
   "tpu": ["jax[tpu]>=0.7.2"],
@@ -42,7 +42,6 @@ EXTRAS = {
     *PLOT,
     "hypothesis>=6.100",
     "ipykernel>=6.17.1",
-    "ipywidgets>=8.1.5",  # earlier ones bring the classic notebook server with them
     "mypy>=2.4.1",
     "nbclient>=0.10.2",
     "pytest>=8.4",

@@ -117,21 +117,19 @@ ENTROPY, RANK_ONE = measured("entropy over the run"), measured("head's rank-1 fr
 def speedup(name: str) -> Side:
   """The speed-up of stale rollouts over fresher ones, in a race of experiments/large_ratios."""
   race = RACES[name]
-  runs = [run for label in RATIOS.runs.values() for run in label]
-  found = speedups(runs, race, PRICE, at_most=race.bounded)
+  found = speedups(RATIOS.all_runs, race, PRICE, at_most=race.bounded)
   return Side(f"speed-up {'at most ' if race.bounded else ''}of {race.stale}", found)
 
 
 def larger_groups(name: str, label: Callable[[int], str]) -> Side:
   """What larger groups do for a method's pass@1, in experiments/sampled_feature."""
-  runs = [run for of_label in WRITTEN.runs.values() for run in of_label]
-  return Side(f"{name}, G = 64 less 4", gain_of_size(runs, {size: label(size) for size in SIZES}))
+  labels = {size: label(size) for size in SIZES}
+  return Side(f"{name}, G = 64 less 4", gain_of_size(WRITTEN.all_runs, labels))
 
 
 def sweep_mean() -> Side:
   """The mean over GRPO's clips, in experiments/low_precision."""
-  runs = [run for label in PRECISION.runs.values() for run in label]
-  return Side(low.SWEEP.control, low.sweep_mean(runs))
+  return Side(low.SWEEP.control, low.sweep_mean(PRECISION.all_runs))
 
 
 # --- the claims -----------------------------------------------------------------------------------

@@ -29,6 +29,10 @@ class Task(NamedTuple):
   runs: Mapping[str, Sequence[Result]]  # label → runs
 
   @property
+  def all_runs(self) -> list[Result]:
+    return [run for runs in self.runs.values() for run in runs]
+
+  @property
   def experiment(self) -> str:
     return self.page.partition("/")[0]
 

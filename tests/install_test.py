@@ -21,7 +21,6 @@ COLAB = {
   "chex": "0.1.90",
   "flax": "0.11.2",
   "fsspec": "2025.3.0",
-  "ipywidgets": "7.7.1",
   "jax": "0.7.2",
   "matplotlib": "3.10.0",
   "numpy": "2.1.3",

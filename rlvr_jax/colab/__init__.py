@@ -1,14 +1,3 @@
-"""Functions for the notebooks in colabs/, which contain no logic of their own."""
+"""What the notebooks in colabs/ call besides the package: tiny runs, a toy policy, and rollouts."""
 
-__all__ = [
-  "display",
-  "fade",
-  "first_run",
-  "geometry",
-  "methods",
-  "p3o",
-  "rollouts",
-  "runs",
-  "staleness",
-  "toy",
-]
+__all__ = ["methods", "rollouts", "runs", "toy"]

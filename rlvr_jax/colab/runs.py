@@ -1,32 +1,26 @@
-"""Tiny runs, trained without output, for notebook readers without a run."""
+"""Tiny runs for notebook readers without a run, and their configurations."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
 
 import ml_collections
 
-from rlvr_jax import specs
 from rlvr_jax.configs import quickstart, quickstart_dialogue, steps
-from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train import loop
-from rlvr_jax.train.checkpointing.workdir import WorkdirError, read_config
 from rlvr_jax.train.reporting.report import write_report
-from rlvr_jax.train.same_rollouts import Comparison, compare_gradients
 from rlvr_jax.train.session import open_session
-from rlvr_jax.train.setup.build import build, make_schedule
+from rlvr_jax.train.setup.build import build
 
 
-def train(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Path:
-  """Trains without output, and returns the folder of the run.
+def train(config: ml_collections.ConfigDict, workdir: str = "") -> str:
+  """Trains, and returns the folder of the run.
 
   Args:
     config: configuration, see `configs/base.py`.
@@ -36,35 +30,11 @@ def train(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Path:
     ValueError: see `train.setup.build.build`.
     WorkdirError: the folder belongs to another configuration.
   """
-  folder = pathlib.Path(workdir or tempfile.mkdtemp(prefix="rlvr_jax_"))
-  silent = io.StringIO()
-  with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
-    with open_session(build(config), folder) as run:
-      loop.train(run.run, run.now)
-      write_report(run.workdir.local, run.workdir.path)
+  folder = workdir or tempfile.mkdtemp(prefix="rlvr_jax_")
+  with open_session(build(config), pathlib.Path(folder)) as run:
+    loop.train(run.run, run.now)
+    write_report(run.workdir.local, run.workdir.path)
   return folder
-
-
-def read_schedule(folder: pathlib.Path, *, trust_run: bool = False) -> tuple[Schedule, int]:
-  """Reads the schedule of a run, and its number of updates.
-
-  Args:
-    folder: from `parse_path`.
-    trust_run: whether a schedule of another module than the package's is imported.
-  Raises:
-    ValueError: config.json is no configuration, or its schedule is of another module.
-  """
-  try:
-    config = read_config(folder / "config.json")
-    name, num_updates, seed = (config[key] for key in ("schedule", "num_updates", "seed"))
-  except (WorkdirError, KeyError) as error:
-    raise ValueError(f"{folder}/config.json is not the configuration of a run: {error}") from error
-  if not trust_run and any(specs.outside_package(name)):
-    raise ValueError(
-      f"{folder}/config.json has the schedule {name!r}, which is code of its author: give"
-      " trust_run=True if you trust who wrote that run"
-    )
-  return make_schedule(name, num_updates=num_updates, seed=seed), num_updates
 
 
 def train_fleet(*, samplers: int = 2) -> pathlib.Path:
@@ -98,21 +68,6 @@ def train_fleet(*, samplers: int = 2) -> pathlib.Path:
   return workdir
 
 
-def compare_silently(**arguments: Any) -> Comparison:
-  """Calls `same_rollouts.compare_gradients` with a temporary workdir, without its output.
-
-  Args:
-    arguments: those of `compare_gradients`, without the workdir.
-  """
-  silent = io.StringIO()
-  with (
-    tempfile.TemporaryDirectory() as workdir,
-    contextlib.redirect_stdout(silent),
-    contextlib.redirect_stderr(silent),
-  ):
-    return compare_gradients(workdir, **arguments)
-
-
 def sums_config(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:
   """Configuration of the quickstart's task, "7 - 4 + 9 = ", for a policy of 0.1 M parameters."""
   c = quickstart.get_config()
@@ -122,6 +77,22 @@ def sums_config(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:
   c.warm_start.learning_rate = "constant(peak=4e-3)"
   c.batch.prompts = 16
   c.learning_rate = "constant(peak=1e-3)"
+  return c
+
+
+def measured_config(reweighting: str = "none") -> ml_collections.ConfigDict:
+  """Configuration of 16 updates on sums, with the geometry measured before every second one.
+
+  Args:
+    reweighting: spec, as in `config.reweighting`.
+  """
+  c = sums_config(updates=16)
+  c.warm_start.num_steps = 80
+  c.batch.prompts, c.batch.group_size = 8, 16
+  c.learning_rate = "linear(peak=1e-3)"
+  c.evaluation.num_samples, c.evaluation.ks = 1, (1,)
+  c.diagnostics.every = 2
+  c.reweighting = reweighting
   return c
 
 

@@ -20,8 +20,8 @@ import numpy as np
 from rlvr_jax import parts
 from rlvr_jax.advantages import Advantage, grpo_mean
 from rlvr_jax.advantages.masses import gradient_masses
-from rlvr_jax.colab.display import legend_outside
 from rlvr_jax.evaluate.curves import mean_curve, metric_range
+from rlvr_jax.evaluate.figures import legend_outside, method_style
 from rlvr_jax.geometry.updates import rank_one_fraction
 from rlvr_jax.losses import Loss
 from rlvr_jax.ops import reductions
@@ -184,7 +184,10 @@ def _train_seed(recipe: Recipe, toy: Toy, first: Array, random: Array, batches: 
   def update(carry, inputs):
     kernels, state = carry
     t, (number, version) = inputs
-    batch = make_batch(toy, recipe, kernels[version], random[number])
+    batch = make_batch(
+      toy, kernels[version], random[number],
+      temperature=recipe.temperature, recorded=recipe.recorded,
+    )  # fmt: skip
     kernel, state, metrics = _update_kernel(toy, recipe, kernels[t], state, batch)
     # Uses the next batch's numbers; this batch's would favor the policy trained on it.
     fresh = sample(toy, kernels[t], random[t + 1])
@@ -196,14 +199,28 @@ def _train_seed(recipe: Recipe, toy: Toy, first: Array, random: Array, batches: 
   return kernels, metrics
 
 
-def make_batch(toy: Toy, recipe: Recipe, kernel: Array, random: Array) -> TrainBatch:
-  """Makes the batch that a policy with kernel f32[D, V] samples from numbers f32[P, G, T]."""
-  tokens = sample(toy, kernel, random, temperature=recipe.temperature)
-  recorded_temperature = recipe.temperature if recipe.recorded == "sampled" else 1.0
+def make_batch(
+  toy: Toy, kernel: Array, random: Array, *, temperature: float = 1.0, recorded: str = "sampled"
+) -> TrainBatch:
+  """The batch that a policy samples.
+
+  Args:
+    toy: task.
+    kernel: f32[D, V], of the policy.
+    random: numbers f32[P, G, T], uniform on [0, 1).
+    temperature, recorded: as in `Recipe`.
+  """
+  tokens = sample(toy, kernel, random, temperature=temperature)
+  recorded_temperature = temperature if recorded == "sampled" else 1.0
   behavior = statistics(toy, kernel, tokens, temperature=recorded_temperature).logprobs
   return parts.batch_of(
     jnp.ones(tokens.shape), tokens=tokens, rewards=rewards(toy, tokens), behavior_logprobs=behavior
   )
+
+
+def rollouts(toy: Toy, kernel: Array, *, group_size: int, seed: int = 0) -> TrainBatch:
+  """A batch that the policy with kernel f32[D, V] samples at temperature 1."""
+  return make_batch(toy, kernel, jnp.asarray(uniform_numbers(toy, seed, 0, group_size)))
 
 
 def _update_kernel(toy: Toy, recipe: Recipe, kernel: Array, state: Any, batch: TrainBatch) -> Any:
@@ -228,6 +245,17 @@ def _update_kernel(toy: Toy, recipe: Recipe, kernel: Array, state: Any, batch: T
   return kernel - recipe.learning_rate * gradient, state, metrics
 
 
+def gradient(toy: Toy, recipe: Recipe, kernel: Array, batch: TrainBatch) -> Array:
+  """Gradient of a recipe's loss with respect to the kernel, f32[D, V]."""
+  A = parts.advantages_of(recipe.advantage, batch.rewards)
+
+  def loss(kernel: Array) -> Array:
+    logprobs = statistics(toy, kernel, batch.tokens).logprobs
+    return parts.loss_of(recipe.loss, logprobs, batch.behavior_logprobs, A, batch.mask)[0]
+
+  return jax.grad(loss)(kernel)
+
+
 def batch_at(
   toy: Toy, runs: Runs, update: int, *, policy: int | None = None, run: int = 0
 ) -> tuple[TrainBatch, Array]:
@@ -247,7 +275,10 @@ def batch_at(
   number, version = runs.batches[update]
   random = jnp.asarray(uniform_numbers(toy, runs.seeds[run], number, runs.group_size))
   kernels = jnp.asarray(runs.kernels[run])
-  batch = make_batch(toy, runs.recipe, kernels[version], random)
+  recipe = runs.recipe
+  batch = make_batch(
+    toy, kernels[version], random, temperature=recipe.temperature, recorded=recipe.recorded
+  )
   current = update if policy is None else policy
   return batch, statistics(toy, kernels[current], batch.tokens).logprobs
 
@@ -255,51 +286,37 @@ def batch_at(
 # --- drawing --------------------------------------------------------------------------------------
 
 
-def plot_runs(
-  axes: Any,
-  runs: Mapping[str, Runs],
-  styles: Mapping[str, Mapping[str, Any]],
-  metric: str,
-  *,
-  start: int = 0,
-) -> None:
+def plot_runs(axes: Any, runs: Mapping[str, Runs], metric: str, *, start: int = 0) -> None:
   """Plots a metric over updates, by label: the mean over seeds and its 95 % interval.
 
   Args:
     axes: matplotlib axes.
-    runs: label → runs; runs with one seed have no interval.
-    styles: label → options of the line.
+    runs: label → runs of two seeds or more.
     metric: name of the metric.
     start: first update to plot.
   """
-  for label, label_runs in runs.items():
+  for index, (label, label_runs) in enumerate(runs.items()):
     values = label_runs.metrics[metric][:, start:]
     updates = start + np.arange(values.shape[1])
-    if len(values) == 1:
-      axes.plot(updates, values[0], label=label, **styles[label])
-      continue
     band = mean_curve([(updates, row) for row in values], updates.size, within=metric_range(metric))
-    (line,) = axes.plot(band.x, band.mean, label=label, **styles[label])
-    axes.fill_between(band.x, band.low, band.high, color=line.get_color(), alpha=0.15, linewidth=0)
+    style = method_style(index)
+    axes.plot(band.x, band.mean, label=label, **style)
+    axes.fill_between(band.x, band.low, band.high, color=style["color"], alpha=0.15, linewidth=0)
   axes.set_xlabel("updates")
 
 
-def draw_runs(
-  runs: Mapping[str, Runs],
-  styles: Mapping[str, Mapping[str, Any]],
-  labels: Mapping[str, str],
-) -> Any:
+def draw_runs(runs: Mapping[str, Runs], labels: Mapping[str, str]) -> Any:
   """Draws a panel for each metric, and returns the panels.
 
   Args:
-    runs, styles: as for `plot_runs`.
+    runs: as for `plot_runs`.
     labels: metric → label of its axis.
   """
   from matplotlib import pyplot
 
   _, panels = pyplot.subplots(1, len(labels), figsize=(11, 3.6))
   for axes, (metric, label) in zip(panels, labels.items(), strict=True):
-    plot_runs(axes, runs, styles, metric)
+    plot_runs(axes, runs, metric)
     axes.set_ylabel(label)
   legend_outside(panels[-1])
   return panels

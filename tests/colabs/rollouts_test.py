@@ -1,6 +1,5 @@
-"""Rollouts are read from a run's store as they were written, and filtered and counted rightly."""
+"""Rollouts are read from a run's store as they were written, and drawn and printed rightly."""
 
-import collections
 import json
 
 import numpy as np
@@ -8,8 +7,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from colabs import stored
-from rlvr_jax.colab import first_run, rollouts, runs
+from rlvr_jax.colab import rollouts, runs
 from rlvr_jax.evaluate.pass_at_k import wilson_interval
+from rlvr_jax.train.setup.build import build
 
 LENGTHS = np.array([[1, 3], [2, 3]])
 OUTCOMES = ("correct", "wrong", "unparseable", "crashed")
@@ -55,6 +55,8 @@ def test_rollouts_are_read_with_their_age(samples):
   assert [r.batch for r in samples] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
   assert [r.age for r in samples] == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
   first, second, third, fourth = samples[:4]
+  assert first.sampler == "this program" and first.versions.tolist() == [0]
+  assert [r.versions.tolist() for r in samples[8:10]] == [[2], [2, 2, 2]]
   assert first[:10] == (0, 0, "p0", "0", "0", "correct", "correct", 1.0, 1, 0)
   assert first.turns == ("0",) and first.policy_turns == 1 and not second.turn_numbers.any()
   assert (second.kind, second.group, second.length) == ("cut off", 0, 3)
@@ -68,78 +70,32 @@ def test_a_folder_without_a_run_is_named(tmp_path):
     rollouts.load(tmp_path)
 
 
-def test_a_schedule_of_its_author_s_code_needs_trust(tmp_path, monkeypatch):
+def test_a_schedule_of_its_author_s_code_is_not_imported(tmp_path, monkeypatch):
   (tmp_path / "their_code.py").write_text("raise SystemError('it was run')\n")
   monkeypatch.syspath_prepend(tmp_path)
   config = {"schedule": "their_code:schedule", "num_updates": 1, "seed": 0}
-  for text, message in ((json.dumps(config), "give trust_run=True"), ("[1, 2]", "a JSON list")):
+  for text, message in ((json.dumps(config), "code of its author"), ("[1, 2]", "a JSON list")):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
       rollouts.load(tmp_path)
-  (tmp_path / "config.json").write_text(json.dumps(config))
-  with pytest.raises(ValueError, match="it was run"):
-    rollouts.load(tmp_path, trust_run=True)
 
 
-def test_rollouts_are_chosen_by_kind_length_and_age(samples):
-  count = lambda **how: len(rollouts.select(samples, **how))
-  assert count() == 16 and count(kind="correct") == 4 and count(age=1) == 8
-  assert count(longest=2) == 8 and count(shortest=3) == 8 and count(shortest=2, longest=2) == 4
-  assert count(kind="cut off", longest=2) == 0 and count(kind="unparseable", age=0) == 2
-  assert rollouts.ages(samples) == [0, 1] and rollouts.lengths(samples) == [1, 2, 3]
-  with pytest.raises(ValueError, match="kind = 'right' is unknown; choose one of"):
-    count(kind="right")
-
-
-def test_the_share_of_the_correct_has_an_interval(samples):
-  found = rollouts.correct_shares(samples, "length")
-  np.testing.assert_array_equal(found.values, [1, 2, 3])
-  np.testing.assert_array_equal(found.counts, [4, 4, 8])
-  np.testing.assert_array_equal(found.share, [1, 0, 0])
-  np.testing.assert_allclose([found.low[0], found.high[0]], wilson_interval(1.0, 4))
-  np.testing.assert_array_equal(rollouts.correct_shares(samples, "age").share, [0.25, 0.25])
-  with pytest.raises(ValueError, match="name = 'kind' is unknown"):
-    rollouts.correct_shares(samples, "kind")
-
-
-def test_values_with_few_rollouts_are_left_out(samples):
+def axes_of(plot, *args, **kwargs):
   axes = Figure().subplots()
-  rollouts.plot_correct(axes, samples, "length", least=5)
-  ((points, _, _),) = axes.containers
-  np.testing.assert_array_equal(points.get_xydata(), [[3, 0]])
-
-
-def axes_of(plot, *args):
-  axes = Figure().subplots()
-  plot(axes, *args)
+  plot(axes, *args, **kwargs)
   return axes
 
 
-def texts(axes):
-  return [text.get_text() for text in axes.get_legend().get_texts()]
-
-
-def test_kinds_stand_on_one_another(samples):
-  axes = axes_of(rollouts.plot_kinds, samples)
-  assert texts(axes) == ["not graded", "cut off", "unparseable", "correct"]
-  edges = [area.get_paths()[0].get_extents().get_points()[:, 1] for area in axes.collections]
-  np.testing.assert_allclose(edges, [[0, 0.25], [0.25, 0.5], [0.5, 0.75], [0.75, 1]])
-
-
-def test_lengths_are_counted_by_kind(samples):
-  axes = axes_of(rollouts.plot_lengths, samples)
-  heights = [[bar.get_height() for bar in container] for container in axes.containers]
-  assert heights == [[4, 0, 0], [0, 4, 0], [0, 0, 4], [0, 0, 4]]
-
-
-def test_groups_are_sorted_and_counted(samples):
-  axes = axes_of(rollouts.plot_groups, samples, 2)
-  assert axes.get_title() == "batch 2: 1 of 2 groups have both"
-  (image,) = axes.images
-  assert image.get_array().shape == (2, 2, 3)
-  assert texts(axes) == ["correct", "unparseable", "cut off", "not graded"]
-  with pytest.raises(ValueError, match=r"no batch 9; choose one of \[0, 1, 2, 3\]"):
-    axes_of(rollouts.plot_groups, samples, 9)
+def test_the_share_of_the_correct_has_an_interval(samples):
+  axes = axes_of(rollouts.plot_correct, samples, "length", least=4)
+  ((points, _, (bars,)),) = axes.containers
+  np.testing.assert_array_equal(points.get_xydata(), [[1, 1], [2, 0], [3, 0]])
+  np.testing.assert_allclose(bars.get_segments()[0][:, 1], wilson_interval(1.0, 4))
+  np.testing.assert_allclose(bars.get_segments()[2][:, 1], wilson_interval(0.0, 8))
+  ((points, _, _),) = axes_of(rollouts.plot_correct, samples, "length", least=5).containers
+  np.testing.assert_array_equal(points.get_xydata(), [[3, 0]])  # others have few rollouts
+  ((points, _, _),) = axes_of(rollouts.plot_correct, samples, "age", least=1).containers
+  np.testing.assert_array_equal(points.get_xydata(), [[0, 0.25], [1, 0.25]])
 
 
 def test_surprisals_stand_above_their_tokens(samples):
@@ -168,7 +124,7 @@ def test_a_token_s_label_is_its_own_text_of_however_many_characters(workdir, tmp
 
 
 def test_some_are_printed_spread_over_all(samples, capsys):
-  rollouts.show(rollouts.select(samples, kind="correct"), count=2)
+  rollouts.show([r for r in samples if r.kind == "correct"], count=2)
   lines = capsys.readouterr().out.splitlines()
   assert [line.split()[:4] for line in lines[::2]] == [
     ["batch", "0", "age", "0"], ["batch", "3", "age", "1"]
@@ -176,18 +132,6 @@ def test_some_are_printed_spread_over_all(samples, capsys):
   assert lines[1] == "    'p0' → '0'   (answer 0)"
   rollouts.show([])
   assert capsys.readouterr().out == ""
-
-
-def test_exploring_counts_what_is_chosen(samples, capsys):
-  from matplotlib import pyplot
-
-  rollouts.explore(samples, kind="cut off", longest=3, age=1, count=1)
-  left, right = pyplot.gcf().axes
-  assert [bar.get_height() for bar in left.containers[0]] == [0, 4, 4, 8]
-  assert [bar.get_height() for bar in left.containers[1]] == [0, 0, 0, 2]
-  np.testing.assert_array_equal(right.lines[0].get_ydata(), [0, 1, 0, 1])
-  pyplot.close("all")
-  assert capsys.readouterr().out.startswith("2 of 16 rollouts\n")
 
 
 # --- dialogues ------------------------------------------------------------------------------------
@@ -200,7 +144,8 @@ def dialogue(outcome, *turns, surprisals):
   sample = dict(outcome=outcome, stopped=outcome != "length_limit")
   return rollouts.Rollout(
     0, 0, "p", "".join(turns), "7", rollouts.rollout_kind(sample), outcome, 0.0, len(numbers), 0,
-    np.asarray(surprisals, float), turns, np.asarray(numbers), tuple(labels),
+    "a", np.zeros(len(numbers), int), np.asarray(surprisals, float), turns, np.asarray(numbers),
+    tuple(labels),
   )  # fmt: skip
 
 
@@ -219,10 +164,9 @@ def test_turns_are_told_apart(capsys):
     ("environment_limit", "refused"), ("environment_failed", "not graded"),
   ):  # fmt: skip
     assert dialogue(outcome, "1", surprisals=[0, 0]).kind == kind
-  assert rollouts.by_turns(DIALOGUES) == [DIALOGUES[1], DIALOGUES[0], DIALOGUES[2]]
   rollouts.show(DIALOGUES[:1])
   assert capsys.readouterr().out == (
-    "batch   0  age 0    5 tokens  2 turns  reward 0  correct\n"
+    "batch   0  age 0    5 tokens  reward 0  correct\n"
     "    'p'   (answer 7, outcome correct)\n"
     "    policy       '9'\n"
     "    environment  '<'\n"
@@ -230,86 +174,30 @@ def test_turns_are_told_apart(capsys):
   )
 
 
-def test_means_of_turns_are_over_the_policys_tokens():
-  found = rollouts.turn_means(DIALOGUES)
-  np.testing.assert_array_equal(found.counts, [3, 2, 1])
-  np.testing.assert_allclose(found.tokens, [2, 2, 2])
-  np.testing.assert_allclose(found.surprisal, [1.0, 0.6 / 4, 0.6])
-  axes = axes_of(rollouts.plot_turn_surprisals, DIALOGUES)
-  assert [line.get_ydata().tolist() for line in axes.lines] == [[1.0, 0.2], [1.0, 0.1, 0.6]]
-
-
-def test_dialogues_are_counted_by_turns():
-  axes = axes_of(rollouts.plot_turns, DIALOGUES)
-  assert [[bar.get_height() for bar in container] for container in axes.containers] == [
-    [1, 1, 0], [0, 0, 1]
-  ]  # fmt: skip
-  assert texts(axes) == ["out of turns", "correct"]
-  np.testing.assert_array_equal(rollouts.correct_shares(DIALOGUES, "policy_turns").share, [1, 1, 0])
-
-
-def test_an_environments_tokens_have_a_ground_and_no_height(capsys):
-  from matplotlib import pyplot
-
-  rollouts.draw_dialogue(DIALOGUES, 1)
-  axes = pyplot.gca()
+def test_an_environments_tokens_have_a_ground_and_no_height():
+  axes = axes_of(rollouts.plot_surprisals, DIALOGUES[1])
   labels = [label.get_text() for label in axes.get_xticklabels()]
   assert labels == ["9", "end", "<", "x", "end", "?", "?", "3", "end"]
-  ground, other, *bars = axes.patches
-  assert [(x.get_x(), x.get_x() + x.get_width()) for x in (ground, other)] == [
-    (1.5, 2.5), (4.5, 6.5)
-  ]  # fmt: skip
+  *ground, bars = axes.patches[:3], axes.patches[3:]
+  assert [x.get_x() for x in ground[0]] == [1.5, 4.5, 5.5]
   assert [bar.get_height() for bar in bars] == [2, 0, 0, 0.2, 0, 0, 0, 0.6, 0.6]
-  pyplot.close("all")
-  assert capsys.readouterr().out.splitlines()[1:] == [
-    "    policy       '9'             2 tokens, mean 1.00 nats",
-    "    environment  '<'             1 tokens",
-    "    policy       'x'             2 tokens, mean 0.10 nats",
-    "    environment  '??'            2 tokens",
-    "    policy       '3'             2 tokens, mean 0.60 nats",
-    "    outcome      turn_limit",
-  ]
 
 
-# --- the first run --------------------------------------------------------------------------------
+# --- fleets ---------------------------------------------------------------------------------------
 
 
-def answered(*completions):
-  blank = rollouts.Rollout(
-    0, 0, "", "", "5", "wrong", "wrong", 0.0, 1, 0, np.zeros(1), ("",), np.zeros(1, int), ("",)
-  )
-  return [blank._replace(completion=text, batch=n) for n, text in enumerate(completions)]
+def test_the_fleet_of_the_notebook_is_one():
+  parts = build(runs.fleet_config())
+  assert parts.config.fleet.samplers and parts.schedule.threaded
+  assert parts.config.fleet.new_weights == "switch"
 
 
-def test_errors_are_of_integers_alone_and_bounded():
-  found = first_run.answer_errors(answered("5", "-5", "4", "x", "99", " 6"))
-  np.testing.assert_array_equal(found, [0, -10, -1, 10, 1])
-
-
-def test_errors_of_some_batches_beside_the_first(capsys):
-  from matplotlib import pyplot
-
-  first_run.draw_errors(answered("5", "6", "6", "5"), batch=2, width=2)
-  axes = pyplot.gca()
-  shares = [dict(zip(*line.get_data(), strict=True)) for line in axes.lines]
-  assert (shares[0][0], shares[0][1], shares[1][0], shares[1][-1]) == (0.5, 0.5, 0.5, 0)
-  assert texts(axes) == ["batches 0 to 1", "batches 2 to 3"]
-  pyplot.close("all")
-  with pytest.raises(ValueError, match="no batch 4; choose one of 0 to 3"):
-    first_run.draw_errors(answered("5", "6", "6", "5"), batch=4)
-
-
-def test_seconds_and_the_summary_are_of_the_records(tmp_path):
-  records = [
-    {"step": 1, "phase": "train", "time/generate_seconds": 6.0, "time/grade_seconds": 0.001},
-    {"step": 1, "phase": "eval"}
-    | {"eval/pass@1": 0.5, "eval/pass@1_low": 0.4, "eval/pass@1_high": 0.6}
-    | {"time/evaluate_seconds": 2.0, "time/elapsed_seconds": 10.0},
-  ]  # fmt: skip
-  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-  found = first_run.read_records(tmp_path)
-  assert first_run.summary(tmp_path) == "after   1 updates: held-out pass@1 0.500 [0.400, 0.600]"
-  axes = axes_of(first_run.plot_seconds, found)
-  assert [bar.get_width() for bar in axes.patches] == [2, 6]  # grading is too short to be seen
-  assert [text.get_text().strip() for text in axes.texts] == ["20%", "60%"]
-  assert collections.Counter(r["phase"] for r in found) == {"train": 1, "eval": 1}
+def test_each_token_has_its_version_and_each_rollout_its_sampler(tmp_path):
+  version, arrays, samples = batch_of(1)
+  arrays["token_versions"] = np.array([[[0, -1, -1], [0, 1, 1]], [[1, 1, -1], [1, 1, 1]]], np.int32)
+  samples = [sample | {"sampler": name} for sample, name in zip(samples, "aabb", strict=True)]
+  (tmp_path / "config.json").write_text(runs.sums_config(updates=2).to_json_best_effort())
+  stored.write(tmp_path / "rollouts", [(version, arrays, samples)])
+  read = rollouts.load(tmp_path)
+  assert [r.versions.tolist() for r in read] == [[0], [0, 1, 1], [1, 1], [1, 1, 1]]
+  assert [r.sampler for r in read] == ["a", "a", "b", "b"]

@@ -12,7 +12,7 @@ import pytest
 
 from rlvr_jax.colab import toy as toys
 from rlvr_jax.colab.toy import Recipe
-from rlvr_jax.losses import ppo_clip
+from rlvr_jax.losses import ppo_clip, reinforce
 from rlvr_jax.rollouts.staleness import asynchronous, fixed_lag
 
 P, G, T, V, D = 2, 4, 3, 5, 6
@@ -103,8 +103,7 @@ def test_a_batch_is_that_of_the_update(toy, runs):
 def test_raw_log_probabilities_are_those_of_temperature_one(toy, kernel):
   random = jnp.asarray(toys.uniform_numbers(toy, 0, 0, G))
   for recorded, temperature in (("sampled", 2.0), ("raw", 1.0)):
-    recipe = Recipe(ppo_clip(), temperature=2.0, recorded=recorded)
-    batch = toys.make_batch(toy, recipe, kernel, random)
+    batch = toys.make_batch(toy, kernel, random, temperature=2.0, recorded=recorded)
     expected = toys.statistics(toy, kernel, batch.tokens, temperature=temperature).logprobs
     np.testing.assert_array_equal(batch.behavior_logprobs, expected)
 
@@ -116,17 +115,20 @@ def test_what_cannot_run_is_refused(toy):
     toys.train(toy, Recipe(ppo_clip()), asynchronous(), num_updates=1)
 
 
-def test_a_plot_shows_the_mean_over_seeds(runs):
-  _, axes = plt.subplots()
-  toys.plot_runs(axes, {"both": runs}, {"both": dict(color="k")}, "reward/mean")
-  (line,) = axes.get_lines()
-  np.testing.assert_allclose(line.get_ydata(), runs.metrics["reward/mean"].mean(axis=0))
-  plt.close("all")
+def test_the_gradient_of_reinforce_is_that_of_finite_differences(toy, kernel):
+  batch = toys.rollouts(toy, kernel, group_size=G)
+  found = toys.gradient(toy, Recipe(reinforce()), kernel, batch)
+  A = np.asarray(batch.rewards) - np.asarray(batch.rewards).mean(axis=1, keepdims=True)
+  loss = lambda k: -(A[..., None] * toys.statistics(toy, k, batch.tokens).logprobs).mean()
+  for place in ((0, 0), (D - 1, V - 1)):
+    step = jnp.zeros((D, V)).at[place].set(1e-2)
+    expected = (loss(kernel + step) - loss(kernel - step)) / 2e-2
+    np.testing.assert_allclose(found[place], expected, rtol=2e-2, atol=1e-5)
 
 
 def test_a_figure_has_a_named_panel_for_each_metric(runs):
   labels = {"reward/mean": "rewards", "solve_rate": "solved"}
-  panels = toys.draw_runs({"both": runs}, {"both": {}}, labels)
+  panels = toys.draw_runs({"both": runs}, labels)
   assert [axes.get_ylabel() for axes in panels] == ["rewards", "solved"]
   drawn = [axes.get_lines()[0].get_ydata() for axes in panels]
   for metric, values in zip(labels, drawn, strict=True):
