@@ -16,7 +16,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlvr_jax.storage.folders import locate
+import fsspec
+
+from rlvr_jax.data.published.files import PublishedFiles, file_format
+from rlvr_jax.data.task_utils import as_text
+from rlvr_jax.storage.folders import locate, write_bytes
 
 if TYPE_CHECKING:
   import tokenizers
@@ -89,7 +93,7 @@ def save(tokenizer: tokenizers.Tokenizer, directory: str | os.PathLike[str]) -> 
   Raises:
     ValueError: the directory contains a tokenizer already.
   """
-  filesystem, folder = _locate_new_folder(directory)
+  system, folder = _locate_new_folder(directory)
   # We do not use save_pretrained: in transformers 5 it names a class that version 4 cannot load,
   # writes the library's version into the files, and supports local folders only.
   config = {
@@ -103,62 +107,62 @@ def save(tokenizer: tokenizers.Tokenizer, directory: str | os.PathLike[str]) -> 
     "eos_token_id": [tokenizer.token_to_id(token) for token in (END_OF_TURN, END_OF_TEXT)],
     "pad_token_id": tokenizer.token_to_id(END_OF_TEXT),
   }
-  filesystem.makedirs(folder, exist_ok=True)
-  _write_json(filesystem, f"{folder}/tokenizer_config.json", config)
-  _write_json(filesystem, f"{folder}/generation_config.json", generation)
-  filesystem.write_text(f"{folder}/tokenizer.json", tokenizer.to_str(pretty=True), encoding="utf-8")
+  files = {
+    "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+    "generation_config.json": json.dumps(generation, indent=2) + "\n",
+    "tokenizer.json": tokenizer.to_str(pretty=True),
+  }
+  system.makedirs(folder, exist_ok=True)
+  for name, text in files.items():
+    write_bytes(system, f"{folder}/{name}", text.encode())
 
 
 def read_texts(paths: Iterable[str | os.PathLike[str]], fields: Sequence[str]) -> Iterator[str]:
   """Yields the texts of files, and of all files in folders, ordered by name.
 
   Args:
-    paths: local paths or URLs of UTF-8 text or .jsonl files, which may be compressed (.gz).
-    fields: fields whose texts are read from each line of a .jsonl file.
+    paths: local paths or URLs.
+    fields: fields whose texts are read from files of problems, as the task `jsonl` reads them; none
+      to read files of UTF-8 text, which may be compressed (.gz).
   Raises:
-    ValueError: a file is not UTF-8 text, or a line of .jsonl lacks a text in one of the fields.
+    ValueError: a file is not UTF-8 text, or a problem lacks a text in one of the fields.
     OSError: a file does not exist or cannot be read.
   """
   for path in paths:
-    filesystem, name = locate(path)
-    for file in sorted(filesystem.find(name)) if filesystem.isdir(name) else [name]:
+    yield from _read_fields(path, fields) if fields else _read_blocks(path)
+
+
+def _read_fields(path: str | os.PathLike[str], fields: Sequence[str]) -> Iterator[str]:
+  files = PublishedFiles(path, user_written=True)
+  for row in files.rows(files.paths()):
+    for field in fields:
       try:
-        with filesystem.open(file, "rt", encoding="utf-8", newline="", compression="infer") as text:
-          if file.removesuffix(".gz").endswith(".jsonl"):
-            yield from _read_fields(text, fields, file)
-          else:
-            while block := text.read(_BLOCK):
-              yield block
-      except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: {error}") from error
+        yield as_text(field, row.get(field))
+      except TypeError as error:
+        raise row.error(f"does not fit: {error}") from error
 
 
-def _read_fields(lines: Iterable[str], fields: Sequence[str], file: str) -> Iterator[str]:
-  if not fields:
-    raise ValueError(f"{file} is .jsonl: name the fields to read, such as --field question")
-  for number, line in enumerate(lines, start=1):
+def _read_blocks(path: str | os.PathLike[str]) -> Iterator[str]:
+  system, name = locate(path)
+  for file in sorted(system.find(name)) if system.isdir(name) else [name]:
+    if file_format(file):
+      raise ValueError(f"{file} has problems: name the fields to read, such as --field question")
     try:
-      texts = [json.loads(line)[field] for field in fields]
-    except (ValueError, KeyError, TypeError) as error:
-      raise ValueError(
-        f"{file}, line {number} is not a JSON object with {list(fields)} ({error!r}): {line[:80]!r}"
-      ) from error
-    for text in texts:
-      if not isinstance(text, str):
-        raise ValueError(f"{file}, line {number} has {text!r} where a text is expected")
-      yield text
+      with system.open(file, "rt", encoding="utf-8", newline="", compression="infer") as text:
+        while block := text.read(_BLOCK):
+          yield block
+    except UnicodeDecodeError as error:
+      raise ValueError(f"{file} is not UTF-8 text: {error}") from error
 
 
-def _locate_new_folder(directory: str | os.PathLike[str]) -> tuple[Any, str]:
+def _locate_new_folder(
+  directory: str | os.PathLike[str],
+) -> tuple[fsspec.AbstractFileSystem, str]:
   """Locates the output folder; raises ValueError if it already contains a tokenizer."""
-  filesystem, folder = locate(directory)
-  if filesystem.exists(f"{folder}/tokenizer.json"):
+  system, folder = locate(directory)
+  if system.exists(f"{folder}/tokenizer.json"):
     raise ValueError(f"{os.fspath(directory)} already contains a tokenizer; choose another folder")
-  return filesystem, folder
-
-
-def _write_json(filesystem: Any, path: str, value: dict[str, Any]) -> None:
-  filesystem.write_text(path, json.dumps(value, indent=2) + "\n", encoding="utf-8")
+  return system, folder
 
 
 def _import_tokenizers() -> Any:
@@ -173,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(prog="python -m rlvr_jax.data.byte_pairs", description=__doc__)
   parser.formatter_class = argparse.RawDescriptionHelpFormatter
   parser.add_argument("--input", nargs="+", required=True, help="files or folders")
-  parser.add_argument("--field", action="append", default=[], help="of .jsonl; may be repeated")
+  parser.add_argument("--field", action="append", default=[], help="of problems; may be repeated")
   parser.add_argument("--vocab_size", type=int, default=1024)
   parser.add_argument("--output", required=True, help="folder to write")
   arguments = parser.parse_args(argv)

@@ -99,19 +99,22 @@ def test_the_same_texts_give_the_same_bytes(folder, tmp_path):
 def test_read_texts(tmp_path):
   (tmp_path / "b.txt").write_bytes("é\r\n".encode())
   (tmp_path / "c").mkdir()
-  with gzip.open(tmp_path / "c" / "rows.jsonl.gz", "wt") as file:
-    file.write('{"q": "Q1", "a": "A1"}\n{"q": "Q2", "a": "A2", "id": 3}')
+  with gzip.open(tmp_path / "c" / "text.gz", "wt") as file:
+    file.write("c")
   (tmp_path / "a.txt").write_text("x" * (2**20 + 1))
-  texts = list(read_texts([tmp_path, str(tmp_path / "b.txt")], ["q", "a"]))
-  assert texts == ["x" * 2**20, "x", "é\r\n", "Q1", "A1", "Q2", "A2", "é\r\n"]
+  texts = list(read_texts([tmp_path, str(tmp_path / "b.txt")], []))
+  assert texts == ["x" * 2**20, "x", "é\r\n", "c", "é\r\n"]
+  with gzip.open(tmp_path / "c" / "rows.jsonl.gz", "wt") as file:
+    file.write('{"q": "Q1", "a": ""}\n{"q": "Q2", "a": "A2", "id": 3}')
+  assert list(read_texts([tmp_path / "c"], ["q", "a"])) == ["Q1", "", "Q2", "A2"]
 
 
 @pytest.mark.parametrize(
   ("name", "content", "message"),
   [
-    ("a.jsonl", b'{"q": "Q"}\n{"q": 1}', "line 2 has 1 where a text is expected"),
-    ("a.jsonl", b'{"q": "Q"}\n{"r": 1}', "line 2 is not a JSON object with .'q'.*KeyError"),
-    ("a.jsonl", b'{"q": "Q"', "line 1 is not a JSON object"),
+    ("a.jsonl", b'{"q": "Q"}\n{"q": [1]}', r"line 2 does not fit: q is \[1\]"),
+    ("a.jsonl", b'{"q": "Q"}\n{"r": 1}', "line 2 has no field 'q'"),
+    ("a.jsonl", b'{"q": "Q"', "line 1 is not JSON"),
     ("a.jsonl", b'["q"]', "line 1 is not a JSON object"),
     ("a.txt", b"\xff", "is not UTF-8 text"),
     ("a.txt", b"abab", "the texts give only 261 tokens, but vocab_size is 320; give more"),
@@ -121,7 +124,7 @@ def test_read_texts(tmp_path):
 def test_bad_texts(tmp_path, name, content, message):
   (tmp_path / name).write_bytes(content)
   with pytest.raises(ValueError, match=message):
-    train_byte_pairs(read_texts([tmp_path], ["q"]), 320)
+    train_byte_pairs(read_texts([tmp_path], ["q"] if name == "a.jsonl" else []), 320)
 
 
 def test_bad_arguments(folder, tmp_path):

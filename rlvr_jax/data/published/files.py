@@ -67,9 +67,9 @@ class PublishedFiles:
       details = self._filesystem.find(root, maxdepth=_DEPTH, detail=True)
     self._details: Mapping[str, Mapping[str, Any]] = details
     self._paths: dict[str, str] = {}  # by name relative to the folder, without the format
-    data_paths = filter(_file_format, details)
-    for path in sorted(data_paths, key=lambda path: FORMATS.index(_file_format(path))):
-      stem = path[: -len(_file_format(path))].removeprefix(root).lstrip("/")
+    data_paths = filter(file_format, details)
+    for path in sorted(data_paths, key=lambda path: FORMATS.index(file_format(path))):
+      stem = path[: -len(file_format(path))].removeprefix(root).lstrip("/")
       if not any(part.startswith(".") for part in stem.split("/")):
         self._paths.setdefault(stem, path)
     self._stems = {path: stem for stem, path in self._paths.items()}
@@ -78,7 +78,7 @@ class PublishedFiles:
       missing = _describe_missing_path(root) if is_local and not os.path.exists(root) else ""
       reason = missing or f"it contains no file of problems {_describe_endings(details)}"
       raise FileNotFoundError(errno.ENOENT, reason, os.fspath(data_dir))
-    if unread := [p for p in details if not _file_format(p) and _LIKE_FORMATS.search(p)]:
+    if unread := [p for p in details if not file_format(p) and _LIKE_FORMATS.search(p)]:
       logging.warning("%s: some files are not read %s", data_dir, _describe_endings(unread))
 
   def names(self) -> list[str]:
@@ -122,7 +122,7 @@ class PublishedFiles:
       ValueError: a file is empty, truncated or in another form; the message names the file and the
         line or record.
     """
-    for is_json, group in itertools.groupby(paths, lambda path: _file_format(path) == ".json"):
+    for is_json, group in itertools.groupby(paths, lambda path: file_format(path) == ".json"):
       for path, stream in self._fetch_files(list(group)) if is_json else self._open_files(group):
         yield from self._parse_rows(path, stream)
 
@@ -162,7 +162,7 @@ class PublishedFiles:
 
   def _open_files(self, paths: Iterator[str]) -> Iterator[tuple[str, Any]]:
     for path in paths:
-      compression = "gzip" if _file_format(path).endswith(".gz") else None
+      compression = "gzip" if file_format(path).endswith(".gz") else None
       yield path, self._filesystem.open(path, "rb", compression=compression)
 
 
@@ -183,7 +183,7 @@ def _describe_missing_path(path: str) -> str:
   return f"there is no such file in {folder}{hint}"
 
 
-def _file_format(path: str) -> str:
+def file_format(path: str) -> str:
   """Format of a file of problems; "" for any other file."""
   return next((ending for ending in FORMATS if path.lower().endswith(ending)), "")
 
@@ -195,9 +195,9 @@ def _natural_sort_key(stem: str) -> list[str | int]:
 
 def _parse_file(path: str, stream: Any, remedy: str) -> Iterator[tuple[str, Any]]:
   """Yields (location in the file, value or the error from parsing it)."""
-  if _file_format(path) == ".parquet":
+  if file_format(path) == ".parquet":
     yield from _parse_parquet(path, stream, remedy)
-  elif _file_format(path) in _LINES:
+  elif file_format(path) in _LINES:
     yield from _parse_lines(stream)
   else:
     yield from _parse_json(stream.read())
