@@ -109,7 +109,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   check_choice(owner, "hidden activation", activation, tuple(ACTIVATIONS))
   _check_implemented(family, c, owner)
   layers = _sliding_layers(family, c, owner)
-  ropes = _ropes(c, owner)
+  ropes = _ropes(family, c, owner)
   theta, scaling = _rope(ropes[0], c, owner)
   fields = {
     **_PLAIN,
@@ -189,14 +189,16 @@ def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict
 
 def _with_usual_number(family: str, published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   """The settings, with the family's own name of the number of experts, which has two."""
+  if not FAMILIES[family].is_mixture:
+    return dict(published)
   names = ("num_experts", "num_local_experts")
   numbers = {name: published[name] for name in names if published.get(name) is not None}
-  if not FAMILIES[family].is_mixture or not numbers:
-    return dict(published)
   if len(set(numbers.values())) > 1:
     raise ValueError(f"{owner}: {', but '.join(f'{n} = {v}' for n, v in numbers.items())}")
   settings = {name: value for name, value in published.items() if name not in names}
-  return settings | {FAMILIES[family].sizes["num_experts"]: next(iter(numbers.values()))}
+  if numbers:
+    settings[FAMILIES[family].sizes["num_experts"]] = next(iter(numbers.values()))
+  return settings
 
 
 def _check_size(owner: str, name: str, value: Any) -> int:
@@ -220,7 +222,8 @@ def _sliding_layers(family: Family, c: Mapping[str, Any], owner: str) -> tuple[b
   count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
   if family.sliding == "none":
     return None
-  window = c["sliding_window"] if c.get("use_sliding_window", True) else None
+  is_used = c["use_sliding_window"] if "use_sliding_window" in family.defaults else True
+  window = c["sliding_window"] if is_used else None
   if family.sliding == "all":
     return None if window is None else (True,) * count
   kinds = c.get("layer_types")
@@ -230,7 +233,7 @@ def _sliding_layers(family: Family, c: Mapping[str, Any], owner: str) -> tuple[b
     if len(kinds) != count:
       raise ValueError(f"{owner}: {len(kinds)} layer_types for num_hidden_layers = {count}")
     layers = tuple(kind == "sliding_attention" for kind in kinds)
-  elif "max_window_layers" in c:
+  elif "max_window_layers" in family.defaults:
     layers = tuple(window is not None and i >= c["max_window_layers"] for i in range(count))
   else:
     period = _check_size(owner, "sliding_window_pattern", c["sliding_window_pattern"])
@@ -245,13 +248,13 @@ def _sliding_layers(family: Family, c: Mapping[str, Any], owner: str) -> tuple[b
   return layers
 
 
-def _ropes(c: Mapping[str, Any], owner: str) -> list[dict[str, Any]]:
+def _ropes(family: Family, c: Mapping[str, Any], owner: str) -> list[dict[str, Any]]:
   """Rotary settings, in the new style: of full layers and, for Gemma 3, of sliding layers."""
   new, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
   for name, value in (("rope_parameters", new), ("rope_scaling", old)):
     if not isinstance(value, Mapping):
       raise ValueError(f"{owner}: {name} = {value!r} is not a JSON object")
-  if "rope_local_base_freq" not in c:
+  if "rope_local_base_freq" not in family.defaults:
     return [{"rope_theta": c["rope_theta"]} | dict(new) | dict(old)]
   full, sliding = new.get("full_attention") or {}, new.get("sliding_attention") or {}
   return [

@@ -369,12 +369,3 @@ def parse_checked_line(line: bytes) -> dict[str, Any] | None:
   if record is None or not is_as_written(record):
     return None
   return {name: value for name, value in record.items() if name != "crc32"}
-
-
-def file_crc32(path: pathlib.Path) -> int:
-  """Checksum of a file's bytes."""
-  checksum = 0
-  with open(path, "rb") as file:
-    while block := file.read(2**20):
-      checksum = zlib.crc32(block, checksum)
-  return checksum
