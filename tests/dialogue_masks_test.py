@@ -235,16 +235,19 @@ def test_reference_and_entropy_are_those_of_the_policy_tokens(x64, estimator):
 def test_advantages_are_those_of_the_policy_tokens(x64, name):
   estimator = ESTIMATORS[name]
 
+  @jax.jit
   def run(batch):
     state = estimator.init(jnp.asarray(0.7))
     metrics = batch_metrics(batch) | estimator.metrics(state, batch)
     after = estimator.update(state, batch, jnp.asarray(0.5))
     coefficients = estimator.apply(state, batch)
     in_loss = estimator.in_loss(state, batch, coefficients)
-    by_token = np.broadcast_to(for_tokens(in_loss), batch.mask.shape)
-    return coefficients, reductions.values(metrics), after, by_token[np.asarray(batch.mask) > 0]
+    by_token = jnp.broadcast_to(for_tokens(in_loss), batch.mask.shape)
+    return (coefficients, reductions.values(metrics), after), by_token
 
-  assert_near(run(spread()[-1]), run(side_by_side()[-1]))
+  pairs = [(batch, *run(batch)) for batch in (spread()[-1], side_by_side(T)[-1])]
+  assert_near(*(rest for _, rest, _ in pairs))
+  assert_near(*(np.asarray(by_token)[batch.mask > 0] for batch, _, by_token in pairs))
 
 
 def test_an_indicator_of_entropy_is_that_of_the_policy_tokens(x64):
@@ -283,7 +286,7 @@ LAYOUTS = {  # alignment: (places of a row, rows of a micro-batch, whether some 
 def network():
   """(method, parameters, batch): turns of random lengths, the last often an environment's."""
   config = dataclasses.replace(updates.CONFIG, **SIZES)
-  model = updates.transformer(
+  model = updates.small_model(
     dataclasses.replace(config, compute_dtype="float64", param_dtype="float64")
   )
   method = updates.make_method("float64", model=model, loss=losses.reinforce())
@@ -306,7 +309,7 @@ def network():
   ends = response_lengths(batch)
   within = np.arange(LENGTH) < ends[..., None]
   assert (within & ~mask).any(-1).sum() > 5 and (ends < lengths).sum() > 3
-  return method, jax.jit(model.init)(jax.random.key(0)), batch
+  return method, model.init(jax.random.key(0)), batch
 
 
 def laid(alignment):

@@ -78,8 +78,15 @@ def test_equals_differentiation(x64, case, routes, feature):
     np.testing.assert_allclose(found, found.T, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("rows", [2, 100])
-@pytest.mark.parametrize("route", [dict(), dict(block_elements=1), dict(feature="sampled")])
+@pytest.mark.parametrize(
+  ("rows", "route"),
+  [
+    *((2, route) for route in (dict(), dict(block_elements=1), dict(feature="sampled"))),
+    (100, dict()),
+    pytest.param(100, dict(block_elements=1), marks=pytest.mark.slow),
+    pytest.param(100, dict(feature="sampled"), marks=pytest.mark.slow),
+  ],
+)
 def test_rows_give_the_same_matrix(x64, rows, route):
   """In several micro-batches and in one; what lies beside the rollouts' tokens is NaN."""
   params, batch, forward, setting = make_case(vocab_size=300, soft_cap=2.0, temperature=0.9)

@@ -50,7 +50,7 @@ P, G, S, T = 2, 3, 6, 5
 
 @functools.cache
 def make_model(config=CONFIG):
-  model = transformer(config)
+  model = updates.small_model(config)
   return model._replace(response_routed=jax.jit(model.response_routed))
 
 
@@ -69,10 +69,11 @@ def draw_batch(seed=0):
 
 def run_layer(config, x, *, routes=None, real=None, experts=None):
   """One layer's mixture of x[R, L, D], and its kernels as NumPy arrays."""
-  params = transformer(config).init(jax.random.key(0))["blocks"]["experts"]
+  params = updates.small_model(config).init(jax.random.key(0))["blocks"]["experts"]
   kernels = {name: np.asarray(kernel[0]) for name, kernel in params.items()} | (experts or {})
   module = make_layer(config, kernels)
-  mixed, routing = module(jnp.asarray(x), jax.nn.silu, routes=routes, real=real)
+  run = jax.jit(lambda x, routes, real: module(x, jax.nn.silu, routes=routes, real=real))
+  mixed, routing = run(jnp.asarray(x), routes, real)
   return np.asarray(mixed), jax.tree.map(np.asarray, routing), kernels
 
 
@@ -181,7 +182,7 @@ def test_experts_are_never_chosen_again_in_the_backward_pass(remat):
   prompts, tokens, lengths = draw_batch()
 
   def choices(config):
-    model = transformer(config)
+    model = updates.small_model(config)
     loss = lambda params: jnp.sum(model.response_hidden(params, prompts, tokens, None, lengths))
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     return str(jax.make_jaxpr(jax.grad(loss))(shapes)).count(" top_k[")
@@ -210,14 +211,14 @@ def test_rows_choose_as_padded_rollouts_do():
 
 @functools.cache
 def make_engine(slots):
-  model = transformer(CONFIG)
+  model = updates.small_model(CONFIG)
   settings = dict(max_prompt_length=S, max_new_tokens=T, stop_tokens=(3,), pad_token=0)
   return EnginePrograms(model, Sampling(), slots=slots, prefill_rows=4, **settings)
 
 
 def test_bits_of_a_rollout_depend_on_its_own_prompt_and_key_alone():
   """Not on the order of requests, nor on what the other slots decode, nor on idle slots."""
-  params = transformer(CONFIG).init(jax.random.key(0))
+  params = updates.small_model(CONFIG).init(jax.random.key(0))
   rng = np.random.default_rng(0)
   tokens = rng.integers(4, V, (6, S)).astype(np.int32)
   lengths = np.full(6, S, np.int32)
@@ -239,7 +240,7 @@ def test_bits_of_a_rollout_depend_on_its_own_prompt_and_key_alone():
 @pytest.mark.slow
 def test_the_order_of_requests_changes_no_bit():
   """Slots are refilled at other times, beside other rollouts; experts get other numbers of rows."""
-  params, engine = transformer(CONFIG).init(jax.random.key(0)), make_engine(3)
+  params, engine = updates.small_model(CONFIG).init(jax.random.key(0)), make_engine(3)
   tokens = np.random.default_rng(0).integers(4, V, (7, S)).astype(np.int32)
   prompts = Prompts(tokens, 1 + np.arange(7, dtype=np.int32) % S)
   asked = make_requests(prompts, jax.random.key(1), 2)
@@ -272,7 +273,7 @@ def test_the_sampler_agrees_with_the_trainer():
 def make_method(mesh=None, **changes):
   config = dataclasses.replace(CONFIG, **DTYPES)
   method = updates.make_method("float64", mesh, **changes)
-  return method._replace(model=transformer(config, sharding.make_layout(mesh)))
+  return method._replace(model=updates.small_model(config, mesh))
 
 
 @pytest.mark.slow
@@ -356,7 +357,7 @@ def test_a_method_of_each_kind_updates_a_mixture(x64, name):
 
 def balance_by_hand(batch, params):
   """(Switch Transformers' loss as a function of the parameters, metrics), token by token."""
-  model = transformer(dataclasses.replace(CONFIG, **DTYPES))
+  model = updates.small_model(dataclasses.replace(CONFIG, **DTYPES))
   lengths = jnp.asarray(batch.mask.sum(-1), jnp.int32)
   arguments = batch.prompts, batch.tokens, None, lengths
   routed = jax.jit(model.response_routed)
@@ -409,7 +410,7 @@ def test_the_balance_of_micro_batches_is_that_of_one(x64, aggregation):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2, tensor=2), dict(fsdp=8)], ids=str)
 def test_generation_on_a_mesh_is_that_of_one_device(sizes):
-  params = transformer(CONFIG).init(jax.random.key(0))
+  params = updates.small_model(CONFIG).init(jax.random.key(0))
   rng = np.random.default_rng(0)
   prompts = Prompts(rng.integers(4, V, (6, S)).astype(np.int32), np.full(6, S, np.int32))
   one = sample(make_engine(8), params, {}, prompts, jax.random.key(1), G)
@@ -426,11 +427,11 @@ def test_generation_on_a_mesh_is_that_of_one_device(sizes):
 # --- copies in 8 bits, adapters -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("format", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
 def test_copies_in_8_bits_leave_the_router(format):
   """Products read the 8-bit numbers of the chosen experts, one scale per output channel."""
   pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")
-  params = transformer(CONFIG).init(jax.random.key(0))
+  params = updates.small_model(CONFIG).init(jax.random.key(0))
   copy = quantize(params, format)
   of_layer = lambda tree: jax.tree.map(lambda x: x[0], tree["blocks"]["experts"])
   to_decode, exact = of_layer(rounded(copy)), of_layer(dequantize(copy))
@@ -474,7 +475,7 @@ def test_a_checkpoint_reads_back_in_every_form(tmp_path, family):
   """As published, in shards; with the experts of a layer in one tensor; and on a mesh."""
   safetensors = pytest.importorskip("safetensors.numpy")
   config = FAMILIES[family]
-  params = transformer(config).init(jax.random.key(0))
+  params = updates.small_model(config).init(jax.random.key(0))
   settings = dict(dtype="float32", max_shard_bytes=4000)
   save_checkpoint(tmp_path / "out", params, config, **settings)
   files = sorted((tmp_path / "out").glob("*.safetensors"))
@@ -510,7 +511,7 @@ def test_a_checkpoint_reads_back_in_every_form(tmp_path, family):
 
 
 def test_experts_of_another_shape_are_refused_before_they_are_read(tmp_path):
-  params = transformer(CONFIG).init(jax.random.key(0))
+  params = updates.small_model(CONFIG).init(jax.random.key(0))
   save_checkpoint(tmp_path / "out", params, CONFIG, dtype="float32")
   path = tmp_path / "out" / "config.json"
   published = json.loads(path.read_text())

@@ -103,7 +103,7 @@ def test_layers_that_contradict_the_network_are_refused(changes, message):
 )
 def test_decoding_layer_by_layer_agrees_with_the_loops(pattern):
   """The sampler, which has no loop over layers, and the trainer: log-probabilities and routes."""
-  model = transformer(with_layers(pattern))
+  model = updates.small_model(with_layers(pattern))
   params = model.init(jax.random.key(0))
   rng = np.random.default_rng(0)
   lengths = np.asarray([S, 3], np.int32)
@@ -135,7 +135,7 @@ def test_decoding_layer_by_layer_agrees_with_the_loops(pattern):
 def make_method(mesh=None, pattern=CONFIG.sparse_layers, **changes):
   config = with_layers(pattern, compute_dtype="float64", param_dtype="float64", **changes)
   method = updates.make_method("float64", mesh)
-  return method._replace(model=transformer(config, sharding.make_layout(mesh)))
+  return method._replace(model=updates.small_model(config, mesh))
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_a_mesh_changes_no_gradient(x64, pattern):
 
 @pytest.mark.slow
 def test_generation_on_a_mesh_is_that_of_one_device():
-  params = transformer(CONFIG).init(jax.random.key(0))
+  params = updates.small_model(CONFIG).init(jax.random.key(0))
   prompts = Prompts(
     np.random.default_rng(0).integers(4, V, (6, S)).astype(np.int32), np.full(6, S, np.int32)
   )
@@ -248,7 +248,7 @@ def test_layers_that_cannot_be_are_refused(fields, message):
 @each_pattern
 def test_a_checkpoint_has_the_numbers_of_the_layers(tmp_path, pattern):
   config = with_layers(pattern, tied_head=True)
-  params = transformer(config).init(jax.random.key(0))
+  params = updates.small_model(config).init(jax.random.key(0))
   save_checkpoint(tmp_path / "out", params, config, dtype="float32")
   assert checkpoint_config(tmp_path / "out") == config
   names = open_checkpoint(tmp_path / "out").keys()
@@ -266,7 +266,7 @@ def test_a_checkpoint_has_the_numbers_of_the_layers(tmp_path, pattern):
 
 def test_a_family_without_such_layers_is_not_written(tmp_path):
   config = dataclasses.replace(CONFIG, qk_norm=False)
-  params = transformer(config).init(jax.random.key(0))
+  params = updates.small_model(config).init(jax.random.key(0))
   with pytest.raises(ValueError, match=r"nearest, mixtral, differs in .*sparse_layers"):
     save_checkpoint(tmp_path / "out", params, config)
 

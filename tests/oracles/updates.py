@@ -24,11 +24,18 @@ CONFIG = TransformerConfig(
 
 
 @functools.cache
+def small_model(config, mesh=None):
+  """The transformer of `config`, once; its parameters are drawn by one program."""
+  model = transformer(config, sharding.make_layout(mesh))
+  return model._replace(init=jax.jit(model.init))
+
+
+@functools.cache
 def make_method(dtype="float32", mesh=None, **changes):
   """The same object for the same arguments, so that what is compiled for it is found again."""
   config = dataclasses.replace(CONFIG, compute_dtype=dtype, param_dtype=dtype)
   fields = dict(
-    model=transformer(config, sharding.make_layout(mesh)),
+    model=small_model(config, mesh),
     optimizer=optax.adamw(1e-2),
     learning_rate=optax.constant_schedule(1e-2),
     advantage=advantages.grpo(),

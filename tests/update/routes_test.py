@@ -11,7 +11,6 @@ from oracles import updates
 from oracles.sampling import sample
 from oracles.updates import relative_distance
 
-from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.route_changes import RouteChanges, change_metrics, changes_by_layer, count_changes
 from rlvr_jax.rollouts.packing import pack_batch, row_layout
@@ -36,7 +35,7 @@ MANY = dict(num_experts=64, experts_per_token=4)  # of many experts some are nea
 def make_method(dtype="float32", **network):
   method = updates.make_method("float32" if dtype == "bfloat16" else dtype)
   fields = dict(compute_dtype=dtype, param_dtype=dtype, **network)
-  return method._replace(model=transformer(dataclasses.replace(CONFIG, **fields)))
+  return method._replace(model=updates.small_model(dataclasses.replace(CONFIG, **fields)))
 
 
 # Op by op, each small operation would be a program of its own.
