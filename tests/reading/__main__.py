@@ -195,9 +195,8 @@ def report(variant, reading, *, functions):
       kind = ", a service" if counts.is_service(file) else ""
       kind = ", followed" if file in reading.followed else kind
       through = f", {len(on)} that lead on: {', '.join(on)}" if on else ""
-      print(
-        f"{number:3} {file}: {len(reading.functions[file])} functions{kind}{by_jax}{came_back}{through}"
-      )
+      entered = f"{len(reading.functions[file])} functions"
+      print(f"{number:3} {file}: {entered}{kind}{by_jax}{came_back}{through}")
       if functions:
         print(f"      {', '.join(reading.functions[file])}")
     print()
