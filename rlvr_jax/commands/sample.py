@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlvr_jax.rollouts.answers import Answers
@@ -66,23 +66,10 @@ def sample(parts: Parts, workdir: str | Path) -> None:
     check_first_grade(parts.grading.outcome_policy, pools[0], parts.task)
     check_first_dialogue(parts.grading.outcome_policy, pools[1], parts.task)
     stack.enter_context(multihost.share_shutdown_signals())
-    sample_with(
-      parts,
-      folder,
-      frozen.sampler,
-      parts.make_answers(*pools),
-      raise_if_ending=multihost.raise_if_shutdown_requested,
-    )
+    sample_with(parts, folder, frozen.sampler, parts.make_answers(*pools))
 
 
-def sample_with(
-  parts: Parts,
-  folder: Path,
-  frozen: Params,
-  answers: Answers,
-  *,
-  raise_if_ending: Callable[[], None] = lambda: None,
-) -> None:
+def sample_with(parts: Parts, folder: Path, frozen: Params, answers: Answers) -> None:
   """Samples for the trainer of a workdir, with open processes of graders and environments.
 
   Args:
@@ -90,7 +77,6 @@ def sample_with(
     folder: the workdir.
     frozen: the parameters that are not trained.
     answers: what answers the turns of rollouts.
-    raise_if_ending: called after every burst; raises if this program is to end.
   """
   c, programs, network = parts.config, parts.programs, parts.model.config
   policies = Policies(
@@ -109,7 +95,6 @@ def sample_with(
     group_size=parts.shape.group_size,
     new_weights=c.fleet.new_weights,
     deadline_s=c.generation_deadline_s,
-    raise_if_ending=raise_if_ending,
   )
   compare = functools.partial(
     behavior_gaps,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from rlvr_jax.rollouts.sampler import Progress
 from rlvr_jax.train.cluster.process import restart_deadline
@@ -21,9 +20,8 @@ def keep_alive(progress: Progress) -> None:
 class Printer:
   """Prints how far a long refresh is, after some of its bursts."""
 
-  def __init__(self, raise_if_ending: Callable[[], None]):
-    """`raise_if_ending`: called after every burst; raises if this program is to end."""
-    self._raise_if_ending = raise_if_ending
+  def __init__(self) -> None:
+    """Begins with the first refresh."""
     self._began = self._printed = time.monotonic()
     self._finished = 0  # groups since it began
     self._tokens = self._steps = 0  # of slots, when it began
@@ -31,7 +29,6 @@ class Printer:
   def __call__(self, progress: Progress) -> None:
     """Takes note of a burst."""
     keep_alive(progress)
-    self._raise_if_ending()
     now, usage = time.monotonic(), progress.usage
     self._finished += progress.finished
     if not progress.left:  # what comes next is another refresh

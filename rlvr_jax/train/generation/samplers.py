@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 from rlvr_jax.rollouts.answers import Answers
 from rlvr_jax.rollouts.grading import Grading
@@ -32,7 +31,6 @@ def training_sampler(
   group_size: int,
   new_weights: str,
   deadline_s: float,
-  raise_if_ending: Callable[[], None] = lambda: None,
 ) -> LocalSampler:
   """The sampler of a run's rollouts.
 
@@ -42,7 +40,6 @@ def training_sampler(
     group_size: G.
     new_weights: `config.fleet.new_weights`.
     deadline_s: seconds that sampling may be without progress.
-    raise_if_ending: called after every burst; raises if this program is to end.
   """
   settings = SamplerSettings(group_size, new_weights=new_weights, deadline_s=deadline_s)
   if keeps_several(schedule):
@@ -53,7 +50,7 @@ def training_sampler(
     )
     for source in sources.live
   ]
-  return LocalSampler(of_sources, grading, answers, settings, Printer(raise_if_ending))
+  return LocalSampler(of_sources, grading, answers, settings, Printer())
 
 
 def sampler_of_policy(
