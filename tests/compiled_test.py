@@ -4,7 +4,9 @@ import os
 import time
 
 import compiled
+import jax
 from jax._src.compilation_cache import compress_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 WHOLE = compress_executable(b"a program" * 99)
 
@@ -23,6 +25,20 @@ def test_the_next_session_has_what_this_one_added(tmp_path):
     compiled.close_session(folder, kept)
   assert entries(compiled.open_session(kept)) == {"a-cache": WHOLE, "b-cache": WHOLE}
   assert not first.exists() and not beside.exists()
+
+
+def test_a_program_has_the_same_entry_in_every_folder(tmp_path):
+  before = jax.config.jax_compilation_cache_dir
+  try:
+    for name in ("one", "other"):
+      compilation_cache.reset_cache()
+      compilation_cache.set_cache_dir(str(tmp_path / name))
+      jax.jit(lambda x: 3 * x + 1)(2.0)
+  finally:
+    compilation_cache.reset_cache()
+    compilation_cache.set_cache_dir(before)
+  one, other = (entries(tmp_path / name).keys() for name in ("one", "other"))
+  assert one and one == other
 
 
 def test_a_torn_entry_is_not_kept(tmp_path):

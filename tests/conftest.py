@@ -14,6 +14,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   _session = compiled.open_session(compiled.kept_folder())
   os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_session)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# Else the name of the folder is part of an entry's key, and no session finds those of another.
+os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
 # Where in the source an operation comes from is not written into the programs.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
