@@ -84,6 +84,7 @@ def test_a_trainer_and_a_sampler(tmp_path, capsys):
   assert "the trainer has all its batches" in output
 
 
+@pytest.mark.slow
 def test_a_sampler_that_computes_something_else_ends_the_run(tmp_path):
   parts = build(fleets.config(max_behavior_gap=1e-12))
   with sampling(tmp_path / "run", parts) as errors:

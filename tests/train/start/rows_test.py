@@ -90,6 +90,7 @@ def test_a_run_of_an_earlier_version_keeps_what_its_configuration_says(tmp_path)
   assert read_rows(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_what_it_began_with(parts, tmp_path, capsys):
   """The record decides, not the batch that comes next; and it is not chosen a second time."""
   workdir, other = tmp_path / "run", tmp_path / "other"
