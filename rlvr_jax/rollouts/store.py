@@ -134,12 +134,16 @@ class RolloutStore:
       raise type(error)(f"batch {number}: {error}") from error
     with self._writing:
       self._check_writable()
-      if number in self:
+      is_new = number not in self
+      if is_new and in_bucket(self.directory):  # where a writer that has lost its claim may be late
+        is_new = self._objects.put(_name(number), data)
+      elif is_new:
+        self._objects.replace(_name(number), data)
+      if not is_new:
         raise ValueError(
           f"batch {number} is in {self.directory} already and is not overwritten; `set_aside` it"
           " first"
         )
-      self._objects.replace(_name(number), data)
       if self._objects.find(_info_name(number)):  # of a batch of this number, removed before
         self._objects.remove(_info_name(number))
 

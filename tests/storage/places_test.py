@@ -344,6 +344,17 @@ def test_finished_groups_survive_their_machine(url, names):
   assert names() == []
 
 
+def test_of_two_writers_of_a_batch_the_first_counts(url, monkeypatch):
+  """The late one has looked before the other one wrote."""
+  with RolloutStore(f"{url}/rollouts", writable=True) as store:
+    monkeypatch.setattr(RolloutStore, "__contains__", lambda store, number: False)
+    store.write(0, *batch(0))
+    with pytest.raises(ValueError, match="is not overwritten"):
+      store.write(0, batch(0)[0][:1], {})
+    monkeypatch.undo()
+    assert_has(store, [0])
+
+
 def test_a_bucket_of_the_former_format_is_refused(url):
   Bucket(f"{url}/rollouts").put("index.jsonl/00000000", b"{}")
   with pytest.raises(StoreError, match=r"former format of rollouts \(index\.jsonl\)"):
