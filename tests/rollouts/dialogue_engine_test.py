@@ -55,8 +55,13 @@ def _prompts():
   return Prompts(tokens=tokens, lengths=np.asarray([40, 2, 17], np.int32))
 
 
-@functools.cache
 def _engine(T, slots, has_replies=True, temperature=1.0, cache_format=""):
+  """Compiled once for all tests, however they write the arguments."""
+  return _programs(T, slots, has_replies, temperature, cache_format)
+
+
+@functools.cache
+def _programs(T, slots, has_replies, temperature, cache_format):
   return EnginePrograms(
     MODEL,
     Sampling(temperature=temperature),

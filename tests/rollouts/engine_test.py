@@ -63,9 +63,13 @@ def _prompts():
   )
 
 
-@functools.cache
 def _engine(sampling=SAMPLINGS[0], stop_tokens=(3, 11), slots=P * G, length=T, cache_format=""):
-  """Compiled once for all tests."""
+  """Compiled once for all tests, however they write the arguments."""
+  return _programs(sampling, stop_tokens, slots, length, cache_format)
+
+
+@functools.cache
+def _programs(sampling, stop_tokens, slots, length, cache_format):
   return EnginePrograms(
     MODEL,
     sampling,
