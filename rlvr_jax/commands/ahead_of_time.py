@@ -21,7 +21,7 @@ from rlvr_jax.workers.pool import default_workers
 
 
 def lowerings(run: Parts, packed: Packed | None = None) -> dict[str, Lower]:
-  """`programs.program_lowerings` of a run.
+  """The programs of a run, by name, lowered but not compiled: see `programs.program_lowerings`.
 
   Args:
     run: result of `build`.

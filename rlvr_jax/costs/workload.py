@@ -160,7 +160,7 @@ def pack_workload(workload: Workload, shape: BatchShape, layout: RowLayout) -> P
 
 
 class Packing(NamedTuple):
-  """What an update computes of a batch."""
+  """How many places and tokens an update computes for one batch."""
 
   micro_batches: int
   places: int  # of rows, over all devices, empty rows too

@@ -242,7 +242,7 @@ class Member:
     self.record = self.record._replace(version=policy.version)
 
   def must_finish(self, policy: Known) -> bool:
-    """Whether groups are being sampled that a policy of an earlier version must not go on with."""
+    """Whether groups in progress must end before this policy, which is no newer, may sample."""
     return self.is_busy() and self._policy is not None and policy.version <= self._policy.version
 
   def give(self, groups: Sequence[Group]) -> None:

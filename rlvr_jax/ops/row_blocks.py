@@ -40,7 +40,7 @@ def round_to_blocks(length: int) -> int:
 
 
 def short_row(length: int) -> int:
-  """Tokens at the start of a row that are computed where its micro-batch has short rows.
+  """The length of a short row, in tokens: of a row that is mostly empty, its start alone is computed.
 
   A third of the row, in whole blocks of the splash kernel if the row has room for three.
   """

@@ -227,7 +227,10 @@ def turn_statistics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def route_statistics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
-  """Bytes of recorded routes over tokens of responses; a prompt's are recorded once."""
+  """The number of bytes of recorded routes for each token of a response.
+
+  The routes of a prompt are recorded once for its group, and count too.
+  """
   responses = int(np.sum(arrays["lengths"]))
   places = responses + int(np.sum(arrays["prompts.lengths"] - 1))
   of_place = arrays["routes"][0, 0, 0].nbytes

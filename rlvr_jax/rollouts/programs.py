@@ -368,7 +368,7 @@ class EnginePrograms:
     return -(-rows // self._batch_devices) * self._batch_devices
 
   def prefill_rows(self, length: int) -> int:
-    """Prompts of a padded length that are prefilled at a time."""
+    """The number of prompts, each padded to this length, that one prefill takes."""
     return self._round_up(min(self._max_prefill_rows, max(_PREFILL_TOKENS // length, 1)))
 
   def padded_length(self, tokens: int, *, has_response: bool) -> int:

@@ -278,7 +278,7 @@ class LocalSampler:
     return found
 
   def rest(self) -> None:
-    """Lets parameters go that are not needed before the next offer; nothing may be wanted now."""
+    """Lets parameters go that are not needed before the next offer. No group may be outstanding."""
     if not self._settings.has_plans:
       self._policies = {v: policy._replace(params={}) for v, policy in self._policies.items()}
 
