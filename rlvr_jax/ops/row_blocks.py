@@ -40,7 +40,7 @@ def round_to_blocks(length: int) -> int:
 
 
 def short_row(length: int) -> int:
-  """The length of a short row, in tokens: of a row that is mostly empty, its start alone is computed.
+  """The length of a short row, in tokens: of a mostly empty row the start alone is computed.
 
   A third of the row, in whole blocks of the splash kernel if the row has room for three.
   """
