@@ -41,10 +41,10 @@ from rlvr_jax.rollouts.decoder import Settings, token_bytes
 from rlvr_jax.rollouts.packing import RowLayout
 from rlvr_jax.storage.files import replace_file
 from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.reporting.progress import duration, say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.checks import check_shapes, sampling_splits
-from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.programs import RowTokens, least_row_length, make_row_layout
 from rlvr_jax.types import BatchShape, Params
 

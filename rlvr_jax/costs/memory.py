@@ -17,8 +17,8 @@ from rlvr_jax.rollouts.packing import RowLayout
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.cluster.process import MUCH_FREED
-from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.programs import published_params
 from rlvr_jax.types import Params, TrainState
 

@@ -22,10 +22,10 @@ from rlvr_jax.costs.workload import longest, pack_workload
 from rlvr_jax.data import ByteTokenizer, Task
 from rlvr_jax.rollouts.packing import RowLayout
 from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts, build
 from rlvr_jax.train.setup.compiler_options import Options
-from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.programs import Programs
 from rlvr_jax.types import BatchShape, Packed, Params, TrainBatch, TrainState
 

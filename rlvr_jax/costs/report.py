@@ -34,8 +34,8 @@ from rlvr_jax.ops.row_blocks import short_row
 from rlvr_jax.ops.splash import SplashCost, splash_cost
 from rlvr_jax.rollouts.packing import computed_rows
 from rlvr_jax.rollouts.programs import EnginePrograms
+from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.types import Packed
 
 # Part → pattern of `jax.named_scope`s and of parameters' names.

@@ -126,7 +126,7 @@ class ByteTokenizer:
     return self.encode(text)
 
   def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-    """Returns the bytes of the contents, each on a line of its own, without their roles."""
+    """The bytes of the messages' contents, one message a line, without roles."""
     return self.encode_prompt(join_messages(messages))
 
   def encode_reply(self, reply: str, role: str, last_id: int) -> list[int]:

@@ -23,7 +23,7 @@ class Interval(NamedTuple):
 
 
 def second_moment_threshold(squares: Array, harmful: Array, *, budget: float) -> Array:
-  """t² = the largest Δ² with Σ min(Δ², t²) < τn over the n harmful tokens; 0 if none fits.
+  """The largest t² among the harmful Δ² for which Σ min(Δ², t²) < τn; 0 if there is none.
 
   Args:
     squares: f32[...], Δ² = (log ρ)², nats².

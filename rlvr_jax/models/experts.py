@@ -64,7 +64,7 @@ class ExpertSettings:
       )
 
   def check_mesh(self, mesh: Mesh | None) -> None:
-    """Raises ValueError unless the experts divide over the mesh."""
+    """Raises ValueError unless the mesh's axis `tensor` divides the width of an expert."""
     tensor = 1 if mesh is None else mesh.shape["tensor"]
     if self.width % tensor:
       raise ValueError(

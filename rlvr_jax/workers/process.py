@@ -338,8 +338,9 @@ class Session:
     if self._position <= len(self._past):
       if digest != self._past[self._position - 1].digest:
         raise ValueError(
-          f"it is not deterministic: its process had ended, and turn {self._position - 1} was"
-          " another one when it was repeated; let replies depend on problem, seed and texts only"
+          "it is not deterministic: its process had ended, and the reply to turn"
+          f" {self._position - 1} differed when it was repeated; let replies depend on problem,"
+          " seed and texts only"
         )
       return None
     pending, self.pending = self.pending, None

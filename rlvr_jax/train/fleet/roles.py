@@ -305,7 +305,7 @@ class Leader:
     _tell("close")
 
   def is_ending(self) -> bool:
-    """Whether the program is to end; the others learn that the first one waits."""
+    """Whether the program is to end. Tells the other processes that the first one waits."""
     _tell("wait")
     return _is_ending()
 

@@ -99,9 +99,9 @@ def find_resumable(
 ) -> Resumed | None:
   """The latest intact checkpoint whose pending rollouts are too; None if there is no checkpoint.
 
-  Later checkpoints are removed, damaged ones renamed. From an earlier checkpoint the run repeats
-  itself bit for bit: it samples damaged batches again with the same policy, and reads the others
-  from the store.
+  Later checkpoints are removed; damaged ones are renamed on a disk, and removed in a bucket. From
+  an earlier checkpoint the run repeats itself bit for bit: it samples damaged batches again with
+  the same policy, and reads the others from the store.
 
   Args:
     checkpointer, schedule, store: of the run.
