@@ -47,6 +47,12 @@ def test_a_package_says_what_it_is_and_what_it_exports(package):
   assert not missing, f"annotate these parameters and results in their def: {missing}"
 
 
+def test_every_module_is_found_and_has_what_others_import():
+  for found in pkgutil.walk_packages(rlvr_jax.__path__, "rlvr_jax."):
+    if "integrations" not in found.name and not found.name.endswith(("__main__", "system_calls")):
+      importlib.import_module(found.name)
+
+
 def test_parts_are_typed_with_a_docstring_that_names_every_argument():
   for name, function in exported(parts.__name__).items():
     missing = untyped(function)

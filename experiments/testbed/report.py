@@ -9,6 +9,7 @@ figure of the experiment's page. Without --workdir it uses `testbed.json` as it 
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -370,6 +371,26 @@ def print_tables(
   print(tables(results))
 
 
+def table_of_rises(results: Sequence[Result], labels: Sequence[str], *, starts: str) -> str:
+  """The table of `print_rises`."""
+  first = {r["seed"]: r for r in results if r["label"] == starts}
+  lines = ["| run | seed | start | end | rise | seconds |", "|---|---|---|---|---|---|"]
+  for label in labels:
+    rises = []
+    for result in (r for r in results if r["label"] == label):
+      start = first[result["seed"]]
+      rises.append(compare.final_value(result) - start["evaluations"][compare.METRIC][0])
+      lines.append(
+        f"| {label} | {result['seed']} | {compare.interval_cell(start, 0)}"
+        f" | {compare.interval_cell(result, -1)} | {rises[-1]:+.3f} | {result['seconds']:.0f} |"
+      )
+    if len(rises) > 1:
+      mean, half = mean_and_half_width(rises)
+      interval = f"[{mean - half:+.3f}, {mean + half:+.3f}]"
+      lines.append(f"| **{label}** | mean | | | **{mean:+.3f}** {interval} | |")
+  return "\n".join(lines)
+
+
 def print_rises(home: pathlib.Path, labels: Sequence[str], *, starts: str) -> None:
   """Prints the table of held-out pass@1 of an experiment, and draws curves.png of new results.
 
@@ -380,24 +401,6 @@ def print_rises(home: pathlib.Path, labels: Sequence[str], *, starts: str) -> No
     labels: of its runs, in the order of the rows.
     starts: label of the runs whose first evaluations are the starts of all runs of their seeds.
   """
-
-  def tables(results: Sequence[Result]) -> str:
-    first = {r["seed"]: r for r in results if r["label"] == starts}
-    lines = ["| run | seed | start | end | rise | seconds |", "|---|---|---|---|---|---|"]
-    for label in labels:
-      rises = []
-      for result in (r for r in results if r["label"] == label):
-        start = first[result["seed"]]
-        rises.append(compare.final_value(result) - start["evaluations"][compare.METRIC][0])
-        lines.append(
-          f"| {label} | {result['seed']} | {compare.interval_cell(start, 0)}"
-          f" | {compare.interval_cell(result, -1)} | {rises[-1]:+.3f} | {result['seconds']:.0f} |"
-        )
-      if len(rises) > 1:
-        mean, half = mean_and_half_width(rises)
-        interval = f"[{mean - half:+.3f}, {mean + half:+.3f}]"
-        lines.append(f"| **{label}** | mean | | | **{mean:+.3f}** {interval} | |")
-    return "\n".join(lines)
 
   def draw(results: Sequence[Result], home: pathlib.Path) -> None:
     with curves.save_figure(home / "curves.png", size=(6, 3.6), dpi=100) as axes:
@@ -414,6 +417,7 @@ def print_rises(home: pathlib.Path, labels: Sequence[str], *, starts: str) -> No
       axes.set(xlabel="update", ylabel="held-out pass@1", ylim=(0, 1))
       axes.legend(fontsize="small")
 
+  tables = functools.partial(table_of_rises, labels=labels, starts=starts)
   print_tables(home, tables, draw=draw)
 
 

@@ -36,12 +36,21 @@ def largest(scores: Array, eligible: Array, count: Array) -> Array:
   return (rank < count).reshape(scores.shape) & eligible
 
 
-def batch_key(batch: TrainBatch, seed: int) -> Array:
-  """A random key that the tokens of a batch determine, so that a rerun draws the same."""
-  tokens = jnp.where(batch.mask > 0, batch.tokens, 0).astype(jnp.uint32)
-  places = jnp.arange(tokens.size, dtype=jnp.uint32).reshape(tokens.shape)
+def chances_of(batch: TrainBatch, seed: int) -> Array:
+  """A uniform random number of each loss token, f32[P, G, T]; any value elsewhere.
+
+  The loss tokens of the batch, in their order, determine it: a rerun draws the same, and so does a
+  batch with other padding, or with an environment's tokens between.
+  """
+  is_kept = batch.mask > 0
+  ranks = (jnp.cumsum(is_kept) - is_kept.reshape(-1)).reshape(is_kept.shape)  # before each token
+  tokens = jnp.where(is_kept, batch.tokens, 0).astype(jnp.uint32)
   # Integer arithmetic modulo 2³²: the order of the sum does not matter.
-  return jax.random.fold_in(jax.random.key(seed), jnp.sum(tokens * (2 * places + 1)))
+  hashed = jnp.sum(tokens * (2 * ranks.astype(jnp.uint32) + 1), dtype=jnp.uint32)
+  key = jax.random.fold_in(jax.random.key(seed), hashed)
+  return jax.vmap(lambda rank: jax.random.uniform(jax.random.fold_in(key, rank)))(
+    ranks.reshape(-1)
+  ).reshape(is_kept.shape)
 
 
 def clip_cov(
@@ -83,8 +92,7 @@ def clip_cov(
     _, clipped = surrogate_of(tokens)
     c = covariances(tokens)
     eligible = (tokens.mask > 0) & ~clipped & (c > low) & (c < high)
-    chances = jax.random.uniform(batch_key(batch, seed), tokens.mask.shape)
-    return largest(chances, eligible, number_of(share, tokens.mask))
+    return largest(chances_of(batch, seed), eligible, number_of(share, tokens.mask))
 
   def per_token(
     policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Array

@@ -17,6 +17,7 @@ disk they do not survive a crash of the machine.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -135,11 +136,15 @@ class RolloutStore:
     with self._writing:
       self._check_writable()
       is_new = number not in self
-      if is_new and in_bucket(self.directory):  # where a writer that has lost its claim may be late
-        is_new = self._objects.put(_name(number), data)
+      if is_new and in_bucket(self.directory):
+        if not self._objects.put(_name(number), data):
+          raise StoreError(
+            f"another process has just written batch {number} into {self.directory}. This one has"
+            " lost its claim on the workdir: let the other one go on"
+          )
       elif is_new:
         self._objects.replace(_name(number), data)
-      if not is_new:
+      else:
         raise ValueError(
           f"batch {number} is in {self.directory} already and is not overwritten; `set_aside` it"
           " first"
@@ -360,6 +365,8 @@ class RolloutStore:
     except (UnreachableError, DiskFullError):
       raise
     except (DamagedError, OSError) as error:
+      if isinstance(error, OSError) and error.errno != errno.EIO:
+        raise  # what this process lacks, such as open files, is no damage
       raise TornShardError(
         f"batch {number}, {path}, is missing or not as it was written: {error}. Rerun its run,"
         " which samples the batch again if it is still needed, or put back a copy of the file."

@@ -91,15 +91,10 @@ class FolderObjects:
     try:
       with report_full_disk(path):
         _unless_stale(lambda: _write_durably(temporary, data))
-        _unless_stale(lambda: os.link(temporary, path))  # fails if the name exists
+        _unless_stale(lambda: _link(temporary, path))  # fails if the name exists
         _unless_stale(lambda: sync_folder(path.parent))
     except FileExistsError:
       return temporary.stat().st_nlink > 1  # this link was made, and the answer to it lost
-    except PermissionError as error:
-      raise OSError(
-        f"{path} cannot be made by a hard link ({error.strerror}), by which programs agree on who"
-        " was first; use a local disk, NFS, or gs://BUCKET/FOLDER as --workdir"
-      ) from error
     finally:
       temporary.unlink(missing_ok=True)
     return True
@@ -161,6 +156,18 @@ def _write_durably(path: pathlib.Path, data: bytes) -> None:
     file.write(data)
     file.flush()
     os.fsync(file.fileno())
+
+
+def _link(temporary: pathlib.Path, path: pathlib.Path) -> None:
+  try:
+    os.link(temporary, path)
+  except OSError as error:
+    if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+      raise
+    raise OSError(
+      f"{path} cannot be made by a hard link ({error.strerror}), by which programs agree on who was"
+      " first; use a local disk, NFS, or gs://BUCKET/FOLDER as --workdir"
+    ) from error
 
 
 def _unless_stale(action: Callable[[], _T]) -> _T:

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TextIO, cast
 
 from rlvr_jax.storage.bucket import MAX_CONCURRENT_REQUESTS, Bucket
-from rlvr_jax.storage.files import TEMPORARY, make_locked_folder, path_within
+from rlvr_jax.storage.files import TEMPORARY, make_locked_folder, path_within, replace_path
 
 OWNER = ".owner"  # the object by which a process claims a bucket's folder
 _STAGING = "rlvr_jax_staging_"  # begins the names of staging folders
@@ -147,7 +147,8 @@ class Workdir:
       if is_within:
         path.mkdir(exist_ok=True)
       elif name != OWNER:
-        path.write_bytes(bucket.read(name))
+        with replace_path(path) as temporary:  # half a file would be put over the whole one
+          temporary.write_bytes(bucket.read(name))
         self._published[name] = _size_and_time(path)
 
   def publish(self, *names: str) -> None:

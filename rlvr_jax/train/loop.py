@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rlvr_jax.rollouts.batches import Batch, Batches, Position
 from rlvr_jax.rollouts.sampler import LocalSampler, SamplerStoppedError, ThreadSampler
 from rlvr_jax.rollouts.staleness import Schedule
-from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.cluster import multihost
@@ -258,5 +258,11 @@ def oldest_to_return_to(schedule: Schedule, now: RunState) -> int | None:
 
 
 def remove_used(store: RolloutStore, before: int) -> None:
-  """Removes batches with a lower number from the store."""
-  store.remove(*(number for number in store.numbers() if number < before))
+  """Removes batches with a lower number from the store; a damaged one is set aside."""
+  for number in store.numbers():
+    if number >= before:
+      return
+    try:
+      store.remove(number)
+    except TornShardError:
+      store.set_aside(number)

@@ -333,7 +333,7 @@ def test_what_a_living_sampler_has_begun_is_late_beside_what_groups_take(objects
   trainer.offer(toy.policy(0))
   trainer.want(toy.draw(0), range(6))
   one = program.Member(exchange, toy.settings("one", capacity=3, patience_s=1, silent_s=9), clock)
-  two = program.Member(exchange, toy.settings("two", capacity=9, patience_s=1, silent_s=9), clock)
+  two = program.Member(exchange, toy.settings("two", capacity=20, patience_s=1, silent_s=9), clock)
   begun = lambda step, n=0: [index for of, found in step.want if of.number == n for index in found]
   for sampler in (one, two):
     sampler.adopt(sampler.look().restore)

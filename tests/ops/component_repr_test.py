@@ -38,4 +38,6 @@ def halved(*, share, half=True):
 def test_what_no_function_keeps_is_not_made_up():
   assert repr(halved(share=0.4)) == "halved(share=…, half=…)"
   by_hand = Loss(functools.partial(max, key=None), needs_proximal=True)
-  assert repr(by_hand) == "Loss(statistics=None, needs_proximal=True, of_responses=False)"
+  assert repr(by_hand) == (
+    "Loss(statistics=None, needs_proximal=True, of_responses=False, ratio_to='sampler')"
+  )

@@ -292,9 +292,12 @@ def clip_cov(
     )
 
   eligible = [at for at, c in covariances.items() if low < c < high and not is_clipped(*at)]
-  hashed = sum(2 * place + 1 for place in np.flatnonzero(mask)) % 2**32
+  hashed = sum(2 * rank + 1 for rank in range(len(covariances))) % 2**32
   key = jax.random.fold_in(jax.random.key(seed), np.uint32(hashed))
-  chances = np.asarray(jax.random.uniform(key, mask.shape))
+  chances = {
+    at: float(jax.random.uniform(jax.random.fold_in(key, rank)))
+    for rank, at in enumerate(covariances)
+  }
   drawn = sorted(eligible, key=lambda at: -chances[at])[: _number(share, covariances)]
   for at in drawn:
     losses[at], gradients[at] = 0.0, 0.0

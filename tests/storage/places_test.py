@@ -349,7 +349,7 @@ def test_of_two_writers_of_a_batch_the_first_counts(url, monkeypatch):
   with RolloutStore(f"{url}/rollouts", writable=True) as store:
     monkeypatch.setattr(RolloutStore, "__contains__", lambda store, number: False)
     store.write(0, *batch(0))
-    with pytest.raises(ValueError, match="is not overwritten"):
+    with pytest.raises(StoreError, match="lost its claim"):
       store.write(0, batch(0)[0][:1], {})
     monkeypatch.undo()
     assert_has(store, [0])

@@ -201,7 +201,11 @@ class Checkpointer:
   def check(self) -> None:
     """Raises the error of the current save if that has failed; does not wait while it goes on."""
     with self._convert_errors():
-      self._writer.check_for_errors()
+      try:
+        self._writer.check_for_errors()
+      except BaseException:
+        self._writing = {}  # it is told once, and the step is not complete
+        raise
 
   def wait(self) -> None:
     """Blocks until the current save is committed, and removes those that are not kept any more.
@@ -267,7 +271,8 @@ class Checkpointer:
     found: list[tuple[int, float | None]] = []
     for step in saved_steps(self.directory):
       metric = None
-      with contextlib.suppress(Exception):
+      # Damage is found where a checkpoint is read; other errors end the start.
+      with contextlib.suppress(CheckpointError, ValueError, KeyError, FileNotFoundError):
         metric = read_manifest(self.directory / str(step))["metric"]
       found.append((step, metric))
     return found

@@ -100,6 +100,7 @@ class FleetSampler:
     """
     self._publisher, self._has_all, self._poll_s = publisher, has_all, settings.poll_s
     self._measured: dict[str, float] = {}
+    self._not_announced = ""  # why samplers do not hear of the last policy
     known = {int(version): x for version, x in policies.state().items()}
     begin = lambda: RemoteSampler(
       Exchange(open_objects(workdir.path / FOLDER, workdir.guard)),
@@ -145,7 +146,9 @@ class FleetSampler:
     """The groups that have come, in all processes the same; see `RemoteSampler.look`."""
     multihost.raise_if_shutdown_requested()
     restart_deadline()
-    if failures := [*filter(None, multihost.exchange(self._publisher.failure()))]:
+    if failures := [
+      *filter(None, multihost.exchange(self._publisher.failure() or self._not_announced))
+    ]:
       raise SamplerStoppedError(failures[0])
     look = functools.partial(self._look, waited_s)
     error, text = multihost.exchange(multihost.run_on_first(look, None))[0]
@@ -168,19 +171,24 @@ class FleetSampler:
 
   def close(self) -> None:
     """Ends the samplers too if all batches have been sampled."""
-    self._publisher.close()
-    if self._remote is not None and self._has_all():
-      self._remote.end()
+    try:
+      self._publisher.close()
+    finally:
+      if self._remote is not None and self._has_all():
+        self._remote.end()
 
   def _when_written(self, policy: Policy, announce: Callable[[], None]) -> None:
     """Announces a policy once samplers can restore it, which a thread waits for."""
 
     def wait() -> None:
       deadline = time.monotonic() + 3600.0
-      while time.monotonic() < deadline:
-        if any(known.version == policy.version for known in self._publisher.published()):
-          return announce()
-        time.sleep(_WRITTEN_S)
+      try:
+        while time.monotonic() < deadline:
+          if any(known.version == policy.version for known in self._publisher.published()):
+            return announce()
+          time.sleep(_WRITTEN_S)
+      except Exception as error:  # told by `take`, which would wait in vain
+        self._not_announced = f"version {policy.version} could not be announced: {error}"
 
     threading.Thread(target=wait, name="announces a policy", daemon=True).start()
 

@@ -21,8 +21,6 @@ from rlvr_jax.train.setup.programs import Programs
 from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params, TrainBatch, TrainState
 
-_SCORES = ("reference_logprobs", "proximal_logprobs")
-
 
 class ScorerSettings(NamedTuple):
   """What the updates of a run need.

@@ -36,9 +36,9 @@ COUNTERS = (
   *("batches", "prompts_sampled", "tokens_generated", "tokens_trained", "tokens_evaluated"),
   *("flops_generate", "flops_score", "flops_optimise", "flops_evaluate"),
 )
-_FRESH = "time/tokens"  # sampled since the last update; a part of a rate, not a metric
-# Measurements since the last update: sums if they begin with "time/", otherwise maxima. A rate is
-# there where both of its parts are.
+_FRESH = "fresh_tokens"  # sampled since the last update; a part of a rate, not a metric
+# Measurements since the last update: sums if they begin with "time/", and _FRESH; otherwise maxima.
+# A rate is there where both of its parts are.
 _RATES = (  # name, what is divided, by what
   ("time/slots_busy", "time/slot_tokens", "time/slot_steps"),
   ("time/drain_share", "time/drain_slot_steps", "time/slot_steps"),
@@ -177,7 +177,8 @@ class RunLog:
   def add_measurement(self, name: str, amount: float) -> None:
     """Adds to a sum, or to a maximum, in the next update's record; see `_RATES`."""
     before = self._measured.get(name, 0.0)
-    self._measured[name] = before + amount if name.startswith("time/") else max(before, amount)
+    is_sum = name.startswith("time/") or name == _FRESH
+    self._measured[name] = before + amount if is_sum else max(before, amount)
 
   @contextlib.contextmanager
   def measure(self, phase: str) -> Iterator[None]:

@@ -7,7 +7,7 @@ from train import tiny
 from train.sums import sums
 
 from rlvr_jax.train.reporting import advice
-from rlvr_jax.train.session import announce_data
+from rlvr_jax.train.session import announce_data, logged_run
 from rlvr_jax.train.setup.build import build, make_schedule
 
 # --- data -----------------------------------------------------------------------------------------
@@ -18,8 +18,7 @@ def test_a_run_begins_with_both(capsys):
   fields = dict(num_steps=150, batch_size=64)
   config = tiny.config(**{f"warm_start__{name}": x for name, x in fields.items()})
   parts = build(config, task=sums(warm_start_size=60))
-  warm_start = advice.plan_warm_start(config.warm_start, parts.task, checkpoint="")
-  announce_data(parts, warm_start)
+  announce_data(parts.schedule, logged_run(parts), parts.sources.num_live, False)
   assert capsys.readouterr().out.splitlines() == [
     # Two batches of 8 prompts at every fourth of 12 updates.
     "12 updates sample 48 prompts from 1,000 training problems, 0.048 passes over them",
