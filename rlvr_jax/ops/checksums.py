@@ -33,7 +33,11 @@ def checksum(x: Array) -> Array:
   return jnp.sum(bits * weight, dtype=jnp.uint32)
 
 
-@jax.jit
 def checksums(tree: Any) -> Array:
-  """u32[leaves], the `checksum` of every leaf of a tree."""
-  return jnp.stack([checksum(leaf) for leaf in jax.tree.leaves(tree)])
+  """u32[leaves], the `checksum` of every leaf of a tree; trees of equal leaves have one program."""
+  return _checksums(jax.tree.leaves(tree))
+
+
+@jax.jit
+def _checksums(leaves: list[Array]) -> Array:
+  return jnp.stack([checksum(leaf) for leaf in leaves])

@@ -206,11 +206,10 @@ ONCE = dict.fromkeys(
 
 @tiny.needs_compile_log
 def test_each_function_compiles_once(run):
-  # The evaluation uses the engine of training; `checksums`: of a policy, of the warm start's
-  # parameters, and of the state.
+  # The evaluation uses the engine of training; `_checksums`: of parameters, and of the state.
   assert_compiled_once(
     run[1],
-    ONCE | dict(checksums=3),
+    ONCE | dict(_checksums=2),
   )
 
 
@@ -219,7 +218,7 @@ def test_each_function_compiles_once(run):
 def test_each_function_compiles_once_on_a_mesh(mesh_run):
   assert_compiled_once(
     mesh_run[1],
-    ONCE | dict(checksums=3),
+    ONCE | dict(_checksums=2),
   )
 
 
