@@ -1,26 +1,16 @@
 """Values and gradients of peers' and authors' own code for the methods of 2026, float64."""
 
-import json
-import os
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles.batches import make_batch, metric_value
+from oracles.golden import AGGREGATIONS, ATOL, RTOL, Golden
 
 from rlvr_jax import advantages, corrections, losses
 from rlvr_jax.ops.aggregate import aggregate
 
-RTOL, ATOL = 1e-6, 1e-7
-SHARED = os.environ.get("RLVR_SHARED")
-GOLDEN = pathlib.Path(SHARED or ".") / "golden_2026"
-
-if SHARED is None:
-  pytest.skip("set RLVR_SHARED to the folder that holds golden_2026/", allow_module_level=True)
-
-CASES = json.loads((GOLDEN / "manifest.json").read_text())
+GOLDEN = Golden("golden_2026")
 LEFT_OUT = {  # by the beginning of a case's name: why it has no test
   # The behavior policy's most probable tokens would have to be recorded; the paper finds no gain.
   "divergence_topk_": "not offered",
@@ -31,21 +21,11 @@ LEFT_OUT = {  # by the beginning of a case's name: why it has no test
 
 
 def _cases(methods):
-  chosen = [
-    case
-    for case in CASES
-    if case["params"].get("method") in methods and not case["name"].startswith(tuple(LEFT_OUT))
-  ]
-  return [pytest.param(case, id=case["name"]) for case in chosen]
-
-
-def _arrays(case):
-  """The case's arrays, checked against the shapes that the manifest gives."""
-  with np.load(GOLDEN / f"{case['name']}.npz") as file:
-    arrays = dict(file)
-  for name, shape in case["arrays"].items():
-    assert list(arrays[name].shape) == shape, (case["name"], name)
-  return arrays
+  return GOLDEN.params(
+    lambda case: (
+      case["params"].get("method") in methods and not case["name"].startswith(tuple(LEFT_OUT))
+    )
+  )
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -152,11 +132,6 @@ MAKE = {
   "tv_mask": _tv_mask,
   "correction": _correction,
 }
-AGGREGATIONS = {
-  "token-mean": "token_mean",
-  "seq-mean-token-mean": "sequence_mean",
-  "seq-mean-token-sum": "sequence_sum",
-}
 
 
 def _batch(arrays):
@@ -208,7 +183,7 @@ def _expected(case, arrays, how):
 @pytest.mark.parametrize("case", _cases(MAKE))
 def test_loss(case):
   """Value and gradient by every aggregation that the case has."""
-  arrays, params = _arrays(case), case["params"]
+  arrays, params = GOLDEN.arrays(case), case["params"]
   loss = MAKE[params["method"]](params)
   names = params.get("aggregations") or [AGGREGATIONS[params["aggregation"]]]
   with jax.enable_x64(True):
@@ -227,7 +202,7 @@ def test_loss(case):
 
 @pytest.mark.parametrize("case", _cases(("maxrl",)))
 def test_maxrl(case):
-  arrays = _arrays(case)
+  arrays = GOLDEN.arrays(case)
   with jax.enable_x64(True):
     batch = make_batch(np.ones((*arrays["rewards"].shape, 1)), rewards=arrays["rewards"])
     estimator = advantages.maxrl()
@@ -237,10 +212,10 @@ def test_maxrl(case):
 
 def test_every_case_has_a_test():
   methods = {*MAKE, "maxrl"}
-  tested = {case["name"] for case in CASES if case["params"].get("method") in methods}
+  tested = {case["name"] for case in GOLDEN.cases if case["params"].get("method") in methods}
   rest = [
     case["name"]
-    for case in CASES
+    for case in GOLDEN.cases
     if case["name"] not in tested and not case["name"].startswith(tuple(LEFT_OUT))
   ]
   assert rest == []

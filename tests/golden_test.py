@@ -2,15 +2,13 @@
 
 import dataclasses
 import functools
-import json
-import os
-import pathlib
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from oracles.batches import make_batch
+from oracles.golden import AGGREGATIONS, ATOL, RTOL, Golden
 
 from rlvr_jax import advantages, geometry, losses
 from rlvr_jax.models.functional import take_trained
@@ -20,35 +18,11 @@ from rlvr_jax.reweighting.salt import salt_coefficients
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Forward, Head
 
-RTOL, ATOL = 1e-6, 1e-7
-SHARED = os.environ.get("RLVR_SHARED")
-GOLDEN = pathlib.Path(SHARED or ".") / "golden"
-AGGREGATIONS = {
-  "token-mean": "token_mean",
-  "seq-mean-token-mean": "sequence_mean",
-  "seq-mean-token-sum": "sequence_sum",
-  "seq-mean-token-sum-norm": "constant",
-  "mean over rollouts": "sequence_mean",
-}
-
-if SHARED is None:
-  pytest.skip("set RLVR_SHARED to the folder that holds golden/", allow_module_level=True)
+GOLDEN = Golden("golden")
 
 
 def _cases(*prefixes):
-  cases = json.loads((GOLDEN / "manifest.json").read_text())
-  return [
-    pytest.param(case, id=case["name"]) for case in cases if case["name"].startswith(prefixes)
-  ]
-
-
-def _arrays(case):
-  """The case's arrays, checked against the shapes that the manifest gives."""
-  with np.load(GOLDEN / f"{case['name']}.npz") as file:
-    arrays = dict(file)
-  for name, shape in case["arrays"].items():
-    assert list(arrays[name].shape) == shape, (case["name"], name)
-  return arrays
+  return GOLDEN.params(lambda case: case["name"].startswith(prefixes))
 
 
 def _clip_range(params):
@@ -84,7 +58,7 @@ def _make_loss(case):
 
 def _run(case, loss, statistics=None):
   """(value, weight, gradient) of a loss on a case's arrays."""
-  arrays = _arrays(case)
+  arrays = GOLDEN.arrays(case)
   group = lambda name: arrays[name][:, None] if name in arrays else None  # every rollout a prompt
   batch = make_batch(
     group("mask"), group("behavior_logprobs"), proximal_logprobs=group("proximal_logprobs")
@@ -106,7 +80,7 @@ def _run(case, loss, statistics=None):
 
 
 def _assert_matches(case, result):
-  arrays, (value, weight, gradient) = _arrays(case), result
+  arrays, (value, weight, gradient) = GOLDEN.arrays(case), result
   expected = arrays["loss_sum"] if "loss_sum" in arrays else arrays["loss"]
   np.testing.assert_allclose(value, expected, rtol=RTOL, atol=ATOL)
   np.testing.assert_allclose(gradient, arrays["grad_logprobs"], rtol=RTOL, atol=ATOL)
@@ -115,7 +89,7 @@ def _assert_matches(case, result):
 
 
 def test_every_case_of_the_manifest_has_a_test():
-  names = [case["name"] for case in json.loads((GOLDEN / "manifest.json").read_text())]
+  names = [case["name"] for case in GOLDEN.cases]
   tested = ("loss_", "adv_", "salt_", "lm_head_gram_")
   assert [n for n in names if not n.startswith(tested)] == []
 
@@ -130,7 +104,7 @@ def test_loss(case):
 @pytest.mark.parametrize("case", _cases("loss_p3o"))
 def test_p3o_effective_sample_size_and_kl(case):
   with jax.enable_x64(True):
-    arrays = _arrays(case)
+    arrays = GOLDEN.arrays(case)
     batch = make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None])
     policy_logprobs = jax.numpy.asarray(arrays["logprobs"][:, None])
     coefficients = arrays["advantages"][:, None]
@@ -146,7 +120,7 @@ def test_p3o_effective_sample_size_and_kl(case):
 @pytest.mark.parametrize("case", _cases("loss_m2po"))
 def test_m2po_interval(case):
   with jax.enable_x64(True):
-    arrays, (factory, kwargs) = _arrays(case), _make_loss(case)
+    arrays, (factory, kwargs) = GOLDEN.arrays(case), _make_loss(case)
     batch = make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None])
     interval = factory(**kwargs).statistics(
       jax.numpy.asarray(arrays["logprobs"][:, None]), batch, arrays["advantages"][:, None]
@@ -166,7 +140,7 @@ def _without_each_bound(case):
       yield missing, factory(**missing), None
   elif factory is losses.m2po:
     yield "budget", factory(**kwargs | {"budget": 1e6}), None
-    arrays, loss = _arrays(case), factory(**kwargs)
+    arrays, loss = GOLDEN.arrays(case), factory(**kwargs)
     interval = loss.statistics(
       jax.numpy.asarray(arrays["logprobs"][:, None]),
       make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None]),
@@ -203,7 +177,7 @@ def test_advantage(case):
   else:
     raise ValueError(f"golden case {name!r} has no estimator here; add it to test_advantage")
   with jax.enable_x64(True):
-    arrays = _arrays(case)
+    arrays = GOLDEN.arrays(case)
     batch = make_batch(np.ones((*arrays["rewards"].shape, 1)), np.zeros((1, 1, 1)))
     batch = dataclasses.replace(batch, rewards=jax.numpy.asarray(arrays["rewards"]))
     result = estimator.apply(estimator.init(0.0), batch)
@@ -212,7 +186,7 @@ def test_advantage(case):
 
 def _salt(case, **changed):
   """(SaltResult, eigenvalues) of a case, with its parameters or changed ones."""
-  arrays, params = _arrays(case), case["params"]
+  arrays, params = GOLDEN.arrays(case), case["params"]
   gram = jax.numpy.asarray(arrays["features"] @ arrays["features"].T)
   if params["gram"] != "G G^T / B":
     raise ValueError(f"golden case {case['name']!r} has a Gram unknown here; add it to _salt")
@@ -237,7 +211,7 @@ def _salt(case, **changed):
 
 
 def _assert_salt_matches(case, result, eigenvalues):
-  arrays = _arrays(case)
+  arrays = GOLDEN.arrays(case)
   for name, value in (
     ("eigenvalues", eigenvalues[::-1]),  # the authors' are ascending
     ("participation_ratio", result.participation_ratio),
@@ -262,7 +236,7 @@ def test_a_salt_case_at_a_bound_fails_without_it():
   seen = set()
   with jax.enable_x64(True):
     for (case,) in (param.values for param in _cases("salt_")):
-      arrays, params = _arrays(case), case["params"]
+      arrays, params = GOLDEN.arrays(case), case["params"]
       at = {"alpha_min": arrays["alpha"] == params["alpha_min"]}
       at |= {"max_rank": arrays["k"] == params["k_max"]}
       for name in (name for name in at if at[name]):
@@ -278,7 +252,7 @@ def test_a_salt_case_at_a_bound_fails_without_it():
 def test_lm_head_gram(case):
   """Every exact way: the features themselves, differentiation, streaming, in blocks, on a mesh."""
   with jax.enable_x64(True):
-    arrays = {name: jax.numpy.asarray(array) for name, array in _arrays(case).items()}
+    arrays = {name: jax.numpy.asarray(array) for name, array in GOLDEN.arrays(case).items()}
     hidden, kernel, mask = (arrays[name] for name in ("hidden", "kernel", "mask"))
     batch = make_batch(mask[:, None], mask[:, None])
     of_rollout = dataclasses.replace(

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.losses.base import Loss, proximal_logprobs
+from rlvr_jax.losses.base import Loss, proximal_logprobs, shares_by_sign
 from rlvr_jax.ops.component_repr import component_repr
-from rlvr_jax.ops.masked import for_tokens, masked_fill, mean_metric, upcast
+from rlvr_jax.ops.masked import for_tokens, mean_metric, upcast
 from rlvr_jax.ops.ratios import effective_sample_size, log_ratios
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
@@ -130,21 +130,9 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
 def _correction_metrics(weights: Array, kept: Array, capped: Array, seen: Mismatch) -> Metrics:
   """Shares of loss tokens dropped, by the sign of A, and capped; mean and ESS of the weights."""
   kept_mask = jnp.where(kept, seen.mask, 0)
-  A = seen.coefficients
-  signs = {"": A == A, "_positive": A > 0, "_negative": A < 0}
-  dropped = {
-    f"correction/dropped{suffix}": mean_metric(~kept, (seen.mask > 0) & sign)
-    for suffix, sign in signs.items()
-  }
   return {
-    **dropped,
+    **shares_by_sign("correction/dropped", ~kept, seen.coefficients, seen.mask),
     "correction/capped": mean_metric(capped, kept_mask),
     "correction/weight_mean": mean_metric(weights, kept_mask),
     "correction/ess": effective_sample_size(weights, kept_mask),
   }
-
-
-def response_sum(log_weights: Array, mask: Array) -> Array:
-  """log Π_t κ_t of each response, within ±LOG_BOUND: f32[P, G, T] → f32[P, G, 1]."""
-  total = jnp.sum(masked_fill(log_weights, mask), axis=-1, keepdims=True)
-  return jnp.clip(total, -LOG_BOUND, LOG_BOUND)

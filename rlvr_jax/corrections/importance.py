@@ -8,21 +8,21 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rlvr_jax.corrections.base import Correction, Mismatch, response_sum
+from rlvr_jax.corrections.base import LOG_BOUND, Correction, Mismatch
+from rlvr_jax.ops import kl
 from rlvr_jax.ops.checks import check_between, check_choice
-from rlvr_jax.ops.masked import masked_count, masked_fill, masked_max, masked_mean, masked_sum
-from rlvr_jax.ops.ratios import mean_log_ratios
+from rlvr_jax.ops.masked import masked_count, masked_max, masked_mean, masked_sum
+from rlvr_jax.ops.ratios import mean_log_ratios, sequence_log_ratios
 from rlvr_jax.types import Array
 
 LEVELS = ("token", "sequence", "geometric", "none")
 BOUNDS = ("truncate", "clip", "mask")
 Rule = tuple[Any, ...]  # ("mean_k1", low, high), ("mean_k3", high)
 
-# Divergences of a token as functions of log κ, for tokens of β: k1 and k3 estimate KL(β‖κβ).
-_DIVERGENCES: dict[str, Callable[[Array], Array]] = {
-  "k1": lambda log_kappa: -log_kappa,
-  "k2": lambda log_kappa: jnp.square(log_kappa) / 2,
-  "k3": lambda log_kappa: jnp.expm1(log_kappa) - log_kappa,
+_DIVERGENCES: dict[str, Callable[[Array, Array, Array], Array]] = {
+  "k1": kl.k1,
+  "k2": kl.k2,
+  "k3": kl.k3,
 }
 _OVER: dict[str, Callable[[Array, Array], Array]] = {
   "token": lambda x, mask: x,
@@ -86,7 +86,9 @@ def importance(
       return one, one > 0, one < 0
     u = {
       "token": lambda: seen.log_weights,
-      "sequence": lambda: response_sum(seen.log_weights, seen.mask),
+      "sequence": lambda: jnp.clip(
+        sequence_log_ratios(seen.log_weights, seen.mask), -LOG_BOUND, LOG_BOUND
+      ),
       "geometric": lambda: mean_log_ratios(seen.log_weights, seen.mask),
     }[level]()
     kappa = jnp.exp(u)
@@ -112,7 +114,7 @@ def importance(
     for rule in reject:
       kept = kept & _passes(rule, seen)
     if veto:
-      kappa = jnp.exp(masked_fill(seen.log_weights, seen.mask))
+      kappa = jnp.exp(seen.log_weights)
       kept = kept & ~jnp.any((kappa < veto) & (seen.mask > 0), axis=-1, keepdims=True)
     return weights, kept, capped
 
@@ -127,7 +129,11 @@ def importance(
 def _passes(rule: Rule, seen: Mismatch) -> Array:
   """Whether a rule keeps each token or response, bool[P, G, T] or bool[P, G, 1]."""
   over, divergence = rule[0].split("_")
-  statistic = _OVER[over](_DIVERGENCES[divergence](seen.log_weights), seen.mask)
+  # Only the difference log κ of the two log-probabilities counts, so the sampler's may be 0.
+  of_tokens = _DIVERGENCES[divergence](
+    jnp.zeros_like(seen.log_weights), seen.log_weights, seen.mask
+  )
+  statistic = _OVER[over](of_tokens, seen.mask)
   if divergence == "k1":
     low, high = (math.log(bound) if bound else -math.inf for bound in rule[1:])
     return (-statistic >= low) & (-statistic <= high)

@@ -126,15 +126,26 @@ def clip_metrics(clipped: Array, tokens: Tokens) -> Metrics:
   Args:
     clipped: [P, G, T] or [P, G, 1], 1 where the bound takes effect.
   """
-  clipped = jnp.broadcast_to(upcast(clipped), tokens.mask.shape)
+  return shares_by_sign("loss/clip_fraction", clipped, tokens.coefficients, tokens.mask)
+
+
+def shares_by_sign(name: str, marked: Array, coefficients: Array, mask: Array) -> Metrics:
+  """Share of loss tokens that are marked: of all, with A > 0, and with A < 0.
+
+  Args:
+    name: of the metric of all tokens; the others are name_positive and name_negative.
+    marked: [P, G, T] or [P, G, 1], 1 where a token counts.
+    coefficients: A, f32[P, G, 1] or f32[P, G, T].
+    mask: [P, G, T], loss tokens.
+  """
+  marked = jnp.broadcast_to(upcast(marked), mask.shape)
   signs = {
-    "": jnp.ones_like(tokens.coefficients, bool),
-    "_positive": tokens.coefficients > 0,
-    "_negative": tokens.coefficients < 0,
+    "": jnp.ones_like(coefficients, bool),
+    "_positive": coefficients > 0,
+    "_negative": coefficients < 0,
   }
   return {
-    f"loss/clip_fraction{suffix}": mean_metric(clipped, (tokens.mask > 0) & sign)
-    for suffix, sign in signs.items()
+    f"{name}{suffix}": mean_metric(marked, (mask > 0) & sign) for suffix, sign in signs.items()
   }
 
 

@@ -102,12 +102,12 @@ def dppo(
     else:
       dropped = (A > 0) & (log_p > log_q) & (distance > high)
       dropped |= (A < 0) & (log_p < log_q) & (distance > low)
-    kept_log_ratios = jnp.where(dropped | (A == 0), 0.0, tokens.log_ratios)
     if form == "score":
       limit = jnp.inf if truncation is None else truncation
       losses = score_function(jnp.minimum(tokens.ratios, limit), tokens)
     else:
-      losses = -A * jnp.exp(kept_log_ratios)
+      # A huge ratio of a token without a loss would be inf·0 in the gradient.
+      losses = -A * jnp.exp(jnp.where(dropped | (A == 0), 0.0, tokens.log_ratios))
     losses = jnp.where(dropped, 0.0, losses)
     if log_ratio_penalty:
       losses += log_ratio_penalty * jnp.square(tokens.log_ratios)
