@@ -218,7 +218,7 @@ class Member:
 
     Raises:
       RefusedError: this sampler must not sample for the trainer.
-    RecordError: what the trainer wrote is damaged, and no other trainer has begun for some time.
+      RecordError: what the trainer wrote is damaged, and no other trainer has begun for some time.
     """
     view, now = self._exchange.look(), self._clock()
     try:

@@ -149,6 +149,16 @@ def shares_by_sign(name: str, marked: Array, coefficients: Array, mask: Array) -
   }
 
 
+def exp_or_constant(x: Array) -> Array:
+  """eˣ, and where it is infinite a constant: 0 times its derivative there would be NaN.
+
+  So a token that is dropped from the loss has no gradient, however large its ratio; one that stays
+  makes the loss infinite, and the update is skipped and counted.
+  """
+  is_infinite = jnp.isinf(jnp.exp(jax.lax.stop_gradient(x)))
+  return jnp.exp(jnp.where(is_infinite, jax.lax.stop_gradient(x), x))
+
+
 def score_function(weights: Array | float, tokens: Tokens) -> Array:
   """−sg(w)·A·log π, whose gradient is −w·A·∇log π; f32[P, G, T]."""
   return -jax.lax.stop_gradient(weights) * tokens.coefficients * tokens.policy_logprobs

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from rlvr_jax.losses.base import (
   Loss,
   clip_metrics,
+  exp_or_constant,
   prepare_tokens,
   proximal_logprobs,
   score_function,
@@ -106,8 +107,8 @@ def dppo(
       limit = jnp.inf if truncation is None else truncation
       losses = score_function(jnp.minimum(tokens.ratios, limit), tokens)
     else:
-      # A huge ratio of a token without a loss would be inf·0 in the gradient.
-      losses = -A * jnp.exp(jnp.where(dropped | (A == 0), 0.0, tokens.log_ratios))
+      # 0 times an infinite ratio would be NaN.
+      losses = -A * exp_or_constant(jnp.where(A == 0, 0.0, tokens.log_ratios))
     losses = jnp.where(dropped, 0.0, losses)
     if log_ratio_penalty:
       losses += log_ratio_penalty * jnp.square(tokens.log_ratios)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from rlvr_jax.losses.base import Loss, Tokens, follow, token_loss
+from rlvr_jax.losses.base import Loss, Tokens, exp_or_constant, follow, token_loss
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.ratios import mean_log_ratios
 from rlvr_jax.types import Array
@@ -30,7 +30,7 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Loss:
     clipped = sign * bound < sign * tokens.log_ratios
     log_ratios = jnp.where(clipped, bound, tokens.log_ratios)
     log_ratios = jnp.where(sign == 0, 0.0, log_ratios)  # 0 times a ratio beyond float32 is NaN
-    geometric_mean = jnp.exp(follow(mean_log_ratios(log_ratios, tokens.mask), log_ratios))
-    return -tokens.coefficients * geometric_mean, clipped
+    log_mean = follow(mean_log_ratios(log_ratios, tokens.mask), log_ratios)
+    return -tokens.coefficients * exp_or_constant(log_mean), clipped
 
   return token_loss(per_token)._replace(of_responses=True, ratio_to="old")

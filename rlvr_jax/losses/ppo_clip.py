@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.losses.base import Loss, Tokens, token_loss
+from rlvr_jax.losses.base import Loss, Tokens, exp_or_constant, token_loss
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.types import Array
 
@@ -33,10 +33,8 @@ def clipped_surrogate(
   lower = jnp.where(coefficients > 0, 0.0, low)
   upper = jnp.where(coefficients > 0, high, negative_high)
   clipped = (ratios < lower) | (ratios > upper)
-  # A constant before the exponential: 0 times the derivative of an infinite one would be NaN.
-  constant = clipped | jnp.isinf(ratios)
-  moving = jnp.exp(jnp.where(constant, 0.0, log_ratios))
-  return -coefficients * jnp.where(constant, jnp.clip(ratios, lower, upper), moving), clipped
+  ratios = jnp.where(clipped, jnp.clip(ratios, lower, upper), exp_or_constant(log_ratios))
+  return -coefficients * ratios, clipped
 
 
 def ppo_clip(

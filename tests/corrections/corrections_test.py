@@ -132,13 +132,35 @@ def test_without_proximal_logprobs_it_says_what_to_do():
     corrected.per_token(policy, batch, coefficients, None)
 
 
-def test_an_infinite_ratio_that_is_dropped_has_no_gradient():
+@pytest.mark.parametrize(
+  "name", [n for n in losses.__all__ if getattr(losses, n)().ratio_to in ("old", "none")]
+)
+def test_an_infinite_ratio_that_is_dropped_has_no_gradient(name):
   policy, batch, coefficients = random_case(0, spread=0.1, dtype=np.float32)
   coefficients = coefficients.at[0, 1].set(-1.0)
   policy = policy.at[0, 1, 0].set(100.0)
-  dropped = corrections.corrected(losses.ppo_clip(), corrections.k3_rejection(high=1.0, policies=2))
+  rejection = corrections.k3_rejection(high=1.0, policies=2)
+  dropped = corrections.corrected(getattr(losses, name)(), rejection)
   (value, _), gradient = evaluate(dropped, policy, batch, coefficients)
   assert np.isfinite(value) and np.all(np.isfinite(gradient)) and gradient[0, 1, 0] == 0
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_log_weights_are_within_20_nats(level, sign):
+  """Of a token and of a response, so that weights stay finite whatever the bound."""
+  policy, batch, coefficients = random_case(0, spread=0.0, dtype=np.float32)
+  row, tokens = np.unravel_index(np.argmax(batch.mask.sum(-1)), batch.mask.shape[:2]), 4
+  policy = policy.at[(*row, slice(0, tokens))].add(sign * 60.0)
+  unbounded = corrections.importance(level=level, high=1e30)
+  per_token, _ = corrections.corrected(losses.reinforce(), unbounded).per_token(
+    policy, batch, coefficients, None
+  )
+  weight = per_token[(*row, 0)] / (-coefficients[row] * policy[(*row, 0)])
+  length = int(batch.mask[row].sum())
+  assert length > tokens
+  log_weight = sign * (20.0 * tokens / length if level == "geometric" else 20.0)
+  np.testing.assert_allclose(weight, np.exp(log_weight), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -100,12 +100,13 @@ def test_oracle_cases_reach_every_bound():
 
 
 def test_clip_fractions_by_sign_of_hand_counted_tokens():
-  # One prompt, two rollouts: A = 1 with ratios 1, 1.3, 0.5; A = -1 with ratios 0.7, 1.5, (masked).
-  mask = np.array([[[1.0, 1, 1], [1, 1, 0]]])
-  ratios = np.array([[[1.0, 1.3, 0.5], [0.7, 1.5, np.nan]]])
-  batch = make_batch(mask, np.zeros(mask.shape))
-  _, metrics = losses.ppo_clip().per_token(jnp.log(ratios), batch, jnp.array([[1.0, -1.0]]), None)
-  assert metric_value(metrics["loss/clip_fraction"]) == pytest.approx(2 / 5)
+  # One prompt: A = 1 with ratios 1, 1.3, 0.5; A = −1 with ratios 0.7, 1.5, (masked);
+  # A = 0 with a ratio of 1, which counts in the share of all alone.
+  mask = np.array([[[1.0, 1, 1], [1, 1, 0], [1, 0, 0]]])
+  ratios = np.array([[[1.0, 1.3, 0.5], [0.7, 1.5, np.nan], [1.0, np.nan, np.nan]]])
+  batch, A = make_batch(mask, np.zeros(mask.shape)), jnp.array([[1.0, -1.0, 0.0]])
+  _, metrics = losses.ppo_clip().per_token(jnp.log(ratios), batch, A, None)
+  assert metric_value(metrics["loss/clip_fraction"]) == pytest.approx(2 / 6)
   assert metric_value(metrics["loss/clip_fraction_positive"]) == pytest.approx(1 / 3)
   assert metric_value(metrics["loss/clip_fraction_negative"]) == pytest.approx(1 / 2)
 
@@ -121,6 +122,8 @@ def test_clip_fractions_by_sign_of_hand_counted_tokens():
     ("ppo_clip", {"dual_clip": 3.0}, -1.0),
     # A term that no coefficient multiplies grows with the ratio.
     *((name, {}, 0.0) for name in sorted({*losses.__all__} - {"p3o", "dro", "kl_cov"})),
+    ("dppo", {"form": "ratio"}, 1.0),
+    ("dppo", {"form": "ratio"}, 0.0),
   ],
 )
 def test_a_ratio_beyond_float32_has_the_gradient_of_one_that_is_clipped(name, hyper, coefficient):
@@ -136,11 +139,14 @@ def test_a_ratio_beyond_float32_has_the_gradient_of_one_that_is_clipped(name, hy
   np.testing.assert_allclose(gradient, large, rtol=1e-5, atol=1e-7)
 
 
-def test_a_ratio_beyond_float32_without_a_bound_is_not_finite_unless_it_is_vetoed():
+@pytest.mark.parametrize(
+  ("name", "hyper"), [("ppo_clip", {}), ("gmpo", {}), ("dppo", {"form": "ratio"})]
+)
+def test_a_ratio_beyond_float32_without_a_bound_is_not_finite_unless_it_is_vetoed(name, hyper):
   policy, batch, coefficients = random_case(0, spread=0.1, dtype=np.float32)
   coefficients = coefficients.at[0, 1].set(-1.0)
   policy = policy.at[0, 1, 0].set(100.0)
-  case = (losses.ppo_clip(), policy, batch, coefficients)
+  case = (getattr(losses, name)(**hyper), policy, batch, coefficients)
   assert not np.isfinite(evaluate(*case)[0][0])  # so that the update is skipped and counted
   veto = negative_advantage_veto(trigger="above", threshold=5.0, scope="response")
   (value, _), gradient = evaluate(*case, veto=veto)
