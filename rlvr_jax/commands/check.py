@@ -27,7 +27,7 @@ import ml_collections
 from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.costs.chips import CHIPS
 from rlvr_jax.data import Problem, Task, Tokenizer
-from rlvr_jax.data.batches import encode_prompt, encode_prompts
+from rlvr_jax.data.tokenizer import encode_first_turn, encode_prompt
 from rlvr_jax.models.huggingface import open_tensors
 from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rewards import GraderPool
@@ -355,8 +355,7 @@ class Preflight:
       check_first_messages(answers, parts.tokenizer, length, *sources)
       first = [parts.task.train[0]]
       (beginning,) = answers.begin(first, seeds_for(0, "rollout", 0, 1), of=1)
-      prompts = encode_prompts(first, parts.tokenizer, length, [beginning.messages])
-    ids = prompts.tokens[0, -int(prompts.lengths[0]) :].tolist()
+      ids = encode_first_turn(first[0], parts.tokenizer, length, beginning.messages)
     did = text or "its processes are on the first host"
     return Finding(OK, f"{did}; of the prompts {_describe_prompt(parts.tokenizer, ids)}")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlvr_jax.costs.hlo import CostsError
-from rlvr_jax.data.batches import PromptError
+from rlvr_jax.data.tokenizer import PromptError
 from rlvr_jax.environments.dialogues import EnvironmentStartError
 from rlvr_jax.fleet.exchange import RecordError
 from rlvr_jax.fleet.program import PolicyGoneError, RefusedError

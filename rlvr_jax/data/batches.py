@@ -8,7 +8,7 @@ import grain
 import numpy as np
 
 from rlvr_jax.data.problems import Problem, ProblemSource
-from rlvr_jax.data.tokenizer import Tokenizer
+from rlvr_jax.data.tokenizer import Tokenizer, encode_first_turn
 from rlvr_jax.types import Prompts
 
 
@@ -38,17 +38,6 @@ def problem_batches(
   return iter(batches.to_iter_dataset(in_process))
 
 
-class PromptError(ValueError):
-  """A prompt is empty, or longer than `config.max_prompt_length`."""
-
-
-def encode_prompt(problem: Problem, tokenizer: Tokenizer) -> list[int]:
-  """The tokens of a problem's prompt: of its messages if it has some, else of its question."""
-  if problem.messages:
-    return tokenizer.encode_messages(problem.messages)
-  return tokenizer.encode_prompt(problem.question)
-
-
 def encode_prompts(
   problems: Sequence[Problem],
   tokenizer: Tokenizer,
@@ -66,50 +55,18 @@ def encode_prompts(
   Returns:
     Prompts of NumPy arrays: tokens i32[P, S], lengths i32[P].
   Raises:
-    PromptError: a question is empty, or a prompt has no tokens or more than S.
+    PromptError: see `encode_first_turn`.
   """
   messages = first_messages or [None] * len(problems)
   rows = [
-    tokenizer.encode_messages(given) if given else encode_prompt(problem, tokenizer)
+    encode_first_turn(problem, tokenizer, max_prompt_length, given)
     for problem, given in zip(problems, messages, strict=True)
   ]
-  for problem, given, row in zip(problems, messages, rows, strict=True):
-    check_prompt(problem, len(row), max_prompt_length, begins=given[0]["content"] if given else "")
   tokens = np.full((len(rows), max_prompt_length), tokenizer.pad_id, np.int32)
   for target, row in zip(tokens, rows, strict=True):
     target[max_prompt_length - len(row) :] = row
   # NumPy arrays stand for jax arrays until they are placed on devices.
   return Prompts(tokens=tokens, lengths=_row_lengths(rows))  # type: ignore[call-arg,arg-type,unused-ignore]
-
-
-def check_prompt(
-  problem: Problem, length: int, max_prompt_length: int, where: str = "", begins: str = ""
-) -> None:
-  """Raises PromptError unless 0 < `length` ≤ `max_prompt_length`, in tokens.
-
-  Args:
-    problem: the problem whose question is the prompt.
-    length: tokens in the prompt.
-    max_prompt_length: S, in tokens.
-    where: names the problem in the message if it has no file and line of its own.
-    begins: of the environment's first message, which is sampled from in place of the question.
-  """
-  owner = problem.where or where
-  owner = owner and f"{owner}: "
-  if not ((problem.question or begins) and length):
-    raise PromptError(f"{owner}a prompt is empty: give the task a prompt template with some text")
-  if length > max_prompt_length:
-    leave_out = (
-      "leave such problems out with config.prompts.too_long = 'drop' (held-out ones too:"
-      " 'drop_everywhere')"
-    )
-    if begins:  # they depend on a seed, too
-      leave_out = "shorten the first messages of the environment's reset"
-    raise PromptError(
-      f"{owner}a prompt has {length} tokens but config.max_prompt_length is {max_prompt_length}:"
-      f" raise config.max_prompt_length, or {leave_out}. The prompt begins"
-      f" {(begins or problem.question)[:80]!r}"
-    )
 
 
 def encode_demonstrations(

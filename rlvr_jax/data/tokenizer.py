@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from rlvr_jax.data.problems import Problem
+
 Message = Mapping[str, str]  # {"role": one of PROMPT_ROLES, "content": text}
 PROMPT_ROLES = ("system", "developer", "user", "assistant", "tool")
 REPLY_ROLES = ("user", "tool")
@@ -189,3 +191,72 @@ def _byte_letters() -> dict[str, int]:
   others = [byte for byte in range(256) if byte not in printable]
   letters = {chr(byte): byte for byte in sorted(printable)}
   return letters | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+# --- prompts of problems -------------------------------------------------------------------------
+
+
+class PromptError(ValueError):
+  """A prompt is empty, or longer than `config.max_prompt_length`."""
+
+
+def encode_prompt(problem: Problem, tokenizer: Tokenizer) -> list[int]:
+  """The tokens of a problem's prompt: of its messages if it has some, else of its question."""
+  if problem.messages:
+    return tokenizer.encode_messages(problem.messages)
+  return tokenizer.encode_prompt(problem.question)
+
+
+def encode_first_turn(
+  problem: Problem,
+  tokenizer: Tokenizer,
+  max_prompt_length: int,
+  first_messages: Sequence[Message] | None = None,
+) -> list[int]:
+  """The tokens of the prompt that a policy is asked first, one at least.
+
+  Args:
+    problem: whose question it is.
+    tokenizer: `encode_prompt` and `encode_messages` are used.
+    max_prompt_length: S, in tokens.
+    first_messages: of an environment that asks in its own words, in place of the question.
+  Raises:
+    PromptError: the question is empty, or the prompt has no tokens or more than S.
+  """
+  if first_messages:
+    tokens = tokenizer.encode_messages(first_messages)
+  else:
+    tokens = encode_prompt(problem, tokenizer)
+  begins = first_messages[0]["content"] if first_messages else ""
+  check_prompt(problem, len(tokens), max_prompt_length, begins=begins)
+  return tokens
+
+
+def check_prompt(
+  problem: Problem, length: int, max_prompt_length: int, where: str = "", begins: str = ""
+) -> None:
+  """Raises PromptError unless 0 < `length` ≤ `max_prompt_length`, in tokens.
+
+  Args:
+    problem: the problem whose question is the prompt.
+    length: tokens in the prompt.
+    max_prompt_length: S, in tokens.
+    where: names the problem in the message if it has no file and line of its own.
+    begins: of the environment's first message, which is sampled from in place of the question.
+  """
+  owner = problem.where or where
+  owner = owner and f"{owner}: "
+  if not ((problem.question or begins) and length):
+    raise PromptError(f"{owner}a prompt is empty: give the task a prompt template with some text")
+  if length > max_prompt_length:
+    leave_out = (
+      "leave such problems out with config.prompts.too_long = 'drop' (held-out ones too:"
+      " 'drop_everywhere')"
+    )
+    if begins:  # they depend on a seed, too
+      leave_out = "shorten the first messages of the environment's reset"
+    raise PromptError(
+      f"{owner}a prompt has {length} tokens but config.max_prompt_length is {max_prompt_length}:"
+      f" raise config.max_prompt_length, or {leave_out}. The prompt begins"
+      f" {(begins or problem.question)[:80]!r}"
+    )

@@ -160,38 +160,23 @@ class BatchSettings:
   about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class Surroundings(Protocol):
-  """What batches need of the run around them."""
+class Surroundings(NamedTuple):
+  """The functions of a run that its batches call.
 
-  def fingerprint(self, version: int) -> str | None:
-    """The fingerprint of a version's parameters in this trainer; None if it is not known."""
-    ...
+  Attributes:
+    fingerprint: version → fingerprint of its parameters in this trainer; None if it is not known.
+    compare: compares a complete draw with the trainer: (its groups in order, recorded ones
+      included; version of the policy that the draw began with; version that was compared last).
+    flops: arrays of groups → model FLOPs of sampling them.
+    on_first: runs an action on the first process; returns its result, JSON, on all.
+    warn: prints a warning.
+  """
 
-  def on_first(self, action: Callable[[], Any]) -> Any:
-    """Runs an action on the first process; returns its result, JSON, on all."""
-    ...
-
-  def measure(self, groups: Sequence[Group], version: int, checked_version: int) -> Measured:
-    """Compares a complete draw with the trainer.
-
-    Args:
-      groups: in order, those of recorded sources included.
-      version: of the policy that the draw began with.
-      checked_version: of the policy that was compared last.
-    """
-    ...
-
-  def flops(self, arrays: Mapping[str, np.ndarray]) -> float:
-    """Model FLOPs of sampling groups with these arrays."""
-    ...
-
-  def count(self, batch: Batch, step: int) -> None:
-    """Takes note of a new batch; `step`: number of updates so far."""
-    ...
-
-  def warn(self, text: str) -> None:
-    """Warns people."""
-    ...
+  fingerprint: Callable[[int], str | None]
+  compare: Callable[[Sequence[Group], int, int], Measured]
+  flops: Callable[[Mapping[str, np.ndarray]], float]
+  on_first: Callable[[Callable[[], Any]], Any]
+  warn: Callable[[str], None]
 
 
 @dataclasses.dataclass
@@ -271,6 +256,7 @@ class Batches:
     self._spare: list[_Complete] = []  # draws that the next batch takes groups of
     self._place = _Place(Position(problems=inputs.problems.get_state()), 0, 0)
     self._cache: dict[int, Batch] = {}
+    self._added: list[Batch] = []  # since the last call of `added`
 
   # --- as the loop sees it ------------------------------------------------------------------------
 
@@ -333,6 +319,11 @@ class Batches:
           return False
         self._add(groups)
     return True
+
+  def added(self) -> list[Batch]:
+    """The batches that have become complete since the last call, in order."""
+    added, self._added = self._added, []
+    return added
 
   def forget(self, before: int) -> None:
     """Lets batches with a lower number go from memory."""
@@ -431,7 +422,7 @@ class Batches:
       groups += [group._replace(source=len(self._settings.quotas) - 1) for group in recorded]
     judged = {name: np.stack([g.arrays[name] for g in groups]) for name in ("correct", "valid")}
     rate = mean_solve_rate(judged, versions_of(groups))
-    measured = self._run.measure(groups, draw.version, self._checked_version())
+    measured = self._run.compare(groups, draw.version, self._checked_version())
     position = Position(0, draw.number + 1, measured.checked_version, state)
     how = dict(opened.drawn)
     if how and self._settings.max_draws:
@@ -512,7 +503,7 @@ class Batches:
     """Keeps a batch in memory if there is room; the first ones are needed first."""
     if len(self._cache) < _MAX_CACHED:
       self._cache[batch.number] = batch
-    self._run.count(batch, self._place.version)
+    self._added.append(batch)
 
   # --- the store ----------------------------------------------------------------------------------
 

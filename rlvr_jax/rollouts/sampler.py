@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from rlvr_jax.data import encode_prompts
+from rlvr_jax.data.tokenizer import encode_first_turn
 from rlvr_jax.ops.keys import key_for, seeds_for
 from rlvr_jax.rewards.graders import thought_prefix
 from rlvr_jax.rewards.outcome import Grade, Outcome
@@ -423,16 +423,16 @@ class LocalSampler:
     all_seeds = seeds_for(draw.seed, purpose, draw.number, len(draw.problems))
     problems, seeds = [draw.problems[i] for i in wanted], [all_seeds[i] for i in wanted]
     beginnings = self._answers.begin(problems, seeds, of=len(draw.problems))
-    prompts = encode_prompts(
-      problems, grading.tokenizer, grading.max_prompt_length, [b.messages for b in beginnings]
+    encode = lambda problem, beginning: encode_first_turn(
+      problem, grading.tokenizer, grading.max_prompt_length, beginning.messages
     )
-    tokens = [np.asarray(x[len(x) - n :]) for x, n in zip(*vars(prompts).values(), strict=True)]
-    thoughts = [thought_prefix(grading.tokenizer.decode(prompt.tolist())) for prompt in tokens]
+    tokens = [*map(encode, problems, beginnings)]
+    thoughts = [thought_prefix(grading.tokenizer.decode(prompt)) for prompt in tokens]
     asked = map(Asked, problems, beginnings, seeds, thoughts)
     keys = rollout_keys(draw, purpose, self._settings.group_size)
     return _Prepared(
       wanted,
-      dict(zip(wanted, tokens, strict=True)),
+      {index: np.array(prompt, np.int32) for index, prompt in zip(wanted, tokens, strict=True)},
       dict(zip(wanted, asked, strict=True)),
       {index: keys[index] for index in wanted},
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlvr_jax.data.draws import problem_draws
 from rlvr_jax.rollouts.answers import Answers
-from rlvr_jax.rollouts.batches import Batches, BatchSettings, Inputs, Position
+from rlvr_jax.rollouts.batches import Batches, BatchSettings, Inputs, Position, Surroundings
 from rlvr_jax.rollouts.sampler import SWITCH, LocalSampler, SamplerSettings, ThreadSampler
 from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.rollouts.store import RolloutStore
@@ -17,13 +17,17 @@ from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.cluster import multihost, sharding
 from rlvr_jax.train.evaluation import Evaluation
 from rlvr_jax.train.fleet.roles import FleetSampler
+from rlvr_jax.train.generation.agreement import Agreement
 from rlvr_jax.train.generation.policies import Policies, make_sync
-from rlvr_jax.train.generation.samplers import sampler_of_policy, training_sampler
+from rlvr_jax.train.generation.samplers import (
+  sampler_of_policy,
+  sampling_flops,
+  training_sampler,
+)
 from rlvr_jax.train.generation.scoring import Scorer, ScorerSettings, measure_entropy
-from rlvr_jax.train.generation.surroundings import RunSurroundings
 from rlvr_jax.train.loop import Plan, Run, RunState, evaluate, save
 from rlvr_jax.train.reporting.log import RunLog
-from rlvr_jax.train.reporting.progress import say
+from rlvr_jax.train.reporting.progress import say, warn
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import scores_partly, shaped_outcomes
 from rlvr_jax.train.setup.initial_params import Frozen
@@ -109,17 +113,21 @@ def make_run(
   )
   # If all groups are recorded, no problem is drawn, but the position is saved.
   problems = problem_draws(parts.task.train, batch_size=max(sources.num_live, 1), seed=c.seed)
-  surroundings = RunSurroundings(
-    network=parts.model.config,
+  agreement = Agreement(
     sources=sources,
     programs=programs,
-    recorded=schedule.recorded,
+    rows=rows,
+    policies=policies,
     replays_routes=method.replays_routes,
     mixes_caches=new_weights == SWITCH,
     samplers_compare=c.fleet.samplers,
-    rows=rows,
-    policies=policies,
-    log=log,
+  )
+  surroundings = Surroundings(
+    fingerprint=policies.fingerprint,
+    compare=agreement.measure,
+    flops=functools.partial(sampling_flops, parts.model.config),
+    on_first=multihost.result_of_first,
+    warn=warn,
   )
   outcomes = parts.grading.outcome_policy
   batch_settings = BatchSettings(

@@ -144,6 +144,8 @@ def next_batch(run: Run, now: RunState) -> Batch:
   if not run.batches.has(number):
     end_update(run.log)  # so that its time does not include the wait
   batch = run.batches.take(number)
+  for new in run.batches.added():
+    run.log.count_sampled(new, step)
   if isinstance(run.sampler, LocalSampler):  # else sampling goes on during the update
     run.sampler.rest()
     run.policies.rest()

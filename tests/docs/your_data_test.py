@@ -7,9 +7,9 @@ import pytest
 from train import tiny
 
 from docs import snippets
-from rlvr_jax.data.batches import encode_prompt
 from rlvr_jax.data.byte_pairs import save, train_byte_pairs
 from rlvr_jax.data.curriculum import Curriculum
+from rlvr_jax.data.tokenizer import encode_prompt
 from rlvr_jax.train.setup.build import build
 
 PAGE = snippets.page("your_data.md")

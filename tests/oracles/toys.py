@@ -22,7 +22,14 @@ from rlvr_jax.environments.base import Turn
 from rlvr_jax.environments.dialogues import Started
 from rlvr_jax.rewards import Grade, Outcome, outcome_policy
 from rlvr_jax.rollouts.answers import ALONE, Answers
-from rlvr_jax.rollouts.batches import Batches, BatchSettings, Inputs, Measured, Position
+from rlvr_jax.rollouts.batches import (
+  Batches,
+  BatchSettings,
+  Inputs,
+  Measured,
+  Position,
+  Surroundings,
+)
 from rlvr_jax.rollouts.decoder import Emitted, Prefilled, Settings
 from rlvr_jax.rollouts.dialogues import Dialogues, DialogueSettings
 from rlvr_jax.rollouts.grading import Grading
@@ -252,6 +259,10 @@ class Around:
   counted: list[int] = dataclasses.field(default_factory=list)
   warnings: list[str] = dataclasses.field(default_factory=list)
 
+  def functions(self):
+    """The functions that batches call."""
+    return Surroundings(self.fingerprint, self.compare, self.flops, self.on_first, self.warn)
+
   def fingerprint(self, version):
     return self.fingerprints.get(version)
 
@@ -265,15 +276,12 @@ class Around:
       raise Killed
     return result
 
-  def measure(self, groups, version, checked_version):
+  def compare(self, groups, version, checked_version):
     gap = {"gap": float(version)} if version > checked_version else {}
     return Measured(groups, gap, max(version, checked_version))
 
   def flops(self, arrays):
     return float(arrays["lengths"].sum())
-
-  def count(self, batch, step):
-    self.counted.append(batch.number)
 
   def warn(self, text):
     self.warnings.append(text)
@@ -306,7 +314,7 @@ def make_batches(sampler, store, around, *, source=None, recorded=None, **settin
   settings = BatchSettings(**{"quotas": [2], "seed": 5} | settings)
   live = sum(settings.quotas[:-1] if recorded else settings.quotas)
   draws = problem_draws(source or problems(), batch_size=max(live, 1), seed=3)
-  return Batches(Inputs(sampler, draws, recorded), store, settings, around)
+  return Batches(Inputs(sampler, draws, recorded), store, settings, around.functions())
 
 
 def bits_of(batch):
@@ -344,6 +352,7 @@ def train(schedule, num_updates, sampler, batches, around, now=None, saved=None,
     limit = schedule.limit(step)
     batches.open(until=min(limit, num_updates) if schedule.threaded else limit, version=step)
     batch = batches.take(schedule.batch(step))
+    around.counted += [new.number for new in batches.added()]
     time.sleep(update_s)
     bits = bits_of(batch)
     updates.append(Update(step, batch.number, tuple(batch.fingerprints), bits))

@@ -269,7 +269,8 @@ def test_a_killed_run_with_a_thread_goes_on(tmp_path):
 def test_a_recorded_run_is_repeated_bit_for_bit(tmp_path, new_weights, max_draws):
   """With the versions that the clock has given to its tokens.
 
-  Bursts take longer than updates, so that new weights find responses in the slots on a busy machine.
+  Bursts take longer than updates, so that new weights find responses in the slots, also on a
+  busy machine.
   """
   how_drawn = {"burst_steps": toys.STEPS, "slots": toys.SLOTS, "new_weights": new_weights}
   sampler = dict(new_weights=new_weights, burst_s=0.01)
@@ -356,7 +357,7 @@ def test_solve_rates_are_observed_in_the_order_of_draws_dropped_groups_included(
   schedule, _ = SCHEDULES["fixed_lag"]
   world, order = World(tmp_path, max_draws=9), Order()
   inputs, settings = Inputs(world.sampler, order, None), BatchSettings([2], 5, max_draws=9)
-  world.batches = Batches(inputs, world.store, settings, world.around)
+  world.batches = Batches(inputs, world.store, settings, world.around.functions())
   world.train(schedule)
   observed = [draw for what, draw, _ in order.calls if what == "observe"]
   drawn = [draw for what, draw, _ in order.calls if what == "draw"]

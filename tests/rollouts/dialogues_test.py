@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlvr_jax.data import ByteTokenizer, Problem
-from rlvr_jax.data.batches import PromptError
+from rlvr_jax.data.tokenizer import PromptError
 from rlvr_jax.environments.dialogues import EnvironmentPool
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rollouts.answers import ALONE, Answers, Asked, EnvironmentStoppedError, Processes

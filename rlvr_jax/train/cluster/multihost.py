@@ -213,6 +213,11 @@ def run_on_first(action: Callable[[], T], elsewhere: T) -> T:
   return run_together(action if is_first() else lambda: elsewhere)
 
 
+def result_of_first(action: Callable[[], Any]) -> Any:
+  """Runs `action` on the first process, as `run_together`; returns its result, JSON, on all."""
+  return exchange(run_on_first(action, None))[0]
+
+
 @contextlib.contextmanager
 def silence_all_but_first() -> Iterator[None]:
   """Context that silences all processes but the first; their exceptions are still raised."""

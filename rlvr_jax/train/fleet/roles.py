@@ -20,7 +20,7 @@ import numpy as np
 
 import rlvr_jax
 from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer
-from rlvr_jax.data.batches import PromptError, encode_prompt
+from rlvr_jax.data.tokenizer import PromptError, encode_prompt
 from rlvr_jax.fleet import program, remote
 from rlvr_jax.fleet.exchange import Exchange, draw_from_json, draw_to_json
 from rlvr_jax.fleet.program import PolicyGoneError, RefusedError

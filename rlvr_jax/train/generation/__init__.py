@@ -7,5 +7,4 @@ __all__ = [
   "raw_logprobs",
   "samplers",
   "scoring",
-  "surroundings",
 ]

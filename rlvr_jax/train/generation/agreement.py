@@ -11,12 +11,15 @@ import numpy as np
 
 from rlvr_jax.ops.logprobs import PROBABILITY_BINS
 from rlvr_jax.rollouts.batch import drop_scores, train_batch, with_equal_names
-from rlvr_jax.rollouts.batches import join_measurements
-from rlvr_jax.rollouts.grading import FOREIGN
+from rlvr_jax.rollouts.batches import Measured, join_measurements, token_versions
+from rlvr_jax.rollouts.grading import FOREIGN, sampled_places
 from rlvr_jax.rollouts.group import Group, Policy
 from rlvr_jax.rollouts.sources import Source, Sources
 from rlvr_jax.train.cluster.placement import Placement
+from rlvr_jax.train.generation import raw_logprobs
+from rlvr_jax.train.generation.policies import Policies
 from rlvr_jax.train.setup.programs import Programs
+from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params
 from rlvr_jax.update.agreement import Gap, draw_z
 
@@ -30,6 +33,74 @@ class Compared(NamedTuple):
 
   gaps: dict[str, float]  # metrics
   versions: list[int]  # of which tokens of all sources were compared and checked
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+  """Compares the log-probabilities of sampler and trainer, on the first draw of every policy.
+
+  Attributes:
+    sources, programs, rows, policies: of the run.
+    replays_routes: see `Method`.
+    mixes_caches: whether a token's cache may be of several versions.
+    samplers_compare: whether the programs that sample compare themselves with the trainer.
+  """
+
+  sources: Sources
+  programs: Programs
+  rows: RunRows
+  policies: Policies
+  replays_routes: bool
+  mixes_caches: bool
+  samplers_compare: bool
+
+  def measure(self, groups: Sequence[Group], version: int, checked_version: int) -> Measured:
+    """Compares a draw with the trainer, unless its policies have been compared.
+
+    Args:
+      groups: of the draw, in order.
+      version: of the policy that the draw began with.
+      checked_version: of the policy that was compared last.
+    Returns:
+      The groups, with raw log-probabilities where a source records those; metrics of the gaps; and
+      the version that was compared last.
+    Raises:
+      AgreementError: a gap is too large.
+    """
+    policies, sources, programs = self.policies, self.sources, self.programs
+    placement = self.rows.placement(lambda: train_batch(groups))
+    if self.samplers_compare:
+      return Measured(groups, {}, version)
+    statistics: dict[str, float] = {}
+    versions, of_tokens = sampled_by(groups, version)
+    if uncompared := policies.used({v for v in versions if v > checked_version}):
+      compared = behavior_gaps(
+        groups,
+        sampled_mask(groups, sources.num_recorded),
+        of_tokens,
+        uncompared,
+        policies.frozen,
+        sources=sources,
+        placement=placement,
+        programs=programs,
+        mixes_caches=self.mixes_caches,
+      )
+      statistics |= compared.gaps
+      checked_version = max([checked_version, *compared.versions])
+      policies.mark_compared(compared.versions)
+    found, gaps = list(groups), dict[str, float]()
+    if any(source.raw for source in sources):
+      (policy,) = policies.used({version})
+      found, gaps = raw_logprobs.replace_with_raw(
+        groups,
+        policy.params,
+        policies.frozen,
+        sources=sources,
+        placement=placement,
+        replays_routes=self.replays_routes,
+        logprobs_at_temperature_1=programs.logprobs_at_temperature_1,
+      )
+    return Measured(found, statistics | gaps, checked_version)
 
 
 def behavior_gaps(
@@ -126,3 +197,31 @@ def _check_gap(source: Source, gap: float, version: int) -> None:
       f" average, allowed are {source.max_gap:.2g}. One of the two does not compute the model's"
       " distribution; if the difference is rounding, raise config.max_behavior_gap"
     )
+
+
+def sampled_by(groups: Sequence[Group], version: int) -> tuple[set[int], np.ndarray | None]:
+  """(versions that have sampled groups, that of each token or group; None: one has sampled all).
+
+  In real time all may be later than the version that their draw began with.
+
+  Args:
+    groups: of a draw.
+    version: that the draw began with, for groups without versions of this run.
+  """
+  versions = {v for group in groups for v in group.versions} or {version}
+  has_several = len(versions) > 1 or any("token_versions" in group.arrays for group in groups)
+  return versions, token_versions(groups) if has_several else None
+
+
+def sampled_mask(groups: Sequence[Group], num_recorded: int) -> np.ndarray:
+  """f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
+
+  Args:
+    groups: P groups.
+    num_recorded: groups at the end that another run has recorded, whose mask of the loss is all
+      that is known.
+  """
+  first_recorded = len(groups) - num_recorded
+  sampled = [sampled_places(group.arrays) for group in groups[:first_recorded]]
+  recorded = [group.arrays["mask"] for group in groups[first_recorded:]]
+  return np.stack([*sampled, *recorded]).astype(np.float32)

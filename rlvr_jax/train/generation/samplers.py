@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
+import numpy as np
+
+from rlvr_jax.models.flops import forward_flops
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.answers import Answers
-from rlvr_jax.rollouts.grading import Grading
+from rlvr_jax.rollouts.grading import Grading, sampled_places
 from rlvr_jax.rollouts.group import Policy
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.rollouts.sampler import (
@@ -76,3 +81,15 @@ def sampler_of_policy(
 def _load(programs: EnginePrograms, frozen: Params, policy: Policy) -> Params:
   """The weights of a policy, as an engine takes them."""
   return programs.load(policy.params, frozen)
+
+
+def sampling_flops(network: TransformerConfig, arrays: Mapping[str, np.ndarray]) -> float:
+  """Model FLOPs of sampling groups with these arrays.
+
+  Args:
+    network: settings of the policy's network.
+    arrays: of groups, by name.
+  """
+  # Every sampled token, whether or not it is in the loss.
+  predicted = sampled_places(arrays).sum(-1)
+  return forward_flops(network, arrays["prompts.lengths"], arrays["lengths"], predicted=predicted)

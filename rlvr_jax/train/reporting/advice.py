@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from rlvr_jax.data import Task
-from rlvr_jax.rollouts.staleness import Schedule
+from rlvr_jax.rollouts.batches import Batch
+from rlvr_jax.rollouts.staleness import RecordedRun, Schedule
 
 MANY_PASSES = 20  # of a warm start over its demonstrations: from there on it memorizes them
 _FEW_GROUPS = 0.1  # share of the groups whose rewards differ
@@ -160,6 +161,22 @@ def _on_dialogues(statistics: Mapping[str, float], update: int) -> dict[str, str
     )
     texts[name] = text if share > _MOST else ""
   return texts
+
+
+def on_repetition(recorded: RecordedRun | None, batch: Batch) -> dict[str, str]:
+  """Says that a run which is sampled again has other rollouts from this batch on.
+
+  Args:
+    recorded: the run that is repeated; None if none is.
+    batch: that is new.
+  """
+  why = recorded.first_difference(batch.number, batch.fingerprints) if recorded else ""
+  text = (
+    f"from batch {batch.number} on this run has the plan and the versions of"
+    f" {recorded.name if recorded else ''}, not its rollouts: {why}. The seed, the configuration, a"
+    " version or the devices differ"
+  )
+  return {"repetition": text if why else ""}
 
 
 def on_faults(samples: Sequence[Mapping[str, Any]], which: str, consequence: str) -> dict[str, str]:

@@ -198,6 +198,7 @@ class RunLog:
       timings = {**batch.timings, **machines.memory("generate"), _FRESH: batch.tokens}
       for name, amount in timings.items():
         self.add_measurement(name, amount)
+    self._advise(advice.on_repetition(run.schedule.recorded, batch))
     trained = (t for t in range(step, run.num_updates) if run.schedule.batch(t) == batch.number)
     update = 1 + next(trained, step)  # the first one that trains on it
     self._advise(advice.on_responses(batch.statistics, update, run.max_response_length))

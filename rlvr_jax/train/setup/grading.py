@@ -14,10 +14,11 @@ from absl import logging
 from rlvr_jax import specs
 from rlvr_jax.codejudge import cgroups
 from rlvr_jax.codejudge.sandbox import ACCEPTED, UNSANDBOXED
-from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer, encode_prompts
+from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer
 from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.data.sources import Change
 from rlvr_jax.data.task_utils import BY_REFERENCE
+from rlvr_jax.data.tokenizer import encode_first_turn
 from rlvr_jax.environments.by_name import parse_environment, tries_of
 from rlvr_jax.environments.dialogues import EnvironmentPool, EnvironmentStartError
 from rlvr_jax.ops.checks import (
@@ -417,8 +418,8 @@ def check_first_messages(
     problems = [source[index] for index in range(min(len(source), _NUM_BEGUN))]
     if problems:
       begun = answers.begin(problems, seeds_for(0, "rollout", 0, len(problems)), of=len(problems))
-      first = [beginning.messages for beginning in begun]
-      encode_prompts(problems, tokenizer, max_prompt_length, first)
+      for problem, beginning in zip(problems, begun, strict=True):
+        encode_first_turn(problem, tokenizer, max_prompt_length, beginning.messages)
 
 
 def make_grading(

@@ -16,9 +16,9 @@ from rlvr_jax.data import (
   Tokenizer,
   encode_demonstrations,
 )
-from rlvr_jax.data.batches import check_prompt, encode_prompt
 from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.data.sources import Chosen, listed_sources
+from rlvr_jax.data.tokenizer import check_prompt, encode_prompt
 from rlvr_jax.models.huggingface_config import longest_text
 from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.types import BatchShape

@@ -8,8 +8,9 @@ from train import tiny
 
 from rlvr_jax.commands.train import FAILURES
 from rlvr_jax.data import ByteTokenizer, Problem, Task, tasks
-from rlvr_jax.data.batches import PromptError, encode_prompts
+from rlvr_jax.data.batches import encode_prompts
 from rlvr_jax.data.sources import Chosen, Concatenated, Mixed
+from rlvr_jax.data.tokenizer import PromptError
 from rlvr_jax.train.setup.build import batch_shape, build
 from rlvr_jax.train.setup.problem_filters import describe_long_texts, limit_lengths
 

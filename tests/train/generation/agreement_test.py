@@ -3,7 +3,7 @@
 import numpy as np
 from fleet import toy
 
-from rlvr_jax.train.generation.surroundings import sampled_by, sampled_mask
+from rlvr_jax.train.generation.agreement import sampled_by, sampled_mask
 
 
 def groups_by(*versions):
