@@ -83,8 +83,8 @@ def test_killed_at_chosen_points(uninterrupted, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("schedule", ["", "mu_grpo", "simulated_asynchronous"])
-def test_killed_at_random_points(schedule, tmp_path):
+@pytest.mark.parametrize("kind", ["", "mu_grpo", "simulated_asynchronous", *tiny.KINDS])
+def test_killed_at_random_points(kind, tmp_path):
   """Twenty kills, spread over the whole run, between which files of the store are damaged.
 
   Each run ends as the undisturbed one, and every rollout is there, once.
@@ -93,7 +93,7 @@ def test_killed_at_random_points(schedule, tmp_path):
   flags = (
     "--config.num_updates=48", "--config.checkpoint.every=4", "--config.sampling.slots=4"
   )  # fmt: skip
-  program = dict(config_file=f"{tiny.__file__}:{schedule}" if schedule else tiny.__file__)
+  program = dict(config_file=f"{tiny.__file__}:{kind}" if kind else tiny.__file__)
   undisturbed = tmp_path / "undisturbed"
   tiny.run(tmp_path / "first", *flags, **program)  # compiles what the others find in their cache
   duration = duration_of(undisturbed, *flags, **program)

@@ -35,12 +35,25 @@ needs_compile_log = pytest.mark.skipif(
 )
 
 
-def get_config(scheduled_as=""):
+KINDS = {  # of runs, and what they change
+  "dialogue": dict(
+    max_prompt_length=4,
+    max_response_length=9,
+    environment__name="guess(low=1, high=7)",
+    environment__max_turns=3,
+    environment__processes=1,
+  ),
+  "experts": dict(model__routing="replayed"),
+}
+
+
+def get_config(kind=""):
   """Sums of two digits; four updates per refresh, so that checkpoints leave rollouts pending.
 
   A task of its own: the program and its graders owe no second to the import of reasoning-gym.
 
-  `tiny.py:NAME` on the command line takes the schedule of configs/NAME.py instead.
+  On the command line `tiny.py:KIND` is one of `KINDS`; `tiny.py:NAME` takes the schedule of
+  configs/NAME.py instead.
   """
   c = base.get_config()
   c.num_updates = 12
@@ -63,8 +76,14 @@ def get_config(scheduled_as=""):
   c.grading.num_workers = 1
   c.checkpoint.every = 1
   c.logging.rollouts_every = 4
-  if scheduled_as:
-    c.schedule = importlib.import_module(f"rlvr_jax.configs.{scheduled_as}").get_config().schedule
+  if kind == "dialogue":
+    c.task = dict(name="guess", kwargs=dict(low=1, high=7, turns=3, held_out_size=4))
+  if kind == "experts":
+    c.model.overrides.update(dict(num_experts=2, experts_per_token=1, expert_width=32))
+  if kind in KINDS:
+    c.update_from_flattened_dict({name.replace("__", "."): v for name, v in KINDS[kind].items()})
+  elif kind:
+    c.schedule = importlib.import_module(f"rlvr_jax.configs.{kind}").get_config().schedule
   return c
 
 
