@@ -300,25 +300,26 @@ class Batches:
         self._place = _Place(stored.after, number + 1, stored.after.draws, version)
         self._add_batch(stored)
 
-  def take(self, number: int) -> Batch:
-    """The batch with this number; waits for it, or for all that have begun."""
+  def take(self, number: int, before_waiting: Callable[[], None] = lambda: None) -> Batch:
+    """The batch with this number; waits for it, or for all that have begun.
+
+    Args:
+      number: of the batch.
+      before_waiting: called once if the batch is not there yet.
+    """
     until = self._place.begun if self._settings.waits_for_all else number + 1
+    sampler, is_waiting = self._inputs.sampler, False
     while self._place.position.number < until:
-      if not self._assemble():
-        self._add(self._inputs.sampler.take())
+      if self._assemble():
+        continue
+      groups = [] if is_waiting else sampler.poll()
+      if not groups and not is_waiting:
+        before_waiting()
+        is_waiting = True
+      self._add(groups or sampler.take())
     if number not in self._cache:
       return read_batch(self._store, number)
     return self._cache[number]
-
-  def has(self, number: int) -> bool:
-    """Whether a batch is complete, so that `take` does not wait for it."""
-    while number >= self._place.position.number:
-      if not self._assemble():
-        groups = self._inputs.sampler.poll() if self._open else []
-        if not groups:
-          return False
-        self._add(groups)
-    return True
 
   def added(self) -> list[Batch]:
     """The batches that have become complete since the last call, in order."""

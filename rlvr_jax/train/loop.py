@@ -140,10 +140,8 @@ def next_batch(run: Run, now: RunState) -> Batch:
       run.sampler.offer(run.policies.make(now.state.params, step))
   limit = schedule.limit(step)
   run.batches.open(until=min(limit, total) if schedule.threaded else limit, version=step)
-  number = schedule.batch(step)
-  if not run.batches.has(number):
-    end_update(run.log)  # so that its time does not include the wait
-  batch = run.batches.take(number)
+  # The last update ends first, so that its time does not include the wait.
+  batch = run.batches.take(schedule.batch(step), before_waiting=lambda: end_update(run.log))
   for new in run.batches.added():
     run.log.count_sampled(new, step)
   if isinstance(run.sampler, LocalSampler):  # else sampling goes on during the update

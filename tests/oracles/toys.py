@@ -227,7 +227,7 @@ class Watched:
 
   def __init__(self, inner):
     self.inner, self.wanted = inner, []
-    self.offer, self.take = inner.offer, inner.take
+    self.offer, self.take, self.poll = inner.offer, inner.take, inner.poll
     self.measure, self.close = inner.measure, inner.close
 
   def want(self, draw, indices):
