@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,24 +90,43 @@ def read_recorded_batch(place: str) -> TrainBatch:
   return dataclasses.replace(train_batch(groups), sources=None)
 
 
-def measure_gradients(
-  name: str,
-  trained: Method,
-  mesh: Mesh,
-  batch: TrainBatch,
-  params: dict[int, Params],
-  reference: Params,
-  entropy: float,
-) -> dict[int, tuple[dict[str, float], np.ndarray]]:
-  """By lag, a recipe's metrics on the batch and its gradient as one vector f32[parameters].
+def sample_batches(
+  config: Any, workdir: pathlib.Path, params: Params, *, count: int
+) -> list[TrainBatch]:
+  """Fresh batches that one policy samples.
 
   Args:
-    name: of the recipe.
-    trained: method of the run that has recorded the batch.
-    mesh: on which it made updates.
-    batch, params, reference, entropy: see `train_and_record`.
+    config: of a run on that policy's problems, with its sampler; nothing is trained.
+    workdir: folder of the run's files, empty.
+    params: of the policy.
+    count: number of batches.
   """
-  method = make_method(load_recipe(name), trained.model, mesh)
+  copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
+  parts = build(config)
+  with open_session(parts, workdir) as run:
+    now, run = run.now, run.run
+    state = parameters.first_state(
+      parts.method, parts.placement.state, copy(params), 0.0, start=config.start
+    )
+    now = now._replace(state=state)
+    return [next_batch(run, now._replace(step=step)).train for step in range(count)]
+
+
+def gradient_function(
+  config: Any, trained: Method, mesh: Mesh, reference: Params, entropy: float
+) -> Callable[[TrainBatch, Params], tuple[dict[str, float], np.ndarray]]:
+  """(batch, parameters) → a recipe's metrics there and its gradient as one vector f32[parameters].
+
+  The proximal policy is that of the parameters, as when the batch is trained on for the first time.
+
+  Args:
+    config: the recipe's.
+    trained: method of the run that has recorded the batches.
+    mesh: on which it made updates.
+    reference: parameters of the reference policy, for recipes that have one.
+    entropy: of the first policy, nats per token, for FADE's state.
+  """
+  method = make_method(config, trained.model, mesh)
   method = method._replace(  # what the batch has, whatever the recipe would record
     max_response_length=trained.max_response_length,
     records_routes=trained.records_routes,
@@ -116,26 +135,27 @@ def measure_gradients(
   # As precise as the products of the run itself.
   exactly = functools.partial(with_matmul_precision, precision=trained.model.config.precision)
   logprobs = jax.jit(exactly(lambda p, b: policy_logprobs(p, {}, b, method=method)[0]))
-  batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
-  if method.reference_kl:
-    batch = dataclasses.replace(batch, reference_logprobs=logprobs(reference, batch))
-  state = method.advantage.init(jnp.float32(entropy))
-  coefficients = method.advantage.apply(state, batch)
-  masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
-  coefficients = method.advantage.in_loss(state, batch, coefficients)
-  key = key_for(trained.seed, "reweighting")
   gradient_of = jax.jit(exactly(functools.partial(update_gradient, method=method)))
-  results = {}
-  for lag, at in params.items():
-    # π_prox is the policy when the batch is first trained on, which is now.
-    proximal = logprobs(at, batch) if method.loss.needs_proximal else None
-    now = dataclasses.replace(batch, proximal_logprobs=proximal)
-    (value, metrics), gradient = gradient_of(at, {}, now, coefficients, key)
-    vector = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(gradient))])
+  state = method.advantage.init(jnp.float32(entropy))
+  key = key_for(trained.seed, "reweighting")
+
+  def gradient(batch: TrainBatch, params: Params) -> tuple[dict[str, float], np.ndarray]:
+    batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
+    reference_logprobs = logprobs(reference, batch) if method.reference_kl else None
+    proximal = logprobs(params, batch) if method.loss.needs_proximal else None
+    batch = dataclasses.replace(
+      batch, reference_logprobs=reference_logprobs, proximal_logprobs=proximal
+    )
+    coefficients = method.advantage.apply(state, batch)
+    masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
+    coefficients = method.advantage.in_loss(state, batch, coefficients)
+    (value, metrics), tree = gradient_of(params, {}, batch, coefficients, key)
+    vector = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(tree))])
     numbers = {k: float(v) for k, v in reductions.values({**masses, **metrics}).items()}
     norm = float(np.linalg.norm(vector.astype(np.float64)))
-    results[lag] = ({**numbers, "loss": float(value), "gradient_norm": norm}, vector)
-  return results
+    return {**numbers, "loss": float(value), "gradient_norm": norm}, vector
+
+  return gradient
 
 
 def cosines(vectors: Sequence[np.ndarray]) -> np.ndarray:
@@ -183,12 +203,12 @@ def compare_gradients(
   )
   batch = recorded if rollouts is None else batch
   names = ["grpo", *(name for name in recipes if name != "grpo")]
-  results = {
-    name: measure_gradients(
-      name, parts.method, parts.placement.mesh, batch, params, reference, entropy
+  results = {}
+  for name in progress(names, "gradients", unit="recipes"):
+    gradient = gradient_function(
+      load_recipe(name), parts.method, parts.placement.mesh, reference, entropy
     )
-    for name in progress(names, "gradients", unit="recipes")
-  }
+    results[name] = {lag: gradient(batch, at) for lag, at in params.items()}
   numbers, matrices = {}, {}
   for lag in sorted(params):
     matrices[lag] = cosines([results[name][lag][1] for name in names])
