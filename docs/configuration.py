@@ -20,14 +20,12 @@ PAGE = ROOT / "docs" / "configuration.md"
 COMMAND = "python -m docs.configuration"
 _INTRODUCTION = f"""# Configuration
 
-Every field, with its default and its comment in [`configs/base.py`](../configs/base.py), from which
-`{COMMAND}` writes this page. A recipe starts from these values and changes some of
+Every field, with its default and meaning. A recipe starts from these values and changes some of
 them. Any field can be set on the command line, `--config.FIELD=VALUE`:
 
     --config.batch.group_size=16 --config.loss="ppo_clip(epsilon_high=0.28)"
 
-A field that does not exist is an error that names the closest one.
-"""
+`{COMMAND}` writes this page from [`configs/base.py`](../configs/base.py)."""
 
 
 class Comments:
@@ -49,8 +47,8 @@ class Comments:
       line -= 1
     behind = [self._after[n] for n in range(first, last + 1) if n in self._after]
     sentences = [" ".join(part) for part in (above, behind) if part]
-    # A list of values, such as "adamw, lion", is spelled as it is set.
-    values = re.compile(r"[a-z_]+, [a-z_]+[,;]")
+    # A value, such as "none" in "none, salt" or "k2" in "k2: …", is spelled as it is set.
+    values = re.compile(r"[a-z_0-9]+[,;:] ")
     # A symbol, such as "κ", stays in its case too.
     as_it_is = lambda text: values.match(text) or not text[:1].isascii()
     return " ".join(s if as_it_is(s) else s[:1].upper() + s[1:] for s in sentences)

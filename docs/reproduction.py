@@ -2,7 +2,8 @@
 
 python -m docs.reproduction
 
-The text between the tables is written by hand, without a number of a result.
+The text between the tables is written by hand, without a number of a result. What decides no claim
+is written into experiments/COMPARISONS.md.
 """
 
 from __future__ import annotations
@@ -17,8 +18,14 @@ from rlvr_jax.evaluate.compare import markdown_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reproduction.md"
+OTHERS = ROOT / "experiments" / "COMPARISONS.md"
 FIGURES = ROOT / "docs" / "images"
 COMMAND = "python -m docs.reproduction"
+_OTHERS_INTRODUCTION = f"""# Comparisons that decide no claim
+
+The text of [docs/reproduction.md](../docs/reproduction.md) speaks of them, and explains tasks,
+symbols and intervals. `{COMMAND}` writes this page from the committed results.
+"""
 
 
 def verdict_of(name: str) -> str:
@@ -27,8 +34,8 @@ def verdict_of(name: str) -> str:
   return verdict(decided) if isinstance(decided, Comparison) else decided
 
 
-def _link(task: Task) -> str:
-  return f"[{task.name}](../experiments/{task.page})"
+def _link(task: Task, to_experiments: str) -> str:
+  return f"[{task.name}]({to_experiments}{task.page})"
 
 
 def claim_table(paper: str) -> str:
@@ -46,7 +53,7 @@ def claim_table(paper: str) -> str:
         difference_cell(differences(found.arm, found.control), digits),
         f"{adjusted[name]:.2g}" if name in adjusted else "–",
         f"{found.margin:g}" + ("" if found.plan else ", set later"),
-        _link(found.task),
+        _link(found.task, "../experiments/"),
       ]
     rows[name] = [claim.text, f"**{verdict_of(name)}**", *cells]
   header = ["claim", "verdict", "compared", "difference, 95 %", "p, Holm", "margin", "task"]
@@ -54,14 +61,14 @@ def claim_table(paper: str) -> str:
 
 
 def more_table(paper: str) -> str:
-  """The other comparisons that bear on a paper's claims."""
+  """The comparisons that bear on a paper's claims and decide none."""
   lines = ["| id | compared | difference, 95 % | task |", "|---|---|---|---|"]
   for row in MORE:
     if row.claim.startswith(paper):
       control = f" minus *{row.control}*" if row.control else ""
       number = difference_cell(row.differences())
       lines.append(
-        f"| {row.claim} | {row.quantity}: *{row.arm}*{control} | {number} | {_link(row.task)} |"
+        f"| {row.claim} | {row.quantity}: *{row.arm}*{control} | {number} | {_link(row.task, '')} |"
       )
   return "\n".join(lines)
 
@@ -76,12 +83,18 @@ def written() -> str:
   text = PAGE.read_text(encoding="utf-8")
   for paper in PAPERS:
     text = between_marks(text, f"claims {paper}", f"\n{claim_table(paper)}\n\n")
-    text = between_marks(text, f"more {paper}", f"\n{more_table(paper)}\n\n")
   return between_marks(text, "hardware", f"\n{full_size.table()}\n\n")
+
+
+def other_comparisons() -> str:
+  """The page of the comparisons that decide no claim."""
+  tables = "\n\n".join(f"## {title}\n\n{more_table(paper)}" for paper, title in PAPERS.items())
+  return f"{_OTHERS_INTRODUCTION}\n{tables}\n"
 
 
 def main() -> None:
   PAGE.write_text(written(), encoding="utf-8")
+  OTHERS.write_text(other_comparisons(), encoding="utf-8")
   for paper in PAPERS:
     draw(figure(paper), {n: found for n, found in DECIDED_BY.items() if n.startswith(paper)})
 

@@ -6,7 +6,7 @@
 
 Rollouts are packed as a run of the recipe packs them, with its settings for the slice if it has
 any. Nothing is compiled, and no TPU is needed. Without a recipe the table of all recipes of full
-size is written, also into docs/costs.md.
+size is written.
 
 Lengths are of `costs.workload`. In the table those of responses are lognormal, cut off at the
 recipe's limit; the mean is that of the distribution before the cut.
@@ -27,8 +27,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from docs.costs import recipe_config
-from docs.tables import between_marks
-from experiments.benchmarks.tables import table, write_results
+from experiments.benchmarks.tables import write_results
 from rlvr_jax import specs
 from rlvr_jax.costs import workload
 from rlvr_jax.costs.workload import Lengths, count_packing
@@ -39,7 +38,6 @@ from rlvr_jax.train.setup.programs import make_row_layout
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "benchmarks" / "results" / "packed_rows"
-PAGE = ROOT / "docs" / "costs.md"
 COMMAND = "python experiments/benchmarks/packed_rows.py"
 
 DRAWS = 5
@@ -113,11 +111,6 @@ def measure_all() -> list[dict[str, str]]:
   return rows
 
 
-def written(rows: list[dict[str, str]]) -> str:
-  """docs/costs.md with this table."""
-  return between_marks(PAGE.read_text(encoding="utf-8"), "rows", f"\n{table(rows)}\n\n")
-
-
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--recipe", help="a module of configs/full_size; by default all of them")
@@ -134,7 +127,6 @@ def main() -> None:
   rows = measure_all()
   conditions = {"σ": SIGMA, "draws": DRAWS, "prompts": f"{PROMPT} tokens"}
   print(write_results(RESULTS, "Places over tokens of packed rows", rows, conditions))
-  PAGE.write_text(written(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

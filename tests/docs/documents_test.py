@@ -21,8 +21,6 @@ DOCUMENTS = [
 LONG_SENTENCES = {  # documents that still have some
   "docs/methods/fade.md",
   "docs/methods/salt.md",
-  "docs/costs.md",
-  "docs/tpu.md",
   "experiments/ORDER.md",
   "experiments/fade/README.md",
   "experiments/premises/README.md",

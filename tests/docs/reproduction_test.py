@@ -33,7 +33,11 @@ CONDITION = re.compile(
 
 
 def test_the_page_is_up_to_date():
-  assert reproduction.written() == PAGE, f"write it by: {reproduction.COMMAND}"
+  remedy = f"write it by: {reproduction.COMMAND}"
+  assert reproduction.written() == PAGE, remedy
+  others = reproduction.OTHERS.read_text(encoding="utf-8")
+  assert reproduction.other_comparisons() == others, remedy
+  assert others.count("\n| ") == len(claims.MORE) + len(claims.PAPERS)
   assert all(reproduction.figure(paper).exists() for paper in claims.PAPERS)
 
 
