@@ -180,14 +180,10 @@ class Checkpointer:
     """Loads a checkpoint; if it is damaged for one process, all raise TornCheckpointError."""
     folder = self.directory / str(step)
     remedy = "Use the configuration of the run that saved it, or another --workdir."
-    try:
+    with _damage_of_any():
       found = read_state(folder, abstract_state, if_other=remedy, verifies=False)
-    except TornCheckpointError as error:
-      multihost.exchange(str(error))
-      raise
-    if damage := next(filter(None, multihost.exchange("")), ""):
-      raise TornCheckpointError(damage)
-    verify_state(folder, found.state)
+    with _damage_of_any():
+      verify_state(folder, found.state)
     return found
 
   def discard_after(self, step: int) -> None:
@@ -318,3 +314,15 @@ class Checkpointer:
       " Free some space or lower the number of checkpoints kept, then rerun: the run"
       f" {outcome}."
     )
+
+
+@contextlib.contextmanager
+def _damage_of_any() -> Iterator[None]:
+  """Context whose TornCheckpointError in one process all processes raise at its end."""
+  try:
+    yield
+  except TornCheckpointError as error:
+    multihost.exchange(str(error))
+    raise
+  if damage := next(filter(None, multihost.exchange("")), ""):
+    raise TornCheckpointError(damage)

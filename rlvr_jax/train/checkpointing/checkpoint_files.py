@@ -180,8 +180,9 @@ def verify_state(directory: pathlib.Path, state: Any) -> None:
   """
   leaves = _named_leaves(state)
   with _report_damage(directory):
+    sums = _device_sums(leaves)  # first, because one process alone may fail to read the manifest
     entries = read_manifest(directory)["arrays"]
-    _check_sums(_device_sums(leaves), {name: entries[name] for name in leaves})
+    _check_sums(sums, {name: entries[name] for name in leaves})
 
 
 def read_params(directory: pathlib.Path, abstract_params: Params) -> Params:
