@@ -3,6 +3,7 @@
 What is stopped or killed is the program; what is resumed goes on in this process, with one build.
 """
 
+import functools
 import json
 import pathlib
 import re
@@ -53,8 +54,8 @@ def uninterrupted(parts, tmp_path_factory):
   return workdir, found
 
 
-def assert_same(workdir, expected):
-  found = tiny.outcome(workdir)
+def assert_same(workdir, expected, get_config=tiny.get_config):
+  found = tiny.outcome(workdir, get_config)
   assert found["metrics"] == expected["metrics"]
   assert found["rollouts"] == expected["rollouts"]
   (step, host, arrays), (step0, host0, arrays0) = found["checkpoint"], expected["checkpoint"]
@@ -94,10 +95,11 @@ def test_killed_at_random_points(kind, tmp_path):
     "--config.num_updates=48", "--config.checkpoint.every=4", "--config.sampling.slots=4"
   )  # fmt: skip
   program = dict(config_file=f"{tiny.__file__}:{kind}" if kind else tiny.__file__)
+  get_config = functools.partial(tiny.get_config, kind)
   undisturbed = tmp_path / "undisturbed"
   tiny.run(tmp_path / "first", *flags, **program)  # compiles what the others find in their cache
   duration = duration_of(undisturbed, *flags, **program)
-  expected, stored = tiny.outcome(undisturbed), shards(undisturbed)
+  expected, stored = tiny.outcome(undisturbed, get_config), shards(undisturbed)
   rng = np.random.default_rng(0)
   kills = 0
   while kills < 20:
@@ -120,7 +122,7 @@ def test_killed_at_random_points(kind, tmp_path):
         damage(victim)
         damaged.add(victim.name)
     tiny.run(workdir, *flags, **program)
-    assert_same(workdir, expected)
+    assert_same(workdir, expected, get_config)
     # What was damaged after it was last needed stays so; the rest is there, once.
     store = RolloutStore(workdir / "rollouts", writable=False)
     whole = {f"{n:08d}.safetensors" for n in store.numbers() if store.is_intact(n)}
