@@ -108,19 +108,23 @@ def test_a_killed_run_repeats_itself(tmp_path, name, every):
   schedule, _ = SCHEDULES[of_schedule]
   expected = World(tmp_path / "whole", **options).train(schedule)
   num_stored = 0
-  for at in itertools.count(3, every):
-    folder = tmp_path / str(at)
-    saved = kill(folder, schedule, at, before=at % 3 == 0, **options)
-    if saved is None:
+  for first in range(3, 3 + every):
+    for at in itertools.count(first, every):
+      folder = tmp_path / str(at)
+      saved = kill(folder, schedule, at, before=at % 3 == 0, **options)
+      if saved is None:
+        break
+      step = max(0, max(saved) - at % 3)
+      with RolloutStore(folder, writable=False) as store:
+        stored = {(draw, index) for draw in range(9 * U) for index in store.read_groups(draw)}
+      world = World(folder, **options)
+      assert world.train(schedule, saved[step]) == expected[step:]
+      assert world.around.warnings == [] and not stored & {*world.sampler.wanted}
+      num_stored += len(stored)
+    assert at > 10
+    if num_stored:  # on a busy machine grades come together, and fewer calls leave groups behind
       break
-    step = max(0, max(saved) - at % 3)
-    with RolloutStore(folder, writable=False) as store:
-      stored = {(draw, index) for draw in range(9 * U) for index in store.read_groups(draw)}
-    world = World(folder, **options)
-    assert world.train(schedule, saved[step]) == expected[step:]
-    assert world.around.warnings == [] and not stored & {*world.sampler.wanted}
-    num_stored += len(stored)
-  assert at > 10 and num_stored
+  assert num_stored
 
 
 @pytest.mark.parametrize("name", ["fixed_lag", "stages"])
