@@ -123,6 +123,20 @@ def assert_near(found, expected, tolerance=1e-12):
   jax.tree.map(lambda a, b: close(a, b, err_msg=REMEDY), found, expected)
 
 
+@functools.cache
+def coefficients_of(name, in_loss):
+  """A program: the coefficients of a batch by an estimator, as a loss of this kind takes them."""
+  estimator = ESTIMATORS[name]
+
+  @jax.jit
+  def run(batch):
+    state = estimator.init(jnp.asarray(0.7))
+    coefficients = estimator.apply(state, batch)
+    return estimator.in_loss(state, batch, coefficients) if in_loss else coefficients
+
+  return run
+
+
 def every_loss():
   """(name of a loss, names of vetoes): none and another one for each, or, slow, all."""
   others = itertools.cycle(name for name in VETOES if name)
@@ -159,19 +173,15 @@ def test_losses_are_those_of_the_policy_tokens(x64, name, vetoes):
     (gradients,) = jax.vmap(pullback)(jnp.eye(found.size))
     return found, reductions.values(metrics), gradients
 
-  def coefficients_of(estimator, batch):
-    state = estimator.init(jnp.asarray(0.7))
-    coefficients = estimator.apply(state, batch)
-    return coefficients if loss.of_responses else estimator.in_loss(state, batch, coefficients)
-
   # Of the same width, one program is compiled for both.
   plain = side_by_side(LONGEST if len(vetoes) == len(VETOES) else T)
-  for number, estimator in enumerate(ESTIMATORS.values()):
-    expected = run(plain[0], plain[-1], coefficients_of(estimator, plain[-1]))
+  for number, estimator in enumerate(ESTIMATORS):
+    coefficients = coefficients_of(estimator, not loss.of_responses)
+    expected = run(plain[0], plain[-1], coefficients(plain[-1]))
     fills = FILLS if number == 0 else {"nan": np.nan}
     for fill in fills.values():
       dialogues = spread(fill)
-      found = run(dialogues[0], dialogues[-1], coefficients_of(estimator, dialogues[-1]))
+      found = run(dialogues[0], dialogues[-1], coefficients(dialogues[-1]))
       assert_near(found[:2], expected[:2])
       pairs = (found, dialogues), (expected, plain)
       assert_near(*(of_policy_tokens(result[2], x[-1]) for result, x in pairs))
@@ -182,8 +192,8 @@ def test_losses_are_those_of_the_policy_tokens(x64, name, vetoes):
 def test_coefficients_of_tokens_are_those_of_their_turns(x64, name):
   """A token has the loss and the gradient that the coefficient of its turn gives it."""
   loss, (policy, _, batch) = LOSSES[name], side_by_side()
-  mixed = jnp.where(jnp.arange(LONGEST) < 3, 0.7, -0.4) * jnp.ones(batch.mask.shape)
-  statistics = loss.statistics and loss.statistics(policy, batch, mixed)
+  mixed = np.where(np.arange(LONGEST) < 3, 0.7, -0.4) * np.ones(batch.mask.shape)
+  statistics = loss.statistics and jax.jit(loss.statistics)(policy, batch, mixed)
 
   @jax.jit
   def run(coefficients):
@@ -191,10 +201,11 @@ def test_coefficients_of_tokens_are_those_of_their_turns(x64, name):
     losses, pullback = jax.vjp(total, policy)
     return losses, *pullback(batch.mask)
 
-  first, second = run(jnp.full((P, G), 0.7)), run(jnp.full((P, G), -0.4))
+  first, second = run(np.full((P, G), 0.7)), run(np.full((P, G), -0.4))
   expected = [np.where(np.arange(LONGEST) < 3, *pair) for pair in zip(first, second, strict=True)]
-  assert_near([x * batch.mask for x in run(mixed)], [x * batch.mask for x in expected])
-  assert np.any(first[1] != second[1])
+  mask = np.asarray(batch.mask)
+  assert_near([x * mask for x in jax.device_get(run(mixed))], [x * mask for x in expected])
+  assert np.any(np.asarray(first[1]) != np.asarray(second[1]))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

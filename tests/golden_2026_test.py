@@ -1,5 +1,7 @@
 """Values and gradients of peers' and authors' own code for the methods of 2026, float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,21 +147,33 @@ def _batch(arrays):
   )
 
 
-def _run(loss, arrays, how):
-  """(loss, gradient [B, T], losses of tokens [B, T], metrics)."""
-  batch, coefficients = _batch(arrays), arrays["advantages"][:, None]
-  policy_logprobs = jnp.asarray(arrays["logprobs"][:, None])
-  statistics = loss.statistics and jax.jit(loss.statistics)(policy_logprobs, batch, coefficients)
+def _mean(per_token, mask, how):
+  pair = aggregate(per_token, mask, how=how, max_response_length=mask.shape[-1])
+  return pair.total / pair.weight
 
-  def value(policy_logprobs):
-    per_token, metrics = loss.per_token(policy_logprobs, batch, coefficients, statistics)
-    pair = aggregate(per_token, batch.mask, how=how, max_response_length=batch.mask.shape[-1])
-    return pair.total / pair.weight, (per_token * batch.mask, metrics)
 
-  (total, (per_token, metrics)), gradient = jax.jit(jax.value_and_grad(value, has_aux=True))(
-    policy_logprobs
+def _run(loss, arrays, names):
+  """(loss [A], gradient [A, B, T] of A aggregations, losses of tokens [B, T], metrics)."""
+
+  @jax.jit  # one program for all aggregations
+  def run(policy_logprobs, batch, coefficients):
+    statistics = loss.statistics and loss.statistics(policy_logprobs, batch, coefficients)
+
+    def values(policy_logprobs):
+      per_token, metrics = loss.per_token(policy_logprobs, batch, coefficients, statistics)
+      means = [_mean(per_token, batch.mask, how) for how in names]
+      return jnp.stack(means), (per_token * batch.mask, metrics)
+
+    totals, pullback, (per_token, metrics) = jax.vjp(values, policy_logprobs, has_aux=True)
+    (gradients,) = jax.vmap(pullback)(jnp.eye(len(names)))
+    return totals, gradients[:, :, 0], per_token[:, 0], metrics
+
+  return jax.device_get(
+    run(arrays["logprobs"][:, None], _batch(arrays), arrays["advantages"][:, None])
   )
-  return total, gradient[:, 0], per_token[:, 0], metrics
+
+
+_mean_and_gradient = functools.partial(jax.jit, static_argnames="how")(jax.value_and_grad(_mean))
 
 
 def _expected(case, arrays, how):
@@ -172,12 +186,11 @@ def _expected(case, arrays, how):
   suffix = f"_{how}" if f"loss_{how}" in arrays else ""
   if "kept_mask" not in arrays or case["params"].get("denominator") == "all loss tokens":
     return arrays[f"loss{suffix}"], arrays[f"grad{suffix}" if suffix else "grad_logprobs"]
-  kept, mask = arrays["kept_mask"], jnp.asarray(arrays["mask"][:, None])
-  aggregated = lambda x: aggregate(x, mask, how=how, max_response_length=mask.shape[-1])
-  mean = lambda x: aggregated(x).total / aggregated(x).weight
-  losses_of_tokens = jnp.asarray((arrays["token_losses"] * kept)[:, None])
+  kept, mask = arrays["kept_mask"], arrays["mask"][:, None]
+  losses_of_tokens = (arrays["token_losses"] * kept)[:, None]
+  mean, gradient = _mean_and_gradient(losses_of_tokens, mask, how=how)
   of_token = arrays["grad_sequence_sum"] * np.sum(np.any(kept > 0, axis=-1))
-  return mean(losses_of_tokens), of_token * jax.grad(mean)(losses_of_tokens)[:, 0]
+  return mean, of_token * np.asarray(gradient)[:, 0]
 
 
 @pytest.mark.parametrize("case", _cases(MAKE))
@@ -187,8 +200,8 @@ def test_loss(case):
   loss = MAKE[params["method"]](params)
   names = params.get("aggregations") or [AGGREGATIONS[params["aggregation"]]]
   with jax.enable_x64(True):
-    for name in names:
-      total, gradient, per_token, metrics = _run(loss, arrays, name)
+    totals, gradients, per_token, metrics = _run(loss, arrays, names)
+    for name, total, gradient in zip(names, totals, gradients, strict=True):
       expected, expected_gradient = _expected(case, arrays, name)
       np.testing.assert_allclose(gradient, expected_gradient, rtol=RTOL, atol=ATOL, err_msg=name)
       if "loss" in params.get("compare", ["loss"]):
@@ -206,7 +219,7 @@ def test_maxrl(case):
   with jax.enable_x64(True):
     batch = make_batch(np.ones((*arrays["rewards"].shape, 1)), rewards=arrays["rewards"])
     estimator = advantages.maxrl()
-    found = estimator.apply(estimator.init(0.0), batch)
+    found = jax.jit(estimator.apply)(estimator.init(0.0), batch)
     np.testing.assert_allclose(found, arrays["advantages"], rtol=RTOL, atol=ATOL)
 
 

@@ -109,9 +109,9 @@ def test_p3o_effective_sample_size_and_kl(case):
     policy_logprobs = jax.numpy.asarray(arrays["logprobs"][:, None])
     coefficients = arrays["advantages"][:, None]
     loss = losses.p3o()
-    ess = loss.statistics(policy_logprobs, batch, coefficients)
+    ess = jax.jit(loss.statistics)(policy_logprobs, batch, coefficients)
     np.testing.assert_allclose(ess, arrays["ess"], rtol=RTOL)
-    _, metrics = loss.per_token(policy_logprobs, batch, coefficients, ess)
+    _, metrics = jax.jit(loss.per_token)(policy_logprobs, batch, coefficients, ess)
     k3 = metrics["loss/k3_behavior"]
     if "kl_behavior_mean" in arrays:
       np.testing.assert_allclose(k3.total / k3.weight, arrays["kl_behavior_mean"], rtol=RTOL)
@@ -122,7 +122,7 @@ def test_m2po_interval(case):
   with jax.enable_x64(True):
     arrays, (factory, kwargs) = GOLDEN.arrays(case), _make_loss(case)
     batch = make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None])
-    interval = factory(**kwargs).statistics(
+    interval = jax.jit(factory(**kwargs).statistics)(
       jax.numpy.asarray(arrays["logprobs"][:, None]), batch, arrays["advantages"][:, None]
     )
     np.testing.assert_allclose(1 - interval.low, arrays["clip_low"], rtol=RTOL)
@@ -141,7 +141,7 @@ def _without_each_bound(case):
   elif factory is losses.m2po:
     yield "budget", factory(**kwargs | {"budget": 1e6}), None
     arrays, loss = GOLDEN.arrays(case), factory(**kwargs)
-    interval = loss.statistics(
+    interval = jax.jit(loss.statistics)(
       jax.numpy.asarray(arrays["logprobs"][:, None]),
       make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None]),
       arrays["advantages"][:, None],
@@ -180,7 +180,7 @@ def test_advantage(case):
     arrays = GOLDEN.arrays(case)
     batch = make_batch(np.ones((*arrays["rewards"].shape, 1)), np.zeros((1, 1, 1)))
     batch = dataclasses.replace(batch, rewards=jax.numpy.asarray(arrays["rewards"]))
-    result = estimator.apply(estimator.init(0.0), batch)
+    result = jax.jit(estimator.apply)(estimator.init(0.0), batch)
     np.testing.assert_allclose(result, arrays["advantages"], rtol=RTOL, atol=ATOL)
 
 
@@ -265,7 +265,8 @@ def test_lm_head_gram(case):
       response_hidden=lambda params, prompts, _: params["hidden"][prompts.tokens],
     )
     params, setting = {"hidden": hidden, "kernel": kernel}, geometry.GramContext(model)
-    features = geometry.per_rollout_features(params, {}, batch, setting)
+    run = jax.jit(functools.partial(geometry.per_rollout_features, context=setting))
+    features = run(params, {}, batch)
     np.testing.assert_allclose(features, arrays["features"], rtol=RTOL, atol=ATOL)
 
     log_normalizers = jax.nn.logsumexp(hidden @ kernel, axis=-1)

@@ -121,8 +121,17 @@ def test_no_correction_is_the_loss_itself(name):
   assert corrections.corrected(loss, corrections.none()) is loss
 
 
-@pytest.mark.parametrize("correction", [n for n in corrections.__all__ if n != "none"])
-@pytest.mark.parametrize("name", losses.__all__)
+def _pairs():
+  """Every loss with one correction, in turn, and every correction of `ppo_clip`; slow: all."""
+  names = [name for name in corrections.__all__ if name != "none"]
+  for number, loss in enumerate(losses.__all__):
+    for place, correction in enumerate(names):
+      is_quick = loss == "ppo_clip" or place == number % len(names)
+      marks = [] if is_quick else pytest.mark.slow
+      yield pytest.param(loss, correction, marks=marks, id=f"{loss}-{correction}")
+
+
+@pytest.mark.parametrize(("name", "correction"), _pairs())
 def test_a_correction_composes_with_a_loss_or_is_refused(name, correction):
   """With an exact sampler and one version every correction changes nothing."""
   loss, made = getattr(losses, name)(), getattr(corrections, correction)()

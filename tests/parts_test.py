@@ -82,13 +82,14 @@ def test_the_gram_of_the_head_is_that_of_its_gradients():
     return -jnp.sum(mask * jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0])
 
   flat = [x.reshape(P * G, *x.shape[2:]) for x in (hidden, tokens, mask)]
-  expected = parts.gram_of_gradients(minus_log_likelihood, kernel, *flat)
-  found = parts.gram_of_head(hidden, kernel, tokens, mask, temperature=0.7)
+  gram_of = lambda **how: jax.jit(functools.partial(parts.gram_of_head, temperature=0.7, **how))
+  expected = jax.jit(functools.partial(parts.gram_of_gradients, minus_log_likelihood))(
+    kernel, *flat
+  )
+  found = gram_of()(hidden, kernel, tokens, mask)
   np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
   norms = lambda gram: np.sqrt(np.diagonal(gram))
-  sketched = parts.gram_of_head(
-    hidden, kernel, tokens, mask, route=geometry.sketch(), temperature=0.7
-  )
+  sketched = gram_of(route=geometry.sketch())(hidden, kernel, tokens, mask)
   np.testing.assert_allclose(norms(sketched), norms(expected), rtol=0.3)
   with pytest.raises(ValueError, match="use gram_of_gradients"):
     parts.gram_of_head(hidden, kernel, tokens, mask, route=geometry.per_rollout())

@@ -125,7 +125,9 @@ class _Crew:
   def start_problem(self, problem: str) -> str:
     """The message about a worker that did not start."""
     memory_mib = self.service.memory_mib
-    if memory_mib is not None and problem.startswith(("MemoryError", DIED)):
+    # Where memory ends while a shared library is loaded, the loader says so.
+    is_short = problem.startswith(("MemoryError", DIED)) or "failed to map segment" in problem
+    if memory_mib is not None and is_short:
       problem += (
         f" (its address space may have {memory_mib} MiB; if that is too little, raise"
         f" {self.service.memory_field})"

@@ -1,6 +1,7 @@
 """Each estimator against its oracle, its infinite-group masses, and its degenerate groups."""
 
 import dataclasses
+import functools
 import inspect
 import itertools
 
@@ -41,9 +42,15 @@ def _batch(rewards, lengths=None, correct=None) -> TrainBatch:
   return batch if correct is None else dataclasses.replace(batch, correct=jnp.asarray(correct))
 
 
+@functools.cache
+def _program(name, hyper):
+  estimator = getattr(advantages, name)(**dict(hyper))
+  return jax.jit(lambda batch: estimator.apply(estimator.init(jnp.float32(1.0)), batch))
+
+
 def _coefficients(name, batch, **hyper):
-  estimator = getattr(advantages, name)(**hyper)
-  return estimator.apply(estimator.init(jnp.float32(1.0)), batch)
+  """In one program: op by op, each small operation would be another one."""
+  return np.asarray(_program(name, tuple(hyper.items()))(batch))
 
 
 # FADE has a state, and tests of its own.

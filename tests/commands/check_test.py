@@ -84,8 +84,10 @@ def test_a_prompt_is_shown_as_the_model_will_see_it(capsys, tmp_path):
   long = [{"prompt": f"{n}" + "x" * 5000 + "end?", "answer": n} for n in (10, 11)]
   (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in long))
   fields = dict(**MESH, task=lines_of, warm_start__num_steps=0, max_prompt_length=6000)
-  lines, _ = found(capsys, tmp_path / "run", **fields)
-  _, text = lines["prompt"]
+  preflight = check.Preflight(tiny.config(**fields), str(tmp_path / "run"))
+  for action in (preflight.check_tokenizer, preflight.check_data, preflight.check_config):
+    action()
+  _, text = preflight.check_prompt()
   assert re.search(r"has 5006 tokens: '1\dx+ … \[\d+ characters\] … x+end\?'$", text), text
   assert len(text) < 1000
 
@@ -113,7 +115,7 @@ def test_responses_beyond_the_positions_of_the_model_are_a_row(capsys, tmp_path)
      "config.start.checkpoint=/nonexistent has no checkpoint; give"),
     ("grader", dict(**MESH, grading__grader="rewards.faulty_graders:faulty"),
      "crashed on the answer"),
-    ("memory", dict(**MESH, model__overrides__num_layers=2000, model__overrides__mlp_width=10**7),
+    ("memory", dict(**MESH, model__overrides__num_layers=20, model__overrides__mlp_width=10**9),
      "lower config.warm_start.batch_size, or take a smaller network"),
   ],
 )  # fmt: skip

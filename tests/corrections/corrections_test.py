@@ -73,9 +73,10 @@ def test_importance_equals_plain_python(variant):
   with jax.enable_x64(True):
     policy, batch, coefficients = random_case(3, (4, 4, 6), spread=0.9)
     corrected = corrections.corrected(losses.reinforce(), corrections.importance(**variant))
-    per_token, metrics = corrected.per_token(policy, batch, coefficients, None)
+    per_token, metrics = jax.jit(corrected.per_token)(policy, batch, coefficients, None)
+    policy, coefficients, per_token = map(np.asarray, (policy, coefficients, per_token))
     expected, dropped = np.zeros(batch.mask.shape), 0
-    log_kappa, mask = np.asarray(policy - batch.behavior_logprobs), np.asarray(batch.mask) > 0
+    log_kappa, mask = policy - np.asarray(batch.behavior_logprobs), np.asarray(batch.mask) > 0
     for index in np.ndindex(mask.shape[:2]):
       places = np.flatnonzero(mask[index])
       pairs = _importance(log_kappa[index][places], **variant)
@@ -97,11 +98,16 @@ def test_normalized_weights_have_the_mean_1_over_the_batch(level, mean):
     made = corrections.importance(level=level, batch_normalize=True)
     corrected = corrections.corrected(losses.reinforce(), made)
     plain = corrections.corrected(losses.reinforce(), corrections.importance(level=level))
-    statistics = corrected.statistics(policy, batch, coefficients)
-    ours, _ = corrected.per_token(policy, batch, coefficients, statistics)
-    theirs, _ = plain.per_token(policy, batch, coefficients, None)
+
+    @jax.jit
+    def run(*case):
+      ours, _ = corrected.per_token(*case, corrected.statistics(*case))
+      theirs, _ = plain.per_token(*case, None)
+      return ours, theirs
+
+    ours, theirs = jax.device_get(run(policy, batch, coefficients))
     mask = np.asarray(batch.mask) > 0
-    log_kappa = np.where(mask, policy - batch.behavior_logprobs, 0.0)
+    log_kappa = np.where(mask, np.asarray(policy) - np.asarray(batch.behavior_logprobs), 0.0)
     if level == "token":
       weights = np.minimum(np.exp(log_kappa), 2.0)[mask]
     else:
@@ -116,7 +122,7 @@ def test_a_corrected_loss_takes_pi_prox_in_place_of_the_sampler():
   policy = jnp.log(jnp.array([[[0.6], [0.1]]]))  # π/π_prox = 1.5, 1; π_prox/β = 2, 0.5
   batch = make_batch(mask, behavior, proximal_logprobs=proximal)
   corrected = corrections.corrected(losses.ppo_clip(), corrections.tis(high=1.5))
-  per_token, metrics = corrected.per_token(policy, batch, jnp.array([[1.0, 1.0]]), None)
+  per_token, metrics = jax.jit(corrected.per_token)(policy, batch, np.ones((1, 2), "f4"), None)
   np.testing.assert_allclose(np.ravel(per_token), [-1.5 * 1.2, -0.5 * 1.0], rtol=1e-6)
   assert metric_value(metrics["loss/clip_fraction"]) == 0.5
   assert metric_value(metrics["correction/capped"]) == 0.5

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from rlvr_jax.data import HuggingFaceTokenizer
 from rlvr_jax.data.byte_pairs import main, read_texts, save, train_byte_pairs
@@ -51,6 +50,8 @@ def test_sizes_and_special_tokens(folder, tokenizer):
 
 def test_any_version_of_transformers_loads_it(folder, tokenizer):
   """By a class that versions 4 and 5 both have."""
+  from transformers import AutoTokenizer  # a second, which few tests need
+
   config = json.loads((folder / "tokenizer_config.json").read_text())
   assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
   theirs = AutoTokenizer.from_pretrained(folder)

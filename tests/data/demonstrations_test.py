@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from reasoning_gym.factory import create_dataset
 
 from rlvr_jax.data import demonstrations
 
@@ -11,6 +10,8 @@ SETTINGS = {"chain_sum": {"allow_negation": True, "min_terms": 1}, "gcd": {"max_
 
 
 def _entries(dataset):
+  from reasoning_gym.factory import create_dataset  # a second, which few tests need
+
   settings = {"seed": 5, "size": 200} | SETTINGS.get(dataset, {})
   return create_dataset(dataset, **settings)
 

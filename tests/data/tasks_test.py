@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from reasoning_gym.factory import create_dataset
 
 from rlvr_jax.data import Task, tasks
 from rlvr_jax.rewards import Outcome, graders
@@ -38,6 +37,8 @@ def test_no_held_out_question_is_trained_on():
 
 
 def test_a_colliding_draw_is_replaced_by_the_next_of_its_series():
+  from reasoning_gym.factory import create_dataset  # a second, which few tests need
+
   task = _reasoning_gym(settings=SMALL)
   draws = create_dataset("chain_sum", **SMALL, seed=1, size=500)
   held_out = set(_questions(task.held_out))

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from rlvr_jax.evaluate import paired
 
@@ -11,6 +10,8 @@ OURS, THEIRS = {0: 0.5, 1: 0.7, 2: 0.6, 7: 0.1}, {2: 0.3, 1: 0.5, 0: 0.4, 9: 0.9
 
 def test_a_difference_is_taken_seed_by_seed():
   """0.1, 0.2, 0.3: Student's t at two degrees is 4.302653; one resample in 27 is all 0.1."""
+  from scipy import stats  # half a second, which not every process of the tests needs
+
   found = paired.paired_difference(OURS, THEIRS)
   assert found.num_seeds == 3
   half = 4.302653 * 0.1 / np.sqrt(3)

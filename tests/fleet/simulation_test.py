@@ -146,9 +146,14 @@ def simulate(setting):
   }
 
 
-@pytest.mark.parametrize("killed", [0.0, 0.05])
-def test_few_tokens_are_sampled_twice(killed):
-  setting = Setting(groups=120, lag=2, updates=4, capacity=3, poll_s=4.0, killed_per_minute=killed)
+@pytest.mark.parametrize(
+  ("samplers", "killed"),
+  [(25, 0.05), *(pytest.param(100, killed, marks=pytest.mark.slow) for killed in (0.0, 0.05))],
+)
+def test_few_tokens_are_sampled_twice(samplers, killed):
+  setting = Setting(
+    samplers, 6 * samplers // 5, lag=2, updates=4, capacity=3, poll_s=4.0, killed_per_minute=killed
+  )
   store, measured = simulate(setting)
   assert sorted(store) == [(t, i) for t in range(setting.updates) for i in range(setting.groups)]
   for (number, _), group in store.items():  # the lag bound, from the groups alone
@@ -176,8 +181,8 @@ def test_a_poll_of_the_trainer_is_fast_with_100_samplers():
     )
   seconds = []
   for _ in range(5):
-    began = time.perf_counter()
+    began = time.process_time()  # whatever else the machine does
     view = exchange.look()
-    seconds.append(time.perf_counter() - began)
+    seconds.append(time.process_time() - began)
   assert len(view.groups) == 800 and len(view.samplers) == 100
   assert np.min(seconds) < 0.05

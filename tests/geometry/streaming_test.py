@@ -60,7 +60,6 @@ FEATURES = pytest.mark.parametrize("feature", ["score", "sampled"])
       [
         dict(block_elements=1),
         dict(block_elements=P * G * D * 256),
-        dict(),
         dict(block_elements=10**9),
       ],
     ),

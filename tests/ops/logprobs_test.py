@@ -168,13 +168,18 @@ def test_what_the_gram_matrix_needs_of_the_same_pass(x64, soft_cap, chunk_rows):
   product = hidden @ kernel
   derivatives = jax.jit(jax.vmap(jax.vmap(jax.grad(negative_logprob))))(product, tokens)
   head, sampling = Head(kernel, scale, soft_cap), Sampling(temperature=temperature)
-  found = token_statistics(
-    hidden, head, tokens, sampling, projection=projection, chunk_rows=chunk_rows
-  )
+
+  @jax.jit
+  def run(hidden):
+    found = token_statistics(
+      hidden, head, tokens, sampling, projection=projection, chunk_rows=chunk_rows
+    )
+    return found, token_logprobs(hidden, head, tokens, sampling)
+
+  found, (logprobs, entropy) = run(hidden)
   near = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12)
   near(found.log_normalizers, jax.nn.logsumexp(capped(product) / temperature, axis=-1))
   near(found.projected, derivatives @ projection)
-  logprobs, entropy = token_logprobs(hidden, head, tokens, sampling)
   near(found.logprobs, logprobs)
   near(found.entropy, entropy)
 
@@ -353,12 +358,14 @@ def test_the_masses_of_bins_are_those_of_the_distribution(sampling):
   head = Head(jnp.asarray(2 * rng.normal(size=(6, 500)), jnp.float32))
   tokens = jnp.asarray(rng.integers(0, 500, (2, 7)))
   wanted = jnp.asarray(rng.random((2, 7)) < 0.7)
-  found = token_statistics(
+  run = lambda hidden: token_statistics(
     hidden, head, tokens, sampling, wanted=wanted, masses=True, chunk_rows=3
-  ).masses
+  )
+  found = jax.jit(run)(hidden).masses
   p = np.exp(np.asarray(distribution(head_logits(hidden, head), sampling)))
   bounds = [np.inf, 0.1, 0.01, 1e-3, 1e-4, -1]
   for mass, high, low in zip(found, bounds[:-1], bounds[1:], strict=True):
     expected = np.sum(np.where((p < high) & (p >= low), p, 0), axis=-1) * np.asarray(wanted)
     np.testing.assert_allclose(mass, expected, rtol=1e-5, atol=1e-7)
-  assert token_statistics(hidden, head, tokens, sampling).masses is None
+  without = jax.eval_shape(lambda: token_statistics(hidden, head, tokens, sampling))
+  assert without.masses is None

@@ -201,7 +201,7 @@ def test_a_mesh_splits_rows_and_heads(x64):
 # --- cuDNN ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 150])
 def test_masked_attention_of_the_library_equals_the_reference(monkeypatch, window):
   """What cuDNN is told, by XLA's implementation of the same function; padding sees itself alone."""
   # Of the second row: padding, a prompt and two of its rollouts.
@@ -284,7 +284,10 @@ def test_a_gpu_gets_cudnn_or_few_products(caplog):
   assert "slower reference: cudnn needs compute_dtype bfloat16" in caplog.text
 
 
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (150, None), (150, 0.5)])
+@pytest.mark.parametrize(
+  ("window", "soft_cap"),
+  [(None, None), pytest.param(150, None, marks=pytest.mark.slow), (150, 0.5)],
+)
 def test_whole_rows_equal_the_reference(window, soft_cap):
   *operands, rows = jax.tree.map(lambda x: x[:, :640], _inputs(np.float32))
 

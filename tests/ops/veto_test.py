@@ -66,10 +66,11 @@ def test_a_turn_with_a_positive_coefficient_of_its_own_is_never_vetoed(scope):
     turn_scores=turn_scores,
   )
   estimator = advantages.mt_grpo(turn_weight=2.0)
-  A = estimator.in_loss((), batch, estimator.apply((), batch))
+  A = jax.jit(lambda batch: estimator.in_loss((), batch, estimator.apply((), batch)))(batch)
   assert A[0, 0, 0] < 0 < A[0, 0, 5]
-  policy = jnp.log(jnp.tile(ratios, (1, 2, 1)))
-  kept, *_ = negative_advantage_veto(scope=scope)(jnp.ones(A.shape), policy, batch, A)
+  policy = np.log(np.tile(ratios, (1, 2, 1)), dtype=np.float32)
+  veto = jax.jit(negative_advantage_veto(scope=scope))
+  kept, *_ = jax.device_get(veto(np.ones(A.shape, np.float32), policy, batch, A))
   assert np.all(kept[0, 0, 5:] == 1)
   assert np.array_equal(
     kept[0, 0, :3], dict(suffix=[1, 0, 0], trigger=[0, 1, 1]).get(scope, [0] * 3)
@@ -123,7 +124,14 @@ def test_renormalize_takes_vetoed_tokens_out_of_the_denominator():
   np.testing.assert_allclose(5 * value(), 3 * value(renormalize=True), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", losses.__all__)
+# One loss of tokens, one of responses, and one with a statistic of the batch; the others are slow.
+QUICK = ("ppo_clip", "gspo", "p3o")
+
+
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in losses.__all__],
+)
 def test_a_vetoed_token_loses_its_gradient_and_no_other_changes(name):
   case = random_case(6, (4, 4, 8), spread=1.0)
   policy, loss = case[0], getattr(losses, name)()

@@ -68,6 +68,10 @@ def logits_of(hidden, head):
 
 
 def make_forward(params, batch, setting, projection=None):
+  return jax.jit(lambda params, batch: _forward(params, batch, setting, projection))(params, batch)
+
+
+def _forward(params, batch, setting, projection):
   hidden = setting.model.response_hidden(params, batch.prompts, batch.tokens)
   head = setting.model.head(params)
   logits = logits_of(hidden, head)
@@ -100,11 +104,11 @@ def in_rows(batch, forward, *, rows=1, length=12, devices=1):
   places, shape = packed.packed.places, packed.packed.tokens.shape
 
   def lay(x):
-    flat = jnp.full((np.prod(shape), *x.shape[3:]), jnp.nan, x.dtype)
-    at = jnp.where(places >= 0, places, len(flat)).reshape(-1)
-    return flat.at[at].set(x.reshape(-1, *x.shape[3:]), mode="drop").reshape(*shape, *x.shape[3:])
+    flat = np.full((np.prod(shape), *x.shape[3:]), np.nan, x.dtype)
+    flat[places[places >= 0]] = x.reshape(-1, *x.shape[3:])[places.reshape(-1) >= 0]
+    return jnp.asarray(flat.reshape(*shape, *x.shape[3:]))
 
-  return packed, jax.tree.map(lay, forward)
+  return packed, jax.tree.map(lay, jax.device_get(forward))
 
 
 def make_case(make=make_lookup, *, temperature=1.0, batch=None, **model):

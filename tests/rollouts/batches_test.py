@@ -100,7 +100,7 @@ KILLED = {name: (name, {}) for name in SCHEDULES} | {
 }
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [7, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KILLED)
 def test_a_killed_run_repeats_itself(tmp_path, name, every):
   """Killed before or after any call of the store, it goes on from an earlier checkpoint."""
@@ -108,19 +108,23 @@ def test_a_killed_run_repeats_itself(tmp_path, name, every):
   schedule, _ = SCHEDULES[of_schedule]
   expected = World(tmp_path / "whole", **options).train(schedule)
   num_stored = 0
-  for at in itertools.count(3, every):
-    folder = tmp_path / str(at)
-    saved = kill(folder, schedule, at, before=at % 3 == 0, **options)
-    if saved is None:
+  for first in range(3, 3 + every):
+    for at in itertools.count(first, every):
+      folder = tmp_path / str(at)
+      saved = kill(folder, schedule, at, before=at % 3 == 0, **options)
+      if saved is None:
+        break
+      step = max(0, max(saved) - at % 3)
+      with RolloutStore(folder, writable=False) as store:
+        stored = {(draw, index) for draw in range(9 * U) for index in store.read_groups(draw)}
+      world = World(folder, **options)
+      assert world.train(schedule, saved[step]) == expected[step:]
+      assert world.around.warnings == [] and not stored & {*world.sampler.wanted}
+      num_stored += len(stored)
+    assert at > 10
+    if num_stored:  # on a busy machine grades come together, and fewer calls leave groups behind
       break
-    step = max(0, max(saved) - at % 3)
-    with RolloutStore(folder, writable=False) as store:
-      stored = {(draw, index) for draw in range(9 * U) for index in store.read_groups(draw)}
-    world = World(folder, **options)
-    assert world.train(schedule, saved[step]) == expected[step:]
-    assert world.around.warnings == [] and not stored & {*world.sampler.wanted}
-    num_stored += len(stored)
-  assert at > 10 and num_stored
+  assert num_stored
 
 
 @pytest.mark.parametrize("name", ["fixed_lag", "stages"])
@@ -269,8 +273,8 @@ def test_a_killed_run_with_a_thread_goes_on(tmp_path):
 def test_a_recorded_run_is_repeated_bit_for_bit(tmp_path, new_weights, max_draws):
   """With the versions that the clock has given to its tokens.
 
-  Bursts take longer than updates, so that new weights find responses in the slots, also on a
-  busy machine.
+  Bursts take longer than updates, so that on a busy machine too new weights find responses in the
+  slots.
   """
   how_drawn = {"burst_steps": toys.STEPS, "slots": toys.SLOTS, "new_weights": new_weights}
   sampler = dict(new_weights=new_weights, burst_s=0.01)

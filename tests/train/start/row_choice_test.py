@@ -70,8 +70,15 @@ def test_rows_by_the_maximum_lengths_are_mostly_padding():
   assert padding(draw("ten tokens", 100), layout) > 3
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("platform, kind", [("cpu", "reference"), ("tpu", "splash")])
+@pytest.mark.parametrize(
+  "platform, kind, devices",
+  [
+    ("cpu", "reference", 1),
+    ("tpu", "splash", 8),
+    pytest.param("cpu", "reference", 8, marks=pytest.mark.slow),
+    pytest.param("tpu", "splash", 1, marks=pytest.mark.slow),
+  ],
+)
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_longest_batch_fits_into_the_same_arrays(name, platform, kind, devices):
   layout = choose(name, kind, platform, devices=devices)
@@ -84,7 +91,8 @@ def test_the_longest_batch_fits_into_the_same_arrays(name, platform, kind, devic
   # A record of two numbers is the layout, on every machine.
   tokens = RowTokens(layout.length, layout.length * layout.rows_per_device)
   assert make_row_layout(tokens, shape, kind, mesh_of(platform, devices)) == layout
-  assert choose(name, kind, platform, devices=devices) == layout
+  if name != "long":  # which takes most of a second
+    assert choose(name, kind, platform, devices=devices) == layout
 
 
 def test_devices_take_as_many_places_at_once_as_suits_them():
