@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from rlvr_jax.types import Array, Head, Params, Sampling
 _SLOTS = ("data", "fsdp")  # axes of the mesh over which the slots are split
 _CACHES: dict[str, Any] = {"blocks": Cache, "pages": Pages}
 _Part = TypeVar("_Part", bound=Part)
+_Parts: TypeAlias = tuple[Part, ...]  # one per layer
 
 
 class Settings(NamedTuple):
@@ -108,6 +109,10 @@ class Emitted(NamedTuple):
   steps: Array  # i32[], decoding steps of this burst
   # [slots, steps, sparse layers, k], if recorded; of what each step reads
   routes: Array | None = None
+
+
+# Of the steps of a burst: the tokens to decode, per layer what is staged, and the results so far.
+_Carry: TypeAlias = tuple[Array, tuple[Cache, ...], Emitted]
 
 
 def take_layer(trained: Params, frozen: Params, rows: Mapping[str, Array], *, model: Any) -> Params:
@@ -234,7 +239,7 @@ def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settin
   """Puts prompts, and what dialogues have so far, into slots, which run on; donate `state`."""
   new = fresh.row >= 0
 
-  def put(cached, prompts):
+  def put(cached: Array, prompts: Array) -> Array:
     blocks = prompts.shape[1]
     by_slot = jnp.take(prompts, jnp.maximum(fresh.row, 0), axis=2)
     is_new = new.reshape(-1, *[1] * (cached.ndim - 3))
@@ -318,7 +323,7 @@ def burst(
   )
   tables = rotary_tables(reach, settings=settings)
 
-  def step(carry):
+  def step(carry: _Carry) -> _Carry:
     token, staged, emitted = carry
     now = emitted.steps
     hidden, staged, routes = decode(
@@ -382,7 +387,9 @@ def decode(
   copies = cached_heads(network, _tensor_size(settings)) // network.num_kv_heads
   repeat = lambda x: jnp.repeat(x, copies, axis=1)
 
-  def attend(layer, query, key, value, attention_settings):
+  def attend(
+    layer: int, query: Array, key: Array, value: Array, attention_settings: dict[str, Any]
+  ) -> tuple[Array, Cache]:
     staged_in_layer = staged[layer].stage(repeat(key), repeat(value), step)
     attention = _make_attention(settings, attention_settings)
     return attention(query, *caches[layer], staged_in_layer, reach, step), staged_in_layer
@@ -458,25 +465,32 @@ def _flush_staged(
     flushed: bool[slots], those that are written; None: all.
   """
 
-  def at_once(caches, staged, response, flushed=None):
+  def at_once(
+    caches: _Parts, staged: tuple[Cache, ...], response: Array, flushed: Array | None = None
+  ) -> _Parts:
     pairs = zip(caches, staged, strict=True)
     return tuple(cache.flush(x, response, flushed) for cache, x in pairs)
 
-  def slot_by_slot(caches, staged, response, flushed=None):
-    def flush_slot(slot, caches):
+  def slot_by_slot(
+    caches: _Parts, staged: tuple[Cache, ...], response: Array, flushed: Array | None = None
+  ) -> _Parts:
+    def flush_slot(slot: Array, caches: _Parts) -> _Parts:
       start = response[slot]
-      flush = lambda caches: tuple(
+      flush: Callable[[_Parts], _Parts] = lambda caches: tuple(
         cache.flush_slot(x, slot, start) for cache, x in zip(caches, staged, strict=True)
       )
       if flushed is None:
         return flush(caches)
-      return jax.lax.cond(flushed[slot], flush, lambda caches: caches, caches)
+      kept: _Parts = jax.lax.cond(flushed[slot], flush, lambda caches: caches, caches)
+      return kept
 
-    return jax.lax.fori_loop(0, response.size, flush_slot, caches)
+    written: _Parts = jax.lax.fori_loop(0, response.size, flush_slot, caches)
+    return written
 
-  def on_device(*arguments):
+  def on_device(*arguments: Any) -> _Parts:
     # A loop over slots is thousands of launches on a GPU; a scatter is a slower loop elsewhere.
-    return jax.lax.platform_dependent(*arguments, cuda=at_once, default=slot_by_slot)
+    written: _Parts = jax.lax.platform_dependent(*arguments, cuda=at_once, default=slot_by_slot)
+    return written
 
   arguments = (caches, staged, response, *([] if flushed is None else [flushed]))
 
@@ -487,7 +501,8 @@ def _flush_staged(
   cache_spec, staged_spec = PartitionSpec(heads, None, _SLOTS), PartitionSpec(heads, _SLOTS)
   specs = (cache_spec, staged_spec, *[PartitionSpec(_SLOTS)] * (len(arguments) - 2))
   run = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=cache_spec, check_vma=False)
-  return run(*arguments)
+  written: _Parts = run(*arguments)
+  return written
 
 
 def slot_bytes(
@@ -512,7 +527,9 @@ def token_bytes(network: Any, tensor: int, cache_format: str = "") -> int:
   heads_per_device = heads // tensor if heads % tensor == 0 else heads
   dtype = cache_dtype(network, cache_format)
   token = jax.eval_shape(lambda: Cache.zeros((heads_per_device,), 1, network.head_dim, dtype))
-  return network.num_layers * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(token))
+  bytes_per_layer: int = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(token))
+  layers: int = network.num_layers
+  return layers * bytes_per_layer
 
 
 def cache_dtype(network: Any, cache_format: str) -> str:
@@ -592,4 +609,5 @@ def _split_over_devices(settings: Settings, cache: _Part, *, slots: int | None) 
     return cache
   spec = [_heads_axis(settings), *[_SLOTS if axis == slots else None for axis in (1, 2)]]
   sharding = NamedSharding(mesh, PartitionSpec(*spec))
-  return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), cache)
+  split: _Part = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), cache)
+  return split

@@ -136,7 +136,7 @@ class _Run(NamedTuple):
   def next_token(self) -> int:
     """The first token to decode."""
     rollout = self.rollout
-    return rollout.arrays["tokens"][self.cached - 1] if self.cached else rollout.prompt[-1]
+    return int(rollout.arrays["tokens"][self.cached - 1] if self.cached else rollout.prompt[-1])
 
   def cached_tokens(self) -> np.ndarray:
     """i32[n], those of prompt and response in the cache when the rollout gets a slot."""
@@ -573,10 +573,11 @@ class Engine:
     has_replies = self.settings.has_replies
     return token, Known(known_tokens, known_number) if has_replies else None
 
-  def _to_host(self, emitted: Emitted) -> Emitted:
+  def _to_host(self, on_devices: Emitted) -> Emitted:
     """Fetches the results of a burst; records the routes of the prefills before it."""
     prefilled = self._queue.take_routes()
-    emitted, routes = self._programs.to_host((emitted, [routes for routes, _ in prefilled]))
+    emitted: Emitted
+    emitted, routes = self._programs.to_host((on_devices, [routes for routes, _ in prefilled]))
     for of_batch, (_, contexts) in zip(routes, prefilled, strict=True):
       for row, context in zip(of_batch, contexts, strict=False):
         for run in context.runs:

@@ -129,13 +129,14 @@ class Grading:
   def _shape_rewards(self, rewards: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     if not self.overlong_buffer:
       return rewards
-    return rewards - np.asarray(
+    penalty = np.asarray(
       overlong_penalty(
         sampled_places(arrays).sum(-1)[None],
         max_response_length=arrays["tokens"].shape[-1],
         overlong_buffer=self.overlong_buffer,
       )[0]
     )
+    return np.asarray(rewards - penalty)
 
 
 def prompt_arrays(prompt: np.ndarray, length: int, pad_token: int) -> dict[str, np.ndarray]:

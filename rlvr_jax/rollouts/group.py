@@ -306,7 +306,8 @@ def read_info(read_start: Callable[[int], bytes]) -> dict[str, Any]:
     FormatError: the file has another format.
   """
   size = int.from_bytes(read_start(8), "little")
-  return _read_content(read_start(8 + min(size, _MAX_HEADER_BYTES))[8:])["info"]
+  info: dict[str, Any] = _read_content(read_start(8 + min(size, _MAX_HEADER_BYTES))[8:])["info"]
+  return info
 
 
 def _read_content(header: bytes) -> dict[str, Any]:

@@ -134,13 +134,14 @@ class RecordedRun:
     return np.array([[[min(group.versions, default=-1)]] for group in groups], np.int32)
 
 
-def encode_versions(versions: np.ndarray) -> list[Any]:
+def encode_versions(versions: np.ndarray) -> list[int] | list[list[list[int]]]:
   """Versions as JSON: i32[P] of groups, or the runs of equal ones of i32[P, G, T] of tokens.
 
   A rollout is [version, tokens, version, tokens, …] up to its last one.
   """
   if versions.ndim == 1:
-    return versions.tolist()
+    of_groups: list[int] = versions.tolist()
+    return of_groups
   return [[_runs(rollout) for rollout in group] for group in versions]
 
 

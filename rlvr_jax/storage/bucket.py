@@ -112,7 +112,8 @@ class Bucket:
   def read_start(self, name: str, size: int) -> bytes:
     """Reads so many bytes of an object from its beginning on; all if it is shorter."""
     with _explain_errors(f"{self.url}/{name}"):
-      return self._system.cat_file("/".join(self._key(name)), start=0, end=size)
+      data: bytes = self._system.cat_file("/".join(self._key(name)), start=0, end=size)
+    return data
 
   def put(
     self,

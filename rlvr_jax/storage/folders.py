@@ -37,7 +37,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str
   """
   text = os.fspath(path)
   try:
-    return fsspec.url_to_fs(text if "://" in text else os.path.expanduser(text))
+    system, within = fsspec.url_to_fs(text if "://" in text else os.path.expanduser(text))
+    return system, within
   except (ImportError, ValueError) as error:
     raise ValueError(
       f"{text!r} cannot be opened: {error}. Give a local path or a URL that fsspec knows; for gs://"

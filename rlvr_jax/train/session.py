@@ -306,7 +306,7 @@ def _write_layout(workdir: Workdir, layout: Mapping[str, Any]) -> None:
     file.write((json.dumps(layout) + "\n").encode())
 
 
-def _open_store(workdir: Workdir, enter: Enter) -> RolloutStore:
+def _open_store(workdir: Workdir, enter: Enter[RolloutStore]) -> RolloutStore:
   """The store; the first process repairs the files of a killed run before the others read them."""
 
   def open_store(writable: bool) -> RolloutStore:

@@ -124,7 +124,7 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
       f"{directory} is not a checkpoint of rlvr_jax (it has no manifest). Use another --workdir, or"
       " remove that directory if it is not needed."
     )
-  manifest = json.loads((directory / MANIFEST).read_bytes())
+  manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_bytes())
   is_whole = isinstance(manifest, dict) and is_as_written(manifest)
   former = isinstance(manifest, dict) and manifest.get("manifest")  # where format 1 has its content
   marker = (former or manifest)["marker"] if is_whole or former else MARKER

@@ -33,7 +33,8 @@ from rlvr_jax.rollouts.sampler import LocalSampler, SamplerStoppedError
 from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.storage.objects import open_objects
 from rlvr_jax.storage.places import Workdir, in_bucket
-from rlvr_jax.train.checkpointing.workdir import WorkdirError, differing_fields, read_config
+from rlvr_jax.train.checkpointing.claim import WorkdirError
+from rlvr_jax.train.checkpointing.workdir import differing_fields, read_config
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import (
   EndRequestedError,

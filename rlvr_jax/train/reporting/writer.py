@@ -359,7 +359,8 @@ def _tracked_id(workdir: pathlib.Path) -> str:
   if not path.exists():
     with replace_file(path) as file:
       file.write(json.dumps({"id": uuid.uuid4().hex[:8]}).encode())
-  return json.loads(path.read_text())["id"]
+  identity: str = json.loads(path.read_text())["id"]
+  return identity
 
 
 def _plain(value: Any) -> Any:

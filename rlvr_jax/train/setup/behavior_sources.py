@@ -151,7 +151,7 @@ def make_sources(
 
   def rounded(name: str, prompts: int) -> Source:
     @jax.jit
-    def copy(trained, frozen):
+    def copy(trained: Params, frozen: Params) -> tuple[Params, Params]:
       merged = merge_low_rank(model.combine(trained, frozen))
       return quantized.quantize(merged, settings.quantized.format), {}
 

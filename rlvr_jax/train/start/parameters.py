@@ -54,14 +54,14 @@ def first_state(
   """
   shardings = jax.tree.map(lambda x: x.sharding, abstract)
   build_state = jax.jit(functools.partial(initial_state, method), out_shardings=shardings)
-  state = build_state(params, jnp.float32(initial_entropy))
+  state: TrainState = build_state(params, jnp.float32(initial_entropy))
   if not start.optimizer:
     return state
   moments = read_field("opt_state", start_folder(start.checkpoint), abstract.opt_state)
   return dataclasses.replace(state, opt_state=_with_first_rate(moments, state.opt_state))
 
 
-def _with_first_rate(moments: Any, first: Any) -> Any:
+def _with_first_rate(moments: optax.OptState, first: optax.OptState) -> optax.OptState:
   """An optimizer's state whose learning rate is that of the first update, as metrics report it."""
   scheduled = lambda node: isinstance(node, optax.ScaleByScheduleState)
   choose = lambda node, new: new if scheduled(node) else node

@@ -18,8 +18,9 @@ from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.storage.files import is_as_written, replace_file, with_crc32
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.checkpoint_files import Restored
+from rlvr_jax.train.checkpointing.claim import WorkdirError
 from rlvr_jax.train.checkpointing.host_state import HostState
-from rlvr_jax.train.checkpointing.workdir import WorkdirError, run_file_names
+from rlvr_jax.train.checkpointing.workdir import run_file_names
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.reporting.progress import progress, say, warn
