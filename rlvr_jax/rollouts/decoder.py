@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +32,68 @@ from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.types import Array, Head, Params, Sampling
 
 _SLOTS = ("data", "fsdp")  # axes of the mesh over which the slots are split
-_CACHES: dict[str, Any] = {"blocks": Cache, "pages": Pages}
+_CACHES: dict[str, type[Cache] | type[Pages]] = {"blocks": Cache, "pages": Pages}
 _Part = TypeVar("_Part", bound=Part)
 _Parts: TypeAlias = tuple[Part, ...]  # one per layer
+
+
+class NetworkSizes(Protocol):
+  """What decoding reads of a `models.transformer.TransformerConfig`."""
+
+  @property
+  def num_layers(self) -> int: ...
+  @property
+  def num_heads(self) -> int: ...
+  @property
+  def num_kv_heads(self) -> int: ...
+  @property
+  def head_dim(self) -> int: ...
+  @property
+  def compute_dtype(self) -> str: ...
+  @property
+  def precision(self) -> str: ...
+  @property
+  def sparse(self) -> tuple[bool, ...]: ...
+  @property
+  def routes(self) -> jax.ShapeDtypeStruct | None: ...
+
+
+class Tables(Protocol):
+  """Rotary tables, by step."""
+
+  def at(self, index: Array) -> Any:
+    """The tables of one step, for `DecodedModel.decode`."""
+
+
+class DecodedModel(Protocol):
+  """What decoding calls of a `models.functional.Model`; see there."""
+
+  @property
+  def config(self) -> NetworkSizes: ...
+  @property
+  def mesh(self) -> Mesh | None: ...
+  @property
+  def init(self) -> Callable[[Array], Params]: ...
+  @property
+  def head(self) -> Callable[[Params], Head]: ...
+  @property
+  def combine(self) -> Callable[[Params, Params], Params]: ...
+  @property
+  def decoding_params(self) -> Callable[[Params], Params]: ...
+  @property
+  def decoding_shardings(self) -> Callable[[Params], Params] | None: ...
+  @property
+  def rotary(self) -> Callable[[Array], Tables]: ...
+  @property
+  def prefill(self) -> Callable[..., tuple[list[tuple[Array, Array]], Array | None]]: ...
+  @property
+  def decode(self) -> Callable[..., tuple[Array, list[Cache], Array | None]]: ...
 
 
 class Settings(NamedTuple):
   """Settings that are fixed when the functions are compiled."""
 
-  model: Any  # provides `config`, `mesh`, `prefill`, `rotary`, `decode` and `head`
+  model: DecodedModel
   sampling: Sampling  # the distribution to sample from
   slots: int  # responses decoded at a time
   shape: CacheShape
@@ -115,7 +168,9 @@ class Emitted(NamedTuple):
 _Carry: TypeAlias = tuple[Array, tuple[Cache, ...], Emitted]
 
 
-def take_layer(trained: Params, frozen: Params, rows: Mapping[str, Array], *, model: Any) -> Params:
+def take_layer(
+  trained: Params, frozen: Params, rows: Mapping[str, Array], *, model: DecodedModel
+) -> Params:
   """Selects the parameters of one layer, sharded as on the trainer's devices.
 
   Layers are loaded one by one: a program that resharded all of them would hold many of them
@@ -128,19 +183,19 @@ def take_layer(trained: Params, frozen: Params, rows: Mapping[str, Array], *, mo
   return _select_layer(trained, frozen, rows, model)["blocks"]
 
 
-def load_layer(blocks: Params, *, model: Any) -> Params:
+def load_layer(blocks: Params, *, model: DecodedModel) -> Params:
   """Converts a layer from `take_layer` to the form that `decode` takes."""
   return model.decoding_params({"blocks": blocks})["blocks"][0]
 
 
-def load_others(trained: Params, frozen: Params, *, model: Any) -> Params:
+def load_others(trained: Params, frozen: Params, *, model: DecodedModel) -> Params:
   """Converts all parameters but the layers to the form that `decode` takes."""
   first = rows_of(0, model.config.sparse)
   return {**model.decoding_params(_select_layer(trained, frozen, first, model)), "blocks": ()}
 
 
 def _select_layer(
-  trained: Params, frozen: Params, rows: Mapping[str, Array | np.int32], model: Any
+  trained: Params, frozen: Params, rows: Mapping[str, Array | np.int32], model: DecodedModel
 ) -> Params:
   """The combined parameters, with one layer in "blocks"."""
   params = model.combine(trained, frozen)
@@ -205,7 +260,9 @@ def prefill(
   attended = (read_back,) if settings.cache_format else ()
   layers, routes = settings.model.prefill(params, tokens, lengths, *attended)
   shape = settings.shape
-  recorded = None if settings.routes is None else routes.astype(settings.routes.dtype)
+  recorded = None
+  if settings.routes is not None and routes is not None:
+    recorded = routes.astype(settings.routes.dtype)
   if prompt is None:
     return Prefilled(_to_caches(layers, shape.prompt, settings), routes=recorded)
   # The response follows the prompt at once: its places differ by row.
@@ -350,7 +407,7 @@ def burst(
   return state, emitted
 
 
-def rotary_tables(reach: Reach, *, settings: Settings) -> Any:
+def rotary_tables(reach: Reach, *, settings: Settings) -> Tables:
   """The rotary tables of a burst, by step; computed once, so that no step computes cosines."""
   steps = jnp.arange(settings.shape.steps)[:, None]
   return settings.model.rotary((reach.prompt + reach.response + steps)[..., None])
@@ -361,7 +418,7 @@ def decode(
   caches: Sequence[tuple[Part, Part]],
   staged: tuple[Cache, ...],
   reach: Reach,
-  tables: Any,
+  tables: Tables,
   token: Array,
   step: Array,
   running: Array | None = None,
@@ -506,7 +563,11 @@ def _flush_staged(
 
 
 def slot_bytes(
-  network: Any, shape: CacheShape, tensor: int, cache_format: str = "", cache: str = "blocks"
+  network: NetworkSizes,
+  shape: CacheShape,
+  tensor: int,
+  cache_format: str = "",
+  cache: str = "blocks",
 ) -> int:
   """Bytes of a slot's KV cache on one device, with staged and copied keys and values.
 
@@ -521,23 +582,22 @@ def slot_bytes(
   return (shape.tokens + copied) * token_bytes(network, tensor, cache_format)
 
 
-def token_bytes(network: Any, tensor: int, cache_format: str = "") -> int:
+def token_bytes(network: NetworkSizes, tensor: int, cache_format: str = "") -> int:
   """Bytes of a token's keys and values on one device, in all layers; see `slot_bytes`."""
   heads = cached_heads(network, tensor)
   heads_per_device = heads // tensor if heads % tensor == 0 else heads
   dtype = cache_dtype(network, cache_format)
   token = jax.eval_shape(lambda: Cache.zeros((heads_per_device,), 1, network.head_dim, dtype))
   bytes_per_layer: int = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(token))
-  layers: int = network.num_layers
-  return layers * bytes_per_layer
+  return network.num_layers * bytes_per_layer
 
 
-def cache_dtype(network: Any, cache_format: str) -> str:
+def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
   """The dtype of cached keys and values: that of the format, or the one of the network."""
   return cache_format or network.compute_dtype
 
 
-def cached_heads(network: Any, tensor: int) -> int:
+def cached_heads(network: NetworkSizes, tensor: int) -> int:
   """Number of key/value heads in the cache: copied if that gives each of `tensor` devices one.
 
   Args:
@@ -586,12 +646,12 @@ def cores_per_device(mesh: Mesh | AbstractMesh | None) -> int:
   return getattr(device, "num_cores", 1)
 
 
-def loaded_shardings(model: Any) -> Params | None:
+def loaded_shardings(model: DecodedModel) -> Params | None:
   """Shardings of what `load_layer`, in "blocks", and `load_others` return; None without a mesh.
 
   XLA may otherwise leave complete parameters on every device, if they come from another layout.
   """
-  if model.mesh is None:
+  if model.mesh is None or model.decoding_shardings is None:
     return None
   return model.decoding_shardings(jax.eval_shape(model.init, jax.random.key(0)))
 

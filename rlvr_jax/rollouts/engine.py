@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.types import Array, Params
 
 NOT_SAMPLED = -1  # version of tokens that no policy of the run has sampled
+
+Place: TypeAlias = tuple[int, int, int]  # of a rollout: draw, index of its group, its number there
 
 
 class MissingWeightsError(ValueError):
@@ -83,7 +85,7 @@ class Rollout:
     stopped: whether a stop token or a stop string has ended the turn.
   """
 
-  place: Any
+  place: Place
   prompt: np.ndarray
   key: np.ndarray
   arrays: dict[str, np.ndarray]
@@ -399,7 +401,7 @@ class Engine:
     return len(self._slots) - self.idle_slots + self._queue.num_rollouts
 
   def rollout(
-    self, place: Any, prompt: np.ndarray, key: np.ndarray, plan: np.ndarray | None = None
+    self, place: Place, prompt: np.ndarray, key: np.ndarray, plan: np.ndarray | None = None
   ) -> Rollout:
     """A rollout that has not begun, see `Rollout`.
 

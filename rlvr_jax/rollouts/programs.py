@@ -14,7 +14,7 @@ from rlvr_jax.ops.caches import CacheShape, Read
 from rlvr_jax.ops.layers import rows_of, take_rows
 from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.rollouts import decoder
-from rlvr_jax.rollouts.decoder import Emitted, Prefilled, Settings
+from rlvr_jax.rollouts.decoder import DecodedModel, Emitted, Prefilled, Settings
 from rlvr_jax.types import Array, Params, Sampling
 
 _PREFILL_TOKENS = 8192  # the most tokens of a batch of prompts, padding included
@@ -44,7 +44,7 @@ class Ahead(Generic[Result]):
     self._compiled: dict[Hashable, concurrent.futures.Future[Callable[..., Result]]] = {}
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "compiles ahead")
 
-  def begin(self, key: Hashable, *arguments: Any, **static: Any) -> None:
+  def begin(self, key: Hashable, *arguments: Any, **static: Hashable) -> None:
     """Begins to compile for arguments or their shapes, unless it has been begun."""
     if key in self._compiled:
       return
@@ -63,7 +63,7 @@ class Ahead(Generic[Result]):
     return all(begun.done() for begun in self._compiled.values())
 
 
-def _shape_on_devices(x: Any) -> jax.ShapeDtypeStruct:
+def _shape_on_devices(x: Array | np.ndarray) -> jax.ShapeDtypeStruct:
   # Where arrays may be is not said of those that are not held to a device.
   sharding = x.sharding if isinstance(x, jax.Array) and x.committed else None
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -183,7 +183,7 @@ class EnginePrograms:
 
   def __init__(
     self,
-    model: Any,
+    model: DecodedModel,
     sampling: Sampling,
     *,
     slots: int,
@@ -321,7 +321,7 @@ class EnginePrograms:
       trained: Params,
       frozen: Params,
       params: Params,
-      state: Any,
+      state: decoder.State,
       tokens: Array,
       lengths: Array,
       prompts: Array,
