@@ -60,7 +60,7 @@ def make_mesh(
   tensor: int = 1,
   field: str = "mesh",
   skipped: int = 0,
-  devices: Sequence[Any] | None = None,
+  devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
   """A mesh over data·fsdp·tensor devices, after the first `skipped` ones.
 
@@ -322,14 +322,13 @@ def check_batch(name: str, prompts: int, mesh: Mesh) -> None:
     )
 
 
-def to_devices(tree: Tree, sharding: NamedSharding) -> Tree:
+def to_devices(tree: Any, sharding: NamedSharding) -> Any:
   """Puts host arrays, equal on every process, on devices as global arrays."""
 
   def put(x: np.ndarray) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-  on_devices: Tree = jax.tree.map(lambda x: put(np.asarray(x)), tree)
-  return on_devices
+  return jax.tree.map(lambda x: put(np.asarray(x)), tree)
 
 
 def batch_shardings(batch: TrainBatch, mesh: Mesh, groups: PartitionSpec = BATCH) -> TrainBatch:
@@ -360,15 +359,17 @@ def batch_to_devices(batch: TrainBatch, mesh: Mesh, groups: PartitionSpec = BATC
   return on_devices
 
 
-def to_host(tree: Any) -> Any:
+def to_host(tree: Tree) -> Tree:
   """Fetches global arrays as NumPy arrays, complete on every process."""
   if jax.process_count() == 1:
-    return jax.device_get(tree)
+    local: Tree = jax.device_get(tree)
+    return local
 
-  def fetch(x: Any) -> Any:
+  def fetch(x: object) -> object:
     if not isinstance(x, jax.Array) or x.is_fully_replicated or x.is_fully_addressable:
       return jax.device_get(x)
     return multihost_utils.process_allgather(x, tiled=True)
 
   with measure_wait():
-    return jax.tree.map(fetch, tree)
+    fetched: Tree = jax.tree.map(fetch, tree)
+  return fetched

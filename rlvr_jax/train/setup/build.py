@@ -439,7 +439,7 @@ def make_task(settings: ml_collections.ConfigDict) -> Task:
     raise ValueError(missing if field else f"config.task.name = {name!r}: {error}") from error
 
 
-def _field_of(value: Any, owner: str, fields: Mapping[str, Any]) -> str:
+def _field_of(value: object, owner: str, fields: Mapping[str, object]) -> str:
   """The dotted name of the field that has this text; "" if none has it."""
   for name, field in fields.items():
     if isinstance(field, Mapping) and (path := _field_of(value, f"{owner}.{name}", field)):

@@ -138,7 +138,7 @@ def _check_loss(
       )
 
 
-def _trace(owner: str, function: Callable[..., Any], *shapes: Any) -> Any:
+def _trace(owner: str, function: Callable[..., object], *shapes: object) -> Any:
   """Shapes of what a component returns; an error in it is a ValueError of one line."""
   try:
     return jax.eval_shape(function, *shapes)

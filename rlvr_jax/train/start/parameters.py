@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from rlvr_jax.data import (
   encode_prompts,
   problem_batches,
 )
+from rlvr_jax.storage.files import JSON
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import (
   CheckpointError,
@@ -159,7 +159,7 @@ def load_policy(initial: InitialParams, folder: Path | None) -> tuple[Params, in
   return read_params(folder, initial.placement.state.params), int(folder.name)
 
 
-def _check_same_network(ours: Mapping[str, Any], path: Path) -> None:
+def _check_same_network(ours: Mapping[str, JSON], path: Path) -> None:
   """Raises if the parameters of a run would compute another function here.
 
   Args:
