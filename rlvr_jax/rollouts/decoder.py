@@ -34,6 +34,7 @@ from rlvr_jax.types import Array, Head, Params, Sampling
 _SLOTS = ("data", "fsdp")  # axes of the mesh over which the slots are split
 _CACHES: dict[str, type[Cache] | type[Pages]] = {"blocks": Cache, "pages": Pages}
 _Part = TypeVar("_Part", bound=Part)
+OnHost: TypeAlias = Array | np.ndarray  # filled by the host, read by a program
 _Parts: TypeAlias = tuple[Part, ...]  # one per layer
 
 
@@ -114,8 +115,8 @@ class Settings(NamedTuple):
 class Known(NamedTuple):
   """Tokens that a dialogue already has when its burst begins."""
 
-  tokens: Array  # i32[slots, steps], of the response, from the burst's first step on
-  number: Array  # i32[slots], of them; the burst samples after these
+  tokens: OnHost  # i32[slots, steps], of the response, from the burst's first step on
+  number: OnHost  # i32[slots], of them; the burst samples after these
 
 
 class State(NamedTuple):
@@ -142,12 +143,12 @@ class Prefilled(NamedTuple):
 class Fresh(NamedTuple):
   """New contents of slots; row s is for slot s."""
 
-  row: Array  # i32[slots], index of the prompt in its prefilled batch; −1 leaves the slot as it is
-  token: Array  # i32[slots], as in `State`
-  prompt: Array  # i32[slots], as in `State`
-  keys: Array  # u32[slots, 2], as in `State`
+  row: OnHost  # i32[slots], index of the prompt in its prefilled batch; −1 leaves the slot as it is
+  token: OnHost  # i32[slots], as in `State`
+  prompt: OnHost  # i32[slots], as in `State`
+  keys: OnHost  # u32[slots, 2], as in `State`
   # Of dialogues:
-  generated: Array | None = None  # i32[slots], cached tokens of the response
+  generated: OnHost | None = None  # i32[slots], cached tokens of the response
   known: Known | None = None
 
 
@@ -294,7 +295,7 @@ def _to_caches(
 
 def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settings) -> State:
   """Puts prompts, and what dialogues have so far, into slots, which run on; donate `state`."""
-  new = fresh.row >= 0
+  new = jnp.asarray(fresh.row >= 0)
 
   def put(cached: Array, prompts: Array) -> Array:
     blocks = prompts.shape[1]

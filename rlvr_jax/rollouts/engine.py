@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -546,9 +546,9 @@ class Engine:
     """Yields arguments of `decoder.insert` for rollouts by slot, once per prefilled batch."""
     slots = self.settings.slots
     for _, members in itertools.groupby(new.items(), key=lambda item: id(item[1].prefilled)):
-      numbers: Any = np.full((2, slots), -1, np.int32)
-      keys: Any = np.zeros((slots, 2), np.uint32)
-      cached: Any = np.zeros(slots, np.int32)
+      numbers = np.full((2, slots), -1, np.int32)
+      keys = np.zeros((slots, 2), np.uint32)
+      cached = np.zeros(slots, np.int32)
       runs: dict[int, _Run] = {}
       for slot, pending in members:
         runs[slot] = run = pending.run
@@ -561,12 +561,12 @@ class Engine:
         fresh = fresh._replace(generated=cached)
       yield pending.prefilled, fresh
 
-  def _to_decode(self, runs: Mapping[int, _Run]) -> tuple[Any, Known | None]:
+  def _to_decode(self, runs: Mapping[int, _Run]) -> tuple[np.ndarray, Known | None]:
     """Of rollouts by slot: the first token to decode, and of dialogues the known ones behind it."""
     slots, steps = self.settings.slots, self.settings.shape.steps
-    token: Any = np.full(slots, -1, np.int32)
-    known_tokens: Any = np.zeros((slots, steps), np.int32)
-    known_number: Any = np.zeros(slots, np.int32)
+    token = np.full(slots, -1, np.int32)
+    known_tokens = np.zeros((slots, steps), np.int32)
+    known_number = np.zeros(slots, np.int32)
     for slot, run in runs.items():
       token[slot] = run.next_token()
       tokens = run.known_tokens()

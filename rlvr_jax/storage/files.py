@@ -16,7 +16,7 @@ from typing import IO, Any, TypeAlias
 
 # A value that can be written as JSON.
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
-# A JSON object that was read: who reads a field knows what it has, or checks it.
+# A JSON object whose fields are read by name: the reader knows or checks what a field has.
 JsonObject: TypeAlias = dict[str, Any]
 
 TEMPORARY = ".tmp"  # ends the name of a file that is being written

@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self, TypeAlias
 
-import jax
 import numpy as np
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
@@ -42,13 +41,14 @@ from rlvr_jax.storage.files import (
   report_full_disk,
 )
 from rlvr_jax.train.reporting.progress import say, warn
+from rlvr_jax.types import Array
 
 WARM_START = "warm_start"  # a phase with its own counter of steps, before step 0
 BEFORE_FIRST_STEP = -1
 TRACKERS = ("trackio", "wandb")  # the extras of the same names
 TRACKED_FILE = "tracked.json"  # of a workdir: its id in the trackers, which a resumed run keeps
 
-Value: TypeAlias = float | str | np.generic | np.ndarray | jax.Array  # arrays of no dimensions
+Value: TypeAlias = float | str | np.generic | np.ndarray | Array  # arrays of no dimensions
 
 
 class Writer(Protocol):

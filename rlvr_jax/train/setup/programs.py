@@ -64,9 +64,8 @@ class Programs(NamedTuple):
 
   # (state, frozen, batch) → (state, metrics); the state is donated
   train_step: jax.stages.Wrapped
-  supervised_init: (
-    jax.stages.Wrapped
-  )  # trained parameters → state of the supervised phase's optimizer
+  # trained parameters → state of the supervised phase's optimizer
+  supervised_init: jax.stages.Wrapped
   supervised_step: jax.stages.Wrapped  # see `update.supervised.supervised_step`
   engine: EnginePrograms  # samples from the policy as in training, on the trainer's devices
   held_out_engine: EnginePrograms  # with the evaluation's sampling
