@@ -16,7 +16,7 @@ Axis legend, used in comments and as suffixes throughout the package:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -24,6 +24,7 @@ from rlvr_jax.sampling import Sampling as Sampling
 
 Array = jax.Array
 Params = Any  # nested dict of arrays
+Tree = TypeVar("Tree")  # a pytree of any structure, which the function keeps
 
 
 class BatchShape(NamedTuple):

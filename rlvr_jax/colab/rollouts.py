@@ -18,7 +18,8 @@ from rlvr_jax.evaluate.pass_at_k import wilson_interval
 from rlvr_jax.rollouts.batches import Batch, read_batch, token_versions
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.places import parse_path
-from rlvr_jax.train.checkpointing.workdir import WorkdirError, read_config
+from rlvr_jax.train.checkpointing.claim import WorkdirError
+from rlvr_jax.train.checkpointing.workdir import read_config
 from rlvr_jax.train.setup.build import make_schedule
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
 

@@ -18,7 +18,8 @@ from rlvr_jax.costs import chips, programs, workload
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.reporting import machines, writer
 from rlvr_jax.train.setup import config_file
-from rlvr_jax.train.setup.build import batch_shape, build, generates_separately, make_schedule
+from rlvr_jax.train.setup.build import batch_shape, build, make_schedule
+from rlvr_jax.train.setup.checks import generates_separately
 from rlvr_jax.train.start.parameters import checkpoint_folder
 
 _AHEAD_OF_TIME = ("fits", "costs", "tune")

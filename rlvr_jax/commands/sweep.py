@@ -27,9 +27,9 @@ from rlvr_jax.evaluate.compare import RESULT_FILE, evaluations
 from rlvr_jax.evaluate.run_files import read_metrics
 from rlvr_jax.storage.files import open_own, replace_file
 from rlvr_jax.storage.places import Workdir, in_bucket
+from rlvr_jax.train.checkpointing.claim import WorkdirError
 from rlvr_jax.train.checkpointing.workdir import (
   LAYOUT_FILE,
-  WorkdirError,
   WorkdirLock,
   claim_workdir,
 )

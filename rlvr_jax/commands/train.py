@@ -20,7 +20,7 @@ from rlvr_jax.storage.bucket import ChangedError
 from rlvr_jax.storage.files import DamagedFileError
 from rlvr_jax.train import loop
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
-from rlvr_jax.train.checkpointing.workdir import WorkdirError
+from rlvr_jax.train.checkpointing.claim import WorkdirError
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.fleet.policies import PolicyDamagedError
 from rlvr_jax.train.generation.agreement import AgreementError

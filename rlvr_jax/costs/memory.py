@@ -60,6 +60,7 @@ def _copied_caches(engine: Settings) -> Table:
   mesh = engine.model.mesh
   if engine.cache == "pages" or not engine.shape.copied_tokens:
     return {}
+  assert mesh is not None  # the engine is of a run
   slots = engine.slots // (mesh.shape["data"] * mesh.shape["fsdp"])
   token = token_bytes(engine.model.config, mesh.shape["tensor"], engine.cache_format)
   return {"keys and values, read in part": float(slots * engine.shape.copied_tokens * token)}
@@ -84,6 +85,7 @@ def estimated_bytes(
   """
   state, frozen, settings = placement.state, placement.frozen, engine.settings
   layout, mesh = placement.row_layout, settings.model.mesh  # of config.generation_mesh, if set
+  assert mesh is not None  # the engine is of a run
   tensor = placement.mesh.shape["tensor"]
   places = layout.max_micro_batches * layout.device_places
   update = update_bytes(network, layout, tensor, state, frozen) | _routes_bytes(settings, places)

@@ -18,13 +18,13 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 from rlvr_jax.data.problems import Problem
 from rlvr_jax.rollouts import group as group_file
 from rlvr_jax.rollouts.group import Draw, Group
-from rlvr_jax.storage.files import parse_checked_line, with_crc32
+from rlvr_jax.storage.files import JSON, JsonObject, parse_checked_line, with_crc32
 from rlvr_jax.storage.objects import Listed, Objects
 
 MARKER = "rlvr_jax fleet 2"
@@ -41,6 +41,7 @@ _NAMES = {
 }
 
 Place = tuple[int, int]  # (draw, index) of a group
+Fields: TypeAlias = Mapping[str, Callable[[object], bool]]  # name → what it may have
 
 
 class RecordError(ValueError):
@@ -223,10 +224,10 @@ class Exchange:
 
   # --- records ------------------------------------------------------------------------------------
 
-  def _put(self, name: str, content: Mapping[str, Any]) -> bool:
+  def _put(self, name: str, content: Mapping[str, JSON]) -> bool:
     return self._objects.put(name, _to_line(content))
 
-  def _get(self, name: str, fields: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any] | None:
+  def _get(self, name: str, fields: Fields) -> JsonObject | None:
     """The checked fields of a record; None if it does not exist."""
     data = self._objects.get(name)
     if data is None:
@@ -269,18 +270,18 @@ def _group_name(place: Place) -> str:
   return "groups/" + ".".join(map(str, place))
 
 
-def _to_line(content: Mapping[str, Any]) -> bytes:
+def _to_line(content: Mapping[str, JSON]) -> bytes:
   return json.dumps(with_crc32({"format": MARKER, **content}), allow_nan=False).encode() + b"\n"
 
 
-def draw_from_json(content: Mapping[str, Any]) -> Draw:
+def draw_from_json(content: JsonObject) -> Draw:
   """The inverse of `draw_to_json`, of checked content."""
   problems = [_problem_from_json(problem) for problem in content["problems"]]
   fields = (content[name] for name in ("seed", "version", "sources"))
   return Draw(content["number"], problems, *fields)
 
 
-def draw_to_json(draw: Draw) -> dict[str, Any]:
+def draw_to_json(draw: Draw) -> dict[str, JSON]:
   """A draw without a plan, as JSON."""
   return {
     "number": draw.number,
@@ -291,13 +292,13 @@ def draw_to_json(draw: Draw) -> dict[str, Any]:
   }
 
 
-def _problem_to_json(problem: Problem) -> dict[str, Any]:
+def _problem_to_json(problem: Problem) -> dict[str, JSON]:
   fields = {f.name: getattr(problem, f.name) for f in dataclasses.fields(problem)}
-  json_values: dict[str, Any] = json.loads(json.dumps(fields))
+  json_values: dict[str, JSON] = json.loads(json.dumps(fields))
   return json_values
 
 
-def _problem_from_json(fields: Mapping[str, Any]) -> Problem:
+def _problem_from_json(fields: JsonObject) -> Problem:
   tuples = {name: tuple(fields[name]) for name in ("history", "messages")}
   return Problem(**{**fields, **tuples})
 
@@ -305,47 +306,47 @@ def _problem_from_json(fields: Mapping[str, Any]) -> Problem:
 # --- what a field may contain ---------------------------------------------------------------------
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
   return isinstance(value, str)
 
 
-def _is_texts(value: Any) -> bool:
+def _is_texts(value: object) -> bool:
   return isinstance(value, dict) and all(map(_is_text, value.values()))
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
   return type(value) is int and 0 <= value < 2**53
 
 
-def _is_count_or_none(value: Any) -> bool:
+def _is_count_or_none(value: object) -> bool:
   return value == -1 or _is_count(value)
 
 
-def _are(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _are(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
   """Whether a value is a list of these."""
   return lambda value: isinstance(value, list) and all(map(is_item, value))
 
 
-def _is_place(value: Any) -> bool:
-  return _are(_is_count)(value) and len(value) == 2
+def _is_place(value: object) -> bool:
+  return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
 
 
-def _is_problem(value: Any) -> bool:
+def _is_problem(value: object) -> bool:
   return isinstance(value, dict) and value.keys() == _PROBLEM.keys() and _have(value, _PROBLEM)
 
 
-def _have(value: Mapping[str, Any], fields: Mapping[str, Callable[[Any], bool]]) -> bool:
+def _have(value: Mapping[str, object], fields: Fields) -> bool:
   return all(is_allowed(value[name]) for name, is_allowed in fields.items())
 
 
-_PROBLEM: Mapping[str, Callable[[Any], bool]] = {
+_PROBLEM: Fields = {
   **dict.fromkeys(("question", "answer", "solution", "where"), _is_text),
   "reference": lambda value: isinstance(value, dict),
   "history": _are(_is_text),
   "messages": _are(_is_texts),
   "inner": lambda value: value is None or isinstance(value, dict),
 }
-_DRAW: Mapping[str, Callable[[Any], bool]] = {
+_DRAW: Fields = {
   "number": _is_count,
   "seed": lambda value: type(value) is int,
   "sources": _are(_is_count),
@@ -353,7 +354,7 @@ _DRAW: Mapping[str, Callable[[Any], bool]] = {
   "version": _is_count,
   "indices": _are(_is_count),
 }
-_SAMPLER: Mapping[str, Callable[[Any], bool]] = {
+_SAMPLER: Fields = {
   **dict.fromkeys(("term", "version"), _is_count_or_none),
   **dict.fromkeys(("message", "error"), _is_text),
   "ends_run": lambda value: type(value) is bool,
@@ -368,7 +369,7 @@ class Watch:
   def __init__(self, limit_s: float, clock: Callable[[], float]):
     """`limit_s`: seconds without a change after which a sampler is dead."""
     self._limit_s, self._clock = limit_s, clock
-    self._seen: dict[str, tuple[Any, float]] = {}  # name → (`Listed.change`, since when)
+    self._seen: dict[str, tuple[Hashable, float]] = {}  # name → (`Listed.change`, since when)
 
   def look(self, samplers: Mapping[str, Listed]) -> list[str]:
     """The names of the living, sorted, after a look at a listing; a new name is alive at first."""

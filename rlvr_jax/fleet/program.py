@@ -105,7 +105,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
   """u64[n] → u64[n], a permutation of all numbers that looks random (SplitMix64)."""
   x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-  return x ^ (x >> np.uint64(31))
+  return np.asarray(x ^ (x >> np.uint64(31)))
 
 
 class Pace:

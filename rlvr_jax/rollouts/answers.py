@@ -22,6 +22,7 @@ from rlvr_jax.environments.base import Turn
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rollouts.dialogues import Beginning, Dialogues
 from rlvr_jax.rollouts.engine import Rollout
+from rlvr_jax.storage.files import JSON
 from rlvr_jax.workers.pool import Failure
 
 _WAIT_S = 2.0  # of a process for answers, before it exchanges with the others
@@ -39,11 +40,11 @@ class EnvironmentStoppedError(RuntimeError):
   """The environments of all problems failed where no policy's text can be the cause."""
 
 
-def _same(value: Any) -> Any:
+def _same(value: JSON) -> JSON:
   return value
 
 
-def in_this_process(action: Callable[[], Any]) -> list[Any]:
+def in_this_process(action: Callable[[], JSON]) -> list[Any]:
   """The results of an action in all processes, where there is one."""
   return [action()]
 
@@ -61,7 +62,7 @@ class Processes:
 
   index: int = 0
   count: int = 1
-  gather: Callable[[Callable[[], Any]], list[Any]] = in_this_process
+  gather: Callable[[Callable[[], JSON]], list[Any]] = in_this_process
 
 
 ALONE = Processes()
@@ -131,7 +132,7 @@ class Answers:
   def __init__(
     self,
     tokenizer: Tokenizer,
-    grade: Callable[[Sequence[str], Sequence[Mapping[str, Any]]], Future[list[Grade]]],
+    grade: Callable[[Sequence[str], Sequence[Mapping[str, JSON]]], Future[list[Grade]]],
     dialogues: Dialogues | None = None,
     processes: Processes = ALONE,
   ):
@@ -269,9 +270,9 @@ class Answers:
   def _futures(self, kind: str) -> Collection[Future[Any]]:
     return [w.future for w in self._waiting.values() if w.kind == kind and w.future is not None]
 
-  def _results(self) -> list[Any]:
+  def _results(self) -> list[JSON]:
     """What this process's futures have given, as JSON: [number, kind, fields]."""
-    results = []
+    results: list[JSON] = []
     for number, waiting in self._waiting.items():
       if waiting.future is None or not waiting.future.done():
         continue

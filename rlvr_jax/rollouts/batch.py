@@ -30,12 +30,12 @@ def drop_scores(batch: TrainBatch) -> TrainBatch:
 def response_lengths(batch: TrainBatch) -> np.ndarray:
   """i32[P, G], the number of tokens up to the last one in the loss, an environment's included."""
   positions = np.arange(1, batch.mask.shape[-1] + 1)
-  return np.max((batch.mask > 0) * positions, axis=-1)
+  return np.asarray(np.max((batch.mask > 0) * positions, axis=-1))
 
 
 def loss_tokens(batch: TrainBatch) -> np.ndarray:
   """i64[P, G], the number of tokens in the loss."""
-  return np.asarray(np.asarray(batch.mask) > 0).sum(axis=-1)
+  return np.asarray(np.sum(np.asarray(batch.mask) > 0, axis=-1))
 
 
 def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:

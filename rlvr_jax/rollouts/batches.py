@@ -29,6 +29,7 @@ from rlvr_jax.rollouts.group import Draw, Group, Sampler, decode, encode, join
 from rlvr_jax.rollouts.recorded import RecordedGroups
 from rlvr_jax.rollouts.staleness import Drawn, RecordedRun, encode_versions
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
+from rlvr_jax.storage.files import JSON, JsonObject
 from rlvr_jax.types import TrainBatch
 
 _MAX_CACHED = 16  # batches kept in memory; the others are read from the store for their update
@@ -48,7 +49,7 @@ class Position(NamedTuple):
   number: int = 0  # of the next batch
   draws: int = 0  # of problems, so far
   checked_version: int = -1  # policy whose log-probabilities were last compared; −1: none
-  problems: Mapping[str, Any] = {}  # state of the problems' order
+  problems: Mapping[str, JSON] = {}  # state of the problems' order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Batch:
   statistics: Mapping[str, float]
   timings: Mapping[str, float]
   flops: float
-  drawn: Sequence[Mapping[str, Any]] = ()
+  drawn: Sequence[Mapping[str, JSON]] = ()
 
   @functools.cached_property
   def train(self) -> TrainBatch:
@@ -84,7 +85,7 @@ class Batch:
     return train_batch(self.groups)
 
   @property
-  def samples(self) -> list[dict[str, Any]]:
+  def samples(self) -> list[JsonObject]:
     """A human-readable record per rollout, in order."""
     return [sample for group in self.groups for sample in group.samples]
 
@@ -99,7 +100,7 @@ class Batch:
     found = {version: x for group in self.groups for version, x in group.versions.items()}
     return dict(sorted(found.items()))
 
-  def info(self) -> dict[str, Any]:
+  def info(self) -> dict[str, JSON]:
     """What the store keeps beside the groups; JSON."""
     names = ("draws", "prompts", "tokens", "statistics", "flops", "drawn")
     fingerprints = {str(version): x for version, x in self.fingerprints.items()}
@@ -156,8 +157,8 @@ class BatchSettings:
   max_draws: int = 0
   waits_for_all: bool = True
   repeats: RecordedRun | None = None
-  how_drawn: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  how_drawn: JsonObject = dataclasses.field(default_factory=dict)
+  about: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
 
 
 class Surroundings(NamedTuple):
@@ -175,7 +176,7 @@ class Surroundings(NamedTuple):
   fingerprint: Callable[[int], str | None]
   compare: Callable[[Sequence[Group], int, int], Measured]
   flops: Callable[[Mapping[str, np.ndarray]], float]
-  on_first: Callable[[Callable[[], Any]], Any]
+  on_first: Callable[[Callable[[], JSON]], Any]
   warn: Callable[[str], None]
 
 
@@ -184,8 +185,8 @@ class _Open:
   """A draw whose groups are not all there, or in no batch so far."""
 
   draw: Draw
-  state: dict[str, Any]  # of the problems' order behind it
-  drawn: dict[str, Any]  # see `Batch.drawn`
+  state: dict[str, JSON]  # of the problems' order behind it
+  drawn: dict[str, JSON]  # see `Batch.drawn`
   groups: dict[int, Group]  # by index
 
   @property
@@ -205,7 +206,7 @@ class _Complete(NamedTuple):
   statistics: Mapping[str, float]
   timings: Mapping[str, float]
   flops: float
-  drawn: Mapping[str, Any]
+  drawn: Mapping[str, JSON]
 
 
 class MeasuredSampler(Sampler, Protocol):
@@ -347,7 +348,7 @@ class Batches:
     sources = np.repeat(np.arange(len(quotas)), quotas).tolist()
     drawn_problems = problems.draw(number, version) if sources else []
     draw = Draw(number, drawn_problems, settings.seed, version, sources, plan)
-    how: dict[str, Any] = {}
+    how: dict[str, JSON] = {}
     if drawn is not None:
       how = drawn._asdict()
     elif settings.how_drawn:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +32,69 @@ from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.types import Array, Head, Params, Sampling
 
 _SLOTS = ("data", "fsdp")  # axes of the mesh over which the slots are split
-_CACHES: dict[str, Any] = {"blocks": Cache, "pages": Pages}
+_CACHES: dict[str, type[Cache] | type[Pages]] = {"blocks": Cache, "pages": Pages}
 _Part = TypeVar("_Part", bound=Part)
+OnHost: TypeAlias = Array | np.ndarray  # filled by the host, read by a program
+_Parts: TypeAlias = tuple[Part, ...]  # one per layer
+
+
+class NetworkSizes(Protocol):
+  """What decoding reads of a `models.transformer.TransformerConfig`."""
+
+  @property
+  def num_layers(self) -> int: ...
+  @property
+  def num_heads(self) -> int: ...
+  @property
+  def num_kv_heads(self) -> int: ...
+  @property
+  def head_dim(self) -> int: ...
+  @property
+  def compute_dtype(self) -> str: ...
+  @property
+  def precision(self) -> str: ...
+  @property
+  def sparse(self) -> tuple[bool, ...]: ...
+  @property
+  def routes(self) -> jax.ShapeDtypeStruct | None: ...
+
+
+class Tables(Protocol):
+  """Rotary tables, by step."""
+
+  def at(self, index: Array) -> Any:
+    """The tables of one step, for `DecodedModel.decode`."""
+
+
+class DecodedModel(Protocol):
+  """What decoding calls of a `models.functional.Model`; see there."""
+
+  @property
+  def config(self) -> NetworkSizes: ...
+  @property
+  def mesh(self) -> Mesh | None: ...
+  @property
+  def init(self) -> Callable[[Array], Params]: ...
+  @property
+  def head(self) -> Callable[[Params], Head]: ...
+  @property
+  def combine(self) -> Callable[[Params, Params], Params]: ...
+  @property
+  def decoding_params(self) -> Callable[[Params], Params]: ...
+  @property
+  def decoding_shardings(self) -> Callable[[Params], Params] | None: ...
+  @property
+  def rotary(self) -> Callable[[Array], Tables]: ...
+  @property
+  def prefill(self) -> Callable[..., tuple[list[tuple[Array, Array]], Array | None]]: ...
+  @property
+  def decode(self) -> Callable[..., tuple[Array, list[Cache], Array | None]]: ...
 
 
 class Settings(NamedTuple):
   """Settings that are fixed when the functions are compiled."""
 
-  model: Any  # provides `config`, `mesh`, `prefill`, `rotary`, `decode` and `head`
+  model: DecodedModel
   sampling: Sampling  # the distribution to sample from
   slots: int  # responses decoded at a time
   shape: CacheShape
@@ -60,8 +115,8 @@ class Settings(NamedTuple):
 class Known(NamedTuple):
   """Tokens that a dialogue already has when its burst begins."""
 
-  tokens: Array  # i32[slots, steps], of the response, from the burst's first step on
-  number: Array  # i32[slots], of them; the burst samples after these
+  tokens: OnHost  # i32[slots, steps], of the response, from the burst's first step on
+  number: OnHost  # i32[slots], of them; the burst samples after these
 
 
 class State(NamedTuple):
@@ -88,12 +143,12 @@ class Prefilled(NamedTuple):
 class Fresh(NamedTuple):
   """New contents of slots; row s is for slot s."""
 
-  row: Array  # i32[slots], index of the prompt in its prefilled batch; −1 leaves the slot as it is
-  token: Array  # i32[slots], as in `State`
-  prompt: Array  # i32[slots], as in `State`
-  keys: Array  # u32[slots, 2], as in `State`
+  row: OnHost  # i32[slots], index of the prompt in its prefilled batch; −1 leaves the slot as it is
+  token: OnHost  # i32[slots], as in `State`
+  prompt: OnHost  # i32[slots], as in `State`
+  keys: OnHost  # u32[slots, 2], as in `State`
   # Of dialogues:
-  generated: Array | None = None  # i32[slots], cached tokens of the response
+  generated: OnHost | None = None  # i32[slots], cached tokens of the response
   known: Known | None = None
 
 
@@ -110,7 +165,13 @@ class Emitted(NamedTuple):
   routes: Array | None = None
 
 
-def take_layer(trained: Params, frozen: Params, rows: Mapping[str, Array], *, model: Any) -> Params:
+# Of the steps of a burst: the tokens to decode, per layer what is staged, and the results so far.
+_Carry: TypeAlias = tuple[Array, tuple[Cache, ...], Emitted]
+
+
+def take_layer(
+  trained: Params, frozen: Params, rows: Mapping[str, Array], *, model: DecodedModel
+) -> Params:
   """Selects the parameters of one layer, sharded as on the trainer's devices.
 
   Layers are loaded one by one: a program that resharded all of them would hold many of them
@@ -123,19 +184,19 @@ def take_layer(trained: Params, frozen: Params, rows: Mapping[str, Array], *, mo
   return _select_layer(trained, frozen, rows, model)["blocks"]
 
 
-def load_layer(blocks: Params, *, model: Any) -> Params:
+def load_layer(blocks: Params, *, model: DecodedModel) -> Params:
   """Converts a layer from `take_layer` to the form that `decode` takes."""
   return model.decoding_params({"blocks": blocks})["blocks"][0]
 
 
-def load_others(trained: Params, frozen: Params, *, model: Any) -> Params:
+def load_others(trained: Params, frozen: Params, *, model: DecodedModel) -> Params:
   """Converts all parameters but the layers to the form that `decode` takes."""
   first = rows_of(0, model.config.sparse)
   return {**model.decoding_params(_select_layer(trained, frozen, first, model)), "blocks": ()}
 
 
 def _select_layer(
-  trained: Params, frozen: Params, rows: Mapping[str, Array | np.int32], model: Any
+  trained: Params, frozen: Params, rows: Mapping[str, Array | np.int32], model: DecodedModel
 ) -> Params:
   """The combined parameters, with one layer in "blocks"."""
   params = model.combine(trained, frozen)
@@ -200,7 +261,9 @@ def prefill(
   attended = (read_back,) if settings.cache_format else ()
   layers, routes = settings.model.prefill(params, tokens, lengths, *attended)
   shape = settings.shape
-  recorded = None if settings.routes is None else routes.astype(settings.routes.dtype)
+  recorded = None
+  if settings.routes is not None and routes is not None:
+    recorded = routes.astype(settings.routes.dtype)
   if prompt is None:
     return Prefilled(_to_caches(layers, shape.prompt, settings), routes=recorded)
   # The response follows the prompt at once: its places differ by row.
@@ -232,9 +295,9 @@ def _to_caches(
 
 def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settings) -> State:
   """Puts prompts, and what dialogues have so far, into slots, which run on; donate `state`."""
-  new = fresh.row >= 0
+  new = jnp.asarray(fresh.row >= 0)
 
-  def put(cached, prompts):
+  def put(cached: Array, prompts: Array) -> Array:
     blocks = prompts.shape[1]
     by_slot = jnp.take(prompts, jnp.maximum(fresh.row, 0), axis=2)
     is_new = new.reshape(-1, *[1] * (cached.ndim - 3))
@@ -318,7 +381,7 @@ def burst(
   )
   tables = rotary_tables(reach, settings=settings)
 
-  def step(carry):
+  def step(carry: _Carry) -> _Carry:
     token, staged, emitted = carry
     now = emitted.steps
     hidden, staged, routes = decode(
@@ -345,7 +408,7 @@ def burst(
   return state, emitted
 
 
-def rotary_tables(reach: Reach, *, settings: Settings) -> Any:
+def rotary_tables(reach: Reach, *, settings: Settings) -> Tables:
   """The rotary tables of a burst, by step; computed once, so that no step computes cosines."""
   steps = jnp.arange(settings.shape.steps)[:, None]
   return settings.model.rotary((reach.prompt + reach.response + steps)[..., None])
@@ -356,7 +419,7 @@ def decode(
   caches: Sequence[tuple[Part, Part]],
   staged: tuple[Cache, ...],
   reach: Reach,
-  tables: Any,
+  tables: Tables,
   token: Array,
   step: Array,
   running: Array | None = None,
@@ -382,7 +445,9 @@ def decode(
   copies = cached_heads(network, _tensor_size(settings)) // network.num_kv_heads
   repeat = lambda x: jnp.repeat(x, copies, axis=1)
 
-  def attend(layer, query, key, value, attention_settings):
+  def attend(
+    layer: int, query: Array, key: Array, value: Array, attention_settings: dict[str, Any]
+  ) -> tuple[Array, Cache]:
     staged_in_layer = staged[layer].stage(repeat(key), repeat(value), step)
     attention = _make_attention(settings, attention_settings)
     return attention(query, *caches[layer], staged_in_layer, reach, step), staged_in_layer
@@ -458,25 +523,32 @@ def _flush_staged(
     flushed: bool[slots], those that are written; None: all.
   """
 
-  def at_once(caches, staged, response, flushed=None):
+  def at_once(
+    caches: _Parts, staged: tuple[Cache, ...], response: Array, flushed: Array | None = None
+  ) -> _Parts:
     pairs = zip(caches, staged, strict=True)
     return tuple(cache.flush(x, response, flushed) for cache, x in pairs)
 
-  def slot_by_slot(caches, staged, response, flushed=None):
-    def flush_slot(slot, caches):
+  def slot_by_slot(
+    caches: _Parts, staged: tuple[Cache, ...], response: Array, flushed: Array | None = None
+  ) -> _Parts:
+    def flush_slot(slot: Array, caches: _Parts) -> _Parts:
       start = response[slot]
-      flush = lambda caches: tuple(
+      flush: Callable[[_Parts], _Parts] = lambda caches: tuple(
         cache.flush_slot(x, slot, start) for cache, x in zip(caches, staged, strict=True)
       )
       if flushed is None:
         return flush(caches)
-      return jax.lax.cond(flushed[slot], flush, lambda caches: caches, caches)
+      kept: _Parts = jax.lax.cond(flushed[slot], flush, lambda caches: caches, caches)
+      return kept
 
-    return jax.lax.fori_loop(0, response.size, flush_slot, caches)
+    written: _Parts = jax.lax.fori_loop(0, response.size, flush_slot, caches)
+    return written
 
-  def on_device(*arguments):
+  def on_device(*arguments: Any) -> _Parts:
     # A loop over slots is thousands of launches on a GPU; a scatter is a slower loop elsewhere.
-    return jax.lax.platform_dependent(*arguments, cuda=at_once, default=slot_by_slot)
+    written: _Parts = jax.lax.platform_dependent(*arguments, cuda=at_once, default=slot_by_slot)
+    return written
 
   arguments = (caches, staged, response, *([] if flushed is None else [flushed]))
 
@@ -487,11 +559,16 @@ def _flush_staged(
   cache_spec, staged_spec = PartitionSpec(heads, None, _SLOTS), PartitionSpec(heads, _SLOTS)
   specs = (cache_spec, staged_spec, *[PartitionSpec(_SLOTS)] * (len(arguments) - 2))
   run = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=cache_spec, check_vma=False)
-  return run(*arguments)
+  written: _Parts = run(*arguments)
+  return written
 
 
 def slot_bytes(
-  network: Any, shape: CacheShape, tensor: int, cache_format: str = "", cache: str = "blocks"
+  network: NetworkSizes,
+  shape: CacheShape,
+  tensor: int,
+  cache_format: str = "",
+  cache: str = "blocks",
 ) -> int:
   """Bytes of a slot's KV cache on one device, with staged and copied keys and values.
 
@@ -506,21 +583,22 @@ def slot_bytes(
   return (shape.tokens + copied) * token_bytes(network, tensor, cache_format)
 
 
-def token_bytes(network: Any, tensor: int, cache_format: str = "") -> int:
+def token_bytes(network: NetworkSizes, tensor: int, cache_format: str = "") -> int:
   """Bytes of a token's keys and values on one device, in all layers; see `slot_bytes`."""
   heads = cached_heads(network, tensor)
   heads_per_device = heads // tensor if heads % tensor == 0 else heads
   dtype = cache_dtype(network, cache_format)
   token = jax.eval_shape(lambda: Cache.zeros((heads_per_device,), 1, network.head_dim, dtype))
-  return network.num_layers * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(token))
+  bytes_per_layer: int = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(token))
+  return network.num_layers * bytes_per_layer
 
 
-def cache_dtype(network: Any, cache_format: str) -> str:
+def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
   """The dtype of cached keys and values: that of the format, or the one of the network."""
   return cache_format or network.compute_dtype
 
 
-def cached_heads(network: Any, tensor: int) -> int:
+def cached_heads(network: NetworkSizes, tensor: int) -> int:
   """Number of key/value heads in the cache: copied if that gives each of `tensor` devices one.
 
   Args:
@@ -569,12 +647,12 @@ def cores_per_device(mesh: Mesh | AbstractMesh | None) -> int:
   return getattr(device, "num_cores", 1)
 
 
-def loaded_shardings(model: Any) -> Params | None:
+def loaded_shardings(model: DecodedModel) -> Params | None:
   """Shardings of what `load_layer`, in "blocks", and `load_others` return; None without a mesh.
 
   XLA may otherwise leave complete parameters on every device, if they come from another layout.
   """
-  if model.mesh is None:
+  if model.mesh is None or model.decoding_shardings is None:
     return None
   return model.decoding_shardings(jax.eval_shape(model.init, jax.random.key(0)))
 
@@ -592,4 +670,5 @@ def _split_over_devices(settings: Settings, cache: _Part, *, slots: int | None) 
     return cache
   spec = [_heads_axis(settings), *[_SLOTS if axis == slots else None for axis in (1, 2)]]
   sharding = NamedSharding(mesh, PartitionSpec(*spec))
-  return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), cache)
+  split: _Part = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), cache)
+  return split

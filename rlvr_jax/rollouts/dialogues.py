@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from rlvr_jax.environments.base import Message, Turn
 from rlvr_jax.environments.dialogues import EnvironmentPool, Started
 from rlvr_jax.rewards.graders import thought_prefix
 from rlvr_jax.rewards.outcome import Grade, Outcome
-from rlvr_jax.rollouts.engine import Rollout
+from rlvr_jax.rollouts.engine import Place, Rollout
+from rlvr_jax.storage.files import JSON
 from rlvr_jax.workers.pool import Failure
 
 CUTS = ("tail", "head", "middle")
@@ -67,7 +68,7 @@ class Dialogues:
     """
     self.settings = settings
     self._tokenizer, self._pool = tokenizer, pool
-    self._started: dict[Any, Future[Started | Failure]] = {}  # by place of the rollout
+    self._started: dict[Place, Future[Started | Failure]] = {}  # by place of the rollout
 
   def reset(
     self, problems: Sequence[Problem], seeds: Sequence[int]
@@ -239,7 +240,7 @@ def turn_start(rollout: Rollout, length: int) -> int:
   return int(np.argmax(turns == turns[-1]))
 
 
-def as_mapping(problem: Problem) -> dict[str, Any]:
+def as_mapping(problem: Problem) -> dict[str, JSON]:
   """A problem, as environments get it: with the reference of its line, whatever graders are set."""
   return {
     "question": problem.question,

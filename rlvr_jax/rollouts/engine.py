@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.types import Array, Params
 
 NOT_SAMPLED = -1  # version of tokens that no policy of the run has sampled
+
+Place: TypeAlias = tuple[int, int, int]  # of a rollout: draw, index of its group, its number there
 
 
 class MissingWeightsError(ValueError):
@@ -83,7 +85,7 @@ class Rollout:
     stopped: whether a stop token or a stop string has ended the turn.
   """
 
-  place: Any
+  place: Place
   prompt: np.ndarray
   key: np.ndarray
   arrays: dict[str, np.ndarray]
@@ -136,7 +138,7 @@ class _Run(NamedTuple):
   def next_token(self) -> int:
     """The first token to decode."""
     rollout = self.rollout
-    return rollout.arrays["tokens"][self.cached - 1] if self.cached else rollout.prompt[-1]
+    return int(rollout.arrays["tokens"][self.cached - 1] if self.cached else rollout.prompt[-1])
 
   def cached_tokens(self) -> np.ndarray:
     """i32[n], those of prompt and response in the cache when the rollout gets a slot."""
@@ -399,7 +401,7 @@ class Engine:
     return len(self._slots) - self.idle_slots + self._queue.num_rollouts
 
   def rollout(
-    self, place: Any, prompt: np.ndarray, key: np.ndarray, plan: np.ndarray | None = None
+    self, place: Place, prompt: np.ndarray, key: np.ndarray, plan: np.ndarray | None = None
   ) -> Rollout:
     """A rollout that has not begun, see `Rollout`.
 
@@ -544,9 +546,9 @@ class Engine:
     """Yields arguments of `decoder.insert` for rollouts by slot, once per prefilled batch."""
     slots = self.settings.slots
     for _, members in itertools.groupby(new.items(), key=lambda item: id(item[1].prefilled)):
-      numbers: Any = np.full((2, slots), -1, np.int32)
-      keys: Any = np.zeros((slots, 2), np.uint32)
-      cached: Any = np.zeros(slots, np.int32)
+      numbers = np.full((2, slots), -1, np.int32)
+      keys = np.zeros((slots, 2), np.uint32)
+      cached = np.zeros(slots, np.int32)
       runs: dict[int, _Run] = {}
       for slot, pending in members:
         runs[slot] = run = pending.run
@@ -559,12 +561,12 @@ class Engine:
         fresh = fresh._replace(generated=cached)
       yield pending.prefilled, fresh
 
-  def _to_decode(self, runs: Mapping[int, _Run]) -> tuple[Any, Known | None]:
+  def _to_decode(self, runs: Mapping[int, _Run]) -> tuple[np.ndarray, Known | None]:
     """Of rollouts by slot: the first token to decode, and of dialogues the known ones behind it."""
     slots, steps = self.settings.slots, self.settings.shape.steps
-    token: Any = np.full(slots, -1, np.int32)
-    known_tokens: Any = np.zeros((slots, steps), np.int32)
-    known_number: Any = np.zeros(slots, np.int32)
+    token = np.full(slots, -1, np.int32)
+    known_tokens = np.zeros((slots, steps), np.int32)
+    known_number = np.zeros(slots, np.int32)
     for slot, run in runs.items():
       token[slot] = run.next_token()
       tokens = run.known_tokens()
@@ -573,10 +575,11 @@ class Engine:
     has_replies = self.settings.has_replies
     return token, Known(known_tokens, known_number) if has_replies else None
 
-  def _to_host(self, emitted: Emitted) -> Emitted:
+  def _to_host(self, on_devices: Emitted) -> Emitted:
     """Fetches the results of a burst; records the routes of the prefills before it."""
     prefilled = self._queue.take_routes()
-    emitted, routes = self._programs.to_host((emitted, [routes for routes, _ in prefilled]))
+    emitted: Emitted
+    emitted, routes = self._programs.to_host((on_devices, [routes for routes, _ in prefilled]))
     for of_batch, (_, contexts) in zip(routes, prefilled, strict=True):
       for row, context in zip(of_batch, contexts, strict=False):
         for run in context.runs:

@@ -18,6 +18,7 @@ from rlvr_jax.rewards.outcome import (
   rewards_from_grades,
 )
 from rlvr_jax.rollouts.engine import Rollout
+from rlvr_jax.storage.files import JSON, JsonObject
 
 FOREIGN = -1  # version of rollouts that no policy of this run has sampled
 
@@ -82,7 +83,7 @@ class Grading:
     version: int,
     arrays: Mapping[str, np.ndarray],
     grades: Sequence[Grade],
-  ) -> list[dict[str, Any]]:
+  ) -> list[JsonObject]:
     """A human-readable record of every rollout; rewards are None for a rollout without a grade.
 
     Args:
@@ -96,7 +97,7 @@ class Grading:
     for g, grade in enumerate(grades):
       length = arrays["lengths"][g]
       reward = float(rewards[g]) if valid[g] else None
-      sample = {
+      sample: JsonObject = {
         "version": version,
         "prompt": problem.question,
         "completion": self.tokenizer.decode(arrays["tokens"][g, :length].tolist()),
@@ -116,11 +117,11 @@ class Grading:
       found.append(sample)
     return found
 
-  def _turns(self, tokens: np.ndarray, turns: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
+  def _turns(self, tokens: np.ndarray, turns: np.ndarray, scores: np.ndarray) -> dict[str, JSON]:
     """The texts of turns, the policy's and the environment's in turn, and scores if any."""
     starts = np.flatnonzero(np.diff(turns, prepend=-1))
     parts = np.split(tokens, starts[1:])
-    found: dict[str, Any] = {"turns": [self.tokenizer.decode(part.tolist()) for part in parts]}
+    found: dict[str, JSON] = {"turns": [self.tokenizer.decode(part.tolist()) for part in parts]}
     if not np.isnan(scores).all():
       ends = scores[[*(starts[1:] - 1), len(tokens) - 1]]
       found["turn_scores"] = np.where(np.isnan(ends), np.array(None), ends).tolist()
@@ -129,13 +130,14 @@ class Grading:
   def _shape_rewards(self, rewards: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     if not self.overlong_buffer:
       return rewards
-    return rewards - np.asarray(
+    penalty = np.asarray(
       overlong_penalty(
         sampled_places(arrays).sum(-1)[None],
         max_response_length=arrays["tokens"].shape[-1],
         overlong_buffer=self.overlong_buffer,
       )[0]
     )
+    return np.asarray(rewards - penalty)
 
 
 def prompt_arrays(prompt: np.ndarray, length: int, pad_token: int) -> dict[str, np.ndarray]:
@@ -178,7 +180,7 @@ def mean_solve_rate(arrays: Mapping[str, np.ndarray], versions: np.ndarray) -> f
 
 
 def draw_statistics(
-  arrays: Mapping[str, np.ndarray], samples: Sequence[Mapping[str, Any]]
+  arrays: Mapping[str, np.ndarray], samples: Sequence[JsonObject]
 ) -> dict[str, float]:
   """Metrics of the groups of a draw.
 

@@ -17,7 +17,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import safetensors
@@ -25,6 +25,7 @@ import safetensors.numpy
 
 if TYPE_CHECKING:  # they load jax, which files of groups do not need
   from rlvr_jax.data import Problem
+  from rlvr_jax.storage.files import JSON, JsonObject
   from rlvr_jax.types import Params
 
 MARKER = "rlvr_jax groups 1"
@@ -66,7 +67,7 @@ class Group(NamedTuple):
   source: int
   versions: dict[int, str]  # version → fingerprint, of each policy of this run that sampled it
   arrays: dict[str, np.ndarray]  # by name, as `ARRAYS` lists them; padding may have any value
-  samples: list[dict[str, Any]]  # one per rollout: texts, answers, details; JSON
+  samples: list[JsonObject]  # one per rollout: texts, answers, details; JSON
   measured: dict[str, float]  # metrics of its sampling
 
 
@@ -241,7 +242,7 @@ class FormatError(ValueError):
   """A file of groups, undamaged, with what this version does not read or does not allow."""
 
 
-def encode(groups: Sequence[Group], info: Mapping[str, Any]) -> bytes:
+def encode(groups: Sequence[Group], info: Mapping[str, JSON]) -> bytes:
   """The bytes of a file of groups.
 
   Args:
@@ -251,7 +252,7 @@ def encode(groups: Sequence[Group], info: Mapping[str, Any]) -> bytes:
     ValueError, TypeError: the message says what cannot be stored.
   """
   arrays: dict[str, np.ndarray] = {}
-  heads = []
+  heads: list[dict[str, JSON]] = []
   for number, group in enumerate(groups):
     # In an order of their own, so that equal groups give equal bytes.
     head, cut = _cut(group._replace(arrays=dict(sorted(group.arrays.items()))))
@@ -259,7 +260,7 @@ def encode(groups: Sequence[Group], info: Mapping[str, Any]) -> bytes:
     cut[_SAMPLES] = np.frombuffer(samples.encode(), np.uint8)
     heads.append(head)
     arrays |= {f"{number}.{name}": array for name, array in cut.items()}
-  content = {"format": MARKER, "info": dict(info), "groups": heads}
+  content: dict[str, JSON] = {"format": MARKER, "info": dict(info), "groups": heads}
   json_text = _to_json("info", content)
   text = f"{_UNSET}{zlib.crc32(json_text.encode()):08x} {json_text}"
   data = safetensors.numpy.save(arrays, {_METADATA: text})
@@ -268,7 +269,7 @@ def encode(groups: Sequence[Group], info: Mapping[str, Any]) -> bytes:
   return b"".join([data[:start], checksum, memoryview(data)[start + len(checksum) :]])
 
 
-def decode(data: bytes, *, max_bytes: int = MAX_BYTES) -> tuple[list[Group], dict[str, Any]]:
+def decode(data: bytes, *, max_bytes: int = MAX_BYTES) -> tuple[list[Group], JsonObject]:
   """Decodes (groups, info), bit for bit as they were given to `encode`.
 
   Everything in the file is checked before it is used; the file may be of any author.
@@ -296,7 +297,7 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES) -> tuple[list[Group], dic
     return _read_groups(content["groups"], arrays, max_bytes), content["info"]
 
 
-def read_info(read_start: Callable[[int], bytes]) -> dict[str, Any]:
+def read_info(read_start: Callable[[int], bytes]) -> JsonObject:
   """The info of a file of groups, of which only the beginning is read.
 
   Args:
@@ -306,10 +307,11 @@ def read_info(read_start: Callable[[int], bytes]) -> dict[str, Any]:
     FormatError: the file has another format.
   """
   size = int.from_bytes(read_start(8), "little")
-  return _read_content(read_start(8 + min(size, _MAX_HEADER_BYTES))[8:])["info"]
+  info: JsonObject = _read_content(read_start(8 + min(size, _MAX_HEADER_BYTES))[8:])["info"]
+  return info
 
 
-def _read_content(header: bytes) -> dict[str, Any]:
+def _read_content(header: bytes) -> JsonObject:
   """The JSON in the metadata of a file of groups, from its header; errors as of `read_info`."""
   try:
     text = json.loads(header)["__metadata__"][_METADATA]
@@ -338,14 +340,14 @@ def _as_format_errors() -> Iterator[None]:
     raise FormatError(f"not a safetensors file: {error}") from error
 
 
-def _to_json(what: str, value: Any) -> str:
+def _to_json(what: str, value: JSON) -> str:
   try:
     return json.dumps(value, allow_nan=False)
   except (TypeError, ValueError) as error:
     raise type(error)(f"{what} must be finite JSON values: {error}") from error
 
 
-def _cut(group: Group) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _cut(group: Group) -> tuple[dict[str, JSON], dict[str, np.ndarray]]:
   """(JSON, arrays without padding) of a group."""
   sizes = check_arrays(group.arrays)
   lengths, pad_tokens = _find_lengths(group.arrays)
@@ -355,7 +357,9 @@ def _cut(group: Group) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     else array
     for name, array in group.arrays.items()
   }
-  head = {name: getattr(group, name) for name in ("draw", "index", "source", "measured")}
+  head: dict[str, JSON] = {
+    name: getattr(group, name) for name in ("draw", "index", "source", "measured")
+  }
   head["versions"] = sorted(group.versions.items())
   return head | {"sizes": sizes, "lengths": lengths, "pad_tokens": pad_tokens}, arrays
 
@@ -389,7 +393,9 @@ def _bits(array: np.ndarray) -> np.ndarray:
   return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape)
 
 
-def _places(axis: str, shape: Sequence[int], lengths: Mapping[str, Sequence[int]]) -> Any:
+def _places(
+  axis: str, shape: Sequence[int], lengths: Mapping[str, Sequence[int]]
+) -> slice | np.ndarray:
   """The index of the part of an array that is stored, row by row."""
   if axis == "S":
     return slice(shape[0] - lengths["S"][0], None)
@@ -397,7 +403,7 @@ def _places(axis: str, shape: Sequence[int], lengths: Mapping[str, Sequence[int]
 
 
 def _read_groups(
-  heads: Sequence[Mapping[str, Any]], stored: dict[str, np.ndarray], max_bytes: int
+  heads: Sequence[JsonObject], stored: dict[str, np.ndarray], max_bytes: int
 ) -> list[Group]:
   """The groups of a file from their JSON and its arrays.
 
@@ -429,7 +435,7 @@ def _read_groups(
 
 
 def _restore(
-  head: Mapping[str, Any], arrays: Mapping[str, np.ndarray], max_bytes: int
+  head: JsonObject, arrays: Mapping[str, np.ndarray], max_bytes: int
 ) -> dict[str, np.ndarray]:
   """A group's arrays with their padding; raises as `_read_groups`."""
   sizes = {str(axis): _count(size) for axis, size in head["sizes"].items()}
@@ -460,13 +466,13 @@ def _restore(
   return restored
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
   if type(value) is not int or not 0 <= value < 2**53:
     raise FormatError(f"{value!r:.80} where a whole number is expected")
   return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
   if not isinstance(value, str):
     raise FormatError(f"{value!r:.80} where a text is expected")
   return value

@@ -18,13 +18,15 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Container, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from rlvr_jax.ops.row_blocks import short_row
 from rlvr_jax.types import BatchShape, Packed, Rows, TrainBatch
+
+Size = TypeVar("Size", int, np.ndarray)
 
 _MAX_INT32 = 2**31 - 1  # of indices of places
 _MOST_SHORT = 2  # micro-batches of short rows; three would compute nearly as much as a whole one
@@ -441,6 +443,7 @@ def computed_rows(packed: Packed) -> list[Rows]:
   return [rows for rows in parts if len(rows.prompts)]
 
 
-def _round_up(size, multiple):
+def _round_up(size: Size, multiple: int) -> Size:
   """`size`, rounded up to a multiple."""
-  return -(-size // multiple) * multiple
+  rounded: Size = -(-size // multiple) * multiple
+  return rounded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -14,10 +14,12 @@ from rlvr_jax.ops.caches import CacheShape, Read
 from rlvr_jax.ops.layers import rows_of, take_rows
 from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.rollouts import decoder
-from rlvr_jax.rollouts.decoder import Emitted, Prefilled, Settings
+from rlvr_jax.rollouts.decoder import DecodedModel, Emitted, Prefilled, Settings
 from rlvr_jax.types import Array, Params, Sampling
 
 _PREFILL_TOKENS = 8192  # the most tokens of a batch of prompts, padding included
+
+Result = TypeVar("Result")
 
 
 class Programs(NamedTuple):
@@ -34,15 +36,15 @@ class Programs(NamedTuple):
   burst: jax.stages.Wrapped
 
 
-class Ahead:
+class Ahead(Generic[Result]):
   """Versions of a program that a thread compiles while the devices run another."""
 
   def __init__(self, program: jax.stages.Wrapped):
     self._program = program
-    self._compiled: dict[Hashable, concurrent.futures.Future[jax.stages.Compiled]] = {}
+    self._compiled: dict[Hashable, concurrent.futures.Future[Callable[..., Result]]] = {}
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "compiles ahead")
 
-  def begin(self, key: Hashable, *arguments: Any, **static: Any) -> None:
+  def begin(self, key: Hashable, *arguments: Any, **static: Hashable) -> None:
     """Begins to compile for arguments or their shapes, unless it has been begun."""
     if key in self._compiled:
       return
@@ -50,7 +52,7 @@ class Ahead:
     compile_it = lambda: self._program.lower(*shapes, **static).compile()
     self._compiled[key] = self._thread.submit(compile_it)
 
-  def find(self, key: Hashable) -> jax.stages.Compiled | None:
+  def find(self, key: Hashable) -> Callable[..., Result] | None:
     """What was begun, as soon as it is compiled; None if nothing was."""
     begun = self._compiled.get(key)
     return None if begun is None else begun.result()
@@ -61,7 +63,7 @@ class Ahead:
     return all(begun.done() for begun in self._compiled.values())
 
 
-def _shape_on_devices(x: Any) -> jax.ShapeDtypeStruct:
+def _shape_on_devices(x: Array | np.ndarray) -> jax.ShapeDtypeStruct:
   # Where arrays may be is not said of those that are not held to a device.
   sharding = x.sharding if isinstance(x, jax.Array) and x.committed else None
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -83,10 +85,11 @@ class Bursts:
       compiles_ahead: whether a thread compiles the program for more blocks of the responses while
         one runs, so that responses that grow do not wait for it. On CPUs it would slow that one.
     """
-    self._burst, self._shape, self._compiles_ahead = burst, settings.shape, compiles_ahead
+    self._burst: Callable[..., tuple[decoder.State, Emitted]] = burst
+    self._shape, self._compiles_ahead = settings.shape, compiles_ahead
     self._reads_all = settings.cache == "pages"  # the kernel does not read what is not filled
     self._prompt_blocks: int | None = None  # of the first burst
-    self._ahead = Ahead(burst)
+    self._ahead = Ahead[tuple[decoder.State, Emitted]](burst)
 
   def run(
     self, params: Params, state: decoder.State, *, prompt: int, response: int, has_halted: bool
@@ -130,9 +133,11 @@ class Prefills:
       prefill: `decoder.prefill`, jitted.
       expected: shapes that a thread compiles for, one at a time, once there are parameters.
     """
-    self._prefill, self._expected, self._ahead = prefill, [*expected], Ahead(prefill)
+    self._prefill, self._expected, self._ahead = prefill, [*expected], Ahead[Prefilled](prefill)
 
-  def find(self, shape: tuple[int, ...], params: Params, has_response: bool) -> Callable:
+  def find(
+    self, shape: tuple[int, ...], params: Params, has_response: bool
+  ) -> Callable[..., Prefilled]:
     """The program for prompts of this shape."""
     if has_response:
       return self._prefill
@@ -157,7 +162,7 @@ def _padded_lengths(block: int, longest: int) -> list[int]:
 class Compiled(NamedTuple):
   """What compiles an engine's programs."""
 
-  jit: Callable
+  jit: Callable[..., jax.stages.Wrapped]
   bursts: Bursts
   prefills: Prefills
 
@@ -178,7 +183,7 @@ class EnginePrograms:
 
   def __init__(
     self,
-    model: Any,
+    model: DecodedModel,
     sampling: Sampling,
     *,
     slots: int,
@@ -316,7 +321,7 @@ class EnginePrograms:
       trained: Params,
       frozen: Params,
       params: Params,
-      state: Any,
+      state: decoder.State,
       tokens: Array,
       lengths: Array,
       prompts: Array,
@@ -345,7 +350,7 @@ class EnginePrograms:
 
   def _slot_shapes(self) -> decoder.State:
     """The shapes of the slots' state, with its shardings."""
-    shapes = jax.eval_shape(self.programs.empty_slots)
+    shapes: decoder.State = jax.eval_shape(self.programs.empty_slots)
     state, _ = decoder.shardings(self.settings)
     return shapes if state is None else jax.tree.map(_add_sharding, shapes, state)
 

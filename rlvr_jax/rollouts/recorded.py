@@ -61,7 +61,7 @@ class RecordedGroups:
     infos = [self._store.info(number) for number in self.numbers]
     self.truncated = any(info["truncated"] for info in infos)
     self.shaped = any(info["shaped"] for info in infos)
-    self._ends = list(itertools.accumulate(info["groups"] for info in infos))
+    self._ends: list[int] = list(itertools.accumulate(info["groups"] for info in infos))
     self._last_read: tuple[int, list[Group]] = -1, []  # index in `numbers`, and its groups
     expected = {"tokenizer": tokenizer, "group_size": group_size}
     for name, value in expected.items():

@@ -337,7 +337,8 @@ class LocalSampler:
 
   def _lane_of(self, rollout: Rollout) -> _Lane:
     draw, index, _ = rollout.place
-    return self._lanes[self._begun[draw, index].draw.sources[index]]
+    source: int = self._begun[draw, index].draw.sources[index]
+    return self._lanes[source]
 
   def _burst(self, lane: _Lane) -> float | None:
     """Fills the slots and decodes a burst.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlvr_jax.ops.logprobs import is_truncated
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.rollouts.recorded import RecordedGroups
+from rlvr_jax.storage.files import JSON
 from rlvr_jax.types import Params, Sampling
 
 
@@ -42,7 +43,7 @@ class Source(NamedTuple):
   # (trained, frozen) of the trained policy → (trained, frozen) of this source
   params_of: Callable[[Params, Params], tuple[Params, Params]] = as_they_are
   # The checkpoint step or the batch numbers that a resumed run must use again; JSON.
-  pin: Any = None
+  pin: JSON = None
   of_this_run: bool = True  # whether its parameters derive from the trained policy's
   # Mean gap of log-probabilities, in nats per token, above which a run stops. Only a source that
   # samples with the policy's own parameters must agree with the trainer; others must be finite.

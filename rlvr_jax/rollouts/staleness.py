@@ -10,12 +10,13 @@ import bisect
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.storage.files import JSON
 from rlvr_jax.storage.places import parse_path
 
 __all__ = [
@@ -27,18 +28,20 @@ __all__ = [
   "asynchronous",
 ]
 
+EncodedVersions: TypeAlias = list[int] | list[list[list[int]]]  # see `encode_versions`
+
 
 class Drawn(NamedTuple):
   """How a draw of prompts was made and sampled, as far as it is not in its batch; JSON."""
 
   draw: int  # its number
-  problems: dict[str, Any]  # state of the problems' order before it
+  problems: dict[str, JSON]  # state of the problems' order before it
   version: int  # that the draw was for
   burst_steps: int  # of the engine
   slots: int
   new_weights: str  # `config.fleet.new_weights`
   # From `encode_versions`, where dynamic sampling has dropped groups; None: the batch has them all.
-  token_versions: list[Any] | None = None
+  token_versions: EncodedVersions | None = None
 
 
 class RecordedRun:
@@ -134,13 +137,14 @@ class RecordedRun:
     return np.array([[[min(group.versions, default=-1)]] for group in groups], np.int32)
 
 
-def encode_versions(versions: np.ndarray) -> list[Any]:
+def encode_versions(versions: np.ndarray) -> EncodedVersions:
   """Versions as JSON: i32[P] of groups, or the runs of equal ones of i32[P, G, T] of tokens.
 
   A rollout is [version, tokens, version, tokens, …] up to its last one.
   """
   if versions.ndim == 1:
-    return versions.tolist()
+    of_groups: list[int] = versions.tolist()
+    return of_groups
   return [[_runs(rollout) for rollout in group] for group in versions]
 
 

@@ -26,7 +26,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from typing import Self
 
 from absl import logging
 
@@ -34,8 +34,10 @@ from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.rollouts.group import DamagedError, FormatError, Group, decode, encode, read_info
 from rlvr_jax.storage.bucket import MAX_CONCURRENT_REQUESTS, UnreachableError
 from rlvr_jax.storage.files import (
+  JSON,
   TEMPORARY,
   DiskFullError,
+  JsonObject,
   locked,
   parse_checked_line,
   path_within,
@@ -113,7 +115,7 @@ class RolloutStore:
 
   # --- batches ----------------------------------------------------------------------------------
 
-  def write(self, number: int, groups: Sequence[Group], info: Mapping[str, Any]) -> None:
+  def write(self, number: int, groups: Sequence[Group], info: Mapping[str, JSON]) -> None:
     """Writes one batch; it is on disk when this returns.
 
     Args:
@@ -152,7 +154,7 @@ class RolloutStore:
       if self._objects.find(_info_name(number)):  # of a batch of this number, removed before
         self._objects.remove(_info_name(number))
 
-  def read(self, number: int) -> tuple[list[Group], dict[str, Any]]:
+  def read(self, number: int) -> tuple[list[Group], JsonObject]:
     """Reads groups and info of a batch, bit for bit as they were given to `write`.
 
     Raises:
@@ -172,7 +174,7 @@ class RolloutStore:
     matches = map(_BATCH.fullmatch, self._objects.list())
     return sorted(int(match[1]) for match in matches if match)
 
-  def info(self, number: int) -> dict[str, Any]:
+  def info(self, number: int) -> JsonObject:
     """The info of a batch, with its file's size as "bytes"; does not read its arrays.
 
     That of a batch that has been removed also has "removed": True.
@@ -344,7 +346,7 @@ class RolloutStore:
     if not self._writable:
       raise StoreError(f"{self.directory} is not open for writing; open it with writable=True")
 
-  def _check_number(self, number: int, info: dict[str, Any]) -> dict[str, Any]:
+  def _check_number(self, number: int, info: JsonObject) -> JsonObject:
     """The info without the batch's number, which must be this one."""
     with self._explain_damage(number):
       if (found := info.pop("number", None)) != number:

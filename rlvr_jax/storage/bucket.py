@@ -18,6 +18,8 @@ from typing import Any
 
 import fsspec
 
+from rlvr_jax.storage.files import JsonObject
+
 MAX_CONCURRENT_REQUESTS = 8
 DEADLINE_S = 300.0  # for a request, with its retries by gcsfs
 # Cached listings would lack what other hosts have written since.
@@ -69,7 +71,7 @@ class Bucket:
     """
     self.url = os.fspath(folder).rstrip("/")
     self._bucket, _, self._prefix = self.url.removeprefix("gs://").partition("/")
-    self._system: Any = fsspec.filesystem("gcs")
+    self._system: fsspec.AbstractFileSystem = fsspec.filesystem("gcs")
     self._guard = guard
 
   def allowed_s(self) -> float:
@@ -83,7 +85,7 @@ class Bucket:
   def describe(self, prefix: str = "") -> dict[str, tuple[int, int]]:
     """(bytes, generation) of the objects whose names begin with `prefix`, by name."""
     found: dict[str, tuple[int, int]] = {}
-    page: dict[str, Any] | None = None
+    page: JsonObject | None = None
     folder = f"{self._prefix}/"
     with _explain_errors(self.url):
       while page is None or "nextPageToken" in page:
@@ -112,7 +114,8 @@ class Bucket:
   def read_start(self, name: str, size: int) -> bytes:
     """Reads so many bytes of an object from its beginning on; all if it is shorter."""
     with _explain_errors(f"{self.url}/{name}"):
-      return self._system.cat_file("/".join(self._key(name)), start=0, end=size)
+      data: bytes = self._system.cat_file("/".join(self._key(name)), start=0, end=size)
+    return data
 
   def put(
     self,
@@ -188,6 +191,6 @@ class Bucket:
   def _key(self, name: str) -> tuple[str, str]:
     return self._bucket, f"{self._prefix}/{name}"
 
-  def _call(self, *request: Any, deadline_s: float = DEADLINE_S, **options: Any) -> Any:
+  def _call(self, *request: str, deadline_s: float = DEADLINE_S, **options: Any) -> Any:
     """Makes a request to the JSON API by gcsfs, which cancels it at the deadline."""
     return self._system.call(*request, timeout=deadline_s, **options)

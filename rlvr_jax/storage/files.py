@@ -12,7 +12,12 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
+
+# A value that can be written as JSON.
+JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
+# A JSON object whose fields are read by name: the reader knows or checks what a field has.
+JsonObject: TypeAlias = dict[str, Any]
 
 TEMPORARY = ".tmp"  # ends the name of a file that is being written
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -124,15 +129,15 @@ def report_unwritable(name: str, error_type: type[Exception] = OSError) -> Itera
     ) from error
 
 
-def open_own(path: pathlib.Path, mode: str, **options: Any) -> IO[Any]:
-  """Opens a file of a run to write it, which is created if needed; options as of `open`.
+def open_own(path: pathlib.Path, mode: str, *, buffering: int = -1) -> IO[Any]:
+  """Opens a file of a run to write it, which is created if needed; arguments as of `open`.
 
   Raises:
     OSError: it is a symbolic link, by which another's workdir could reach files of this user.
   """
   try:
     return open(
-      path, mode, **options, opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW, 0o666)
+      path, mode, buffering, opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW, 0o666)
     )
   except OSError as error:
     if error.errno != errno.ELOOP:
@@ -256,7 +261,7 @@ class JsonLines:
       self._file.close()
       raise
 
-  def append(self, records: Iterable[Mapping[str, Any]]) -> list[bytes]:
+  def append(self, records: Iterable[Mapping[str, JSON]]) -> list[bytes]:
     """Appends one line per record.
 
     Returns:
@@ -311,7 +316,7 @@ def replace_lines(path: pathlib.Path, lines: Sequence[bytes]) -> None:
       file.writelines(lines)
 
 
-def parse_line(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> JsonObject | None:
   """Parses the record in a line; None if the line is not a JSON object."""
   try:
     record = json.loads(line)
@@ -320,13 +325,13 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
   return record if isinstance(record, dict) else None
 
 
-def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+def read_records(path: str | os.PathLike[str]) -> Iterator[JsonObject]:
   """Reads the records of a local file, as `parse_records`."""
   with open(path, encoding="utf-8", errors="replace") as lines:
     yield from parse_records(lines, path)
 
 
-def parse_records(lines: Iterable[str], path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+def parse_records(lines: Iterable[str], path: str | os.PathLike[str]) -> Iterator[JsonObject]:
   """Parses the records of a .jsonl file; an incomplete last line is skipped.
 
   Args:
@@ -347,23 +352,23 @@ def parse_records(lines: Iterable[str], path: str | os.PathLike[str]) -> Iterato
 # --- checksums ------------------------------------------------------------------------------------
 
 
-def json_crc32(value: Any) -> int:
+def json_crc32(value: JSON) -> int:
   """Checksum of a JSON value, which stays the same when the value is written and read back."""
   return zlib.crc32(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode())
 
 
-def with_crc32(record: Mapping[str, Any]) -> dict[str, Any]:
+def with_crc32(record: Mapping[str, JSON]) -> dict[str, JSON]:
   """A record with its checksum as the field "crc32"; see `is_as_written`, `parse_checked_line`."""
   return {**record, "crc32": json_crc32(record)}
 
 
-def is_as_written(record: Mapping[str, Any]) -> bool:
+def is_as_written(record: Mapping[str, JSON]) -> bool:
   """Whether a record of `with_crc32` still matches its checksum; False if it has none."""
   content = {name: value for name, value in record.items() if name != "crc32"}
   return record.get("crc32") == json_crc32(content)
 
 
-def parse_checked_line(line: bytes) -> dict[str, Any] | None:
+def parse_checked_line(line: bytes) -> JsonObject | None:
   """Parses a line from `with_crc32`, without its checksum; None if it is torn or changed."""
   record = parse_line(line)
   if record is None or not is_as_written(record):

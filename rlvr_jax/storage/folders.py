@@ -10,13 +10,13 @@ import posixpath
 import shutil
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from rlvr_jax.storage.files import (
   TEMPORARY,
+  JsonObject,
   locked,
   replace_file,
   report_full_disk,
@@ -37,7 +37,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str
   """
   text = os.fspath(path)
   try:
-    return fsspec.url_to_fs(text if "://" in text else os.path.expanduser(text))
+    system, within = fsspec.url_to_fs(text if "://" in text else os.path.expanduser(text))
+    return system, within
   except (ImportError, ValueError) as error:
     raise ValueError(
       f"{text!r} cannot be opened: {error}. Give a local path or a URL that fsspec knows; for gs://"
@@ -69,7 +70,7 @@ def list_files(directory: str | os.PathLike[str]) -> list[str]:
   return sorted(posixpath.basename(file) for file in files)
 
 
-def read_json(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
+def read_json(system: fsspec.AbstractFileSystem, path: str) -> JsonObject:
   """Reads the object in a JSON file; ValueError if the file is not a JSON object."""
   try:
     value = json.loads(system.cat_file(path))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from rlvr_jax.data.draws import problem_draws
 from rlvr_jax.rollouts.answers import Answers
@@ -13,6 +12,7 @@ from rlvr_jax.rollouts.batches import Batches, BatchSettings, Inputs, Position, 
 from rlvr_jax.rollouts.sampler import SWITCH, LocalSampler, SamplerSettings, ThreadSampler
 from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.storage.files import JsonObject
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.cluster import multihost, sharding
 from rlvr_jax.train.evaluation import Evaluation
@@ -177,7 +177,7 @@ def make_run(
   )
 
 
-def how_drawn(sources: Sources, new_weights: str) -> dict[str, Any]:
+def how_drawn(sources: Sources, new_weights: str) -> JsonObject:
   """What a later run needs to repeat draws that depend on the clock, see `BatchSettings`."""
   if not sources.live:
     return {}

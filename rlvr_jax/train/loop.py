@@ -11,12 +11,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlvr_jax.rollouts.batches import Batch, Batches, Position
 from rlvr_jax.rollouts.sampler import LocalSampler, SamplerStoppedError, ThreadSampler
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
+from rlvr_jax.storage.files import JSON
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.cluster import multihost
@@ -101,7 +102,7 @@ class Run:
   evaluation: Evaluation
   log: RunLog
   checkpointer: Checkpointer
-  layout: Mapping[str, Any]
+  layout: Mapping[str, JSON]
 
 
 def train(run: Run, now: RunState) -> RunState:

@@ -8,12 +8,13 @@ import importlib
 import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
@@ -30,13 +31,14 @@ from rlvr_jax.update.accumulate import policy_logprobs, update_gradient
 from rlvr_jax.update.objective import Method
 
 
-def load_recipe(name: str) -> Any:
+def load_recipe(name: str) -> ConfigDict:
   """The configuration of a recipe by name, such as "grpo"; ImportError for another name."""
-  return importlib.import_module(f"rlvr_jax.configs.{name}").get_config()
+  config: ConfigDict = importlib.import_module(f"rlvr_jax.configs.{name}").get_config()
+  return config
 
 
 def train_and_record(
-  base: Any, workdir: pathlib.Path, *, before: int, lags: Sequence[int]
+  base: ConfigDict, workdir: pathlib.Path, *, before: int, lags: Sequence[int]
 ) -> tuple[Parts, TrainBatch, dict[int, Params], Params, float]:
   """Trains, and records one batch of rollouts.
 
@@ -91,7 +93,7 @@ def read_recorded_batch(place: str) -> TrainBatch:
 
 
 def sample_batches(
-  config: Any, workdir: pathlib.Path, params: Params, *, count: int
+  config: ConfigDict, workdir: pathlib.Path, params: Params, *, count: int
 ) -> list[TrainBatch]:
   """Fresh batches that one policy samples.
 
@@ -113,7 +115,7 @@ def sample_batches(
 
 
 def gradient_function(
-  config: Any, trained: Method, mesh: Mesh, reference: Params, entropy: float
+  config: ConfigDict, trained: Method, mesh: Mesh, reference: Params, entropy: float
 ) -> Callable[[TrainBatch, Params], tuple[dict[str, float], np.ndarray]]:
   """(batch, parameters) → a recipe's metrics there and its gradient as one vector f32[parameters].
 
@@ -179,7 +181,7 @@ class Comparison(NamedTuple):
 def compare_gradients(
   workdir: str | os.PathLike[str],
   *,
-  base: Any,
+  base: ConfigDict,
   recipes: Sequence[str],
   before: int,
   lags: Sequence[int],

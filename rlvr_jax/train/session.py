@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import jax
 
@@ -18,11 +18,11 @@ from rlvr_jax.rewards.grading import GraderPool
 from rlvr_jax.rollouts.sampler import LocalSampler
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.storage.files import replace_file
+from rlvr_jax.storage.files import JSON, replace_file
 from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.begin import begin, in_a_thread, make_run, resume, with_fleet
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
-from rlvr_jax.train.checkpointing.workdir import LAYOUT_FILE, StartFiles, open_workdir
+from rlvr_jax.train.checkpointing.workdir import LAYOUT_FILE, Enter, StartFiles, open_workdir
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError, deadline
 from rlvr_jax.train.fleet.policies import PolicyPublisher
@@ -48,6 +48,7 @@ from rlvr_jax.train.start import parameters
 from rlvr_jax.train.start.every_line import check_every_line
 from rlvr_jax.train.start.first_params import load_from_other_run, warm_start
 from rlvr_jax.train.start.restore import (
+  LastRecords,
   describe_layout,
   elapsed_seconds,
   find_resumable,
@@ -65,14 +66,6 @@ class Session(NamedTuple):
   run: Run
   now: RunState
   workdir: Workdir
-
-
-class Closable(Protocol):
-  def close(self) -> None: ...
-
-
-Resource = TypeVar("Resource", bound=Closable)
-Enter = Callable[[Resource], Resource]  # registers a resource to be closed with the session
 
 
 @contextlib.contextmanager
@@ -293,14 +286,14 @@ def _check_workdir(
   return rows
 
 
-def _record_rows(workdir: Workdir, layout: Mapping[str, Any], tokens: RowTokens) -> None:
+def _record_rows(workdir: Workdir, layout: Mapping[str, JSON], tokens: RowTokens) -> None:
   """Records the rows that the first batch has chosen; `layout`: without them."""
   write_rows(workdir.local, tokens)
   _write_layout(workdir, {**layout, **row_fields(tokens)})
   workdir.publish(ROWS_FILE, LAYOUT_FILE)
 
 
-def _write_layout(workdir: Workdir, layout: Mapping[str, Any]) -> None:
+def _write_layout(workdir: Workdir, layout: Mapping[str, JSON]) -> None:
   """Says which machine has started or resumed the run, and how work is laid out there."""
   with replace_file(workdir.local / LAYOUT_FILE) as file:
     file.write((json.dumps(layout) + "\n").encode())
@@ -318,9 +311,9 @@ def _open_store(workdir: Workdir, enter: Enter) -> RolloutStore:
 
 def _open_writer(
   workdir: Workdir,
-  records: tuple[int | None, Any],
+  records: LastRecords,
   tracked_by: Sequence[str],
-  config: Mapping[str, Any],
+  config: Mapping[str, JSON],
 ) -> MetricWriter:
   """The writer of metrics.
 

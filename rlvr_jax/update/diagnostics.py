@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import jax
 import jax.numpy as jnp
 
@@ -24,6 +26,8 @@ from rlvr_jax.types import Array, Params, TrainBatch, TrainState
 from rlvr_jax.update.accumulate import batch_forward, first_phase, policy_logprobs
 from rlvr_jax.update.objective import Method
 
+Diagnostics: TypeAlias = tuple[dict[str, Array], dict[str, Array]]  # (metrics, arrays)
+
 
 def measure(
   state: TrainState,
@@ -34,7 +38,7 @@ def measure(
   method: Method,
   gram: GramFn,
   compared: str,
-) -> tuple[dict[str, Array], dict[str, Array]]:
+) -> Diagnostics:
   """Measures the geometry of the next update of `state` on `batch`; pure.
 
   Args:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.workers.process import (
@@ -25,11 +25,13 @@ from rlvr_jax.workers.process import (
   Session,
   WorkerProcess,
 )
-from rlvr_jax.workers.worker import MAX_DETAIL
+from rlvr_jax.workers.worker import MAX_DETAIL, Message
 
 _MAX_IDLE_DEATHS = 3  # of workers in a row without a result or a session that caused it
 _MAX_DEFAULT_WORKERS = 32  # each has its own copy of its program's imports in memory
 _LONGEST_POLL_S = 3600.0  # since poll takes no longer time than some weeks
+
+Result = TypeVar("Result")
 
 
 class Failure(NamedTuple):
@@ -64,7 +66,7 @@ def check_limits(
     check_integer(owner, "memory_mib", memory_mib, low=1)
 
 
-def encode(request: Any) -> bytes:
+def encode(request: object) -> bytes:
   """The request as the pool sends it; TypeError or ValueError unless it is JSON-serializable."""
   return json.dumps(request).encode()
 
@@ -221,8 +223,8 @@ class Pool:
     return [worker.pid for worker in self._crew.workers]
 
   def submit(
-    self, session: Session, request: bytes, convert: Callable[[Any], Any] = lambda reply: reply
-  ) -> Future[Any]:
+    self, session: Session, request: bytes, convert: Callable[[Any], Result] = lambda reply: reply
+  ) -> Future[Result | Failure]:
     """Submits a session's next request, and returns at once.
 
     Args:
@@ -235,7 +237,7 @@ class Pool:
       ValueError: the session has ended, or has a request under way.
       RuntimeError: the pool is closed, or has failed.
     """
-    future: Future[Any] = Future()
+    future: Future[Result | Failure] = Future()
     future.set_running_or_notify_cancel()
     line = b'{"session": %d, "request": %b}\n' % (session.number, request)
     with self._lock:
@@ -278,10 +280,13 @@ class Pool:
 
   # --- futures
 
-  def _resolve(self, future: Future[Any] | None, result: Any) -> None:
-    if future is not None:
-      set_it = future.set_exception if isinstance(result, Exception) else future.set_result
-      self._later.append(functools.partial(set_it, result))
+  def _resolve(self, future: Future[Any] | None, result: object) -> None:
+    if future is None:
+      return
+    if isinstance(result, Exception):
+      self._later.append(functools.partial(future.set_exception, result))
+    else:
+      self._later.append(functools.partial(future.set_result, result))
 
   def _call_later_ones(self) -> None:
     while self._later:
@@ -368,7 +373,7 @@ class Pool:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
       self._end_worker(worker, f"its process broke the protocol: {error!r:.200}")
 
-  def _take_message(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+  def _take_message(self, worker: WorkerProcess, message: Message) -> None:
     if "error" in message:
       self._fail_start(str(message["error"]))
     elif "ready" in message:
@@ -385,7 +390,7 @@ class Pool:
         self._crew.count_result()
         self._take_result(worker, number, message)
 
-  def _take_result(self, worker: WorkerProcess, number: int, result: dict[str, Any]) -> None:
+  def _take_result(self, worker: WorkerProcess, number: int, result: Message) -> None:
     session = worker.sessions.get(number)
     if session is None:  # it was closed meanwhile
       if not result.get("ends", True):
@@ -446,7 +451,7 @@ class Pool:
 
   # --- questions
 
-  def _take_question(self, worker: WorkerProcess, number: int, question: Any) -> None:
+  def _take_question(self, worker: WorkerProcess, number: int, question: object) -> None:
     """Answers a question of a session, or asks for the answer."""
     session, answer = worker.sessions.get(number), self._crew.service.answer
     if session is None or answer is None:
@@ -457,7 +462,7 @@ class Pool:
       ask = functools.partial(self._ask, answer, worker, session, question)
       self._later.append(ask)
 
-  def _ask(self, answer: Answer, worker: WorkerProcess, session: Session, question: Any) -> None:
+  def _ask(self, answer: Answer, worker: WorkerProcess, session: Session, question: object) -> None:
     try:
       future = answer(session.context, question)
     except Exception as error:
@@ -466,7 +471,7 @@ class Pool:
     future.add_done_callback(functools.partial(self._take_answer, worker, session, question))
 
   def _take_answer(
-    self, worker: WorkerProcess, session: Session, question: Any, done: Future[Any]
+    self, worker: WorkerProcess, session: Session, question: object, done: Future[object]
   ) -> None:
     """Sends an answer to the session that has asked, if it is still in that worker."""
     with self._lock:
@@ -504,5 +509,5 @@ def _send_close(worker: WorkerProcess, number: int) -> None:
   worker.send(b'{"session": %d, "close": true}\n' % number)
 
 
-def _send_answer(worker: WorkerProcess, number: int, answer: Mapping[str, Any]) -> None:
+def _send_answer(worker: WorkerProcess, number: int, answer: Mapping[str, object]) -> None:
   worker.send(encode({"session": number, **answer}) + b"\n")

@@ -16,9 +16,9 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias, TypeVar
 
-from rlvr_jax.workers.worker import MARK, MEMORY_STATUS, find_processes, kill
+from rlvr_jax.workers.worker import MARK, MEMORY_STATUS, Message, find_processes, kill
 
 KILL_WAIT_S = 5.0  # for the kernel to end a process after SIGKILL
 DIED = "its process ended"
@@ -38,7 +38,7 @@ _SINGLE_THREADED = dict.fromkeys(
 _numbers = itertools.count()  # of sessions
 _START = "from rlvr_jax.workers.worker import main; main()"
 
-
+Result = TypeVar("Result")
 # (context of a session, question of its program) → a future of the answer, JSON
 Answer: TypeAlias = Callable[[Any, Any], "Future[Any]"]
 
@@ -65,7 +65,7 @@ class Service(NamedTuple):
 
   name: str
   program: str
-  arguments: Mapping[str, Any]
+  arguments: Mapping[str, object]
   limit_s: float
   startup_timeout_s: float
   memory_mib: int | None
@@ -174,7 +174,7 @@ class WorkerProcess:
     except BrokenPipeError:
       self._outgoing.clear()  # the worker has died or is dying; reading will report it
 
-  def receive(self) -> list[dict[str, Any]]:
+  def receive(self) -> list[Message]:
     """Reads what is there, when there is something; returns the complete lines.
 
     Raises:
@@ -290,7 +290,7 @@ class Session:
     context: what the pool's `answer` needs; stays in this process.
   """
 
-  def __init__(self, context: Any = None):
+  def __init__(self, context: object = None):
     self.number = next(_numbers)
     self.context = context
     self.worker: WorkerProcess | None = None
@@ -298,9 +298,9 @@ class Session:
     self.has_ended = False
     self._past: list[_Exchange] = []
     self._position = 0  # exchanges that the worker has had
-    self.answers: dict[str, Any] = {}  # by question, so that it is asked once
+    self.answers: dict[str, object] = {}  # by question, so that it is asked once
 
-  def add(self, line: bytes, future: Future[Any], convert: Callable[[Any], Any]) -> None:
+  def add(self, line: bytes, future: Future[Result], convert: Callable[[Any], Result]) -> None:
     """Adds the next request."""
     self.pending = _Pending(line, future, convert)
 
@@ -321,7 +321,7 @@ class Session:
       line = self._past[self._position].line if is_replayed else self.pending.line
       self.worker.send_request(self.number, line)
 
-  def take_reply(self, reply: Any, *, ends: bool) -> _Pending | None:
+  def take_reply(self, reply: object, *, ends: bool) -> _Pending | None:
     """Takes the worker's reply; returns the request that it answers, None for a repeated one.
 
     Args:

@@ -41,8 +41,9 @@ _MAX_THREADS = 32  # requests that wait at a time, and one that runs
 _STACK_BYTES = 4 * 2**20  # of a thread; stacks count as address space, which may be limited
 
 Result = TypeVar("Result")
+Message: TypeAlias = dict[str, Any]  # a line of JSON; its fields depend on what it says
 # (session, question, seconds to wait) → the pool's answer; RuntimeError if it has none.
-Ask: TypeAlias = Callable[[int, Any, float], Any]
+Ask: TypeAlias = Callable[[int, object, float], Any]
 
 # Tests of programs have integers as long as LiveCodeBench allows, in messages in JSON.
 sys.set_int_max_str_digits(50_000)
@@ -61,9 +62,9 @@ class Program(Protocol):
     ready: what the pool learns of it at the start; JSON.
   """
 
-  ready: Any
+  ready: object
 
-  def answer(self, session: int, request: Any) -> tuple[Any, bool]:
+  def answer(self, session: int, request: Any) -> tuple[object, bool]:
     """Answers a request: the reply, JSON, and whether it is the session's last one."""
 
 
@@ -153,15 +154,15 @@ class _Channel:
   def __init__(self, stream: BinaryIO):
     self._stream = stream
     self._lock = threading.Lock()
-    self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}  # by session
+    self._answers: dict[int, queue.SimpleQueue[Message]] = {}  # by session
 
-  def send(self, message: dict[str, Any]) -> None:
+  def send(self, message: Message) -> None:
     line = json.dumps(message).encode() + b"\n"
     with self._lock:
       self._stream.write(line)
       self._stream.flush()
 
-  def ask(self, session: int, question: Any, limit_s: float) -> Any:
+  def ask(self, session: int, question: object, limit_s: float) -> Any:
     """The pool's answer to a question of a session's request; see `Ask`."""
     answers = self._answers[session] = queue.SimpleQueue()
     with waiting(limit_s):
@@ -172,7 +173,7 @@ class _Channel:
       raise RuntimeError(message["error"])
     return message["answer"]
 
-  def take_answer(self, message: dict[str, Any]) -> None:
+  def take_answer(self, message: Message) -> None:
     """Hands an answer of the pool to the request that waits for it."""
     if answers := self._answers.get(message["session"]):
       answers.put(message)
@@ -186,7 +187,7 @@ class _Worker:
     self._channel = channel
     self._limit_s = limit_s
     self._has_memory_limit = has_memory_limit
-    self._requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
     self._core = threading.Lock()  # held while a program's code runs
     self._num_threads = 0  # this and the next change while their thread has the core
     self._num_waiting = 0
@@ -243,7 +244,7 @@ class _Worker:
       os._exit(MEMORY_STATUS)
     self._channel.send({"event": "running", "session": session})
 
-  def _leave_core(self, message: dict[str, Any]) -> None:
+  def _leave_core(self, message: Message) -> None:
     faulthandler.cancel_dump_traceback_later()
     self._channel.send(message)  # before the next session is reported to run
     self._core.release()
@@ -262,7 +263,7 @@ class _Worker:
       self._enter_core(session)
       self._num_waiting -= 1
 
-  def _answer(self, session: int, request: Any) -> dict[str, Any]:
+  def _answer(self, session: int, request: object) -> Message:
     """Runs the program's code; returns the result."""
     try:
       reply, ends = self._program.answer(session, request)

@@ -12,13 +12,12 @@ import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from rlvr_jax.storage.files import DiskFullError, is_disk_full, replace_file, shortage
+from rlvr_jax.storage.files import JSON, DiskFullError, is_disk_full, replace_file, shortage
 from rlvr_jax.storage.places import Workdir, make_absolute, open_bucket, parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import (
   COMMITTED,
@@ -37,6 +36,7 @@ from rlvr_jax.train.checkpointing.checkpoint_files import (
 )
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.progress import warn
+from rlvr_jax.types import Array
 
 _REMOVED = "removed"  # folder of checkpoints to be deleted; never the name of a step
 _DAMAGED = "damaged-"  # begins the names of damaged checkpoints that a run has skipped
@@ -96,9 +96,9 @@ class Checkpointer:
   def save(
     self,
     step: int,
-    state: Any,
+    state: object,
     *,
-    host: Mapping[str, Any],
+    host: Mapping[str, JSON],
     arrays: Mapping[str, np.ndarray] | None = None,
     metric: float | None = None,
     keep_at_or_before: int | None = None,
@@ -144,11 +144,11 @@ class Checkpointer:
     self._writing = {step: metric}
     return True
 
-  def restore(self, abstract_state: Any) -> Restored | None:
+  def restore(self, abstract_state: object) -> Restored | None:
     """Loads the latest intact checkpoint; None if nothing is saved. Arguments as of `intact`."""
     return next(self.intact(abstract_state), None)
 
-  def intact(self, abstract_state: Any) -> Iterator[Restored]:
+  def intact(self, abstract_state: object) -> Iterator[Restored]:
     """Loads the checkpoints, the latest first; damaged ones are named and skipped.
 
     Args:
@@ -176,7 +176,7 @@ class Checkpointer:
       yield restored
       del restored  # not in memory while an earlier one is read
 
-  def _read(self, step: int, abstract_state: Any) -> Restored:
+  def _read(self, step: int, abstract_state: object) -> Restored:
     """Loads a checkpoint; if it is damaged for one process, all raise TornCheckpointError."""
     folder = self.directory / str(step)
     remedy = "Use the configuration of the run that saved it, or another --workdir."
@@ -236,7 +236,7 @@ class Checkpointer:
     before = [step for step in steps if step <= self._return_to][-1:]
     return {*steps[-self._keep :], *best, *before}
 
-  def _amend(self, step: int, host: Mapping[str, Any], metric: float) -> None:
+  def _amend(self, step: int, host: Mapping[str, JSON], metric: float) -> None:
     """Adds a metric, and new values of the host, to a saved checkpoint."""
     if jax.process_index() != 0:
       return
@@ -287,7 +287,7 @@ class Checkpointer:
         (self.directory / str(step)).rename(self.directory / _REMOVED / str(step))
         shutil.rmtree(self.directory / _REMOVED)
 
-  def _check_space(self, values: Mapping[str, Any]) -> None:
+  def _check_space(self, values: Mapping[str, Array | np.ndarray]) -> None:
     """Raises DiskFullError if the disk has too little space for these arrays."""
     if self._bucket is not None:
       return

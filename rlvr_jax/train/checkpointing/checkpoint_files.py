@@ -16,8 +16,8 @@ import pathlib
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,16 @@ import orbax.checkpoint as ocp
 
 from rlvr_jax.ops.checksums import checksums
 from rlvr_jax.storage.bucket import UnreachableError
-from rlvr_jax.storage.files import is_as_written, is_out_of_descriptors, with_crc32
+from rlvr_jax.storage.files import (
+  JSON,
+  JsonObject,
+  is_as_written,
+  is_out_of_descriptors,
+  with_crc32,
+)
 from rlvr_jax.storage.places import in_bucket, make_absolute
 from rlvr_jax.train.cluster.sharding import to_host
-from rlvr_jax.types import Params
+from rlvr_jax.types import Array, Params, Tree
 
 MARKER = "rlvr_jax checkpoint 2"
 COMMITTED = "commit_success.txt"  # orbax writes it last
@@ -39,7 +45,8 @@ _HOST = "host-"  # begins the names of the host's arrays
 _UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED")
 _UNREACHABLE += ("Forbidden", "Cannot connect")
 
-Entries = dict[str, dict[str, Any]]  # name → {"shape", "dtype", "checksum"}
+Entries: TypeAlias = dict[str, JsonObject]  # name → {"shape", "dtype", "checksum"}
+Leaf: TypeAlias = Array | jax.ShapeDtypeStruct  # of a state, or of its shapes
 
 
 class CheckpointError(RuntimeError):
@@ -59,7 +66,7 @@ class Restored(NamedTuple):
 
   step: int
   state: Any  # as saved, with the shardings that were asked for
-  host: dict[str, Any]
+  host: JsonObject
   arrays: dict[str, np.ndarray]
 
 
@@ -76,12 +83,12 @@ def saved_steps(directory: pathlib.Path) -> list[int]:
 
 def items_to_save(
   step: int,
-  state: Any,
+  state: object,
   *,
-  host: Mapping[str, Any],
+  host: Mapping[str, JSON],
   arrays: Mapping[str, np.ndarray],
   metric: float | None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, Array | np.ndarray], dict[str, JSON]]:
   """The two items of a checkpoint: its arrays by name, and its manifest.
 
   Arguments as of `Checkpointer.save`.
@@ -93,17 +100,17 @@ def items_to_save(
     name: {"shape": list(x.shape), "dtype": jnp.dtype(x.dtype).name, "checksum": sums[name]}
     for name, x in values.items()
   }
-  content = {"step": step, "arrays": entries, "host": dict(host), "metric": metric}
+  content: dict[str, JSON] = {"step": step, "arrays": entries, "host": dict(host), "metric": metric}
   # Orbax does not accept empty arrays; the manifest has their shape and dtype.
   stored = {name: value for name, value in values.items() if value.size}
   return stored, _manifest(content)
 
 
-def _manifest(content: Mapping[str, Any]) -> dict[str, Any]:
+def _manifest(content: Mapping[str, JSON]) -> dict[str, JSON]:
   return with_crc32({"marker": MARKER, **json.loads(json.dumps(content))})
 
 
-def with_metric(manifest: dict[str, Any], host: Mapping[str, Any], metric: float) -> bytes:
+def with_metric(manifest: JsonObject, host: Mapping[str, JSON], metric: float) -> bytes:
   """Content of the manifest file of a step whose metric was measured after it was saved."""
   content = {name: manifest[name] for name in ("step", "arrays")}
   return json.dumps(_manifest(content | {"host": dict(host), "metric": metric})).encode()
@@ -112,7 +119,7 @@ def with_metric(manifest: dict[str, Any], host: Mapping[str, Any], metric: float
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
+def read_manifest(directory: pathlib.Path) -> JsonObject:
   """Reads the manifest of a checkpoint, and verifies its checksum and step.
 
   Raises:
@@ -124,7 +131,7 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
       f"{directory} is not a checkpoint of rlvr_jax (it has no manifest). Use another --workdir, or"
       " remove that directory if it is not needed."
     )
-  manifest = json.loads((directory / MANIFEST).read_bytes())
+  manifest: JsonObject = json.loads((directory / MANIFEST).read_bytes())
   is_whole = isinstance(manifest, dict) and is_as_written(manifest)
   former = isinstance(manifest, dict) and manifest.get("manifest")  # where format 1 has its content
   marker = (former or manifest)["marker"] if is_whole or former else MARKER
@@ -141,7 +148,7 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def read_state(
-  directory: pathlib.Path, abstract_state: Any, *, if_other: str, verifies: bool = True
+  directory: pathlib.Path, abstract_state: object, *, if_other: str, verifies: bool = True
 ) -> Restored:
   """Loads a checkpoint and verifies every array.
 
@@ -172,7 +179,7 @@ def read_state(
   return Restored(manifest["step"], state, manifest["host"], arrays)
 
 
-def verify_state(directory: pathlib.Path, state: Any) -> None:
+def verify_state(directory: pathlib.Path, state: object) -> None:
   """Verifies every leaf of what `read_state` has loaded; all processes call it together.
 
   Raises:
@@ -190,7 +197,7 @@ def read_params(directory: pathlib.Path, abstract_params: Params) -> Params:
   return read_field("params", directory, abstract_params)
 
 
-def read_field(field: str, directory: pathlib.Path, abstract: Any) -> Any:
+def read_field(field: str, directory: pathlib.Path, abstract: Tree) -> Tree:
   """Loads one field of the `TrainState` in a checkpoint of any run; writes nothing.
 
   Args:
@@ -242,7 +249,7 @@ def _report_damage(directory: pathlib.Path) -> Iterator[None]:
     ) from error
 
 
-def _named_leaves(tree: Any) -> dict[str, Any]:
+def _named_leaves(tree: object) -> dict[str, Any]:
   """Leaves by path, in flattening order."""
   named = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -256,12 +263,13 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
   return named
 
 
-def _unflatten(like: Any, leaves: Any) -> Any:
-  return jax.tree.unflatten(jax.tree.structure(like), leaves)
+def _unflatten(like: Tree, leaves: Iterable[Array]) -> Tree:
+  tree: Tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
+  return tree
 
 
 def _check_same_leaves(
-  directory: pathlib.Path, expected: Mapping[str, Any], saved: Entries, remedy: str
+  directory: pathlib.Path, expected: Mapping[str, Leaf], saved: Entries, remedy: str
 ) -> None:
   """Raises ForeignCheckpointError, which names the first leaf that differs."""
   in_run = {n: f"{jnp.dtype(x.dtype).name}{list(x.shape)}" for n, x in expected.items()}
@@ -276,7 +284,7 @@ def _check_same_leaves(
 
 
 def _read_arrays(
-  directory: pathlib.Path, on_devices: Mapping[str, Any], entries: Entries
+  directory: pathlib.Path, on_devices: Mapping[str, Leaf], entries: Entries
 ) -> dict[str, Any]:
   """The arrays of `entries`, first those `on_devices` in that order, then NumPy arrays.
 
@@ -307,7 +315,7 @@ def _read_arrays(
 # --- checksums ------------------------------------------------------------------------------------
 
 
-def _device_sums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
+def _device_sums(leaves: Mapping[str, Array]) -> dict[str, int]:
   """Checksums of arrays on devices by name; all processes call it together."""
   return dict(zip(leaves, to_host(checksums(list(leaves.values()))).tolist(), strict=True))
 
@@ -345,7 +353,7 @@ def silence_orbax() -> None:
   warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
   default_hook = sys.unraisablehook
 
-  def show_unless_closed(raised: Any) -> None:
+  def show_unless_closed(raised: sys.UnraisableHookArgs) -> None:
     if str(raised.exc_value) != "Event loop is closed":
       default_hook(raised)
 

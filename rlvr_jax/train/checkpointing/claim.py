@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlvr_jax.storage.bucket import Bucket, ChangedError
 from rlvr_jax.storage.places import OWNER
@@ -53,7 +53,7 @@ class BucketClaim:
     beat_s: float,
     limit_s: float,
     machine: str | None = None,
-    on_loss: Callable[[str], Any] = exit_immediately,
+    on_loss: Callable[[str], object] = exit_immediately,
   ):
     """Claims the folder; waits until it is known whether the last owner is alive.
 
@@ -157,7 +157,7 @@ class BucketClaim:
       f"{self._bucket.url} is in use by {name}. Wait for it, stop it, or use another --workdir."
     )
 
-  def _send_heartbeats(self, beat_s: float, on_loss: Callable[[str], Any]) -> None:
+  def _send_heartbeats(self, beat_s: float, on_loss: Callable[[str], object]) -> None:
     """Sends heartbeats until `close`; runs in a thread. Arguments as of `__init__`."""
     while not self._ended.wait(beat_s):
       start = _now()

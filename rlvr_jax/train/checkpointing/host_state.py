@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from rlvr_jax.rollouts.batches import Position
+from rlvr_jax.storage.files import JSON, JsonObject
 
 
 class HostState(NamedTuple):
@@ -15,17 +16,17 @@ class HostState(NamedTuple):
   counters: dict[str, float]  # of the run log
   evaluation: dict[str, float]  # values of the last evaluation
   evaluated: int  # number of updates before the last evaluation
-  layout: dict[str, Any]  # machine and layout, see `restore.describe_layout`
+  layout: dict[str, JSON]  # machine and layout, see `restore.describe_layout`
   fingerprints: dict[str, str]  # of the policies of pending batches, see `Policies.state`
   scored_at: dict[str, int]  # see `Scorer.state`
-  written: dict[str, Any]  # records before this checkpoint, see `MetricWriter.written`
+  written: dict[str, Sequence[int]]  # records before this checkpoint, see `MetricWriter.written`
 
-  def to_json(self) -> dict[str, Any]:
+  def to_json(self) -> dict[str, JSON]:
     """JSON values for `Checkpointer.save`."""
     return self._asdict() | {"position": self.position._asdict()}
 
   @classmethod
-  def from_json(cls, host: Mapping[str, Any]) -> HostState:
+  def from_json(cls, host: JsonObject) -> HostState:
     """The inverse of `to_json`."""
     fields = {name: host[name] for name in cls._fields}
     return cls(**fields | {"position": Position(**host["position"])})

@@ -8,10 +8,10 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Protocol, TypeVar
 
-from rlvr_jax.storage.files import open_own, replace_file, report_unwritable
+from rlvr_jax.storage.files import JSON, JsonObject, open_own, replace_file, report_unwritable
 from rlvr_jax.storage.places import Workdir, in_bucket
 from rlvr_jax.train.checkpointing import claim
 from rlvr_jax.train.checkpointing.claim import BucketClaim, WorkdirError
@@ -20,6 +20,19 @@ from rlvr_jax.train.cluster import multihost
 LAYOUT_FILE = "layout.json"  # the machine of the process that last started or resumed a run
 # Files that a run writes after its configuration; without warm_start, which users may copy.
 _RUN_FILES = ("checkpoints", "rollouts", "metrics.jsonl", "problems.jsonl")
+
+
+class Closable(Protocol):
+  def close(self) -> None: ...
+
+
+Resource = TypeVar("Resource", bound=Closable)
+
+
+class Enter(Protocol):
+  """Registers a resource to be closed when the run ends; returns it."""
+
+  def __call__(self, resource: Resource, /) -> Resource: ...
 
 
 class WorkdirLock:
@@ -88,9 +101,7 @@ class StartFiles:
         folder.rmdir()
 
 
-def open_workdir(
-  workdir: str | os.PathLike[str], enter: Callable[[Any], Any]
-) -> tuple[Workdir, StartFiles]:
+def open_workdir(workdir: str | os.PathLike[str], enter: Enter) -> tuple[Workdir, StartFiles]:
   """Opens a workdir and claims it for this run.
 
   Args:
@@ -164,13 +175,13 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
     _write_config(path, new)
 
 
-def _write_config(path: pathlib.Path, config: Mapping[str, Any]) -> None:
+def _write_config(path: pathlib.Path, config: Mapping[str, JSON]) -> None:
   with replace_file(path) as file:
     file.write((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 def differing_fields(
-  old: Mapping[str, Any], new: Mapping[str, Any], may_differ: Collection[str]
+  old: Mapping[str, JSON], new: Mapping[str, JSON], may_differ: Collection[str]
 ) -> list[tuple[str, str, str]]:
   """(dotted name, old value, new value) of the fields of a configuration that differ.
 
@@ -187,7 +198,7 @@ def differing_fields(
   ]
 
 
-def read_config(path: pathlib.Path, shown: str = "") -> dict[str, Any]:
+def read_config(path: pathlib.Path, shown: str = "") -> JsonObject:
   """Reads the configuration of a run, as JSON values.
 
   Args:
@@ -212,7 +223,7 @@ def run_file_names(folder: pathlib.Path) -> list[str]:
   return [name for name in _RUN_FILES if (folder / name).exists()]
 
 
-def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(node: JSON, prefix: str = "") -> Iterator[tuple[str, str]]:
   """Dotted name and JSON text of every field; an empty group counts as a field."""
   if isinstance(node, dict) and node:
     for key, child in node.items():

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rlvr_jax.storage.files import JSON
+
 _HANDSHAKE_S = 10.0  # for the first line of a connection
 _RERUN = "Rerun the same command on every host to resume from the last checkpoint"
 # A host that loses power does not close its connections: it counts as dead after 40 s of silence.
@@ -48,7 +50,7 @@ class _Connection:
     self._socket, self._lines = connected, connected.makefile("rb")
     self._sending = threading.Lock()
 
-  def send(self, *message: Any) -> None:
+  def send(self, *message: JSON) -> None:
     """Sends a message; does nothing if the other process has ended, which `receive` reports."""
     line = json.dumps(message).encode() + b"\n"
     with self._sending, contextlib.suppress(OSError):
@@ -102,7 +104,7 @@ class Channel:
     self._phase = "the start"  # of the last exchange that this process began
     self._connections = connections
     # (phase, value) by process, from a process to the first one, and from the first one to all.
-    self._arrived: dict[int, queue.SimpleQueue[dict[int, tuple[str, Any]]]] = {
+    self._arrived: dict[int, queue.SimpleQueue[dict[int, tuple[str, JSON]]]] = {
       other: queue.SimpleQueue() for other in connections
     }
     self._on_request, self._on_loss = on_request, on_loss
@@ -112,7 +114,7 @@ class Channel:
         target=self._read, args=(other, connection), name=f"control-{other}", daemon=True
       ).start()
 
-  def exchange(self, value: Any, phase: str, deadline_s: float) -> list[Any]:
+  def exchange(self, value: JSON, phase: str, deadline_s: float) -> list[Any]:
     """Exchanges values; one thread of each process calls it, equally often on all.
 
     Args:
@@ -181,7 +183,7 @@ class Channel:
       f" {self._phase!r}. See what it printed. {_RERUN}"
     )
 
-  def _forward(self, source: int, *message: Any) -> None:
+  def _forward(self, source: int, *message: JSON) -> None:
     """Forwards a message from `source` to all others; only the first process has any."""
     for other, connection in self._connections.items():
       if other != source:

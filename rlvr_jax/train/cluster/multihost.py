@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from rlvr_jax.storage.files import JSON
 from rlvr_jax.train.cluster import control
 from rlvr_jax.train.cluster.process import (
   DEADLINE_S,
@@ -133,7 +134,7 @@ def num_processes() -> int:
   return _channel.count
 
 
-def exchange(value: Any) -> list[Any]:
+def exchange(value: JSON) -> list[Any]:
   """Exchanges values; every process must call it.
 
   Runs no collective, so it does not wait for programs on the devices.
@@ -213,7 +214,7 @@ def run_on_first(action: Callable[[], T], elsewhere: T) -> T:
   return run_together(action if is_first() else lambda: elsewhere)
 
 
-def result_of_first(action: Callable[[], Any]) -> Any:
+def result_of_first(action: Callable[[], JSON]) -> Any:
   """Runs `action` on the first process, as `run_together`; returns its result, JSON, on all."""
   return exchange(run_on_first(action, None))[0]
 

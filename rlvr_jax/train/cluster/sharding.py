@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from rlvr_jax.models.layout import Layout, Residual
 from rlvr_jax.train.cluster.process import measure_wait
-from rlvr_jax.types import Array, Params, TrainBatch
+from rlvr_jax.types import Array, Params, TrainBatch, Tree
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
@@ -60,7 +60,7 @@ def make_mesh(
   tensor: int = 1,
   field: str = "mesh",
   skipped: int = 0,
-  devices: Sequence[Any] | None = None,
+  devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
   """A mesh over data·fsdp·tensor devices, after the first `skipped` ones.
 
@@ -158,13 +158,13 @@ def is_on_cpu(mesh: Mesh | AbstractMesh) -> bool:
   return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
-def state_shardings(abstract: Any, mesh: Mesh) -> Any:
+def state_shardings(abstract: Tree, mesh: Mesh) -> Tree:
   """A NamedSharding for every leaf, from `RULES` by its path; also for optimizer moments.
 
   A dimension that is not divisible by the size of its axis is replicated.
   """
 
-  def sharding(path, leaf):
+  def sharding(path: tuple[jax.tree_util.KeyEntry, ...], leaf: Array) -> NamedSharding:
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     spec = next(spec for pattern, spec in RULES if re.search(pattern, name))
     axes = [
@@ -173,16 +173,18 @@ def state_shardings(abstract: Any, mesh: Mesh) -> Any:
     ]
     return NamedSharding(mesh, PartitionSpec(*axes[: leaf.ndim]))
 
-  return jax.tree_util.tree_map_with_path(sharding, abstract)
+  shardings: Tree = jax.tree_util.tree_map_with_path(sharding, abstract)
+  return shardings
 
 
-def add_shardings(shapes: Any, mesh: Mesh) -> Any:
+def add_shardings(shapes: Tree, mesh: Mesh) -> Tree:
   """`jax.ShapeDtypeStruct`s with the shardings of `state_shardings`."""
-  return jax.tree.map(
+  placed: Tree = jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     shapes,
     state_shardings(shapes, mesh),
   )
+  return placed
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -285,7 +287,7 @@ def decoding_shardings(params: Params, mesh: Mesh) -> Params:
   return {**gathered, "blocks": jax.tree.map(of_layer, gathered["blocks"])}
 
 
-def _replace_fsdp(shardings: Any, arrays: Any, axes: tuple[str, ...]) -> Any:
+def _replace_fsdp(shardings: Params, arrays: Params, axes: tuple[str, ...]) -> Params:
   """`shardings` with other axes in place of fsdp, in dimensions that they divide."""
 
   def replace(sharding: NamedSharding, x: Array) -> NamedSharding:
@@ -332,8 +334,9 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
 def batch_shardings(batch: TrainBatch, mesh: Mesh, groups: PartitionSpec = BATCH) -> TrainBatch:
   """A sharding for every leaf: arrays [P, ...] as `groups`, each micro-batch on its rows."""
 
-  def shard(tree: Any, spec: PartitionSpec) -> Any:
-    return jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
+  def shard(tree: Tree, spec: PartitionSpec) -> Tree:
+    shardings: Tree = jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
+    return shardings
 
   packed = batch.packed
   if packed is not None:
@@ -351,18 +354,22 @@ def batch_to_devices(batch: TrainBatch, mesh: Mesh, groups: PartitionSpec = BATC
   Args:
     groups: how arrays [P, ...] are split, over prompts or not at all.
   """
-  return jax.tree.map(to_devices, batch, batch_shardings(batch, mesh, groups))
+  shardings = batch_shardings(batch, mesh, groups)
+  on_devices: TrainBatch = jax.tree.map(to_devices, batch, shardings)
+  return on_devices
 
 
-def to_host(tree: Any) -> Any:
+def to_host(tree: Tree) -> Tree:
   """Fetches global arrays as NumPy arrays, complete on every process."""
   if jax.process_count() == 1:
-    return jax.device_get(tree)
+    local: Tree = jax.device_get(tree)
+    return local
 
-  def fetch(x: Any) -> Any:
+  def fetch(x: object) -> object:
     if not isinstance(x, jax.Array) or x.is_fully_replicated or x.is_fully_addressable:
       return jax.device_get(x)
     return multihost_utils.process_allgather(x, tiled=True)
 
   with measure_wait():
-    return jax.tree.map(fetch, tree)
+    fetched: Tree = jax.tree.map(fetch, tree)
+  return fetched

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rlvr_jax.storage.files import JSON
 from rlvr_jax.train.cluster import multihost, sharding
 from rlvr_jax.train.cluster.process import exit_after
+from rlvr_jax.types import Tree
 
 
-def burst_to_host(tree: Any, *, deadline_s: float) -> Any:
+def burst_to_host(tree: Tree, *, deadline_s: float) -> Tree:
   """What a burst has sampled, as NumPy arrays; waits for the devices.
 
   Ends the process if that takes longer than `deadline_s` seconds.
@@ -27,7 +29,7 @@ def burst_to_host(tree: Any, *, deadline_s: float) -> Any:
     return sharding.to_host(tree)
 
 
-def gather_answers(action: Callable[[], Any]) -> list[Any]:
+def gather_answers(action: Callable[[], JSON]) -> list[Any]:
   """What an action returns in each of the processes; an error in one ends all.
 
   Raises:

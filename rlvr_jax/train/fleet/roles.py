@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ml_collections
 import numpy as np
@@ -31,9 +31,11 @@ from rlvr_jax.rollouts.grading import sampled_places
 from rlvr_jax.rollouts.group import Draw, Group, Policy, decode, encode
 from rlvr_jax.rollouts.sampler import LocalSampler, SamplerStoppedError
 from rlvr_jax.rollouts.sources import Sources
+from rlvr_jax.storage.files import JSON
 from rlvr_jax.storage.objects import open_objects
 from rlvr_jax.storage.places import Workdir, in_bucket
-from rlvr_jax.train.checkpointing.workdir import WorkdirError, differing_fields, read_config
+from rlvr_jax.train.checkpointing.claim import WorkdirError
+from rlvr_jax.train.checkpointing.workdir import differing_fields, read_config
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import (
   EndRequestedError,
@@ -335,7 +337,7 @@ def follow(inner: ComparedSampler, reader: PolicyReader) -> None:
       return
 
 
-def _tell(*command: Any) -> None:
+def _tell(*command: JSON) -> None:
   multihost.exchange([*command])
 
 
@@ -473,7 +475,7 @@ def sampler_settings(
 
 
 def identify(
-  config: Mapping[str, Any], may_differ: Sequence[str], source: ProblemSource, tokenizer: Tokenizer
+  config: Mapping[str, JSON], may_differ: Sequence[str], source: ProblemSource, tokenizer: Tokenizer
 ) -> dict[str, str]:
   """What all programs of a fleet must have in common, by name.
 
@@ -498,16 +500,16 @@ def _fingerprint_data(source: ProblemSource, tokenizer: Tokenizer) -> str:
   size = len(source)
   indices = np.unique(np.linspace(0, size - 1, _COMPARED_PROBLEMS, dtype=int)).tolist()
   problems = [source[index] for index in indices]
-  texts = [[problem.question, dict(problem.reference)] for problem in problems]
+  texts: list[JSON] = [[problem.question, dict(problem.reference)] for problem in problems]
   tokens = [list(map(int, encode_prompt(p, tokenizer))) for p in problems]
   return _digest([size, texts, tokens])
 
 
-def _digest(value: Any) -> str:
+def _digest(value: JSON) -> str:
   return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def check_same_run(ours: Mapping[str, Any], folder: pathlib.Path) -> None:
+def check_same_run(ours: Mapping[str, JSON], folder: pathlib.Path) -> None:
   """Raises WorkdirError unless a sampler has the configuration of the run in a workdir.
 
   Args:
@@ -536,7 +538,7 @@ def check_same_run(ours: Mapping[str, Any], folder: pathlib.Path) -> None:
 
 
 def _differences(
-  theirs: Mapping[str, Any], ours: Mapping[str, Any], may_differ: Sequence[str]
+  theirs: Mapping[str, JSON], ours: Mapping[str, JSON], may_differ: Sequence[str]
 ) -> list[tuple[str, str, str]]:
   """As `differing_fields`; a field that is not set may as well be absent."""
   found = differing_fields(theirs, ours, may_differ)

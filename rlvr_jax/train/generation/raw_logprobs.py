@@ -63,7 +63,8 @@ def replace_with_raw(
     prompts = Prompts(arrays["prompts.tokens"], arrays["prompts.lengths"])
     inputs: tuple[Any, ...] = prompts, *(arrays[name] for name in names)
     on_devices = placement.to_generation(inputs)
-    return sharding.to_host(logprobs_at_temperature_1(params, frozen, *on_devices))
+    logprobs = logprobs_at_temperature_1(params, frozen, *on_devices)
+    return np.asarray(sharding.to_host(logprobs))
 
   found, gaps, step = [], {}, placement.scored_groups
   for index, source in enumerate(sources):

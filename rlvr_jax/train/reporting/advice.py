@@ -6,13 +6,14 @@ Every function returns texts, "" where there is nothing to say; `log` prints the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_collections
 
 from rlvr_jax.data import Task
 from rlvr_jax.rollouts.batches import Batch
 from rlvr_jax.rollouts.staleness import RecordedRun, Schedule
+from rlvr_jax.storage.files import JSON
 
 MANY_PASSES = 20  # of a warm start over its demonstrations: from there on it memorizes them
 _FEW_GROUPS = 0.1  # share of the groups whose rewards differ
@@ -179,7 +180,9 @@ def on_repetition(recorded: RecordedRun | None, batch: Batch) -> dict[str, str]:
   return {"repetition": text if why else ""}
 
 
-def on_faults(samples: Sequence[Mapping[str, Any]], which: str, consequence: str) -> dict[str, str]:
+def on_faults(
+  samples: Sequence[Mapping[str, JSON]], which: str, consequence: str
+) -> dict[str, str]:
   """Says that the grader or the environment has failed, and how.
 
   Args:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import ml_collections
@@ -24,6 +24,7 @@ from rlvr_jax.rollouts.batch import (
 )
 from rlvr_jax.rollouts.batches import Batch
 from rlvr_jax.rollouts.staleness import Schedule
+from rlvr_jax.storage.files import JSON
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import measure_wait
 from rlvr_jax.train.reporting import advice, machines
@@ -352,7 +353,7 @@ class RunLog:
     self,
     step: int,
     values: Mapping[str, float],
-    samples: Sequence[Sequence[Mapping[str, Any]]],
+    samples: Sequence[Sequence[Mapping[str, JSON]]],
     lengths: Sequence[np.ndarray],
     *,
     began: float,

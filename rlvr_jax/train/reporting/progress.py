@@ -42,7 +42,7 @@ _RARE = ("outcome/environment_",)  # prefixes of keys that are printed where the
 def compact_line(
   step: int,
   total: int,
-  values: Mapping[str, Any],
+  values: Mapping[str, float],
   *,
   held_out: str = "",
   seconds_left: float | None = None,
@@ -89,7 +89,7 @@ def warn(text: str) -> None:
 
 
 def progress(
-  iterable_or_total: Iterable[Any] | int,
+  iterable_or_total: Iterable[object] | int,
   description: str,
   *,
   unit: str = "items",

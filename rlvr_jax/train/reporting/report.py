@@ -6,7 +6,6 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from rlvr_jax.evaluate import learning_curves
 from rlvr_jax.evaluate.curves import phase_seconds
@@ -17,6 +16,7 @@ from rlvr_jax.evaluate.run_files import (
   TENSORBOARD_FOLDER,
   read_metrics,
 )
+from rlvr_jax.storage.files import JsonObject
 
 CURVES_FILE = "learning_curves.png"
 _COUNTERS = (  # label, prefix of the keys, format
@@ -24,7 +24,7 @@ _COUNTERS = (  # label, prefix of the keys, format
   ("model FLOPs", "counter/flops_", "{:.3g}"),
 )
 
-Record = dict[str, Any]
+Record = JsonObject
 
 
 def write_report(

@@ -17,7 +17,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 from tensorboardX import summary
@@ -32,6 +32,7 @@ from rlvr_jax.evaluate.run_files import (
   read_metrics,
 )
 from rlvr_jax.storage.files import (
+  JSON,
   JsonLines,
   parse_line,
   read_lines,
@@ -40,17 +41,20 @@ from rlvr_jax.storage.files import (
   report_full_disk,
 )
 from rlvr_jax.train.reporting.progress import say, warn
+from rlvr_jax.types import Array
 
 WARM_START = "warm_start"  # a phase with its own counter of steps, before step 0
 BEFORE_FIRST_STEP = -1
 TRACKERS = ("trackio", "wandb")  # the extras of the same names
 TRACKED_FILE = "tracked.json"  # of a workdir: its id in the trackers, which a resumed run keeps
 
+Value: TypeAlias = float | str | np.generic | np.ndarray | Array  # arrays of no dimensions
+
 
 class Writer(Protocol):
   """Something that takes the records of a run."""
 
-  def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
+  def write(self, step: int, phase: str, values: Mapping[str, float]) -> None:
     """Takes the numbers and texts of a phase's step."""
 
   def close(self) -> None:
@@ -82,7 +86,7 @@ class MetricWriter:
     self.workdir = pathlib.Path(workdir)
     self._lines, self._others, self._publish = lines or {}, others, publish
 
-  def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
+  def write(self, step: int, phase: str, values: Mapping[str, Value]) -> None:
     """Writes one record {"step", "phase", values…}, which is in its file when this returns.
 
     Args:
@@ -95,20 +99,20 @@ class MetricWriter:
     """
     if not self._lines:
       return
-    values = {name: _plain(value) for name, value in values.items()}
-    self._lines[METRICS_FILE].append(step, phase, [values])
-    numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+    plain = {name: _plain(value) for name, value in values.items()}
+    self._lines[METRICS_FILE].append(step, phase, [plain])
+    numbers = {name: value for name, value in plain.items() if not isinstance(value, str)}
     for writer in self._others:
       writer.write(step, phase, numbers)
 
   def write_rollouts(
-    self, step: int, rollouts: Sequence[Mapping[str, Any]], *, phase: str = "train"
+    self, step: int, rollouts: Sequence[Mapping[str, JSON]], *, phase: str = "train"
   ) -> None:
     """Writes one line per rollout: {"step", "phase", fields…}; fields are JSON values."""
     if self._lines:
       self._lines[ROLLOUTS_FILE].append(step, phase, rollouts)
 
-  def write_geometry(self, step: int, arrays: Mapping[str, Any]) -> None:
+  def write_geometry(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes the arrays of one measurement as geometry/STEP.npz; the file is complete or absent.
 
     Raises:
@@ -120,18 +124,20 @@ class MetricWriter:
     with report_full_disk(path):
       path.parent.mkdir(exist_ok=True)
     with replace_file(path) as file:
-      np.savez(file, **arrays)
+      named: dict[str, Any] = {**arrays}  # any of them might be `allow_pickle`
+      np.savez(file, **named)
 
   def write_stage(self, step: int, length: int) -> None:
     """Writes the record of a stage that ends with this step, of so many updates."""
     if self._lines:
       self.write(step, "stage", stage_summary(self.workdir, step, length))
 
-  def written(self, step: int) -> dict[str, Any]:
+  def written(self, step: int) -> dict[str, Sequence[int]]:
     """Syncs the records to disk; returns what a checkpoint stores of those up to a step; JSON.
 
     Later ones were written in preparing an update that was not made.
     """
+    found: dict[str, Sequence[int]]
     found = {name: records.written(step) for name, records in self._lines.items()}
     self._publish()
     return found
@@ -153,7 +159,7 @@ class MetricWriter:
 def open_writer(
   workdir: str | os.PathLike[str],
   last_step: int | None = None,
-  written: Mapping[str, Any] | None = None,
+  written: Mapping[str, Sequence[int]] | None = None,
   *,
   trackers: Sequence[Writer] = (),
   publish: Callable[[], None] = lambda: None,
@@ -217,7 +223,7 @@ class Records:
     self._end = kept, zlib.crc32(b"".join(lines))  # bytes, and their checksum
     self._ends = {BEFORE_FIRST_STEP if last_step is None else last_step: self._end}
 
-  def append(self, step: int, phase: str, records: Sequence[Mapping[str, Any]]) -> None:
+  def append(self, step: int, phase: str, records: Sequence[Mapping[str, JSON]]) -> None:
     """Appends one line per record, {"step", "phase", values…}.
 
     Raises:
@@ -268,7 +274,7 @@ class TensorBoard:
     self._folder, self._last_step = folder, last_step
     self._files: dict[str, EventsWriter] = {}
 
-  def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
+  def write(self, step: int, phase: str, values: Mapping[str, float]) -> None:
     """Appends one event of numbers.
 
     Raises:
@@ -308,7 +314,7 @@ class Tracker:
   Its first error is printed, and ends the copies, not the run.
   """
 
-  def __init__(self, name: str, workdir: pathlib.Path, config: Mapping[str, Any]):
+  def __init__(self, name: str, workdir: pathlib.Path, config: Mapping[str, JSON]):
     """Opens the run of this workdir, or resumes it.
 
     Args:
@@ -321,7 +327,7 @@ class Tracker:
     """
     check_tracker(name)
     self.name, self._failed = name, False
-    module: Any = importlib.import_module(name)
+    module = importlib.import_module(name)
     identity = _tracked_id(workdir)
     if name == "wandb":  # a run has an id besides its name
       specific = {"id": identity, "name": workdir.name, "dir": str(workdir)}
@@ -329,7 +335,7 @@ class Tracker:
       specific = {"name": f"{workdir.name}-{identity}"}
     self._run = module.init(project="rlvr_jax", resume="allow", config=dict(config), **specific)
 
-  def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
+  def write(self, step: int, phase: str, values: Mapping[str, float]) -> None:
     """Sends the numbers of one record; every phase has its own counter, such as train/step."""
     if self._failed:
       return
@@ -359,10 +365,11 @@ def _tracked_id(workdir: pathlib.Path) -> str:
   if not path.exists():
     with replace_file(path) as file:
       file.write(json.dumps({"id": uuid.uuid4().hex[:8]}).encode())
-  return json.loads(path.read_text())["id"]
+  identity: str = json.loads(path.read_text())["id"]
+  return identity
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> float | str:
   """A JSON value: exact int or float; text for a float that is not finite."""
   if isinstance(value, str):
     return value

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import ml_collections
@@ -24,6 +23,7 @@ from rlvr_jax.rollouts.recorded import RecordedGroups
 from rlvr_jax.rollouts.sources import OfAnotherRun, Source, Sources
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.sampling import LEAST_TEMPERATURE, sampling_of
+from rlvr_jax.storage.files import JsonObject
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import read_params, saved_steps
 from rlvr_jax.train.cluster import sharding
@@ -116,7 +116,7 @@ def make_sources(
   tokenizer: Tokenizer,
   shape: BatchShape,
   engines: Engines,
-  pins: Mapping[str, Any],
+  pins: JsonObject,
 ) -> Sources:
   """The sources that `config.sources` describes; all errors are found before compilation.
 
@@ -151,7 +151,7 @@ def make_sources(
 
   def rounded(name: str, prompts: int) -> Source:
     @jax.jit
-    def copy(trained, frozen):
+    def copy(trained: Params, frozen: Params) -> tuple[Params, Params]:
       merged = merge_low_rank(model.combine(trained, frozen))
       return quantized.quantize(merged, settings.quantized.format), {}
 

@@ -313,7 +313,8 @@ def scored_groups(layout: RowLayout, shape: BatchShape, mesh: Mesh) -> int:
   """`Placement.scored_groups`: groups of full length that fill a micro-batch on every device."""
   group = shape.group_size * (shape.max_prompt_length + shape.max_response_length)
   groups = max(layout.device_places // group, 1)
-  return groups * mesh.shape["data"] * mesh.shape["fsdp"]
+  devices: int = mesh.shape["data"] * mesh.shape["fsdp"]
+  return groups * devices
 
 
 def make_sampler(
@@ -430,14 +431,15 @@ def make_task(settings: ml_collections.ConfigDict) -> Task:
     )
   spec = spec._replace(arguments=kwargs)
   try:
-    return specs.make_from_spec(f"config.task.name = {name!r}", tasks, spec, Task)
+    task: Task = specs.make_from_spec(f"config.task.name = {name!r}", tasks, spec, Task)
+    return task
   except OSError as error:
     field = _field_of(error.filename, "config.task.kwargs", kwargs)
     missing = f"{field} = {error.filename!r}: {error.strerror}"
     raise ValueError(missing if field else f"config.task.name = {name!r}: {error}") from error
 
 
-def _field_of(value: Any, owner: str, fields: Mapping[str, Any]) -> str:
+def _field_of(value: object, owner: str, fields: Mapping[str, object]) -> str:
   """The dotted name of the field that has this text; "" if none has it."""
   for name, field in fields.items():
     if isinstance(field, Mapping) and (path := _field_of(value, f"{owner}.{name}", field)):
@@ -452,7 +454,10 @@ def make_schedule(name: str, *, num_updates: int, seed: int) -> staleness.Schedu
   check_integer("config", "num_updates", num_updates, low=0, high=_MAX_UPDATES)
   run_values = dict(num_updates=num_updates, seed=seed)
   try:
-    return specs.make("config.schedule", staleness, name, staleness.Schedule, **run_values)
+    kind = staleness.Schedule
+    schedule: staleness.Schedule
+    schedule = specs.make("config.schedule", staleness, name, kind, **run_values)
+    return schedule
   except StoreError as error:
     raise ValueError(f"config.schedule = {name!r}: {error}") from error
 

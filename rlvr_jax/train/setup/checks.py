@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import ml_collections
@@ -246,7 +245,7 @@ def check_binary(
   grading: Grading,
   sources: Sequence[Source],
   *,
-  extra: Sequence[Any],
+  extra: Sequence[object],
   store: str,
   environment: str,
 ) -> None:

@@ -17,7 +17,8 @@ import rlvr_jax
 from rlvr_jax.ops.checks import describe
 from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.setup.programs import abstract_update_batch
-from rlvr_jax.types import BatchShape, Metric, Params, TrainBatch, TrainState
+from rlvr_jax.types import Array, BatchShape, Metric, Params, TrainBatch, TrainState
+from rlvr_jax.update.diagnostics import Diagnostics
 from rlvr_jax.update.objective import Method
 from rlvr_jax.update.step import train_step
 
@@ -64,7 +65,7 @@ def check_update(
   *,
   advantage: str,
   loss: str,
-  diagnose: Callable[..., Any] | None,
+  diagnose: Callable[..., Diagnostics] | None,
   has_turns: bool = False,
 ) -> None:
   """Traces one update on shapes, so that errors in components are raised before compilation.
@@ -100,6 +101,7 @@ def _check_advantage(
       f"{owner}: the advantage returns {describe(coefficients)}; it must return coefficients"
       f" [P, G], here {list(batch.rewards.shape)}"
     )
+  in_loss: jax.ShapeDtypeStruct
   in_loss = _trace(owner, method.advantage.in_loss, state.advantage_state, batch, coefficients)
   if getattr(in_loss, "shape", None) not in (batch.rewards.shape, batch.tokens.shape):
     raise ValueError(
@@ -115,7 +117,7 @@ def _check_loss(
   """Raises ValueError if `config.loss` fails, or does not return (losses [P, G, T], metrics)."""
   owner, loss = f"config.loss = {name!r}", method.loss
 
-  def losses_of(logprobs, batch, coefficients):
+  def losses_of(logprobs: Array, batch: TrainBatch, coefficients: Array) -> object:
     statistics = loss.statistics and loss.statistics(logprobs, batch, coefficients)
     return loss.per_token(logprobs, batch, coefficients, statistics)
 
@@ -136,7 +138,7 @@ def _check_loss(
       )
 
 
-def _trace(owner: str, function: Callable[..., Any], *shapes: Any) -> Any:
+def _trace(owner: str, function: Callable[..., object], *shapes: object) -> Any:
   """Shapes of what a component returns; an error in it is a ValueError of one line."""
   try:
     return jax.eval_shape(function, *shapes)

@@ -25,6 +25,7 @@ from ml_collections.config_flags import config_flags
 
 import rlvr_jax
 from rlvr_jax import specs
+from rlvr_jax.storage.files import JsonObject
 from rlvr_jax.storage.places import parse_path
 
 _RECIPES = os.path.join(os.path.dirname(rlvr_jax.__file__), "configs")
@@ -140,7 +141,7 @@ def read(arguments: Sequence[str], *, trusting: bool = False) -> ConfigDict:
     ValueError: the file or a field is wrong.
   """
   values, argv = flags.FlagValues(), ["", *arguments]
-  options: dict[str, Any] = dict(lock_config=True, flag_values=values, sys_argv=argv)
+  options: dict[str, object] = dict(lock_config=True, flag_values=values, sys_argv=argv)
   config_flags.DEFINE_config_file("config", **options)
   values["config"].parser = Parser("config", [*argv, *[_TRUST] * trusting])
   try:
@@ -228,7 +229,7 @@ class Parser(config_flags.ConfigFileFlagParser):
     super().__init__(name)
     self._argv = argv
 
-  def parse(self, path: str) -> Any:
+  def parse(self, path: str) -> object:
     path = installed_recipe(path)
     config = self._of_run(path) if path.endswith(".json") else super().parse(_existing(path))
     if config is None:
@@ -268,7 +269,7 @@ def is_trusting(argv: Sequence[str]) -> bool:
   return any(re.fullmatch("--?trust_run(=(true|True|1))?", flag) for flag in argv)
 
 
-def _find_code(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _find_code(values: JsonObject) -> Iterator[tuple[str, str]]:
   """Yields (field, text) of what makes a run execute code of others than this package's."""
   yield from specs.outside_package(values)
   grading, task = values.get("grading") or {}, values.get("task") or {}
@@ -281,7 +282,7 @@ def _find_code(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
       yield f"config.{field}", text
 
 
-def _check_trust(path: str, values: Mapping[str, Any], argv: Sequence[str]) -> None:
+def _check_trust(path: str, values: JsonObject, argv: Sequence[str]) -> None:
   """Ends the process if a run's configuration names code of others, without --trust_run."""
   named = [f"  {field} = {text!r:.200}" for field, text in _find_code(values)]
   if not named or is_trusting(argv):
@@ -290,7 +291,7 @@ def _check_trust(path: str, values: Mapping[str, Any], argv: Sequence[str]) -> N
   sys.exit(f"error: {what}\nadd --trust_run if you trust who wrote that run")
 
 
-def _set_fields(section: ConfigDict, values: Mapping[str, Any]) -> None:
+def _set_fields(section: ConfigDict, values: JsonObject) -> None:
   """Sets fields, given as JSON, which has lists for tuples."""
   for name, value in values.items():
     if isinstance(value, dict) and isinstance(section.get(name), ConfigDict):
@@ -299,7 +300,7 @@ def _set_fields(section: ConfigDict, values: Mapping[str, Any]) -> None:
       section[name] = _with_tuples(value)
 
 
-def _with_tuples(value: Any) -> Any:
+def _with_tuples(value: object) -> object:
   """A JSON value with tuples for lists, at any depth."""
   return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
@@ -350,10 +351,10 @@ def _file_flag(argv: Sequence[str]) -> str:
   return next((f"{name[0]}={path}" for name, path in _flags_like("config", argv)), "--config")
 
 
-def _inside_a_string(flag: str, config: ConfigDict, given: Mapping[str, Any]) -> str | None:
+def _inside_a_string(flag: str, config: ConfigDict, given: Mapping[str, object]) -> str | None:
   """A message if a flag sets a field of a field that is a string, such as learning_rate.peak."""
   for path in given:
-    node: Any = config
+    node: object = config
     *names, _ = path.split(".")
     for depth, name in enumerate(names, start=1):
       node = node[name] if isinstance(node, ConfigDict) and name in node else None
@@ -372,10 +373,11 @@ def texts(name: str, argv: Sequence[str]) -> dict[str, str]:
   return {path[1]: text for path, text in _flags_like(rf"{name}\.([\w.]+)", argv)}
 
 
-def overrides(name: str, argv: Sequence[str]) -> dict[str, Any]:
+def overrides(name: str, argv: Sequence[str]) -> dict[str, object]:
   """As `texts`, with a value where the text is a literal."""
-  given: dict[str, Any] = dict(texts(name, argv))
-  for path, text in given.items():
+  found = texts(name, argv)
+  given: dict[str, object] = dict(found)
+  for path, text in found.items():
     with contextlib.suppress(ValueError, SyntaxError):
       given[path] = ast.literal_eval(text)
   return given
@@ -386,7 +388,7 @@ def recipe_path(argv: Sequence[str]) -> str:
   return _file_flag(argv).partition("=")[2]
 
 
-def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
+def open_task(config: ConfigDict, given: Mapping[str, object]) -> None:
   """Adds placeholders to `config.task.kwargs` for the keywords that a command line sets.
 
   If the command line chooses another task, the recipe's keywords are dropped.
@@ -421,7 +423,7 @@ def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
       task.kwargs[keyword] = placeholder(_type_of(factory, keyword))
 
 
-def open_model(config: ConfigDict, given: Mapping[str, Any]) -> None:
+def open_model(config: ConfigDict, given: Mapping[str, object]) -> None:
   """Adds placeholders to `config.model.overrides` for the fields that a command line sets.
 
   Recipes set the overrides as a dict, which has the fields of that recipe alone.
@@ -455,7 +457,7 @@ def open_model(config: ConfigDict, given: Mapping[str, Any]) -> None:
       listed[field] = placeholder(kind)
 
 
-def _type_of(factory: Callable[..., Any], keyword: str) -> type:
+def _type_of(factory: Callable[..., object], keyword: str) -> type:
   """The type of a keyword, from its default or else its annotation; object if it has neither."""
   parameter = inspect.signature(factory).parameters.get(keyword)
   if parameter is None:  # one of **kwargs

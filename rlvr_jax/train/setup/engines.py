@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import ml_collections
@@ -37,9 +37,10 @@ class TrainerLayout(NamedTuple):
 
 def bytes_per_trained_parameter(state: TrainState) -> float:
   """Bytes of a trained parameter with what the optimizer keeps of it, such as its moments."""
-  arrays = [x for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim]
-  parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
-  return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) / parameters
+  leaves: list[jax.ShapeDtypeStruct] = jax.tree.leaves((state.params, state.opt_state))
+  parameters: int = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
+  num_bytes: int = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves if x.ndim)
+  return num_bytes / parameters
 
 
 def bytes_per_restored_parameter(published: Params) -> float:
@@ -48,8 +49,10 @@ def bytes_per_restored_parameter(published: Params) -> float:
   Args:
     published: shapes and dtypes of a policy, from `published_params`.
   """
-  arrays = jax.tree.leaves(published)
-  return 2 * sum(x.size * x.dtype.itemsize for x in arrays) / sum(x.size for x in arrays)
+  arrays: list[jax.ShapeDtypeStruct] = jax.tree.leaves(published)
+  num_bytes: int = sum(x.size * x.dtype.itemsize for x in arrays)
+  parameters: int = sum(x.size for x in arrays)
+  return 2 * num_bytes / parameters
 
 
 def records_routes(settings: ml_collections.ConfigDict) -> bool:
@@ -59,7 +62,8 @@ def records_routes(settings: ml_collections.ConfigDict) -> bool:
 
 def routing_of(settings: ml_collections.ConfigDict) -> str:
   """`config.model.routing`; a recipe that replaces `config.model` need not name it."""
-  return settings.get("routing", ROUTINGS[0])
+  routing: str = settings.get("routing", ROUTINGS[0])
+  return routing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +152,8 @@ def _cache(settings: ml_collections.ConfigDict, model: Model) -> str:
 def sampling_platform(model: Model) -> str:
   """The platform of the devices that generate: "tpu", "gpu" or "cpu"."""
   devices = model.mesh.devices.flat if isinstance(model.mesh, Mesh) else jax.devices()
-  return devices[0].platform
+  platform: str = devices[0].platform
+  return platform
 
 
 def choose_slots(
@@ -215,18 +220,18 @@ def _resident_bytes(model: Model, base: Params, trainer: TrainerLayout) -> float
     model, trainer: as for `choose_slots`.
     base: all parameters on the mesh that generates.
   """
-  sizes = dict(trainer.mesh.shape)
+  sizes: dict[str, int] = dict(trainer.mesh.shape)
   dtype = jax.numpy.dtype(model.config.param_dtype)
   if trainer.separate and model.mesh is not None and dict(model.mesh.shape) != sizes:
     # The weights that were synced, without an optimizer; quantized ones are made from them.
     place = lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
     return memory.shard_bytes(jax.tree.map(place, base))
   size = dtype.itemsize if trainer.frozen else trainer.bytes_per_trained
-  parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(base))
+  parameters: int = sum(math.prod(x.shape) for x in jax.tree.leaves(base))
   return parameters * size / (sizes["fsdp"] * sizes["tensor"])
 
 
-def _memory(mesh: Any) -> int | None:
+def _memory(mesh: Mesh | AbstractMesh | None) -> int | None:
   """Bytes of this process's devices, if they generate and say so."""
   device = jax.local_devices()[0]
   if isinstance(mesh, AbstractMesh) or (mesh is not None and device not in mesh.devices.flat):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +35,7 @@ from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy, outcome_polic
 from rlvr_jax.rollouts.answers import Answers, Processes
 from rlvr_jax.rollouts.dialogues import CUT_NOTE, CUTS, Dialogues, DialogueSettings, as_mapping
 from rlvr_jax.rollouts.grading import Grading
+from rlvr_jax.train.checkpointing.workdir import Enter
 from rlvr_jax.train.cluster import multihost, waiting
 from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.reporting.progress import warn
@@ -296,7 +297,7 @@ def start_pools(
   environment: ml_collections.ConfigDict,
   task: Task,
   tokenizer: Tokenizer,
-  enter: Callable[[Any], Any],
+  enter: Enter,
 ) -> tuple[GraderPool, EnvironmentPool | None]:
   """Starts the processes of graders and of environments, the arguments of `make_answers`.
 
@@ -466,7 +467,7 @@ def _as_number(text: str) -> float | str:
     return text
 
 
-def shaped_outcomes(outcome_policy: OutcomePolicy) -> dict[str, Any]:
+def shaped_outcomes(outcome_policy: OutcomePolicy) -> dict[str, float | str]:
   """Outcomes whose reward may be other than 0 or 1; only the score of a correct answer is 1."""
   plain = ("mask", "stop", 0.0, 1.0)
   binary = lambda outcome, reward: reward in plain or (outcome, reward) == ("correct", "score")

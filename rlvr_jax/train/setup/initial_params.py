@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import ml_collections
@@ -22,6 +22,7 @@ from rlvr_jax.models.presets import given_overrides
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.keys import key_for
+from rlvr_jax.storage.files import JSON, JsonObject
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.cluster.placement import Placement
@@ -71,7 +72,7 @@ class InitialParams:
   checkpoint: str
   adapters: str
   seed: int
-  identity: Mapping[str, Any]
+  identity: Mapping[str, JSON]
 
   def of_network(self) -> Params:
     """All parameters: those of the published model, or else randomly initialized.
@@ -160,7 +161,7 @@ def _first_adapters(
   return jax.tree.map(place, adapters, shardings)
 
 
-def network_identity(config: Mapping[str, Any]) -> dict[str, Any]:
+def network_identity(config: JsonObject) -> dict[str, JSON]:
   """The fields that say which function parameters compute, by name.
 
   Args:

@@ -108,7 +108,8 @@ def _drop(
       f"config.prompts.too_long would have to measure {len(source)} problems of {name}"
       f" before the run; at most {_MAX_MEASURED} are allowed; set it to 'error'"
     )
-  short: Any = source.where(fits) if isinstance(source, Curriculum) else Chosen.where(fits, source)
+  short: ProblemSource
+  short = source.where(fits) if isinstance(source, Curriculum) else Chosen.where(fits, source)
   if len(source) and not len(short):
     raise ValueError(
       f"none of the {len(source)} prompts of {name} has at most config.max_prompt_length = {limit}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ from rlvr_jax.train.setup.behavior_sources import AT_TEMPERATURE_1
 from rlvr_jax.train.setup.compiler_options import CompilerOptions, Options
 from rlvr_jax.train.setup.engines import Engines
 from rlvr_jax.types import (
+  Array,
   BatchShape,
   Packed,
   Params,
@@ -49,29 +50,35 @@ from rlvr_jax.types import (
   TrainState,
 )
 from rlvr_jax.update.accumulate import policy_logprobs
-from rlvr_jax.update.agreement import behavior_gap, response_logprobs
-from rlvr_jax.update.diagnostics import mean_entropy, measure
+from rlvr_jax.update.agreement import Gap, behavior_gap, response_logprobs
+from rlvr_jax.update.diagnostics import Diagnostics, mean_entropy, measure
 from rlvr_jax.update.objective import Method
 from rlvr_jax.update.step import initial_state, train_step
 from rlvr_jax.update.supervised import supervised_step
+
+Result = TypeVar("Result")
 
 
 class Programs(NamedTuple):
   """The jitted functions of a run, none of them compiled yet."""
 
-  train_step: Callable  # (state, frozen, batch) → (state, metrics); the state is donated
-  supervised_init: Callable  # trained parameters → state of the supervised phase's optimizer
-  supervised_step: Any  # jitted, see `update.supervised.supervised_step`
+  # (state, frozen, batch) → (state, metrics); the state is donated
+  train_step: jax.stages.Wrapped
+  # trained parameters → state of the supervised phase's optimizer
+  supervised_init: jax.stages.Wrapped
+  supervised_step: jax.stages.Wrapped  # see `update.supervised.supervised_step`
   engine: EnginePrograms  # samples from the policy as in training, on the trainer's devices
   held_out_engine: EnginePrograms  # with the evaluation's sampling
-  checksums: Callable  # params → u32[leaves]
-  behavior_gap: Callable  # see `update.agreement.behavior_gap`; sampling is static
-  rerouted_gap: Callable  # the same where a mixture's routers choose anew
-  logprobs_at_temperature_1: Callable  # `update.agreement.response_logprobs` at temperature 1
-  measure: Callable  # see `update.diagnostics.measure`
-  mean_entropy: Callable  # (trained, frozen, batch) → f32[], nats per token
-  score: Callable  # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
-  merge: Callable  # (trained, frozen) → all parameters of the network as arrays
+  checksums: Callable[[Params], Array]  # params → u32[leaves]
+  behavior_gap: Callable[..., Gap]  # see `update.agreement.behavior_gap`; sampling is static
+  rerouted_gap: Callable[..., Gap]  # the same where a mixture's routers choose anew
+  # `update.agreement.response_logprobs` at temperature 1
+  logprobs_at_temperature_1: Callable[..., Array]
+  measure: Callable[..., Diagnostics]  # see `update.diagnostics.measure`
+  mean_entropy: Callable[[Params, Params, TrainBatch], Array]  # → f32[], nats per token
+  # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
+  score: Callable[[Params, Params, TrainBatch], tuple[Array, Array]]
+  merge: Callable[[Params, Params], Params]  # → all parameters of the network as arrays
 
 
 class RowTokens(NamedTuple):
@@ -98,7 +105,7 @@ def make_programs(
   engines: Engines,
   sampling: Sampling,
   held_out_sampling: Sampling,
-  diagnose: Callable[..., Any],
+  diagnose: Callable[..., Diagnostics],
   warm_start_optimizer: optax.GradientTransformation,
   compiler_options: CompilerOptions,
 ) -> Programs:
@@ -160,16 +167,16 @@ def make_programs(
   )
 
 
-def _bound(function: Callable, network: Model, **arguments: Any) -> Callable:
+def _bound(function: Callable[..., Result], network: Model, **bound: Any) -> Callable[..., Result]:
   """`function` with some arguments, traced with the precision of the network's products."""
   return with_matmul_precision(
-    functools.partial(function, **arguments), precision=network.config.precision
+    functools.partial(function, **bound), precision=network.config.precision
   )
 
 
 def make_behavior_gap(
   method: Method, compared: PlacedModel, compiler_options: Options | None
-) -> Callable:
+) -> Callable[..., Gap]:
   """`update.agreement.behavior_gap` with everything bound but parameters, batch and sampling."""
   method = method._replace(model=compared.model)
   gap = _bound(behavior_gap, compared.model, method=method)
@@ -178,7 +185,7 @@ def make_behavior_gap(
 
 def make_logprobs_at_temperature_1(
   sampler: PlacedModel, compiler_options: Options | None
-) -> Callable:
+) -> Callable[..., Array]:
   """(trained, frozen, prompts, tokens, lengths) → f32[P, G, T] for the host, where it samples."""
   logprobs = _bound(
     response_logprobs, sampler.model, model=sampler.model, sampling=AT_TEMPERATURE_1
@@ -192,12 +199,13 @@ def make_logprobs_at_temperature_1(
 
 def make_gram(spec: str) -> geometry.GramFn:
   """The function of `config.gram` that computes the Gram matrix."""
-  return specs.make("config.gram", geometry, spec, geometry.GramFn)
+  gram: geometry.GramFn = specs.make("config.gram", geometry, spec, geometry.GramFn)
+  return gram
 
 
 def make_measure(
   settings: ml_collections.ConfigDict, method: Method, gram: geometry.GramFn
-) -> Callable:
+) -> Callable[..., Diagnostics]:
   """`update.diagnostics.measure` with everything bound but (state, frozen, initial, batch).
 
   Args:
@@ -371,7 +379,8 @@ def abstract_batch(
     ),
   )
   place = lambda x, s: of(x.shape, x.dtype, sharding=s)
-  return jax.tree.map(place, shapes, sharding.batch_shardings(shapes, mesh))
+  placed: TrainBatch = jax.tree.map(place, shapes, sharding.batch_shardings(shapes, mesh))
+  return placed
 
 
 def abstract_update_batch(
@@ -399,11 +408,12 @@ def abstract_update_batch(
 def abstract_state(method: Method, trained: Params, mesh: Mesh) -> TrainState:
   """Shapes, dtypes and shardings of the train state; `trained`: from `trained_params`."""
 
-  def build():
+  def build() -> TrainState:
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)
     return initial_state(method, jax.tree.map(zeros, trained), jnp.zeros(()))
 
-  return sharding.add_shardings(jax.eval_shape(build), mesh)
+  shapes: TrainState = jax.eval_shape(build)
+  return sharding.add_shardings(shapes, mesh)
 
 
 def published_params(trained: Params, network: TransformerConfig, adapters_only: bool) -> Params:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar, TypeVarTuple
 
 import jax
 import ml_collections
+import numpy as np
 
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.cluster import multihost, sharding
@@ -18,8 +19,11 @@ from rlvr_jax.train.reporting.writer import MetricWriter
 from rlvr_jax.train.setup.initial_params import InitialParams
 from rlvr_jax.train.setup.programs import Programs
 from rlvr_jax.train.start import parameters
-from rlvr_jax.types import Params
+from rlvr_jax.types import Params, Prompts
 from rlvr_jax.update import supervised
+
+Inputs = TypeVarTuple("Inputs")
+Result = TypeVar("Result")
 
 
 def load_from_other_run(
@@ -48,7 +52,7 @@ def load_from_other_run(
 def warm_start(
   params: Params,
   frozen: Params,
-  batches: Iterator[Any],
+  batches: Iterator[tuple[Prompts, np.ndarray, np.ndarray]],
   num_steps: int,
   programs: Programs,
   placement: Placement,
@@ -95,7 +99,8 @@ def warm_start(
   return params
 
 
-def _step_by_step(step: Callable[..., Any], *arguments: Any) -> Any:
+def _step_by_step(step: Callable[[*Inputs], Result], *arguments: *Inputs) -> Result:
   """A step's result, computed: its buffers are then free before the next one takes some."""
   return_freed_memory()
-  return jax.block_until_ready(step(*arguments))
+  result: Result = jax.block_until_ready(step(*arguments))
+  return result

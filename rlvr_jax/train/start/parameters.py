@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from rlvr_jax.data import (
   encode_prompts,
   problem_batches,
 )
+from rlvr_jax.storage.files import JSON
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import (
   CheckpointError,
@@ -54,14 +54,14 @@ def first_state(
   """
   shardings = jax.tree.map(lambda x: x.sharding, abstract)
   build_state = jax.jit(functools.partial(initial_state, method), out_shardings=shardings)
-  state = build_state(params, jnp.float32(initial_entropy))
+  state: TrainState = build_state(params, jnp.float32(initial_entropy))
   if not start.optimizer:
     return state
   moments = read_field("opt_state", start_folder(start.checkpoint), abstract.opt_state)
   return dataclasses.replace(state, opt_state=_with_first_rate(moments, state.opt_state))
 
 
-def _with_first_rate(moments: Any, first: Any) -> Any:
+def _with_first_rate(moments: optax.OptState, first: optax.OptState) -> optax.OptState:
   """An optimizer's state whose learning rate is that of the first update, as metrics report it."""
   scheduled = lambda node: isinstance(node, optax.ScaleByScheduleState)
   choose = lambda node, new: new if scheduled(node) else node
@@ -159,7 +159,7 @@ def load_policy(initial: InitialParams, folder: Path | None) -> tuple[Params, in
   return read_params(folder, initial.placement.state.params), int(folder.name)
 
 
-def _check_same_network(ours: Mapping[str, Any], path: Path) -> None:
+def _check_same_network(ours: Mapping[str, JSON], path: Path) -> None:
   """Raises if the parameters of a run would compute another function here.
 
   Args:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -15,11 +15,12 @@ from rlvr_jax.evaluate.run_files import METRICS_FILE, read_metrics
 from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
-from rlvr_jax.storage.files import is_as_written, replace_file, with_crc32
+from rlvr_jax.storage.files import JSON, is_as_written, replace_file, with_crc32
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.checkpoint_files import Restored
+from rlvr_jax.train.checkpointing.claim import WorkdirError
 from rlvr_jax.train.checkpointing.host_state import HostState
-from rlvr_jax.train.checkpointing.workdir import WorkdirError, run_file_names
+from rlvr_jax.train.checkpointing.workdir import run_file_names
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.reporting.progress import progress, say, warn
@@ -28,6 +29,9 @@ from rlvr_jax.train.setup.compiler_options import CompilerOptions, format_option
 from rlvr_jax.types import TrainState
 
 SOURCES_FILE = "sources.json"
+
+# (last step, `MetricWriter.written`) of the records that a run keeps.
+LastRecords: TypeAlias = tuple[int | None, Mapping[str, Sequence[int]] | None]
 
 
 def restore_sources(
@@ -48,7 +52,7 @@ def restore_sources(
   if not pins:
     return sources
 
-  def read() -> dict[str, Any]:
+  def read() -> dict[str, JSON]:
     if not path.exists() and not run_file_names(workdir):
       with replace_file(path) as file:
         file.write(json.dumps(with_crc32(pins)).encode())
@@ -64,7 +68,7 @@ def restore_sources(
     raise StoreError(f"{error} (this run began with what {path} names)") from error
 
 
-def _read_pins(path: Path, names: Collection[str]) -> dict[str, Any]:
+def _read_pins(path: Path, names: Collection[str]) -> dict[str, JSON]:
   """What sources.json says of the sources of these names."""
   try:
     pins = json.loads(path.read_text())
@@ -95,7 +99,7 @@ def find_resumable(
   abstract: TrainState,
   schedule: Schedule,
   store: RolloutStore,
-  layout: Mapping[str, Any],
+  layout: Mapping[str, JSON],
 ) -> Resumed | None:
   """The latest intact checkpoint whose pending rollouts are too; None if there is no checkpoint.
 
@@ -141,7 +145,7 @@ def find_resumable(
 
 def describe_layout(
   placement: Placement, compiler_options: CompilerOptions, *, slots: int
-) -> dict[str, Any]:
+) -> dict[str, JSON]:
   """What changes a run's results by rounding alone: its machine, and how work is laid out there.
 
   The run's rows do so too, see `rows.row_fields`.
@@ -164,7 +168,7 @@ def describe_layout(
   }
 
 
-def _report_move(host: HostState, now: Mapping[str, Any]) -> None:
+def _report_move(host: HostState, now: Mapping[str, JSON]) -> None:
   """Says whether the checkpoint was saved on another machine, or with another layout."""
   then = host.layout
   changed = [
@@ -179,7 +183,7 @@ def _report_move(host: HostState, now: Mapping[str, Any]) -> None:
     )
 
 
-def last_records(resumed: Resumed | None, warm: Restored | None) -> tuple[int | None, Any]:
+def last_records(resumed: Resumed | None, warm: Restored | None) -> LastRecords:
   """(last step, `MetricWriter.written`) of the records to keep, see `open_writer`."""
   if resumed:
     return resumed.step, resumed.host.written

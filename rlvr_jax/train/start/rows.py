@@ -13,7 +13,8 @@ import numpy as np
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.packing import layout_of_few, packed_lengths
 from rlvr_jax.storage.files import is_as_written, replace_file, with_crc32
-from rlvr_jax.train.checkpointing.workdir import WorkdirError, read_config
+from rlvr_jax.train.checkpointing.claim import WorkdirError
+from rlvr_jax.train.checkpointing.workdir import read_config
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.reporting.progress import say
