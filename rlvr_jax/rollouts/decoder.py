@@ -62,8 +62,9 @@ class NetworkSizes(Protocol):
 class Tables(Protocol):
   """Rotary tables, by step."""
 
-  def at(self, index: Array) -> Any:
+  def at(self, index: Array) -> Tables:
     """The tables of one step, for `DecodedModel.decode`."""
+    ...
 
 
 class DecodedModel(Protocol):

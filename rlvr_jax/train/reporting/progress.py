@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import tqdm
 
@@ -113,7 +112,7 @@ def progress(
 class _PlainProgress(tqdm.tqdm):
   """Prints "warm start: 20/60 steps, loss=0.412, 3 s, 6 s left" as lines, for logs."""
 
-  def __init__(self, *args: Any, **kwargs: Any):
+  def __init__(self, *args: object, **kwargs: object):
     self._last_line: tuple[float, str] = (-math.inf, "")
     super().__init__(*args, **kwargs, mininterval=10, leave=False)
 
