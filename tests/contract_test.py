@@ -83,6 +83,7 @@ ESTIMATORS = _with_defaults(advantages) | {
   "fade-entropy": advantages.fade(schedule="entropy"),
   "fade-logarithmic": advantages.fade(schedule="logarithmic"),
   "pass_at_k-plug_in": advantages.pass_at_k(form="plug_in"),
+  "reinforce_plus_plus-rollouts": advantages.reinforce_plus_plus(baseline=True, over="rollouts"),
 }
 REWEIGHTINGS = _with_defaults(reweighting) | {
   "salt-shared": reweighting.salt(channels="shared"),

@@ -284,6 +284,18 @@ def test_group_estimators_are_multiples_of_grpo_mean():
   )
 
 
+def test_reinforce_plus_plus_is_grpo_mean_by_the_batch_s_deviation():
+  """With the group's baseline; without one it is the reward less the batch's mean."""
+  rewards, lengths = _rewards(), np.random.default_rng(1).integers(1, 6, (16, 8))
+  centered = _coefficients("grpo_mean", rewards)
+  over = functools.partial(_coefficients, "reinforce_plus_plus", rewards, lengths)
+  found = over(baseline=True, over="rollouts")
+  np.testing.assert_allclose(found, centered / np.std(centered, ddof=1), rtol=1e-6, atol=1e-12)
+  of_tokens = np.repeat(rewards.ravel(), lengths.ravel())
+  expected = (rewards - of_tokens.mean()) / np.std(of_tokens, ddof=1)
+  np.testing.assert_allclose(over(), expected, rtol=1e-6)
+
+
 def test_power_is_pass_at_k_up_to_k():
   rewards = _rewards()
   for k in (2, 3, 5):

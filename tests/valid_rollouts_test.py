@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles.advantage_oracles import WITHOUT_GROUP
+from oracles.advantage_oracles import OF_BATCH, WITHOUT_GROUP
 from oracles.batches import make_batch
 
 from rlvr_jax import advantages, parts, reweighting
@@ -27,7 +27,9 @@ ESTIMATORS = {name: getattr(advantages, name)() for name in advantages.__all__} 
   "fade-entropy": advantages.fade(schedule="entropy"),
   "pass_at_k-2": advantages.pass_at_k(k=2),
   "pass_at_k-plug_in": advantages.pass_at_k(form="plug_in"),
+  "reinforce_plus_plus-baseline": advantages.reinforce_plus_plus(baseline=True),
 }
+READS_LOSS_TOKENS = ("opo", "reinforce_plus_plus", "reinforce_plus_plus-baseline")
 REWEIGHTINGS = {name: getattr(reweighting, name)() for name in reweighting.__all__} | {
   "salt-all": reweighting.salt(rank_scale=100.0),
   "salt-residual": reweighting.salt(channels="residual", alpha_min=1.0),
@@ -88,6 +90,8 @@ def test_coefficients_are_those_of_the_valid_rollouts_alone(name, shaped):
     other = _apply(name, _batch(valid, shaped=shaped, spoilt=spoilt))
     np.testing.assert_array_equal(other, found, REMEDY)
   assert not np.any(found[~valid]), REMEDY
+  if name.split("-")[0] in OF_BATCH:  # other groups have an effect
+    return
   whole = _batch(np.ones((P, G), bool), shaped=shaped)
   for group, count in enumerate(counts):
     alone = np.tile(np.flatnonzero(valid[group]), (P, 1))
@@ -101,11 +105,13 @@ def test_coefficients_are_those_of_the_valid_rollouts_alone(name, shaped):
 
 @each_estimator
 def test_a_rollout_that_only_the_loss_leaves_out_stays_in_the_baseline(name):
-  """As `overlong.filter` does; `opo` alone reads lengths in the loss."""
+  """As `overlong.filter` does; some read lengths in the loss."""
   batch = _batch(np.ones((P, G), bool))
   filtered = dataclasses.replace(batch, mask=batch.mask.at[:, 0].set(0.0))
   same = np.array_equal(_apply(name, filtered), _apply(name, batch))
-  assert same != (name == "opo"), "take validity from batch.valid, not from the loss mask"
+  assert same != (name in READS_LOSS_TOKENS), (
+    "take validity from batch.valid, not from the loss mask"
+  )
 
 
 @each_estimator
@@ -128,7 +134,9 @@ def test_statistics_are_those_of_the_valid_rollouts_alone(name):
     return reductions.values(metrics), estimator.update(state, batch, jnp.float32(0.5))
 
   near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=REMEDY)
-  jax.tree.map(near, statistics(batch), statistics(_only(batch, chosen)))
+  few = _only(batch, chosen)
+  jax.tree.map(near, statistics(batch), statistics(few))
+  near(np.take_along_axis(_apply(name, batch), chosen, axis=1), _apply(name, few))
 
 
 def test_groups_without_a_valid_rollout_do_not_count():

@@ -18,6 +18,7 @@ from rlvr_jax.advantages.reinforce import asymmetric_reinforce as asymmetric_rei
 from rlvr_jax.advantages.reinforce import reinforce as reinforce
 from rlvr_jax.advantages.reinforce import reinforce_signed as reinforce_signed
 from rlvr_jax.advantages.reinforce import weighted_reinforce as weighted_reinforce
+from rlvr_jax.advantages.reinforce_plus_plus import reinforce_plus_plus as reinforce_plus_plus
 from rlvr_jax.advantages.rloo import rloo as rloo
 
 # The estimators that a config may name.
@@ -35,6 +36,7 @@ __all__ = [
   "power",
   "power_asym",
   "reinforce",
+  "reinforce_plus_plus",
   "reinforce_signed",
   "rloo",
   "weighted_reinforce",

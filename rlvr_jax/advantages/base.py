@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from rlvr_jax.ops.component_repr import component_repr
 from rlvr_jax.ops.groups import varies
-from rlvr_jax.ops.masked import masked_fill
+from rlvr_jax.ops.masked import masked_count, masked_fill, upcast
 from rlvr_jax.types import Array, Metrics, TrainBatch
+
+OVER = ("rollouts", "tokens")  # what a statistic of the batch counts
 
 
 class Advantage(NamedTuple):
@@ -92,3 +94,32 @@ def zero_if_constant(coefficients: Array, rewards: Array, valid: Array) -> Array
   mean of G copies of 0.1 need not be 0.1.
   """
   return jnp.where(varies(rewards, valid) & (valid > 0), coefficients, 0.0)
+
+
+def counts_over(batch: TrainBatch, over: str) -> Array:
+  """How often each rollout counts in a statistic of the batch, f32[P, G]; 0 where not valid.
+
+  Args:
+    over: one of `OVER`. "rollouts": every valid one counts once; "tokens": once per loss token.
+  """
+  counts = {
+    "rollouts": lambda: upcast(batch.valid > 0),
+    "tokens": lambda: masked_count(batch.mask, axis=-1),
+  }
+  return masked_fill(counts[over](), batch.valid)
+
+
+def batch_moments(x: Array, counts: Array) -> tuple[Array, Array]:
+  """(x − μ f32[P, G], σ f32[]), σ unbiased, over a batch; both exactly 0 where its x are all equal.
+
+  Args:
+    x: f32[P, G].
+    counts: f32[P, G], from `counts_over`.
+  """
+  x = masked_fill(x, counts)
+  total = jnp.maximum(jnp.sum(counts), 1)
+  centered = masked_fill(x - jnp.sum(counts * x) / total, counts)
+  variance = jnp.sum(counts * jnp.square(centered)) / jnp.maximum(total - 1, 1)
+  # Of equal rewards the mean need not be exact.
+  differs = varies(x.reshape(1, -1), counts.reshape(1, -1))[0, 0]
+  return jnp.where(differs, centered, 0.0), jnp.where(differs, jnp.sqrt(variance), 0.0)

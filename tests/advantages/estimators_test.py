@@ -1,6 +1,7 @@
 """Each estimator against its oracle, its infinite-group masses, and its degenerate groups."""
 
 import dataclasses
+import functools
 import inspect
 import itertools
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.advantage_oracles import ESTIMATORS, MASSES, WITHOUT_GROUP
+from oracles.advantage_oracles import ESTIMATORS, MASSES, OF_BATCH, WITHOUT_GROUP
 from oracles.batches import make_batch, metric_value
 from remedy import remedy
 
@@ -29,6 +30,9 @@ VARIANTS = [
   ("pass_at_k", {"k": 5}),
   ("power", {"alpha": 1.0}),
   ("power_asym", {"alpha": 2.5, "delta": 0.7}),
+  ("reinforce_plus_plus", {"baseline": True}),
+  ("reinforce_plus_plus", {"baseline": True, "over": "rollouts"}),
+  ("reinforce_plus_plus", {"over": "rollouts"}),
   ("weighted_reinforce", {"success_weight": 0.7}),
 ]
 
@@ -65,9 +69,10 @@ def test_coefficients_equal_the_oracle(name, hyper):
   lengths = rng.integers(1, 9, rewards.shape)
   with jax.enable_x64(True):
     result = _coefficients(name, _batch(rewards, lengths), **hyper)
-    for group in range(len(rewards)):
-      expected = ESTIMATORS[name](list(rewards[group]), list(lengths[group]), **hyper)
-      np.testing.assert_allclose(result[group], expected, rtol=1e-12, atol=1e-12)
+    oracle = functools.partial(ESTIMATORS[name], **hyper)
+    groups = rewards.tolist(), lengths.tolist()
+    expected = oracle(*groups) if name in OF_BATCH else list(map(oracle, *groups))
+    np.testing.assert_allclose(result, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name, hyper", VARIANTS, ids=str)
@@ -90,6 +95,22 @@ def test_masses_approach_the_infinite_group(name, hyper):
     for masses, limit in zip((successes, failures), limits, strict=True):
       error = 4 * np.std(masses, ddof=1) / np.sqrt(groups) + 10 / size * limit
       assert abs(np.mean(masses) - limit) <= error, (p, np.mean(masses), limit, error)
+
+
+@pytest.mark.parametrize(
+  "name, hyper, is_zero",
+  [
+    ("reinforce_plus_plus", {"baseline": True, "over": "rollouts"}, True),
+    ("reinforce_plus_plus", {"baseline": True}, False),
+    ("reinforce_plus_plus", {}, False),
+  ],
+)
+def test_a_constant_group_beside_others_of_the_batch(name, hyper, is_zero):
+  """Statistics over tokens, and those of plain rewards, give it a coefficient."""
+  rewards = np.array([[0.1] * 3, [0.7, 0.1, 0.3], [0.7] * 3], np.float32)
+  batch = _batch(rewards, np.arange(1, 10).reshape(3, 3))
+  result = np.asarray(_coefficients(name, batch, **hyper))[[0, 2]]
+  assert np.all(result == 0) if is_zero else np.all(np.abs(result) > 0.01)
 
 
 def test_gradient_masses_are_those_of_the_formula():
@@ -276,6 +297,8 @@ def test_scaling_laws(rewards, shift, scale):
     ("pass_at_k", {"k": 2.5}),
     ("pass_at_k", {"form": "biased"}),
     ("power", {"alpha": 0.5}),
+    ("reinforce_plus_plus", {"baseline": "mean"}),
+    ("reinforce_plus_plus", {"over": "groups"}),
     ("weighted_reinforce", {"success_weight": -1.0}),
   ],
 )

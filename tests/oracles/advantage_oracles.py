@@ -1,7 +1,8 @@
 """Every estimator for one group, in plain Python from its formula.
 
 `ESTIMATORS[name](rewards, lengths, hyper-parameters…) → coefficients` of one group of binary
-rewards; `MASSES[name](p, 1 − p, hyper-parameters…) → (mS, mF)`, the infinite-group limits.
+rewards; of a list of groups if the name is in `OF_BATCH`, whose estimators have statistics of the
+batch. `MASSES[name](p, 1 − p, hyper-parameters…) → (mS, mF)`, the infinite-group limits.
 """
 
 import itertools
@@ -71,6 +72,28 @@ def opo(rewards, lengths):
   return [r - baseline for r in rewards]
 
 
+def _normalized(values, counts, denominator):
+  """By group, (x − μ)/denominator(σ²), moments over the batch with each x so many times."""
+  repeated = [
+    x
+    for xs, ns in zip(values, counts, strict=True)
+    for x, n in zip(xs, ns, strict=True)
+    for _ in range(n)
+  ]
+  mean = _mean(repeated)
+  variance = math.fsum((x - mean) ** 2 for x in repeated) / (len(repeated) - 1)
+  return [[(x - mean) / denominator(variance) for x in xs] for xs in values]
+
+
+def _counts(lengths, over):
+  return lengths if over == "tokens" else [[1] * len(of_group) for of_group in lengths]
+
+
+def reinforce_plus_plus(rewards, lengths, baseline=False, over="tokens"):
+  values = [_centered(group) for group in rewards] if baseline else rewards
+  return _normalized(values, _counts(lengths, over), lambda variance: math.sqrt(variance + 1e-8))
+
+
 def mt_grpo_turns(rewards, scores, turn_weight=1.0, epsilon=1e-6):
   """By rollout, the coefficients of the policy's turns, whose scores are lists; None: no score."""
   dialogues = grpo(rewards, None, epsilon) if len({*rewards}) > 1 else [0.0] * len(rewards)
@@ -97,6 +120,7 @@ ESTIMATORS = {
   "power": power,
   "power_asym": power_asym,
   "reinforce": lambda rewards, lengths: rewards,
+  "reinforce_plus_plus": reinforce_plus_plus,
   "reinforce_signed": lambda rewards, lengths: [2 * r - 1 for r in rewards],
   "rloo": rloo,
   "weighted_reinforce": lambda rewards, lengths, success_weight=0.1: [
@@ -104,10 +128,13 @@ ESTIMATORS = {
   ],
 }
 
+OF_BATCH = ("reinforce_plus_plus",)
+
 # Those that do not compare the rollouts of a group: a constant one is not zero, one is enough.
 WITHOUT_GROUP = (
   "asymmetric_reinforce",
   "reinforce",
+  "reinforce_plus_plus",
   "reinforce_signed",
   "weighted_reinforce",
 )
@@ -136,6 +163,7 @@ MASSES = {
   "power": lambda p, q, alpha=2.0: _same(p * q**alpha),
   "power_asym": lambda p, q, alpha=2.0, delta=0.5: (p * q**alpha, p * q**alpha / delta),
   "reinforce": lambda p, q: (p, 0.0),
+  "reinforce_plus_plus": lambda p, q, **_: _same(np.sqrt(p * q)),
   "reinforce_signed": lambda p, q: (p, q),
   "rloo": lambda p, q: _same(p * q),
   "weighted_reinforce": lambda p, q, success_weight=0.1: (success_weight * p, q),
