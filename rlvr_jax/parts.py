@@ -64,6 +64,7 @@ def batch_of(
   lags: Array | None = None,
   turns: Array | None = None,
   turn_scores: Array | None = None,
+  rewards_by_name: Array | None = None,
 ) -> TrainBatch:
   """Makes a batch of the given arrays, for functions that take a batch; other fields are 0.
 
@@ -78,6 +79,7 @@ def batch_of(
     lags: i32[P, G, T], updates since the policy that sampled a token.
     turns: i32[P, G, T], of dialogues, the turn of each token: even numbers are the policy's.
     turn_scores: f32[P, G, T], the score of a turn of the policy at its last token; NaN elsewhere.
+    rewards_by_name: f32[P, G, K], K rewards of each rollout; `gdpo` needs them.
   Raises:
     ValueError: an array has another shape.
   """
@@ -96,6 +98,8 @@ def batch_of(
   for name, array in dict(rewards=rewards, correct=correct, valid=valid).items():
     if array is not None:
       _check_shape(name, array, "P", "G", P=P, G=G)
+  if rewards_by_name is not None:
+    _check_shape("rewards_by_name", rewards_by_name, "P", "G", "K", P=P, G=G)
   mask = jnp.asarray(mask, jnp.promote_types(jnp.asarray(mask).dtype, jnp.float32))
   rewards = jnp.zeros((P, G), mask.dtype) if rewards is None else jnp.asarray(rewards)
   return TrainBatch(
@@ -110,6 +114,7 @@ def batch_of(
     lags=lags,
     turns=None if turns is None else jnp.asarray(turns),
     turn_scores=None if turn_scores is None else jnp.asarray(turn_scores),
+    rewards_by_name=None if rewards_by_name is None else jnp.asarray(rewards_by_name),
   )
 
 
@@ -122,6 +127,7 @@ def advantages_of(
   valid: Array | None = None,
   turns: Array | None = None,
   turn_scores: Array | None = None,
+  rewards_by_name: Array | None = None,
   state: Any = (),
 ) -> Array:
   """Coefficients f32[P, G] by an estimator of `rlvr_jax.advantages`.
@@ -136,6 +142,7 @@ def advantages_of(
     valid: bool[P, G], False for rollouts that your grader failed on: they get 0 and do not affect
       the others. Set their loss mask to 0, too. None: all are valid.
     turns, turn_scores: [P, G, T], for `mt_grpo` only, with the mask; see `batch_of`.
+    rewards_by_name: f32[P, G, K], for `gdpo` only.
     state: for `fade` only: `estimator.init(entropy)` first, then the result of
       `estimator.update(state, batch_of(…), entropy)`.
   Raises:
@@ -146,7 +153,13 @@ def advantages_of(
   rewards = jnp.asarray(rewards)
   mask = jnp.ones((*rewards.shape, 1)) if mask is None else mask
   batch = batch_of(
-    mask, rewards=rewards, correct=correct, valid=valid, turns=turns, turn_scores=turn_scores
+    mask,
+    rewards=rewards,
+    correct=correct,
+    valid=valid,
+    turns=turns,
+    turn_scores=turn_scores,
+    rewards_by_name=rewards_by_name,
   )
   return estimator.in_loss(state, batch, estimator.apply(state, batch))
 

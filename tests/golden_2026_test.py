@@ -14,7 +14,7 @@ GOLDEN = Golden("golden_2026")
 LEFT_OUT = {  # by the beginning of a case's name: why it has no test
   # The behavior policy's most probable tokens would have to be recorded; the paper finds no gain.
   "divergence_topk_": "not offered",
-  **dict.fromkeys(("adv_gdpo", "adv_otb", "adv_opob"), "not there yet"),
+  **dict.fromkeys(("adv_otb", "adv_opob"), "not there yet"),
   **dict.fromkeys(("adv_opd", "adv_vopd", "distill_", "loss_opd", "loss_iw_opd"), "not there yet"),
   **dict.fromkeys(("loss_mopd", "loss_vopd", "loss_topk_opd", "loss_sdpo"), "not there yet"),
 }
@@ -216,8 +216,9 @@ def _advantage_batch(arrays):
   P, G = rewards.shape[:2]
   grouped = lambda name: arrays[name].reshape(P, G, -1)
   mask = grouped("mask") if "mask" in arrays else np.ones((P, G, 1))
-  rewards = rewards if rewards.ndim == 2 else rewards[..., 0]
-  return make_batch(mask, rewards=rewards)
+  if rewards.ndim == 2:
+    return make_batch(mask, rewards=rewards)
+  return make_batch(mask, rewards=rewards[..., 0], rewards_by_name=rewards)
 
 
 @pytest.mark.parametrize("case", _cases(("reinforce_plus_plus",)))
@@ -231,8 +232,34 @@ def test_reinforce_plus_plus(case):
     np.testing.assert_allclose(found, expected, rtol=RTOL, atol=ATOL)
 
 
+@pytest.mark.parametrize("case", _cases(("gdpo",)))
+def test_gdpo(case):
+  arrays, params = GOLDEN.arrays(case), case["params"]
+  over = params["batch"]
+  # verl's 1e-8 is in the variance.
+  batch_epsilon = params.get("batch_epsilon", params["epsilon"] if over == "rollouts" else 0.0)
+  with jax.enable_x64(True):
+    batch = _advantage_batch(arrays)
+    estimator = advantages.gdpo(
+      weights=tuple(params["weights"]),
+      epsilon=params["epsilon"],
+      batch_epsilon=batch_epsilon,
+      over=over,
+      leave_one_out=params.get("leave_one_out", False),
+    )
+    found = np.asarray(estimator.apply((), batch))
+    expected = arrays["advantages"]
+    if over == "tokens":
+      found, expected = found[..., None] * batch.mask, expected.reshape(batch.mask.shape)
+    if params.get("leave_one_out"):  # a constant group is not 0 there
+      constant = np.all(arrays["rewards"] == arrays["rewards"][:, :1], axis=(1, 2))
+      assert constant.any() and np.all(found[constant] == 0) and np.all(expected[constant] != 0)
+      found, expected = found[~constant], expected[~constant]
+    np.testing.assert_allclose(found, expected, rtol=RTOL, atol=ATOL)
+
+
 def test_every_case_has_a_test():
-  methods = {*MAKE, "maxrl", "reinforce_plus_plus"}
+  methods = {*MAKE, "gdpo", "maxrl", "reinforce_plus_plus"}
   tested = {case["name"] for case in GOLDEN.cases if case["params"].get("method") in methods}
   rest = [
     case["name"]

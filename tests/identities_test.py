@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles.batches import evaluate, make_batch, random_case
+from oracles.batches import evaluate, make_batch, random_case, with_needs
 
 from rlvr_jax import advantages, corrections, losses, reweighting
 from rlvr_jax.ops import kl
@@ -238,9 +238,8 @@ def _coefficients(name, rewards, lengths=None, **hyper):
   lengths = np.full(rewards.shape, 3) if lengths is None else lengths
   mask = (np.arange(lengths.max()) < lengths[..., None]).astype(float)
   estimator = getattr(advantages, name)(**hyper)
-  return np.asarray(
-    estimator.apply(estimator.init(jnp.asarray(1.0)), make_batch(mask, np.zeros(1), rewards))
-  )
+  batch = with_needs(make_batch(mask, np.zeros(1), rewards))
+  return np.asarray(estimator.apply(estimator.init(jnp.asarray(1.0)), batch))
 
 
 def _rewards(group=8, seed=0):
@@ -294,6 +293,13 @@ def test_reinforce_plus_plus_is_grpo_mean_by_the_batch_s_deviation():
   of_tokens = np.repeat(rewards.ravel(), lengths.ravel())
   expected = (rewards - of_tokens.mean()) / np.std(of_tokens, ddof=1)
   np.testing.assert_allclose(over(), expected, rtol=1e-6)
+
+
+def test_gdpo_of_one_reward_is_grpo_by_the_batch_s_deviation():
+  rewards = _rewards()
+  plain = _coefficients("grpo", rewards, epsilon=1e-4)
+  found = _coefficients("gdpo", rewards, batch_epsilon=0.0)
+  np.testing.assert_allclose(found, plain / np.std(plain, ddof=1), rtol=1e-10, atol=1e-14)
 
 
 def test_power_is_pass_at_k_up_to_k():

@@ -25,6 +25,7 @@ REMEDY = (
 )
 ESTIMATORS = {name: getattr(advantages, name)() for name in advantages.__all__} | {
   "fade-entropy": advantages.fade(schedule="entropy"),
+  "gdpo-leave_one_out": advantages.gdpo(leave_one_out=True),
   "pass_at_k-2": advantages.pass_at_k(k=2),
   "pass_at_k-plug_in": advantages.pass_at_k(form="plug_in"),
   "reinforce_plus_plus-baseline": advantages.reinforce_plus_plus(baseline=True),
@@ -59,6 +60,10 @@ def _batch(valid, *, shaped=False, spoilt=None):
   turn_scores = np.where(turns % 2 == 0, turn_scores, np.nan)
   fields = dict(rewards=rewards, correct=correct, valid=valid, sources=np.arange(P) % 2)
   fields |= dict(turns=turns, turn_scores=turn_scores.astype(np.float32))
+  several = rng.integers(0, 2, (P, G, 3)).astype(np.float32)
+  if spoilt is not None:
+    several = np.where(valid[..., None], several, np.float32(spoilt))
+  fields["rewards_by_name"] = several
   return make_batch(mask, -np.ones((P, G, T), np.float32), **fields)
 
 
@@ -66,7 +71,7 @@ def _only(batch, chosen):
   """The batch of the chosen rollouts, indices [P, n], all of them valid."""
   take = lambda x: jnp.take_along_axis(x, chosen.reshape(chosen.shape + (1,) * (x.ndim - 2)), 1)
   fields = ("tokens", "mask", "behavior_logprobs", "rewards", "correct", "valid")
-  fields += ("turns", "turn_scores")
+  fields += ("turns", "turn_scores", "rewards_by_name")
   return dataclasses.replace(batch, **{name: take(getattr(batch, name)) for name in fields})
 
 

@@ -3,6 +3,7 @@
 from rlvr_jax.advantages.base import Advantage as Advantage
 from rlvr_jax.advantages.base import stateless as stateless
 from rlvr_jax.advantages.fade import fade as fade
+from rlvr_jax.advantages.gdpo import gdpo as gdpo
 from rlvr_jax.advantages.grpo import grpo as grpo
 from rlvr_jax.advantages.grpo import grpo_mean as grpo_mean
 from rlvr_jax.advantages.log_mean_exp import log_mean_exp as log_mean_exp
@@ -26,6 +27,7 @@ __all__ = [
   "asym",
   "asymmetric_reinforce",
   "fade",
+  "gdpo",
   "grpo",
   "grpo_mean",
   "log_mean_exp",

@@ -13,6 +13,7 @@ from rlvr_jax.ops.groups import varies
 from rlvr_jax.ops.masked import masked_count, masked_fill, upcast
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
+NEEDS = ("rewards_by_name", "turn_scores")
 OVER = ("rollouts", "tokens")  # what a statistic of the batch counts
 
 
@@ -29,6 +30,7 @@ class Advantage(NamedTuple):
       batch.
     metrics: (state, batch) → metrics of the state and of the estimator on the batch.
     needs_binary: whether rewards must be 0 or 1; others are a configuration error.
+    needs: fields of the batch that are None unless an estimator names them here, of `NEEDS`.
     per_token: (state, batch, coefficients f32[P, G]) → f32[P, G, T], what the loss gets in place of
       them; or the coefficients themselves, if the batch has no turns. None: all tokens of a rollout
       have its coefficient. A reweighting, or a loss of full responses, is a configuration error
@@ -40,6 +42,7 @@ class Advantage(NamedTuple):
   update: Callable[..., Any]
   metrics: Callable[[Any, TrainBatch], Metrics]
   needs_binary: bool = False
+  needs: tuple[str, ...] = ()
   per_token: Callable[[Any, TrainBatch, Array], Array] | None = None
 
   def __repr__(self) -> str:

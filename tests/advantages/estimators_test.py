@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.advantage_oracles import ESTIMATORS, MASSES, OF_BATCH, WITHOUT_GROUP
-from oracles.batches import make_batch, metric_value
+from oracles.batches import make_batch, metric_value, with_needs
 from remedy import remedy
 
 from rlvr_jax import advantages
@@ -24,6 +24,8 @@ VARIANTS = [
   *((name, {}) for name in ESTIMATORS),
   ("asym", {"delta": 0.3}),
   ("asymmetric_reinforce", {"baseline_shift": -0.4}),
+  ("gdpo", {"over": "tokens", "batch_epsilon": 0.0}),
+  ("gdpo", {"epsilon": 0.1, "weights": (0.5,)}),
   ("grpo", {"epsilon": 0.1}),
   ("log_mean_exp", {"eta": 3.0}),
   ("pass_at_k", {"k": 1}),
@@ -41,7 +43,7 @@ def _batch(rewards, lengths=None, correct=None) -> TrainBatch:
   rewards = np.asarray(rewards)
   lengths = np.ones(rewards.shape, int) if lengths is None else np.asarray(lengths)
   mask = np.arange(lengths.max()) < lengths[..., None]
-  batch = make_batch(mask.astype(rewards.dtype), np.zeros(mask.shape), rewards)
+  batch = with_needs(make_batch(mask.astype(rewards.dtype), np.zeros(mask.shape), rewards))
   return batch if correct is None else dataclasses.replace(batch, correct=jnp.asarray(correct))
 
 
@@ -100,6 +102,9 @@ def test_masses_approach_the_infinite_group(name, hyper):
 @pytest.mark.parametrize(
   "name, hyper, is_zero",
   [
+    ("gdpo", {}, True),
+    ("gdpo", {"leave_one_out": True}, True),
+    ("gdpo", {"over": "tokens"}, False),
     ("reinforce_plus_plus", {"baseline": True, "over": "rollouts"}, True),
     ("reinforce_plus_plus", {"baseline": True}, False),
     ("reinforce_plus_plus", {}, False),
@@ -289,6 +294,10 @@ def test_scaling_laws(rewards, shift, scale):
     ("fade", {"target_entropy": -1.0}),
     ("fade", {"schedule": "cosine"}),
     ("fade", {"decay_updates": 0}),
+    ("gdpo", {"epsilon": -1e-6}),
+    ("gdpo", {"batch_epsilon": -1e-6}),
+    ("gdpo", {"over": "groups"}),
+    ("gdpo", {"weights": 0.5}),
     ("grpo", {"epsilon": -1e-6}),
     ("log_mean_exp", {"eta": 0.0}),
     ("mt_grpo", {"turn_weight": -0.5}),

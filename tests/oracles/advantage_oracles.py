@@ -94,6 +94,32 @@ def reinforce_plus_plus(rewards, lengths, baseline=False, over="tokens"):
   return _normalized(values, _counts(lengths, over), lambda variance: math.sqrt(variance + 1e-8))
 
 
+def gdpo(rewards, lengths, weights=(1.0,), epsilon=1e-4, batch_epsilon=1e-4, over="rollouts"):
+  """Of one reward; of several it is a sum of this, see `gdpo_of_several`."""
+  several = [[[r] for r in group] for group in rewards]
+  return gdpo_of_several(several, lengths, weights, epsilon, batch_epsilon, over)
+
+
+def gdpo_of_several(rewards, lengths, weights, epsilon=1e-4, batch_epsilon=1e-4, over="rollouts"):
+  """`rewards` are lists of groups of rollouts of K rewards."""
+  totals = []
+  for group in rewards:
+    total = [0.0] * len(group)
+    for weight, values in zip(weights, zip(*group, strict=True), strict=True):
+      if len({*values}) > 1:
+        for i, a in enumerate(grpo([*values], None, epsilon)):
+          total[i] += weight * a
+    totals.append(total)
+  denominator = lambda variance: math.sqrt(variance) + batch_epsilon
+  found = _normalized(totals, _counts(lengths, over), denominator)
+  if over == "tokens":
+    return found
+  varies = [any(len({*values}) > 1 for values in zip(*group, strict=True)) for group in rewards]
+  return [
+    group if varying else [0.0] * len(group) for group, varying in zip(found, varies, strict=True)
+  ]
+
+
 def mt_grpo_turns(rewards, scores, turn_weight=1.0, epsilon=1e-6):
   """By rollout, the coefficients of the policy's turns, whose scores are lists; None: no score."""
   dialogues = grpo(rewards, None, epsilon) if len({*rewards}) > 1 else [0.0] * len(rewards)
@@ -110,6 +136,7 @@ def mt_grpo_turns(rewards, scores, turn_weight=1.0, epsilon=1e-6):
 ESTIMATORS = {
   "asym": lambda rewards, lengths, delta=0.5: _asym(rewards, delta),
   "asymmetric_reinforce": asymmetric_reinforce,
+  "gdpo": gdpo,
   "grpo": grpo,
   "grpo_mean": lambda rewards, lengths: _centered(rewards),
   "log_mean_exp": log_mean_exp,
@@ -128,7 +155,7 @@ ESTIMATORS = {
   ],
 }
 
-OF_BATCH = ("reinforce_plus_plus",)
+OF_BATCH = ("gdpo", "reinforce_plus_plus")
 
 # Those that do not compare the rollouts of a group: a constant one is not zero, one is enough.
 WITHOUT_GROUP = (
@@ -151,6 +178,7 @@ MASSES = {
     p * (q - baseline_shift),
     q * max(p + baseline_shift, 0),
   ),
+  "gdpo": lambda p, q, weights=(1.0,), **_: _same(np.sqrt(p * q)),
   "grpo": lambda p, q, epsilon=1e-6: _same(p * q / (np.sqrt(p * q) + epsilon)),
   "grpo_mean": lambda p, q: _same(p * q),
   "log_mean_exp": lambda p, q, eta=1.0: _same(

@@ -26,6 +26,14 @@ def make_batch(mask, behavior_logprobs=None, rewards=None, **fields):
   return jax.tree.map(jnp.asarray, TrainBatch(mask=mask, **plain | fields))
 
 
+def with_needs(batch):
+  """The batch with all that estimators may need, such that they are what their oracles say.
+
+  There is one reward by name.
+  """
+  return dataclasses.replace(batch, rewards_by_name=batch.rewards[..., None])
+
+
 def make_host_batch(mask, **fields):
   """The same in NumPy, as batches are before they are placed on devices."""
   return jax.device_get(make_batch(mask, **fields))

@@ -174,6 +174,9 @@ def build(
   compared = make_compared(sampler, model, mesh, make_model_on)
   compiler_options = make_compiler_options(config.compiler_options, mesh, sampler.mesh)
   method = make_method(config, model, mesh)
+  if "rewards_by_name" in method.advantage.needs:
+    checks.check_rewards_by_name(config)
+    grading = dataclasses.replace(grading, num_rewards=1 + len(config.grading.extra))
   base = abstract_params(model, mesh)
   trained = trained_params(adapters, base)
   check_optimizer("config", config.optimizer, method.optimizer, trained)
@@ -224,6 +227,7 @@ def build(
     loss=config.loss,
     diagnose=diagnose if config.diagnostics.every else None,
     has_turns=bool(config.environment.name),
+    num_rewards=grading.num_rewards,
   )
   if method.advantage.needs_binary:
     checks.check_binary(
@@ -235,11 +239,12 @@ def build(
       environment=config.environment.name,
     )
   if method.advantage.per_token is not None:
-    checks.check_advantage_of_turns(
+    checks.check_advantage_of_tokens(
       config.advantage,
       config.reweighting,
       config.loss,
-      has_turns=bool(config.environment.name or config.sources.recorded.fraction),
+      lacks_turns="turn_scores" in method.advantage.needs
+      and not (config.environment.name or config.sources.recorded.fraction),
       of_responses=method.loss.of_responses,
     )
   task = with_graders(config.grading, config.evaluation.grader, task or make_task(config.task))
