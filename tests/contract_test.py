@@ -83,6 +83,8 @@ ESTIMATORS = _with_defaults(advantages) | {
   "fade-entropy": advantages.fade(schedule="entropy"),
   "fade-logarithmic": advantages.fade(schedule="logarithmic"),
   "gdpo-leave_one_out": advantages.gdpo(over="tokens", leave_one_out=True, batch_epsilon=0.0),
+  "opob-by_deviation": advantages.opob(by_deviation=True),
+  "otb-truncated": advantages.otb(truncation=2.0, level="sequence", zero_constant=False),
   "pass_at_k-plug_in": advantages.pass_at_k(form="plug_in"),
   "reinforce_plus_plus-rollouts": advantages.reinforce_plus_plus(baseline=True, over="rollouts"),
 }

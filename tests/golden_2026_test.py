@@ -1,5 +1,7 @@
 """Values and gradients of peers' and authors' own code for the methods of 2026, float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,6 @@ GOLDEN = Golden("golden_2026")
 LEFT_OUT = {  # by the beginning of a case's name: why it has no test
   # The behavior policy's most probable tokens would have to be recorded; the paper finds no gain.
   "divergence_topk_": "not offered",
-  **dict.fromkeys(("adv_otb", "adv_opob"), "not there yet"),
   **dict.fromkeys(("adv_opd", "adv_vopd", "distill_", "loss_opd", "loss_iw_opd"), "not there yet"),
   **dict.fromkeys(("loss_mopd", "loss_vopd", "loss_topk_opd", "loss_sdpo"), "not there yet"),
 }
@@ -258,8 +259,47 @@ def test_gdpo(case):
     np.testing.assert_allclose(found, expected, rtol=RTOL, atol=ATOL)
 
 
+@pytest.mark.parametrize("case", _cases(("otb",)))
+def test_otb(case):
+  """verl leaves the tail of a constant group, and so does `zero_constant=False`."""
+  arrays = GOLDEN.arrays(case)
+  with jax.enable_x64(True):
+    batch = _advantage_batch(arrays)
+    grouped = lambda name: jnp.asarray(arrays[name].reshape(batch.mask.shape))
+    logprobs, how = grouped("logprobs"), {}
+    if "importance_weights" in arrays:  # those of an update are π/β, truncated
+      weights = jnp.where(batch.mask > 0, grouped("importance_weights"), 1.0)
+      how["truncation"] = float(jnp.max(weights))
+      batch = dataclasses.replace(batch, behavior_logprobs=logprobs - jnp.log(weights))
+    batch = dataclasses.replace(
+      batch,
+      policy_logprobs=logprobs,
+      squared_probabilities=grouped("sum_squared_probabilities"),
+    )
+    zero_tail = case["params"]["zero_tail"]
+    estimator = advantages.otb(zero_tail=zero_tail, zero_constant=False, **how)
+    found = estimator.in_loss((), batch, estimator.apply((), batch))
+    np.testing.assert_allclose(found, grouped("advantages"), rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("case", _cases(("opob",)))
+def test_opob(case):
+  """A constant group has A = 0 here, where rounding and the authors' 1e-8 leave a rest."""
+  arrays = GOLDEN.arrays(case)
+  with jax.enable_x64(True):
+    batch = _advantage_batch(arrays)
+    log_weights = jnp.asarray(arrays["log_weights"])[..., None]  # of responses of one token
+    batch = dataclasses.replace(
+      batch,
+      policy_logprobs=log_weights,
+      squared_norms=jnp.asarray(np.square(arrays["norms"])),
+    )
+    found = advantages.opob().apply((), batch)
+    np.testing.assert_allclose(found, arrays["advantages"], rtol=RTOL, atol=ATOL)
+
+
 def test_every_case_has_a_test():
-  methods = {*MAKE, "gdpo", "maxrl", "reinforce_plus_plus"}
+  methods = {*MAKE, "gdpo", "maxrl", "opob", "otb", "reinforce_plus_plus"}
   tested = {case["name"] for case in GOLDEN.cases if case["params"].get("method") in methods}
   rest = [
     case["name"]

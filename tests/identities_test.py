@@ -238,7 +238,7 @@ def _coefficients(name, rewards, lengths=None, **hyper):
   lengths = np.full(rewards.shape, 3) if lengths is None else lengths
   mask = (np.arange(lengths.max()) < lengths[..., None]).astype(float)
   estimator = getattr(advantages, name)(**hyper)
-  batch = with_needs(make_batch(mask, np.zeros(1), rewards))
+  batch = with_needs(make_batch(mask, rewards=rewards))
   return np.asarray(estimator.apply(estimator.init(jnp.asarray(1.0)), batch))
 
 
@@ -257,6 +257,8 @@ def _rewards(group=8, seed=0):
     ("pass_at_k", {"k": 1}),
     ("pass_at_k", {"k": 1, "form": "plug_in"}),
     ("opo", {}),  # all responses are of one length here
+    ("opob", {}),  # W = 1, and of one norm
+    ("otb", {}),  # all tokens have the same energy, and no response a tail
     ("log_mean_exp", {"eta": 1e-9}),
   ],
 )
@@ -300,6 +302,12 @@ def test_gdpo_of_one_reward_is_grpo_by_the_batch_s_deviation():
   plain = _coefficients("grpo", rewards, epsilon=1e-4)
   found = _coefficients("gdpo", rewards, batch_epsilon=0.0)
   np.testing.assert_allclose(found, plain / np.std(plain, ddof=1), rtol=1e-10, atol=1e-14)
+
+
+def test_opob_of_the_policy_s_own_rollouts_with_norms_as_lengths_is_opo():
+  rewards, lengths = _rewards(), np.random.default_rng(2).integers(1, 9, (16, 8))
+  found = _coefficients("opob", rewards, lengths)
+  np.testing.assert_allclose(found, _coefficients("opo", rewards, lengths), rtol=1e-7, atol=1e-9)
 
 
 def test_power_is_pass_at_k_up_to_k():

@@ -11,6 +11,8 @@ from rlvr_jax.advantages.masses import gradient_masses as gradient_masses
 from rlvr_jax.advantages.maxrl import maxrl as maxrl
 from rlvr_jax.advantages.mt_grpo import mt_grpo as mt_grpo
 from rlvr_jax.advantages.opo import opo as opo
+from rlvr_jax.advantages.opob import opob as opob
+from rlvr_jax.advantages.otb import otb as otb
 from rlvr_jax.advantages.pass_at_k import pass_at_k as pass_at_k
 from rlvr_jax.advantages.power import asym as asym
 from rlvr_jax.advantages.power import power as power
@@ -34,6 +36,8 @@ __all__ = [
   "maxrl",
   "mt_grpo",
   "opo",
+  "opob",
+  "otb",
   "pass_at_k",
   "power",
   "power_asym",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
+import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops.component_repr import component_repr
@@ -13,7 +14,9 @@ from rlvr_jax.ops.groups import varies
 from rlvr_jax.ops.masked import masked_count, masked_fill, upcast
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
+# Fields of a batch that an estimator may need: recorded, then measured in an update's first phase.
 NEEDS = ("rewards_by_name", "turn_scores")
+NEEDS += ("policy_logprobs", "squared_probabilities", "squared_norms")
 OVER = ("rollouts", "tokens")  # what a statistic of the batch counts
 
 
@@ -72,6 +75,23 @@ def stateless(
     metrics=lambda state, batch: metrics(batch),
     needs_binary=needs_binary,
   )
+
+
+def needed(name: str, batch: TrainBatch, field: str) -> Array:
+  """A field of the batch, constant for differentiation, that an estimator needs.
+
+  Args:
+    name: of the estimator.
+    field: one of `NEEDS`.
+  Raises:
+    ValueError: the batch has none.
+  """
+  found = getattr(batch, field)
+  if found is None:
+    raise ValueError(
+      f"advantage {name!r} needs batch.{field}, got None; give it, or choose another advantage"
+    )
+  return jax.lax.stop_gradient(found)
 
 
 def as_group(name: str, rewards: Array, valid: Array) -> Array:

@@ -15,6 +15,7 @@ from rlvr_jax.advantages.base import (
   as_group,
   batch_moments,
   counts_over,
+  needed,
   stateless,
   zero_if_constant,
 )
@@ -154,12 +155,7 @@ def gdpo(
 
 def _rewards_of(batch: TrainBatch) -> Array:
   """The rewards f32[P, G, K] of a batch, 0 where not valid."""
-  if batch.rewards_by_name is None:
-    raise ValueError(
-      "gdpo needs batch.rewards_by_name f32[P, G, K], got None; name graders in"
-      " config.grading.extra, or give the scores of K graders"
-    )
-  return masked_fill(batch.rewards_by_name, batch.valid[..., None])
+  return masked_fill(needed("gdpo", batch, "rewards_by_name"), batch.valid[..., None])
 
 
 def _varying(rewards: Array, valid: Array) -> Array:

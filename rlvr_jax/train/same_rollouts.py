@@ -27,7 +27,7 @@ from rlvr_jax.train.setup.build import Parts, build, make_method
 from rlvr_jax.train.start import parameters
 from rlvr_jax.types import Params, TrainBatch
 from rlvr_jax.update.accumulate import policy_logprobs, update_gradient
-from rlvr_jax.update.objective import Method
+from rlvr_jax.update.objective import Method, estimate_coefficients
 
 
 def load_recipe(name: str) -> Any:
@@ -120,19 +120,19 @@ def measure_gradients(
   if method.reference_kl:
     batch = dataclasses.replace(batch, reference_logprobs=logprobs(reference, batch))
   state = method.advantage.init(jnp.float32(entropy))
-  coefficients = method.advantage.apply(state, batch)
-  masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
-  coefficients = method.advantage.in_loss(state, batch, coefficients)
+  estimate = functools.partial(estimate_coefficients, state, method=method)
   key = key_for(trained.seed, "reweighting")
-  gradient_of = jax.jit(exactly(functools.partial(update_gradient, method=method)))
+  gradient_of = jax.jit(
+    exactly(functools.partial(update_gradient, estimate=estimate, method=method))
+  )
   results = {}
   for lag, at in params.items():
     # π_prox is the policy when the batch is first trained on, which is now.
     proximal = logprobs(at, batch) if method.loss.needs_proximal else None
     now = dataclasses.replace(batch, proximal_logprobs=proximal)
-    (value, metrics), gradient = gradient_of(at, {}, now, coefficients, key)
+    (value, metrics), gradient = gradient_of(at, {}, now, key=key)
     vector = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(gradient))])
-    numbers = {k: float(v) for k, v in reductions.values({**masses, **metrics}).items()}
+    numbers = {k: float(v) for k, v in reductions.values(metrics).items()}
     norm = float(np.linalg.norm(vector.astype(np.float64)))
     results[lag] = ({**numbers, "loss": float(value), "gradient_norm": norm}, vector)
   return results

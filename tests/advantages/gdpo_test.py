@@ -54,7 +54,7 @@ def test_metrics_are_of_each_reward():
 
 def test_what_is_missing_is_said():
   batch = _batch()
-  with pytest.raises(ValueError, match=r"gdpo needs batch\.rewards_by_name f32\[P, G, K\]"):
+  with pytest.raises(ValueError, match=r"'gdpo' needs batch\.rewards_by_name, got None"):
     parts.advantages_of(advantages.gdpo(), batch.rewards)
   with pytest.raises(ValueError, match=r"weights = \(1\.0, 2\.0\) are 2 numbers for K = 3 rewards"):
     advantages.gdpo(weights=(1.0, 2.0)).apply((), batch)

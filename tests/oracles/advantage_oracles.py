@@ -72,6 +72,45 @@ def opo(rewards, lengths):
   return [r - baseline for r in rewards]
 
 
+def opob(rewards, lengths, by_deviation=False):
+  """With W = 1, and lengths for ‖g‖²; see `opob_of`."""
+  return opob_of(rewards, [1.0] * len(rewards), lengths, by_deviation)
+
+
+def opob_of(rewards, weights, squared_norms, by_deviation=False):
+  """W and ‖g‖² by rollout of one group."""
+  products = [w * w * n for w, n in zip(weights, squared_norms, strict=True)]
+  weighted = math.fsum(p * r for p, r in zip(products, rewards, strict=True))
+  baseline = weighted / (math.fsum(products) + 1e-8)
+  unit = 1.0
+  if by_deviation:
+    unit = math.sqrt(_mean([a * a for a in _centered(rewards)])) + 1e-8
+  return [(r - baseline) / unit if len({*rewards}) > 1 else 0.0 for r in rewards]
+
+
+def otb(rewards, lengths, zero_tail=True, zero_constant=True):
+  """Means over tokens, all of the energy 0.5; see `otb_tokens`."""
+  tokens = otb_tokens(rewards, [[0.5] * n for n in lengths], zero_tail, zero_constant)
+  return [_mean(of_rollout) for of_rollout in tokens]
+
+
+def otb_tokens(rewards, energies, zero_tail=True, zero_constant=True):
+  """By rollout, A of its loss tokens, from their energies."""
+  found = [[] for _ in rewards]
+  for t in range(max(map(len, energies))):
+    there = [i for i, e in enumerate(energies) if len(e) > t]
+    sums = {i: math.fsum(energies[i][: t + 1]) for i in there}
+    weighted = math.fsum(sums[i] * rewards[i] for i in there)
+    baseline = weighted / (math.fsum(sums.values()) + 1e-8)
+    if len(there) == 1:
+      baseline = 0.0 if zero_tail else rewards[there[0]]
+    for i in there:
+      found[i].append(rewards[i] - baseline)
+  if zero_constant and len({*rewards}) == 1:
+    return [[0.0] * len(of_rollout) for of_rollout in found]
+  return found
+
+
 def _normalized(values, counts, denominator):
   """By group, (x − μ)/denominator(σ²), moments over the batch with each x so many times."""
   repeated = [
@@ -143,6 +182,8 @@ ESTIMATORS = {
   "maxrl": maxrl,
   "mt_grpo": grpo,  # of one turn; `mt_grpo_turns` of several
   "opo": opo,
+  "opob": opob,
+  "otb": otb,
   "pass_at_k": pass_at_k,
   "power": power,
   "power_asym": power_asym,
@@ -187,6 +228,8 @@ MASSES = {
   "maxrl": lambda p, q: _same(q),
   "mt_grpo": lambda p, q, epsilon=1e-6: _same(p * q / (np.sqrt(p * q) + epsilon)),
   "opo": None,  # on the lengths
+  "opob": None,  # on the norms of gradients
+  "otb": None,  # on the tokens' energies, and on the lengths
   "pass_at_k": lambda p, q, k=4: _same(k * p * q**k),
   "power": lambda p, q, alpha=2.0: _same(p * q**alpha),
   "power_asym": lambda p, q, alpha=2.0, delta=0.5: (p * q**alpha, p * q**alpha / delta),

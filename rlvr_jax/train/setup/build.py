@@ -491,15 +491,16 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
   _check_routing(config.model, model.config, config.gram, config.diagnostics.compared)
   make = lambda field, package, kind: specs.make(f"config.{field}", package, config[field], kind)
   reweighter = make("reweighting", reweighting, reweighting.Reweighting)
+  advantage = make("advantage", advantages, advantages.Advantage)
   return Method(
     model=model,
     optimizer=transformation,
     learning_rate=rate,
-    advantage=make("advantage", advantages, advantages.Advantage),
+    advantage=advantage,
     coefficient_metrics=gradient_masses,
     reweighting=reweighter,
     loss=make_loss(config.loss, config.correction, config.proximal_every),
-    gram=make_gram(config.gram) if reweighter.needs_gram else None,
+    gram=make_needed_gram(config.gram, config.advantage, reweighter, advantage),
     gram_context=gram_context(model, mesh, config.policy_temperature),
     aggregation=config.aggregation,
     max_response_length=config.max_response_length,
@@ -513,6 +514,32 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     records_routes=records_routes(config.model),
     replays_routes=routing_of(config.model) == "replayed",
   )
+
+
+def make_needed_gram(
+  name: str,
+  advantage_name: str,
+  reweighter: reweighting.Reweighting,
+  advantage: advantages.Advantage,
+) -> geometry.GramFn | None:
+  """The Gram matrix of `config.gram`, if the reweighting or the advantage needs one.
+
+  Args:
+    name, advantage_name: `config.gram` and `config.advantage`.
+    reweighter, advantage: of the method.
+  Raises:
+    ValueError: the advantage needs norms of gradients, and those of `name` are of something else.
+  """
+  needs_norms = "squared_norms" in advantage.needs
+  if not (reweighter.needs_gram or needs_norms):
+    return None
+  gram = make_gram(name)
+  if needs_norms and gram.feature != "score":
+    raise ValueError(
+      f"config.advantage = {advantage_name!r} needs the norms of gradients, but config.gram ="
+      f" {name!r} has the feature {gram.feature!r}; set it to 'streaming'"
+    )
+  return gram
 
 
 def make_loss(name: str, correction: str, proximal_every: int) -> losses.Loss:

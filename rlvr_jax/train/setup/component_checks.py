@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import traceback
@@ -102,6 +103,10 @@ def _check_advantage(
     raise ValueError(
       f"{owner}: its needs have {sorted(unknown)}, which no batch has; allowed are {list(NEEDS)}"
     )
+  of = lambda like: jax.ShapeDtypeStruct(like.shape, jnp.float32)
+  measured: dict[str, Any] = {"squared_norms": of(batch.rewards)}
+  measured |= dict.fromkeys(("policy_logprobs", "squared_probabilities"), of(batch.tokens))
+  batch = dataclasses.replace(batch, **{name: measured[name] for name in method.measured})
   coefficients = _trace(owner, method.advantage.apply, state.advantage_state, batch)
   if getattr(coefficients, "shape", None) != batch.rewards.shape:
     raise ValueError(
