@@ -64,6 +64,10 @@ def batch_of(
   lags: Array | None = None,
   turns: Array | None = None,
   turn_scores: Array | None = None,
+  rewards_by_name: Array | None = None,
+  policy_logprobs: Array | None = None,
+  squared_probabilities: Array | None = None,
+  squared_norms: Array | None = None,
 ) -> TrainBatch:
   """Makes a batch of the given arrays, for functions that take a batch; other fields are 0.
 
@@ -78,6 +82,11 @@ def batch_of(
     lags: i32[P, G, T], updates since the policy that sampled a token.
     turns: i32[P, G, T], of dialogues, the turn of each token: even numbers are the policy's.
     turn_scores: f32[P, G, T], the score of a turn of the policy at its last token; NaN elsewhere.
+    rewards_by_name: f32[P, G, K], K rewards of each rollout; `gdpo` needs them.
+    policy_logprobs: f32[P, G, T], nats, of the trained policy before the update; `otb` and `opob`
+      need them.
+    squared_probabilities: f32[P, G, T], Σ_v π(v)² where a token was sampled; `otb` needs them.
+    squared_norms: f32[P, G], ‖g_i‖², such as the diagonal of `gram_of_head`; `opob` needs them.
   Raises:
     ValueError: an array has another shape.
   """
@@ -89,13 +98,18 @@ def batch_of(
     turns=turns,
     turn_scores=turn_scores,
     lags=lags,
+    policy_logprobs=policy_logprobs,
+    squared_probabilities=squared_probabilities,
   )
   for name, array in per_token.items():
     if array is not None:
       _check_shape(name, array, "P", "G", "T", P=P, G=G, T=T)
-  for name, array in dict(rewards=rewards, correct=correct, valid=valid).items():
+  per_rollout = dict(rewards=rewards, correct=correct, valid=valid, squared_norms=squared_norms)
+  for name, array in per_rollout.items():
     if array is not None:
       _check_shape(name, array, "P", "G", P=P, G=G)
+  if rewards_by_name is not None:
+    _check_shape("rewards_by_name", rewards_by_name, "P", "G", "K", P=P, G=G)
   mask = jnp.asarray(mask, jnp.promote_types(jnp.asarray(mask).dtype, jnp.float32))
   rewards = jnp.zeros((P, G), mask.dtype) if rewards is None else jnp.asarray(rewards)
   return TrainBatch(
@@ -110,6 +124,10 @@ def batch_of(
     lags=lags,
     turns=None if turns is None else jnp.asarray(turns),
     turn_scores=None if turn_scores is None else jnp.asarray(turn_scores),
+    rewards_by_name=None if rewards_by_name is None else jnp.asarray(rewards_by_name),
+    policy_logprobs=policy_logprobs,
+    squared_probabilities=squared_probabilities,
+    squared_norms=squared_norms,
   )
 
 
@@ -122,11 +140,17 @@ def advantages_of(
   valid: Array | None = None,
   turns: Array | None = None,
   turn_scores: Array | None = None,
+  rewards_by_name: Array | None = None,
+  behavior_logprobs: Array | None = None,
+  policy_logprobs: Array | None = None,
+  squared_probabilities: Array | None = None,
+  squared_norms: Array | None = None,
   state: Any = (),
 ) -> Array:
   """Coefficients f32[P, G] by an estimator of `rlvr_jax.advantages`.
 
-  With the scores of turns, those of `mt_grpo` are f32[P, G, T], which `loss_of` takes, too.
+  With the scores of turns, those of `mt_grpo` are f32[P, G, T], which `loss_of` takes, too; so are
+  those of `otb`.
 
   Args:
     estimator: such as `grpo()`.
@@ -136,6 +160,10 @@ def advantages_of(
     valid: bool[P, G], False for rollouts that your grader failed on: they get 0 and do not affect
       the others. Set their loss mask to 0, too. None: all are valid.
     turns, turn_scores: [P, G, T], for `mt_grpo` only, with the mask; see `batch_of`.
+    rewards_by_name: f32[P, G, K], for `gdpo` only.
+    behavior_logprobs, policy_logprobs: f32[P, G, T], for `otb` and `opob`, with the mask.
+    squared_probabilities: f32[P, G, T], for `otb` only; see `batch_of`.
+    squared_norms: f32[P, G], for `opob` only; see `batch_of`.
     state: for `fade` only: `estimator.init(entropy)` first, then the result of
       `estimator.update(state, batch_of(…), entropy)`.
   Raises:
@@ -146,7 +174,17 @@ def advantages_of(
   rewards = jnp.asarray(rewards)
   mask = jnp.ones((*rewards.shape, 1)) if mask is None else mask
   batch = batch_of(
-    mask, rewards=rewards, correct=correct, valid=valid, turns=turns, turn_scores=turn_scores
+    mask,
+    rewards=rewards,
+    correct=correct,
+    valid=valid,
+    turns=turns,
+    turn_scores=turn_scores,
+    rewards_by_name=rewards_by_name,
+    behavior_logprobs=behavior_logprobs,
+    policy_logprobs=policy_logprobs,
+    squared_probabilities=squared_probabilities,
+    squared_norms=squared_norms,
   )
   return estimator.in_loss(state, batch, estimator.apply(state, batch))
 

@@ -88,6 +88,14 @@ class TrainBatch:
   # that of the dialogue, at the turn's last token; NaN elsewhere. In an update only where the
   # advantage reads them.
   turn_scores: Array | None = None
+  # f32[P, G, K], the scores of K graders, the main one first, then those of config.grading.extra;
+  # 0 where not valid
+  rewards_by_name: Array | None = None
+  # What an update's first phase measures of the policy before the update, constants; None unless
+  # the advantage needs it
+  policy_logprobs: Array | None = None  # f32[P, G, T], nats, at config.policy_temperature
+  squared_probabilities: Array | None = None  # f32[P, G, T], Σ_v π(v)² where a token was sampled
+  squared_norms: Array | None = None  # f32[P, G], ‖g_i‖², the diagonal of the Gram matrix
   sources: Array | None = None  # i32[P], index of the source that sampled the group
   packed: Packed | None = None  # the rollouts in rows; None: padded, [P, G, S + T]
   # f32[P, G, T], under the distribution sampled from, where `behavior_logprobs` deliberately are

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.batches import evaluate, poison, random_case
+from oracles.batches import evaluate, poison, random_case, with_needs
 from remedy import remedy
 
 from rlvr_jax import advantages, corrections, geometry, losses, reweighting
@@ -82,7 +82,11 @@ LOSSES = _with_defaults(losses) | {
 ESTIMATORS = _with_defaults(advantages) | {
   "fade-entropy": advantages.fade(schedule="entropy"),
   "fade-logarithmic": advantages.fade(schedule="logarithmic"),
+  "gdpo-leave_one_out": advantages.gdpo(over="tokens", leave_one_out=True, batch_epsilon=0.0),
+  "opob-by_deviation": advantages.opob(by_deviation=True),
+  "otb-truncated": advantages.otb(truncation=2.0, level="sequence", zero_constant=False),
   "pass_at_k-plug_in": advantages.pass_at_k(form="plug_in"),
+  "reinforce_plus_plus-rollouts": advantages.reinforce_plus_plus(baseline=True, over="rollouts"),
 }
 REWEIGHTINGS = _with_defaults(reweighting) | {
   "salt-shared": reweighting.salt(channels="shared"),
@@ -373,7 +377,8 @@ def _estimator_run(name):
 @COMPILES
 def test_estimator_under_jit(name):
   """jit equals no jit, of what is exported; an update and a batch later nothing compiles again."""
-  first, second = (random_case(seed, (4, 5, 3), dtype=np.float32)[1] for seed in range(2))
+  cases = (random_case(seed, (4, 5, 3), dtype=np.float32)[1] for seed in range(2))
+  first, second = map(with_needs, cases)
   entropy = jnp.float32(0.4)
   state = ESTIMATORS[name].init(jnp.float32(0.7))
   compiled = _estimator_jit(name)(state, first, entropy)
@@ -389,12 +394,13 @@ def _degenerate_groups(dtype):
   """All wrong, all right, one right, one wrong; every response empty."""
   rewards = np.array([[0] * 5, [1] * 5, [0, 1, 0, 0, 0], [1, 1, 0, 1, 1]])
   _, batch, _ = random_case(0, (4, 5, 3), dtype=np.float32)
-  return dataclasses.replace(
+  batch = dataclasses.replace(
     batch,
     rewards=jnp.asarray(rewards, dtype),
     correct=jnp.asarray(rewards, dtype),
     mask=jnp.zeros_like(batch.mask, dtype),
   )
+  return with_needs(batch)
 
 
 @each_estimator
@@ -420,7 +426,7 @@ def test_estimator_is_finite_on_any_group(name, dtype):
 @each_estimator
 @remedy("A of a success must be ≥ A of a failure in each mixed group; is the sign right?")
 def test_solving_is_never_worse_than_failing(name):
-  _, batch, _ = random_case(1, (16, 8, 2), dtype=np.float32)
+  batch = with_needs(random_case(1, (16, 8, 2), dtype=np.float32)[1])
   estimator = ESTIMATORS[name]
   coefficients = np.asarray(jax.jit(estimator.apply)(estimator.init(jnp.float32(1.0)), batch))
   for group, rewards in zip(coefficients, np.asarray(batch.rewards), strict=True):

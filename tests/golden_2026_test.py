@@ -1,5 +1,6 @@
 """Values and gradients of peers' and authors' own code for the methods of 2026, float64."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +17,6 @@ GOLDEN = Golden("golden_2026")
 LEFT_OUT = {  # by the beginning of a case's name: why it has no test
   # The behavior policy's most probable tokens would have to be recorded; the paper finds no gain.
   "divergence_topk_": "not offered",
-  **dict.fromkeys(("adv_gdpo", "adv_reinforce_plus_plus", "adv_otb", "adv_opob"), "not there yet"),
   **dict.fromkeys(("adv_opd", "adv_vopd", "distill_", "loss_opd", "loss_iw_opd"), "not there yet"),
   **dict.fromkeys(("loss_mopd", "loss_vopd", "loss_topk_opd", "loss_sdpo"), "not there yet"),
 }
@@ -223,8 +223,95 @@ def test_maxrl(case):
     np.testing.assert_allclose(found, arrays["advantages"], rtol=RTOL, atol=ATOL)
 
 
+def _advantage_batch(arrays):
+  """The batch of a case: rewards [P, G], or [P, G, K], whose first are then the batch's rewards."""
+  rewards = arrays["rewards"]
+  P, G = rewards.shape[:2]
+  grouped = lambda name: arrays[name].reshape(P, G, -1)
+  mask = grouped("mask") if "mask" in arrays else np.ones((P, G, 1))
+  if rewards.ndim == 2:
+    return make_batch(mask, rewards=rewards)
+  return make_batch(mask, rewards=rewards[..., 0], rewards_by_name=rewards)
+
+
+@pytest.mark.parametrize("case", _cases(("reinforce_plus_plus",)))
+def test_reinforce_plus_plus(case):
+  arrays = GOLDEN.arrays(case)
+  with jax.enable_x64(True):
+    batch = _advantage_batch(arrays)
+    estimator = advantages.reinforce_plus_plus(baseline=case["params"]["baseline"])
+    found = np.asarray(estimator.apply((), batch))[..., None] * batch.mask
+    expected = arrays["advantages"].reshape(batch.mask.shape)
+    np.testing.assert_allclose(found, expected, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("case", _cases(("gdpo",)))
+def test_gdpo(case):
+  arrays, params = GOLDEN.arrays(case), case["params"]
+  over = params["batch"]
+  # verl's 1e-8 is in the variance.
+  batch_epsilon = params.get("batch_epsilon", params["epsilon"] if over == "rollouts" else 0.0)
+  with jax.enable_x64(True):
+    batch = _advantage_batch(arrays)
+    estimator = advantages.gdpo(
+      weights=tuple(params["weights"]),
+      epsilon=params["epsilon"],
+      batch_epsilon=batch_epsilon,
+      over=over,
+      leave_one_out=params.get("leave_one_out", False),
+    )
+    found = np.asarray(estimator.apply((), batch))
+    expected = arrays["advantages"]
+    if over == "tokens":
+      found, expected = found[..., None] * batch.mask, expected.reshape(batch.mask.shape)
+    if params.get("leave_one_out"):  # a constant group is not 0 there
+      constant = np.all(arrays["rewards"] == arrays["rewards"][:, :1], axis=(1, 2))
+      assert constant.any() and np.all(found[constant] == 0) and np.all(expected[constant] != 0)
+      found, expected = found[~constant], expected[~constant]
+    np.testing.assert_allclose(found, expected, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("case", _cases(("otb",)))
+def test_otb(case):
+  """verl leaves the tail of a constant group, and so does `zero_constant=False`."""
+  arrays = GOLDEN.arrays(case)
+  with jax.enable_x64(True):
+    batch = _advantage_batch(arrays)
+    grouped = lambda name: jnp.asarray(arrays[name].reshape(batch.mask.shape))
+    logprobs, how = grouped("logprobs"), {}
+    if "importance_weights" in arrays:  # those of an update are π/β, truncated
+      weights = jnp.where(batch.mask > 0, grouped("importance_weights"), 1.0)
+      how["truncation"] = float(jnp.max(weights))
+      batch = dataclasses.replace(batch, behavior_logprobs=logprobs - jnp.log(weights))
+    batch = dataclasses.replace(
+      batch,
+      policy_logprobs=logprobs,
+      squared_probabilities=grouped("sum_squared_probabilities"),
+    )
+    zero_tail = case["params"]["zero_tail"]
+    estimator = advantages.otb(zero_tail=zero_tail, zero_constant=False, **how)
+    found = estimator.in_loss((), batch, estimator.apply((), batch))
+    np.testing.assert_allclose(found, grouped("advantages"), rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("case", _cases(("opob",)))
+def test_opob(case):
+  """A constant group has A = 0 here, where rounding and the authors' 1e-8 leave a rest."""
+  arrays = GOLDEN.arrays(case)
+  with jax.enable_x64(True):
+    batch = _advantage_batch(arrays)
+    log_weights = jnp.asarray(arrays["log_weights"])[..., None]  # of responses of one token
+    batch = dataclasses.replace(
+      batch,
+      policy_logprobs=log_weights,
+      squared_norms=jnp.asarray(np.square(arrays["norms"])),
+    )
+    found = advantages.opob().apply((), batch)
+    np.testing.assert_allclose(found, arrays["advantages"], rtol=RTOL, atol=ATOL)
+
+
 def test_every_case_has_a_test():
-  methods = {*MAKE, "maxrl"}
+  methods = {*MAKE, "gdpo", "maxrl", "opob", "otb", "reinforce_plus_plus"}
   tested = {case["name"] for case in GOLDEN.cases if case["params"].get("method") in methods}
   rest = [
     case["name"]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles.batches import evaluate, make_batch, random_case
+from oracles.batches import evaluate, make_batch, random_case, with_needs
 
 from rlvr_jax import advantages, corrections, losses, reweighting
 from rlvr_jax.ops import kl
@@ -247,9 +247,8 @@ def _coefficients(name, rewards, lengths=None, **hyper):
   lengths = np.full(rewards.shape, 3) if lengths is None else lengths
   mask = (np.arange(lengths.max()) < lengths[..., None]).astype(float)
   estimator = getattr(advantages, name)(**hyper)
-  return np.asarray(
-    estimator.apply(estimator.init(jnp.asarray(1.0)), make_batch(mask, np.zeros(1), rewards))
-  )
+  batch = with_needs(make_batch(mask, rewards=rewards))
+  return np.asarray(estimator.apply(estimator.init(jnp.asarray(1.0)), batch))
 
 
 def _rewards(group=8, seed=0):
@@ -267,6 +266,8 @@ def _rewards(group=8, seed=0):
     ("pass_at_k", {"k": 1}),
     ("pass_at_k", {"k": 1, "form": "plug_in"}),
     ("opo", {}),  # all responses are of one length here
+    ("opob", {}),  # W = 1, and of one norm
+    ("otb", {}),  # all tokens have the same energy, and no response a tail
     ("log_mean_exp", {"eta": 1e-9}),
   ],
 )
@@ -291,6 +292,31 @@ def test_group_estimators_are_multiples_of_grpo_mean():
     np.where(mixed, centered / np.where(mixed, std, 1), 0),
     rtol=1e-12,
   )
+
+
+def test_reinforce_plus_plus_is_grpo_mean_by_the_batch_s_deviation():
+  """With the group's baseline; without one it is the reward less the batch's mean."""
+  rewards, lengths = _rewards(), np.random.default_rng(1).integers(1, 6, (16, 8))
+  centered = _coefficients("grpo_mean", rewards)
+  over = functools.partial(_coefficients, "reinforce_plus_plus", rewards, lengths)
+  found = over(baseline=True, over="rollouts")
+  np.testing.assert_allclose(found, centered / np.std(centered, ddof=1), rtol=1e-6, atol=1e-12)
+  of_tokens = np.repeat(rewards.ravel(), lengths.ravel())
+  expected = (rewards - of_tokens.mean()) / np.std(of_tokens, ddof=1)
+  np.testing.assert_allclose(over(), expected, rtol=1e-6)
+
+
+def test_gdpo_of_one_reward_is_grpo_by_the_batch_s_deviation():
+  rewards = _rewards()
+  plain = _coefficients("grpo", rewards, epsilon=1e-4)
+  found = _coefficients("gdpo", rewards, batch_epsilon=0.0)
+  np.testing.assert_allclose(found, plain / np.std(plain, ddof=1), rtol=1e-10, atol=1e-14)
+
+
+def test_opob_of_the_policy_s_own_rollouts_with_norms_as_lengths_is_opo():
+  rewards, lengths = _rewards(), np.random.default_rng(2).integers(1, 9, (16, 8))
+  found = _coefficients("opob", rewards, lengths)
+  np.testing.assert_allclose(found, _coefficients("opo", rewards, lengths), rtol=1e-7, atol=1e-9)
 
 
 def test_power_is_pass_at_k_up_to_k():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles.advantage_oracles import WITHOUT_GROUP
+from oracles.advantage_oracles import OF_BATCH, WITHOUT_GROUP
 from oracles.batches import make_batch
 
 from rlvr_jax import advantages, parts, reweighting
@@ -26,9 +26,13 @@ REMEDY = (
 )
 ESTIMATORS = {name: getattr(advantages, name)() for name in advantages.__all__} | {
   "fade-entropy": advantages.fade(schedule="entropy"),
+  "gdpo-leave_one_out": advantages.gdpo(leave_one_out=True),
+  "otb-truncated": advantages.otb(truncation=2.0, zero_constant=False),
   "pass_at_k-2": advantages.pass_at_k(k=2),
   "pass_at_k-plug_in": advantages.pass_at_k(form="plug_in"),
+  "reinforce_plus_plus-baseline": advantages.reinforce_plus_plus(baseline=True),
 }
+READS_LOSS_TOKENS = ("opo", "opob", "otb", "reinforce_plus_plus")
 REWEIGHTINGS = {name: getattr(reweighting, name)() for name in reweighting.__all__} | {
   "salt-all": reweighting.salt(rank_scale=100.0),
   "salt-residual": reweighting.salt(channels="residual", alpha_min=1.0),
@@ -58,6 +62,18 @@ def _batch(valid, *, shaped=False, spoilt=None):
   turn_scores = np.where(turns % 2 == 0, turn_scores, np.nan)
   fields = dict(rewards=rewards, correct=correct, valid=valid, sources=np.arange(P) % 2)
   fields |= dict(turns=turns, turn_scores=turn_scores.astype(np.float32))
+  several = rng.integers(0, 2, (P, G, 3)).astype(np.float32)
+  if spoilt is not None:
+    several = np.where(valid[..., None], several, np.float32(spoilt))
+  fields["rewards_by_name"] = several
+  logprobs = -rng.exponential(1.0, mask.shape).astype(np.float32)
+  squares = np.exp(2 * logprobs) + rng.random(mask.shape).astype(np.float32)
+  norms = rng.random((P, G)).astype(np.float32)
+  if spoilt is not None:
+    spoil = lambda x: np.where(valid[..., None], x, np.float32(spoilt))
+    logprobs, squares = spoil(logprobs), spoil(squares)
+    norms = np.where(valid, norms, np.float32(spoilt))
+  fields |= dict(policy_logprobs=logprobs, squared_probabilities=squares, squared_norms=norms)
   return make_batch(mask, -np.ones((P, G, T), np.float32), **fields)
 
 
@@ -66,7 +82,8 @@ def _only(batch, chosen):
   index = lambda x: chosen.reshape(chosen.shape + (1,) * (x.ndim - 2))
   take = lambda x: np.take_along_axis(np.asarray(x), index(x), 1)
   fields = ("tokens", "mask", "behavior_logprobs", "rewards", "correct", "valid")
-  fields += ("turns", "turn_scores")
+  fields += ("turns", "turn_scores", "rewards_by_name")
+  fields += ("policy_logprobs", "squared_probabilities", "squared_norms")
   return dataclasses.replace(batch, **{name: take(getattr(batch, name)) for name in fields})
 
 
@@ -101,6 +118,8 @@ def test_coefficients_are_those_of_the_valid_rollouts_alone(name, shaped):
     other = _apply(name, _batch(valid, shaped=shaped, spoilt=spoilt))
     np.testing.assert_array_equal(other, found, REMEDY)
   assert not np.any(found[~valid]), REMEDY
+  if name.split("-")[0] in OF_BATCH:  # other groups have an effect
+    return
   whole = _batch(np.ones((P, G), bool), shaped=shaped)
   for group, count in enumerate(counts):
     alone = np.tile(np.flatnonzero(valid[group]), (P, 1))
@@ -114,11 +133,13 @@ def test_coefficients_are_those_of_the_valid_rollouts_alone(name, shaped):
 
 @each_estimator
 def test_a_rollout_that_only_the_loss_leaves_out_stays_in_the_baseline(name):
-  """As `overlong.filter` does; `opo` alone reads lengths in the loss."""
+  """As `overlong.filter` does; some read lengths in the loss."""
   batch = _batch(np.ones((P, G), bool))
   filtered = dataclasses.replace(batch, mask=batch.mask.at[:, 0].set(0.0))
   same = np.array_equal(_apply(name, filtered), _apply(name, batch))
-  assert same != (name == "opo"), "take validity from batch.valid, not from the loss mask"
+  assert same != (name.split("-")[0] in READS_LOSS_TOKENS), (
+    "take validity from batch.valid, not from the loss mask"
+  )
 
 
 @each_estimator
@@ -142,7 +163,10 @@ def test_statistics_are_those_of_the_valid_rollouts_alone(name):
     return reductions.values(metrics), estimator.update(state, batch, jnp.float32(0.5))
 
   near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=REMEDY)
-  jax.tree.map(near, statistics(batch), statistics(_only(batch, chosen)))
+  few = _only(batch, chosen)
+  jax.tree.map(near, statistics(batch), statistics(few))
+  own = _apply(name, batch)[np.arange(P)[:, None], chosen]
+  near(own, _apply(name, few))
 
 
 def test_groups_without_a_valid_rollout_do_not_count():

@@ -6,12 +6,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
+import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops.component_repr import component_repr
 from rlvr_jax.ops.groups import varies
-from rlvr_jax.ops.masked import masked_fill
+from rlvr_jax.ops.masked import masked_count, masked_fill, upcast
 from rlvr_jax.types import Array, Metrics, TrainBatch
+
+# Fields of a batch that an estimator may need: recorded, then measured in an update's first phase.
+NEEDS = ("rewards_by_name", "turn_scores")
+NEEDS += ("policy_logprobs", "squared_probabilities", "squared_norms")
+OVER = ("rollouts", "tokens")  # what a statistic of the batch counts
 
 
 class Advantage(NamedTuple):
@@ -27,6 +33,7 @@ class Advantage(NamedTuple):
       batch.
     metrics: (state, batch) → metrics of the state and of the estimator on the batch.
     needs_binary: whether rewards must be 0 or 1; others are a configuration error.
+    needs: fields of the batch that are None unless an estimator names them here, of `NEEDS`.
     per_token: (state, batch, coefficients f32[P, G]) → f32[P, G, T], what the loss gets in place of
       them; or the coefficients themselves, if the batch has no turns. None: all tokens of a rollout
       have its coefficient. A reweighting, or a loss of full responses, is a configuration error
@@ -38,6 +45,7 @@ class Advantage(NamedTuple):
   update: Callable[..., Any]
   metrics: Callable[[Any, TrainBatch], Metrics]
   needs_binary: bool = False
+  needs: tuple[str, ...] = ()
   per_token: Callable[[Any, TrainBatch, Array], Array] | None = None
 
   def __repr__(self) -> str:
@@ -69,6 +77,23 @@ def stateless(
   )
 
 
+def needed(name: str, batch: TrainBatch, field: str) -> Array:
+  """A field of the batch, constant for differentiation, that an estimator needs.
+
+  Args:
+    name: of the estimator.
+    field: one of `NEEDS`.
+  Raises:
+    ValueError: the batch has none.
+  """
+  found = getattr(batch, field)
+  if found is None:
+    raise ValueError(
+      f"advantage {name!r} needs batch.{field}, got None; give it, or choose another advantage"
+    )
+  return jax.lax.stop_gradient(found)
+
+
 def as_group(name: str, rewards: Array, valid: Array) -> Array:
   """Rewards [P, G] in at least float32, 0 where not valid; for groups of at least two.
 
@@ -92,3 +117,32 @@ def zero_if_constant(coefficients: Array, rewards: Array, valid: Array) -> Array
   mean of G copies of 0.1 need not be 0.1.
   """
   return jnp.where(varies(rewards, valid) & (valid > 0), coefficients, 0.0)
+
+
+def counts_over(batch: TrainBatch, over: str) -> Array:
+  """How often each rollout counts in a statistic of the batch, f32[P, G]; 0 where not valid.
+
+  Args:
+    over: one of `OVER`. "rollouts": every valid one counts once; "tokens": once per loss token.
+  """
+  counts = {
+    "rollouts": lambda: upcast(batch.valid > 0),
+    "tokens": lambda: masked_count(batch.mask, axis=-1),
+  }
+  return masked_fill(counts[over](), batch.valid)
+
+
+def batch_moments(x: Array, counts: Array) -> tuple[Array, Array]:
+  """(x − μ f32[P, G], σ f32[]), σ unbiased, over a batch; both exactly 0 where its x are all equal.
+
+  Args:
+    x: f32[P, G].
+    counts: f32[P, G], from `counts_over`.
+  """
+  x = masked_fill(x, counts)
+  total = jnp.maximum(jnp.sum(counts), 1)
+  centered = masked_fill(x - jnp.sum(counts * x) / total, counts)
+  variance = jnp.sum(counts * jnp.square(centered)) / jnp.maximum(total - 1, 1)
+  # Of equal rewards the mean need not be exact.
+  differs = varies(x.reshape(1, -1), counts.reshape(1, -1))[0, 0]
+  return jnp.where(differs, centered, 0.0), jnp.where(differs, jnp.sqrt(variance), 0.0)

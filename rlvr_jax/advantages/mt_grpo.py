@@ -76,4 +76,6 @@ def mt_grpo(*, turn_weight: float = 1.0, epsilon: float = 1e-6) -> Advantage:
     return {"advantage/turns_compared": mean_metric(varies(scores, scored), scored)}
 
   of_dialogues = lambda batch: advantages(batch.rewards, batch.valid)
-  return stateless(of_dialogues, metrics=metrics)._replace(per_token=per_token)
+  return stateless(of_dialogues, metrics=metrics)._replace(
+    needs=("turn_scores",), per_token=per_token
+  )

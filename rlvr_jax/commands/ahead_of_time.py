@@ -31,7 +31,13 @@ def lowerings(run: Parts, packed: Packed | None = None) -> dict[str, Lower]:
   return programs.program_lowerings(
     run.programs,
     placement,
-    abstract_update_batch(run.method, placement, run.shape, has_turns=has_turns),
+    abstract_update_batch(
+      run.method,
+      placement,
+      run.shape,
+      has_turns=has_turns,
+      num_rewards=run.grading.num_rewards,
+    ),
     packed or programs.pack_full_length(run.shape, placement.row_layout),
     run.compiler_options.training,
     rebuilds=run.config.fleet.new_weights == "recompute",

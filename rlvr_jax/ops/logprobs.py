@@ -150,6 +150,7 @@ class TokenStatistics(NamedTuple):
   projected: Array | None  # [..., T, R], Σ_v R_v·∂(−log p[token])/∂z_v; a constant
   # [..., T] each, the mass of the tokens in each of `PROBABILITY_BINS`; constants
   masses: tuple[Array, ...] | None = None
+  squared_probabilities: Array | None = None  # [..., T], Σ_v p_v² in [1/V, 1]; a constant
 
 
 def token_logprobs(
@@ -193,6 +194,7 @@ def token_statistics(
   projection: Array | None = None,
   wanted: Array | None = None,
   masses: bool = False,
+  squares: bool = False,
   mesh: Mesh | None = None,
   chunk_rows: int | None = None,
 ) -> TokenStatistics:
@@ -204,12 +206,13 @@ def token_statistics(
       head where they fill chunks: each device moves its wanted tokens to its first chunks, and the
       sum over tokens in the kernel's gradient takes their order. None: all.
     masses: whether to compute the masses of bins.
+    squares: whether to compute the sums of squared probabilities.
   """
   chex.assert_shape(hidden, (*tokens.shape, None))
   if sampling.temperature == 0:
     raise ValueError("token_logprobs of greedy decoding (temperature=0): it has no density")
   rows = chunk_rows or default_chunk_rows(head.kernel.shape[1])
-  setting = _Setting(sampling, float(head.scale), head.soft_cap, rows, mesh, masses)
+  setting = _Setting(sampling, float(head.scale), head.soft_cap, rows, mesh, masses, squares)
   statistics = _statistics(setting, hidden, head.kernel, tokens, projection, wanted)
   if wanted is None:
     return statistics
@@ -252,6 +255,7 @@ class _Setting(NamedTuple):
   chunk_rows: int
   mesh: Mesh | None
   masses: bool = False
+  squares: bool = False
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -335,6 +339,7 @@ def _chunk_forward(setting, hidden, kernel, tokens, projection):
     log_normalizers=terms.largest + terms.log_sum,
     projected=projected,
     masses=_bin_masses(logprobs) if setting.masses else None,
+    squared_probabilities=jnp.sum(jnp.exp(2 * logprobs), axis=-1) if setting.squares else None,
   )
   return statistics, terms
 

@@ -162,16 +162,22 @@ def convert_to_grade(value: Any) -> Grade:
     value = Grade(Outcome.CORRECT if value >= 1 else Outcome.WRONG, value)  # type: ignore
   if not isinstance(value, Grade) or not isinstance(value.outcome, Outcome):
     raise TypeError(f"the grader returned {value!r:.200}, expected a Grade or a number")
+  score = _check_score(value.score)
+  texts = str(value.detail), str(value.answer), str(value.feedback)
+  return Grade(value.outcome, score, *texts, tuple(map(_check_score, value.parts)))
+
+
+def _check_score(value: Any) -> float:
+  """A score as a float; ValueError if it is not a number within ±1e30."""
   try:
-    score = float(value.score)
+    score = float(value)
   except (TypeError, ValueError, OverflowError):
     score = math.nan
   if not is_score(score):
     raise ValueError(
-      f"the grader returned score {value.score!r:.200}, expected a number within ±{MAX_SCORE:g}"
+      f"the grader returned score {value!r:.200}, expected a number within ±{MAX_SCORE:g}"
     )
-  texts = str(value.detail), str(value.answer), str(value.feedback)
-  return Grade(value.outcome, score, *texts)
+  return score
 
 
 # --- completions that are right -------------------------------------------------------------------
@@ -228,7 +234,7 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
     reference: "parts", at least one {"grader": its string, "weight": w, "reference": {…}}.
   Returns:
     The first part's outcome and answer, with the sum as the score for any outcome, and the parts'
-    feedback; crashed if a part crashed, since the sum would then lack a term.
+    feedback and scores; crashed if a part crashed, since the sum would then lack a term.
   Raises:
     ValueError: "parts" is empty.
   """
@@ -245,7 +251,8 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
   if crashed:
     return Grade(Outcome.CRASHED, detail=detail)
   feedback = "\n".join(grade.feedback for grade in grades if grade.feedback)
-  return Grade(grades[0].outcome, score, detail, grades[0].answer, feedback)
+  scores = tuple(grade.score for grade in grades)
+  return Grade(grades[0].outcome, score, detail, grades[0].answer, feedback, scores)
 
 
 def weighted_reference(

@@ -50,7 +50,7 @@ class Graders:
     except RecursionError as error:  # which a completion can cause
       grade = Grade(Outcome.WRONG, detail=f"recursion limit exceeded ({error})")
     fields = grade.outcome, grade.score, grade.detail[:MAX_DETAIL], _shorten(grade.answer)
-    return [*fields, grade.feedback[:MAX_DETAIL]], True
+    return [*fields, grade.feedback[:MAX_DETAIL], grade.parts], True
 
 
 def _shorten(answer: str) -> str:
@@ -64,8 +64,9 @@ def _shorten(answer: str) -> str:
 
 
 def _read_grade(reply: Any) -> Grade:
-  outcome, score, detail, answer, feedback = reply
-  return Grade(Outcome(outcome), float(score), str(detail), str(answer), str(feedback))
+  outcome, score, detail, answer, feedback, parts = reply
+  texts = str(detail), str(answer), str(feedback)
+  return Grade(Outcome(outcome), float(score), *texts, tuple(map(float, parts)))
 
 
 class GradingFuture(Future[list[Grade]]):

@@ -289,8 +289,8 @@ class Answers:
     """The answer that a result is; None if a grader has yet to judge the dialogue."""
     rollout, asked, since, *_ = self._waiting[number]
     if kind == "grade" or self._dialogues is None:
-      outcome, *rest = fields
-      return Grade(Outcome(outcome), *rest)
+      outcome, score, detail, answer, feedback, parts = fields
+      return Grade(Outcome(outcome), score, detail, answer, feedback, tuple(parts))
     self.counts.add_reply(time.monotonic() - since)
     if kind == "failure":
       failure = Failure(*fields)

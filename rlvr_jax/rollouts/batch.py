@@ -20,6 +20,7 @@ def drop_scores(batch: TrainBatch) -> TrainBatch:
   return dataclasses.replace(
     batch,
     sampled_logprobs=None,
+    rewards_by_name=None,
     turn_scores=None,
     lags=None,
     sources=None,
@@ -52,6 +53,8 @@ def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
     return permuted
 
   batch = dataclasses.replace(batch, rewards=permute(batch.rewards), correct=permute(batch.correct))
+  if batch.rewards_by_name is not None:
+    batch = dataclasses.replace(batch, rewards_by_name=permute(batch.rewards_by_name))
   turn_scores: Any = None
   if batch.turns is not None:
     turn_scores = np.full(np.shape(batch.tokens), np.nan, np.float32)
@@ -98,10 +101,12 @@ def with_equal_names(groups: Sequence[Group]) -> list[Group]:
 
   So groups of one turn join those of dialogues, and recorded ones those of several versions.
   """
-  names = {name for group in groups for name in group.arrays}
+  having = {name: group for group in groups for name in group.arrays}
   return [
-    group._replace(arrays=group.arrays | {name: empty(name, group) for name in missing})
-    if (missing := names - group.arrays.keys())
+    group._replace(
+      arrays=group.arrays | {name: empty(name, group, having[name]) for name in missing}
+    )
+    if (missing := having.keys() - group.arrays.keys())
     else group
     for group in groups
   ]

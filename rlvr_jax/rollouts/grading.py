@@ -39,6 +39,7 @@ class Grading:
     outcome_policy: the reward of each outcome of grading.
     overlong_buffer: tokens before the limit over which the reward decreases; 0 turns this off.
     overlong_filter: whether the loss excludes responses without a stop token.
+    num_rewards: K of `TrainBatch.rewards_by_name`, the graders whose scores are kept; 0: none are.
   """
 
   tokenizer: Tokenizer
@@ -46,6 +47,7 @@ class Grading:
   outcome_policy: OutcomePolicy
   overlong_buffer: int = 0
   overlong_filter: bool = False
+  num_rewards: int = 0
 
   def arrays(self, rollouts: Sequence[Rollout], grades: Sequence[Grade]) -> dict[str, np.ndarray]:
     """The arrays of a group, by the names of `group.ARRAYS`.
@@ -70,12 +72,22 @@ class Grading:
       stopped: Any = arrays["stopped"][None]
       mask = np.asarray(overlong_filter(mask[None], stopped))[0]
     shaped = self._shape_rewards(rewards, arrays)
+    if self.num_rewards:
+      arrays["rewards_by_name"] = self._rewards_by_name(grades, valid)
     return arrays | {
       "mask": mask,
       "rewards": np.where(valid, shaped, np.float32(0)),
       "correct": np.where(valid, correct, np.float32(0)),
       "valid": valid,
     }
+
+  def _rewards_by_name(self, grades: Sequence[Grade], valid: np.ndarray) -> np.ndarray:
+    """f32[G, K], each grader's own score; 0 where there is none, as after a timeout."""
+    found = np.zeros((len(grades), self.num_rewards), np.float32)
+    for g, grade in enumerate(grades):
+      if valid[g] and grade.parts:
+        found[g] = grade.parts
+    return found
 
   def samples(
     self,

@@ -101,6 +101,7 @@ class Kind(NamedTuple):
 
     G  rollouts                                     S  places of the prompt, padded on the left
     T  places of a response, padded on the right    layers, experts  of a mixture's recorded routes
+    graders  whose scores are rewards by name
   """
 
   layout: str  # "" for one value of the group
@@ -136,6 +137,7 @@ ARRAYS: Mapping[str, Kind] = {
   "token_versions": Kind("G T", "int32", -1),
   "lags": Kind("G T", "int32", -1),
   "rewards": Kind("G", "float32"),
+  "rewards_by_name": Kind("G graders", "float32"),
   "correct": Kind("G", "float32"),
   "valid": Kind("G", "bool"),
   "solve_rate": Kind("", "float32"),
@@ -224,9 +226,15 @@ def join(groups: Sequence[Group], *, pad_token: int = 0) -> dict[str, np.ndarray
   return {name: np.stack([arrays[name] for arrays in padded]) for name in names}
 
 
-def empty(name: str, group: Group) -> np.ndarray:
-  """An array of this name that is all padding, of the sizes that a group's other arrays have."""
-  kind, sizes = ARRAYS[name], check_arrays(group.arrays)
+def empty(name: str, group: Group, like: Group) -> np.ndarray:
+  """An array of this name that is all padding, of the sizes that a group's other arrays have.
+
+  Args:
+    name: of an array that the group lacks.
+    group: whose other arrays these are.
+    like: a group that has the array; it has the sizes of axes that the other one lacks.
+  """
+  kind, sizes = ARRAYS[name], check_arrays(like.arrays) | check_arrays(group.arrays)
   padding = 0 if kind.padding is PAD_TOKEN else kind.padding
   return np.full([sizes[axis] for axis in kind.axes], padding, kind.dtype.partition("|")[0])
 

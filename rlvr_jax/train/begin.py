@@ -108,7 +108,7 @@ def make_run(
     has_reference=method.reference_kl > 0,
     has_proximal=method.loss.needs_proximal,
     proximal_every=c.proximal_every,
-    has_turn_scores=method.advantage.per_token is not None,
+    needs=method.advantage.needs,
     diagnose_every=c.diagnostics.every,
   )
   # If all groups are recorded, no problem is drawn, but the position is saved.

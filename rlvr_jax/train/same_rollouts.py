@@ -28,7 +28,7 @@ from rlvr_jax.train.setup.build import Parts, build, make_method
 from rlvr_jax.train.start import parameters
 from rlvr_jax.types import Params, TrainBatch
 from rlvr_jax.update.accumulate import policy_logprobs, update_gradient
-from rlvr_jax.update.objective import Method
+from rlvr_jax.update.objective import Method, estimate_coefficients
 
 
 def load_recipe(name: str) -> ConfigDict:
@@ -137,8 +137,11 @@ def gradient_function(
   # As precise as the products of the run itself.
   exactly = functools.partial(with_matmul_precision, precision=trained.model.config.precision)
   logprobs = jax.jit(exactly(lambda p, b: policy_logprobs(p, {}, b, method=method)[0]))
-  gradient_of = jax.jit(exactly(functools.partial(update_gradient, method=method)))
   state = method.advantage.init(jnp.float32(entropy))
+  estimate = functools.partial(estimate_coefficients, state, method=method)
+  gradient_of = jax.jit(
+    exactly(functools.partial(update_gradient, estimate=estimate, method=method))
+  )
   key = key_for(trained.seed, "reweighting")
 
   def gradient(batch: TrainBatch, params: Params) -> tuple[dict[str, float], np.ndarray]:
@@ -148,12 +151,9 @@ def gradient_function(
     batch = dataclasses.replace(
       batch, reference_logprobs=reference_logprobs, proximal_logprobs=proximal
     )
-    coefficients = method.advantage.apply(state, batch)
-    masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
-    coefficients = method.advantage.in_loss(state, batch, coefficients)
-    (value, metrics), tree = gradient_of(params, {}, batch, coefficients, key)
+    (value, metrics), tree = gradient_of(params, {}, batch, key=key)
     vector = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(tree))])
-    numbers = {k: float(v) for k, v in reductions.values({**masses, **metrics}).items()}
+    numbers = {k: float(v) for k, v in reductions.values(metrics).items()}
     norm = float(np.linalg.norm(vector.astype(np.float64)))
     return {**numbers, "loss": float(value), "gradient_norm": norm}, vector
 

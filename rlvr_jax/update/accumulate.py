@@ -19,13 +19,13 @@ from rlvr_jax.ops import reductions
 from rlvr_jax.types import Array, Forward, Metrics, Packed, Params, Sampling, TrainBatch
 from rlvr_jax.update.objective import (
   Constants,
+  Estimator,
   Method,
   Scores,
   fold_micro_batches,
   in_micro_batch,
   make_constants,
   policy_forward,
-  reweight,
   rows_if_accumulating,
   surrogate,
 )
@@ -35,7 +35,7 @@ def update_gradient(
   trained: Params,
   frozen: Params,
   batch: TrainBatch,
-  coefficients: Array,
+  estimate: Estimator,
   key: Array,
   *,
   method: Method,
@@ -45,12 +45,12 @@ def update_gradient(
   Args:
     trained: the gradient is with respect to these.
     frozen: the network's other parameters; {} if all are trained.
-    coefficients: f32[P, G], before the reweighting; or f32[P, G, T], which none changes.
+    estimate: the coefficients before a reweighting, see `objective.estimate_coefficients`.
     key: of the randomness of a reweighting.
   """
   packed = rows_if_accumulating(batch)
   if packed is not None:
-    constants = first_phase(trained, frozen, batch, coefficients, key, method=method)
+    constants = first_phase(trained, frozen, batch, estimate, key, method=method)
     (loss, metrics), gradient = second_phase(
       trained, frozen, batch, packed, constants, method=method
     )
@@ -58,13 +58,10 @@ def update_gradient(
 
   # The first phase of a single micro-batch: it needs no forward pass of its own.
   def constants_of(scores, forward):
-    reweighted, metrics = reweight(
-      trained, frozen, batch, forward, coefficients, key, method=method
-    )
-    return make_constants(scores, batch, reweighted, metrics, method)
+    return make_constants(trained, frozen, batch, scores, forward, estimate, key, method=method)
 
   (total, (weight, metrics)), gradient = micro_gradient(
-    trained, frozen, batch, 0, constants_of, method=method
+    trained, frozen, batch, 0, constants_of, method=method, squares=method.needs_squares
   )
   return divide_sums(total, weight, metrics, gradient, trained)
 
@@ -73,7 +70,7 @@ def first_phase(
   trained: Params,
   frozen: Params,
   batch: TrainBatch,
-  coefficients: Array,
+  estimate: Estimator,
   key: Array,
   *,
   method: Method,
@@ -81,11 +78,10 @@ def first_phase(
   """Phase 1 under accumulation, with a separate forward pass if anything needs one."""
   scores, forward = None, None
   if method.has_first_phase:
-    scores, forward = batch_forward(trained, frozen, batch, method=method)
-  coefficients, metrics = reweight(
-    trained, frozen, batch, forward, coefficients, key, method=method
-  )
-  return make_constants(scores, batch, coefficients, metrics, method)
+    scores, forward = batch_forward(
+      trained, frozen, batch, method=method, squares=method.needs_squares
+    )
+  return make_constants(trained, frozen, batch, scores, forward, estimate, key, method=method)
 
 
 def policy_logprobs(
@@ -114,10 +110,18 @@ def batch_forward(
   method: Method,
   sampling: Sampling | None = None,
   masses: bool = False,
+  squares: bool = False,
 ) -> tuple[Scores, Forward | None]:
   """`policy_forward` of a full batch, micro-batch by micro-batch."""
   part = functools.partial(
-    policy_forward, trained, frozen, batch, method=method, sampling=sampling, masses=masses
+    policy_forward,
+    trained,
+    frozen,
+    batch,
+    method=method,
+    sampling=sampling,
+    masses=masses,
+    squares=squares,
   )
   packed = rows_if_accumulating(batch)
   if packed is None:
@@ -198,6 +202,7 @@ def micro_gradient(
   *,
   method: Method,
   length: int | None = None,
+  squares: bool = False,
 ) -> tuple[tuple[Array, tuple[Array, Metrics]], Params]:
   """((Σ total, (Σ weight, metrics)), gradient of Σ total) of one micro-batch.
 
@@ -208,10 +213,10 @@ def micro_gradient(
     batch: its mask is 0 for the tokens of other micro-batches.
     index: of the micro-batch.
     constants_of: (scores, the forward pass that the Gram matrix needs or None) → constants.
-    length: as for `policy_forward`.
+    length, squares: as for `policy_forward`.
   """
   score = lambda trained: policy_forward(
-    trained, frozen, batch, index, method=method, length=length
+    trained, frozen, batch, index, method=method, length=length, squares=squares
   )
   scores, pullback, forward = jax.vjp(score, trained, has_aux=True)
   constants = constants_of(scores, forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TypeAlias
 
 import jax
@@ -24,7 +25,7 @@ from rlvr_jax.ops.masked import masked_mean
 from rlvr_jax.ops.route_changes import changes_by_layer
 from rlvr_jax.types import Array, Params, TrainBatch, TrainState
 from rlvr_jax.update.accumulate import batch_forward, first_phase, policy_logprobs
-from rlvr_jax.update.objective import Method
+from rlvr_jax.update.objective import Method, estimate_coefficients
 
 Diagnostics: TypeAlias = tuple[dict[str, Array], dict[str, Array]]  # (metrics, arrays)
 
@@ -56,9 +57,12 @@ def measure(
     and of a mixture f32[sparse layers, E] tokens that chose each expert.
   """
   params, context = state.params, method.gram_context
-  coefficients = method.advantage.apply(state.advantage_state, batch)
+  estimate = functools.partial(estimate_coefficients, state.advantage_state, method=method)
   key = key_for(method.seed, "reweighting", state.step)
-  reweighted = first_phase(params, frozen, batch, coefficients, key, method=method).coefficients
+  constants = first_phase(params, frozen, batch, estimate, key, method=method)
+  coefficients, in_loss, _ = constants.estimate
+  # Those of tokens are not reweighted; the geometry is of rollouts.
+  reweighted = coefficients if in_loss.ndim == 3 else constants.coefficients
   with_forward = method._replace(gram=gram._replace(needs_forward=True))
   scores, forward = batch_forward(params, frozen, batch, method=with_forward)
   P = batch.rewards.shape[0]
@@ -70,7 +74,6 @@ def measure(
   (other,) = set(FEATURES) - {gram.feature}
   other_matrix = streaming(feature=other).gram(params, frozen, batch, forward, context)
   scalars |= {f"{name}_{other}": value for name, value in diagnose(other_matrix).items()}
-  in_loss = method.advantage.in_loss(state.advantage_state, batch, coefficients)
   scalars["geometry/advantage_logprob_covariance"] = updates.advantage_logprob_covariance(
     in_loss, scores.logprobs, batch.mask
   )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ from rlvr_jax.types import (
   TrainBatch,
 )
 
+# Fields of a batch that the first phase fills, as far as the advantage needs them.
+MEASURED = ("policy_logprobs", "squared_probabilities", "squared_norms")
 REFERENCE_KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
@@ -55,7 +58,8 @@ class Method(NamedTuple):
     veto: excludes tokens of negative-advantage rollouts from the loss, see `ops.veto`; or None.
     entropy_bonus: coefficient of the policy's entropy; 0 leaves the term out.
     expert_balance: coefficient of a mixture's balance loss, see `ops.expert_load`; 0 leaves it out.
-    gram: computes the Gram matrix that a reweighting needs, see `geometry.GramFn`; or None.
+    gram: computes the Gram matrix that a reweighting or an advantage needs, see `geometry.GramFn`;
+      or None.
     gram_context: properties of the run that `gram` needs, see `geometry.GramContext`; or None.
     seed: of the randomness within an update.
     sources: names of the policies that the rollouts are sampled from.
@@ -89,7 +93,21 @@ class Method(NamedTuple):
   def has_first_phase(self) -> bool:
     """Whether a batch of several micro-batches needs a forward pass before that of the gradient."""
     needs_scores = self.loss.statistics is not None or self.expert_balance > 0
-    return self.reweighting.needs_gram or needs_scores
+    return self.needs_gram or needs_scores or bool(self.measured)
+
+  @property
+  def measured(self) -> tuple[str, ...]:
+    """The fields of a batch that the first phase fills for the advantage."""
+    return tuple(name for name in MEASURED if name in self.advantage.needs)
+
+  @property
+  def needs_gram(self) -> bool:
+    return self.reweighting.needs_gram or "squared_norms" in self.measured
+
+  @property
+  def needs_squares(self) -> bool:
+    """Whether the first phase sums up squared probabilities."""
+    return "squared_probabilities" in self.measured
 
 
 def rows_if_accumulating(batch: TrainBatch) -> Packed | None:
@@ -110,6 +128,18 @@ class Scores(NamedTuple):
   load: Load | None = None  # of a mixture's experts
   changes: RouteChanges | None = None  # since sampling, where routes are recorded
   masses: tuple[Array, ...] | None = None  # f32[P, G, T] of each bin, see `ops.logprobs`
+  squared_probabilities: Array | None = None  # f32[P, G, T], see `ops.logprobs`
+
+
+class Estimate(NamedTuple):
+  """What the advantage makes of a batch; constant for differentiation."""
+
+  coefficients: Array  # f32[P, G]
+  in_loss: Array  # f32[P, G] or f32[P, G, T], what the loss gets before a reweighting
+  metrics: Metrics
+
+
+Estimator = Callable[[TrainBatch], Estimate]  # of a batch with what the advantage needs
 
 
 class Constants(NamedTuple):
@@ -118,6 +148,7 @@ class Constants(NamedTuple):
   coefficients: Array  # f32[P, G], reweighted; or f32[P, G, T]
   statistics: Any  # of the full batch, see `losses.Loss`; None if the loss needs none
   metrics: Metrics
+  estimate: Estimate
   balance: Balance | None = None  # of experts; None without that term
 
 
@@ -137,6 +168,7 @@ def policy_forward(
   method: Method,
   sampling: Sampling | None = None,
   masses: bool = False,
+  squares: bool = False,
   length: int | None = None,
 ) -> tuple[Scores, Forward | None]:
   """Runs one forward pass over one micro-batch.
@@ -145,6 +177,7 @@ def policy_forward(
     micro_batch: its index; a batch that is not packed is one micro-batch.
     sampling: the distribution; None: π, the policy's at `method.temperature`.
     masses: whether to compute the masses of bins of probability.
+    squares: whether to compute the sums of squared probabilities.
     length: places of its rows that are computed, static; None: all. The others hold nothing.
   Returns:
     The scores, and the results that the Gram matrix needs (M = 1), or None.
@@ -186,6 +219,7 @@ def policy_forward(
     projection=projection,
     wanted=wanted,
     masses=masses,
+    squares=squares,
     mesh=method.model.mesh,
   )
   forward = None
@@ -196,8 +230,9 @@ def policy_forward(
   if is_mixture:
     load, changes = _routing_of(own, recorded, probabilities, method)
   of_tokens = (statistics.logprobs, statistics.entropy, statistics.masses)
-  logprobs, entropy, of_bins = jax.tree.map(by_rollout, of_tokens)
-  return Scores(logprobs, entropy, load, changes, of_bins), forward
+  of_tokens += (statistics.squared_probabilities,)
+  logprobs, entropy, of_bins, of_squares = jax.tree.map(by_rollout, of_tokens)
+  return Scores(logprobs, entropy, load, changes, of_bins, of_squares), forward
 
 
 def _routing_of(
@@ -306,30 +341,69 @@ def fold_micro_batches(packed: Packed, step: Callable[..., Any], start: Any) -> 
   return jax.lax.fori_loop(first_short, packed.num_micro_batches, short, value)
 
 
-def reweight(
+def estimate_coefficients(advantage_state: Any, batch: TrainBatch, *, method: Method) -> Estimate:
+  """The advantage's coefficients of a batch that has what it needs, and their metrics."""
+  coefficients = jax.lax.stop_gradient(method.advantage.apply(advantage_state, batch))
+  in_loss = method.advantage.in_loss(advantage_state, batch, coefficients)
+  masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
+  metrics = {**masses, **method.advantage.metrics(advantage_state, batch)}
+  return Estimate(coefficients, jax.lax.stop_gradient(in_loss), metrics)
+
+
+def make_constants(
   trained: Params,
   frozen: Params,
   batch: TrainBatch,
+  scores: Scores | None,
   forward: Forward | None,
-  coefficients: Array,
+  estimate: Estimator,
   key: Array,
   *,
   method: Method,
-) -> tuple[Array, Metrics]:
-  """Reweights by blocks of the reweighting's scope; returns (coefficients f32[P, G], metrics)."""
-  if coefficients.ndim == 3:  # of tokens: there is no reweighting, see `Advantage.per_token`
-    return coefficients, {}
+) -> Constants:
+  """The loss's constants, from the forward pass of the full batch; None if nothing needs one.
+
+  Args:
+    estimate: gets the batch with what the advantage needs to know of the policy.
+    key: of the randomness of a reweighting.
+  """
+  scores, forward = jax.lax.stop_gradient((scores, forward))
   gram = None
   metrics: Metrics = {}
-  if method.reweighting.needs_gram:
-    forward = jax.lax.stop_gradient(forward)
+  if method.needs_gram:
     with jax.named_scope("gram"):
       gram = method.gram.gram(trained, frozen, batch, forward, method.gram_context)
     metrics = _gram_metrics(trained, frozen, batch, forward, method)
-  reweighted, reweighting_metrics = method.reweighting.on_batch(
-    coefficients, gram, batch.valid, key
+  estimated = estimate(_with_measured(batch, scores, gram, method))
+  coefficients = estimated.in_loss
+  if coefficients.ndim == 2:  # of tokens: there is no reweighting, see `Advantage.per_token`
+    coefficients, reweighting_metrics = method.reweighting.on_batch(
+      coefficients, gram, batch.valid, key
+    )
+    metrics = {**metrics, **reweighting_metrics}
+  logprobs = None if scores is None else scores.logprobs
+  statistics = loss_statistics(logprobs, batch, coefficients, method)
+  metrics = {**metrics, **estimated.metrics}
+  constants = Constants(coefficients, statistics, metrics, estimated)
+  if not method.expert_balance or scores is None or scores.load is None:
+    return constants
+  _, (weight, _) = surrogate(scores, batch, constants, method=method)
+  return constants._replace(
+    balance=Balance(balance_weights(scores.load), method.expert_balance * weight)
   )
-  return reweighted, {**metrics, **reweighting_metrics}
+
+
+def _with_measured(
+  batch: TrainBatch, scores: Scores | None, gram: Array | None, method: Method
+) -> TrainBatch:
+  """The batch with what the advantage needs to know of the policy before the update."""
+  fields: dict[str, Any] = {}
+  if scores is not None:
+    fields["policy_logprobs"] = scores.logprobs
+    fields["squared_probabilities"] = scores.squared_probabilities
+  if gram is not None:
+    fields["squared_norms"] = jnp.diagonal(gram).reshape(batch.rewards.shape)
+  return dataclasses.replace(batch, **{name: fields[name] for name in method.measured})
 
 
 def _gram_metrics(
@@ -353,27 +427,11 @@ def loss_statistics(
   return method.loss.statistics(logprobs, batch, coefficients)
 
 
-def make_constants(
-  scores: Scores | None, batch: TrainBatch, coefficients: Array, metrics: Metrics, method: Method
-) -> Constants:
-  """The loss's constants from the scores of the full batch; None if nothing needs them."""
-  scores = jax.lax.stop_gradient(scores)
-  logprobs = None if scores is None else scores.logprobs
-  statistics = loss_statistics(logprobs, batch, coefficients, method)
-  constants = Constants(coefficients, statistics, metrics)
-  if not method.expert_balance or scores is None or scores.load is None:
-    return constants
-  _, (weight, _) = surrogate(scores, batch, constants, method=method)
-  return constants._replace(
-    balance=Balance(balance_weights(scores.load), method.expert_balance * weight)
-  )
-
-
 def surrogate(
   scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> tuple[Array, tuple[Array, Metrics]]:
   """(Σ total, (Σ weight, metrics)) of one micro-batch, as a function of its scores."""
-  logprobs, entropy, load, changes, _ = scores
+  logprobs, entropy, load, changes, *_ = scores
   coefficients = constants.coefficients
   losses, metrics = method.loss.per_token(logprobs, batch, coefficients, constants.statistics)
   mask = batch.mask

@@ -7,6 +7,8 @@ parameters, which are applied if loss and gradient are finite.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,7 +18,7 @@ from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.update_metrics import batch_metrics
 from rlvr_jax.types import Array, Params, TrainBatch, TrainState
 from rlvr_jax.update.accumulate import update_gradient
-from rlvr_jax.update.objective import Method
+from rlvr_jax.update.objective import Method, estimate_coefficients
 
 
 def initial_state(method: Method, trained: Params, initial_entropy: Array) -> TrainState:
@@ -47,18 +49,12 @@ def train_step(
   Returns:
     The next state, and metrics, f32[] by name; one over nothing is NaN.
   """
-  coefficients = jax.lax.stop_gradient(method.advantage.apply(state.advantage_state, batch))
+  estimate = functools.partial(estimate_coefficients, state.advantage_state, method=method)
   key = key_for(method.seed, "reweighting", state.step)
-  in_loss = method.advantage.in_loss(state.advantage_state, batch, coefficients)
   (surrogate, metrics), gradient = update_gradient(
-    state.params, frozen, batch, jax.lax.stop_gradient(in_loss), key, method=method
+    state.params, frozen, batch, estimate, key, method=method
   )
-  values = reductions.values(
-    method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
-    | metrics
-    | batch_metrics(batch)
-    | method.advantage.metrics(state.advantage_state, batch)
-  )
+  values = reductions.values({**metrics, **batch_metrics(batch)})
 
   solve_rate = None if batch.solve_rate is None else jnp.mean(batch.solve_rate)
   advantage_state = method.advantage.update(

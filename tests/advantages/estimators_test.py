@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.advantage_oracles import ESTIMATORS, MASSES, WITHOUT_GROUP
-from oracles.batches import make_batch, metric_value
+from oracles.advantage_oracles import ESTIMATORS, MASSES, OF_BATCH, WITHOUT_GROUP
+from oracles.batches import make_batch, metric_value, with_needs
 from remedy import remedy
 
 from rlvr_jax import advantages
@@ -24,12 +24,20 @@ VARIANTS = [
   *((name, {}) for name in ESTIMATORS),
   ("asym", {"delta": 0.3}),
   ("asymmetric_reinforce", {"baseline_shift": -0.4}),
+  ("gdpo", {"over": "tokens", "batch_epsilon": 0.0}),
+  ("gdpo", {"epsilon": 0.1, "weights": (0.5,)}),
   ("grpo", {"epsilon": 0.1}),
   ("log_mean_exp", {"eta": 3.0}),
+  ("opob", {"by_deviation": True}),
+  ("otb", {"zero_tail": False}),
+  ("otb", {"zero_constant": False}),
   ("pass_at_k", {"k": 1}),
   ("pass_at_k", {"k": 5}),
   ("power", {"alpha": 1.0}),
   ("power_asym", {"alpha": 2.5, "delta": 0.7}),
+  ("reinforce_plus_plus", {"baseline": True}),
+  ("reinforce_plus_plus", {"baseline": True, "over": "rollouts"}),
+  ("reinforce_plus_plus", {"over": "rollouts"}),
   ("weighted_reinforce", {"success_weight": 0.7}),
 ]
 
@@ -38,7 +46,7 @@ def _batch(rewards, lengths=None, correct=None) -> TrainBatch:
   rewards = np.asarray(rewards)
   lengths = np.ones(rewards.shape, int) if lengths is None else np.asarray(lengths)
   mask = np.arange(lengths.max()) < lengths[..., None]
-  batch = make_batch(mask.astype(rewards.dtype), np.zeros(mask.shape), rewards)
+  batch = with_needs(make_batch(mask.astype(rewards.dtype), np.zeros(mask.shape), rewards))
   return batch if correct is None else dataclasses.replace(batch, correct=jnp.asarray(correct))
 
 
@@ -72,9 +80,10 @@ def test_coefficients_equal_the_oracle(name, hyper):
   lengths = rng.integers(1, 9, rewards.shape)
   with jax.enable_x64(True):
     result = _coefficients(name, _batch(rewards, lengths), **hyper)
-    for group in range(len(rewards)):
-      expected = ESTIMATORS[name](list(rewards[group]), list(lengths[group]), **hyper)
-      np.testing.assert_allclose(result[group], expected, rtol=1e-12, atol=1e-12)
+    oracle = functools.partial(ESTIMATORS[name], **hyper)
+    groups = rewards.tolist(), lengths.tolist()
+    expected = oracle(*groups) if name in OF_BATCH else list(map(oracle, *groups))
+    np.testing.assert_allclose(result, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name, hyper", VARIANTS, ids=str)
@@ -97,6 +106,27 @@ def test_masses_approach_the_infinite_group(name, hyper):
     for masses, limit in zip((successes, failures), limits, strict=True):
       error = 4 * np.std(masses, ddof=1) / np.sqrt(groups) + 10 / size * limit
       assert abs(np.mean(masses) - limit) <= error, (p, np.mean(masses), limit, error)
+
+
+@pytest.mark.parametrize(
+  "name, hyper, is_zero",
+  [
+    ("gdpo", {}, True),
+    ("gdpo", {"leave_one_out": True}, True),
+    ("gdpo", {"over": "tokens"}, False),
+    ("otb", {}, True),
+    ("otb", {"zero_constant": False}, False),
+    ("reinforce_plus_plus", {"baseline": True, "over": "rollouts"}, True),
+    ("reinforce_plus_plus", {"baseline": True}, False),
+    ("reinforce_plus_plus", {}, False),
+  ],
+)
+def test_a_constant_group_beside_others_of_the_batch(name, hyper, is_zero):
+  """Statistics over tokens, and those of plain rewards, give it a coefficient."""
+  rewards = np.array([[0.1] * 3, [0.7, 0.1, 0.3], [0.7] * 3], np.float32)
+  batch = _batch(rewards, np.arange(1, 10).reshape(3, 3))
+  result = np.asarray(_coefficients(name, batch, **hyper))[[0, 2]]
+  assert np.all(result == 0) if is_zero else np.all(np.any(np.abs(result) > 0.01, axis=1))
 
 
 def test_gradient_masses_are_those_of_the_formula():
@@ -275,14 +305,25 @@ def test_scaling_laws(rewards, shift, scale):
     ("fade", {"target_entropy": -1.0}),
     ("fade", {"schedule": "cosine"}),
     ("fade", {"decay_updates": 0}),
+    ("gdpo", {"epsilon": -1e-6}),
+    ("gdpo", {"batch_epsilon": -1e-6}),
+    ("gdpo", {"over": "groups"}),
+    ("gdpo", {"weights": 0.5}),
     ("grpo", {"epsilon": -1e-6}),
     ("log_mean_exp", {"eta": 0.0}),
     ("mt_grpo", {"turn_weight": -0.5}),
     ("mt_grpo", {"epsilon": -1e-6}),
+    ("opob", {"by_deviation": "yes"}),
+    ("otb", {"truncation": 0.0}),
+    ("otb", {"level": "group"}),
+    ("otb", {"zero_tail": "yes"}),
+    ("otb", {"zero_constant": "no"}),
     ("pass_at_k", {"k": 0}),
     ("pass_at_k", {"k": 2.5}),
     ("pass_at_k", {"form": "biased"}),
     ("power", {"alpha": 0.5}),
+    ("reinforce_plus_plus", {"baseline": "mean"}),
+    ("reinforce_plus_plus", {"over": "groups"}),
     ("weighted_reinforce", {"success_weight": -1.0}),
   ],
 )

@@ -23,6 +23,7 @@ from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Sampling
 from rlvr_jax.update.accumulate import update_gradient
+from rlvr_jax.update.objective import Estimate
 from rlvr_jax.update.step import initial_state, train_step
 
 SETTINGS = LoraSettings(rank=3, alpha=7.5, targets="blocks/(query|value|down)$")
@@ -244,10 +245,11 @@ def test_meshes_and_micro_batches_give_the_same_update(x64, shape):
   _, base, adapters, _ = setup()
   batch = make_batch(np.float64)
   coefficients = make_method("float64").advantage.apply((), batch)
+  estimate = lambda _: Estimate(coefficients, coefficients, {})
 
   def gradient(base, adapters, batch, **how):
     run = lambda base, params, batch: update_gradient(
-      params, base, batch, coefficients, jax.random.key(0), method=lora_method(**how)
+      params, base, batch, estimate, jax.random.key(0), method=lora_method(**how)
     )
     (loss, _), gradient = jit(run)(base, adapters, batch)
     return loss, gradient

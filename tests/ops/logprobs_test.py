@@ -369,3 +369,32 @@ def test_the_masses_of_bins_are_those_of_the_distribution(sampling):
     np.testing.assert_allclose(mass, expected, rtol=1e-5, atol=1e-7)
   without = jax.eval_shape(lambda: token_statistics(hidden, head, tokens, sampling))
   assert without.masses is None
+
+
+@pytest.mark.parametrize("sizes", [None, dict(data=2, fsdp=2, tensor=2)], ids=["one", "mesh"])
+def test_squared_probabilities_are_summed_chunk_by_chunk(x64, sizes):
+  """In chunks, with tokens that are not wanted, on a mesh; constants beside the gradients."""
+  rng = np.random.default_rng(0)
+  hidden, kernel = rng.normal(size=(4, 7, 8)), 2 * rng.normal(size=(8, 30))
+  tokens, wanted = rng.integers(0, 30, (4, 7)), rng.random((4, 7)) < 0.7
+  mesh = sizes and sharding.make_mesh(**sizes)
+  sampling = Sampling(temperature=0.7)
+
+  def statistics(hidden, squares):
+    return token_statistics(
+      hidden, Head(jnp.asarray(kernel)), jnp.asarray(tokens), sampling,
+      wanted=jnp.asarray(wanted), squares=squares, mesh=mesh, chunk_rows=3,
+    )  # fmt: skip
+
+  total = lambda hidden, squares: (
+    jnp.sum(statistics(hidden, squares).logprobs)
+    + (jnp.sum(statistics(hidden, True).squared_probabilities) if squares else 0.0)
+  )
+  found = jax.jit(statistics, static_argnums=1)(jnp.asarray(hidden), True)
+  p = np.exp(np.asarray(distribution(jnp.asarray(hidden @ kernel), sampling)))
+  expected = np.square(p).sum(-1) * wanted
+  np.testing.assert_allclose(found.squared_probabilities, expected, rtol=1e-10)
+  with_squares, without = (jax.jit(jax.grad(total), static_argnums=1)(hidden, s) for s in (1, 0))
+  np.testing.assert_allclose(with_squares, without, rtol=1e-12)
+  plain = jax.eval_shape(lambda x: statistics(x, False), jnp.asarray(hidden))
+  assert plain.squared_probabilities is None

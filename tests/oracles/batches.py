@@ -26,6 +26,21 @@ def make_batch(mask, behavior_logprobs=None, rewards=None, **fields):
   return jax.tree.map(jnp.asarray, TrainBatch(mask=mask, **plain | fields))
 
 
+def with_needs(batch):
+  """The batch with all that estimators may need, such that they are what their oracles say.
+
+  There is one reward by name. The policy is the one that sampled, all tokens have the energy 0.5,
+  and the squared norm of a rollout's gradient is its length.
+  """
+  return dataclasses.replace(
+    batch,
+    rewards_by_name=batch.rewards[..., None],
+    policy_logprobs=batch.behavior_logprobs,
+    squared_probabilities=2 * jnp.exp(batch.behavior_logprobs) - 0.5,
+    squared_norms=jnp.sum(batch.mask, axis=-1),
+  )
+
+
 def make_host_batch(mask, **fields):
   """The same in NumPy, as batches are before they are placed on devices."""
   return jax.device_get(make_batch(mask, **fields))

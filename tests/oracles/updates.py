@@ -15,7 +15,7 @@ from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.packing import pack_batch, row_layout
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.update.accumulate import update_gradient
-from rlvr_jax.update.objective import Method
+from rlvr_jax.update.objective import Estimate, Method, estimate_coefficients
 
 P, G, S, T, V = 8, 4, 5, 6, 32
 CONFIG = TransformerConfig(
@@ -97,14 +97,17 @@ def in_rows(
   return found if mesh is None else sharding.batch_to_devices(found, mesh)
 
 
-_update_gradient = jax.jit(update_gradient, static_argnames="method")
+@functools.partial(jax.jit, static_argnames="method")
+def _update_gradient(params, batch, coefficients, key, *, method):
+  estimate = functools.partial(estimate_coefficients, (), method=method)
+  if coefficients is not None:
+    estimate = lambda batch: Estimate(coefficients, coefficients, {})
+  return update_gradient(params, {}, batch, estimate, key, method=method)
 
 
 def gradient_of(method, batch, params, coefficients=None):
   """((loss, metrics), gradient) of an update, whose coefficients are the advantage's by default."""
-  if coefficients is None:
-    coefficients = method.advantage.apply((), batch)
-  return _update_gradient(params, {}, batch, coefficients, jax.random.key(0), method=method)
+  return _update_gradient(params, batch, coefficients, jax.random.key(0), method=method)
 
 
 def relative_distance(a, b):

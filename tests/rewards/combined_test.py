@@ -39,6 +39,9 @@ def test_weighted_sums_the_scores_and_takes_the_first_outcome():
   texts = {r"\boxed{5.0}": 1.25, "#### 5": 1.0, r"\boxed{6}": 0.25, "6": 0.0, "": 0.0}
   grades = [weighted(text, reference) for text in texts]
   assert [grade.score for grade in grades] == list(texts.values())
+  assert [grade.parts for grade in grades] == [(1, 1), (1, 0), (0, 1), (0, 0), (0, 0)]
+  with GraderPool(WEIGHTED) as pool:
+    assert pool.grade([*texts], [reference] * 5) == grades
   outcomes = ["correct", "correct", "wrong", "wrong", "unparseable"]
   assert [grade.outcome.value for grade in grades] == outcomes
   assert [grade.answer for grade in grades] == ["5", "5", "6", "6", ""]

@@ -61,6 +61,24 @@ def graded(grades=GRADES, **settings):
   return [group_of(index, *pair, **settings) for index, pair in enumerate(pairs)]
 
 
+def test_rewards_by_name_are_the_scores_of_each_grader():
+  """0 where not valid, or where a grader gave none; beside groups that have none recorded."""
+  grades = [
+    Grade(Outcome.CORRECT, 1.25, parts=(1.0, 0.5)),
+    Grade(Outcome.WRONG, 0.5, parts=(0.0, 1.0)),
+    Grade(Outcome.CRASHED, parts=(1.0, 1.0)),
+    Grade(Outcome.TIMEOUT),
+  ]
+  groups = graded(grades, num_rewards=2)
+  expected = np.array([[[1, 0.5], [0, 1]], [[0, 0], [0, 0]]], np.float32)
+  batch = train_batch(decode(encode(groups, {}))[0])
+  np.testing.assert_array_equal(batch.rewards_by_name, expected)
+  np.testing.assert_array_equal(batch.rewards, [[1.25, 0], [0, 0]])
+  mixed = train_batch([graded()[0], groups[0]])
+  np.testing.assert_array_equal(mixed.rewards_by_name, [np.zeros((2, 2)), expected[0]])
+  assert train_batch(graded(grades)).rewards_by_name is None
+
+
 def test_groups_hold_what_was_generated_and_graded():
   groups = graded()
   batch = train_batch(groups)

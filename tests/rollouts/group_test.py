@@ -26,10 +26,10 @@ from rlvr_jax.rollouts.group import (
 PAD = 7
 
 
-def make_arrays(seed=0, *, names=ARRAYS, G=3, T=7, S=5, layers=2, experts=4):
+def make_arrays(seed=0, *, names=ARRAYS, G=3, T=7, S=5, layers=2, experts=4, graders=2):
   """Arrays of random bits, NaNs of every kind among them, where a group's lengths say so."""
   rng = np.random.default_rng(seed)
-  sizes = dict(G=G, T=T, S=S, layers=layers, experts=experts)
+  sizes = dict(G=G, T=T, S=S, layers=layers, experts=experts, graders=graders)
   lengths = rng.integers(0, T + 1, G)
   prompt = int(rng.integers(0, S + 1))
   arrays = {}
@@ -71,7 +71,7 @@ def assert_same(found, expected):
 
 
 def test_arrays_of_other_names_types_and_shapes_are_refused():
-  assert check_arrays(make_arrays()) == dict(S=5, G=3, T=7, layers=2, experts=4)
+  assert check_arrays(make_arrays()) == dict(S=5, G=3, T=7, layers=2, experts=4, graders=2)
   bad = {
     "'weights' is not an array of a group: known are .*add a line": {"weights": np.zeros(1, "f4")},
     "'tokens' is of type int64, must be .* int32": {"tokens": np.zeros((1, 2), "i8")},
@@ -90,7 +90,7 @@ def test_arrays_of_other_names_types_and_shapes_are_refused():
 def test_padding_is_that_of_the_table():
   arrays = make_arrays(names=[name for name in ARRAYS if ARRAYS[name].axes])
   wider = pad(arrays, S=8, T=9, pad_token=PAD)
-  assert check_arrays(wider) == dict(S=8, G=3, T=9, layers=2, experts=4)
+  assert check_arrays(wider) == dict(S=8, G=3, T=9, layers=2, experts=4, graders=2)
   assert (wider["prompts.tokens"][:3] == PAD).all() and (wider["tokens"][:, 7:] == PAD).all()
   assert np.isnan(wider["turn_scores"][:, 7:]).all() and (wider["lags"][:, 7:] == -1).all()
   assert not wider["routes"][:, 7:].any() and not wider["prompt_routes"][:3].any()

@@ -323,7 +323,10 @@ def test_a_resumed_run_has_the_scores_of_turns(scored, tmp_path):
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    (dict(environment__name=""), r"config\.environment\.name = '' has none; name an env"),
+    (
+      dict(environment__name=""),
+      r"config\.environment\.name = '' has no turns to compare; name an env",
+    ),
     (dict(reweighting="salt"), r"config\.reweighting = 'salt' needs one number per rollout"),
     (dict(loss="gmpo"), r"config\.loss = 'gmpo' is of full responses.*such as ppo_clip"),
     (dict(loss="topr"), r"config\.loss = 'topr' is of full responses"),

@@ -270,8 +270,12 @@ def test_salt_with_diagnostics_compiles_once_and_survives_a_kill(workdirs):
 def test_permuted_rewards_keep_their_multiset_and_their_correctness():
   rng = np.random.default_rng(0)
   rewards = (rng.integers(0, 2, (6, 4)) + rng.random((6, 4)) / 10).astype(np.float32)
-  batch = make_host_batch(np.ones((6, 4, 1)), rewards=rewards, correct=np.floor(rewards))
+  by_name = np.stack([rewards, 2 * rewards], -1)
+  fields = dict(rewards=rewards, correct=np.floor(rewards), rewards_by_name=by_name)
+  batch = make_host_batch(np.ones((6, 4, 1)), **fields)
   dealt = permute_rewards(batch, np.random.default_rng(1))
+  np.testing.assert_array_equal(dealt.rewards_by_name[..., 0], dealt.rewards)
+  np.testing.assert_array_equal(dealt.rewards_by_name[..., 1], 2 * dealt.rewards)
   assert not np.array_equal(dealt.rewards, rewards)
   np.testing.assert_array_equal(np.sort(dealt.rewards, axis=None), np.sort(rewards, axis=None))
   np.testing.assert_array_equal(dealt.correct, np.floor(dealt.rewards))

@@ -21,6 +21,8 @@ from rlvr_jax.train.setup.programs import Programs
 from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params, TrainBatch, TrainState
 
+SCORES = ("rewards_by_name", "turn_scores")  # in a batch, but read by few advantages
+
 
 class ScorerSettings(NamedTuple):
   """What the updates of a run need.
@@ -31,7 +33,7 @@ class ScorerSettings(NamedTuple):
     has_reference: whether the loss has a term of the reference policy, the initial one.
     has_proximal: whether the loss has a proximal policy.
     proximal_every: updates after which its log-probabilities are computed again; 0: never.
-    has_turn_scores: whether the advantage takes the scores of turns.
+    needs: fields of the batch that the advantage takes, see `Advantage.needs`.
     diagnose_every: updates between measurements of the gradient geometry; 0: never.
   """
 
@@ -40,7 +42,7 @@ class ScorerSettings(NamedTuple):
   has_reference: bool
   has_proximal: bool
   proximal_every: int
-  has_turn_scores: bool
+  needs: tuple[str, ...]
   diagnose_every: int
 
 
@@ -94,8 +96,8 @@ class Scorer:
       if scored_at is None or (every and step - scored_at >= every):
         scores["proximal_logprobs"] = self.score(state.params, batch)
         self._scored_at[number] = step
-    if not settings.has_turn_scores:
-      batch = dataclasses.replace(batch, turn_scores=None)
+    unread: dict[str, Any] = dict.fromkeys({*SCORES} - {*settings.needs})
+    batch = dataclasses.replace(batch, **unread)
     of_tokens: Any = batch.token_versions
     if of_tokens is None:
       of_tokens = np.broadcast_to(sampled.versions[:, None, None], batch.mask.shape)

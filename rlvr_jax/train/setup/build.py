@@ -174,6 +174,9 @@ def build(
   compared = make_compared(sampler, model, mesh, make_model_on)
   compiler_options = make_compiler_options(config.compiler_options, mesh, sampler.mesh)
   method = make_method(config, model, mesh)
+  if "rewards_by_name" in method.advantage.needs:
+    checks.check_rewards_by_name(config)
+    grading = dataclasses.replace(grading, num_rewards=1 + len(config.grading.extra))
   base = abstract_params(model, mesh)
   trained = trained_params(adapters, base)
   check_optimizer("config", config.optimizer, method.optimizer, trained)
@@ -224,6 +227,7 @@ def build(
     loss=config.loss,
     diagnose=diagnose if config.diagnostics.every else None,
     has_turns=bool(config.environment.name),
+    num_rewards=grading.num_rewards,
   )
   if method.advantage.needs_binary:
     checks.check_binary(
@@ -235,11 +239,12 @@ def build(
       environment=config.environment.name,
     )
   if method.advantage.per_token is not None:
-    checks.check_advantage_of_turns(
+    checks.check_advantage_of_tokens(
       config.advantage,
       config.reweighting,
       config.loss,
-      has_turns=bool(config.environment.name or config.sources.recorded.fraction),
+      lacks_turns="turn_scores" in method.advantage.needs
+      and not (config.environment.name or config.sources.recorded.fraction),
       of_responses=method.loss.of_responses,
     )
   task = with_graders(config.grading, config.evaluation.grader, task or make_task(config.task))
@@ -491,15 +496,16 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
   _check_routing(config.model, model.config, config.gram, config.diagnostics.compared)
   make = lambda field, package, kind: specs.make(f"config.{field}", package, config[field], kind)
   reweighter = make("reweighting", reweighting, reweighting.Reweighting)
+  advantage = make("advantage", advantages, advantages.Advantage)
   return Method(
     model=model,
     optimizer=transformation,
     learning_rate=rate,
-    advantage=make("advantage", advantages, advantages.Advantage),
+    advantage=advantage,
     coefficient_metrics=gradient_masses,
     reweighting=reweighter,
     loss=make_loss(config.loss, config.correction, config.proximal_every),
-    gram=make_gram(config.gram) if reweighter.needs_gram else None,
+    gram=make_needed_gram(config.gram, config.advantage, reweighter, advantage),
     gram_context=gram_context(model, mesh, config.policy_temperature),
     aggregation=config.aggregation,
     max_response_length=config.max_response_length,
@@ -513,6 +519,32 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     records_routes=records_routes(config.model),
     replays_routes=routing_of(config.model) == "replayed",
   )
+
+
+def make_needed_gram(
+  name: str,
+  advantage_name: str,
+  reweighter: reweighting.Reweighting,
+  advantage: advantages.Advantage,
+) -> geometry.GramFn | None:
+  """The Gram matrix of `config.gram`, if the reweighting or the advantage needs one.
+
+  Args:
+    name, advantage_name: `config.gram` and `config.advantage`.
+    reweighter, advantage: of the method.
+  Raises:
+    ValueError: the advantage needs norms of gradients, and those of `name` are of something else.
+  """
+  needs_norms = "squared_norms" in advantage.needs
+  if not (reweighter.needs_gram or needs_norms):
+    return None
+  gram = make_gram(name)
+  if needs_norms and gram.feature != "score":
+    raise ValueError(
+      f"config.advantage = {advantage_name!r} needs the norms of gradients, but config.gram ="
+      f" {name!r} has the feature {gram.feature!r}; set it to 'streaming'"
+    )
+  return gram
 
 
 def make_loss(name: str, correction: str, proximal_every: int) -> losses.Loss:

@@ -276,18 +276,40 @@ def check_binary(
       raise ValueError(f"config.advantage = {advantage!r} needs rewards that are 0 or 1, but {why}")
 
 
-def check_advantage_of_turns(
-  advantage: str, reweighting: str, loss: str, *, has_turns: bool, of_responses: bool
+def check_rewards_by_name(config: ml_collections.ConfigDict) -> None:
+  """Raises ValueError unless several graders score every rollout, as some advantages need."""
+  name, recorded = config.environment.name, config.sources.recorded.fraction
+  reasons = {
+    "config.grading.extra = () has no other grader than the main one; name one, such as"
+    " (('boxed', 0.5),)": not config.grading.extra,
+    f"config.environment.name = {name!r} gives one score; set it to ''": name,
+    f"config.sources.recorded.fraction = {recorded} takes rollouts without them; set it to 0": (
+      recorded
+    ),
+    f"config.overlong.buffer = {config.overlong.buffer} shapes their sum alone; set it to 0": (
+      config.overlong.buffer
+    ),
+  }
+  for why, applies in reasons.items():
+    if applies:
+      raise ValueError(
+        f"config.advantage = {config.advantage!r} needs rewards by name, but {why}. Or choose"
+        " another advantage"
+      )
+
+
+def check_advantage_of_tokens(
+  advantage: str, reweighting: str, loss: str, *, lacks_turns: bool, of_responses: bool
 ) -> None:
-  """Raises ValueError unless an advantage of turns has turns, and coefficients may be of tokens.
+  """Raises ValueError unless coefficients may be of tokens, and of turns where there are any.
 
   Args:
     advantage, reweighting, loss: those fields of the configuration.
-    has_turns: whether rollouts may be dialogues.
+    lacks_turns: whether the advantage compares turns, and rollouts have one each.
     of_responses: whether the loss is of full responses.
   """
   reasons = {
-    "config.environment.name = '' has none; name an environment": not has_turns,
+    "config.environment.name = '' has no turns to compare; name an environment": lacks_turns,
     f"config.reweighting = {reweighting!r} needs one number per rollout; set it to 'none'": (
       specs.parse("config.reweighting", reweighting).name != "none"
     ),
@@ -297,8 +319,8 @@ def check_advantage_of_turns(
   for why, applies in reasons.items():
     if applies:
       raise ValueError(
-        f"config.advantage = {advantage!r} compares the turns of dialogues, but {why}. Or"
-        " choose another advantage"
+        f"config.advantage = {advantage!r} gives tokens of a response different coefficients,"
+        f" but {why}. Or choose another advantage"
       )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import traceback
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import rlvr_jax
+from rlvr_jax.advantages.base import NEEDS
 from rlvr_jax.ops.checks import describe
 from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.setup.programs import abstract_update_batch
@@ -67,6 +69,7 @@ def check_update(
   loss: str,
   diagnose: Callable[..., Diagnostics] | None,
   has_turns: bool = False,
+  num_rewards: int = 0,
 ) -> None:
   """Traces one update on shapes, so that errors in components are raised before compilation.
 
@@ -76,9 +79,11 @@ def check_update(
     advantage, loss: `config.advantage` and `config.loss`, for messages.
     diagnose: `programs.make_measure`, if the run measures its gradient geometry.
     has_turns: whether rollouts are dialogues.
+    num_rewards: K, the graders whose scores the groups have by name.
   """
   state, frozen = placement.state, placement.frozen
-  batch = abstract_update_batch(method, placement, shape, has_turns=has_turns)
+  sizes: dict[str, Any] = dict(has_turns=has_turns, num_rewards=num_rewards)
+  batch = abstract_update_batch(method, placement, shape, **sizes)
   coefficients = _check_advantage(advantage, method, state, batch)
   _check_loss(loss, method, batch, coefficients)
   jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
@@ -95,6 +100,14 @@ def _check_advantage(
     The coefficients that the loss gets, [P, G] or [P, G, T].
   """
   owner = f"config.advantage = {name!r}"
+  if unknown := {*method.advantage.needs} - {*NEEDS}:
+    raise ValueError(
+      f"{owner}: its needs have {sorted(unknown)}, which no batch has; allowed are {list(NEEDS)}"
+    )
+  of = lambda like: jax.ShapeDtypeStruct(like.shape, jnp.float32)
+  measured: dict[str, Any] = {"squared_norms": of(batch.rewards)}
+  measured |= dict.fromkeys(("policy_logprobs", "squared_probabilities"), of(batch.tokens))
+  batch = dataclasses.replace(batch, **{name: measured[name] for name in method.measured})
   coefficients = _trace(owner, method.advantage.apply, state.advantage_state, batch)
   if getattr(coefficients, "shape", None) != batch.rewards.shape:
     raise ValueError(

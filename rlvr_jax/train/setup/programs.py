@@ -337,6 +337,7 @@ def abstract_batch(
   needs_proximal: bool = False,
   has_turns: bool = False,
   has_turn_scores: bool = False,
+  num_rewards: int = 0,
   routes: jax.ShapeDtypeStruct | None = None,
 ) -> TrainBatch:
   """Shapes, dtypes and shardings of a training batch.
@@ -346,6 +347,7 @@ def abstract_batch(
     needs_reference, needs_proximal: whether it has the log-probabilities of those policies.
     has_turns: whether rollouts are dialogues.
     has_turn_scores: whether it has the scores of their turns.
+    num_rewards: K, the graders whose scores it has by name; 0: none.
     routes: recorded of a token, see `TransformerConfig.routes`; None: not recorded.
   """
   P, G, S, T = shape
@@ -364,6 +366,7 @@ def abstract_batch(
     lags=of((P, G, T), jnp.int32),
     turns=of((P, G, T), jnp.int32) if has_turns else None,
     turn_scores=of((P, G, T), jnp.float32) if has_turn_scores else None,
+    rewards_by_name=of((P, G, num_rewards), jnp.float32) if num_rewards else None,
     sources=of((P,), jnp.int32),
     reference_logprobs=of((P, G, T), jnp.float32) if needs_reference else None,
     proximal_logprobs=of((P, G, T), jnp.float32) if needs_proximal else None,
@@ -384,7 +387,12 @@ def abstract_batch(
 
 
 def abstract_update_batch(
-  method: Method, placement: Placement, shape: BatchShape, *, has_turns: bool = False
+  method: Method,
+  placement: Placement,
+  shape: BatchShape,
+  *,
+  has_turns: bool = False,
+  num_rewards: int = 0,
 ) -> TrainBatch:
   """`abstract_batch` of what an update of a method takes.
 
@@ -392,7 +400,9 @@ def abstract_update_batch(
     method, placement: of the run.
     shape: of a training batch.
     has_turns: whether rollouts are dialogues.
+    num_rewards: K, the graders whose scores the groups have by name.
   """
+  needs = method.advantage.needs
   return abstract_batch(
     shape,
     placement.row_layout,
@@ -400,7 +410,8 @@ def abstract_update_batch(
     needs_reference=method.reference_kl > 0,
     needs_proximal=method.loss.needs_proximal,
     has_turns=has_turns,
-    has_turn_scores=has_turns and method.advantage.per_token is not None,
+    has_turn_scores=has_turns and "turn_scores" in needs,
+    num_rewards=num_rewards if "rewards_by_name" in needs else 0,
     routes=method.model.config.routes if method.records_routes else None,
   )
 

@@ -1,0 +1,25 @@
+"""GDPO: each of several rewards is normalized in the group by itself, their sum over the batch.
+
+Source: "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
+Optimization" (arXiv:2601.05242). The rewards are those of the paper's mathematics that apply here:
+whether the answer is right, and whether it is an integer and nothing else. Differs from the paper:
+no reward for the form of a thought, which three digits do not need; a sum that the policy reaches
+within four bytes, where the form is learned soon.
+
+  python -m rlvr_jax.main --config=configs/gdpo.py --workdir=runs/gdpo
+
+What is not set below is the quickstart's. Card: docs/methods/gdpo.md.
+"""
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.advantage = "gdpo"
+  c.grading.extra = (("pattern(regex='^-?[0-9]+$')", 1.0),)
+  c.grading.outcomes.wrong = "score"  # of the sum, which is reported as the reward
+  c.grading.outcomes.unparseable = "score"
+  return c

@@ -1,0 +1,25 @@
+"""VCPO's baseline of least variance for rollouts of an older policy, with its truncated weights.
+
+Source: "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (arXiv:2602.17616). As in
+the authors' runs: no clip, weights of full responses up to 8, A divided by the group's deviation,
+the mean over each response and then over responses. Four updates per refresh. Differs from the
+paper: norms are those of the output head's gradient; no factor √(ESS/B) on the learning rate.
+
+  python -m rlvr_jax.main --config=configs/opob.py --workdir=runs/opob
+
+What is not set below is the quickstart's. Card: docs/methods/opob.md.
+"""
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.advantage = "opob(by_deviation=True)"
+  c.loss = "reinforce"
+  c.correction = "importance(level='sequence', high=8.0, policies=2)"
+  c.aggregation = "sequence_mean"
+  c.schedule = "updates_per_refresh(batches=4)"
+  return c

@@ -1,0 +1,67 @@
+"""REINFORCE++: rewards normalized over the batch, with or without the group's mean as baseline."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from rlvr_jax.advantages.base import (
+  OVER,
+  Advantage,
+  as_group,
+  batch_moments,
+  counts_over,
+  stateless,
+  zero_if_constant,
+)
+from rlvr_jax.ops.checks import check_choice
+from rlvr_jax.ops.groups import group_mean
+from rlvr_jax.ops.masked import masked_fill
+from rlvr_jax.types import Array, TrainBatch
+
+EPSILON = 1e-8  # under the root
+
+
+def normalized_over_batch(x: Array, counts: Array) -> Array:
+  """(x − μ)/√(σ² + 1e-8), moments over the batch: f32[P, G], f32[P, G] → f32[P, G].
+
+  Args:
+    x: rewards, or rewards less a baseline.
+    counts: from `base.counts_over`.
+  """
+  centered, deviation = batch_moments(x, counts)
+  return centered / jnp.sqrt(jnp.square(deviation) + EPSILON)
+
+
+def reinforce_plus_plus(*, baseline: bool = False, over: str = "tokens") -> Advantage:
+  """A = (r − μ)/√(σ² + 1e-8), μ and σ over the loss tokens of the batch.
+
+  Every token has its rollout's reward, so long responses weigh more in μ and σ. With `baseline` it
+  is r − r̄ that is normalized, r̄ the mean of the group. There μ is 0 over rollouts, but not over
+  tokens, where a constant group gets −μ/√(σ² + 1e-8).
+
+  Rollouts without a loss token have A = 0 over tokens, where they do not count. The paper's KL to a
+  reference policy, a part of its reward, is `config.reference` here, a part of the loss.
+
+  Args:
+    baseline: whether r̄ is subtracted first.
+    over: "tokens", the paper's, or "rollouts", each of which counts once: a constant group is then
+      exactly 0 with the baseline.
+  Source: "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
+    Normalization" (arXiv:2501.03262); as in verl 0.9.1, `core_algos.py`.
+  """
+  check_choice("reinforce_plus_plus", "baseline", baseline, (True, False))
+  check_choice("reinforce_plus_plus", "over", over, OVER)
+
+  def plain(batch: TrainBatch) -> Array:
+    return normalized_over_batch(masked_fill(batch.rewards, batch.valid), counts_over(batch, over))
+
+  def with_baseline(batch: TrainBatch) -> Array:
+    rewards = as_group("reinforce_plus_plus", batch.rewards, batch.valid)
+    centered = rewards - group_mean(rewards, batch.valid)
+    centered = zero_if_constant(centered, rewards, batch.valid)
+    advantages = normalized_over_batch(centered, counts_over(batch, over))
+    if over == "rollouts":  # μ is 0 up to rounding
+      return zero_if_constant(advantages, rewards, batch.valid)
+    return advantages
+
+  return stateless(with_baseline if baseline else plain)
