@@ -105,6 +105,7 @@ def make_run(
     has_proximal=method.loss.needs_proximal,
     proximal_every=c.proximal_every,
     has_turn_scores=method.advantage.per_token is not None,
+    compares=method.compares,
     diagnose_every=c.diagnostics.every,
   )
   # If all groups are recorded, no problem is drawn, but the position is saved.
@@ -160,7 +161,9 @@ def make_run(
       Inputs(sampler, problems, sources.recorded), store, batch_settings, surroundings
     ),
     store=store,
-    scorer=Scorer(scorer_settings, rows, frozen.trainer, initial, programs, log),
+    scorer=Scorer(
+      scorer_settings, rows, frozen.trainer, initial, programs, log, teachers=parts.teachers
+    ),
     first_entropy=first_entropy,
     evaluation=evaluation,
     log=log,

@@ -108,6 +108,11 @@ def measure_gradients(
     batch, params, reference, entropy: see `train_and_record`.
   """
   method = make_method(load_recipe(name), trained.model, mesh)
+  if method.teaching is not None:
+    raise ValueError(
+      f"recipe {name!r} has a teacher, which these rollouts have no log-probabilities of; leave it"
+      " out"
+    )
   method = method._replace(  # what the batch has, whatever the recipe would record
     max_response_length=trained.max_response_length,
     records_routes=trained.records_routes,

@@ -105,6 +105,8 @@ def open_session(
     def check() -> RowTokens | None:
       found = _check_workdir(folder, files, config.to_json_best_effort(), may_differ)
       parameters.check_start(config.start, config.lora.adapters, folder.path)
+      for teacher in parts.teachers:
+        teacher.check(parts.tokenizer)
       return found
 
     recorded = multihost.exchange(multihost.run_on_first(check, None))[0]

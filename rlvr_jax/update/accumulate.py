@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ def update_gradient(
   key: Array,
   *,
   method: Method,
+  teacher: Any = None,
 ) -> tuple[tuple[Array, Metrics], Params]:
   """((surrogate loss f32[], metrics), its gradient) of one update, both phases.
 
@@ -47,12 +49,15 @@ def update_gradient(
     frozen: the network's other parameters; {} if all are trained.
     coefficients: f32[P, G], before the reweighting; or f32[P, G, T], which none changes.
     key: of the randomness of a reweighting.
+    teacher: as for `policy_forward`.
   """
   packed = rows_if_accumulating(batch)
   if packed is not None:
-    constants = first_phase(trained, frozen, batch, coefficients, key, method=method)
+    constants = first_phase(
+      trained, frozen, batch, coefficients, key, method=method, teacher=teacher
+    )
     (loss, metrics), gradient = second_phase(
-      trained, frozen, batch, packed, constants, method=method
+      trained, frozen, batch, packed, constants, method=method, teacher=teacher
     )
     return (loss, {**constants.metrics, **metrics}), gradient
 
@@ -64,7 +69,7 @@ def update_gradient(
     return make_constants(scores, batch, reweighted, metrics, method)
 
   (total, (weight, metrics)), gradient = micro_gradient(
-    trained, frozen, batch, 0, constants_of, method=method
+    trained, frozen, batch, 0, constants_of, method=method, teacher=teacher
   )
   return divide_sums(total, weight, metrics, gradient, trained)
 
@@ -77,11 +82,12 @@ def first_phase(
   key: Array,
   *,
   method: Method,
+  teacher: Any = None,
 ) -> Constants:
   """Phase 1 under accumulation, with a separate forward pass if anything needs one."""
   scores, forward = None, None
   if method.has_first_phase:
-    scores, forward = batch_forward(trained, frozen, batch, method=method)
+    scores, forward = batch_forward(trained, frozen, batch, method=method, teacher=teacher)
   coefficients, metrics = reweight(
     trained, frozen, batch, forward, coefficients, key, method=method
   )
@@ -114,10 +120,18 @@ def batch_forward(
   method: Method,
   sampling: Sampling | None = None,
   masses: bool = False,
+  teacher: Any = None,
 ) -> tuple[Scores, Forward | None]:
   """`policy_forward` of a full batch, micro-batch by micro-batch."""
   part = functools.partial(
-    policy_forward, trained, frozen, batch, method=method, sampling=sampling, masses=masses
+    policy_forward,
+    trained,
+    frozen,
+    batch,
+    method=method,
+    sampling=sampling,
+    masses=masses,
+    teacher=teacher,
   )
   packed = rows_if_accumulating(batch)
   if packed is None:
@@ -144,6 +158,7 @@ def second_phase(
   constants: Constants,
   *,
   method: Method,
+  teacher: Any = None,
 ) -> tuple[tuple[Array, Metrics], Params]:
   """Phase 2 under accumulation: ((surrogate loss f32[], metrics), its gradient).
 
@@ -158,7 +173,14 @@ def second_phase(
     mask = jnp.where(in_micro_batch(packed, index), batch.mask, 0)
     masked = dataclasses.replace(batch, mask=mask)
     return micro_gradient(
-      trained, frozen, masked, index, lambda *_: without_metrics, method=method, length=length
+      trained,
+      frozen,
+      masked,
+      index,
+      lambda *_: without_metrics,
+      method=method,
+      length=length,
+      teacher=teacher,
     )
 
   def accumulate(index, sums, length):
@@ -198,6 +220,7 @@ def micro_gradient(
   *,
   method: Method,
   length: int | None = None,
+  teacher: Any = None,
 ) -> tuple[tuple[Array, tuple[Array, Metrics]], Params]:
   """((Σ total, (Σ weight, metrics)), gradient of Σ total) of one micro-batch.
 
@@ -208,10 +231,10 @@ def micro_gradient(
     batch: its mask is 0 for the tokens of other micro-batches.
     index: of the micro-batch.
     constants_of: (scores, the forward pass that the Gram matrix needs or None) → constants.
-    length: as for `policy_forward`.
+    length, teacher: as for `policy_forward`.
   """
   score = lambda trained: policy_forward(
-    trained, frozen, batch, index, method=method, length=length
+    trained, frozen, batch, index, method=method, length=length, teacher=teacher
   )
   scores, pullback, forward = jax.vjp(score, trained, has_aux=True)
   constants = constants_of(scores, forward)

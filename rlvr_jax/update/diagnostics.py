@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -30,6 +32,7 @@ def measure(
   frozen: Params,
   initial: Params,
   batch: TrainBatch,
+  teacher: Any = None,
   *,
   method: Method,
   gram: GramFn,
@@ -40,6 +43,7 @@ def measure(
   Args:
     frozen: the parameters that are not trained; {} if all are.
     initial: the trained parameters before the first update.
+    teacher: as for `step.train_step`.
     method: the components of the update.
     gram: computes the Gram matrix; the other feature's Gram matrix is that of the output head.
     compared: selects parameters, as in `per_rollout`, whose Gram matrix is compared with that of
@@ -54,7 +58,9 @@ def measure(
   params, context = state.params, method.gram_context
   coefficients = method.advantage.apply(state.advantage_state, batch)
   key = key_for(method.seed, "reweighting", state.step)
-  reweighted = first_phase(params, frozen, batch, coefficients, key, method=method).coefficients
+  reweighted = first_phase(
+    params, frozen, batch, coefficients, key, method=method, teacher=teacher
+  ).coefficients
   with_forward = method._replace(gram=gram._replace(needs_forward=True))
   scores, forward = batch_forward(params, frozen, batch, method=with_forward)
   P = batch.rewards.shape[0]

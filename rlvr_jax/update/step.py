@@ -7,6 +7,8 @@ parameters, which are applied if loss and gradient are finite.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -34,7 +36,7 @@ def initial_state(method: Method, trained: Params, initial_entropy: Array) -> Tr
 
 
 def train_step(
-  state: TrainState, frozen: Params, batch: TrainBatch, *, method: Method
+  state: TrainState, frozen: Params, batch: TrainBatch, teacher: Any = None, *, method: Method
 ) -> tuple[TrainState, dict[str, Array]]:
   """Performs one update on one batch; jit it with `method` bound and donate the state.
 
@@ -44,6 +46,7 @@ def train_step(
     state: `params` are the trained parameters.
     frozen: the network's other parameters; {} if all are trained.
     batch: graded rollouts.
+    teacher: (trained, frozen) parameters of a teacher, where the method compares with one.
   Returns:
     The next state, and metrics, f32[] by name; one over nothing is NaN.
   """
@@ -51,7 +54,13 @@ def train_step(
   key = key_for(method.seed, "reweighting", state.step)
   in_loss = method.advantage.in_loss(state.advantage_state, batch, coefficients)
   (surrogate, metrics), gradient = update_gradient(
-    state.params, frozen, batch, jax.lax.stop_gradient(in_loss), key, method=method
+    state.params,
+    frozen,
+    batch,
+    jax.lax.stop_gradient(in_loss),
+    key,
+    method=method,
+    teacher=teacher,
   )
   values = reductions.values(
     method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)

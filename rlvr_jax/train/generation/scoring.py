@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from rlvr_jax.rollouts.sampler import LocalSampler
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.log import RunLog
 from rlvr_jax.train.setup.programs import Programs
+from rlvr_jax.train.setup.teachers import INITIAL, Teacher
 from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params, TrainBatch, TrainState
 
@@ -32,6 +33,7 @@ class ScorerSettings(NamedTuple):
     has_proximal: whether the loss has a proximal policy.
     proximal_every: updates after which its log-probabilities are computed again; 0: never.
     has_turn_scores: whether the advantage takes the scores of turns.
+    compares: see `Method`.
     diagnose_every: updates between measurements of the gradient geometry; 0: never.
   """
 
@@ -41,11 +43,17 @@ class ScorerSettings(NamedTuple):
   has_proximal: bool
   proximal_every: int
   has_turn_scores: bool
+  compares: bool
   diagnose_every: int
 
 
 class Scorer:
-  """Computes log-probabilities of batches under the current and the initial policy."""
+  """Computes log-probabilities of batches under the current and the initial policy.
+
+  Attributes:
+    teacher: (trained, frozen) parameters of the teacher that every update compares the policy's
+      distributions with; None if there is none, or its log-probabilities are enough.
+  """
 
   def __init__(
     self,
@@ -55,20 +63,28 @@ class Scorer:
     initial: Params,
     programs: Programs,
     log: RunLog,
+    teachers: Sequence[Teacher] = (),
   ):
-    """Keeps `initial` only if it is needed.
+    """Reads the teachers' parameters. Keeps `initial` only if it is needed.
 
     Args:
       settings, rows, programs: of the run.
       frozen: the parameters that are not trained.
       initial: the trained parameters before the first update.
       log: counts the forward passes.
+      teachers: of the run.
     """
     self._settings, self._rows, self._frozen = settings, rows, frozen
     self._programs, self._log = programs, log
     # Kept only if they are used: they take as much memory as the policy.
     keep = settings.has_reference or settings.diagnose_every
+    keep = keep or any(teacher.checkpoint == INITIAL for teacher in teachers)
     self._initial = initial if keep else None
+    self._teachers = [
+      teacher.policy(teacher.read() if teacher.read else {}, initial, frozen)
+      for teacher in teachers
+    ]
+    self.teacher = self._teachers[0] if settings.compares else None
     self._scored_at: dict[int, int] = {}  # update at which π_prox was computed, by batch
     self._scores: dict[int, dict[str, np.ndarray]] = {}  # f32[P, G, T] by name, by batch
 
@@ -88,6 +104,8 @@ class Scorer:
     scores: dict[str, Any] = self._scores.setdefault(number, {})
     if settings.has_reference and "reference_logprobs" not in scores:
       scores["reference_logprobs"] = self.score(self._initial, batch)
+    if self._teachers and self.teacher is None and "teacher_logprobs" not in scores:
+      scores |= self.teach(batch)
     if settings.has_proximal:
       every, scored_at = settings.proximal_every, self._scored_at.get(number)
       # At the batch's first update, and again after `every` updates.
@@ -105,6 +123,8 @@ class Scorer:
       lags=lags,
       reference_logprobs=scores.get("reference_logprobs"),
       proximal_logprobs=scores.get("proximal_logprobs"),
+      teacher_logprobs=scores.get("teacher_logprobs"),
+      teacher_entropy=scores.get("teacher_entropy"),
       sampled_logprobs=None,
       token_versions=None,
     )
@@ -128,9 +148,29 @@ class Scorer:
 
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
+    return self._run(self._programs.score, (params, self._frozen), batch)[0]
+
+  def teach(self, batch: TrainBatch) -> dict[str, np.ndarray]:
+    """The teacher's log-probabilities of the responses, and its entropies, at its temperature."""
+    # Routes are of the policy's experts.
+    batch = dataclasses.replace(batch, routes=None, prompt_routes=None)
+    ((program, policy),) = zip(self._programs.teach, self._teachers, strict=True)
+    logprobs, entropy = self._run(program, policy, batch)
+    return {"teacher_logprobs": logprobs, "teacher_entropy": entropy}
+
+  def _run(
+    self, program: Callable[..., Any], policy: tuple[Params, Params], batch: TrainBatch
+  ) -> tuple[Any, Any]:
+    """(log-probabilities, entropies) f32[P, G, T] of the responses, on the host.
+
+    Args:
+      program: `Programs.score` or one of `Programs.teach`.
+      policy: its trained and frozen parameters.
+      batch: of the host.
+    """
     self._log.count_scored(batch)
     scored = self._rows.placement(lambda: batch).pack_to_devices(drop_scores(batch))
-    return sharding.to_host(self._programs.score(params, self._frozen, scored)[0])
+    return sharding.to_host(program(*policy, scored))
 
   def measure(
     self, state: TrainState, batch: TrainBatch, step: int
@@ -139,7 +179,7 @@ class Scorer:
     every = self._settings.diagnose_every
     if not every or step % every:
       return {}, {}
-    return self._programs.measure(state, self._frozen, self._initial, batch)
+    return self._programs.measure(state, self._frozen, self._initial, batch, self.teacher)
 
 
 def measure_entropy(

@@ -68,6 +68,7 @@ from rlvr_jax.train.setup.programs import (
   PlacedModel,
   Programs,
   abstract_state,
+  abstract_teacher,
   choose_expert_products,
   choose_loop_of_layers,
   choose_row_attention,
@@ -78,6 +79,7 @@ from rlvr_jax.train.setup.programs import (
   published_params,
   trained_params,
 )
+from rlvr_jax.train.setup.teachers import Teacher, make_teachers, make_teaching
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
 from rlvr_jax.types import BatchShape, Params
 from rlvr_jax.update import learning_rate, optimizer
@@ -103,6 +105,7 @@ class Parts:
   lora: lora.LoraSettings | None  # of the trained adapters; None if all parameters are trained
   initial: InitialParams
   method: Method
+  teachers: tuple[Teacher, ...]
   schedule: staleness.Schedule
   sources: Sources  # the policies that sample the rollouts of every batch
   make_sources: Callable[..., Sources]  # these as they were when a run began; see `Source.pin`
@@ -202,6 +205,20 @@ def build(
   checks.check_repeats(config.fleet.new_weights, schedule, sources)
   method = method._replace(sources=tuple(source.name for source in sources))
   row_layout = make_row_layout(config.batch, shape, model.config.attention, mesh)
+  teachers = make_teachers(
+    config.teacher,
+    model,
+    mesh,
+    functools.partial(
+      make_model,
+      adapters=None,
+      shape=shape,
+      mesh=mesh,
+      tokens_per_row=config.batch.tokens_per_row,
+    ),
+  )
+  if method.teaching is not None:
+    method = method._replace(teaching=method.teaching._replace(model=teachers[0].model))
   placement = Placement(
     mesh=mesh,
     generation_mesh=sampler.mesh,
@@ -214,6 +231,7 @@ def build(
     base=base,
     frozen={} if adapters is None else base,
     scored_groups=scored_groups(row_layout, shape, sampler.mesh),
+    teachers=tuple(teacher.params for teacher in teachers),
   )
   diagnose = make_measure(config.diagnostics, method, make_gram(config.gram))
   check_update(
@@ -223,6 +241,7 @@ def build(
     advantage=config.advantage,
     loss=config.loss,
     diagnose=diagnose if config.diagnostics.every else None,
+    teacher=abstract_teacher(method, teachers, placement),
     has_turns=bool(config.environment.name),
   )
   if method.advantage.needs_binary:
@@ -269,6 +288,7 @@ def build(
       identity=network_identity(json.loads(config.to_json_best_effort())),
     ),
     method=method,
+    teachers=teachers,
     schedule=schedule,
     sources=sources,
     make_sources=make_pinned,
@@ -277,6 +297,7 @@ def build(
     programs=make_programs(
       method,
       sources,
+      teachers,
       placement,
       sampler=sampler,
       compared=compared,
@@ -486,6 +507,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
   _check_routing(config.model, model.config, config.gram, config.diagnostics.compared)
   make = lambda field, package, kind: specs.make(f"config.{field}", package, config[field], kind)
   reweighter = make("reweighting", reweighting, reweighting.Reweighting)
+  loss = make_loss(config.loss, config.correction, config.proximal_every)
   return Method(
     model=model,
     optimizer=transformation,
@@ -493,7 +515,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     advantage=make("advantage", advantages, advantages.Advantage),
     coefficient_metrics=gradient_masses,
     reweighting=reweighter,
-    loss=make_loss(config.loss, config.correction, config.proximal_every),
+    loss=loss,
     gram=make_gram(config.gram) if reweighter.needs_gram else None,
     gram_context=gram_context(model, mesh, config.policy_temperature),
     aggregation=config.aggregation,
@@ -501,6 +523,13 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     temperature=config.policy_temperature,
     reference_kl=config.reference.kl_coefficient,
     reference_kl_estimator=config.reference.estimator,
+    teaching=make_teaching(
+      config.distillation,
+      config.teacher,
+      policy_temperature=config.policy_temperature,
+      vocab_size=model.config.vocab_size,
+      loss=(config.loss, loss),
+    ),
     veto=make_veto(config.veto),
     entropy_bonus=config.entropy_bonus,
     expert_balance=config.expert_balance,

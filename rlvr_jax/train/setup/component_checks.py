@@ -65,6 +65,7 @@ def check_update(
   advantage: str,
   loss: str,
   diagnose: Callable[..., Any] | None,
+  teacher: tuple[Params, Params] | None = None,
   has_turns: bool = False,
 ) -> None:
   """Traces one update on shapes, so that errors in components are raised before compilation.
@@ -74,15 +75,16 @@ def check_update(
     shape: of a training batch.
     advantage, loss: `config.advantage` and `config.loss`, for messages.
     diagnose: `programs.make_measure`, if the run measures its gradient geometry.
+    teacher: shapes, from `programs.abstract_teacher`.
     has_turns: whether rollouts are dialogues.
   """
   state, frozen = placement.state, placement.frozen
   batch = abstract_update_batch(method, placement, shape, has_turns=has_turns)
   coefficients = _check_advantage(advantage, method, state, batch)
   _check_loss(loss, method, batch, coefficients)
-  jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
+  jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch, teacher)
   if diagnose is not None:
-    jax.eval_shape(diagnose, state, frozen, state.params, batch)
+    jax.eval_shape(diagnose, state, frozen, state.params, batch, teacher)
 
 
 def _check_advantage(

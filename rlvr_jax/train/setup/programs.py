@@ -38,6 +38,7 @@ from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.setup.behavior_sources import AT_TEMPERATURE_1
 from rlvr_jax.train.setup.compiler_options import CompilerOptions, Options
 from rlvr_jax.train.setup.engines import Engines
+from rlvr_jax.train.setup.teachers import Teacher
 from rlvr_jax.types import (
   BatchShape,
   Packed,
@@ -59,7 +60,7 @@ from rlvr_jax.update.supervised import supervised_step
 class Programs(NamedTuple):
   """The jitted functions of a run, none of them compiled yet."""
 
-  train_step: Callable  # (state, frozen, batch) → (state, metrics); the state is donated
+  train_step: Callable  # (state, frozen, batch, teacher) → (state, metrics); the state is donated
   supervised_init: Callable  # trained parameters → state of the supervised phase's optimizer
   supervised_step: Any  # jitted, see `update.supervised.supervised_step`
   engine: EnginePrograms  # samples from the policy as in training, on the trainer's devices
@@ -71,6 +72,7 @@ class Programs(NamedTuple):
   measure: Callable  # see `update.diagnostics.measure`
   mean_entropy: Callable  # (trained, frozen, batch) → f32[], nats per token
   score: Callable  # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
+  teach: tuple[Any, ...]  # jitted, as `score`, of each teacher
   merge: Callable  # (trained, frozen) → all parameters of the network as arrays
 
 
@@ -91,6 +93,7 @@ class PlacedModel(NamedTuple):
 def make_programs(
   method: Method,
   sources: Sequence[Source],
+  teachers: Sequence[Teacher],
   placement: Placement,
   *,
   sampler: PlacedModel,
@@ -107,6 +110,7 @@ def make_programs(
   Args:
     method, placement: of the run.
     sources: the policies that sample.
+    teachers: whose log-probabilities of the rollouts an update takes.
     sampler: that generates rollouts, on the mesh of updates or another one.
     compared: that the sampler's log-probabilities are compared with, on `Placement.compared_mesh`.
     engines: makes the engines.
@@ -156,6 +160,9 @@ def make_programs(
     measure=jit(with_matmul_precision(diagnose, model.config.precision), out_shardings=replicated),
     mean_entropy=jit(_bound(mean_entropy, model, method=method), out_shardings=replicated),
     score=jit(_bound(policy_logprobs, model, method=method), out_shardings=for_host),
+    teach=tuple(
+      jit(make_teach(method, teacher.model), out_shardings=for_host) for teacher in teachers
+    ),
     merge=jax.jit(lambda trained, frozen: merge_low_rank(model.combine(trained, frozen))),
   )
 
@@ -165,6 +172,21 @@ def _bound(function: Callable, network: Model, **arguments: Any) -> Callable:
   return with_matmul_precision(
     functools.partial(function, **arguments), precision=network.config.precision
   )
+
+
+def make_teach(method: Method, teacher: Model) -> Callable:
+  """`update.accumulate.policy_logprobs` of a teacher, at its temperature.
+
+  A mixture that teaches chooses its own experts.
+  """
+  assert method.teaching is not None
+  of_teacher = method._replace(
+    model=teacher,
+    temperature=method.teaching.temperature,
+    records_routes=False,
+    replays_routes=False,
+  )
+  return _bound(policy_logprobs, teacher, method=of_teacher)
 
 
 def make_behavior_gap(
@@ -327,6 +349,7 @@ def abstract_batch(
   *,
   needs_reference: bool = False,
   needs_proximal: bool = False,
+  needs_teacher: bool = False,
   has_turns: bool = False,
   has_turn_scores: bool = False,
   routes: jax.ShapeDtypeStruct | None = None,
@@ -335,7 +358,8 @@ def abstract_batch(
 
   Args:
     shape, layout, mesh: of the run.
-    needs_reference, needs_proximal: whether it has the log-probabilities of those policies.
+    needs_reference, needs_proximal, needs_teacher: whether it has the log-probabilities of those
+      policies.
     has_turns: whether rollouts are dialogues.
     has_turn_scores: whether it has the scores of their turns.
     routes: recorded of a token, see `TransformerConfig.routes`; None: not recorded.
@@ -359,6 +383,8 @@ def abstract_batch(
     sources=of((P,), jnp.int32),
     reference_logprobs=of((P, G, T), jnp.float32) if needs_reference else None,
     proximal_logprobs=of((P, G, T), jnp.float32) if needs_proximal else None,
+    teacher_logprobs=of((P, G, T), jnp.float32) if needs_teacher else None,
+    teacher_entropy=of((P, G, T), jnp.float32) if needs_teacher else None,
     solve_rate=of((P,), jnp.float32),
     packed=Packed(
       tokens=rows,
@@ -390,10 +416,21 @@ def abstract_update_batch(
     placement.mesh,
     needs_reference=method.reference_kl > 0,
     needs_proximal=method.loss.needs_proximal,
+    needs_teacher=method.teaching is not None and not method.compares,
     has_turns=has_turns,
     has_turn_scores=has_turns and method.advantage.per_token is not None,
     routes=method.model.config.routes if method.records_routes else None,
   )
+
+
+def abstract_teacher(
+  method: Method, teachers: Sequence[Teacher], placement: Placement
+) -> tuple[Params, Params] | None:
+  """Shapes of the (trained, frozen) parameters of a teacher that an update takes; None: of none."""
+  if not method.compares:
+    return None
+  (teacher,) = teachers
+  return teacher.policy(teacher.params, placement.state.params, placement.frozen)
 
 
 def abstract_state(method: Method, trained: Params, mesh: Mesh) -> TrainState:
