@@ -144,6 +144,15 @@ def get_config() -> ConfigDict:
     # WORKDIR/checkpoints/STEP of a run; a folder in Hugging Face's layout; initial: the policy
     # before the first update; base: the network without adapters
     checkpoint="",
+    # Several teachers: pairs (name, checkpoint as above), and the field of a problem's line that
+    # has the name of its teacher.
+    checkpoints=(),
+    by="",
+    # What the teacher reads beside the question, before the same response: answer, solution, or a
+    # field of a problem's line; "": nothing. With it checkpoint may be policy: the current one.
+    privileged="",
+    prompt="{question}\n{privileged}\n",  # of such a teacher
+    max_prompt_length=0,  # tokens of that
     temperature=placeholder(float),  # None: policy_temperature
     weight=1.0,  # λ of distillation; 0: the teacher is only measured
     reward_weight=1.0,  # of the reward's advantages, or of its loss; 0: distillation alone

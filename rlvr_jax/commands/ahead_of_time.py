@@ -87,11 +87,8 @@ def host_memory_tables(run: Parts) -> dict[str, Table]:
     memory_tables(run, compiled=False),
     run.model.config,
     run.placement,
-    keeps_first_policy=bool(
-      config.reference.kl_coefficient
-      or config.diagnostics.every
-      or any(teacher.checkpoint == INITIAL for teacher in run.teachers)
-    ),
+    keeps_first_policy=bool(config.reference.kl_coefficient or config.diagnostics.every)
+    and all(teacher.checkpoint != INITIAL for teacher in run.teachers),
     warm_start=demonstrations if warm_start.num_steps else None,
     workers=workers,
   )

@@ -172,7 +172,8 @@ def teacher_lowerings(
   if largest is None:
     return {}
   teacher, teach = largest
-  policy = teacher.policy(teacher.params, placement.state.params, placement.frozen)
+  trained = placement.state.params
+  policy = teacher.policy(teacher.params, trained, placement.frozen, trained)
   return {TEACHER: lambda: teach.lower(*policy, drop_scores(batch))}
 
 

@@ -63,7 +63,7 @@ def make_run(
   sampler = training_sampler(
     sources,
     policies,
-    parts.grading,
+    parts.training_grading,
     make_answers(),
     schedule,
     group_size=group_size,
@@ -162,7 +162,14 @@ def make_run(
     ),
     store=store,
     scorer=Scorer(
-      scorer_settings, rows, frozen.trainer, initial, programs, log, teachers=parts.teachers
+      scorer_settings,
+      rows,
+      frozen.trainer,
+      initial,
+      programs,
+      log,
+      teachers=parts.teachers,
+      teacher_prompts=parts.teacher_prompts,
     ),
     first_entropy=first_entropy,
     evaluation=evaluation,

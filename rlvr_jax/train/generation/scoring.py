@@ -18,7 +18,7 @@ from rlvr_jax.rollouts.sampler import LocalSampler
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.log import RunLog
 from rlvr_jax.train.setup.programs import Programs
-from rlvr_jax.train.setup.teachers import INITIAL, Teacher
+from rlvr_jax.train.setup.teachers import INITIAL, Teacher, TeacherPrompts
 from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params, TrainBatch, TrainState
 
@@ -64,6 +64,7 @@ class Scorer:
     programs: Programs,
     log: RunLog,
     teachers: Sequence[Teacher] = (),
+    teacher_prompts: TeacherPrompts | None = None,
   ):
     """Reads the teachers' parameters. Keeps `initial` only if it is needed.
 
@@ -72,7 +73,7 @@ class Scorer:
       frozen: the parameters that are not trained.
       initial: the trained parameters before the first update.
       log: counts the forward passes.
-      teachers: of the run.
+      teachers, teacher_prompts: of the run.
     """
     self._settings, self._rows, self._frozen = settings, rows, frozen
     self._programs, self._log = programs, log
@@ -80,13 +81,11 @@ class Scorer:
     keep = settings.has_reference or settings.diagnose_every
     keep = keep or any(teacher.checkpoint == INITIAL for teacher in teachers)
     self._initial = initial if keep else None
-    self._teachers = [
-      teacher.policy(teacher.read() if teacher.read else {}, initial, frozen)
-      for teacher in teachers
-    ]
-    self.teacher = self._teachers[0] if settings.compares else None
+    self._teachers = [(t, t.read() if t.read else {}) for t in teachers]
+    self._teacher_prompts = teacher_prompts
+    self.teacher = self._teacher_policy(0, initial) if settings.compares else None
     self._scored_at: dict[int, int] = {}  # update at which π_prox was computed, by batch
-    self._scores: dict[int, dict[str, np.ndarray]] = {}  # f32[P, G, T] by name, by batch
+    self._scores: dict[int, dict[str, np.ndarray]] = {}  # scores by name, by batch
 
   def prepare(self, sampled: Batch, state: TrainState, step: int) -> TrainBatch:
     """The batch of an update, with the log-probabilities that it needs.
@@ -105,7 +104,7 @@ class Scorer:
     if settings.has_reference and "reference_logprobs" not in scores:
       scores["reference_logprobs"] = self.score(self._initial, batch)
     if self._teachers and self.teacher is None and "teacher_logprobs" not in scores:
-      scores |= self.teach(batch)
+      scores |= self.teach(batch, sampled.groups, state.params)
     if settings.has_proximal:
       every, scored_at = settings.proximal_every, self._scored_at.get(number)
       # At the batch's first update, and again after `every` updates.
@@ -125,6 +124,7 @@ class Scorer:
       proximal_logprobs=scores.get("proximal_logprobs"),
       teacher_logprobs=scores.get("teacher_logprobs"),
       teacher_entropy=scores.get("teacher_entropy"),
+      teachers=scores.get("teachers"),
       sampled_logprobs=None,
       token_versions=None,
     )
@@ -150,13 +150,40 @@ class Scorer:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
     return self._run(self._programs.score, (params, self._frozen), batch)[0]
 
-  def teach(self, batch: TrainBatch) -> dict[str, np.ndarray]:
-    """The teacher's log-probabilities of the responses, and its entropies, at its temperature."""
+  def teach(
+    self, batch: TrainBatch, groups: Sequence[Group], current: Params
+  ) -> dict[str, np.ndarray]:
+    """The teachers' log-probabilities of the responses, and entropies, at their temperature.
+
+    Args:
+      batch: of these groups.
+      groups: of a problem each, which may name its teacher and have a text for it.
+      current: the trained parameters now.
+    Returns:
+      f32[P, G, T] by field of the batch; of several teachers also i32[P], their numbers.
+    """
     # Routes are of the policy's experts.
     batch = dataclasses.replace(batch, routes=None, prompt_routes=None)
-    ((program, policy),) = zip(self._programs.teach, self._teachers, strict=True)
-    logprobs, entropy = self._run(program, policy, batch)
-    return {"teacher_logprobs": logprobs, "teacher_entropy": entropy}
+    numbers = np.zeros(len(groups), np.int32)
+    if len(self._teachers) > 1:
+      names = [teacher.name for teacher, _ in self._teachers]
+      numbers[:] = [names.index(group.samples[0]["teacher"]) for group in groups]
+    if self._teacher_prompts is not None:
+      batch = dataclasses.replace(batch, prompts=self._teacher_prompts.of_groups(groups))
+    sums = [np.zeros(batch.mask.shape, np.float32) for _ in range(2)]
+    for number in np.unique(numbers).tolist():
+      # Rollouts of other teachers take no place in the rows, and have zeros.
+      mask: Any = np.where((numbers == number)[:, None, None], batch.mask, 0)
+      own = dataclasses.replace(batch, mask=mask)
+      found = self._run(self._programs.teach[number], self._teacher_policy(number, current), own)
+      sums = [total + part for total, part in zip(sums, found, strict=True)]
+    scores = dict(zip(("teacher_logprobs", "teacher_entropy"), sums, strict=True))
+    return scores | ({"teachers": numbers} if len(self._teachers) > 1 else {})
+
+  def _teacher_policy(self, number: int, current: Params) -> tuple[Params, Params]:
+    """(trained, frozen) parameters of a teacher; `current`: of the policy."""
+    teacher, own = self._teachers[number]
+    return teacher.policy(own, self._initial, self._frozen, current)
 
   def _run(
     self, program: Callable[..., Any], policy: tuple[Params, Params], batch: TrainBatch
@@ -169,8 +196,10 @@ class Scorer:
       batch: of the host.
     """
     self._log.count_scored(batch)
-    scored = self._rows.placement(lambda: batch).pack_to_devices(drop_scores(batch))
-    return sharding.to_host(program(*policy, scored))
+    placement = self._rows.placement(lambda: batch)
+    if self._teacher_prompts is not None and program is not self._programs.score:
+      placement = dataclasses.replace(placement, row_layout=self._teacher_prompts.row_layout)
+    return sharding.to_host(program(*policy, placement.pack_to_devices(drop_scores(batch))))
 
   def measure(
     self, state: TrainState, batch: TrainBatch, step: int

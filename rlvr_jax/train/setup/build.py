@@ -67,6 +67,7 @@ from rlvr_jax.train.setup.problem_filters import describe_long_texts, limit_leng
 from rlvr_jax.train.setup.programs import (
   PlacedModel,
   Programs,
+  RowTokens,
   abstract_state,
   abstract_teacher,
   choose_expert_products,
@@ -79,7 +80,15 @@ from rlvr_jax.train.setup.programs import (
   published_params,
   trained_params,
 )
-from rlvr_jax.train.setup.teachers import Teacher, make_teachers, make_teaching
+from rlvr_jax.train.setup.teachers import (
+  Teacher,
+  TeacherPrompts,
+  check_surroundings,
+  make_prompts,
+  make_teachers,
+  make_teaching,
+  read_problem,
+)
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
 from rlvr_jax.types import BatchShape, Params
 from rlvr_jax.update import learning_rate, optimizer
@@ -106,12 +115,19 @@ class Parts:
   initial: InitialParams
   method: Method
   teachers: tuple[Teacher, ...]
+  teacher_prompts: TeacherPrompts | None  # None: a teacher reads the policy's
   schedule: staleness.Schedule
   sources: Sources  # the policies that sample the rollouts of every batch
   make_sources: Callable[..., Sources]  # these as they were when a run began; see `Source.pin`
   placement: Placement
   compiler_options: CompilerOptions
   programs: Programs
+
+  @property
+  def training_grading(self) -> Grading:
+    """That of training rollouts, whose records have what a teacher asks for."""
+    more_of = functools.partial(read_problem, self.config.teacher)
+    return dataclasses.replace(self.grading, more_of=more_of)
 
 
 def build(
@@ -205,19 +221,30 @@ def build(
   checks.check_repeats(config.fleet.new_weights, schedule, sources)
   method = method._replace(sources=tuple(source.name for source in sources))
   row_layout = make_row_layout(config.batch, shape, model.config.attention, mesh)
-  teachers = make_teachers(
-    config.teacher,
-    model,
-    mesh,
-    functools.partial(
+  teachers: tuple[Teacher, ...] = ()
+  if only_samples:  # they teach where updates are made
+    method = method._replace(teaching=None)
+  if method.teaching is not None:
+    check_surroundings(
+      config.teacher,
+      environment=config.environment.name,
+      recorded=config.sources.recorded.fraction,
+    )
+    make_other = functools.partial(
       make_model,
       adapters=None,
       shape=shape,
       mesh=mesh,
       tokens_per_row=config.batch.tokens_per_row,
-    ),
-  )
-  if method.teaching is not None:
+    )
+    teachers = make_teachers(
+      config.teacher,
+      model,
+      mesh,
+      make_other,
+      trained=state.params,
+      has_adapters=adapters is not None,
+    )
     method = method._replace(teaching=method.teaching._replace(model=teachers[0].model))
   placement = Placement(
     mesh=mesh,
@@ -289,6 +316,13 @@ def build(
     ),
     method=method,
     teachers=teachers,
+    teacher_prompts=make_prompts(
+      config.teacher,
+      tokenizer,
+      lambda length: make_row_layout(
+        RowTokens(0, 0), shape._replace(max_prompt_length=length), model.config.attention, mesh
+      ),
+    ),
     schedule=schedule,
     sources=sources,
     make_sources=make_pinned,

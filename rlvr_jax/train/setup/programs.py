@@ -350,6 +350,7 @@ def abstract_batch(
   needs_reference: bool = False,
   needs_proximal: bool = False,
   needs_teacher: bool = False,
+  has_teachers: bool = False,
   has_turns: bool = False,
   has_turn_scores: bool = False,
   routes: jax.ShapeDtypeStruct | None = None,
@@ -360,6 +361,7 @@ def abstract_batch(
     shape, layout, mesh: of the run.
     needs_reference, needs_proximal, needs_teacher: whether it has the log-probabilities of those
       policies.
+    has_teachers: whether groups have one of several teachers.
     has_turns: whether rollouts are dialogues.
     has_turn_scores: whether it has the scores of their turns.
     routes: recorded of a token, see `TransformerConfig.routes`; None: not recorded.
@@ -385,6 +387,7 @@ def abstract_batch(
     proximal_logprobs=of((P, G, T), jnp.float32) if needs_proximal else None,
     teacher_logprobs=of((P, G, T), jnp.float32) if needs_teacher else None,
     teacher_entropy=of((P, G, T), jnp.float32) if needs_teacher else None,
+    teachers=of((P,), jnp.int32) if has_teachers else None,
     solve_rate=of((P,), jnp.float32),
     packed=Packed(
       tokens=rows,
@@ -417,6 +420,7 @@ def abstract_update_batch(
     needs_reference=method.reference_kl > 0,
     needs_proximal=method.loss.needs_proximal,
     needs_teacher=method.teaching is not None and not method.compares,
+    has_teachers=method.teaching is not None and len(method.teaching.names) > 1,
     has_turns=has_turns,
     has_turn_scores=has_turns and method.advantage.per_token is not None,
     routes=method.model.config.routes if method.records_routes else None,
@@ -430,7 +434,8 @@ def abstract_teacher(
   if not method.compares:
     return None
   (teacher,) = teachers
-  return teacher.policy(teacher.params, placement.state.params, placement.frozen)
+  trained = placement.state.params
+  return teacher.policy(teacher.params, trained, placement.frozen, trained)
 
 
 def abstract_state(method: Method, trained: Params, mesh: Mesh) -> TrainState:
