@@ -10,6 +10,7 @@ from train import tiny
 
 from docs import glossary
 from rlvr_jax.commands.ahead_of_time import memory_tables
+from rlvr_jax.commands.export import export
 from rlvr_jax.commands.train import train
 from rlvr_jax.data import ByteTokenizer
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
@@ -136,6 +137,24 @@ def test_a_run_learns_from_another_one_s_checkpoint(form, run, tmp_path):
   shutil.rmtree(tmp_path / "whole" / "checkpoints" / "2")
   train(build(c()), tmp_path / "whole")
   assert tiny.records(tmp_path / "whole", "train") == [first, last]
+
+
+def test_an_export_teaches_as_its_checkpoint_does(tmp_path):
+  """Its tokenizer is compared token by token; one with two tokens exchanged is refused."""
+  source = build(tiny.config(**FEW, seed=5).lock())
+  export(source, str(tmp_path / "export"), None)
+  parts = build(tiny.config(**fields(tmp_path / "export")).lock())
+  (teacher,) = parts.teachers
+  teacher.check(parts.tokenizer)
+  params = jax.device_get(source.initial.trained())
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(teacher.read()), params)
+  path = tmp_path / "export" / "tokenizer.json"
+  content = json.loads(path.read_text())
+  vocabulary = content["model"]["vocab"]
+  vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+  path.write_text(json.dumps(content))
+  with pytest.raises(ValueError, match=r"export' has another tokenizer .*: 2 of 258 tokens differ"):
+    teacher.check(parts.tokenizer)
 
 
 @pytest.mark.slow
