@@ -136,6 +136,27 @@ def get_config() -> ConfigDict:
     # k2: in the loss, the gradient of KL(π‖reference); k3: that of KL(reference‖π); k1: none
     estimator="k3",
   )
+  # A teacher's distribution over the policy's own tokens, as advantages or as a loss beside that of
+  # the reward: opd, opd_score, opd_ratio, iw_opd, vopd, kl, top_k_opd, kl_estimate;
+  # docs/distillation.md.
+  c.distillation = "none"
+  c.teacher = dict(
+    # WORKDIR/checkpoints/STEP of a run; a folder in Hugging Face's layout; initial: the policy
+    # before the first update; base: the network without adapters
+    checkpoint="",
+    # Several teachers: pairs (name, checkpoint as above), and the field of a problem's line that
+    # has the name of its teacher.
+    checkpoints=(),
+    by="",
+    # What the teacher reads beside the question, before the same response: answer, solution, or a
+    # field of a problem's line; "": nothing. With it checkpoint may be policy: the current one.
+    privileged="",
+    prompt="{question}\n{privileged}\n",  # of such a teacher
+    max_prompt_length=0,  # tokens of that
+    temperature=placeholder(float),  # None: policy_temperature
+    weight=1.0,  # λ of distillation; 0: the teacher is only measured
+    reward_weight=1.0,  # of the reward's advantages, or of its loss; 0: distillation alone
+  )
   c.entropy_bonus = 0.0
   c.expert_balance = 0.0  # coefficient of the loss that evens the load of a mixture's experts
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from ml_collections import ConfigDict
 
 from experiments.recipes.sweep import RECIPES
-from rlvr_jax import advantages, corrections, losses, reweighting, specs
+from rlvr_jax import advantages, corrections, distillation, losses, reweighting, specs
 from rlvr_jax.configs import base
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -76,6 +76,7 @@ def used(config: ConfigDict) -> Iterator[tuple[str, str]]:
     "reweighting": reweighting,
     "loss": losses,
     "correction": corrections,
+    "distillation": distillation,
   }
   for field, package in packages.items():
     name = specs.parse(field, config[field]).name

@@ -17,6 +17,7 @@ API = {
   "advantages": ("base", "masses"),
   "losses": ("base",),
   "corrections": ("base",),
+  "distillation": ("base",),
   "reweighting": ("base",),
   "geometry": ("base", "diagnostics", "agreement", "updates"),
   "ops": (),

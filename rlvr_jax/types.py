@@ -75,6 +75,12 @@ class TrainBatch:
   valid: Array
   reference_logprobs: Array | None = None  # f32[P, G, T], None without a reference policy
   proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss is decoupled
+  # Of the teacher's distribution, nats; None without one, or where the update computes them.
+  teacher_logprobs: Array | None = None  # f32[P, G, T], of the tokens
+  teacher_entropy: Array | None = None  # f32[P, G, T]
+  # f32[P, G, T], of π from τ at the place, computed in the update; its gradient goes through π
+  teacher_divergence: Array | None = None
+  teachers: Array | None = None  # i32[P], number of a group's teacher; None: there is one
   # f32[P], all equal: see `rollouts.grading.mean_solve_rate`, before any filter of groups
   solve_rate: Array | None = None
   # i32[P, G, T], updates since the policy that sampled a token; −1: not of this run

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from oracles.batches import evaluate, poison, random_case, with_needs
 from remedy import remedy
 
-from rlvr_jax import advantages, corrections, geometry, losses, reweighting
+from rlvr_jax import advantages, corrections, distillation, geometry, losses, reweighting
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.ops.veto import negative_advantage_veto
+from rlvr_jax.update.teaching import Teaching
 
 
 def _with_defaults(package):
@@ -112,8 +113,30 @@ LOSSES |= {
   "clip_cov-icepop": corrections.corrected(losses.clip_cov(), corrections.icepop()),
   "gspo-normalized": corrections.corrected(losses.gspo(), CORRECTIONS["importance-normalized"]),
 }
+DISTILLATIONS = _with_defaults(distillation) | {
+  "opd-discounted": distillation.opd(discount=0.9, student="behavior"),
+  "kl_estimate-k3": distillation.kl_estimate(estimator="k3"),
+  "kl_estimate-k3+": distillation.kl_estimate(estimator="k3+"),
+}
+
+
+def _taught(loss, made):
+  """The loss of an update with a teacher: as `update.objective.surrogate` puts it together."""
+  teaching = Teaching(made, weight=0.7, reward_weight=0.5, temperature=1.0, names=("teacher",))
+
+  def per_token(policy, batch, coefficients, statistics):
+    sums = teaching.coefficients(policy, batch, coefficients)
+    of_reward, metrics = loss.per_token(policy, batch, sums, statistics)
+    metrics = {**metrics, **teaching.metrics(policy, batch)}
+    return teaching.losses(policy, batch, of_reward), metrics
+
+  return loss._replace(per_token=per_token)
+
+
+# Every distillation beside a loss is a loss.
+LOSSES |= {f"taught-{name}": _taught(losses.ppo_clip(), x) for name, x in DISTILLATIONS.items()}
 # Losses with a term that no coefficient multiplies.
-WITHOUT_COEFFICIENT = ("p3o", "dro", "kl_cov", "clip_cov", "dppo")
+WITHOUT_COEFFICIENT = ("p3o", "dro", "kl_cov", "clip_cov", "dppo", "taught")
 # Where a rollout stands changes what is drawn or shared.
 BY_PLACE = ("p3o-blocks", "clip_cov", "clip_cov-icepop")
 TRACES = collections.Counter()  # how often each component was traced, or run without jit
@@ -154,6 +177,7 @@ KINDS = {
   advantages: advantages.Advantage,
   losses: losses.Loss,
   corrections: corrections.Correction,
+  distillation: distillation.Distillation,
   reweighting: reweighting.Reweighting,
   geometry: geometry.GramFn,
 }
@@ -335,6 +359,7 @@ def test_permuting_rollouts_permutes_the_gradient(name, order):
     return x.reshape(-1, *x.shape[2:])[np.asarray(order)].reshape(x.shape)
 
   fields = ("mask", "behavior_logprobs", "proximal_logprobs")
+  fields += ("teacher_logprobs", "teacher_divergence")
   moved = dataclasses.replace(batch, **{f: move(getattr(batch, f)) for f in fields})
   moved_value, moved_gradient, _ = _loss_jit(name)(move(policy), moved, move(coefficients))
   np.testing.assert_allclose(moved_value, value, rtol=1e-5, atol=1e-6)

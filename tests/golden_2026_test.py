@@ -10,15 +10,14 @@ import pytest
 from oracles.batches import make_batch, metric_value
 from oracles.golden import AGGREGATIONS, ATOL, RTOL, Golden
 
-from rlvr_jax import advantages, corrections, losses
+from rlvr_jax import advantages, corrections, distillation, losses
 from rlvr_jax.ops.aggregate import aggregate
+from rlvr_jax.ops.divergence import Divergence
 
 GOLDEN = Golden("golden_2026")
 LEFT_OUT = {  # by the beginning of a case's name: why it has no test
   # The behavior policy's most probable tokens would have to be recorded; the paper finds no gain.
   "divergence_topk_": "not offered",
-  **dict.fromkeys(("adv_opd", "adv_vopd", "distill_", "loss_opd", "loss_iw_opd"), "not there yet"),
-  **dict.fromkeys(("loss_mopd", "loss_vopd", "loss_topk_opd", "loss_sdpo"), "not there yet"),
 }
 
 
@@ -143,6 +142,7 @@ def _batch(arrays):
     group("mask"),
     group("behavior_logprobs"),
     proximal_logprobs=group("proximal_logprobs"),
+    teacher_logprobs=group("teacher_logprobs"),
     tokens=tokens[:, None],
   )
 
@@ -211,6 +211,116 @@ def test_loss(case):
       np.testing.assert_allclose(metric_value(metrics["correction/dropped"]), share, atol=1e-12)
       dropped = (arrays["mask"] > 0) & (arrays["kept_mask"] == 0)
       assert np.all(per_token[dropped] == 0)
+
+
+# --- distillation ---------------------------------------------------------------------------------
+
+
+def _opd(params):
+  if params["form"] == "advantage":
+    discount = params.get("discount", 0.0)
+    return distillation.opd(student=params["student"], discount=discount)
+  if params["form"] == "score":
+    return distillation.opd_score(truncation=params["truncation"])
+  if params["form"] == "ratio":
+    return distillation.opd_ratio(
+      max_drop=params["mask_drop"], log_ratio_penalty=params["log_ratio_penalty"]
+    )
+  return distillation.kl_estimate(estimator=params["estimator"], bound=20.0)
+
+
+TEACHERS = {
+  "opd": _opd,
+  "iw_opd": lambda params: distillation.iw_opd(gamma=params["gamma"]),
+  "mopd": lambda params: distillation.opd(student=params["student"]),
+}
+
+
+def _loss_beside(params):
+  """The loss that takes a case's sums of advantages."""
+  if params["method"] == "mopd":
+    icepop = corrections.icepop(low=params["low"], high=params["high"])
+    return corrections.corrected(losses.reinforce(), icepop)
+  return losses.ppo_clip(**_clip(params), dual_clip=params["dual_clip"])
+
+
+@pytest.mark.parametrize("case", _cases(TEACHERS))
+def test_distillation(case):
+  """Advantages, or value and gradient by every aggregation that the case has."""
+  arrays, params = GOLDEN.arrays(case), case["params"]
+  teacher = TEACHERS[params["method"]](params)
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=RTOL, atol=ATOL)
+  with jax.enable_x64(True):
+    batch = _batch(arrays)
+    if "base_advantages" in arrays:
+      added = teacher.advantage(batch.behavior_logprobs, batch)[:, 0]
+      found = arrays["base_advantages"][:, None] + params["coefficient"] * added
+      return near(found * arrays["mask"], arrays["advantages"] * arrays["mask"])
+    if params.get("anchor") == "proximal":  # the ratio is to it, without a weight
+      batch = dataclasses.replace(batch, behavior_logprobs=batch.proximal_logprobs)
+    if "kept_mask" in arrays:  # rollouts without a teacher are out of the denominators
+      batch = dataclasses.replace(batch, mask=jnp.asarray(arrays["kept_mask"][:, None]))
+    reward_weight = params.get("outcome_weight", 0.0)
+    coefficients = reward_weight * jnp.asarray(arrays["advantages"])[:, None, None]
+
+    def value(policy_logprobs, how):
+      if teacher.advantage is not None:
+        sums = coefficients + teacher.advantage(policy_logprobs, batch)
+        per_token, _ = _loss_beside(params).per_token(policy_logprobs, batch, sums, None)
+      else:
+        per_token = teacher.per_token(policy_logprobs, batch)
+      length = batch.mask.shape[-1]
+      pair = aggregate(per_token, batch.mask, how=how, max_response_length=length)
+      return pair.total / pair.weight
+
+    logprobs = jnp.asarray(arrays["logprobs"])[:, None]
+    for how in params["aggregations"]:
+      total, gradient = jax.value_and_grad(value)(logprobs, how)
+      near(total, arrays[f"loss_{how}"])
+      near(gradient[:, 0], arrays[f"grad_{how}"])
+
+
+def _divergence(params):
+  if params["support"] == "all":
+    return Divergence(alpha=params["alpha"])
+  how = dict(support=params["support"], top_k=params["k"])
+  if params.get("form") == "ratio":
+    return Divergence(**how, rest="score")
+  rest = "tail" if params["tail"] else "renormalize" if params["renormalize"] else "drop"
+  return Divergence(**how, alpha=params["alpha"], rest=rest, floor=params.get("floor"))
+
+
+@pytest.mark.parametrize("case", _cases(("distill", "vopd")))
+def test_divergence(case):
+  """Of student's and teacher's logits: value and gradient, or vOPD's advantages."""
+  arrays, params = GOLDEN.arrays(case), case["params"]
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=RTOL, atol=ATOL)
+  with jax.enable_x64(True):
+    scaled = lambda name: jnp.asarray(arrays[name]) / params.get("temperature", 1.0)
+    log_tau = jax.nn.log_softmax(scaled("teacher_logits"))
+    mask, tokens = arrays["mask"], arrays["tokens"][..., None].astype(int)
+    of_tokens = lambda x: jnp.take_along_axis(x, tokens, -1)[:, None, :, 0]
+    batch = make_batch(mask[:, None], teacher_logprobs=of_tokens(log_tau))
+
+    def per_token(logits):
+      log_pi = jax.nn.log_softmax(logits / params.get("temperature", 1.0))
+      if params["method"] == "vopd":
+        made = distillation.vopd(top_k=params["k"] or 0)
+        between = made.divergence(log_pi, log_tau)[:, None]
+        with_it = dataclasses.replace(batch, teacher_divergence=between)
+        return made.advantage(of_tokens(log_pi), with_it)[:, 0]
+      if params["support"] == "sampled":
+        own = dataclasses.replace(batch, behavior_logprobs=jax.lax.stop_gradient(of_tokens(log_pi)))
+        return distillation.opd_score().per_token(of_tokens(log_pi), own)[:, 0]
+      return _divergence(params)(log_pi, log_tau)
+
+    logits = jnp.asarray(arrays["student_logits"])
+    if params["method"] == "vopd":
+      return near(per_token(logits) * mask, arrays["advantages"] * mask)
+    mean = lambda logits: jnp.sum(jnp.where(mask > 0, per_token(logits), 0)) / mask.sum()
+    value, gradient = jax.value_and_grad(mean)(logits)
+    near(value, arrays["loss"])
+    near(gradient, arrays["grad_student_logits"])
 
 
 @pytest.mark.parametrize("case", _cases(("maxrl",)))
@@ -311,7 +421,8 @@ def test_opob(case):
 
 
 def test_every_case_has_a_test():
-  methods = {*MAKE, "gdpo", "maxrl", "opob", "otb", "reinforce_plus_plus"}
+  methods = {*MAKE, *TEACHERS, "distill", "vopd"}
+  methods |= {"gdpo", "maxrl", "opob", "otb", "reinforce_plus_plus"}
   tested = {case["name"] for case in GOLDEN.cases if case["params"].get("method") in methods}
   rest = [
     case["name"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from oracles.batches import evaluate, make_batch, random_case, with_needs
 
-from rlvr_jax import advantages, corrections, losses, reweighting
+from rlvr_jax import advantages, corrections, distillation, losses, reweighting
 from rlvr_jax.ops import kl
 from rlvr_jax.ops.veto import SCOPES, negative_advantage_veto
 
@@ -62,6 +62,45 @@ def test_decoupled_ppo_is_ppo_clip_where_the_proximal_policy_sampled():
   policy, batch, coefficients = random_case(3)
   batch = dataclasses.replace(batch, proximal_logprobs=batch.behavior_logprobs)
   _assert_same(losses.decoupled_ppo(), losses.ppo_clip(), (policy, batch, coefficients))
+
+
+def _distilled(made, policy, batch, *, loss):
+  """Value and gradient of a teacher's part alone, under a loss if it gives advantages."""
+
+  def value(policy):
+    if made.advantage is None:
+      return jnp.sum(made.per_token(policy, batch))
+    added = made.advantage(policy, batch)
+    return jnp.sum(loss.per_token(policy, batch, added, None)[0] * batch.mask)
+
+  return jax.value_and_grad(value)(policy)
+
+
+@pytest.mark.parametrize("name", [n for n in distillation.__all__ if n != "none"])
+def test_a_teacher_that_is_the_student_gives_zero(name):
+  """Where it is also the sampler."""
+  policy, batch, _ = _on_policy()
+  same = dict(teacher_logprobs=policy, teacher_divergence=jnp.zeros_like(policy))
+  batch = dataclasses.replace(batch, **same)
+  value, gradient = _distilled(getattr(distillation, name)(), policy, batch, loss=losses.ppo_clip())
+  assert value == 0 and np.all(gradient == 0)
+
+
+def test_forms_of_sampled_distillation_coincide():
+  policy, batch, _ = random_case(30)
+  _, score = _distilled(distillation.opd_score(truncation=1.1), policy, batch, loss=None)
+  truncated = losses.reinforce(truncation=1.1)
+  _, as_advantage = _distilled(distillation.opd(), policy, batch, loss=truncated)
+  np.testing.assert_allclose(score, as_advantage, rtol=1e-10, atol=1e-14)
+  plain = distillation.opd_ratio(max_drop=1.0, log_ratio_penalty=0.0)
+  _, ratio = _distilled(plain, policy, batch, loss=None)
+  unclipped = losses.ppo_clip(epsilon_low=1.0, epsilon_high=1e9)
+  _, as_advantage = _distilled(distillation.opd(), policy, batch, loss=unclipped)
+  np.testing.assert_allclose(ratio, as_advantage, rtol=1e-10, atol=1e-14)
+  _, weighted = _distilled(distillation.iw_opd(gamma=0.0), policy, batch, loss=None)
+  stale = distillation.opd(student="behavior")
+  _, as_advantage = _distilled(stale, policy, batch, loss=losses.reinforce())
+  np.testing.assert_allclose(weighted, as_advantage, rtol=1e-10, atol=1e-14)
 
 
 UNCLIPPED = {"epsilon_low": 1.0, "epsilon_high": 1e9}

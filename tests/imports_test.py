@@ -11,7 +11,7 @@ import pytest
 import rlvr_jax
 
 PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
-STAGES = {"advantages", "reweighting", "geometry", "losses"}  # none imports another
+STAGES = {"advantages", "reweighting", "geometry", "losses", "distillation"}  # none imports another
 # Checks of arguments need the standard library only, so that any room may use them.
 PURE = {"types", "ops", "ops.checks"}
 LEAVES = ("specs", "sampling", "storage", "codejudge", "launch", "console")

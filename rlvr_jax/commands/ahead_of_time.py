@@ -15,7 +15,8 @@ from rlvr_jax.costs.programs import Lower
 from rlvr_jax.costs.report import Cost, Counts
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.programs import abstract_update_batch
+from rlvr_jax.train.setup.programs import abstract_teacher, abstract_update_batch
+from rlvr_jax.train.setup.teachers import INITIAL
 from rlvr_jax.types import Packed
 from rlvr_jax.workers.pool import default_workers
 
@@ -41,6 +42,7 @@ def lowerings(run: Parts, packed: Packed | None = None) -> dict[str, Lower]:
     packed or programs.pack_full_length(run.shape, placement.row_layout),
     run.compiler_options.training,
     rebuilds=run.config.fleet.new_weights == "recompute",
+    teacher=abstract_teacher(run.method, run.teachers, placement),
   )
 
 
@@ -69,7 +71,13 @@ def memory_tables(run: Parts, *, compiled: bool) -> dict[str, Table]:
     run.config.num_updates,
   )
   if compiled:
-    tables |= memory.compiled_bytes(lowerings(run), run.placement, engine)
+    batch = abstract_update_batch(
+      run.method, run.placement, run.shape, has_turns=engine.settings.has_replies
+    )
+    lowered = lowerings(run)
+    if not run.method.compares:  # else the update has its forward pass
+      lowered |= programs.teacher_lowerings(run.programs, run.teachers, run.placement, batch)
+    tables |= memory.compiled_bytes(lowered, run.placement, engine)
   return tables
 
 
@@ -85,7 +93,8 @@ def host_memory_tables(run: Parts) -> dict[str, Table]:
     memory_tables(run, compiled=False),
     run.model.config,
     run.placement,
-    keeps_first_policy=bool(config.reference.kl_coefficient or config.diagnostics.every),
+    keeps_first_policy=bool(config.reference.kl_coefficient or config.diagnostics.every)
+    and all(teacher.checkpoint != INITIAL for teacher in run.teachers),
     warm_start=demonstrations if warm_start.num_steps else None,
     workers=workers,
   )

@@ -39,6 +39,7 @@ from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import memory_limit
 from rlvr_jax.train.reporting.advice import on_demonstrations, plan_warm_start
 from rlvr_jax.train.reporting.progress import say
+from rlvr_jax.train.session import check_teachers
 from rlvr_jax.train.setup.build import Parts, build, make_task
 from rlvr_jax.train.setup.grading import (
   check_first_dialogue,
@@ -144,6 +145,8 @@ class Preflight:
       yield "prompt", self.check_prompt
     yield "lengths", self.check_lengths
     yield "checkpoint", self.check_checkpoint
+    if self.config.distillation != "none":
+      yield "teacher", self.check_teacher
     yield "space", self.check_space
     yield "grader", self.check_grader
     if self.config.environment.name:
@@ -314,6 +317,14 @@ class Preflight:
       return Finding(OK, "none: the parameters are initialized")
     tensors = open_tensors(folder, parts.placement.base, parts.model.config.sparse_layers)
     return Finding(OK, f"{folder} has all {len(tensors)} tensors")
+
+  def check_teacher(self) -> Finding:
+    """Each teacher has its network's tensors and the policy's tokenizer; no weights are read."""
+    parts = _require(self.parts, "the configuration has failed")
+    check_teachers(parts)
+    of_own = [math.prod(x.shape) for x in jax.tree.leaves(parts.placement.teachers)]
+    names = ", ".join(teacher.checkpoint for teacher in parts.teachers)
+    return Finding(OK, f"{names}: {sum(of_own) / 1e6:,.1f} M parameters beside the policy's")
 
   def check_space(self) -> Finding:
     """The workdir's disk has space for the checkpoints that exist at the same time."""

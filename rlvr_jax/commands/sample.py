@@ -89,7 +89,7 @@ def sample_with(parts: Parts, folder: Path, frozen: Params, answers: Answers) ->
   inner = training_sampler(
     parts.sources,
     policies,
-    parts.grading,
+    parts.training_grading,
     answers,
     parts.schedule,
     group_size=parts.shape.group_size,

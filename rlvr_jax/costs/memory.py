@@ -44,7 +44,15 @@ def compiled_bytes(
   """
   # The optimizer's state stays in memory while rollouts are sampled.
   optimizer = {"optimizer, resident": memory.shard_bytes(placement.state.opt_state)}
-  resident = {"generation": optimizer | _copied_caches(engine.settings), "prefill": optimizer}
+  teachers = {}
+  if placement.teachers:
+    teachers = {"teachers, resident": memory.shard_bytes(placement.teachers)}
+  resident = {
+    "update": teachers if programs.TEACHER in lowerings else {},  # else they are arguments
+    "generation": optimizer | teachers | _copied_caches(engine.settings),
+    "prefill": optimizer | teachers,
+    programs.TEACHER: trained_bytes(placement.state, placement.frozen),
+  }
   tables = {}
   for name, lower in lowerings.items():
     program = programs.compile_program(name, lower)
@@ -88,6 +96,7 @@ def estimated_bytes(
   assert mesh is not None  # the engine is of a run
   tensor = placement.mesh.shape["tensor"]
   places = layout.max_micro_batches * layout.device_places
+  teachers = {"teachers": memory.shard_bytes(placement.teachers)} if placement.teachers else {}
   update = update_bytes(network, layout, tensor, state, frozen) | _routes_bytes(settings, places)
   base = sharding.add_shardings(placement.base, mesh)
   generation = generation_bytes(network, settings, base, mesh, settings.slots)
@@ -108,8 +117,9 @@ def estimated_bytes(
     in_use = (update - schedule.oldest_sampling(update) + 1 for update in updates)
     compared = {"policies to be compared": max(in_use, default=1) * policy}
   tables = {
-    "update, estimated": update,
+    "update, estimated": update | teachers,
     "generation, estimated": trained_bytes(state, frozen)
+    | teachers
     | generation
     | ({} if fleet.samplers else compared),
   }
@@ -214,6 +224,8 @@ def resident_bytes(
   layout = placement.row_layout
   tables = {name.removesuffix(", estimated"): dict(table) for name, table in estimated.items()}
   kept = trained_bytes(placement.state, placement.frozen)
+  if placement.teachers:
+    kept["teachers"] = memory.shard_bytes(placement.teachers)
   written = kept["parameters"] + kept["optimizer"]
   if keeps_first_policy:
     kept["first policy"] = kept["parameters"]

@@ -8,7 +8,7 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from rlvr_jax.costs.gpus import gpu_devices, is_gpu
 from rlvr_jax.costs.workload import longest, pack_workload
 from rlvr_jax.data import ByteTokenizer, Task
+from rlvr_jax.models.memory import shard_bytes
+from rlvr_jax.rollouts.batch import drop_scores
 from rlvr_jax.rollouts.packing import RowLayout
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.cluster.placement import Placement
@@ -27,9 +29,11 @@ from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts, build
 from rlvr_jax.train.setup.compiler_options import Options
 from rlvr_jax.train.setup.programs import Programs
+from rlvr_jax.train.setup.teachers import Teacher
 from rlvr_jax.types import BatchShape, Packed, Params, TrainBatch, TrainState
 
 Lower = Callable[[], jax.stages.Lowered]
+TEACHER = "teacher"  # name of the program that is a teacher's forward pass
 
 
 def topology_devices(name: str) -> list[jax.Device]:
@@ -109,6 +113,7 @@ def program_lowerings(
   options: Options | None,
   *,
   rebuilds: bool = False,
+  teacher: tuple[Params, Params] | None = None,
 ) -> dict[str, Lower]:
   """Functions that lower a run's update, one burst of its generation, and more, by name.
 
@@ -121,6 +126,7 @@ def program_lowerings(
     packed: a batch, for the numbers of its micro-batches.
     options: of the compiler, for the update.
     rebuilds: whether caches are computed anew under new weights.
+    teacher: shapes, from `abstract_teacher`.
   """
   state, frozen = placement.state, placement.frozen
   engine = programs.engine
@@ -133,11 +139,11 @@ def program_lowerings(
     if (count := getattr(packed, name)) is not None
   }
 
-  def update(state: TrainState, frozen: Params, batch: TrainBatch) -> Any:
+  def update(state: TrainState, frozen: Params, batch: TrainBatch, teacher: Any) -> Any:
     # Constant numbers show the lengths of the loops in the compiled program.
     constants: Any = {name: jnp.int32(count) for name, count in counts.items()}
     rows = dataclasses.replace(batch, packed=batch.packed and batch.packed._replace(**constants))
-    return train_step(state, frozen, rows)
+    return train_step(state, frozen, rows, teacher)
 
   lowerings: dict[str, Lower] = {
     "update": lambda: jax.jit(
@@ -145,12 +151,30 @@ def program_lowerings(
       donate_argnums=0,
       out_shardings=(shardings, sharding.replicated_sharding(placement.mesh)),
       compiler_options=options,
-    ).lower(state, frozen, batch),
+    ).lower(state, frozen, batch, teacher),
     "generation": lambda: engine.lower_burst(state.params, frozen),
   }
   if engine.settings.has_replies or rebuilds:
     lowerings["prefill"] = lambda: engine.lower_prefill(state.params, frozen)
   return lowerings
+
+
+def teacher_lowerings(
+  programs: Programs, teachers: Sequence[Teacher], placement: Placement, batch: TrainBatch
+) -> dict[str, Lower]:
+  """Functions that lower the forward pass of the largest teacher, by name; {} without one.
+
+  Args:
+    programs, teachers, placement, batch: as for `program_lowerings`.
+  """
+  size = lambda pair: shard_bytes(pair[0].params)
+  largest = max(zip(teachers, programs.teach, strict=True), key=size, default=None)
+  if largest is None:
+    return {}
+  teacher, teach = largest
+  trained = placement.state.params
+  policy = teacher.policy(teacher.params, trained, placement.frozen, trained)
+  return {TEACHER: lambda: teach.lower(*policy, drop_scores(batch))}
 
 
 def pack_full_length(shape: BatchShape, layout: RowLayout) -> Packed:

@@ -205,6 +205,10 @@ class HuggingFaceTokenizer:
       messages, add_generation_prompt=True, sanitize_control_tokens=any(matches)
     )
 
+  def vocabulary(self) -> dict[str, int]:
+    """Returns the id of every token as tokenizer.json spells it."""
+    return self._tokenizer.get_vocab()
+
   def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
     """Decodes ids, for graders and readers; a space at their beginning stays.
 

@@ -11,6 +11,7 @@ from rlvr_jax.data.problems import Problem
 Message = Mapping[str, str]  # {"role": one of PROMPT_ROLES, "content": text}
 PROMPT_ROLES = ("system", "developer", "user", "assistant", "tool")
 REPLY_ROLES = ("user", "tool")
+_PAD, _END = "<|pad|>", "<|end|>"  # special tokens of `ByteTokenizer`
 
 
 class Tokenizer(Protocol):
@@ -60,6 +61,10 @@ class Tokenizer(Protocol):
       ValueError: a role is unknown, the format's tokens cannot be appended to, or a stop string
         can never be found.
     """
+    ...
+
+  def vocabulary(self) -> Mapping[str, int]:
+    """Returns the id of every token, under a spelling that tokenizers can be compared by."""
     ...
 
   def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
@@ -142,6 +147,10 @@ class ByteTokenizer:
       check_reply_role(role)
     check_stop_strings(stop_strings)
 
+  def vocabulary(self) -> dict[str, int]:
+    """Returns the ids of bytes, spelled as in `huggingface_files`, and of special tokens."""
+    return _byte_letters() | {_PAD: self.pad_id, _END: self.stop_ids[0]}
+
   def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
     """Returns the text of the byte ids; other ids are dropped, invalid UTF-8 becomes U+FFFD."""
     del with_special  # they have no text
@@ -154,8 +163,7 @@ class ByteTokenizer:
     "<|pad|>" or "<|end|>": it encodes that as one id unless `split_special_tokens` is set, and this
     class as its bytes.
     """
-    pad, end = "<|pad|>", "<|end|>"
-    special = {pad: self.pad_id, end: self.stop_ids[0]}
+    special = {_PAD: self.pad_id, _END: self.stop_ids[0]}
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
     tokenizer = {
@@ -163,12 +171,12 @@ class ByteTokenizer:
       "added_tokens": [{"id": i, "content": text, **flags} for text, i in special.items()],
       "pre_tokenizer": byte_level,
       "decoder": byte_level,
-      "model": {"type": "BPE", "vocab": _byte_letters() | special, "merges": []},
+      "model": {"type": "BPE", "vocab": self.vocabulary(), "merges": []},
     }
     settings: dict[str, Any] = {
       "tokenizer_class": "PreTrainedTokenizerFast",
-      "pad_token": pad,
-      "eos_token": end,
+      "pad_token": _PAD,
+      "eos_token": _END,
       "clean_up_tokenization_spaces": False,
       "padding_side": "left",
     }

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlvr_jax.ops.divergence import Divergence
 from rlvr_jax.sampling import LEAST_TEMPERATURE
 from rlvr_jax.types import Array, Head, Sampling
 
@@ -141,6 +142,23 @@ def smallest_kept(logits: Array, sampling: Sampling) -> Array | None:
   return None if smallest is None else jax.lax.stop_gradient(smallest[..., 0])
 
 
+class TeacherHead(NamedTuple):
+  """A teacher's results for the same tokens, and how the student's distribution is compared."""
+
+  hidden: Array  # [P, ..., D'], constant for differentiation
+  head: Head  # kernel [D', V]
+  temperature: float  # of the teacher's distribution, which is never truncated
+  divergence: Divergence
+
+
+class Taught(NamedTuple):
+  """Of each token's place, the student's divergence from a teacher, and the teacher's numbers."""
+
+  divergence: Array  # [..., T], nats; its gradient goes through the student
+  logprobs: Array  # [..., T], the teacher's of the token; a constant
+  entropy: Array  # [..., T], the teacher's, nats; a constant
+
+
 class TokenStatistics(NamedTuple):
   """Statistics of the distribution that each token was sampled from; all at least float32."""
 
@@ -151,6 +169,7 @@ class TokenStatistics(NamedTuple):
   # [..., T] each, the mass of the tokens in each of `PROBABILITY_BINS`; constants
   masses: tuple[Array, ...] | None = None
   squared_probabilities: Array | None = None  # [..., T], Σ_v p_v² in [1/V, 1]; a constant
+  taught: Taught | None = None  # beside a teacher
 
 
 def token_logprobs(
@@ -195,6 +214,7 @@ def token_statistics(
   wanted: Array | None = None,
   masses: bool = False,
   squares: bool = False,
+  teacher: TeacherHead | None = None,
   mesh: Mesh | None = None,
   chunk_rows: int | None = None,
 ) -> TokenStatistics:
@@ -207,13 +227,20 @@ def token_statistics(
       sum over tokens in the kernel's gradient takes their order. None: all.
     masses: whether to compute the masses of bins.
     squares: whether to compute the sums of squared probabilities.
+    teacher: whose logits are computed beside the student's, chunk by chunk; None omits `taught`.
   """
   chex.assert_shape(hidden, (*tokens.shape, None))
   if sampling.temperature == 0:
     raise ValueError("token_logprobs of greedy decoding (temperature=0): it has no density")
   rows = chunk_rows or default_chunk_rows(head.kernel.shape[1])
-  setting = _Setting(sampling, float(head.scale), head.soft_cap, rows, mesh, masses, squares)
-  statistics = _statistics(setting, hidden, head.kernel, tokens, projection, wanted)
+  compared = teacher and _Compared(
+    teacher.divergence, teacher.temperature, float(teacher.head.scale), teacher.head.soft_cap
+  )
+  setting = _Setting(
+    sampling, float(head.scale), head.soft_cap, rows, mesh, masses, squares, compared
+  )
+  taught = None if teacher is None else (teacher.hidden, teacher.head.kernel)
+  statistics = _statistics(setting, hidden, head.kernel, tokens, projection, wanted, taught)
   if wanted is None:
     return statistics
   ahead = lambda x: wanted.reshape(*wanted.shape, *[1] * (x.ndim - wanted.ndim))
@@ -246,6 +273,15 @@ def default_chunk_rows(vocab_size: int) -> int:
   return max(2048, 2**24 // vocab_size)
 
 
+class _Compared(NamedTuple):
+  """How a teacher's head is applied and compared, fixed at compile time."""
+
+  divergence: Divergence
+  temperature: float
+  scale: float
+  soft_cap: float | None
+
+
 class _Setting(NamedTuple):
   """Settings that are fixed at compile time."""
 
@@ -256,58 +292,81 @@ class _Setting(NamedTuple):
   mesh: Mesh | None
   masses: bool = False
   squares: bool = False
+  compared: _Compared | None = None  # with a teacher
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _statistics(setting, hidden, kernel, tokens, projection, wanted):
-  """([P, ..., D], [D, V], [P, ...], [V, R], [P, ...]) → statistics [P, ...]."""
-  return _statistics_and_terms(setting, hidden, kernel, tokens, projection, wanted)[0]
+def _statistics(setting, hidden, kernel, tokens, projection, wanted, taught):
+  """([P, ..., D], [D, V], [P, ...], [V, R], [P, ...], teacher's) → statistics [P, ...]."""
+  return _statistics_and_terms(setting, hidden, kernel, tokens, projection, wanted, taught)[0]
 
 
 @jax.named_scope("head")
-def _statistics_and_terms(setting, hidden, kernel, tokens, projection, wanted):
+def _statistics_and_terms(setting, hidden, kernel, tokens, projection, wanted, taught):
   """As `_statistics`, with `_SoftmaxTerms` [P, ...], which spare the backward pass a softmax."""
 
-  def on_device(hidden, tokens, wanted, kernel, projection):
+  def on_device(hidden, tokens, of_teacher, wanted, kernel, projection, teacher_kernel):
     def chunk(carry, args):
-      return carry, _chunk_forward(setting, args[0], kernel, args[1], projection)
+      rows, tokens, of_teacher = args
+      teacher = (of_teacher, teacher_kernel)
+      return carry, _chunk_forward(setting, rows, kernel, tokens, projection, teacher)
 
-    rows = (hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1))
+    rows = (_flat_rows(hidden), tokens.reshape(-1), _flat_rows(of_teacher))
     _, results = _fold_rows(setting, chunk, None, rows, wanted)
     return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), results)
 
   kernel = _constrain_kernel(setting, kernel.astype(hidden.dtype), None)
-  run = _on_devices(setting, on_device, (_ROWS, _ROWS, _ROWS, _REPLICATED, _REPLICATED))
-  return run(hidden, tokens, wanted, kernel, projection)
+  of_teacher, teacher_kernel = _constrain_teacher(setting, taught)
+  specs = (_ROWS,) * 4 + (_REPLICATED,) * 3
+  run = _on_devices(setting, on_device, specs)
+  return run(hidden, tokens, of_teacher, wanted, kernel, projection, teacher_kernel)
 
 
-def _statistics_forward(setting, hidden, kernel, tokens, projection, wanted):
-  statistics, terms = _statistics_and_terms(setting, hidden, kernel, tokens, projection, wanted)
-  return statistics, (hidden, kernel, tokens, terms, statistics.entropy, wanted)
+def _flat_rows(hidden):
+  return None if hidden is None else hidden.reshape(-1, hidden.shape[-1])
+
+
+def _constrain_teacher(setting, taught):
+  """(hidden, kernel) of a teacher, its kernel replicated; (None, None) without one."""
+  if taught is None:
+    return None, None
+  hidden, kernel = jax.lax.stop_gradient(taught)
+  return hidden, _constrain_kernel(setting, kernel.astype(hidden.dtype), None)
+
+
+def _statistics_forward(setting, hidden, kernel, tokens, projection, wanted, taught):
+  statistics, terms = _statistics_and_terms(
+    setting, hidden, kernel, tokens, projection, wanted, taught
+  )
+  return statistics, (hidden, kernel, tokens, terms, statistics.entropy, wanted, taught)
 
 
 @jax.named_scope("head")
 def _statistics_backward(setting, saved, cotangents):
-  hidden, kernel, tokens, terms, entropy, wanted = saved
+  hidden, kernel, tokens, terms, entropy, wanted, taught = saved
   dtype = jnp.promote_types(hidden.dtype, jnp.float32)
 
-  def on_device(hidden, per_token, wanted, kernel):
+  def on_device(hidden, per_token, of_teacher, wanted, kernel, teacher_kernel):
     def chunk(total, args):
-      rows, per_row = args
-      into_hidden, into_kernel = _chunk_backward(setting, kernel, rows, *per_row)
+      rows, per_row, of_teacher = args
+      teacher = (of_teacher, teacher_kernel)
+      into_hidden, into_kernel = _chunk_backward(setting, kernel, rows, teacher, *per_row)
       return total + into_kernel, into_hidden
 
-    rows = (hidden.reshape(-1, hidden.shape[-1]), jax.tree.map(jnp.ravel, per_token))
+    per_row = jax.tree.map(jnp.ravel, per_token)
+    rows = (_flat_rows(hidden), per_row, _flat_rows(of_teacher))
     start = jnp.zeros(kernel.shape, dtype)
     total, into_hidden = _fold_rows(setting, chunk, start, rows, wanted)
     return into_hidden.reshape(hidden.shape), total[None]
 
   gathered = _constrain_kernel(setting, kernel.astype(hidden.dtype), None)
-  run = _on_devices(setting, on_device, (_ROWS, _ROWS, _ROWS, _REPLICATED))
-  per_token = (tokens, terms, entropy, cotangents.logprobs, cotangents.entropy)
-  into_hidden, totals = run(hidden, per_token, wanted, gathered)
+  of_teacher, teacher_kernel = _constrain_teacher(setting, taught)
+  run = _on_devices(setting, on_device, (_ROWS,) * 4 + (_REPLICATED,) * 2)
+  of_divergence = cotangents.taught and cotangents.taught.divergence
+  per_token = (tokens, terms, entropy, cotangents.logprobs, cotangents.entropy, of_divergence)
+  into_hidden, totals = run(hidden, per_token, of_teacher, wanted, gathered, teacher_kernel)
   into_kernel = _constrain_kernel(setting, totals.sum(0), "fsdp").astype(kernel.dtype)
-  return into_hidden, into_kernel, None, None, None
+  return into_hidden, into_kernel, None, None, None, None
 
 
 _statistics.defvjp(_statistics_forward, _statistics_backward)
@@ -316,8 +375,8 @@ _statistics.defvjp(_statistics_forward, _statistics_backward)
 # --- one chunk ------------------------------------------------------------------------------------
 
 
-def _chunk_forward(setting, hidden, kernel, tokens, projection):
-  """([n, D], [D, V], [n], [V, R]) → statistics and residuals [n]."""
+def _chunk_forward(setting, hidden, kernel, tokens, projection, teacher):
+  """([n, D], [D, V], [n], [V, R], ([n, D'], [D', V])) → statistics and residuals [n]."""
   sampling = setting.sampling
   head = Head(kernel, setting.scale, setting.soft_cap)
   logits = head_logits(hidden, head)
@@ -340,12 +399,35 @@ def _chunk_forward(setting, hidden, kernel, tokens, projection):
     projected=projected,
     masses=_bin_masses(logprobs) if setting.masses else None,
     squared_probabilities=jnp.sum(jnp.exp(2 * logprobs), axis=-1) if setting.squares else None,
+    taught=_compare(setting, logprobs, tokens, teacher),
   )
   return statistics, terms
 
 
-def _chunk_backward(setting, kernel, hidden, tokens, terms, entropy, of_logprob, of_entropy):
-  """Gradients of Σ of_logprob·log p[token] + of_entropy·entropy: [n, D] and [D, V]."""
+def _compare(setting, logprobs, tokens, teacher):
+  """`Taught` of a chunk [n], from log-probabilities [n, V]; None without a teacher."""
+  if setting.compared is None:
+    return None
+  of_teacher = _teacher_logprobs(setting, teacher)
+  between = setting.compared.divergence(logprobs, of_teacher)
+  return Taught(between, _select(of_teacher, tokens), _entropy(of_teacher))
+
+
+def _teacher_logprobs(setting, teacher):
+  """log τ of a chunk, [n, V]."""
+  compared, (hidden, kernel) = setting.compared, teacher
+  logits = head_logits(hidden, Head(kernel, compared.scale, compared.soft_cap))
+  return jax.nn.log_softmax(logits / compared.temperature)
+
+
+def _chunk_backward(
+  setting, kernel, hidden, teacher, tokens, terms, entropy, of_logprob, of_entropy, of_divergence
+):
+  """Gradients of Σ of_logprob·log p[token] + of_entropy·entropy + of_divergence·divergence.
+
+  Returns:
+    [n, D] and [D, V].
+  """
   head = Head(kernel, setting.scale, setting.soft_cap)
   logits = head_logits(hidden, head)
   if terms.smallest_kept is not None:
@@ -359,6 +441,11 @@ def _chunk_backward(setting, kernel, hidden, tokens, terms, entropy, of_logprob,
   surprise = jnp.where(logprobs == -jnp.inf, 0.0, logprobs) + entropy[..., None]
   gradient = of_logprob[..., None] * (one_hot - probabilities)
   gradient -= of_entropy[..., None] * probabilities * surprise
+  if setting.compared is not None:
+    of_teacher = _teacher_logprobs(setting, teacher)
+    compare = lambda logprobs: setting.compared.divergence(logprobs, of_teacher)
+    (into_logprobs,) = jax.vjp(compare, logprobs)[1](of_divergence)
+    gradient += into_logprobs - probabilities * jnp.sum(into_logprobs, axis=-1, keepdims=True)
   gradient = product_gradient(gradient, logits, head, setting.sampling.temperature)
   gradient = gradient.astype(hidden.dtype)
   into_kernel = jnp.dot(hidden.T, gradient, preferred_element_type=logits.dtype)

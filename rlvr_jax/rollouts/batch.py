@@ -19,6 +19,9 @@ def drop_scores(batch: TrainBatch) -> TrainBatch:
   batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
   return dataclasses.replace(
     batch,
+    teacher_logprobs=None,
+    teacher_entropy=None,
+    teachers=None,
     sampled_logprobs=None,
     rewards_by_name=None,
     turn_scores=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class Grading:
     overlong_buffer: tokens before the limit over which the reward decreases; 0 turns this off.
     overlong_filter: whether the loss excludes responses without a stop token.
     num_rewards: K of `TrainBatch.rewards_by_name`, the graders whose scores are kept; 0: none are.
+    more_of: of a problem, what else its samples' records have.
   """
 
   tokenizer: Tokenizer
@@ -48,6 +49,7 @@ class Grading:
   overlong_buffer: int = 0
   overlong_filter: bool = False
   num_rewards: int = 0
+  more_of: Callable[[Problem], Mapping[str, str]] = lambda problem: {}
 
   def arrays(self, rollouts: Sequence[Rollout], grades: Sequence[Grade]) -> dict[str, np.ndarray]:
     """The arrays of a group, by the names of `group.ARRAYS`.
@@ -122,6 +124,7 @@ class Grading:
         "tokens": int(length),
         "stopped": bool(arrays["stopped"][g]),
         **({"detail": grade.detail} if grade.outcome in _WITH_DETAIL else {}),
+        **self.more_of(problem),
       }
       if "turns" in arrays:
         fields = (arrays[name][g, :length] for name in ("tokens", "turns", "turn_scores"))

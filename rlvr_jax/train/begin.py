@@ -67,7 +67,7 @@ def make_run(
   sampler = training_sampler(
     sources,
     policies,
-    parts.grading,
+    parts.training_grading,
     make_answers(),
     schedule,
     group_size=group_size,
@@ -109,6 +109,7 @@ def make_run(
     has_proximal=method.loss.needs_proximal,
     proximal_every=c.proximal_every,
     needs=method.advantage.needs,
+    compares=method.compares,
     diagnose_every=c.diagnostics.every,
   )
   # If all groups are recorded, no problem is drawn, but the position is saved.
@@ -168,7 +169,16 @@ def make_run(
       Inputs(sampler, problems, sources.recorded), store, batch_settings, surroundings
     ),
     store=store,
-    scorer=Scorer(scorer_settings, rows, frozen.trainer, initial, programs, log),
+    scorer=Scorer(
+      scorer_settings,
+      rows,
+      frozen.trainer,
+      initial,
+      programs,
+      log,
+      teachers=parts.teachers,
+      teacher_prompts=parts.teacher_prompts,
+    ),
     first_entropy=first_entropy,
     evaluation=evaluation,
     log=log,

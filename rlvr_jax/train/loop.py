@@ -162,7 +162,7 @@ def update(run: Run, now: RunState, batch: Batch) -> RunState:
   on_devices = run.rows.placement(lambda: prepared).pack_to_devices(prepared)
   return_freed_memory()
   measured, arrays = run.scorer.measure(now.state, on_devices, now.step)
-  state, metrics = programs.train_step(now.state, frozen, on_devices)
+  state, metrics = programs.train_step(now.state, frozen, on_devices, run.scorer.teacher)
   if measured:
     entropy = programs.mean_entropy(state.params, frozen, on_devices)
     metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}

@@ -129,6 +129,10 @@ def gradient_function(
     entropy: of the first policy, nats per token, for FADE's state.
   """
   method = make_method(config, trained.model, mesh)
+  if method.teaching is not None:
+    raise ValueError(
+      "the recipe has a teacher, which these rollouts have no log-probabilities of; leave it out"
+    )
   method = method._replace(  # what the batch has, whatever the recipe would record
     max_response_length=trained.max_response_length,
     records_routes=trained.records_routes,

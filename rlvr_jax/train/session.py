@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 
+from rlvr_jax.data import Problem
 from rlvr_jax.environments.dialogues import EnvironmentPool
 from rlvr_jax.fleet.remote import Allowed
 from rlvr_jax.rewards.grading import GraderPool
@@ -44,8 +45,9 @@ from rlvr_jax.train.setup.grading import (
   start_pools,
 )
 from rlvr_jax.train.setup.programs import RowTokens
+from rlvr_jax.train.setup.teachers import read_problem
 from rlvr_jax.train.start import parameters
-from rlvr_jax.train.start.every_line import check_every_line
+from rlvr_jax.train.start.every_line import check_every_line, check_every_problem
 from rlvr_jax.train.start.first_params import load_from_other_run, warm_start
 from rlvr_jax.train.start.restore import (
   LastRecords,
@@ -98,6 +100,7 @@ def open_session(
     def check() -> RowTokens | None:
       found = _check_workdir(folder, files, config.to_json_best_effort(), may_differ)
       parameters.check_start(config.start, config.lora.adapters, folder.path)
+      check_teachers(parts)
       return found
 
     recorded = multihost.exchange(multihost.run_on_first(check, None))[0]
@@ -209,6 +212,21 @@ def open_session(
       run = in_a_thread(run, config.generation_deadline_s)
     enter(run.sampler)
     yield Session(run, now, folder)
+
+
+def check_teachers(parts: Parts) -> None:
+  """Raises ValueError unless teachers fit the policy, and all problems have what these ask for."""
+  for teacher in parts.teachers:
+    teacher.check(parts.tokenizer)
+
+  def check(problem: Problem) -> None:
+    found = read_problem(parts.config.teacher, problem)
+    if parts.teacher_prompts is not None:
+      parts.teacher_prompts.encode(problem.question, found["privileged"])
+
+  settings = parts.config.teacher
+  if settings.by or settings.privileged:
+    check_every_problem(parts.task, check)
 
 
 def announce_data(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ def update_gradient(
   key: Array,
   *,
   method: Method,
+  teacher: Any = None,
 ) -> tuple[tuple[Array, Metrics], Params]:
   """((surrogate loss f32[], metrics), its gradient) of one update, both phases.
 
@@ -47,12 +49,13 @@ def update_gradient(
     frozen: the network's other parameters; {} if all are trained.
     estimate: the coefficients before a reweighting, see `objective.estimate_coefficients`.
     key: of the randomness of a reweighting.
+    teacher: as for `policy_forward`.
   """
   packed = rows_if_accumulating(batch)
   if packed is not None:
-    constants = first_phase(trained, frozen, batch, estimate, key, method=method)
+    constants = first_phase(trained, frozen, batch, estimate, key, method=method, teacher=teacher)
     (loss, metrics), gradient = second_phase(
-      trained, frozen, batch, packed, constants, method=method
+      trained, frozen, batch, packed, constants, method=method, teacher=teacher
     )
     return (loss, {**constants.metrics, **metrics}), gradient
 
@@ -61,7 +64,14 @@ def update_gradient(
     return make_constants(trained, frozen, batch, scores, forward, estimate, key, method=method)
 
   (total, (weight, metrics)), gradient = micro_gradient(
-    trained, frozen, batch, 0, constants_of, method=method, squares=method.needs_squares
+    trained,
+    frozen,
+    batch,
+    0,
+    constants_of,
+    method=method,
+    squares=method.needs_squares,
+    teacher=teacher,
   )
   return divide_sums(total, weight, metrics, gradient, trained)
 
@@ -74,12 +84,13 @@ def first_phase(
   key: Array,
   *,
   method: Method,
+  teacher: Any = None,
 ) -> Constants:
   """Phase 1 under accumulation, with a separate forward pass if anything needs one."""
   scores, forward = None, None
   if method.has_first_phase:
     scores, forward = batch_forward(
-      trained, frozen, batch, method=method, squares=method.needs_squares
+      trained, frozen, batch, method=method, squares=method.needs_squares, teacher=teacher
     )
   return make_constants(trained, frozen, batch, scores, forward, estimate, key, method=method)
 
@@ -111,6 +122,7 @@ def batch_forward(
   sampling: Sampling | None = None,
   masses: bool = False,
   squares: bool = False,
+  teacher: Any = None,
 ) -> tuple[Scores, Forward | None]:
   """`policy_forward` of a full batch, micro-batch by micro-batch."""
   part = functools.partial(
@@ -122,6 +134,7 @@ def batch_forward(
     sampling=sampling,
     masses=masses,
     squares=squares,
+    teacher=teacher,
   )
   packed = rows_if_accumulating(batch)
   if packed is None:
@@ -148,6 +161,7 @@ def second_phase(
   constants: Constants,
   *,
   method: Method,
+  teacher: Any = None,
 ) -> tuple[tuple[Array, Metrics], Params]:
   """Phase 2 under accumulation: ((surrogate loss f32[], metrics), its gradient).
 
@@ -162,7 +176,14 @@ def second_phase(
     mask = jnp.where(in_micro_batch(packed, index), batch.mask, 0)
     masked = dataclasses.replace(batch, mask=mask)
     return micro_gradient(
-      trained, frozen, masked, index, lambda *_: without_metrics, method=method, length=length
+      trained,
+      frozen,
+      masked,
+      index,
+      lambda *_: without_metrics,
+      method=method,
+      length=length,
+      teacher=teacher,
     )
 
   def accumulate(index, sums, length):
@@ -203,6 +224,7 @@ def micro_gradient(
   method: Method,
   length: int | None = None,
   squares: bool = False,
+  teacher: Any = None,
 ) -> tuple[tuple[Array, tuple[Array, Metrics]], Params]:
   """((Σ total, (Σ weight, metrics)), gradient of Σ total) of one micro-batch.
 
@@ -213,10 +235,17 @@ def micro_gradient(
     batch: its mask is 0 for the tokens of other micro-batches.
     index: of the micro-batch.
     constants_of: (scores, the forward pass that the Gram matrix needs or None) → constants.
-    length, squares: as for `policy_forward`.
+    length, squares, teacher: as for `policy_forward`.
   """
   score = lambda trained: policy_forward(
-    trained, frozen, batch, index, method=method, length=length, squares=squares
+    trained,
+    frozen,
+    batch,
+    index,
+    method=method,
+    length=length,
+    squares=squares,
+    teacher=teacher,
   )
   scores, pullback, forward = jax.vjp(score, trained, has_aux=True)
   constants = constants_of(scores, forward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ def measure(
   frozen: Params,
   initial: Params,
   batch: TrainBatch,
+  teacher: Any = None,
   *,
   method: Method,
   gram: GramFn,
@@ -45,6 +46,7 @@ def measure(
   Args:
     frozen: the parameters that are not trained; {} if all are.
     initial: the trained parameters before the first update.
+    teacher: as for `step.train_step`.
     method: the components of the update.
     gram: computes the Gram matrix; the other feature's Gram matrix is that of the output head.
     compared: selects parameters, as in `per_rollout`, whose Gram matrix is compared with that of
@@ -59,7 +61,7 @@ def measure(
   params, context = state.params, method.gram_context
   estimate = functools.partial(estimate_coefficients, state.advantage_state, method=method)
   key = key_for(method.seed, "reweighting", state.step)
-  constants = first_phase(params, frozen, batch, estimate, key, method=method)
+  constants = first_phase(params, frozen, batch, estimate, key, method=method, teacher=teacher)
   coefficients, in_loss, _ = constants.estimate
   # Those of tokens are not reweighted; the geometry is of rollouts.
   reweighted = coefficients if in_loss.ndim == 3 else constants.coefficients

@@ -14,7 +14,7 @@ import optax
 from rlvr_jax.ops import kl
 from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.ops.expert_load import Load, balance_weights, expert_load, load_metrics
-from rlvr_jax.ops.logprobs import token_statistics
+from rlvr_jax.ops.logprobs import Taught, token_statistics
 from rlvr_jax.ops.masked import mean_metric
 from rlvr_jax.ops.route_changes import RouteChanges, change_metrics, count_changes
 from rlvr_jax.ops.row_blocks import short_row
@@ -32,6 +32,7 @@ from rlvr_jax.types import (
   Sum,
   TrainBatch,
 )
+from rlvr_jax.update.teaching import Teaching, add_taught
 
 # Fields of a batch that the first phase fills, as far as the advantage needs them.
 MEASURED = ("policy_logprobs", "squared_probabilities", "squared_norms")
@@ -55,6 +56,7 @@ class Method(NamedTuple):
     temperature: of the trained policy π.
     reference_kl: coefficient of KL(π‖π_reference); 0 leaves the term out.
     reference_kl_estimator: k1, k2 or k3.
+    teaching: the part of a teacher, or None.
     veto: excludes tokens of negative-advantage rollouts from the loss, see `ops.veto`; or None.
     entropy_bonus: coefficient of the policy's entropy; 0 leaves the term out.
     expert_balance: coefficient of a mixture's balance loss, see `ops.expert_load`; 0 leaves it out.
@@ -79,6 +81,7 @@ class Method(NamedTuple):
   temperature: float = 1.0
   reference_kl: float = 0.0
   reference_kl_estimator: str = "k3"
+  teaching: Teaching | None = None
   veto: Callable[[Array, Array, TrainBatch, Array], tuple[Array, Array, Metrics]] | None = None
   entropy_bonus: float = 0.0
   expert_balance: float = 0.0
@@ -88,6 +91,11 @@ class Method(NamedTuple):
   sources: tuple[str, ...] = ("policy",)
   records_routes: bool = False
   replays_routes: bool = False
+
+  @property
+  def compares(self) -> bool:
+    """Whether a forward pass compares the policy's distributions with a teacher's."""
+    return self.teaching is not None and self.teaching.distillation.divergence is not None
 
   @property
   def has_first_phase(self) -> bool:
@@ -129,6 +137,7 @@ class Scores(NamedTuple):
   changes: RouteChanges | None = None  # since sampling, where routes are recorded
   masses: tuple[Array, ...] | None = None  # f32[P, G, T] of each bin, see `ops.logprobs`
   squared_probabilities: Array | None = None  # f32[P, G, T], see `ops.logprobs`
+  taught: Taught | None = None  # f32[P, G, T], of a teacher that the forward pass compares with
 
 
 class Estimate(NamedTuple):
@@ -170,6 +179,7 @@ def policy_forward(
   masses: bool = False,
   squares: bool = False,
   length: int | None = None,
+  teacher: Any = None,
 ) -> tuple[Scores, Forward | None]:
   """Runs one forward pass over one micro-batch.
 
@@ -179,6 +189,8 @@ def policy_forward(
     masses: whether to compute the masses of bins of probability.
     squares: whether to compute the sums of squared probabilities.
     length: places of its rows that are computed, static; None: all. The others hold nothing.
+    teacher: (trained, frozen) parameters of the teacher that the method compares with; None
+      compares nothing.
   Returns:
     The scores, and the results that the Gram matrix needs (M = 1), or None.
   """
@@ -187,8 +199,11 @@ def policy_forward(
   recorded = recorded_routes(batch, micro_batch, length)
   replayed = recorded if method.replays_routes else None
   assert recorded is not None or not method.replays_routes, "the batch has no routes to replay"
-  wanted, load, changes = None, None, None
+  wanted, load, changes, compared = None, None, None, None
   if batch.packed is None:
+    assert teacher is None or not method.compares, (
+      "a teacher's distributions are compared in packed rows"
+    )
     P, G, T = batch.tokens.shape
     if is_mixture:
       # Tokens behind the last one that counts change nothing.
@@ -206,6 +221,8 @@ def policy_forward(
       hidden, own, probabilities = method.model.row_routed(params, tokens, rows, replayed)
     else:
       hidden = method.model.row_hidden(params, tokens, rows)
+    if method.teaching is not None:
+      compared = method.teaching.forward(teacher, tokens, rows)
     if batch.turns is not None:
       wanted = predicting_places(batch.packed, micro_batch)[:, :length]
   head = method.model.head(params)
@@ -220,6 +237,7 @@ def policy_forward(
     wanted=wanted,
     masses=masses,
     squares=squares,
+    teacher=compared,
     mesh=method.model.mesh,
   )
   forward = None
@@ -230,9 +248,9 @@ def policy_forward(
   if is_mixture:
     load, changes = _routing_of(own, recorded, probabilities, method)
   of_tokens = (statistics.logprobs, statistics.entropy, statistics.masses)
-  of_tokens += (statistics.squared_probabilities,)
-  logprobs, entropy, of_bins, of_squares = jax.tree.map(by_rollout, of_tokens)
-  return Scores(logprobs, entropy, load, changes, of_bins, of_squares), forward
+  of_tokens += (statistics.squared_probabilities, statistics.taught)
+  logprobs, entropy, of_bins, of_squares, taught = jax.tree.map(by_rollout, of_tokens)
+  return Scores(logprobs, entropy, load, changes, of_bins, of_squares, taught), forward
 
 
 def _routing_of(
@@ -382,7 +400,8 @@ def make_constants(
     )
     metrics = {**metrics, **reweighting_metrics}
   logprobs = None if scores is None else scores.logprobs
-  statistics = loss_statistics(logprobs, batch, coefficients, method)
+  taught = add_taught(batch, None if scores is None else scores.taught)
+  statistics = loss_statistics(logprobs, taught, coefficients, method)
   metrics = {**metrics, **estimated.metrics}
   constants = Constants(coefficients, statistics, metrics, estimated)
   if not method.expert_balance or scores is None or scores.load is None:
@@ -424,6 +443,9 @@ def loss_statistics(
   """The statistics of the full batch that the loss needs, or None."""
   if method.loss.statistics is None:
     return None
+  if method.teaching is not None:
+    assert logprobs is not None, "statistics of a loss need the policy's log-probabilities"
+    coefficients = method.teaching.coefficients(logprobs, batch, coefficients)
   return method.loss.statistics(logprobs, batch, coefficients)
 
 
@@ -431,13 +453,19 @@ def surrogate(
   scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> tuple[Array, tuple[Array, Metrics]]:
   """(Σ total, (Σ weight, metrics)) of one micro-batch, as a function of its scores."""
-  logprobs, entropy, load, changes, *_ = scores
-  coefficients = constants.coefficients
+  logprobs, entropy, load, changes, *_, taught = scores
+  batch = add_taught(batch, taught)
+  coefficients, teaching = constants.coefficients, method.teaching
+  if teaching is not None:
+    coefficients = teaching.coefficients(logprobs, batch, coefficients)
   losses, metrics = method.loss.per_token(logprobs, batch, coefficients, constants.statistics)
   mask = batch.mask
   if method.veto is not None:
     losses, mask, veto_metrics = method.veto(losses, logprobs, batch, coefficients)
     metrics = {**metrics, **veto_metrics}
+  if teaching is not None:
+    losses = teaching.losses(logprobs, batch, losses)
+    metrics = {**metrics, **teaching.metrics(logprobs, batch)}
   if method.reference_kl:
     estimate = getattr(kl, method.reference_kl_estimator)
     divergence = estimate(logprobs, batch.reference_logprobs, batch.mask)

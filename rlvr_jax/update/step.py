@@ -8,6 +8,7 @@ parameters, which are applied if loss and gradient are finite.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def initial_state(method: Method, trained: Params, initial_entropy: Array) -> Tr
 
 
 def train_step(
-  state: TrainState, frozen: Params, batch: TrainBatch, *, method: Method
+  state: TrainState, frozen: Params, batch: TrainBatch, teacher: Any = None, *, method: Method
 ) -> tuple[TrainState, dict[str, Array]]:
   """Performs one update on one batch; jit it with `method` bound and donate the state.
 
@@ -46,13 +47,14 @@ def train_step(
     state: `params` are the trained parameters.
     frozen: the network's other parameters; {} if all are trained.
     batch: graded rollouts.
+    teacher: (trained, frozen) parameters of a teacher, where the method compares with one.
   Returns:
     The next state, and metrics, f32[] by name; one over nothing is NaN.
   """
   estimate = functools.partial(estimate_coefficients, state.advantage_state, method=method)
   key = key_for(method.seed, "reweighting", state.step)
   (surrogate, metrics), gradient = update_gradient(
-    state.params, frozen, batch, estimate, key, method=method
+    state.params, frozen, batch, estimate, key, method=method, teacher=teacher
   )
   values = reductions.values({**metrics, **batch_metrics(batch)})
 

@@ -16,7 +16,7 @@ FAMILIES = "advantage|agreement|behavior|counter|curriculum|dynamic_sampling|eva
 FAMILIES += (
   "groups|hosts|loss|memory|outcome|policy|reference|response|reward|reweighting|routing|source|"
 )
-FAMILIES += "stage|staleness|time|update|veto|warm_start"
+FAMILIES += "stage|staleness|teacher|time|update|veto|warm_start"
 NAME = re.compile(rf"(?:{FAMILIES})/[\w.@{{}}\[\]'/]+[\w}}]")
 
 

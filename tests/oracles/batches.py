@@ -67,11 +67,15 @@ def random_case(seed, shape=(3, 4, 6), *, spread=0.5, dtype=np.float64, full=Fal
   rewards = rng.integers(0, 2, (prompts, group))
   coefficients = rng.standard_normal((prompts, group))
   coefficients[0, 0] = 0.0
+  teacher = -rng.exponential(1.0, shape)
   batch = make_batch(
     mask.astype(dtype),
     behavior.astype(dtype),
     rewards.astype(dtype),
     proximal_logprobs=proximal.astype(dtype),
+    teacher_logprobs=teacher.astype(dtype),
+    teacher_entropy=np.full(shape, 0.7, dtype),
+    teacher_divergence=rng.exponential(1.0, shape).astype(dtype),
   )
   return jnp.asarray(policy.astype(dtype)), batch, jnp.asarray(coefficients.astype(dtype))
 
@@ -83,6 +87,8 @@ def poison(policy_logprobs, batch, fill):
     batch,
     behavior_logprobs=spoil(batch.behavior_logprobs),
     proximal_logprobs=spoil(batch.proximal_logprobs),
+    teacher_logprobs=spoil(batch.teacher_logprobs),
+    teacher_divergence=spoil(batch.teacher_divergence),
   )
 
 

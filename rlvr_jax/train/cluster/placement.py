@@ -26,6 +26,7 @@ class Placement:
     state: the train state, as shapes, dtypes and shardings.
     base: all parameters of the network, likewise.
     frozen: the parameters that are not trained, likewise; {} if all are trained.
+    teachers: of each teacher, likewise, the parameters that only it has.
     scored_groups: groups that a forward pass on the devices that generate takes at most.
   """
 
@@ -38,6 +39,7 @@ class Placement:
   base: Params
   frozen: Params
   scored_groups: int
+  teachers: tuple[Params, ...] = ()
 
   def to_devices(self, tree: Any) -> Any:
     """Places NumPy arrays of a batch on the devices that make updates."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from rlvr_jax.rollouts.sampler import LocalSampler
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.log import RunLog
 from rlvr_jax.train.setup.programs import Programs
+from rlvr_jax.train.setup.teachers import INITIAL, Teacher, TeacherPrompts
 from rlvr_jax.train.start.rows import RunRows
 from rlvr_jax.types import Params, TrainBatch, TrainState
 
@@ -34,6 +35,7 @@ class ScorerSettings(NamedTuple):
     has_proximal: whether the loss has a proximal policy.
     proximal_every: updates after which its log-probabilities are computed again; 0: never.
     needs: fields of the batch that the advantage takes, see `Advantage.needs`.
+    compares: see `Method`.
     diagnose_every: updates between measurements of the gradient geometry; 0: never.
   """
 
@@ -43,11 +45,17 @@ class ScorerSettings(NamedTuple):
   has_proximal: bool
   proximal_every: int
   needs: tuple[str, ...]
+  compares: bool
   diagnose_every: int
 
 
 class Scorer:
-  """Computes log-probabilities of batches under the current and the initial policy."""
+  """Computes log-probabilities of batches under the current and the initial policy.
+
+  Attributes:
+    teacher: (trained, frozen) parameters of the teacher that every update compares the policy's
+      distributions with; None if there is none, or its log-probabilities are enough.
+  """
 
   def __init__(
     self,
@@ -57,22 +65,29 @@ class Scorer:
     initial: Params,
     programs: Programs,
     log: RunLog,
+    teachers: Sequence[Teacher] = (),
+    teacher_prompts: TeacherPrompts | None = None,
   ):
-    """Keeps `initial` only if it is needed.
+    """Reads the teachers' parameters. Keeps `initial` only if it is needed.
 
     Args:
       settings, rows, programs: of the run.
       frozen: the parameters that are not trained.
       initial: the trained parameters before the first update.
       log: counts the forward passes.
+      teachers, teacher_prompts: of the run.
     """
     self._settings, self._rows, self._frozen = settings, rows, frozen
     self._programs, self._log = programs, log
     # Kept only if they are used: they take as much memory as the policy.
     keep = settings.has_reference or settings.diagnose_every
+    keep = keep or any(teacher.checkpoint == INITIAL for teacher in teachers)
     self._initial = initial if keep else None
+    self._teachers = [(t, t.read() if t.read else {}) for t in teachers]
+    self._teacher_prompts = teacher_prompts
+    self.teacher = self._teacher_policy(0, initial) if settings.compares else None
     self._scored_at: dict[int, int] = {}  # update at which π_prox was computed, by batch
-    self._scores: dict[int, dict[str, np.ndarray]] = {}  # f32[P, G, T] by name, by batch
+    self._scores: dict[int, dict[str, np.ndarray]] = {}  # scores by name, by batch
 
   def prepare(self, sampled: Batch, state: TrainState, step: int) -> TrainBatch:
     """The batch of an update, with the log-probabilities that it needs.
@@ -90,6 +105,8 @@ class Scorer:
     scores: dict[str, Any] = self._scores.setdefault(number, {})
     if settings.has_reference and "reference_logprobs" not in scores:
       scores["reference_logprobs"] = self.score(self._initial, batch)
+    if self._teachers and self.teacher is None and "teacher_logprobs" not in scores:
+      scores |= self.teach(batch, sampled.groups, state.params)
     if settings.has_proximal:
       every, scored_at = settings.proximal_every, self._scored_at.get(number)
       # At the batch's first update, and again after `every` updates.
@@ -107,6 +124,9 @@ class Scorer:
       lags=lags,
       reference_logprobs=scores.get("reference_logprobs"),
       proximal_logprobs=scores.get("proximal_logprobs"),
+      teacher_logprobs=scores.get("teacher_logprobs"),
+      teacher_entropy=scores.get("teacher_entropy"),
+      teachers=scores.get("teachers"),
       sampled_logprobs=None,
       token_versions=None,
     )
@@ -130,9 +150,62 @@ class Scorer:
 
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
+    return self._run(self._programs.score, (params, self._frozen), batch)[0]
+
+  def teach(
+    self, batch: TrainBatch, groups: Sequence[Group], current: Params
+  ) -> dict[str, np.ndarray]:
+    """The teachers' log-probabilities of the responses, and entropies, at their temperature.
+
+    Args:
+      batch: of these groups.
+      groups: of a problem each, which may name its teacher and have a text for it.
+      current: the trained parameters now.
+    Returns:
+      f32[P, G, T] by field of the batch; of several teachers also i32[P], their numbers.
+    """
+    # Routes are of the policy's experts.
+    batch = dataclasses.replace(batch, routes=None, prompt_routes=None)
+    numbers = np.zeros(len(groups), np.int32)
+    if len(self._teachers) > 1:
+      names = [teacher.name for teacher, _ in self._teachers]
+      numbers[:] = [names.index(group.samples[0]["teacher"]) for group in groups]
+    if self._teacher_prompts is not None:
+      batch = dataclasses.replace(batch, prompts=self._teacher_prompts.of_groups(groups))
+    sums = [np.zeros(batch.mask.shape, np.float32) for _ in range(2)]
+    for number in np.unique(numbers).tolist():
+      # Rollouts of other teachers take no place in the rows, and have zeros.
+      mask: Any = np.where((numbers == number)[:, None, None], batch.mask, 0)
+      own = dataclasses.replace(batch, mask=mask)
+      found = self._run(self._programs.teach[number], self._teacher_policy(number, current), own)
+      sums = [total + part for total, part in zip(sums, found, strict=True)]
+    scores = dict(zip(("teacher_logprobs", "teacher_entropy"), sums, strict=True))
+    return scores | ({"teachers": numbers} if len(self._teachers) > 1 else {})
+
+  def _teacher_policy(self, number: int, current: Params) -> tuple[Params, Params]:
+    """(trained, frozen) parameters of a teacher; `current`: of the policy."""
+    teacher, own = self._teachers[number]
+    return teacher.policy(own, self._initial, self._frozen, current)
+
+  def _run(
+    self,
+    program: Callable[..., tuple[jax.Array, jax.Array]],
+    policy: tuple[Params, Params],
+    batch: TrainBatch,
+  ) -> tuple[jax.Array, jax.Array]:
+    """(log-probabilities, entropies) f32[P, G, T] of the responses, on the host.
+
+    Args:
+      program: `Programs.score` or one of `Programs.teach`.
+      policy: its trained and frozen parameters.
+      batch: of the host.
+    """
     self._log.count_scored(batch)
-    scored = self._rows.placement(lambda: batch).pack_to_devices(drop_scores(batch))
-    return sharding.to_host(self._programs.score(params, self._frozen, scored)[0])
+    placement = self._rows.placement(lambda: batch)
+    if self._teacher_prompts is not None and program is not self._programs.score:
+      placement = dataclasses.replace(placement, row_layout=self._teacher_prompts.row_layout)
+    scores = program(*policy, placement.pack_to_devices(drop_scores(batch)))
+    return sharding.to_host(scores)
 
   def measure(
     self, state: TrainState, batch: TrainBatch, step: int
@@ -141,7 +214,7 @@ class Scorer:
     every = self._settings.diagnose_every
     if not every or step % every:
       return {}, {}
-    return self._programs.measure(state, self._frozen, self._initial, batch)
+    return self._programs.measure(state, self._frozen, self._initial, batch, self.teacher)
 
 
 def measure_entropy(

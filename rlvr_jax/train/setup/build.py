@@ -67,7 +67,9 @@ from rlvr_jax.train.setup.problem_filters import describe_long_texts, limit_leng
 from rlvr_jax.train.setup.programs import (
   PlacedModel,
   Programs,
+  RowTokens,
   abstract_state,
+  abstract_teacher,
   choose_expert_products,
   choose_loop_of_layers,
   choose_row_attention,
@@ -77,6 +79,15 @@ from rlvr_jax.train.setup.programs import (
   make_row_layout,
   published_params,
   trained_params,
+)
+from rlvr_jax.train.setup.teachers import (
+  Teacher,
+  TeacherPrompts,
+  check_surroundings,
+  make_prompts,
+  make_teachers,
+  make_teaching,
+  read_problem,
 )
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
 from rlvr_jax.types import BatchShape, Params
@@ -103,12 +114,20 @@ class Parts:
   lora: lora.LoraSettings | None  # of the trained adapters; None if all parameters are trained
   initial: InitialParams
   method: Method
+  teachers: tuple[Teacher, ...]
+  teacher_prompts: TeacherPrompts | None  # None: a teacher reads the policy's
   schedule: staleness.Schedule
   sources: Sources  # the policies that sample the rollouts of every batch
   make_sources: Callable[..., Sources]  # these as they were when a run began; see `Source.pin`
   placement: Placement
   compiler_options: CompilerOptions
   programs: Programs
+
+  @property
+  def training_grading(self) -> Grading:
+    """That of training rollouts, whose records have what a teacher asks for."""
+    more_of = functools.partial(read_problem, self.config.teacher)
+    return dataclasses.replace(self.grading, more_of=more_of)
 
 
 def build(
@@ -205,6 +224,31 @@ def build(
   checks.check_repeats(config.fleet.new_weights, schedule, sources)
   method = method._replace(sources=tuple(source.name for source in sources))
   row_layout = make_row_layout(config.batch, shape, model.config.attention, mesh)
+  teachers: tuple[Teacher, ...] = ()
+  if only_samples:  # they teach where updates are made
+    method = method._replace(teaching=None)
+  if method.teaching is not None:
+    check_surroundings(
+      config.teacher,
+      environment=config.environment.name,
+      recorded=config.sources.recorded.fraction,
+    )
+    make_other = functools.partial(
+      make_model,
+      adapters=None,
+      shape=shape,
+      mesh=mesh,
+      tokens_per_row=config.batch.tokens_per_row,
+    )
+    teachers = make_teachers(
+      config.teacher,
+      model,
+      mesh,
+      make_other,
+      trained=state.params,
+      has_adapters=adapters is not None,
+    )
+    method = method._replace(teaching=method.teaching._replace(model=teachers[0].model))
   placement = Placement(
     mesh=mesh,
     generation_mesh=sampler.mesh,
@@ -217,6 +261,7 @@ def build(
     base=base,
     frozen={} if adapters is None else base,
     scored_groups=scored_groups(row_layout, shape, sampler.mesh),
+    teachers=tuple(teacher.params for teacher in teachers),
   )
   diagnose = make_measure(config.diagnostics, method, make_gram(config.gram))
   check_update(
@@ -226,6 +271,7 @@ def build(
     advantage=config.advantage,
     loss=config.loss,
     diagnose=diagnose if config.diagnostics.every else None,
+    teacher=abstract_teacher(method, teachers, placement),
     has_turns=bool(config.environment.name),
     num_rewards=grading.num_rewards,
   )
@@ -274,6 +320,14 @@ def build(
       identity=network_identity(json.loads(config.to_json_best_effort())),
     ),
     method=method,
+    teachers=teachers,
+    teacher_prompts=make_prompts(
+      config.teacher,
+      tokenizer,
+      lambda length: make_row_layout(
+        RowTokens(0, 0), shape._replace(max_prompt_length=length), model.config.attention, mesh
+      ),
+    ),
     schedule=schedule,
     sources=sources,
     make_sources=make_pinned,
@@ -282,6 +336,7 @@ def build(
     programs=make_programs(
       method,
       sources,
+      teachers,
       placement,
       sampler=sampler,
       compared=compared,
@@ -497,6 +552,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
   make = lambda field, package, kind: specs.make(f"config.{field}", package, config[field], kind)
   reweighter = make("reweighting", reweighting, reweighting.Reweighting)
   advantage = make("advantage", advantages, advantages.Advantage)
+  loss = make_loss(config.loss, config.correction, config.proximal_every)
   return Method(
     model=model,
     optimizer=transformation,
@@ -504,7 +560,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     advantage=advantage,
     coefficient_metrics=gradient_masses,
     reweighting=reweighter,
-    loss=make_loss(config.loss, config.correction, config.proximal_every),
+    loss=loss,
     gram=make_needed_gram(config.gram, config.advantage, reweighter, advantage),
     gram_context=gram_context(model, mesh, config.policy_temperature),
     aggregation=config.aggregation,
@@ -512,6 +568,13 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     temperature=config.policy_temperature,
     reference_kl=config.reference.kl_coefficient,
     reference_kl_estimator=config.reference.estimator,
+    teaching=make_teaching(
+      config.distillation,
+      config.teacher,
+      policy_temperature=config.policy_temperature,
+      vocab_size=model.config.vocab_size,
+      loss=(config.loss, loss),
+    ),
     veto=make_veto(config.veto),
     entropy_bonus=config.entropy_bonus,
     expert_balance=config.expert_balance,

@@ -68,6 +68,7 @@ def check_update(
   advantage: str,
   loss: str,
   diagnose: Callable[..., Diagnostics] | None,
+  teacher: tuple[Params, Params] | None = None,
   has_turns: bool = False,
   num_rewards: int = 0,
 ) -> None:
@@ -78,6 +79,7 @@ def check_update(
     shape: of a training batch.
     advantage, loss: `config.advantage` and `config.loss`, for messages.
     diagnose: `programs.make_measure`, if the run measures its gradient geometry.
+    teacher: shapes, from `programs.abstract_teacher`.
     has_turns: whether rollouts are dialogues.
     num_rewards: K, the graders whose scores the groups have by name.
   """
@@ -86,9 +88,9 @@ def check_update(
   batch = abstract_update_batch(method, placement, shape, **sizes)
   coefficients = _check_advantage(advantage, method, state, batch)
   _check_loss(loss, method, batch, coefficients)
-  jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
+  jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch, teacher)
   if diagnose is not None:
-    jax.eval_shape(diagnose, state, frozen, state.params, batch)
+    jax.eval_shape(diagnose, state, frozen, state.params, batch, teacher)
 
 
 def _check_advantage(

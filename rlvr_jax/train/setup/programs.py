@@ -38,6 +38,7 @@ from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.setup.behavior_sources import AT_TEMPERATURE_1
 from rlvr_jax.train.setup.compiler_options import CompilerOptions, Options
 from rlvr_jax.train.setup.engines import Engines
+from rlvr_jax.train.setup.teachers import Teacher
 from rlvr_jax.types import (
   Array,
   BatchShape,
@@ -62,7 +63,7 @@ Result = TypeVar("Result")
 class Programs(NamedTuple):
   """The jitted functions of a run, none of them compiled yet."""
 
-  # (state, frozen, batch) → (state, metrics); the state is donated
+  # (state, frozen, batch, teacher) → (state, metrics); the state is donated
   train_step: jax.stages.Wrapped
   # trained parameters → state of the supervised phase's optimizer
   supervised_init: jax.stages.Wrapped
@@ -78,6 +79,7 @@ class Programs(NamedTuple):
   mean_entropy: Callable[[Params, Params, TrainBatch], Array]  # → f32[], nats per token
   # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
   score: Callable[[Params, Params, TrainBatch], tuple[Array, Array]]
+  teach: tuple[jax.stages.Wrapped, ...]  # as `score`, of each teacher
   merge: Callable[[Params, Params], Params]  # → all parameters of the network as arrays
 
 
@@ -98,6 +100,7 @@ class PlacedModel(NamedTuple):
 def make_programs(
   method: Method,
   sources: Sequence[Source],
+  teachers: Sequence[Teacher],
   placement: Placement,
   *,
   sampler: PlacedModel,
@@ -114,6 +117,7 @@ def make_programs(
   Args:
     method, placement: of the run.
     sources: the policies that sample.
+    teachers: whose log-probabilities of the rollouts an update takes.
     sampler: that generates rollouts, on the mesh of updates or another one.
     compared: that the sampler's log-probabilities are compared with, on `Placement.compared_mesh`.
     engines: makes the engines.
@@ -163,6 +167,9 @@ def make_programs(
     measure=jit(with_matmul_precision(diagnose, model.config.precision), out_shardings=replicated),
     mean_entropy=jit(_bound(mean_entropy, model, method=method), out_shardings=replicated),
     score=jit(_bound(policy_logprobs, model, method=method), out_shardings=for_host),
+    teach=tuple(
+      jit(make_teach(method, teacher.model), out_shardings=for_host) for teacher in teachers
+    ),
     merge=jax.jit(lambda trained, frozen: merge_low_rank(model.combine(trained, frozen))),
   )
 
@@ -172,6 +179,21 @@ def _bound(function: Callable[..., Result], network: Model, **bound: Any) -> Cal
   return with_matmul_precision(
     functools.partial(function, **bound), precision=network.config.precision
   )
+
+
+def make_teach(method: Method, teacher: Model) -> Callable[..., tuple[Array, Array]]:
+  """`update.accumulate.policy_logprobs` of a teacher, at its temperature.
+
+  A mixture that teaches chooses its own experts.
+  """
+  assert method.teaching is not None
+  of_teacher = method._replace(
+    model=teacher,
+    temperature=method.teaching.temperature,
+    records_routes=False,
+    replays_routes=False,
+  )
+  return _bound(policy_logprobs, teacher, method=of_teacher)
 
 
 def make_behavior_gap(
@@ -335,6 +357,8 @@ def abstract_batch(
   *,
   needs_reference: bool = False,
   needs_proximal: bool = False,
+  needs_teacher: bool = False,
+  has_teachers: bool = False,
   has_turns: bool = False,
   has_turn_scores: bool = False,
   num_rewards: int = 0,
@@ -344,7 +368,9 @@ def abstract_batch(
 
   Args:
     shape, layout, mesh: of the run.
-    needs_reference, needs_proximal: whether it has the log-probabilities of those policies.
+    needs_reference, needs_proximal, needs_teacher: whether it has the log-probabilities of those
+      policies.
+    has_teachers: whether groups have one of several teachers.
     has_turns: whether rollouts are dialogues.
     has_turn_scores: whether it has the scores of their turns.
     num_rewards: K, the graders whose scores it has by name; 0: none.
@@ -370,6 +396,9 @@ def abstract_batch(
     sources=of((P,), jnp.int32),
     reference_logprobs=of((P, G, T), jnp.float32) if needs_reference else None,
     proximal_logprobs=of((P, G, T), jnp.float32) if needs_proximal else None,
+    teacher_logprobs=of((P, G, T), jnp.float32) if needs_teacher else None,
+    teacher_entropy=of((P, G, T), jnp.float32) if needs_teacher else None,
+    teachers=of((P,), jnp.int32) if has_teachers else None,
     solve_rate=of((P,), jnp.float32),
     packed=Packed(
       tokens=rows,
@@ -409,11 +438,24 @@ def abstract_update_batch(
     placement.mesh,
     needs_reference=method.reference_kl > 0,
     needs_proximal=method.loss.needs_proximal,
+    needs_teacher=method.teaching is not None and not method.compares,
+    has_teachers=method.teaching is not None and len(method.teaching.names) > 1,
     has_turns=has_turns,
     has_turn_scores=has_turns and "turn_scores" in needs,
     num_rewards=num_rewards if "rewards_by_name" in needs else 0,
     routes=method.model.config.routes if method.records_routes else None,
   )
+
+
+def abstract_teacher(
+  method: Method, teachers: Sequence[Teacher], placement: Placement
+) -> tuple[Params, Params] | None:
+  """Shapes of the (trained, frozen) parameters of a teacher that an update takes; None: of none."""
+  if not method.compares:
+    return None
+  (teacher,) = teachers
+  trained = placement.state.params
+  return teacher.policy(teacher.params, trained, placement.frozen, trained)
 
 
 def abstract_state(method: Method, trained: Params, mesh: Mesh) -> TrainState:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -71,6 +72,12 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
   if (seconds := time.monotonic() - began) > _SAY_FROM_S:
     say(f"graded {count} problems' own answers in {seconds:.0f} s")
   return count
+
+
+def check_every_problem(task: Task, check: Callable[[Problem], Any]) -> None:
+  """Calls `check` for every training problem; of those that are generated, for the first."""
+  for problem in _checked(task.train):
+    check(problem)
 
 
 def _checked(source: ProblemSource) -> Iterator[Problem]:

@@ -1,0 +1,24 @@
+"""On-policy distillation: an advantage is the teacher's log-probability less the policy's.
+
+Source: "On-Policy Distillation of Language Models" (arXiv:2306.13649), from sampled tokens. The
+teacher is the policy before the first update at half its temperature, which is surer and more often
+right; the reward is measured, not learned from. Another run's policy teaches with, say,
+--config.teacher.checkpoint=runs/quickstart/checkpoints/300 and --config.teacher.temperature=1.0.
+
+  python -m rlvr_jax.main --config=configs/opd.py --workdir=runs/opd
+
+What is not set below is the quickstart's. Card: docs/methods/opd.md.
+"""
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.distillation = "opd"
+  c.teacher.checkpoint = "initial"
+  c.teacher.temperature = 0.5
+  c.teacher.reward_weight = 0.0
+  return c

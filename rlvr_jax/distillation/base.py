@@ -1,0 +1,90 @@
+"""The interface of distillation, with shared helpers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+
+from rlvr_jax.ops.component_repr import component_repr
+from rlvr_jax.ops.divergence import Divergence
+from rlvr_jax.ops.masked import masked_fill
+from rlvr_jax.ops.ratios import log_ratios
+from rlvr_jax.types import Array, TrainBatch
+
+
+class Distillation(NamedTuple):
+  """A teacher's part in an update; τ is the teacher, constant for differentiation.
+
+  Attributes:
+    advantage: (policy_logprobs f32[P, G, T], batch) → f32[P, G, T], nats, constant for
+      differentiation: what every token's coefficient gets in addition, for any loss. None: nothing.
+    per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats, which are added to those of the
+      reward. None: none are. Both are 0 where masked.
+    divergence: of the whole distributions, which the forward pass computes at each place, so that
+      the batch has `teacher_divergence`; None: sampled tokens are enough.
+  """
+
+  advantage: Callable[[Array, TrainBatch], Array] | None = None
+  per_token: Callable[[Array, TrainBatch], Array] | None = None
+  divergence: Divergence | None = None
+
+  @property
+  def distills(self) -> bool:
+    """Whether there is a teacher."""
+    return self.advantage is not None or self.per_token is not None
+
+  def __repr__(self) -> str:
+    return component_repr(self)
+
+
+class Tokens(NamedTuple):
+  """Log-probabilities of the same tokens in at least float32, nats; 0 where masked, [P, G, T]."""
+
+  policy: Array  # log π
+  behavior: Array  # log β, constant for differentiation
+  teacher: Array  # log τ, likewise
+  mask: Array
+
+  @property
+  def log_ratios(self) -> Array:
+    """log ρ = log π − log β."""
+    return log_ratios(self.policy, self.behavior, self.mask)
+
+  @property
+  def gap(self) -> Array:
+    """g = log τ − log π, constant for differentiation."""
+    return jax.lax.stop_gradient(self.teacher - self.policy)
+
+
+def prepare(policy_logprobs: Array, batch: TrainBatch) -> Tokens:
+  """Checks shapes, casts to at least float32, and sets masked entries to 0.
+
+  Raises:
+    ValueError: the batch has no teacher's log-probabilities.
+  """
+  chex.assert_rank(policy_logprobs, 3)
+  if batch.teacher_logprobs is None:
+    raise ValueError(
+      "distillation needs batch.teacher_logprobs f32[P, G, T], got None; take the teacher's"
+      " log-probabilities of the same tokens"
+    )
+  fill = lambda x: masked_fill(x, batch.mask)
+  behavior, teacher = fill(batch.behavior_logprobs), fill(batch.teacher_logprobs)
+  return Tokens(fill(policy_logprobs), *jax.lax.stop_gradient((behavior, teacher)), mask=batch.mask)
+
+
+def divergences(batch: TrainBatch) -> Array:
+  """The divergence of each place, f32[P, G, T], nats; 0 where masked.
+
+  Raises:
+    ValueError: the batch has none.
+  """
+  if batch.teacher_divergence is None:
+    raise ValueError(
+      "distillation by whole distributions needs batch.teacher_divergence f32[P, G, T], got None;"
+      " compute it with student's and teacher's logits, see ops.divergence"
+    )
+  return masked_fill(batch.teacher_divergence, batch.mask)

@@ -1,0 +1,55 @@
+"""An estimate of the divergence from the teacher as a loss, differentiated as it stands."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.distillation.base import Distillation, prepare
+from rlvr_jax.ops import kl
+from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.types import Array, TrainBatch
+
+ESTIMATORS = ("k2", "k3", "k3+")
+
+
+def kl_estimate(*, estimator: str = "k2", bound: float | None = None) -> Distillation:
+  """ℓ = k2 or k3 of the sampled token, whose gradient is taken through the estimate itself.
+
+  For tokens that π has just sampled, the expected gradient of k2 = (log π − log τ)²/2 is that of
+  KL(π‖τ). That of k3 = τ/π − 1 − log(τ/π) is the *forward* KL's, of KL(τ‖π), though its value
+  estimates KL(π‖τ). There is no weight for staleness. k1 is refused: its expected gradient is 0.
+
+  Args:
+    estimator: "k2"; "k3"; or "k3+", the value of k3 with the gradient of k2.
+    bound: on |log π − log τ| in k3, nats, > 0; half of it is then the bound of its value, beyond
+      which a token has no gradient. verl has 20. None does not bound.
+  Source: verl's `kl_penalty`; see `ops.kl`.
+  """
+  if bound is not None:
+    check_between("kl_estimate", "bound", bound, low=0.0, open_low=True)
+  if estimator == "k1":
+    raise ValueError(
+      "kl_estimate: estimator = 'k1' as a loss has no teacher in its expected gradient, which is 0;"
+      " choose 'k2', or the advantage of opd"
+    )
+  check_choice("kl_estimate", "estimator", estimator, ESTIMATORS)
+
+  def of_k3(policy: Array, teacher: Array, mask: Array) -> Array:
+    if bound is None:
+      return kl.k3(policy, teacher, mask)
+    log_ratio = jnp.clip(teacher - policy, -bound, bound)
+    return jnp.clip(jnp.expm1(log_ratio) - log_ratio, -bound / 2, bound / 2)
+
+  def per_token(policy_logprobs: Array, batch: TrainBatch) -> Array:
+    tokens = prepare(policy_logprobs, batch)
+    args = tokens.policy, tokens.teacher, tokens.mask
+    if estimator == "k2":
+      return kl.k2(*args)
+    value = of_k3(*args)
+    if estimator == "k3":
+      return value
+    k2 = kl.k2(*args)
+    return jax.lax.stop_gradient(value) + (k2 - jax.lax.stop_gradient(k2))
+
+  return Distillation(per_token=per_token)

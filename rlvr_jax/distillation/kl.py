@@ -1,0 +1,36 @@
+"""Distillation by whole distributions: a divergence at every place of the response."""
+
+from __future__ import annotations
+
+from rlvr_jax.distillation.base import Distillation, divergences
+from rlvr_jax.ops.divergence import Divergence
+from rlvr_jax.types import Array, TrainBatch
+
+
+def kl(
+  *,
+  alpha: float = 1.0,
+  support: str = "all",
+  top_k: int = 0,
+  rest: str = "renormalize",
+  floor: float | None = None,
+) -> Distillation:
+  """ℓ = KL(π‖τ) (α = 1), KL(τ‖π) (α = 0) or their mixture, at each place of the response.
+
+  It sees every token that the student might have taken there. Nothing of the vocabulary's size is
+  kept: the head is computed in chunks, for student and teacher together. The places are those that
+  the sampler has visited; a token has no effect on later ones.
+
+  Args:
+    alpha, support, top_k, rest, floor: see `ops.divergence.Divergence`.
+  Source: "On-Policy Distillation of Language Models" (arXiv:2306.13649). SDPO (arXiv:2601.20802)
+    has the student's top 100 with a tail, OPSD (arXiv:2601.18734) α = 0.5, verl the teacher's top
+    32, with "drop" and the floor 0.
+  """
+  made = Divergence(alpha=alpha, support=support, top_k=top_k, rest=rest, floor=floor)
+
+  def per_token(policy_logprobs: Array, batch: TrainBatch) -> Array:
+    del policy_logprobs
+    return divergences(batch)
+
+  return Distillation(per_token=per_token, divergence=made)

@@ -1,0 +1,29 @@
+"""On-policy distillation with the divergence of its place as a baseline."""
+
+from __future__ import annotations
+
+import jax
+
+from rlvr_jax.distillation.base import Distillation, divergences, prepare
+from rlvr_jax.ops.divergence import Divergence
+from rlvr_jax.types import Array, TrainBatch
+
+
+def vopd(*, top_k: int = 0) -> Distillation:
+  """A_t gets sg(log τ − log π) + sg(KL(π‖τ)) of its place in addition: g without its mean.
+
+  The KL is a function of the prefix alone, so the expected gradient is that of `opd`, at any
+  staleness, with less variance.
+
+  Args:
+    top_k: 0: KL of the whole distributions; k: of both conditioned on the student's top k, another
+      function of the prefix.
+  Source: vOPD (arXiv:2605.07865), authors' `opd_trainer.py`; 100 tokens there.
+  """
+  support = "student" if top_k else "all"
+  made = Divergence(support=support, top_k=top_k)
+
+  def advantage(policy_logprobs: Array, batch: TrainBatch) -> Array:
+    return prepare(policy_logprobs, batch).gap + jax.lax.stop_gradient(divergences(batch))
+
+  return Distillation(advantage=advantage, divergence=made)

@@ -1,0 +1,458 @@
+"""The teachers of a run, from `config.teacher`: whose distribution the policy learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax
+import ml_collections
+import numpy as np
+from jax.sharding import Mesh
+
+from rlvr_jax import distillation, specs
+from rlvr_jax.data import Problem, Tokenizer
+from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
+from rlvr_jax.losses import Loss
+from rlvr_jax.models.functional import Model, transformer
+from rlvr_jax.models.huggingface import load_params, open_tensors
+from rlvr_jax.models.huggingface_config import checkpoint_config
+from rlvr_jax.models.presets import model_settings
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.checks import MAX_INT32, check_between, check_integer
+from rlvr_jax.rollouts.group import Group
+from rlvr_jax.rollouts.packing import RowLayout
+from rlvr_jax.sampling import LEAST_TEMPERATURE
+from rlvr_jax.storage.places import parse_path
+from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError, read_params, saved_steps
+from rlvr_jax.train.checkpointing.workdir import read_config
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.tokenizers import make_tokenizer
+from rlvr_jax.types import Params, Prompts
+from rlvr_jax.update.teaching import Teaching
+
+# In place of a checkpoint: the policy before the first update, the network without adapters, and
+# the policy itself.
+INITIAL, BASE, POLICY = "initial", "base", "policy"
+_FIELD = "config.teacher.checkpoint"
+_OF_PROBLEMS = ("answer", "solution")  # that every problem has, besides the fields of its line
+
+
+class Teacher(NamedTuple):
+  """One teacher, before its parameters are read.
+
+  Attributes:
+    name: for metrics and messages.
+    model: its functions, on the mesh of updates.
+    checkpoint: a folder; or `INITIAL`, `BASE` or `POLICY`.
+    params: shapes, dtypes and shardings of parameters that are kept for it; {} if none are.
+    read: reads these; None if the run has them.
+    check: raises ValueError unless the checkpoint has them, without reading weights, and another
+      ValueError unless its tokenizer is this one's.
+  """
+
+  name: str
+  model: Model
+  checkpoint: str
+  params: Params
+  read: Callable[[], Params] | None
+  check: Callable[[Tokenizer], None]
+
+  def policy(
+    self, own: Params, initial: Params, frozen: Params, current: Params
+  ) -> tuple[Params, Params]:
+    """(trained, frozen) parameters, as `model.combine` takes them.
+
+    Args:
+      own: from `read`.
+      initial, current: the trained parameters before the first update, and now.
+      frozen: the parameters that are not trained.
+    """
+    of_run = {INITIAL: (initial, frozen), BASE: (frozen, {}), POLICY: (current, frozen)}
+    return of_run.get(self.checkpoint, (own, {}))
+
+
+class TeacherPrompts(NamedTuple):
+  """The prompts of a teacher that reads more than the policy, before the same responses.
+
+  Attributes:
+    tokenizer: of the run.
+    template: of the prompt's text, with {question} and {privileged}.
+    length: tokens of a prompt at most.
+    row_layout: of the rollouts with these prompts.
+  """
+
+  tokenizer: Tokenizer
+  template: str
+  length: int
+  row_layout: RowLayout
+
+  def encode(self, question: str, privileged: str) -> list[int]:
+    """The tokens of a prompt.
+
+    Raises:
+      ValueError: there are more than `length`.
+    """
+    text = self.template.replace("{question}", question).replace("{privileged}", privileged)
+    tokens = self.tokenizer.encode_prompt(text)
+    if len(tokens) > self.length:
+      raise ValueError(
+        f"a teacher's prompt has {len(tokens)} tokens but config.teacher.max_prompt_length is"
+        f" {self.length}: raise it, or choose a shorter config.teacher.privileged. The prompt"
+        f" begins {text[:80]!r}"
+      )
+    return tokens
+
+  def of_groups(self, groups: Sequence[Group]) -> Prompts:
+    """The prompts of groups, left-padded: NumPy arrays, i32[P, S'] and i32[P]."""
+    samples = [group.samples[0] for group in groups]
+    rows = [self.encode(sample["prompt"], sample["privileged"]) for sample in samples]
+    tokens = np.full((len(rows), self.length), self.tokenizer.pad_id, np.int32)
+    for target, row in zip(tokens, rows, strict=True):
+      target[self.length - len(row) :] = row
+    lengths: Any = np.array([len(row) for row in rows], np.int32)
+    return Prompts(cast(Any, tokens), lengths)
+
+
+def make_teaching(
+  name: str,
+  settings: ml_collections.ConfigDict,
+  *,
+  policy_temperature: float,
+  vocab_size: int,
+  loss: tuple[str, Loss],
+) -> Teaching | None:
+  """The part of the teacher in an update; None without one.
+
+  Args:
+    name: `config.distillation`.
+    settings: `config.teacher`.
+    policy_temperature: `config.policy_temperature`.
+    vocab_size: V.
+    loss: `config.loss`, and what it has made.
+  Raises:
+    ValueError: there is a teacher without distillation or the other way round, a number is out of
+      range, or the loss takes one coefficient per response where each token has its own.
+  """
+  made = specs.make("config.distillation", distillation, name, distillation.Distillation)
+  for field in ("weight", "reward_weight"):
+    check_between("config.teacher", field, settings[field], low=0.0)
+  temperature = settings.temperature
+  if temperature is None:
+    temperature = policy_temperature
+  check_between("config.teacher", "temperature", temperature, low=LEAST_TEMPERATURE)
+  named = dict(settings.checkpoints)
+  _check_fields(settings, named)
+  if made.distills and not settings.checkpoint and not named:
+    raise ValueError(
+      f"config.distillation = {name!r} needs a teacher; set {_FIELD} to WORKDIR/checkpoints/STEP of"
+      f" a run, a folder in Hugging Face's layout, or {INITIAL!r}, or set config.distillation ="
+      " 'none'"
+    )
+  if not made.distills and (settings.checkpoint or named):
+    raise ValueError(
+      f"{_FIELD} = {settings.checkpoint or list(named)!r} has no effect with config.distillation ="
+      f" {name!r}; set that to 'opd' or another one, or name no teacher"
+    )
+  if not made.distills:
+    return None
+  if made.divergence is not None and made.divergence.top_k > vocab_size:
+    raise ValueError(
+      f"config.distillation = {name!r}: top_k = {made.divergence.top_k} is above the vocabulary of"
+      f" {vocab_size} tokens; lower it, or set support = 'all' and top_k = 0"
+    )
+  if made.advantage is not None and loss[1].of_responses:
+    raise ValueError(
+      f"config.distillation = {name!r} gives each token its own advantage, but config.loss ="
+      f" {loss[0]!r} is of full responses, and needs one number for each; choose another loss, such"
+      " as ppo_clip or gspo, or config.distillation = 'opd_score'"
+    )
+  if made.divergence is not None and (named or settings.privileged):
+    field = "checkpoints" if named else "privileged"
+    raise ValueError(
+      f"config.distillation = {name!r} compares whole distributions in the update, which is offered"
+      f" for one teacher that reads the policy's prompt; set config.teacher.{field} ="
+      f" {() if named else ''!r}, or choose a form of sampled tokens, such as 'opd'"
+    )
+  names = tuple(named) or ("teacher",)
+  return Teaching(made, settings.weight, settings.reward_weight, temperature, names)
+
+
+def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str]) -> None:
+  """Raises ValueError if fields of `config.teacher` do not go together; `named`: checkpoints."""
+  teachers = [settings.checkpoint, *named.values()]
+  reasons = {
+    "checkpoint and checkpoints are both set; leave one of them empty": named
+    and settings.checkpoint,
+    f"checkpoints = {settings.checkpoints} has a name twice; rename one": len(named)
+    < len(settings.checkpoints),
+    f"by = {settings.by!r} with checkpoints = {settings.checkpoints}; set both, the field of a"
+    " problem's line that names its teacher, and pairs (name, checkpoint), or neither": bool(
+      settings.by
+    )
+    != bool(named),
+    f"checkpoint = {POLICY!r} without privileged is the student itself; set privileged, or choose"
+    " another teacher": POLICY in teachers and not settings.privileged,
+    f"prompt = {settings.prompt!r} lacks {{privileged}}; put it where the teacher is to read it": (
+      settings.privileged and "{privileged}" not in settings.prompt
+    ),
+    f"max_prompt_length = {settings.max_prompt_length} with privileged ="
+    f" {settings.privileged!r}; set it to the tokens of the longest prompt of the teacher": bool(
+      settings.privileged
+    )
+    != bool(settings.max_prompt_length),
+  }
+  for why, applies in reasons.items():
+    if applies:
+      raise ValueError(f"config.teacher: {why}")
+
+
+def check_surroundings(
+  settings: ml_collections.ConfigDict, *, environment: str, recorded: float
+) -> None:
+  """Raises ValueError if groups of a run would lack what their teacher is told by.
+
+  Args:
+    settings: `config.teacher`.
+    environment: `config.environment.name`.
+    recorded: `config.sources.recorded.fraction`.
+  """
+  field = "privileged" if settings.privileged else "by"
+  if settings[field] and recorded:
+    raise ValueError(
+      f"config.teacher.{field} = {settings[field]!r} is read of the problems that this run draws,"
+      f" but config.sources.recorded.fraction = {recorded}; set one of them to nothing"
+    )
+  if settings.privileged and environment:
+    raise ValueError(
+      f"config.teacher.privileged = {settings.privileged!r} belongs in the prompt, which"
+      f" config.environment.name = {environment!r} writes; set one of them to ''"
+    )
+
+
+def make_prompts(
+  settings: ml_collections.ConfigDict,
+  tokenizer: Tokenizer,
+  make_layout: Callable[[int], RowLayout],
+) -> TeacherPrompts | None:
+  """The prompts of a teacher that reads more than the policy; None where it reads the same.
+
+  Args:
+    settings: `config.teacher`.
+    tokenizer: of the run.
+    make_layout: (tokens of a prompt at most) → layout of the rollouts in rows.
+  """
+  if not settings.privileged:
+    return None
+  length = settings.max_prompt_length
+  check_integer("config.teacher", "max_prompt_length", length, low=1, high=MAX_INT32)
+  return TeacherPrompts(tokenizer, settings.prompt, length, make_layout(length))
+
+
+def read_problem(settings: ml_collections.ConfigDict, problem: Problem) -> dict[str, str]:
+  """What a problem's records tell its teacher by: "teacher", its name, and "privileged", a text.
+
+  Args:
+    settings: `config.teacher`.
+    problem: of a training batch.
+  Raises:
+    ValueError: the problem has no such text, or names no teacher of the run.
+  """
+  found = {}
+  if settings.by:
+    names = [name for name, _ in settings.checkpoints]
+    found["teacher"] = _text_of(problem, "by", settings.by)
+    if found["teacher"] not in names:
+      raise ValueError(
+        f"{_place(problem)}: its teacher, config.teacher.by = {settings.by!r}, is"
+        f" {found['teacher']!r}; config.teacher.checkpoints has {names}"
+      )
+  if settings.privileged:
+    if problem.messages:
+      raise ValueError(
+        f"{_place(problem)}: its prompt is of messages, config.teacher.privileged ="
+        f" {settings.privileged!r} is for prompts of one text"
+      )
+    found["privileged"] = _text_of(problem, "privileged", settings.privileged)
+  return found
+
+
+def _text_of(problem: Problem, field: str, name: str) -> str:
+  """A text of a problem, that `config.teacher.FIELD` names."""
+  text = problem.own_reference.get(name)
+  if name in _OF_PROBLEMS and text is None:
+    text = getattr(problem, name)
+  if not isinstance(text, str) or not text.strip():
+    known = sorted({*problem.own_reference, *_OF_PROBLEMS})
+    raise ValueError(
+      f"{_place(problem)}: it has no text {name!r}, which config.teacher.{field} names; give every"
+      f" line one, or choose another of its fields: {known}"
+    )
+  return text
+
+
+def _place(problem: Problem) -> str:
+  return problem.where or f"the problem {problem.question[:80]!r}"
+
+
+def make_teachers(
+  settings: ml_collections.ConfigDict,
+  model: Model,
+  mesh: Mesh,
+  make_model: Callable[[TransformerConfig], Model],
+  *,
+  trained: Params,
+  has_adapters: bool,
+) -> tuple[Teacher, ...]:
+  """The teachers of a run; none if `config.teacher` names none.
+
+  Args:
+    settings: `config.teacher`.
+    model: of the policy, on `mesh`.
+    mesh: of updates.
+    make_model: a network → its functions on `mesh`.
+    trained: shapes, dtypes and shardings of the trained parameters.
+    has_adapters: whether these are adapters.
+  Raises:
+    ValueError: there is no such checkpoint, or its vocabulary is not the policy's.
+  """
+  named = settings.checkpoints or [("teacher", settings.checkpoint)] * bool(settings.checkpoint)
+  if BASE in [path for _, path in named] and not has_adapters:
+    raise ValueError(
+      f"{_FIELD} = {BASE!r} is the network without its adapters, but config.lora.rank = 0 trains"
+      f" all of it; choose {INITIAL!r}, the policy before the first update, or a checkpoint"
+    )
+  return tuple(make_teacher(name, path, model, mesh, make_model, trained) for name, path in named)
+
+
+def make_teacher(
+  name: str,
+  checkpoint: str,
+  model: Model,
+  mesh: Mesh,
+  make_model: Callable[[TransformerConfig], Model],
+  trained: Params,
+) -> Teacher:
+  """One teacher; arguments and errors as those of `make_teachers`."""
+  if checkpoint in (INITIAL, POLICY):
+    kept = trained if checkpoint == INITIAL else {}
+    return Teacher(name, model, checkpoint, kept, None, lambda tokenizer: None)
+  if checkpoint == BASE:
+    plain = transformer(model.config, sharding.make_layout(mesh))
+    return Teacher(name, plain, checkpoint, {}, None, lambda tokenizer: None)
+  folder = parse_path(_FIELD, checkpoint)
+  is_run = folder.name.isdigit() and folder.parent.name == "checkpoints"
+  if not is_run and (folder / "checkpoints").is_dir():
+    raise ValueError(
+      f"{_FIELD} = {checkpoint!r} is a run; name one of its checkpoints, so that a resumed run has"
+      f" the same teacher: {folder}/checkpoints/STEP, STEP one of"
+      f" {saved_steps(folder / 'checkpoints')}"
+    )
+  network = _network_of_run(folder) if is_run else _published_network(checkpoint)
+  if network.vocab_size != model.config.vocab_size:
+    raise ValueError(
+      f"{_FIELD} = {checkpoint!r} has a vocabulary of {network.vocab_size} tokens, the policy one"
+      f" of {model.config.vocab_size}; choose a teacher of the same vocabulary and tokenizer"
+    )
+  own = make_model(
+    dataclasses.replace(
+      network,
+      compute_dtype=model.config.compute_dtype,
+      matmul_precision=model.config.matmul_precision,
+      # A published network is not trained; the dtype of a run's is that of its checkpoint.
+      param_dtype=network.param_dtype if is_run else model.config.compute_dtype,
+      attention=model.config.attention,  # as the rows are aligned
+      expert_products="auto",
+    )
+  )
+  params = sharding.add_shardings(jax.eval_shape(own.init, jax.random.key(0)), mesh)
+  sparse = network.sparse_layers
+  if is_run:
+    read: Callable[[], Params] = functools.partial(read_params, folder, params)
+    find = lambda: None
+    others = functools.partial(_tokenizer_of_run, folder)
+  else:
+    read = functools.partial(load_params, checkpoint, params, sparse_layers=sparse)
+    find = lambda: open_tensors(checkpoint, params, sparse)
+    others = functools.partial(HuggingFaceTokenizer, checkpoint)
+
+  def check(tokenizer: Tokenizer) -> None:
+    try:
+      find()
+      theirs = others()
+    except (ImportError, OSError, ValueError) as error:
+      raise ValueError(f"{_FIELD} = {checkpoint!r}: {error}") from error
+    check_same_tokens(f"{_FIELD} = {checkpoint!r}", theirs, tokenizer)
+
+  def read_checked() -> Params:
+    try:
+      return read()
+    except ValueError as error:
+      raise CheckpointError(f"{_FIELD} = {checkpoint!r}: {error}") from error
+
+  return Teacher(name, own, checkpoint, params, read_checked, check)
+
+
+def _published_network(checkpoint: str) -> TransformerConfig:
+  """The network of a folder in Hugging Face's layout."""
+  try:
+    return checkpoint_config(checkpoint)
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f"{_FIELD} = {checkpoint!r} is neither WORKDIR/checkpoints/STEP of a run, nor a folder in"
+      f" Hugging Face's layout ({error}), nor {INITIAL!r}, nor {BASE!r}"
+    ) from error
+
+
+def _network_of_run(folder: Path) -> TransformerConfig:
+  """The network of the run that has saved a checkpoint."""
+  config = _config_of_run(folder)
+  try:
+    rank, network = config["lora"]["rank"], model_settings(config["model"])
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(f"{_FIELD} = '{folder}': its run's config.json: {error}") from error
+  if rank:
+    raise ValueError(
+      f"{_FIELD} = '{folder}' has adapters alone; export that run with --mode=export, and name the"
+      " folder of the export"
+    )
+  return network
+
+
+def _tokenizer_of_run(folder: Path) -> Tokenizer:
+  """The tokenizer of the run that has saved a checkpoint."""
+  config = _config_of_run(folder)
+  prompts = ml_collections.ConfigDict(config["prompts"])
+  return make_tokenizer(config["tokenizer"], prompts, config["model"]["checkpoint"])
+
+
+def _config_of_run(folder: Path) -> Mapping[str, Any]:
+  path = folder.parent.parent / "config.json"
+  if not folder.is_dir() or not path.exists():
+    steps = saved_steps(folder.parent) if folder.parent.is_dir() else []
+    raise ValueError(
+      f"{_FIELD} = '{folder}' has no checkpoint of a run with a config.json; its steps: {steps}"
+    )
+  return read_config(path)
+
+
+def check_same_tokens(owner: str, theirs: Tokenizer, ours: Tokenizer) -> None:
+  """Raises ValueError unless every token of `ours` has the same id in `theirs`.
+
+  Args:
+    owner: field and value that name the teacher.
+    theirs: the teacher's tokenizer.
+    ours: the policy's.
+  """
+  found, expected = theirs.vocabulary(), ours.vocabulary()
+  differing = sum(found.get(token) != number for token, number in expected.items())
+  if differing:
+    token = next(token for token, number in expected.items() if found.get(token) != number)
+    raise ValueError(
+      f"{owner} has another tokenizer ({type(theirs).__name__}) than the policy: {differing} of"
+      f" {len(expected)} tokens differ, such as {token!r}, id {expected[token]} of the policy and"
+      f" {found.get(token)} of the teacher; choose a teacher of the same tokenizer"
+    )

@@ -1,0 +1,148 @@
+"""Updates with a teacher: micro-batches, meshes, statistics, veto; without a weight bit for bit."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from oracles.updates import (
+  CONFIG,
+  G,
+  P,
+  T,
+  gradient_of,
+  in_rows,
+  make_batch,
+  make_method,
+  relative_distance,
+  small_model,
+)
+
+from rlvr_jax import distillation, losses, reweighting
+from rlvr_jax.geometry import streaming
+from rlvr_jax.ops.reductions import values
+from rlvr_jax.ops.veto import negative_advantage_veto
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.build import gram_context
+from rlvr_jax.update.accumulate import update_gradient
+from rlvr_jax.update.step import initial_state, train_step
+from rlvr_jax.update.teaching import Teaching
+
+
+@functools.cache
+def taught(name, *, weight=0.5, reward_weight=1.0):
+  made = getattr(distillation, name)()
+  return Teaching(made, weight, reward_weight, temperature=1.0, names=("teacher",))
+
+
+def scored(batch, seed=1):
+  """The batch with a teacher's log-probabilities."""
+  rng, dtype = np.random.default_rng(seed), batch.mask.dtype
+  return dataclasses.replace(
+    batch,
+    teacher_logprobs=(rng.normal(size=(P, G, T)) * 0.3 - 3.4).astype(dtype),
+    teacher_entropy=np.full((P, G, T), 0.7, dtype),
+  )
+
+
+@pytest.mark.parametrize("name", ["opd", "opd_score"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "m2po"])
+def test_micro_batches_add_up_to_one_batch(x64, name, loss):
+  """m2po's bounds are statistics of the full batch's coefficients, the teacher's part included."""
+  method = make_method(
+    "float64",
+    loss=getattr(losses, loss)(),
+    teaching=taught(name),
+    veto=_VETO,
+    reference_kl=0.1,
+  )
+  params = method.model.init(jax.random.key(0))
+  batch = scored(make_batch(np.float64))
+  (_, metrics), gradient = gradient_of(method, batch, params)
+  (_, split_metrics), split = gradient_of(method, in_rows(batch, rows=4), params)
+  assert relative_distance(split, gradient) < 1e-12
+  for key, value in values(metrics).items():
+    np.testing.assert_allclose(values(split_metrics)[key], value, rtol=1e-9, err_msg=key)
+  (_, _), plain = gradient_of(method._replace(teaching=None), batch, params)
+  assert relative_distance(plain, gradient) > 0.1
+
+
+_VETO = negative_advantage_veto(threshold=0.8)
+
+
+def test_a_mesh_makes_the_same_update_after_a_reweighting():
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  terms = dict(teaching=taught("opd"), reweighting=reweighting.salt(), gram=streaming())
+  batch = scored(make_batch())
+  alone = make_method(**terms)
+  alone = alone._replace(gram_context=gram_context(alone.model, None, 1.0))
+  params = alone.model.init(jax.random.key(0))
+  (_, _), gradient = gradient_of(alone, batch, params)
+  method = make_method(mesh=mesh, **terms)
+  method = method._replace(gram_context=gram_context(method.model, mesh, 1.0))
+  placed = jax.device_put(params, sharding.state_shardings(params, mesh))
+  (_, _), on_mesh = gradient_of(method, in_rows(batch, rows=1, mesh=mesh), placed)
+  assert relative_distance(on_mesh, gradient) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["opd", "opd_score"])
+def test_without_a_weight_the_update_is_that_of_the_reward_bit_for_bit(name):
+  """The teacher is measured all the same."""
+  batch = in_rows(scored(make_batch()), rows=4)
+  states = {}
+  for label, teaching in (("reward", None), ("measured", taught(name, weight=0.0))):
+    method = make_method(teaching=teaching)
+    state = initial_state(method, method.model.init(jax.random.key(0)), 0.7)
+    step = jax.jit(functools.partial(train_step, method=method))
+    states[label], metrics = step(state, {}, batch)
+  jax.tree.map(np.testing.assert_array_equal, states["reward"], states["measured"])
+  np.testing.assert_allclose(metrics["teacher/entropy"], 0.7, rtol=1e-6)
+  assert metrics["teacher/kl_k3"] > 0
+
+
+def test_alone_rewards_change_nothing():
+  method = make_method(teaching=taught("opd", reward_weight=0.0))
+  params = method.model.init(jax.random.key(0))
+  batch = scored(make_batch())
+  (_, _), gradient = gradient_of(method, batch, params)
+  others = dataclasses.replace(batch, rewards=1 - batch.rewards, correct=1 - batch.correct)
+  (_, _), of_others = gradient_of(method, others, params)
+  assert relative_distance(of_others, gradient) == 0
+
+
+@pytest.mark.parametrize("name", ["kl", "vopd"])
+def test_whole_distributions_in_micro_batches_and_on_a_mesh(name):
+  """The teacher is a network of another shape; its forward pass is a part of the update."""
+  batch = make_batch()
+  own = dataclasses.replace(CONFIG, width=24, num_layers=1)
+  teacher = small_model(own)
+  policy = (teacher.init(jax.random.key(7)), {})
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  found = {}
+  for label, rows, on in (("whole", 10**6, None), ("rows", 4, None), ("mesh", 1, mesh)):
+    teaching = taught(name)._replace(model=small_model(own, on))
+    method = make_method(teaching=teaching, mesh=on)
+    params = method.model.init(jax.random.key(0))
+    in_place = policy
+    if on is not None:
+      place = lambda tree, on=on: jax.device_put(tree, sharding.state_shardings(tree, on))
+      params, in_place = place(params), (place(policy[0]), {})
+    coefficients = method.advantage.apply((), batch)
+    packed = in_rows(batch, rows=rows, mesh=on, several=None)
+    run = jax.jit(functools.partial(update_gradient, method=method))
+    found[label] = run(params, {}, packed, coefficients, jax.random.key(0), teacher=in_place)
+  (_, metrics), gradient = found["whole"]
+  for label in ("rows", "mesh"):
+    (_, others), other = found[label]
+    assert relative_distance(other, gradient) < 2e-5
+    for key in ("teacher/divergence", "teacher/kl_k1", "teacher/entropy"):
+      np.testing.assert_allclose(values(others)[key], values(metrics)[key], rtol=1e-4)
+  alone = make_method(teaching=taught(name)._replace(model=small_model(CONFIG)))
+  params = alone.model.init(jax.random.key(0))
+  run = jax.jit(functools.partial(update_gradient, method=alone))
+  coefficients = alone.advantage.apply((), batch)
+  (_, same), _ = run(
+    params, {}, in_rows(batch, rows=4), coefficients, jax.random.key(0), teacher=(params, {})
+  )
+  assert abs(values(same)["teacher/divergence"]) < 1e-6  # a teacher that is the student
