@@ -237,6 +237,7 @@ class _Place(NamedTuple):
   begun: int  # number of the next batch to begin
   draws: int  # of the next draw
   version: int = 0  # of the newest policy that was offered
+  added: tuple[Batch, ...] = ()  # complete since the last call of `Batches.added`
 
 
 class Batches:
@@ -257,7 +258,6 @@ class Batches:
     self._spare: list[_Complete] = []  # draws that the next batch takes groups of
     self._place = _Place(Position(problems=inputs.problems.get_state()), 0, 0)
     self._cache: dict[int, Batch] = {}
-    self._added: list[Batch] = []  # since the last call of `added`
 
   # --- as the loop sees it ------------------------------------------------------------------------
 
@@ -298,7 +298,8 @@ class Batches:
         self._set_aside(number, why)
       else:
         self._inputs.problems.set_state(dict(stored.after.problems))
-        self._place = _Place(stored.after, number + 1, stored.after.draws, version)
+        draws = stored.after.draws
+        self._place = self._place._replace(position=stored.after, begun=number + 1, draws=draws)
         self._add_batch(stored)
 
   def take(self, number: int, before_waiting: Callable[[], None] = lambda: None) -> Batch:
@@ -322,9 +323,10 @@ class Batches:
       return read_batch(self._store, number)
     return self._cache[number]
 
-  def added(self) -> list[Batch]:
+  def added(self) -> Sequence[Batch]:
     """The batches that have become complete since the last call, in order."""
-    added, self._added = self._added, []
+    added = self._place.added
+    self._place = self._place._replace(added=())
     return added
 
   def forget(self, before: int) -> None:
@@ -505,7 +507,7 @@ class Batches:
     """Keeps a batch in memory if there is room; the first ones are needed first."""
     if len(self._cache) < _MAX_CACHED:
       self._cache[batch.number] = batch
-    self._added.append(batch)
+    self._place = self._place._replace(added=(*self._place.added, batch))
 
   # --- the store ----------------------------------------------------------------------------------
 
