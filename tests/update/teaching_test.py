@@ -146,3 +146,18 @@ def test_whole_distributions_in_micro_batches_and_on_a_mesh(name):
     params, {}, in_rows(batch, rows=4), coefficients, jax.random.key(0), teacher=(params, {})
   )
   assert abs(values(same)["teacher/divergence"]) < 1e-6  # a teacher that is the student
+
+
+@pytest.mark.parametrize("loss", [losses.ppo_clip(), losses.kl_cov(share=0.3)], ids=str)
+def test_a_teacher_s_advantages_are_coefficients_by_token(x64, loss):
+  """In the loss and in its statistics; with the sampler in the difference they are known before."""
+  made = distillation.opd(student="behavior")
+  teaching = Teaching(made, 0.5, 2.0, temperature=1.0, names=("teacher",))
+  method = make_method("float64", loss=loss)
+  params = method.model.init(jax.random.key(0))
+  batch = in_rows(scored(make_batch(np.float64)), rows=4)
+  coefficients = method.advantage.apply((), batch)
+  by_token = 2.0 * coefficients[..., None] + 0.5 * made.advantage(batch.behavior_logprobs, batch)
+  (_, _), expected = gradient_of(method, batch, params, by_token)
+  (_, _), found = gradient_of(method._replace(teaching=teaching), batch, params, coefficients)
+  assert relative_distance(found, expected) < 1e-12
