@@ -13,6 +13,7 @@ import numpy as np
 
 from rlvr_jax import specs
 from rlvr_jax.data import Tokenizer
+from rlvr_jax.data.by_name import make_tokenizer
 from rlvr_jax.evaluate.figures import COLORS
 from rlvr_jax.evaluate.pass_at_k import wilson_interval
 from rlvr_jax.rollouts.batches import Batch, read_batch, token_versions
@@ -21,7 +22,6 @@ from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.claim import WorkdirError
 from rlvr_jax.train.checkpointing.workdir import read_config
 from rlvr_jax.train.setup.build import make_schedule
-from rlvr_jax.train.setup.tokenizers import make_tokenizer
 
 # Kind of a rollout → color. A response at the length limit is "cut off", whatever its grade.
 KINDS = {

@@ -27,6 +27,7 @@ import ml_collections
 from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.costs.chips import CHIPS
 from rlvr_jax.data import Problem, Task, Tokenizer
+from rlvr_jax.data.by_name import make_tokenizer
 from rlvr_jax.data.tokenizer import encode_first_turn, encode_prompt
 from rlvr_jax.models.huggingface import open_tensors
 from rlvr_jax.ops.keys import seeds_for
@@ -50,7 +51,6 @@ from rlvr_jax.train.setup.grading import (
   used_graders,
 )
 from rlvr_jax.train.setup.problem_filters import describe_long_texts
-from rlvr_jax.train.setup.tokenizers import make_tokenizer
 from rlvr_jax.train.start import parameters
 from rlvr_jax.train.start.every_line import check_every_line
 

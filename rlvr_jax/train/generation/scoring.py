@@ -49,13 +49,30 @@ class ScorerSettings(NamedTuple):
   diagnose_every: int
 
 
-class Scorer:
-  """Computes log-probabilities of batches under the current and the initial policy.
+@dataclasses.dataclass(frozen=True)
+class _OtherPolicies:
+  """The parameters, beside the trained ones now, with which batches are scored.
 
   Attributes:
-    teacher: (trained, frozen) parameters of the teacher that every update compares the policy's
-      distributions with; None if there is none, or its log-probabilities are enough.
+    frozen: the parameters that are not trained.
+    initial: the trained parameters before the first update; None if nothing needs them.
+    teachers: of the run, each with its own parameters; {} if it has the policy's.
+    prompts: of the teachers; None: they have the policy's.
   """
+
+  frozen: Params
+  initial: Params | None
+  teachers: Sequence[tuple[Teacher, Params]]
+  prompts: TeacherPrompts | None
+
+  def teacher(self, number: int, current: Params | None) -> tuple[Params, Params]:
+    """(trained, frozen) parameters of a teacher; `current`: of the policy."""
+    teacher, own = self.teachers[number]
+    return teacher.policy(own, self.initial, self.frozen, current)
+
+
+class Scorer:
+  """Computes log-probabilities of batches under the current, the initial and a teacher's policy."""
 
   def __init__(
     self,
@@ -77,17 +94,23 @@ class Scorer:
       log: counts the forward passes.
       teachers, teacher_prompts: of the run.
     """
-    self._settings, self._rows, self._frozen = settings, rows, frozen
+    self._settings, self._rows = settings, rows
     self._programs, self._log = programs, log
     # Kept only if they are used: they take as much memory as the policy.
     keep = settings.has_reference or settings.diagnose_every
     keep = keep or any(teacher.checkpoint == INITIAL for teacher in teachers)
-    self._initial = initial if keep else None
-    self._teachers = [(t, t.read() if t.read else {}) for t in teachers]
-    self._teacher_prompts = teacher_prompts
-    self.teacher = self._teacher_policy(0, initial) if settings.compares else None
+    own = [(teacher, teacher.read() if teacher.read else {}) for teacher in teachers]
+    self._others = _OtherPolicies(frozen, initial if keep else None, own, teacher_prompts)
     self._scored_at: dict[int, int] = {}  # update at which π_prox was computed, by batch
     self._scores: dict[int, dict[str, np.ndarray]] = {}  # scores by name, by batch
+
+  @property
+  def teacher(self) -> tuple[Params, Params] | None:
+    """(trained, frozen) parameters of the teacher that every update compares distributions with.
+
+    None if there is none, or its log-probabilities are enough.
+    """
+    return self._others.teacher(0, None) if self._settings.compares else None
 
   def prepare(self, sampled: Batch, state: TrainState, step: int) -> TrainBatch:
     """The batch of an update, with the log-probabilities that it needs.
@@ -104,8 +127,8 @@ class Scorer:
       batch = permute_rewards(batch, np.random.default_rng([settings.seed, number]))
     scores: dict[str, Any] = self._scores.setdefault(number, {})
     if settings.has_reference and "reference_logprobs" not in scores:
-      scores["reference_logprobs"] = self.score(self._initial, batch)
-    if self._teachers and self.teacher is None and "teacher_logprobs" not in scores:
+      scores["reference_logprobs"] = self.score(self._others.initial, batch)
+    if self._others.teachers and not settings.compares and "teacher_logprobs" not in scores:
       scores |= self.teach(batch, sampled.groups, state.params)
     if settings.has_proximal:
       every, scored_at = settings.proximal_every, self._scored_at.get(number)
@@ -150,7 +173,7 @@ class Scorer:
 
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
-    return self._run(self._programs.score, (params, self._frozen), batch)[0]
+    return self._run(self._programs.score, (params, self._others.frozen), batch)[0]
 
   def teach(
     self, batch: TrainBatch, groups: Sequence[Group], current: Params
@@ -167,25 +190,21 @@ class Scorer:
     # Routes are of the policy's experts.
     batch = dataclasses.replace(batch, routes=None, prompt_routes=None)
     numbers = np.zeros(len(groups), np.int32)
-    if len(self._teachers) > 1:
-      names = [teacher.name for teacher, _ in self._teachers]
+    others = self._others
+    if len(others.teachers) > 1:
+      names = [teacher.name for teacher, _ in others.teachers]
       numbers[:] = [names.index(group.samples[0]["teacher"]) for group in groups]
-    if self._teacher_prompts is not None:
-      batch = dataclasses.replace(batch, prompts=self._teacher_prompts.of_groups(groups))
+    if others.prompts is not None:
+      batch = dataclasses.replace(batch, prompts=others.prompts.of_groups(groups))
     sums = [np.zeros(batch.mask.shape, np.float32) for _ in range(2)]
     for number in np.unique(numbers).tolist():
       # Rollouts of other teachers take no place in the rows, and have zeros.
       mask: Any = np.where((numbers == number)[:, None, None], batch.mask, 0)
       own = dataclasses.replace(batch, mask=mask)
-      found = self._run(self._programs.teach[number], self._teacher_policy(number, current), own)
+      found = self._run(self._programs.teach[number], others.teacher(number, current), own)
       sums = [total + part for total, part in zip(sums, found, strict=True)]
     scores = dict(zip(("teacher_logprobs", "teacher_entropy"), sums, strict=True))
-    return scores | ({"teachers": numbers} if len(self._teachers) > 1 else {})
-
-  def _teacher_policy(self, number: int, current: Params) -> tuple[Params, Params]:
-    """(trained, frozen) parameters of a teacher; `current`: of the policy."""
-    teacher, own = self._teachers[number]
-    return teacher.policy(own, self._initial, self._frozen, current)
+    return scores | ({"teachers": numbers} if len(others.teachers) > 1 else {})
 
   def _run(
     self,
@@ -202,8 +221,9 @@ class Scorer:
     """
     self._log.count_scored(batch)
     placement = self._rows.placement(lambda: batch)
-    if self._teacher_prompts is not None and program is not self._programs.score:
-      placement = dataclasses.replace(placement, row_layout=self._teacher_prompts.row_layout)
+    prompts = self._others.prompts
+    if prompts is not None and program is not self._programs.score:
+      placement = dataclasses.replace(placement, row_layout=prompts.row_layout)
     scores = program(*policy, placement.pack_to_devices(drop_scores(batch)))
     return sharding.to_host(scores)
 
@@ -214,7 +234,8 @@ class Scorer:
     every = self._settings.diagnose_every
     if not every or step % every:
       return {}, {}
-    return self._programs.measure(state, self._frozen, self._initial, batch, self.teacher)
+    others = self._others
+    return self._programs.measure(state, others.frozen, others.initial, batch, self.teacher)
 
 
 def measure_entropy(

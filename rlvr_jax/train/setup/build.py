@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from rlvr_jax import advantages, corrections, geometry, losses, reweighting, specs
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.data import Task, Tokenizer, tasks
+from rlvr_jax.data.by_name import make_tokenizer
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import model_settings
@@ -89,7 +90,6 @@ from rlvr_jax.train.setup.teachers import (
   make_teaching,
   read_problem,
 )
-from rlvr_jax.train.setup.tokenizers import make_tokenizer
 from rlvr_jax.types import BatchShape, Params
 from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import REFERENCE_KL_ESTIMATORS, Method

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from rlvr_jax import distillation, specs
 from rlvr_jax.data import Problem, Tokenizer
+from rlvr_jax.data.by_name import make_tokenizer
 from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.losses import Loss
 from rlvr_jax.models.functional import Model, transformer
@@ -30,7 +31,6 @@ from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError, read_params, saved_steps
 from rlvr_jax.train.checkpointing.workdir import read_config
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.tokenizers import make_tokenizer
 from rlvr_jax.types import Params, Prompts
 from rlvr_jax.update.teaching import Teaching
 

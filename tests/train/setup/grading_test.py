@@ -13,6 +13,7 @@ from train import tiny
 
 from rlvr_jax.codejudge import cgroups
 from rlvr_jax.data import Problem, Task
+from rlvr_jax.data.by_name import make_tokenizer
 from rlvr_jax.data.byte_pairs import save, train_byte_pairs
 from rlvr_jax.data.sources import Candidates, Chosen, Concatenated, Generated
 from rlvr_jax.data.task_utils import BY_REFERENCE
@@ -33,7 +34,6 @@ from rlvr_jax.train.setup.grading import (
   start_pools,
   with_graders,
 )
-from rlvr_jax.train.setup.tokenizers import make_tokenizer
 from rlvr_jax.train.start import every_line
 from rlvr_jax.train.start.every_line import check_every_line
 

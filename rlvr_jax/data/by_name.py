@@ -1,15 +1,15 @@
-"""The tokenizer of a run."""
+"""Tokenizers by name: "bytes", "checkpoint" or a folder in a configuration."""
 
 from __future__ import annotations
 
-import ml_collections
+from collections.abc import Mapping
 
-from rlvr_jax.data import ByteTokenizer, Tokenizer
 from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
+from rlvr_jax.data.tokenizer import ByteTokenizer, Tokenizer
 from rlvr_jax.ops.checks import check_choice
 
 
-def make_tokenizer(name: str, prompts: ml_collections.ConfigDict, checkpoint: str) -> Tokenizer:
+def make_tokenizer(name: str, prompts: Mapping[str, str], checkpoint: str) -> Tokenizer:
   """The tokenizer of a run.
 
   Args:
@@ -19,7 +19,7 @@ def make_tokenizer(name: str, prompts: ml_collections.ConfigDict, checkpoint: st
   Raises:
     ValueError: it does not exist, or has no chat template although one is needed.
   """
-  check_choice("config.prompts", "format", prompts.format, ("plain", "chat"))
+  check_choice("config.prompts", "format", prompts["format"], ("plain", "chat"))
   if name == "bytes":
     for field, plain in (("format", "plain"), ("system", ""), ("template", "")):
       if prompts[field] != plain:
@@ -36,12 +36,12 @@ def make_tokenizer(name: str, prompts: ml_collections.ConfigDict, checkpoint: st
   try:
     return HuggingFaceTokenizer(
       checkpoint if name == "checkpoint" else name,
-      prompt_format=prompts.format,
-      system_prompt=prompts.system,
-      chat_template=prompts.template,
+      prompt_format=prompts["format"],
+      system_prompt=prompts["system"],
+      chat_template=prompts["template"],
     )
   except (ImportError, OSError, ValueError) as error:
     raise ValueError(
       f"config.tokenizer = {name!r} is not 'bytes', 'checkpoint' or the folder of a tokenizer that"
-      f" can be used with config.prompts = {prompts.to_dict()}: {error}"
+      f" can be used with config.prompts = {dict(prompts)}: {error}"
     ) from error
