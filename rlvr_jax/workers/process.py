@@ -178,8 +178,8 @@ class WorkerProcess:
     """Reads what is there, when there is something; yields the complete lines.
 
     Raises:
-      BrokenWorkerError: the worker has ended, or has sent what is not its protocol. Lines before that
-        one come first: they say which session runs, and so whose fault it is.
+      BrokenWorkerError: the worker has ended, or has sent what is not its protocol. Lines before
+        that one come first: they say which session runs, and so whose fault it is.
     """
     try:
       data = os.read(self.stdout.fileno(), _PART)
