@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import IO, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -174,28 +174,31 @@ class WorkerProcess:
     except BrokenPipeError:
       self._outgoing.clear()  # the worker has died or is dying; reading will report it
 
-  def receive(self) -> list[Message]:
-    """Reads what is there, when there is something; returns the complete lines.
+  def receive(self) -> Iterator[Message]:
+    """Reads what is there, when there is something; yields the complete lines.
 
     Raises:
-      BrokenWorkerError: the worker has ended, or has sent what is not its protocol.
+      BrokenWorkerError: the worker has ended, or has sent what is not its protocol. Lines before
+        that one come first: they say which session runs, and so whose fault it is.
     """
     try:
       data = os.read(self.stdout.fileno(), _PART)
     except BlockingIOError:
-      return []
+      return
     if not data:
       self.kill()
       raise BrokenWorkerError(f"{DIED}: {_describe_exit(self._child.process)}")
     self._incoming += data
     *lines, rest = self._incoming.split(b"\n") if b"\n" in data else [self._incoming]
     self._incoming = rest
+    for line in lines:
+      try:
+        message = json.loads(line)
+      except ValueError as error:
+        raise BrokenWorkerError("its process sent a line that is not JSON") from error
+      yield message
     if len(rest) > _MAX_LINE:
       raise BrokenWorkerError(f"its process sent a line of over {_MAX_LINE} bytes")
-    try:
-      return [json.loads(line) for line in lines]
-    except ValueError as error:
-      raise BrokenWorkerError("its process sent a line that is not JSON") from error
 
   # --- its end
 

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -81,6 +82,17 @@ def test_a_broken_protocol_costs_its_request(line):
     assert _ask(pool, other, "add", 1) == 1
     assert _ask(pool, Session(), "forge", line).kind == "failed"
     assert _ask(pool, other, "add", 1) == 2
+
+
+def test_a_broken_line_costs_its_request_however_late_it_is_read(tmp_path):
+  """While the pool's thread is held up, all that the worker sends comes together."""
+  log = tmp_path / "log"
+  with _pool(log=str(log)) as pool:
+    for request in range(2):
+      slow = pool.submit(Session(), encode(("add", request)))
+      slow.add_done_callback(lambda _: time.sleep(0.5))
+    assert pool.submit(Session(), encode(("forge", "junk"))).result(WAIT_S).kind == "failed"
+  assert log.read_text().split().count("forged") == 1
 
 
 def test_sessions_are_closed_once(tmp_path):

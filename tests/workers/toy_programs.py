@@ -37,6 +37,8 @@ class Toy:
       case "enough":
         raise _Enough(value)
       case "forge":  # guesses the descriptor of the protocol
+        with open(self.log, "a") as file:
+          file.write("forged\n")
         for descriptor in range(3, 16):
           try:
             os.write(descriptor, value.encode() + b"\n")

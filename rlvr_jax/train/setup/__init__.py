@@ -12,5 +12,5 @@ __all__ = [
   "initial_params",
   "problem_filters",
   "programs",
-  "tokenizers",
+  "teachers",
 ]
