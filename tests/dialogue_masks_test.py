@@ -48,6 +48,7 @@ P, G, T, LONGEST = 4, 4, 13, 6  # tokens: of a response, and of the policy in it
 # Of the policy's tokens: two in a turn, at whose last one is its score.
 TURNS = np.arange(LONGEST) // 2 * 2
 PER_TOKEN = ("behavior_logprobs", "proximal_logprobs", "reference_logprobs")
+PER_TOKEN += ("squared_probabilities",)
 
 
 @functools.cache
@@ -69,6 +70,7 @@ def case():
   values |= dict(policy=near(0.5), entropy=rng.random(places.shape))
   is_scored = (np.arange(LONGEST) % 2 == 1) & (rng.random(places.shape) < 0.8)
   values["turn_scores"] = np.where(is_scored, rng.normal(size=places.shape), np.nan)
+  values["squared_probabilities"] = np.exp(2 * values["policy"]) + rng.random(places.shape)
   return values, places, present
 
 
@@ -105,6 +107,9 @@ def _lay(places, fill):
     sources=np.arange(P) % 2,
     turns=lay(np.broadcast_to(TURNS, places.shape), 1.0).astype(np.int32),
     turn_scores=lay(scores, np.nan),
+    rewards_by_name=rewards[..., None],
+    policy_logprobs=laid["policy"],
+    squared_norms=1.0 + rewards,
     **{name: laid[name] for name in PER_TOKEN},
   )
   return jnp.asarray(laid["policy"]), jnp.asarray(laid["entropy"]), batch

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from oracles.batches import with_needs
 from oracles.updates import P, gradient_of, in_rows, make_batch, make_method
 
 from rlvr_jax import advantages, geometry, losses, reweighting
@@ -90,7 +91,7 @@ def check_updates(single, others, estimators):
   batch, _ = batch_and_params()
   for advantage in estimators:
     estimator = ESTIMATORS[advantage]
-    coefficients = estimator.apply(estimator.init(jnp.float64(0.7)), batch)
+    coefficients = estimator.apply(estimator.init(jnp.float64(0.7)), with_needs(batch))
     (expected, metrics), gradient = single(coefficients)
     numbers = values(metrics)
     assert all(_is_finite(metric) for metric in metrics.values()), (advantage, metrics)
@@ -148,9 +149,10 @@ def test_every_combination_makes_the_same_update(x64, loss, veto, reweighter):
 def test_every_estimator_steps(x64, advantage):
   """The whole jitted train step with the estimator and its state inside."""
   batch, params = batch_and_params()
+  batch = dataclasses.replace(batch, rewards_by_name=batch.rewards[..., None])
   batch = in_rows(batch, rows=8)
   method = method_of("ppo_clip", "veto", "none")
-  method = method._replace(advantage=ESTIMATORS[advantage])
+  method = method._replace(advantage=ESTIMATORS[advantage], gram=geometry.streaming())
   state = initial_state(method, params, jnp.float64(0.7))
   state, metrics = jax.jit(functools.partial(train_step, method=method))(state, {}, batch)
   assert not any(bool(jnp.isinf(x)) for x in metrics.values()), metrics  # NaN: over nothing
