@@ -122,8 +122,8 @@ class Sandbox:
       program: "mode" ("calls", "cases" or "last") and "sources", see `harness`.
       task: the tests, see `harness.judge.judge`; the program's process never has them.
       time_limit_s: total processor time of all processes, seconds; also the limit on the time in
-        which none of them runs, or waits for a core or the disk. Without isolation neither is
-        measured, and this is the limit of wall-clock time.
+        which none of them runs, or waits for a core or the disk. Without isolation neither time
+        is measured, and time_limit_s limits the wall-clock time.
       memory_mib: address space of each process, and total memory of all processes, MiB.
       on_asleep: called at most once, when the program sleeps and leaves its core to others.
     Returns:

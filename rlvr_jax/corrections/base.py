@@ -67,10 +67,10 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
     return loss
   if loss.ratio_to == "sampler":
     raise ValueError(
-      "the loss has importance weights for the sampler itself, so a correction would count them"
-      " twice; choose correction = 'none', or a loss with PPO's ratio (ppo_clip, cispo, gspo, gmpo,"
-      " sapo, clip_cov, kl_cov) or without a ratio (reinforce); if the loss is your own, set its"
-      " field ratio_to"
+      "the loss takes account of the sampler itself, and a correction would do so twice; choose"
+      " correction = 'none', or a loss with PPO's ratio (ppo_clip, cispo, gspo, gmpo, sapo,"
+      " clip_cov, kl_cov) or without a ratio (reinforce without truncation); if the loss is your"
+      " own, set its field ratio_to"
     )
   three = loss.ratio_to == "old" and correction.policies == 3
   if loss.ratio_to == "old" and not three and correction.weighs:

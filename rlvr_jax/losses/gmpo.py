@@ -18,7 +18,7 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Loss:
   vetoing a token removes exactly its gradient. Intended for the aggregation `sequence_mean`.
 
   Args:
-    epsilon_low, epsilon_high: ≥ 0, nats: bounds of log ρ.
+    epsilon_low, epsilon_high: ≥ 0, nats; log ρ is clipped to [−ε_low, ε_high].
   Source: "Geometric-Mean Policy Optimization" (arXiv:2507.20673).
   """
   check_between("gmpo", "epsilon_low", epsilon_low, low=0.0)

@@ -125,7 +125,8 @@ class GraderPool(PoolOwner):
       that references name (see `by_name`) are loaded within an item's time limit.
     on_grade: called by a thread of the pool at every grade; shows that grading makes progress.
   Raises:
-    ValueError: an argument out of range, an unknown grader, or an environment that is not text.
+    ValueError: an argument out of range, an unknown grader, or environment variables that are not
+      text.
     GraderStartError: the grader cannot be loaded, or its self-test fails.
   """
 

@@ -482,5 +482,5 @@ def _count(value: object) -> int:
 
 def _text(value: object) -> str:
   if not isinstance(value, str):
-    raise FormatError(f"{value!r:.80} where a text is expected")
+    raise FormatError(f"found {value!r:.80}, expected a text")
   return value

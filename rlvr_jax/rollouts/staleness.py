@@ -227,12 +227,16 @@ class Schedule(NamedTuple):
     return statistics.median_high(counts) if counts and not self.threaded else 1
 
 
+class PlanError(ValueError):
+  """A schedule trains on a batch that is not sampled yet or not kept any more."""
+
+
 def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
   """Plans each update: (number of the batch it trains on, version that samples that batch).
 
   Raises:
-    ValueError: sampling goes on during updates, so that the plan is not known beforehand; or an
-      update trains on a batch that has not been sampled yet or is no longer kept.
+    ValueError: sampling goes on during updates, so that the plan is not known beforehand.
+    PlanError: an update trains on a batch that has not been sampled yet or is no longer kept.
   """
   if schedule.threaded:
     raise ValueError("a real-time schedule has no plan; read the versions of its rollouts")
@@ -244,10 +248,11 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
     oldest_batch = max(oldest_batch, schedule.first(t))
     batch = schedule.batch(t)
     if not oldest_batch <= batch < len(sampled_by):
-      raise ValueError(
-        f"update {t} trains on batch {batch}, but only batches {oldest_batch} to"
-        f" {len(sampled_by) - 1} are sampled and kept by then; fix the schedule's limit, batch or"
-        " first"
+      there = f"only batches {oldest_batch} to {len(sampled_by) - 1} are sampled and kept by then"
+      if oldest_batch >= len(sampled_by):
+        there = "no batch is sampled and kept by then"
+      raise PlanError(
+        f"update {t} trains on batch {batch}, but {there}; fix the schedule's limit, batch or first"
       )
     batches.append((batch, sampled_by[batch]))
   return batches

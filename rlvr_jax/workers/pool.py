@@ -210,7 +210,7 @@ class Pool:
 
   @property
   def ready(self) -> Any:
-    """What a worker's program said at its start."""
+    """What a worker's program returned when it started."""
     return self._ready.result(0)
 
   def num_unanswered(self) -> int:

@@ -82,7 +82,7 @@ _waiter = contextvars.ContextVar("waiter", default=_wait_alone)
 
 
 def waiting(limit_s: float) -> AbstractContextManager[None]:
-  """While in this context, a request waits for another program, and other requests go on.
+  """A request in this context waits for another program; meanwhile other requests go on.
 
   A worker runs the code of one request at a time, under the pool's limit of wall-clock time. What
   is done in this context, such as reading from a socket, runs beside others' code, and has its own

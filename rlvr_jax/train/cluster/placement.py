@@ -22,7 +22,7 @@ class Placement:
     compared_mesh: where sampler and trainer are compared: `mesh`, if the policy that samples is on
       its devices; otherwise those of `generation_mesh`.
     row_layout: of the rollouts of a training batch.
-    compared_layout: of the rollouts that are compared.
+    compared_layout: of the rows in which sampler and trainer are compared.
     state: the train state, as shapes, dtypes and shardings.
     base: all parameters of the network, likewise.
     frozen: the parameters that are not trained, likewise; {} if all are trained.

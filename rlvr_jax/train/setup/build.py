@@ -95,6 +95,7 @@ from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import REFERENCE_KL_ESTIMATORS, Method
 
 _MAX_UPDATES = 10_000_000  # schedules are planned for all updates
+_MAX_PLANNED = 10_000  # updates for which a schedule is checked at the start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -517,9 +518,11 @@ def make_schedule(name: str, *, num_updates: int, seed: int) -> staleness.Schedu
     kind = staleness.Schedule
     schedule: staleness.Schedule
     schedule = specs.make("config.schedule", staleness, name, kind, **run_values)
-    return schedule
-  except StoreError as error:
+    if not schedule.threaded:
+      staleness.plan(schedule, min(num_updates, _MAX_PLANNED))
+  except (StoreError, staleness.PlanError) as error:
     raise ValueError(f"config.schedule = {name!r}: {error}") from error
+  return schedule
 
 
 def make_generation_mesh(settings: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:

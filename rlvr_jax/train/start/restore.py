@@ -146,7 +146,7 @@ def find_resumable(
 def describe_layout(
   placement: Placement, compiler_options: CompilerOptions, *, slots: int
 ) -> dict[str, JSON]:
-  """What changes a run's results by rounding alone: its machine, and how work is laid out there.
+  """The machine, and how work is laid out on it: these change results by rounding alone.
 
   The run's rows do so too, see `rows.row_fields`.
 
