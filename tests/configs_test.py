@@ -187,3 +187,10 @@ def test_another_slice_is_refused():
     _module("full_size.fade_qwen25_7b").get_config("v9")
   with pytest.raises(ValueError, match=r"no settings for the slice 'v5e:8x8', only for"):
     _module("full_size.gsm8k_qwen25_05b").get_config("v5e:8x8")
+
+
+def test_a_schedule_that_samples_too_late_is_refused():
+  with pytest.raises(
+    ValueError, match=r"'train\.sums:too_late': update 0 trains on batch 0, but no batch is sampled"
+  ):
+    make_schedule("train.sums:too_late", num_updates=3, seed=0)

@@ -38,3 +38,10 @@ def sums(*, train_size=1000, warm_start_size=80, held_out_size=10, long_from=Non
     held_out=Sums(held_out_size, seed=3_000_000),
     grader="rewards.user_graders:unhurried",
   )
+
+
+def too_late():
+  """A schedule that samples no batch before the first update."""
+  from rlvr_jax.rollouts.staleness import Schedule, same_number  # not where problems are graded
+
+  return Schedule(limit=lambda v: v, batch=same_number, first=same_number, open_ended=True)
