@@ -1,4 +1,4 @@
-"""Weights and masks for a sampler that is not the trainer, around losses with PPO's ratio or none."""
+"""Weights and masks for a sampler that is not the trainer, around a loss."""
 
 from rlvr_jax.corrections.base import Correction as Correction
 from rlvr_jax.corrections.base import corrected as corrected

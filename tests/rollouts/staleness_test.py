@@ -305,7 +305,7 @@ def test_asynchronous_is_left_to_the_clock():
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    ({"limit": lambda v: v}, "update 0 trains on batch 0, but only batches 0 to -1"),
+    ({"limit": lambda v: v}, "update 0 trains on batch 0, but no batch is sampled"),
     ({"batch": lambda t: t + 1}, "update 0 trains on batch 1"),
     ({"batch": lambda t: 0}, "update 1 trains on batch 0, but only batches 1 to 1"),
   ],
