@@ -13,6 +13,7 @@ from rlvr_jax.costs.chips import find_chip
 from rlvr_jax.costs.memory import Table
 from rlvr_jax.costs.programs import Lower
 from rlvr_jax.costs.report import Cost, Counts
+from rlvr_jax.models.memory import shard_bytes
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.programs import abstract_teacher, abstract_update_batch
@@ -78,7 +79,18 @@ def memory_tables(run: Parts, *, compiled: bool) -> dict[str, Table]:
     if not run.method.compares:  # else the update has its forward pass
       lowered |= programs.teacher_lowerings(run.programs, run.teachers, run.placement, batch)
     tables |= memory.compiled_bytes(lowered, run.placement, engine)
-  return tables
+  if not keeps_first_policy(run):
+    return tables
+  first = {"first policy": shard_bytes(run.placement.state.params)}
+  of_trainer = lambda title: title.partition(",")[0] in ("update", "generation", "prefill")
+  return {title: table | (first if of_trainer(title) else {}) for title, table in tables.items()}
+
+
+def keeps_first_policy(run: Parts) -> bool:
+  """Whether a copy of the first policy is kept, for a KL or for diagnostics, and is no teacher."""
+  is_teacher = any(teacher.checkpoint == INITIAL for teacher in run.teachers)
+  needed = run.config.reference.kl_coefficient or run.config.diagnostics.every
+  return bool(needed) and not is_teacher
 
 
 def host_memory_tables(run: Parts) -> dict[str, Table]:
@@ -93,8 +105,7 @@ def host_memory_tables(run: Parts) -> dict[str, Table]:
     memory_tables(run, compiled=False),
     run.model.config,
     run.placement,
-    keeps_first_policy=bool(config.reference.kl_coefficient or config.diagnostics.every)
-    and all(teacher.checkpoint != INITIAL for teacher in run.teachers),
+    keeps_first_policy=keeps_first_policy(run),
     warm_start=demonstrations if warm_start.num_steps else None,
     workers=workers,
   )

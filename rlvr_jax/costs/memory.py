@@ -116,6 +116,12 @@ def estimated_bytes(
     updates = range(num_updates)
     in_use = (update - schedule.oldest_sampling(update) + 1 for update in updates)
     compared = {"policies to be compared": max(in_use, default=1) * policy}
+  elif schedule.threaded and not fleet.samplers:
+    # An update donates the trainer's parameters, so the sampler has a copy; an older one stays
+    # until it is compared.
+    compared = {"policies to sample with": 2 * policy}
+  if schedule.threaded and sharding.has_same_devices(placement.mesh, placement.generation_mesh):
+    update |= {} if fleet.samplers else generation | compared  # sampling goes on meanwhile
   tables = {
     "update, estimated": update | teachers,
     "generation, estimated": trained_bytes(state, frozen)

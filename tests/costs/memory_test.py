@@ -175,10 +175,22 @@ def test_caches_under_new_weights_are_counted():
   params = jax.tree.leaves(parts.placement.state.params)
   of_policy = sum(x.size * x.dtype.itemsize for x in params)
   assert table["policies to be compared"] == 5 * of_policy  # max_lag = 4
-  finish = estimated(build("finish"))["generation, estimated"]
-  assert "policies to be compared" not in finish
+  finish = estimated(build("finish"))
+  assert "policies to be compared" not in finish["generation, estimated"]
+  # The sampler's, and an older one until it is compared; sampling goes on during updates.
+  assert finish["generation, estimated"]["policies to sample with"] == 2 * of_policy
+  assert finish["update, estimated"].items() >= finish["generation, estimated"].items()
   lowered = ahead_of_time.lowerings(parts)
   assert lowered.keys() == {"update", "generation", "prefill"}
+
+
+def test_the_first_policy_is_counted_where_it_is_kept():
+  of = lambda kl: estimated(
+    programs.build_shapes_only(tiny.config(reference__kl_coefficient=kl), sharding.make_mesh())
+  )
+  for title, table in of(0.1).items():
+    assert table["first policy"] == table["parameters"], title
+  assert all("first policy" not in table for table in of(0.0).values())
 
 
 def test_a_sampler_holds_two_policies_while_it_restores_one():
