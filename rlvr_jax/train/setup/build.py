@@ -195,7 +195,13 @@ def build(
   compiler_options = make_compiler_options(config.compiler_options, mesh, sampler.mesh)
   method = make_method(config, model, mesh)
   if "rewards_by_name" in method.advantage.needs:
-    checks.check_rewards_by_name(config)
+    checks.check_rewards_by_name(
+      config.advantage,
+      extra=config.grading.extra,
+      environment=config.environment.name,
+      recorded=config.sources.recorded.fraction,
+      overlong_buffer=config.overlong.buffer,
+    )
     grading = dataclasses.replace(grading, num_rewards=1 + len(config.grading.extra))
   base = abstract_params(model, mesh)
   trained = trained_params(adapters, base)

@@ -276,24 +276,38 @@ def check_binary(
       raise ValueError(f"config.advantage = {advantage!r} needs rewards that are 0 or 1, but {why}")
 
 
-def check_rewards_by_name(config: ml_collections.ConfigDict) -> None:
-  """Raises ValueError unless several graders score every rollout, as some advantages need."""
-  name, recorded = config.environment.name, config.sources.recorded.fraction
+def check_rewards_by_name(
+  advantage: str,
+  *,
+  extra: Sequence[tuple[str, float]],
+  environment: str,
+  recorded: float,
+  overlong_buffer: int,
+) -> None:
+  """Raises ValueError unless several graders score every rollout, as some advantages need.
+
+  Args:
+    advantage: `config.advantage`.
+    extra: `config.grading.extra`.
+    environment: `config.environment.name`.
+    recorded: `config.sources.recorded.fraction`.
+    overlong_buffer: `config.overlong.buffer`.
+  """
   reasons = {
     "config.grading.extra = () has no other grader than the main one; name one, such as"
-    " (('boxed', 0.5),)": not config.grading.extra,
-    f"config.environment.name = {name!r} gives one score; set it to ''": name,
+    " (('boxed', 0.5),)": not extra,
+    f"config.environment.name = {environment!r} gives one score; set it to ''": environment,
     f"config.sources.recorded.fraction = {recorded} takes rollouts without them; set it to 0": (
       recorded
     ),
-    f"config.overlong.buffer = {config.overlong.buffer} shapes their sum alone; set it to 0": (
-      config.overlong.buffer
+    f"config.overlong.buffer = {overlong_buffer} shapes their sum alone; set it to 0": (
+      overlong_buffer
     ),
   }
   for why, applies in reasons.items():
     if applies:
       raise ValueError(
-        f"config.advantage = {config.advantage!r} needs rewards by name, but {why}. Or choose"
+        f"config.advantage = {advantage!r} needs rewards by name, but {why}. Or choose"
         " another advantage"
       )
 
