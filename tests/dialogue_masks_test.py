@@ -26,7 +26,7 @@ from rlvr_jax.ops.update_metrics import batch_metrics
 from rlvr_jax.ops.veto import SCOPES, negative_advantage_veto
 from rlvr_jax.rollouts.batch import loss_tokens, response_lengths
 from rlvr_jax.update.accumulate import batch_forward
-from rlvr_jax.update.objective import Constants, Scores, surrogate
+from rlvr_jax.update.objective import Constants, Estimate, Scores, surrogate
 
 REMEDY = "mask by batch.mask before any arithmetic: ops.masked.masked_fill, ops.ratios.log_ratios"
 ESTIMATORS = {name: getattr(advantages, name)() for name in advantages.__all__}
@@ -228,7 +228,8 @@ def test_reference_and_entropy_are_those_of_the_policy_tokens(x64, estimator):
 
   @jax.jit
   def run(policy, entropy, batch):
-    constants = Constants(advantages.grpo().apply((), batch), None, {})
+    A = advantages.grpo().apply((), batch)
+    constants = Constants(A, None, {}, Estimate(A, A, {}))
     objective = lambda *scores: surrogate(Scores(*scores), batch, constants, method=method)
     (total, (weight, metrics)), gradients = jax.value_and_grad(
       objective, argnums=(0, 1), has_aux=True

@@ -114,7 +114,7 @@ MISTAKES = [
   (dict(advantage="grop"), r"config\.advantage = 'grop': 'grop' is unknown; .*'grpo'"),
   (dict(loss="ppo"), r"config\.loss = 'ppo': 'ppo' is unknown; .*'ppo_clip'"),
   (dict(correction="icepopp"), r"config\.correction = 'icepopp': .* unknown; .*'icepop'"),
-  (dict(correction="icepop", loss="p3o"), r"config\.loss = 'p3o': .*count them twice"),
+  (dict(correction="icepop", loss="p3o"), r"config\.loss = 'p3o': .*would do so twice"),
   (dict(correction="tis(high=0.0)"), r"high = 0\.0 is not a number in \(0"),
   (dict(aggregation="mean"), r"aggregation = 'mean' .*'token_mean'"),
   (dict(reference__estimator="k4"), r"estimator = 'k4' .*'k3'"),

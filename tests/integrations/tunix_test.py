@@ -142,7 +142,7 @@ def own_loss(graphdef, example, loss, *, veto=None, coefficients=None, temperatu
     logprobs, entropy = (x.reshape(batch.mask.shape) for x in (logprobs, entropy))
     own = A.reshape(batch.mask.shape[:2])
     statistics = jax.lax.stop_gradient(objective.loss_statistics(logprobs, batch, own, method))
-    constants = objective.Constants(own, statistics, {})
+    constants = objective.Constants(own, statistics, {}, objective.Estimate(own, own, {}))
     total, (weight, _) = objective.surrogate(
       objective.Scores(logprobs, entropy), batch, constants, method=method
     )
