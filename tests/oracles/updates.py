@@ -98,16 +98,16 @@ def in_rows(
 
 
 @functools.partial(jax.jit, static_argnames="method")
-def _update_gradient(params, batch, coefficients, key, *, method):
+def _update_gradient(params, batch, coefficients, teacher, key, *, method):
   estimate = functools.partial(estimate_coefficients, (), method=method)
   if coefficients is not None:
     estimate = lambda batch: Estimate(coefficients, coefficients, {})
-  return update_gradient(params, {}, batch, estimate, key, method=method)
+  return update_gradient(params, {}, batch, estimate, key, method=method, teacher=teacher)
 
 
-def gradient_of(method, batch, params, coefficients=None):
+def gradient_of(method, batch, params, coefficients=None, teacher=None):
   """((loss, metrics), gradient) of an update, whose coefficients are the advantage's by default."""
-  return _update_gradient(params, batch, coefficients, jax.random.key(0), method=method)
+  return _update_gradient(params, batch, coefficients, teacher, jax.random.key(0), method=method)
 
 
 def relative_distance(a, b):

@@ -25,9 +25,10 @@ from rlvr_jax.ops.reductions import values
 from rlvr_jax.ops.veto import negative_advantage_veto
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import gram_context
-from rlvr_jax.update.accumulate import update_gradient
 from rlvr_jax.update.step import initial_state, train_step
 from rlvr_jax.update.teaching import Teaching
+
+slow = pytest.mark.slow
 
 
 @functools.cache
@@ -46,8 +47,10 @@ def scored(batch, seed=1):
   )
 
 
-@pytest.mark.parametrize("name", ["opd", "opd_score"])
-@pytest.mark.parametrize("loss", ["ppo_clip", "m2po"])
+@pytest.mark.parametrize(
+  ("name", "loss"),
+  [("opd_score", "ppo_clip"), ("opd", "m2po"), pytest.param("opd", "ppo_clip", marks=slow)],
+)
 def test_micro_batches_add_up_to_one_batch(x64, name, loss):
   """m2po's bounds are statistics of the full batch's coefficients, the teacher's part included."""
   method = make_method(
@@ -111,7 +114,7 @@ def test_alone_rewards_change_nothing():
   assert relative_distance(of_others, gradient) == 0
 
 
-@pytest.mark.parametrize("name", ["kl", "vopd"])
+@pytest.mark.parametrize("name", ["kl", pytest.param("vopd", marks=slow)])
 def test_whole_distributions_in_micro_batches_and_on_a_mesh(name):
   """The teacher is a network of another shape; its forward pass is a part of the update."""
   batch = make_batch()
@@ -128,10 +131,8 @@ def test_whole_distributions_in_micro_batches_and_on_a_mesh(name):
     if on is not None:
       place = lambda tree, on=on: jax.device_put(tree, sharding.state_shardings(tree, on))
       params, in_place = place(params), (place(policy[0]), {})
-    coefficients = method.advantage.apply((), batch)
     packed = in_rows(batch, rows=rows, mesh=on, several=None)
-    run = jax.jit(functools.partial(update_gradient, method=method))
-    found[label] = run(params, {}, packed, coefficients, jax.random.key(0), teacher=in_place)
+    found[label] = gradient_of(method, packed, params, teacher=in_place)
   (_, metrics), gradient = found["whole"]
   for label in ("rows", "mesh"):
     (_, others), other = found[label]
@@ -140,15 +141,13 @@ def test_whole_distributions_in_micro_batches_and_on_a_mesh(name):
       np.testing.assert_allclose(values(others)[key], values(metrics)[key], rtol=1e-4)
   alone = make_method(teaching=taught(name)._replace(model=small_model(CONFIG)))
   params = alone.model.init(jax.random.key(0))
-  run = jax.jit(functools.partial(update_gradient, method=alone))
-  coefficients = alone.advantage.apply((), batch)
-  (_, same), _ = run(
-    params, {}, in_rows(batch, rows=4), coefficients, jax.random.key(0), teacher=(params, {})
-  )
+  (_, same), _ = gradient_of(alone, in_rows(batch, rows=4), params, teacher=(params, {}))
   assert abs(values(same)["teacher/divergence"]) < 1e-6  # a teacher that is the student
 
 
-@pytest.mark.parametrize("loss", [losses.ppo_clip(), losses.kl_cov(share=0.3)], ids=str)
+@pytest.mark.parametrize(
+  "loss", [pytest.param(losses.ppo_clip(), marks=slow), losses.kl_cov(share=0.3)], ids=str
+)
 def test_a_teacher_s_advantages_are_coefficients_by_token(x64, loss):
   """In the loss and in its statistics; with the sampler in the difference they are known before."""
   made = distillation.opd(student="behavior")
