@@ -92,8 +92,8 @@ $(PRETRAINED)/gguf.json: experiments/pretrained/weights.txt | $(READY)
 
 $(LOWEST)/ready: setup.py  # by uv: pip installs the newest alone
 	$(PYTHON) -m venv $(LOWEST)
-	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --resolution lowest-direct --editable '.[dev,plot]' $(OF_THEN)
+	$(LOWEST)/bin/python -m pip install --quiet uv
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --editable '.[dev,plot]' $(OF_THEN)
 	touch $@
 
 $(TUNIX)/ready: setup.py
