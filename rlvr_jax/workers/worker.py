@@ -116,8 +116,10 @@ class _MainThread:
     finally:
       self._free.release()
 
-  def serve(self) -> None:
+  def serve(self, begin: Callable[[], None]) -> None:
+    """Makes calls from now on; `begin` starts what may call, which then finds this thread free."""
     self._free.release()
+    begin()
     while True:
       future, context, function = self._calls.get()
       try:
@@ -302,8 +304,7 @@ def main() -> None:
   channel.send({"ready": program.ready})
   threading.stack_size(_STACK_BYTES)
   worker = _Worker(program, channel, settings["limit_s"], settings["memory_mib"] is not None)
-  threading.Thread(target=worker.receive, args=(requests,), daemon=True).start()
-  _main_thread.serve()
+  _main_thread.serve(threading.Thread(target=worker.receive, args=(requests,), daemon=True).start)
 
 
 def _protect_streams() -> tuple[BinaryIO, _Channel]:

@@ -2,13 +2,16 @@
 
 import os
 import pathlib
+import queue
 import signal
+import threading
 import time
 from concurrent.futures import Future
 
 import pytest
 from codejudge.processes import running, wait_until
 
+from rlvr_jax.workers import worker
 from rlvr_jax.workers.pool import Failure, Pool, encode
 from rlvr_jax.workers.process import Clock, Service, Session, StartError
 
@@ -172,3 +175,18 @@ def test_a_clock_counts_what_each_session_uses():
   assert clock.next_limit()[1] is None and clock.running is None  # it is ready, and has no limit
   clock.update("running", 1, 0, 120.0)
   assert clock.next_limit() == (126.0, 1) and clock.slow_at() == 121.0
+
+
+def test_a_call_of_the_first_request_is_made_in_the_main_thread():
+  """However soon it comes: a grader that sets a handler of signals fails in another thread."""
+  main, found = worker._MainThread(), queue.SimpleQueue()
+  call = lambda: found.put(main.call(threading.get_ident))
+
+  def begin():
+    requests = threading.Thread(target=call, daemon=True)
+    requests.start()
+    requests.join(timeout=0.2)  # it has called, and waits
+
+  server = threading.Thread(target=main.serve, args=(begin,), daemon=True)
+  server.start()
+  assert found.get(timeout=20) == server.ident
