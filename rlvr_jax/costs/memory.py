@@ -120,8 +120,10 @@ def estimated_bytes(
     # An update donates the trainer's parameters, so the sampler has a copy; an older one stays
     # until it is compared.
     compared = {"policies to sample with": 2 * policy}
-  if schedule.threaded and sharding.has_same_devices(placement.mesh, placement.generation_mesh):
-    update |= {} if fleet.samplers else generation | compared  # sampling goes on meanwhile
+  shares_devices = sharding.has_same_devices(placement.mesh, placement.generation_mesh)
+  if schedule.threaded and shares_devices and not fleet.samplers:  # sampling goes on meanwhile
+    for kind, size in (generation | compared).items():
+      update[kind] = update.get(kind, 0.0) + size
   tables = {
     "update, estimated": update | teachers,
     "generation, estimated": trained_bytes(state, frozen)

@@ -193,6 +193,18 @@ def test_the_first_policy_is_counted_where_it_is_kept():
   assert all("first policy" not in table for table in of(0.0).values())
 
 
+def test_routes_of_an_update_and_of_sampling_beside_it_add_up():
+  def routes(schedule):
+    config = tiny.get_config("experts")
+    config.schedule = schedule
+    tables = estimated(programs.build_shapes_only(config, sharding.make_mesh()))
+    of = lambda table: sum(size for kind, size in table.items() if kind.startswith("routes"))
+    return of(tables["update, estimated"]), of(tables["generation, estimated"])
+
+  (update, _), (beside, generation) = routes("on_policy"), routes("asynchronous()")
+  assert beside == update + generation > update > 0
+
+
 def test_a_sampler_holds_two_policies_while_it_restores_one():
   fields = dict(schedule="asynchronous()", model__overrides__compute_dtype="bfloat16")
   config = tiny.config(fleet__samplers=True, **fields)
