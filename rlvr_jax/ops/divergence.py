@@ -54,6 +54,13 @@ class Divergence:
       )
     if self.rest == "score" and self.alpha != 1:
       raise ValueError(f"divergence: rest = 'score' with alpha = {self.alpha}; set alpha = 1")
+    if self.rest == "score" and self.floor is not None:
+      raise ValueError(f"divergence: rest = 'score' with floor = {self.floor}; set floor = None")
+    if self.rest != "renormalize" and self.support == "all":
+      raise ValueError(
+        f"divergence: rest = {self.rest!r} with support = 'all', which leaves no rest; set support"
+        " to 'student', 'teacher' or 'union', or leave rest out"
+      )
 
   def __call__(self, student_logprobs: Array, teacher_logprobs: Array) -> Array:
     """The divergence of each place, f32[...], nats.

@@ -116,6 +116,9 @@ def test_what_does_not_go_together_is_refused():
     (dict(support="student"), "top_k = 0 with support = 'student'"),
     (dict(support="student", top_k=2, rest="score", alpha=0.0), "rest = 'score' with alpha"),
     (dict(support="student", top_k=2, rest="pad"), "rest = 'pad'"),
+    (dict(support="student", top_k=2, rest="score", floor=0.0), "rest = 'score' with floor"),
+    (dict(rest="tail"), "rest = 'tail' with support = 'all', which leaves no rest"),
+    (dict(rest="score"), "rest = 'score' with support = 'all'"),
   ):
     with pytest.raises(ValueError, match=message):
       Divergence(**fields)
