@@ -98,5 +98,5 @@ $(LOWEST)/ready: setup.py  # by uv: pip installs the newest alone
 
 $(TUNIX)/ready: setup.py
 	$(PYTHON) -m venv $(TUNIX)
-	$(BIN)/python -m pip install --quiet --editable '.[tunix]' 'pytest>=8.4' 'pytest-xdist>=3.8.0'
+	$(TUNIX)/bin/python -m pip install --quiet --editable '.[tunix]' 'pytest>=8.4' 'pytest-xdist>=3.8.0'
 	touch $@

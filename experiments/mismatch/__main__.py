@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
+from rlvr_jax.evaluate.figures import plot_cosines
 from rlvr_jax.train.reporting.progress import progress, say
 from rlvr_jax.train.same_rollouts import (
   cosines,
@@ -194,11 +195,8 @@ def draw(path: pathlib.Path, rows: Mapping[str, Mapping[str, Row]]) -> None:
   conditions, labels = list(rows), list(rows[next(iter(rows))])
   matrix = np.array([[rows[c][label]["cosine"] for c in conditions] for label in labels])
   figure, axes = pyplot.subplots(figsize=(2 + 0.9 * len(conditions), 1 + 0.32 * len(labels)))
-  image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu", aspect="auto")
-  axes.set_xticks(range(len(conditions)), conditions, rotation=30, ha="right")
-  axes.set_yticks(range(len(labels)), labels)
-  for row, column in np.ndindex(*matrix.shape):
-    axes.text(column, row, f"{matrix[row, column]:.2f}", ha="center", va="center", fontsize=8)
+  image = plot_cosines(axes, labels, matrix, conditions)
+  axes.set_aspect("auto")
   axes.set_title("cosine with the on-policy gradient")
   figure.colorbar(image, shrink=0.7)
   figure.tight_layout()

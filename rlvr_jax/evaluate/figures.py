@@ -98,16 +98,20 @@ def plot_difference(
     axes.plot(np.mean(seeds), row, "D", label="mean of two seeds", **style)
 
 
-def plot_cosines(axes: Any, names: Sequence[str], matrix: np.ndarray) -> Any:
-  """Plots a heat-map of pairwise cosines with their numbers; returns the image, for a color bar.
+def plot_cosines(
+  axes: Any, names: Sequence[str], matrix: np.ndarray, columns: Sequence[str] | None = None
+) -> Any:
+  """Plots a heat-map of cosines with their numbers; returns the image, for a color bar.
 
   Args:
     axes: axes of matplotlib.
-    names: names of the M vectors.
-    matrix: f[M, M], in [−1, 1].
+    names: names of the M rows.
+    matrix: f[M, N], in [−1, 1].
+    columns: names of the N columns; None: they are the rows' vectors, too.
   """
+  columns = names if columns is None else columns
   image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu")
-  axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
+  axes.set_xticks(range(len(columns)), columns, rotation=60, ha="right")
   axes.set_yticks(range(len(names)), names)
   axes.grid(visible=False)
   for (i, j), value in np.ndenumerate(matrix):

@@ -1,29 +1,18 @@
 """The comparison on a tiny policy: what must hold by construction."""
 
-import importlib.util
-import pathlib
-
 import numpy as np
 import program_flags
 import pytest
-from absl import flags
 
 from rlvr_jax.configs import base
 from rlvr_jax.rollouts.batch import read_batch
 from rlvr_jax.train import same_rollouts
 
-_FILE = pathlib.Path(__file__).parents[2] / "experiments" / "compare" / "__main__.py"
-
 
 @pytest.fixture(scope="module")
 def module():
-  spec = importlib.util.spec_from_file_location("compare_program", _FILE)
-  module = importlib.util.module_from_spec(spec)
-  with program_flags.set_aside(lambda name, module: module == "rlvr_jax.main"):
-    before = set(flags.FLAGS)
-    spec.loader.exec_module(module)
+  with program_flags.experiment("compare") as module:
     yield module
-    flags.FLAGS.remove_flag_values(set(flags.FLAGS) - before)
 
 
 def _config():

@@ -1,25 +1,14 @@
 """The comparison of losses under mismatch on a tiny policy: what must hold by construction."""
 
-import importlib.util
-import pathlib
-
 import program_flags
 import pytest
-from absl import flags
 from experiments.compare_test import _config
-
-_FILE = pathlib.Path(__file__).parents[2] / "experiments" / "mismatch" / "__main__.py"
 
 
 @pytest.fixture(scope="module")
 def module():
-  spec = importlib.util.spec_from_file_location("mismatch_program", _FILE)
-  module = importlib.util.module_from_spec(spec)
-  with program_flags.set_aside(lambda name, module: module == "rlvr_jax.main"):
-    before = set(flags.FLAGS)
-    spec.loader.exec_module(module)
+  with program_flags.experiment("mismatch") as module:
     yield module
-    flags.FLAGS.remove_flag_values(set(flags.FLAGS) - before)
 
 
 @pytest.mark.slow
