@@ -27,6 +27,12 @@ Params = Any  # nested dict of arrays
 Tree = TypeVar("Tree")  # a pytree of any structure, which the function keeps
 
 
+# Fields of a `TrainBatch` that are None unless the advantage names them in its `needs`.
+RECORDED = ("rewards_by_name", "turn_scores")  # with the rollouts, by graders and environments
+# Of the policy before the update, by the update's first phase.
+MEASURED = ("policy_logprobs", "squared_probabilities", "squared_norms")
+
+
 class BatchShape(NamedTuple):
   """The largest batch of a run."""
 

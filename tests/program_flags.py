@@ -1,8 +1,12 @@
 """Flags of several programs in one process: each program defines its own, some of the same name."""
 
 import contextlib
+import importlib.util
+import pathlib
 
 from absl import flags
+
+EXPERIMENTS = pathlib.Path(__file__).parents[1] / "experiments"
 
 
 @contextlib.contextmanager
@@ -20,3 +24,16 @@ def set_aside(belongs):
     flags.FLAGS.append_flag_values(aside)
     for name, module in modules.items():
       flags.FLAGS.register_flag_by_module(module, flags.FLAGS[name])
+
+
+@contextlib.contextmanager
+def experiment(name):
+  """The program of an experiment as a module; its flags are there meanwhile."""
+  file = EXPERIMENTS / name / "__main__.py"
+  spec = importlib.util.spec_from_file_location(f"{name}_program", file)
+  module = importlib.util.module_from_spec(spec)
+  with set_aside(lambda name, module: module == "rlvr_jax.main"):
+    before = set(flags.FLAGS)
+    spec.loader.exec_module(module)
+    yield module
+    flags.FLAGS.remove_flag_values(set(flags.FLAGS) - before)

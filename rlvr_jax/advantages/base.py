@@ -12,11 +12,9 @@ import jax.numpy as jnp
 from rlvr_jax.ops.component_repr import component_repr
 from rlvr_jax.ops.groups import varies
 from rlvr_jax.ops.masked import masked_count, masked_fill, upcast
-from rlvr_jax.types import Array, Metrics, TrainBatch
+from rlvr_jax.types import MEASURED, RECORDED, Array, Metrics, TrainBatch
 
-# Fields of a batch that an estimator may need: recorded, then measured in an update's first phase.
-NEEDS = ("rewards_by_name", "turn_scores")
-NEEDS += ("policy_logprobs", "squared_probabilities", "squared_norms")
+NEEDS = (*RECORDED, *MEASURED)  # fields of a batch that an estimator may need
 OVER = ("rollouts", "tokens")  # what a statistic of the batch counts
 
 

@@ -59,7 +59,7 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     config = json.loads(parts.config.to_json_best_effort()) | {"evaluated": str(folder or "")}
     multihost.run_on_first(lambda: _check_config(eval_folder, files, json.dumps(config)), None)
     count = lambda: _count_complete_problems(local, num_problems, c.batch_prompts, eval_folder.path)
-    done = multihost.exchange(multihost.run_on_first(count, 0))[0]
+    done = multihost.result_of_first(count)
     if done < num_problems:
       start = lambda: start_pools(
         parts.config.grading, parts.config.environment, parts.task, parts.tokenizer, enter

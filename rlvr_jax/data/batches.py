@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import grain
 import numpy as np
@@ -39,10 +39,7 @@ def problem_batches(
 
 
 def encode_prompts(
-  problems: Sequence[Problem],
-  tokenizer: Tokenizer,
-  max_prompt_length: int,
-  first_messages: Sequence[Sequence[Mapping[str, str]] | None] | None = None,
+  problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_length: int
 ) -> Prompts:
   """Encodes the questions as left-padded prompts.
 
@@ -50,23 +47,31 @@ def encode_prompts(
     problems: P problems.
     tokenizer: `encode_prompt`, `encode_messages` and `pad_id` are used.
     max_prompt_length: S, in tokens.
-    first_messages: of each problem that an environment asks in its own words, in place of the
-      question.
   Returns:
     Prompts of NumPy arrays: tokens i32[P, S], lengths i32[P].
   Raises:
     PromptError: see `encode_first_turn`.
   """
-  messages = first_messages or [None] * len(problems)
-  rows = [
-    encode_first_turn(problem, tokenizer, max_prompt_length, given)
-    for problem, given in zip(problems, messages, strict=True)
-  ]
-  tokens = np.full((len(rows), max_prompt_length), tokenizer.pad_id, np.int32)
+  rows = [encode_first_turn(problem, tokenizer, max_prompt_length) for problem in problems]
+  return pad_prompts(rows, max_prompt_length, tokenizer.pad_id)
+
+
+def pad_prompts(rows: Sequence[Sequence[int]], max_prompt_length: int, pad_id: int) -> Prompts:
+  """Pads the tokens of prompts on the left.
+
+  Args:
+    rows: P prompts, of at most S tokens each.
+    max_prompt_length: S.
+    pad_id: the padding.
+  Returns:
+    Prompts of NumPy arrays: tokens i32[P, S], lengths i32[P].
+  """
+  tokens = np.full((len(rows), max_prompt_length), pad_id, np.int32)
   for target, row in zip(tokens, rows, strict=True):
     target[max_prompt_length - len(row) :] = row
+  lengths = np.array([len(row) for row in rows], np.int32)
   # NumPy arrays stand for jax arrays until they are placed on devices.
-  return Prompts(tokens=tokens, lengths=_row_lengths(rows))  # type: ignore[call-arg,arg-type,unused-ignore]
+  return Prompts(tokens=tokens, lengths=lengths)  # type: ignore[call-arg,arg-type,unused-ignore]
 
 
 def encode_demonstrations(
@@ -114,7 +119,3 @@ def _encode_dialogue(problem: Problem, tokenizer: Tokenizer) -> tuple[list[int],
     tokens += ids
     by_policy += [not is_reply] * len(ids)
   return tokens, by_policy
-
-
-def _row_lengths(rows: list[list[int]]) -> np.ndarray:
-  return np.array([len(row) for row in rows], np.int32)

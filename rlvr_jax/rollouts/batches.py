@@ -161,7 +161,7 @@ class BatchSettings:
   about: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
 
 
-class Surroundings(NamedTuple):
+class Hooks(NamedTuple):
   """The functions of a run that its batches call.
 
   Attributes:
@@ -243,9 +243,7 @@ class _Place(NamedTuple):
 class Batches:
   """Draws problems, wants their groups, and assembles batches."""
 
-  def __init__(
-    self, inputs: Inputs, store: RolloutStore, settings: BatchSettings, run: Surroundings
-  ):
+  def __init__(self, inputs: Inputs, store: RolloutStore, settings: BatchSettings, run: Hooks):
     """Binds the objects of a run; nothing is drawn yet.
 
     Args:

@@ -107,7 +107,7 @@ class Grading:
       grades: of the rollouts.
     """
     rewards, valid, *_ = rewards_from_grades(grades, self.outcome_policy)
-    found = []
+    found, more = [], self.more_of(problem)
     for g, grade in enumerate(grades):
       length = arrays["lengths"][g]
       reward = float(rewards[g]) if valid[g] else None
@@ -124,7 +124,7 @@ class Grading:
         "tokens": int(length),
         "stopped": bool(arrays["stopped"][g]),
         **({"detail": grade.detail} if grade.outcome in _WITH_DETAIL else {}),
-        **self.more_of(problem),
+        **more,
       }
       if "turns" in arrays:
         fields = (arrays[name][g, :length] for name in ("tokens", "turns", "turn_scores"))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from rlvr_jax.data.draws import problem_draws
 from rlvr_jax.rollouts.answers import Answers
-from rlvr_jax.rollouts.batches import Batches, BatchSettings, Inputs, Position, Surroundings
+from rlvr_jax.rollouts.batches import Batches, BatchSettings, Hooks, Inputs, Position
 from rlvr_jax.rollouts.sampler import SWITCH, LocalSampler, SamplerSettings, ThreadSampler
 from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.rollouts.store import RolloutStore
@@ -123,7 +123,7 @@ def make_run(
     mixes_caches=new_weights == SWITCH,
     samplers_compare=c.fleet.samplers,
   )
-  surroundings = Surroundings(
+  hooks = Hooks(
     fingerprint=policies.fingerprint,
     compare=agreement.measure,
     flops=functools.partial(sampling_flops, parts.model.config),
@@ -165,9 +165,7 @@ def make_run(
     frozen=frozen,
     policies=policies,
     sampler=sampler,
-    batches=Batches(
-      Inputs(sampler, problems, sources.recorded), store, batch_settings, surroundings
-    ),
+    batches=Batches(Inputs(sampler, problems, sources.recorded), store, batch_settings, hooks),
     store=store,
     scorer=Scorer(
       scorer_settings,

@@ -103,7 +103,7 @@ def open_session(
       check_teachers(parts)
       return found
 
-    recorded = multihost.exchange(multihost.run_on_first(check, None))[0]
+    recorded = multihost.result_of_first(check)
     parts = dataclasses.replace(
       parts, sources=restore_sources(parts.sources, parts.make_sources, folder.local)
     )

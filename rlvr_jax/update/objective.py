@@ -20,6 +20,7 @@ from rlvr_jax.ops.route_changes import RouteChanges, change_metrics, count_chang
 from rlvr_jax.ops.row_blocks import short_row
 from rlvr_jax.ops.update_metrics import policy_metrics
 from rlvr_jax.types import (
+  MEASURED,
   Array,
   Forward,
   Mean,
@@ -34,8 +35,6 @@ from rlvr_jax.types import (
 )
 from rlvr_jax.update.teaching import Teaching, add_taught
 
-# Fields of a batch that the first phase fills, as far as the advantage needs them.
-MEASURED = ("policy_logprobs", "squared_probabilities", "squared_norms")
 REFERENCE_KL_ESTIMATORS = ("k1", "k2", "k3")
 
 

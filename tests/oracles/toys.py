@@ -25,10 +25,10 @@ from rlvr_jax.rollouts.answers import ALONE, Answers
 from rlvr_jax.rollouts.batches import (
   Batches,
   BatchSettings,
+  Hooks,
   Inputs,
   Measured,
   Position,
-  Surroundings,
 )
 from rlvr_jax.rollouts.decoder import Emitted, Prefilled, Settings
 from rlvr_jax.rollouts.dialogues import Dialogues, DialogueSettings
@@ -244,7 +244,7 @@ class Killed(BaseException):
 
 @dataclasses.dataclass
 class Around:
-  """Surroundings of batches.
+  """What batches call of a run around them.
 
   Attributes:
     fingerprints: by version.
@@ -261,7 +261,7 @@ class Around:
 
   def functions(self):
     """The functions that batches call."""
-    return Surroundings(self.fingerprint, self.compare, self.flops, self.on_first, self.warn)
+    return Hooks(self.fingerprint, self.compare, self.flops, self.on_first, self.warn)
 
   def fingerprint(self, version):
     return self.fingerprints.get(version)

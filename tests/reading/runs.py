@@ -1,19 +1,15 @@
 """Tiny runs whose functions are recorded: `runs.py:VARIANT` is a configuration file."""
 
+from train.kinds import set_kind
+
 from rlvr_jax.configs import base
 
 LAG = "asynchronous(max_lag=2)"
-# Variant → what it changes.
+# Variant → what it changes, beside what `set_kind` does.
 VARIANTS = {
   "plain": {},
-  "dialogue": dict(
-    max_prompt_length=4,
-    max_response_length=9,
-    environment__name="guess(low=1, high=7)",
-    environment__max_turns=3,
-    environment__processes=1,
-  ),
-  "experts": dict(model__routing="replayed"),
+  "dialogue": {},
+  "experts": {},
   "threads": dict(schedule=LAG, num_updates=10),
   "fleet": dict(schedule=LAG, num_updates=16, fleet__samplers=True),
 }
@@ -40,12 +36,9 @@ def get_config(variant):
   )
   with c.unlocked():
     c.task = dict(name="train.sums:sums", kwargs={})
-    if variant == "dialogue":
-      c.task = dict(name="guess", kwargs=dict(low=1, high=7, turns=3, held_out_size=4))
-    network = dict(num_layers=1, width=16, mlp_width=16, unroll_layers=1)
-    if variant == "experts":
-      network |= dict(num_experts=2, experts_per_token=1, expert_width=8)
-    c.model.overrides.update(network)
+    c.model.overrides.update(num_layers=1, width=16, mlp_width=16, unroll_layers=1)
   changed = settings | VARIANTS[variant]
   c.update_from_flattened_dict({k.replace("__", "."): v for k, v in changed.items()})
+  with c.unlocked():
+    set_kind(c, variant, expert_width=8)
   return c

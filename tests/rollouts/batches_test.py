@@ -235,6 +235,17 @@ def test_a_batch_of_a_later_version_waits_until_that_is_offered(tmp_path):
   assert world.sampler.wanted == [] and world.around.warnings == []
 
 
+def test_take_says_once_that_it_begins_to_wait(tmp_path):
+  world, waits = World(tmp_path), []
+  world.sampler.offer(toys.Policy(0, {"w": 1}, lambda: "0"))
+  world.batches.open(until=2, version=0)
+  take = lambda number: world.batches.take(number, before_waiting=lambda: waits.append(number))
+  assert [take(0).number, take(1).number, take(0).number] == [0, 1, 0]
+  assert waits == [0]  # which waits for all that have begun
+  assert [batch.number for batch in world.batches.added()] == [0, 1]
+  assert not world.batches.added()
+
+
 # --- a thread -------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rewards.user_graders import SECONDS
 from train import tiny
+from train.kinds import KINDS
 
 from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.group import decode
@@ -84,7 +85,7 @@ def test_killed_at_chosen_points(uninterrupted, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["", "mu_grpo", "simulated_asynchronous", *tiny.KINDS])
+@pytest.mark.parametrize("kind", ["", "mu_grpo", "simulated_asynchronous", *KINDS])
 def test_killed_at_random_points(kind, tmp_path):
   """Twenty kills, spread over the whole run, between which files of the store are damaged.
 

@@ -151,7 +151,7 @@ def test_a_run_in_a_thread_may_have_a_limit_that_ends_with_it(train):
 
 
 @pytest.mark.slow
-def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train):
+def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train, capsys):
   real = train(staleness.asynchronous(max_lag=2), "real")
   sampled = versions(real)
   assert all(0 <= number - version <= 2 for number, version in enumerate(sampled))
@@ -171,6 +171,9 @@ def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train):
     f"version 0 has fingerprint other, there it has {known}"
   )
   assert recorded.first_difference(0, {0: "other"}) == ""  # it was said
+  assert "not its rollouts" not in capsys.readouterr().out
+  train(simulated(), "other", build(learning_rate="constant(peak=2e-3)"))
+  assert capsys.readouterr().out.count("not its rollouts: version 1 has fingerprint") == 1
 
 
 # --- what is damaged ------------------------------------------------------------------------------

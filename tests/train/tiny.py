@@ -15,6 +15,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from train.kinds import KINDS, set_kind
 
 from rlvr_jax.configs import base
 from rlvr_jax.evaluate import run_files
@@ -35,24 +36,12 @@ needs_compile_log = pytest.mark.skipif(
 )
 
 
-KINDS = {  # of runs, and what they change
-  "dialogue": dict(
-    max_prompt_length=4,
-    max_response_length=9,
-    environment__name="guess(low=1, high=7)",
-    environment__max_turns=3,
-    environment__processes=1,
-  ),
-  "experts": dict(model__routing="replayed"),
-}
-
-
 def get_config(kind=""):
   """Sums of two digits; four updates per refresh, so that checkpoints leave rollouts pending.
 
   A task of its own: the program and its graders owe no second to the import of reasoning-gym.
 
-  On the command line `tiny.py:KIND` is one of `KINDS`; `tiny.py:NAME` takes the schedule of
+  On the command line `tiny.py:KIND` is one of `kinds.KINDS`; `tiny.py:NAME` takes the schedule of
   configs/NAME.py instead.
   """
   c = base.get_config()
@@ -76,12 +65,9 @@ def get_config(kind=""):
   c.grading.num_workers = 1
   c.checkpoint.every = 1
   c.logging.rollouts_every = 4
-  if kind == "dialogue":
-    c.task = dict(name="guess", kwargs=dict(low=1, high=7, turns=3, held_out_size=4))
-  if kind == "experts":
-    c.model.overrides.update(dict(num_experts=2, experts_per_token=1, expert_width=32))
   if kind in KINDS:
-    c.update_from_flattened_dict({name.replace("__", "."): v for name, v in KINDS[kind].items()})
+    with c.unlocked():
+      set_kind(c, kind, expert_width=32)
   elif kind:
     c.schedule = importlib.import_module(f"rlvr_jax.configs.{kind}").get_config().schedule
   return c

@@ -74,7 +74,7 @@ class Checkpointer:
     self._bucket = open_bucket(self.directory, workdir)
     self._keep, self._return_to = keep, -1
     # All processes have the same, whatever the first one is removing now.
-    found = multihost.exchange(multihost.run_on_first(self._open, None))[0]
+    found = multihost.result_of_first(self._open)
     self._metrics: dict[int, float | None] = dict(map(tuple, found))  # of complete ones, by step
     self._writing: dict[int, float | None] = {}  # the one that is being written
     self._damaged: set[int] = set()  # found by `intact`

@@ -153,7 +153,7 @@ class FleetSampler:
     ]:
       raise SamplerStoppedError(failures[0])
     look = functools.partial(self._look, waited_s)
-    error, text = multihost.exchange(multihost.run_on_first(look, None))[0]
+    error, text = multihost.result_of_first(look)
     if error:
       raise SamplerStoppedError(error)
     return decode(base64.b64decode(text))[0] if text else []

@@ -20,9 +20,7 @@ from rlvr_jax.train.reporting.log import RunLog
 from rlvr_jax.train.setup.programs import Programs
 from rlvr_jax.train.setup.teachers import INITIAL, Teacher, TeacherPrompts
 from rlvr_jax.train.start.rows import RunRows
-from rlvr_jax.types import Params, TrainBatch, TrainState
-
-SCORES = ("rewards_by_name", "turn_scores")  # in a batch, but read by few advantages
+from rlvr_jax.types import RECORDED, Params, TrainBatch, TrainState
 
 
 class ScorerSettings(NamedTuple):
@@ -136,7 +134,7 @@ class Scorer:
       if scored_at is None or (every and step - scored_at >= every):
         scores["proximal_logprobs"] = self.score(state.params, batch)
         self._scored_at[number] = step
-    unread: dict[str, Any] = dict.fromkeys({*SCORES} - {*settings.needs})
+    unread: dict[str, Any] = dict.fromkeys({*RECORDED} - {*settings.needs})
     batch = dataclasses.replace(batch, **unread)
     of_tokens: Any = batch.token_versions
     if of_tokens is None:

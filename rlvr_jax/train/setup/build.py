@@ -84,7 +84,7 @@ from rlvr_jax.train.setup.programs import (
 from rlvr_jax.train.setup.teachers import (
   Teacher,
   TeacherPrompts,
-  check_surroundings,
+  check_recorded_texts,
   make_prompts,
   make_teachers,
   make_teaching,
@@ -235,7 +235,7 @@ def build(
   if only_samples:  # they teach where updates are made
     method = method._replace(teaching=None)
   if method.teaching is not None:
-    check_surroundings(
+    check_recorded_texts(
       config.teacher,
       environment=config.environment.name,
       recorded=config.sources.recorded.fraction,
@@ -521,9 +521,9 @@ def make_schedule(name: str, *, num_updates: int, seed: int) -> staleness.Schedu
   check_integer("config", "num_updates", num_updates, low=0, high=_MAX_UPDATES)
   run_values = dict(num_updates=num_updates, seed=seed)
   try:
-    kind = staleness.Schedule
-    schedule: staleness.Schedule
-    schedule = specs.make("config.schedule", staleness, name, kind, **run_values)
+    schedule: staleness.Schedule = specs.make(
+      "config.schedule", staleness, name, staleness.Schedule, **run_values
+    )
     if not schedule.threaded:
       staleness.plan(schedule, min(num_updates, _MAX_PLANNED))
   except (StoreError, staleness.PlanError) as error:

@@ -6,15 +6,15 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
-import numpy as np
 from jax.sharding import Mesh
 
 from rlvr_jax import distillation, specs
 from rlvr_jax.data import Problem, Tokenizer
+from rlvr_jax.data.batches import pad_prompts
 from rlvr_jax.data.by_name import make_tokenizer
 from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.losses import Loss
@@ -110,11 +110,7 @@ class TeacherPrompts(NamedTuple):
     """The prompts of groups, left-padded: NumPy arrays, i32[P, S'] and i32[P]."""
     samples = [group.samples[0] for group in groups]
     rows = [self.encode(sample["prompt"], sample["privileged"]) for sample in samples]
-    tokens = np.full((len(rows), self.length), self.tokenizer.pad_id, np.int32)
-    for target, row in zip(tokens, rows, strict=True):
-      target[self.length - len(row) :] = row
-    lengths: Any = np.array([len(row) for row in rows], np.int32)
-    return Prompts(cast(Any, tokens), lengths)
+    return pad_prompts(rows, self.length, self.tokenizer.pad_id)
 
 
 def make_teaching(
@@ -210,7 +206,7 @@ def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str])
       raise ValueError(f"config.teacher: {why}")
 
 
-def check_surroundings(
+def check_recorded_texts(
   settings: ml_collections.ConfigDict, *, environment: str, recorded: float
 ) -> None:
   """Raises ValueError if groups of a run would lack what their teacher is told by.

@@ -59,7 +59,7 @@ def restore_sources(
     return _read_pins(path, pins.keys())
 
   # Only the first process may have the file.
-  pinned = multihost.exchange(multihost.run_on_first(read, None))[0]
+  pinned = multihost.result_of_first(read)
   if pinned == pins:
     return sources
   try:
@@ -119,7 +119,7 @@ def find_resumable(
     step, host = restored.step, HostState.from_json(restored.host)
     pending = range(schedule.first(step), host.position.number)
     torn = lambda pending=pending: [n for n in pending if not store.is_intact(n)]
-    damaged = multihost.exchange(multihost.run_on_first(torn, []))[0]
+    damaged = multihost.result_of_first(torn)
     if (recorded := schedule.recorded) and recorded.oldest_needed(step) < step:
       continue  # its next batches have tokens of earlier policies
     # In real time any policy may sample the damaged batches again.
