@@ -42,7 +42,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.models.huggingface_export import published_config
-from rlvr_jax.models.huggingface_tensors import published_shapes
+from rlvr_jax.models.huggingface_tensors import find_published
 from rlvr_jax.models.presets import preset
 from rlvr_jax.models.safetensors import open_checkpoint, write_checkpoint
 from rlvr_jax.models.transformer import TransformerConfig
@@ -73,13 +73,14 @@ def write_random_checkpoint(
   directory: pathlib.Path, config: TransformerConfig, max_shard_bytes: int
 ) -> None:
   """Writes a checkpoint of random weights."""
-  shapes = published_shapes(abstract_params(config), config.sparse_layers)
+  settings = published_config(config, "bfloat16", None)
+  published = find_published(abstract_params(config), config, settings["model_type"])
+  shapes = {name: tensor.shape for name, tensor in published.items()}
   pool = np.random.default_rng(0).standard_normal(_POOL, np.float32).astype(ml_dtypes.bfloat16)
   tensors = (np.resize(pool, shape) for shape in shapes.values())
   with new_directory(directory) as (system, folder):
     write_checkpoint(system, folder, shapes, pool.dtype, tensors, max_shard_bytes=max_shard_bytes)
-    text = json.dumps(published_config(config, "bfloat16", None))
-    write_bytes(system, f"{folder}/config.json", text.encode())
+    write_bytes(system, f"{folder}/config.json", json.dumps(settings).encode())
 
 
 def private_bytes() -> int:
@@ -92,7 +93,8 @@ def private_bytes() -> int:
 
 def measure_load(directory: str) -> Row:
   """Loads a checkpoint to float32; returns seconds and bytes."""
-  abstract = abstract_params(checkpoint_config(directory))
+  config = checkpoint_config(directory)
+  abstract = abstract_params(config)
   jax.block_until_ready(jax.numpy.zeros(8) + 1)  # starts the backend
   before = peak = private_bytes()
   done = threading.Event()
@@ -105,7 +107,7 @@ def measure_load(directory: str) -> Row:
   sampler = threading.Thread(target=sample)
   sampler.start()
   start = time.perf_counter()
-  params = jax.block_until_ready(load_params(directory, abstract))
+  params = jax.block_until_ready(load_params(directory, abstract, config))
   seconds = time.perf_counter() - start
   done.set()
   sampler.join()

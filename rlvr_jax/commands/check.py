@@ -315,7 +315,7 @@ class Preflight:
     folder = self.config.model.checkpoint
     if not folder:
       return Finding(OK, "none: the parameters are initialized")
-    tensors = open_tensors(folder, parts.placement.base, parts.model.config.sparse_layers)
+    tensors = open_tensors(folder, parts.placement.base, parts.model.config)
     return Finding(OK, f"{folder} has all {len(tensors)} tensors")
 
   def check_teacher(self) -> Finding:

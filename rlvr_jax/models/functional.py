@@ -69,7 +69,8 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
   def decoding_params(params):
     params = layout.gather(cast_to_decode(merge_low_rank(params), config))
     blocks = params["blocks"]
-    number = len(jax.tree.leaves(blocks["attention_norm"])[0])
+    first_norm = "attention_norm" if config.pre_norm else "post_attention_norm"  # in all layers
+    number = len(jax.tree.leaves(blocks[first_norm])[0])
     # A single layer lies in the first rows, whichever it is.
     first = [dict.fromkeys(("all", "sparse", "dense"), 0)]
     layers = range(config.num_layers)

@@ -34,7 +34,7 @@ from rlvr_jax.models import safetensors
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface_config import CONFIG
 from rlvr_jax.models.huggingface_export import published_config
-from rlvr_jax.models.huggingface_tensors import EMBEDDING, HEAD, published_shapes
+from rlvr_jax.models.huggingface_tensors import EMBEDDING, HEAD, find_published
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.storage.files import is_disk_full
@@ -251,7 +251,8 @@ def _published_tensors(
     )
   found = {_published_name(tensor.name): tensor for tensor in tensors}
   params = jax.eval_shape(transformer(config).init, jax.random.key(0))
-  shapes = published_shapes(params, None)
+  published = find_published(params, config, "llama")
+  shapes = {name: tensor.shape for name, tensor in published.items()}
   for name in [*shapes, *found]:
     theirs = _shape(found[name]) if name in found else "no tensor"
     ours = shapes.get(name, "no tensor")

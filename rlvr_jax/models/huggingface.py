@@ -12,7 +12,7 @@ import json
 import math
 import os
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,17 +23,20 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
 from rlvr_jax.models import safetensors
-from rlvr_jax.models.huggingface_config import CONFIG
+from rlvr_jax.models.huggingface_config import CONFIG, family_settings, read_config
 from rlvr_jax.models.huggingface_export import published_config
 from rlvr_jax.models.huggingface_tensors import (
   EMBEDDING,
   HEAD,
   Leaf,
+  Part,
+  Published,
   find_leaves,
+  find_published,
   leaf_value,
   published_name,
   rename_tensors,
-  tensor_shapes,
+  split_parts,
 )
 from rlvr_jax.models.safetensors import Tensor
 from rlvr_jax.models.transformer import TransformerConfig
@@ -69,8 +72,8 @@ COPIED = (  # copied from the source of an export
 def load_params(
   directory: str | os.PathLike[str],
   abstract_params: Params,
+  config: TransformerConfig,
   *,
-  sparse_layers: Sequence[bool] | None = None,
   block_bytes: int = BLOCK_BYTES,
 ) -> Params:
   """Loads a checkpoint directory's weights as sharded parameters.
@@ -82,7 +85,7 @@ def load_params(
   Args:
     directory: local or a URL such as gs://bucket/folder.
     abstract_params: nested dict of `jax.ShapeDtypeStruct`s with shardings.
-    sparse_layers: of the network's `TransformerConfig`; None: all of its layers are alike.
+    config: settings of the network, such as those of `checkpoint_config`.
     block_bytes: bytes of a tensor that are on the host at a time; at least one row.
   Raises:
     FileNotFoundError: there are no weights, or a shard is missing.
@@ -90,8 +93,12 @@ def load_params(
       tensors are missing, unknown or of another shape than the parameters; after that: weights are
       NaN or infinite.
   """
-  leaves = find_leaves(abstract_params, sparse_layers)
-  tensors = open_tensors(directory, abstract_params, sparse_layers)
+  family = checkpoint_family(directory)
+  leaves = find_leaves(abstract_params, config, family)
+  tensors = split_parts(
+    open_tensors(directory, abstract_params, config),
+    find_published(abstract_params, config, family),
+  )
   params = jax.tree.map(lambda _: None, abstract_params)
   for leaf in leaves:
     inner = functools.reduce(lambda tree, key: tree[key], leaf.path[:-1], params)
@@ -101,10 +108,13 @@ def load_params(
   return params
 
 
+def checkpoint_family(directory: str | os.PathLike[str]) -> str:
+  """The family that a directory's config.json names; raises ValueError if it is unknown."""
+  return family_settings(*read_config(directory))[0]
+
+
 def open_tensors(
-  directory: str | os.PathLike[str],
-  abstract_params: Params,
-  sparse_layers: Sequence[bool] | None,
+  directory: str | os.PathLike[str], abstract_params: Params, config: TransformerConfig
 ) -> dict[str, Tensor]:
   """Opens and checks the tensors of a checkpoint directory, by their usual names.
 
@@ -114,18 +124,19 @@ def open_tensors(
     FileNotFoundError, ValueError: as `load_params`, before it reads the weights.
   """
   tensors = rename_tensors(safetensors.open_checkpoint(directory), directory)
-  leaves = find_leaves(abstract_params, sparse_layers)
-  _drop_tied_head(tensors, leaves, directory)
-  _check_tensors(tensors, leaves, abstract_params, directory)
+  published = find_published(abstract_params, config, checkpoint_family(directory))
+  if HEAD not in published:
+    _drop_tied_head(tensors, directory)
+  _check_tensors(tensors, published, directory)
   return tensors
 
 
-def _drop_tied_head(tensors: dict[str, Tensor], leaves: list[Leaf], directory: Any) -> None:
+def _drop_tied_head(tensors: dict[str, Tensor], directory: Any) -> None:
   """Drops a tied head that was saved in addition to the embedding, or instead of it.
 
   Raises ValueError if head and embedding differ in any row, be it one of an added token alone.
   """
-  if any(leaf.path == ("head_kernel",) for leaf in leaves) or HEAD not in tensors:
+  if HEAD not in tensors:
     return
   head = tensors.pop(HEAD)
   embedding = tensors.setdefault(EMBEDDING, head)
@@ -151,17 +162,16 @@ def _first_difference(a: Tensor, b: Tensor) -> str | None:
 
 
 def _check_tensors(
-  tensors: Mapping[str, Tensor], leaves: list[Leaf], params: Params, directory: Any
+  tensors: Mapping[str, Tensor], published: Mapping[str, Published], directory: Any
 ) -> None:
-  """Raises ValueError unless the tensors are exactly those of the parameters; reads no weights."""
-  shapes = tensor_shapes(leaves, params)
+  """Raises ValueError unless the tensors are exactly the published ones; reads no weights."""
   problems = []
-  if missing := [name for name in shapes if name not in tensors]:
+  if missing := [name for name in published if name not in tensors]:
     untied = " (tied embeddings have none: tie_word_embeddings)" if HEAD in missing else ""
     problems.append(f"{len(missing)} missing: {_first_names(missing)}{untied}")
-  if unknown := [tensors[name].name for name in tensors if name not in shapes]:
+  if unknown := [tensors[name].name for name in tensors if name not in published]:
     problems.append(f"{len(unknown)} unknown: {_first_names(unknown)}")
-  for name, shape in shapes.items():
+  for name, (shape, _) in published.items():
     if name in tensors and tensors[name].shape != shape:
       tensor = tensors[name]
       problems.append(
@@ -172,7 +182,7 @@ def _check_tensors(
       f"{directory}: the tensors do not match the model. {'; '.join(problems[:5])}. Check that"
       f" {CONFIG} belongs to this checkpoint"
     )
-  for name in shapes:
+  for name in published:
     _ = tensors[name].dtype  # raises ValueError if it cannot be read
 
 
@@ -307,26 +317,32 @@ def save_checkpoint(
   """
   check_choice("save_checkpoint", "dtype", dtype, ("bfloat16", "float16", "float32"))
   check_vacant(directory)
-  leaves = find_leaves(params, config.sparse_layers)
-  published = published_config(config, dtype, source)
-  shapes, family = tensor_shapes(leaves, params), published["model_type"]
-  file_dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
-  tensors = (
-    _fetch(leaf_value(params, leaf), leaf, index, file_dtype, block_bytes)
-    for leaf in leaves
+  settings = published_config(config, dtype, source)
+  family = settings["model_type"]
+  published = find_published(params, config, family)
+  places = {
+    str(leaf.names[index]): (leaf, index)
+    for leaf in find_leaves(params, config, family)
     for index in np.ndindex(leaf.names.shape)
-  )
+  }
+  file_dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+
+  def fetch(part: Part) -> np.ndarray:
+    leaf, index = places[part.name]
+    return _fetch(leaf_value(params, leaf), leaf, index, file_dtype, block_bytes)
+
+  tensors = (_join(tensor, map(fetch, tensor.parts)) for tensor in published.values())
   if jax.process_index() == 0:
     with new_directory(directory) as (system, folder):
       safetensors.write_checkpoint(
         system,
         folder,
-        {published_name(name, family): shape for name, shape in shapes.items()},
+        {published_name(name, family): tensor.shape for name, tensor in published.items()},
         file_dtype,
         tensors,
         max_shard_bytes=max_shard_bytes,
       )
-      text = json.dumps(published, indent=2, allow_nan=False).encode()
+      text = json.dumps(settings, indent=2, allow_nan=False).encode()
       files = _read_copied_files(source) | (further_files or {}) | {CONFIG: text}
       for name, content in files.items():
         write_bytes(system, posixpath.join(folder, name), content)
@@ -335,6 +351,17 @@ def save_checkpoint(
       pass
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(f"save_checkpoint {directory}")
+
+
+def _join(tensor: Published, parts: Iterable[np.ndarray]) -> np.ndarray:
+  """The published tensor of its parts."""
+  arrays = list(parts)
+  if all(part.rows is None for part in tensor.parts):
+    return arrays[0]
+  joined = np.empty(tensor.shape, arrays[0].dtype)
+  for part, array in zip(tensor.parts, arrays, strict=True):
+    joined[part.rows] = array
+  return joined
 
 
 def _fetch(

@@ -52,7 +52,10 @@ _PLAIN: dict[str, Any] = dict(
   sliding_rope_theta=None,
   scaled_embedding=False,
   zero_centered_norm=False,
+  pre_norm=True,
   post_norm=False,
+  rotary_width=None,
+  unrotated_layers=None,
 )
 
 
@@ -108,9 +111,10 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
     activation = "gelu_pytorch_tanh"  # early files have only hidden_act, which models ignored
   check_choice(owner, "hidden activation", activation, tuple(ACTIVATIONS))
   _check_implemented(family, c, owner)
-  layers = _sliding_layers(family, c, owner)
-  ropes = _ropes(family, c, owner)
-  theta, scaling = _rope(ropes[0], c, owner)
+  unrotated = _unrotated_layers(c, owner) if family.has_unrotated_layers else None
+  layers = _sliding_layers(family, c, owner, unrotated)
+  full, sliding = _ropes(family, c, owner)
+  theta, scaling = _rope(full, c, owner)
   fields = {
     **_PLAIN,
     **family.fixed,
@@ -124,12 +128,16 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
     "rope_scaling": scaling,
     "sliding_window": _check_size(owner, "sliding_window", c["sliding_window"]) if layers else None,
     "sliding_layers": layers,
+    "unrotated_layers": unrotated,
+    "rotary_width": _rotary_width(family, full, c, owner),
   }
   if family.has_query_scale:
     scalar = _check_positive(owner, "query_pre_attn_scalar", c["query_pre_attn_scalar"])
     fields["query_scale"] = scalar**-0.5
-  if layers and len(ropes) > 1:
-    fields["sliding_rope_theta"] = _sliding_theta(ropes[1], c, owner)
+  if layers and sliding is not None:
+    near_theta = _sliding_theta(family, sliding, c, owner)
+    same = family.sliding_theta == "" and near_theta == theta and scaling is None
+    fields["sliding_rope_theta"] = None if same else near_theta
   if "decoder_sparse_step" in family.defaults:
     fields["sparse_layers"] = _sparse_layers(c, owner)
   return fields
@@ -217,7 +225,26 @@ def _soft_cap(c: Mapping[str, Any], name: str, owner: str) -> float | None:
   return None if c.get(name) is None else _check_positive(owner, name, c[name])
 
 
-def _sliding_layers(family: Family, c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
+def _unrotated_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
+  """Whether each layer is without rotary embedding; None if none is."""
+  count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
+  rotates = c.get("no_rope_layers")
+  if rotates is None:
+    name = "no_rope_layer_interval"
+    interval = _check_size(owner, name, c[name])
+    rotates = [int((i + 1) % interval != 0) for i in range(count)]
+  if not isinstance(rotates, list) or any(value not in (0, 1) for value in rotates):
+    raise ValueError(
+      f"{owner}: no_rope_layers = {rotates!r} is not a list of 1, and 0 of layers without rotation"
+    )
+  if len(rotates) != count:
+    raise ValueError(f"{owner}: {len(rotates)} no_rope_layers for num_hidden_layers = {count}")
+  return None if all(rotates) else tuple(not value for value in rotates)
+
+
+def _sliding_layers(
+  family: Family, c: Mapping[str, Any], owner: str, unrotated: tuple[bool, ...] | None
+) -> tuple[bool, ...] | None:
   """Whether each layer uses sliding-window attention; None if none does."""
   count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
   if family.sliding == "none":
@@ -233,6 +260,8 @@ def _sliding_layers(family: Family, c: Mapping[str, Any], owner: str) -> tuple[b
     if len(kinds) != count:
       raise ValueError(f"{owner}: {len(kinds)} layer_types for num_hidden_layers = {count}")
     layers = tuple(kind == "sliding_attention" for kind in kinds)
+  elif family.has_unrotated_layers:
+    layers = (window is not None and unrotated) or (False,) * count
   elif "max_window_layers" in family.defaults:
     layers = tuple(window is not None and i >= c["max_window_layers"] for i in range(count))
   else:
@@ -248,19 +277,49 @@ def _sliding_layers(family: Family, c: Mapping[str, Any], owner: str) -> tuple[b
   return layers
 
 
-def _ropes(family: Family, c: Mapping[str, Any], owner: str) -> list[dict[str, Any]]:
-  """Rotary settings, in the new style: of full layers and, for Gemma 3, of sliding layers."""
+def _ropes(
+  family: Family, c: Mapping[str, Any], owner: str
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+  """Rotary settings, in the new style: of full layers and, if they have others, sliding ones."""
   new, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
   for name, value in (("rope_parameters", new), ("rope_scaling", old)):
     if not isinstance(value, Mapping):
       raise ValueError(f"{owner}: {name} = {value!r} is not a JSON object")
-  if "rope_local_base_freq" not in family.defaults:
-    return [{"rope_theta": c["rope_theta"]} | dict(new) | dict(old)]
-  full, sliding = new.get("full_attention") or {}, new.get("sliding_attention") or {}
-  return [
-    {"rope_theta": c["rope_theta"]} | full | dict(old),
-    {"rope_theta": c["rope_local_base_freq"]} | sliding,
-  ]
+  if family.sliding_theta is None:
+    return {"rope_theta": c["rope_theta"]} | dict(new) | dict(old), None
+  # Without kinds, as transformers 5.12 writes those of an OLMo 3, they are those of full layers.
+  kinds = ("full_attention", "sliding_attention")
+  per_kind = any(kind in new for kind in kinds) or family.sliding_theta != ""
+  full, sliding = (new.get(kind) or {} for kind in kinds) if per_kind else (new, {})
+  full = {"rope_theta": c["rope_theta"]} | dict(full) | dict(old)
+  near_theta = c[family.sliding_theta] if family.sliding_theta else full["rope_theta"]
+  return full, {"rope_theta": near_theta} | sliding
+
+
+def _rotary_width(
+  family: Family, rope: Mapping[str, Any], c: Mapping[str, Any], owner: str
+) -> int | None:
+  """Number of rotated entries of each head; None if all are."""
+  factor = _partial_factor(rope, c)
+  if factor in (None, 1.0):
+    return None
+  if not family.has_partial_rotation:
+    raise ValueError(
+      f"{owner}: partial_rotary_factor is set; only the rotation of full heads is supported in this"
+      " family"
+    )
+  check_between(owner, "partial_rotary_factor", factor, low=0.0, high=1.0, open_low=True)
+  width = int(c["head_dim"] * factor)
+  if width < 2 or width % 2:
+    raise ValueError(
+      f"{owner}: partial_rotary_factor = {factor!r} rotates {width} of head_dim = {c['head_dim']}"
+      " entries; it must be an even number of them, at least 2"
+    )
+  return width
+
+
+def _partial_factor(rope: Mapping[str, Any], c: Mapping[str, Any]) -> Any:
+  return rope.get("partial_rotary_factor", c.get("partial_rotary_factor"))
 
 
 def _rope(
@@ -270,10 +329,6 @@ def _rope(
   number = lambda name: _check_positive(owner, f"rotary {name}", rope.get(name))
   kind = rope.get("rope_type", rope.get("type", "default"))
   check_choice(owner, "rope_type", kind, _ROPE_TYPES)
-  if rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
-    raise ValueError(
-      f"{owner}: partial_rotary_factor is set; only the rotation of full heads is supported"
-    )
   theta = number("rope_theta")
   if kind == "default":
     return theta, None
@@ -299,8 +354,11 @@ def _rope(
   )
 
 
-def _sliding_theta(rope: Mapping[str, Any], c: Mapping[str, Any], owner: str) -> float:
-  """θ of the rotary embedding of Gemma 3's sliding layers."""
+def _sliding_theta(
+  family: Family, rope: Mapping[str, Any], c: Mapping[str, Any], owner: str
+) -> float:
+  """θ of the rotary embedding of sliding layers."""
+  _rotary_width(family, rope, c, owner)  # refuses a part of a head
   theta, scaling = _rope(rope, c, owner)
   if scaling is not None:
     raise ValueError(

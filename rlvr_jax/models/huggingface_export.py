@@ -23,13 +23,13 @@ def published_config(
   Raises:
     ValueError: no family implements `config`.
   """
-  name = _choose_family(config)
+  name = _choose_family(config, source)
   family = FAMILIES[name]
   activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
   of_tables = {**family.sizes, **family.flags, **family.soft_caps}
   published = {
     **_inherited_fields(name, config, source),
-    **_published_ropes(name, config),
+    **_published_ropes(family, config),
     **{theirs: getattr(config, ours) for ours, theirs in of_tables.items()},
     "architectures": [family.architectures[0]],
     "model_type": name,
@@ -47,6 +47,11 @@ def published_config(
       "decoder_sparse_step": 1,
       "mlp_only_layers": layers_in("dense", config.sparse),
     }
+  if family.has_partial_rotation:
+    published["partial_rotary_factor"] = _rotated_part(config)
+  if family.has_unrotated_layers:
+    unrotated = config.unrotated_layers or (False,) * config.num_layers
+    published["no_rope_layers"] = [int(not layer) for layer in unrotated]
   published |= _published_windows(family, config)
   _check_reads_back(published, config)
   return published
@@ -77,8 +82,7 @@ def _inherited_fields(
   base |= {"use_cache": True, "max_position_embeddings": longest}
   if source is not None:
     content, path = read_config(source)
-    source_family, settings = family_settings(content, path)
-    check_choice(path, "model_type", source_family, (family,))
+    settings = family_settings(content, path)[1]
     base |= {name: value for name, value in settings.items() if name not in _NOT_COPIED}
   elif config.rope_scaling is not None:
     extended = round(config.rope_scaling.factor * config.rope_scaling.original_length)
@@ -95,30 +99,61 @@ _NOT_COPIED = (  # fields of the source's config.json
   "num_local_experts",
   "sliding_window_pattern",
   "_sliding_window_pattern",
+  "no_rope_layer_interval",
   "transformers_version",
   "_name_or_path",
 )
 
 
-def _choose_family(config: TransformerConfig) -> str:
+def _choose_family(config: TransformerConfig, source: str | os.PathLike[str] | None) -> str:
+  """The source's family if networks of it are computed alike, else the likeliest one."""
+  families = _families_of(config)
+  if source is None:
+    return families[0]
+  content, path = read_config(source)
+  family = family_settings(content, path)[0]
+  check_choice(path, "model_type", family, families)
+  return family
+
+
+def _families_of(config: TransformerConfig) -> tuple[str, ...]:
+  """The families that may compute the network, the likeliest first; it may have other settings."""
+  slides = config.sliding_layers or (False,)
   if config.experts is not None:
-    return "qwen3_moe" if config.qk_norm else "olmoe" if config.joint_qk_norm else "mixtral"
+    return ("qwen3_moe" if config.qk_norm else "olmoe" if config.joint_qk_norm else "mixtral",)
+  if not config.pre_norm:
+    return ("olmo3",) if any(slides) else ("olmo2", "olmo3")
+  if config.post_norm and not config.zero_centered_norm:
+    return ("glm4",)
   if config.post_norm:
-    return "gemma3_text" if config.qk_norm else "gemma2"
+    return ("gemma3_text" if config.qk_norm else "gemma2",)
   if config.qk_norm:
-    return "qwen3"
-  return "qwen2" if config.qkv_bias and not config.output_bias else "llama"
+    return ("qwen3",)
+  if any(config.unrotated_layers or ()):
+    return ("smollm3",)
+  if config.qkv_bias and not config.output_bias:
+    return ("qwen2",)
+  return ("mistral", "smollm3") if all(slides) else ("llama", "mistral", "smollm3")
 
 
-def _published_ropes(family: str, config: TransformerConfig) -> dict[str, Any]:
+def _rotated_part(config: TransformerConfig) -> float:
+  """The part of a head's entries that are rotated."""
+  return 1.0 if config.rotary_width is None else config.rotary_width / config.head_dim
+
+
+def _published_ropes(family: Family, config: TransformerConfig) -> dict[str, Any]:
   """Fields for the rotary embeddings, in the new style and the old."""
   full = {"rope_theta": config.rope_theta} | _published_scaling(config.rope_scaling)
+  if family.has_partial_rotation:
+    full["partial_rotary_factor"] = _rotated_part(config)
   fields: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
   if config.rope_scaling is not None:
     fields["rope_scaling"] = _published_scaling(config.rope_scaling)
-  if "rope_local_base_freq" in FAMILIES[family].defaults:
-    sliding_theta = config.sliding_rope_theta or 10_000.0  # unused without sliding layers
-    fields["rope_local_base_freq"] = sliding_theta
+  if family.sliding_theta is not None:
+    unset = 10_000.0 if family.sliding_theta else config.rope_theta
+    sliding_theta = config.sliding_rope_theta or unset
+    if family.sliding_theta:
+      fields[family.sliding_theta] = sliding_theta
     fields["rope_parameters"] = {
       "full_attention": full,
       "sliding_attention": {"rope_theta": sliding_theta, "rope_type": "default"},
@@ -160,6 +195,8 @@ def _check_reads_back(published: Mapping[str, Any], config: TransformerConfig) -
     sliding_layers=config.sliding_layers if sliding else None,
     sliding_window=config.sliding_window if sliding else None,
     sliding_rope_theta=config.sliding_rope_theta if sliding else None,
+    unrotated_layers=config.unrotated_layers if any(config.unrotated_layers or ()) else None,
+    rotary_width=None if config.rotary_width == config.head_dim else config.rotary_width,
   )
   theirs = config_fields(published, "the exported config.json")
   if all(config.sparse):

@@ -27,6 +27,16 @@ _EXPERT_SIZES = {
 # The same of fields that are true or false.
 _BIASES = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 
+_TWO_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_NORMS_BEHIND = {
+  "post_attention_norm": "post_attention_layernorm",
+  "post_mlp_norm": "post_feedforward_layernorm",
+}
+_FOUR_NORMS = _NORMS_BEHIND | {
+  "attention_norm": "input_layernorm",
+  "mlp_norm": "pre_feedforward_layernorm",
+}
+
 
 class Family(NamedTuple):
   """What the networks of one family have in common, and how their config.json says the rest."""
@@ -39,6 +49,12 @@ class Family(NamedTuple):
   soft_caps: Mapping[str, str] = {}  # numbers above 0, or null
   # Layers with a sliding window: "none", "all" if there is a window, or those of "layer_types".
   sliding: str = "layer_types"
+  # θ of sliding layers, where their rotary embedding is another: a field of config.json, "" if that
+  # of all layers, which a scaling of full layers does not change. None: one embedding.
+  sliding_theta: str | None = None
+  norms: Mapping[str, str] = _TWO_NORMS  # our names → the published modules' within a layer
+  has_fused_gate: bool = False  # rows of gate, then of up, are one tensor
+  has_rotary_pairs: bool = False  # the rotation's pairs are (2i, 2i + 1), not (i, i + width/2)
 
   @property
   def is_mixture(self) -> bool:
@@ -49,6 +65,16 @@ class Family(NamedTuple):
   def has_query_scale(self) -> bool:
     """Whether config.json has the factor on attention scores."""
     return "query_pre_attn_scalar" in self.defaults
+
+  @property
+  def has_partial_rotation(self) -> bool:
+    """Whether config.json has the rotated part of a head."""
+    return "partial_rotary_factor" in self.defaults
+
+  @property
+  def has_unrotated_layers(self) -> bool:
+    """Whether config.json says which layers rotate."""
+    return "no_rope_layer_interval" in self.defaults
 
   @property
   def activation(self) -> str:
@@ -88,6 +114,8 @@ _GEMMA: dict[str, Any] = _COMMON | dict(
   sliding_window=4096,
 )
 _GEMMA_NETWORK = dict(scaled_embedding=True, zero_centered_norm=True, post_norm=True)
+_OLMO: dict[str, Any] = _LLAMA | dict(vocab_size=50_304, rms_norm_eps=1e-5)
+_OLMO_NETWORK = dict(joint_qk_norm=True, pre_norm=False, post_norm=True)
 
 FAMILIES: dict[str, Family] = {
   "qwen2": Family(("Qwen2ForCausalLM", "Qwen2Model"), _QWEN, fixed=dict(qkv_bias=True), flags={}),
@@ -100,6 +128,76 @@ FAMILIES: dict[str, Family] = {
     flags=_BIASES | {"mlp_bias": "mlp_bias"},
     sliding="none",
   ),
+  "mistral": Family(
+    ("MistralForCausalLM", "MistralModel"),
+    _LLAMA
+    | dict(
+      intermediate_size=14_336,
+      num_key_value_heads=8,
+      max_position_embeddings=131_072,
+      sliding_window=4096,
+    ),
+    flags={},
+    sliding="all",
+  ),
+  "smollm3": Family(
+    ("SmolLM3ForCausalLM", "SmolLM3Model"),
+    _LLAMA
+    | dict(
+      vocab_size=128_256,
+      hidden_size=2048,
+      num_hidden_layers=36,
+      num_attention_heads=16,
+      num_key_value_heads=4,
+      max_position_embeddings=32_768,
+      rope_theta=2_000_000.0,
+      tie_word_embeddings=True,
+      use_sliding_window=False,
+      sliding_window=None,
+      no_rope_layer_interval=4,
+    ),
+    flags=_BIASES | {"mlp_bias": "mlp_bias"},
+  ),
+  "olmo2": Family(
+    ("Olmo2ForCausalLM", "Olmo2Model"),
+    _OLMO,
+    fixed=_OLMO_NETWORK,
+    norms=_NORMS_BEHIND,
+    sliding="none",
+  ),
+  "olmo3": Family(
+    ("Olmo3ForCausalLM", "Olmo3Model"),
+    _OLMO | dict(rope_theta=500_000.0, sliding_window=4096, sliding_window_pattern=4),
+    fixed=_OLMO_NETWORK,
+    norms=_NORMS_BEHIND,
+    sliding_theta="",
+  ),
+  "glm4": Family(
+    ("Glm4ForCausalLM", "Glm4Model"),
+    _LLAMA
+    | dict(
+      vocab_size=151_552,
+      intermediate_size=13_696,
+      num_hidden_layers=40,
+      num_key_value_heads=2,
+      head_dim=128,
+      max_position_embeddings=131_072,
+      rms_norm_eps=1.5625e-7,
+      attention_bias=True,
+      partial_rotary_factor=0.5,
+    ),
+    fixed=dict(post_norm=True),
+    flags={"qkv_bias": "attention_bias"},
+    sliding="none",
+    norms={
+      "attention_norm": "input_layernorm",
+      "post_attention_norm": "post_self_attn_layernorm",
+      "mlp_norm": "post_attention_layernorm",
+      "post_mlp_norm": "post_mlp_layernorm",
+    },
+    has_fused_gate=True,
+    has_rotary_pairs=True,
+  ),
   "gemma2": Family(
     ("Gemma2ForCausalLM", "Gemma2Model"),
     _GEMMA
@@ -111,6 +209,7 @@ FAMILIES: dict[str, Family] = {
       sliding_window_pattern=2,
     ),
     fixed=_GEMMA_NETWORK,
+    norms=_FOUR_NORMS,
     soft_caps={
       "attention_soft_cap": "attn_logit_softcapping",
       "final_soft_cap": "final_logit_softcapping",
@@ -127,6 +226,8 @@ FAMILIES: dict[str, Family] = {
       sliding_window_pattern=6,
     ),
     fixed=_GEMMA_NETWORK | dict(qk_norm=True),
+    norms=_FOUR_NORMS,
+    sliding_theta="rope_local_base_freq",
     # Its configurations also have a cap on the scores, which its attention does not use.
     soft_caps={"final_soft_cap": "final_logit_softcapping"},
   ),

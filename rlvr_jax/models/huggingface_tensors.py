@@ -13,7 +13,9 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from rlvr_jax.models.huggingface_families import FAMILIES
 from rlvr_jax.models.safetensors import Tensor
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.layers import layers_in, stack_of
 from rlvr_jax.types import Params
 
@@ -60,31 +62,22 @@ _MIXTRAL = {
   ".down_proj.": ".w2.",
   ".up_proj.": ".w3.",
 }
-_NORMS = {
-  "attention_norm": "input_layernorm",
-  "query_norm": "self_attn.q_norm",
-  "key_norm": "self_attn.k_norm",
-}
-# Gemma also has a norm after attention, and another name for the norm before the MLP.
-_TWO_NORMS = {"mlp_norm": "post_attention_layernorm"}
-_FOUR_NORMS = {
-  "post_attention_norm": "post_attention_layernorm",
-  "mlp_norm": "pre_feedforward_layernorm",
-  "post_mlp_norm": "post_feedforward_layernorm",
-}
+_HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def find_leaves(params: Params, sparse_layers: Sequence[bool] | None) -> list[Leaf]:
+def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[Leaf]:
   """Finds the leaves of all parameters, in the order in which they are written.
 
+  Their tensors are those of single kernels, which `find_parts` combines.
+
   Args:
-    sparse_layers: of their `TransformerConfig`.
+    config: settings of the network.
+    family: of `FAMILIES`, which the checkpoint is of.
   Raises:
     ValueError: a parameter that no published checkpoint has.
   """
-  blocks = params["blocks"]
-  norms = _NORMS | (_FOUR_NORMS if "post_mlp_norm" in blocks else _TWO_NORMS)
+  norms = {**_HEAD_NORMS, **FAMILIES[family].norms}
   of_experts: dict[tuple[str, ...], str] = {
     ("experts", name): f"{theirs}.weight" for name, theirs in _EXPERTS.items()
   }
@@ -110,8 +103,8 @@ def find_leaves(params: Params, sparse_layers: Sequence[bool] | None) -> list[Le
     if theirs is None:
       raise ValueError(f"parameter {'/'.join(path)} is in no published checkpoint")
     layers: Iterable[int] = range(leaf.shape[0])
-    if sparse_layers is not None:
-      layers = layers_in(stack_of(path[1]), sparse_layers)
+    if config.sparse_layers is not None:
+      layers = layers_in(stack_of(path[1]), config.sparse_layers)
     names = np.array([f"model.layers.{i}.{theirs}" for i in layers])
     if path[1:] in of_experts:
       names = np.array([[name.format(e) for e in range(leaf.shape[1])] for name in names])
@@ -119,26 +112,94 @@ def find_leaves(params: Params, sparse_layers: Sequence[bool] | None) -> list[Le
   return sorted(leaves, key=lambda leaf: (leaf.stacked > 0, leaf.path))
 
 
-def published_shapes(
-  params: Params, sparse_layers: Sequence[bool] | None
-) -> dict[str, tuple[int, ...]]:
-  """Name and shape of every tensor of these parameters' checkpoint, in the order of writing.
+class Part(NamedTuple):
+  """A tensor of one kernel or bias, as the whole or a part of a published tensor."""
+
+  name: str  # of the tensor, if it were published alone
+  shape: tuple[int, ...]
+  rows: npt.NDArray[np.int64] | None  # of the published tensor, in the part's order; None: all
+
+
+class Published(NamedTuple):
+  """A published tensor and what its rows are."""
+
+  shape: tuple[int, ...]
+  parts: tuple[Part, ...]
+
+
+def find_published(params: Params, config: TransformerConfig, family: str) -> dict[str, Published]:
+  """Every tensor of these parameters' checkpoint by its usual name, in the order of writing.
 
   Args:
-    sparse_layers: of their `TransformerConfig`.
+    config: settings of the network.
+    family: of `FAMILIES`, which the checkpoint is of.
   Raises:
     ValueError: a parameter that no published checkpoint has.
   """
-  return tensor_shapes(find_leaves(params, sparse_layers), params)
-
-
-def tensor_shapes(leaves: Iterable[Leaf], params: Params) -> dict[str, tuple[int, ...]]:
-  """Name and shape of every published tensor of these leaves."""
-  return {
-    name: leaf.published(leaf_value(params, leaf).shape)[1]
-    for leaf in leaves
-    for name in leaf.names.ravel().tolist()
+  places = {  # of a module within a layer: the module it is published in, and its rows there
+    module: (whole, rows)
+    for whole, parts in _row_tables(config, family).items()
+    for module, rows in parts.items()
   }
+  found: dict[str, list[Part]] = {}
+  for leaf in find_leaves(params, config, family):
+    shape = leaf.published(leaf_value(params, leaf).shape)[1]
+    for name in leaf.names.ravel().tolist():
+      match = _IN_LAYER.fullmatch(name)
+      whole, rows = places.get(match[2], (match[2], None)) if match else ("", None)
+      published = f"{match[1]}{whole}{match[3]}" if match else name
+      found.setdefault(published, []).append(Part(name, shape, rows))
+  return {name: Published(_joined_shape(parts), tuple(parts)) for name, parts in found.items()}
+
+
+_IN_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)(\.weight|\.bias)")
+
+
+def _joined_shape(parts: Sequence[Part]) -> tuple[int, ...]:
+  return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+
+
+RowTables = Mapping[str, Mapping[str, npt.NDArray[np.int64]]]
+
+
+def _row_tables(c: TransformerConfig, family: str) -> RowTables:
+  """Published modules of a layer that are not one module here row by row.
+
+  Returns:
+    Their names → names of the modules that they consist of → each one's rows of the published
+    tensor, in the order that they have here. Together they are all rows.
+  """
+  tables: dict[str, Mapping[str, npt.NDArray[np.int64]]] = {}
+  if FAMILIES[family].has_fused_gate:
+    gate, up = np.split(np.arange(2 * c.mlp_width), 2)
+    tables["mlp.gate_up_proj"] = {KERNELS["gate"]: gate, KERNELS["up"]: up}
+  if FAMILIES[family].has_rotary_pairs:
+    for name, heads in (("query", c.num_heads), ("key", c.num_kv_heads)):
+      tables[KERNELS[name]] = {KERNELS[name]: _rows_of_pairs(c, heads)}
+  return tables
+
+
+def _rows_of_pairs(c: TransformerConfig, heads: int) -> npt.NDArray[np.int64]:
+  """Rows of heads whose rotation has pairs (2i, 2i + 1), in the order of pairs (i, i + width/2)."""
+  width = c.rotary_width or c.head_dim
+  pairs = np.arange(width).reshape(-1, 2)
+  in_head = np.concatenate([pairs[:, 0], pairs[:, 1], np.arange(width, c.head_dim)])
+  return (np.arange(heads)[:, None] * c.head_dim + in_head).ravel()
+
+
+def split_parts(
+  tensors: Mapping[str, Tensor], published: Mapping[str, Published]
+) -> dict[str, Tensor]:
+  """The tensors of single kernels and biases, which are views of published ones, by their names."""
+  return {
+    part.name: tensors[name] if part.rows is None else _select(tensors[name], part)
+    for name, (_, parts) in published.items()
+    for part in parts
+  }
+
+
+def _select(tensor: Tensor, part: Part) -> Tensor:
+  return dataclasses.replace(tensor, shape=part.shape, selected=part.rows)
 
 
 def leaf_value(params: Params, leaf: Leaf) -> Any:

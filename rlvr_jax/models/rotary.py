@@ -45,15 +45,18 @@ class YarnScaling:
 
 
 def inverse_frequencies(
-  head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None, dtype=jnp.float32
+  width: int, theta: float, scaling: RopeScaling | YarnScaling | None, dtype=jnp.float32
 ) -> Array:
-  """Rotary angular frequencies θ^(−2i/H), [H/2], with context extension applied."""
-  frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
+  """Rotary angular frequencies θ^(−2i/W), [W/2], with context extension applied.
+
+  W is the number of rotated entries of a head.
+  """
+  frequencies = theta ** (-jnp.arange(0, width, 2, dtype=dtype) / width)
   if scaling is None:
     return frequencies
   if isinstance(scaling, YarnScaling):
-    low, high = _yarn_indices(head_dim, theta, scaling)
-    keep = 1 - jnp.clip((jnp.arange(head_dim // 2, dtype=dtype) - low) / (high - low), 0.0, 1.0)
+    low, high = _yarn_indices(width, theta, scaling)
+    keep = 1 - jnp.clip((jnp.arange(width // 2, dtype=dtype) - low) / (high - low), 0.0, 1.0)
   elif scaling.low_frequency_factor is None:
     return frequencies / scaling.factor
   else:
@@ -63,24 +66,24 @@ def inverse_frequencies(
   return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
-def _yarn_indices(head_dim: int, theta: float, scaling: YarnScaling) -> tuple[float, float]:
+def _yarn_indices(width: int, theta: float, scaling: YarnScaling) -> tuple[float, float]:
   """Indices of the first and the last interpolated frequency."""
 
   def index(rotations: float) -> float:
     wavelength = scaling.original_length / (2 * math.pi * rotations)
-    return head_dim * math.log(wavelength) / (2 * math.log(theta))
+    return width * math.log(wavelength) / (2 * math.log(theta))
 
   low, high = index(scaling.fast_rotations), index(scaling.slow_rotations)
   if scaling.integer_indices:
     low, high = math.floor(low), math.ceil(high)
-  low, high = max(low, 0), min(high, head_dim - 1)
+  low, high = max(low, 0), min(high, width - 1)
   return low, high if high != low else low + 1e-3
 
 
 def rotary_tables(
   positions: Array, frequencies: Array, scaling: RopeScaling | YarnScaling | None = None
 ) -> tuple[Array, Array]:
-  """Cosine and sine of position times frequency, each [..., L, 1, H/2]."""
+  """Cosine and sine of position times frequency, each [..., L, 1, W/2]."""
   angles = positions[..., None, None].astype(frequencies.dtype) * frequencies
   if not isinstance(scaling, YarnScaling):
     return jnp.cos(angles), jnp.sin(angles)
@@ -91,16 +94,21 @@ def rotary_tables(
 
 
 class RotaryTables(NamedTuple):
-  """Cosines and sines of tokens' positions, each [..., L, 1, H/2]."""
+  """Cosines and sines of tokens' positions, each [..., L, 1, W/2]."""
 
   full: tuple[Array, Array]
   sliding: tuple[Array, Array] | None  # for sliding layers; None: the same
 
-  def of_layer(self, slides: Array | bool) -> tuple[Array, Array]:
-    """Selects the tables of a layer; whether it slides may be traced."""
-    if self.sliding is None:
-      return self.full
-    return jax.tree.map(lambda x, y: jnp.where(slides, x, y), self.sliding, self.full)
+  def of_layer(self, slides: Array | bool, unrotated: Array | bool = False) -> tuple[Array, Array]:
+    """Selects the tables of a layer, whose kinds may be traced; angles are 0 if `unrotated`."""
+    cosine, sine = self.full
+    if self.sliding is not None:
+      cosine, sine = (
+        jnp.where(slides, *pair) for pair in zip(self.sliding, self.full, strict=True)
+      )
+    if unrotated is False:
+      return cosine, sine
+    return jnp.where(unrotated, 1.0, cosine), jnp.where(unrotated, 0.0, sine)
 
   def at(self, index: Array) -> RotaryTables:
     """Selects the tables of tokens at `index` of the first axis, i32[...]."""
@@ -108,8 +116,15 @@ class RotaryTables(NamedTuple):
 
 
 def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
-  """Rotates the two halves of each head, [..., L, N, H], by the tables' angles."""
+  """Rotates the two halves of the first W entries of each head, by the tables' angles.
+
+  Args:
+    x: [..., L, N, H].
+    tables: cosines and sines, each [..., L, 1, W/2].
+  """
   cosine, sine = tables
-  first, second = jnp.split(x.astype(cosine.dtype), 2, axis=-1)
+  width = 2 * cosine.shape[-1]
+  first, second = jnp.split(x[..., :width].astype(cosine.dtype), 2, axis=-1)
   out = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-  return out.astype(x.dtype)
+  out = out.astype(x.dtype)
+  return out if width == x.shape[-1] else jnp.concatenate([out, x[..., width:]], axis=-1)

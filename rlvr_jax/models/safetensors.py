@@ -17,6 +17,7 @@ from typing import Any
 import fsspec
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -51,6 +52,8 @@ class Tensor:
   view: Any = dataclasses.field(repr=False)  # the library's; slices are read when it is indexed
   before: tuple[int, ...] = ()  # indices of the axes before those of `shape`
   first: int = 0  # row of the view at which the tensor begins
+  # i64[rows], the rows of the above that this tensor has, in its order; None: all.
+  selected: npt.NDArray[np.int64] | None = dataclasses.field(default=None, compare=False)
 
   @property
   def dtype(self) -> np.dtype:
@@ -67,10 +70,20 @@ class Tensor:
     return math.prod(self.shape) * self.dtype.itemsize
 
   def rows(self, start: int, stop: int) -> np.ndarray:
-    """Reads rows [start, stop) of the first axis; raises ValueError as `dtype` does."""
+    """Reads rows [start, stop) of the first axis; raises ValueError as `dtype` does.
+
+    Of selected rows, those between them are read as well.
+    """
     dtype = self.dtype
-    rows = self.view[(*self.before, slice(self.first + start, self.first + stop))]
-    return np.asarray(rows, dtype)
+    if self.selected is None:
+      rows = self.view[(*self.before, slice(self.first + start, self.first + stop))]
+      return np.asarray(rows, dtype)
+    rows = self.selected[start:stop]
+    if not len(rows):
+      return np.empty((0, *self.shape[1:]), dtype)
+    least = int(rows.min())
+    whole = dataclasses.replace(self, selected=None)
+    return whole.rows(least, int(rows.max()) + 1)[rows - least]
 
 
 # --- reading --------------------------------------------------------------------------------------

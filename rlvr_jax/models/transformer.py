@@ -66,6 +66,8 @@ class TransformerConfig:
   norm_epsilon: float = 1e-6
   rope_theta: float = 10_000.0
   rope_scaling: RopeScaling | YarnScaling | None = None
+  rotary_width: int | None = None  # first entries of a head, the rotated ones; None: all (GLM-4)
+  unrotated_layers: tuple[bool, ...] | None = None  # without positions; None: no layer (SmolLM3)
   tied_head: bool = True
   qk_norm: bool = False  # RMSNorm on each head's queries and keys (Qwen 3, Gemma 3)
   qkv_bias: bool = False  # Qwen 2
@@ -85,7 +87,8 @@ class TransformerConfig:
   sliding_rope_theta: float | None = None  # of sliding layers, unscaled; None: as other layers
   scaled_embedding: bool = False  # embeddings times √width (Gemma)
   zero_centered_norm: bool = False  # norm weights are stored as w, applied as 1 + w (Gemma)
-  post_norm: bool = False  # a norm after attention and after the MLP as well (Gemma)
+  pre_norm: bool = True  # a norm before attention and before the MLP
+  post_norm: bool = False  # a norm after attention and after the MLP (Gemma; alone in OLMo 2)
   compute_dtype: str = "float32"
   matmul_precision: str = "auto"  # of float32 products: auto, highest or default; see `precision`
   param_dtype: str = "float32"
@@ -122,6 +125,11 @@ class TransformerConfig:
       yield f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
     if self.head_dim % 2:
       yield f"head_dim={self.head_dim} must be even for rotary embeddings"
+    width = self.head_dim if self.rotary_width is None else self.rotary_width
+    if not isinstance(width, int) or width % 2 or not 2 <= width <= self.head_dim:
+      yield f"rotary_width={width!r} must be even, from 2 to head_dim={self.head_dim}"
+    if not (self.pre_norm or self.post_norm):
+      yield "pre_norm and post_norm are both false; a layer has norms before, behind, or both"
     for name in ("compute_dtype", "param_dtype"):
       dtype = getattr(self, name)
       if dtype not in ("float32", "bfloat16", "float64"):
@@ -129,8 +137,10 @@ class TransformerConfig:
       wide = jnp.dtype(jax.dtypes.canonicalize_dtype("float64")) == jnp.dtype("float64")
       if dtype == "float64" and not wide:
         yield f"{name}=float64 needs jax_enable_x64; set the variable JAX_ENABLE_X64=1"
-    if self.sliding_layers is not None and len(self.sliding_layers) != self.num_layers:
-      yield f"sliding_layers names {len(self.sliding_layers)} layers, num_layers={self.num_layers}"
+    for name in ("sliding_layers", "unrotated_layers"):
+      layers = getattr(self, name)
+      if layers is not None and len(layers) != self.num_layers:
+        yield f"{name} names {len(layers)} layers, num_layers={self.num_layers}"
     yield from self._find_mistakes_of_experts()
     if self.sliding_window is None and any(self.sliding_layers or ()):
       yield "sliding_layers are set but sliding_window is None"
@@ -221,9 +231,9 @@ class RMSNorm(nnx.Module):
 
 
 class Block(nnx.Module):
-  """One layer: attention, and a gated MLP or a mixture of them, each after a norm.
+  """One layer: attention, and a gated MLP or a mixture of them.
 
-  Both are added to the residual stream.
+  Both are added to the residual stream, with norms before, behind, or both.
   """
 
   def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, *, sparse: bool | None):
@@ -232,12 +242,13 @@ class Block(nnx.Module):
     self.sparse = sparse
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     residual_gain = 1.0 / (2 * c.num_layers)  # the residual stream's variance stays near 1
-    self.attention_norm = RMSNorm(c, c.width)
+    if c.pre_norm:
+      self.attention_norm = RMSNorm(c, c.width)
+      self.mlp_norm = RMSNorm(c, c.width)
     self.query = init_kernel(rngs, (c.width, queries), c.param_dtype)
     self.key = init_kernel(rngs, (c.width, keys), c.param_dtype)
     self.value = init_kernel(rngs, (c.width, keys), c.param_dtype)
     self.output = init_kernel(rngs, (queries, c.width), c.param_dtype, residual_gain)
-    self.mlp_norm = RMSNorm(c, c.width)
     if sparse is not True:
       self.gate = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
       self.up = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
@@ -291,7 +302,7 @@ class Block(nnx.Module):
     c = self.config
     residual = layout.residual
     bias = lambda name: getattr(self, name, None)
-    normed = residual.gather(self.attention_norm(x))
+    normed = residual.gather(self.attention_norm(x) if c.pre_norm else x)
     heads = lambda y: y.reshape(*y.shape[:-1], -1, c.head_dim)
     query = dense(normed, self.query, bias("query_bias"))
     key = dense(normed, self.key, bias("key_bias"))
@@ -307,7 +318,7 @@ class Block(nnx.Module):
     mixed = residual.scatter(mixed)
     x = x + (self.post_attention_norm(mixed) if c.post_norm else mixed)
 
-    normed = residual.gather(self.mlp_norm(x))
+    normed = residual.gather(self.mlp_norm(x) if c.pre_norm else x)
     routing = None
     if not self.sparse:
       gated = self._mlp(normed)
@@ -533,7 +544,7 @@ class Transformer(nnx.Module):
     real = None if lengths is None else positions < lengths[:, None]
     x = self._embed(tokens)
     cached, routes = [], []
-    for block, window, slides in zip(blocks, *self._layer_kinds(), strict=True):
+    for block, window, *kind in zip(blocks, *self._layer_kinds(), strict=True):
 
       def mix(query, key, value, window=window):
         one = lambda y: y[:, None]
@@ -543,7 +554,7 @@ class Transformer(nnx.Module):
         return out, (key, value)
 
       x, keys_and_values, routing = block(
-        x, tables.of_layer(slides), mix, self._whole_residual(), real=real
+        x, tables.of_layer(*kind), mix, self._whole_residual(), real=real
       )
       cached.append(keys_and_values)
       routes.append(routing)
@@ -573,14 +584,14 @@ class Transformer(nnx.Module):
     x = self._embed(tokens[:, None])  # [slots, 1, D]
     real = None if running is None else running[:, None]
     carries, routes = [], []
-    for layer, (block, window, slides) in enumerate(zip(blocks, *self._layer_kinds(), strict=True)):
+    for layer, (block, window, *kind) in enumerate(zip(blocks, *self._layer_kinds(), strict=True)):
 
       def mix(query, key, value, layer=layer, window=window):
         settings = self._attention_settings(window)
         out, carry = attend(layer, query[:, 0], key[:, 0], value[:, 0], settings)
         return out[:, None], carry
 
-      x, carry, routing = block(x, tables.of_layer(slides), mix, self._whole_residual(), real=real)
+      x, carry, routing = block(x, tables.of_layer(*kind), mix, self._whole_residual(), real=real)
       carries.append(carry)
       routes.append(routing)
     chosen = _stack_routes(routes)
@@ -616,12 +627,13 @@ class Transformer(nnx.Module):
     """
     return make_rotary_tables(self.config, jnp.arange(positions.shape[1])).at(positions)
 
-  def _layer_kinds(self) -> tuple[list[int], list[bool]]:
-    """The window of every layer, and whether it slides."""
+  def _layer_kinds(self) -> tuple[list[int], list[bool], list[bool]]:
+    """The window of every layer, whether it slides, and whether it has no rotation."""
     c = self.config
     sliding = list(c.sliding_layers or [False] * c.num_layers)
     window = c.sliding_window or _NO_WINDOW
-    return [window if slides else _NO_WINDOW for slides in sliding], sliding
+    unrotated = list(c.unrotated_layers or [False] * c.num_layers)
+    return [window if slides else _NO_WINDOW for slides in sliding], sliding, unrotated
 
   def _scan_blocks(
     self,
@@ -645,15 +657,14 @@ class Transformer(nnx.Module):
     """
     c = self.config
     tables = self._look_up_tables(positions)
-    _, sliding = self._layer_kinds()
+    _, sliding, unrotated = self._layer_kinds()
     graphs = {sparse: layer_graph(c, sparse=sparse) for sparse in set(c.sparse)}
 
     def apply(x, layer, sparse):
       slides, routes = layer.pop("slides"), layer.pop(ROUTES, None)
+      layer_tables = tables.of_layer(slides, layer.pop("unrotated", False))
       block = nnx.merge(graphs[sparse], layer)
-      x, _, routing = block(
-        x, tables.of_layer(slides), attend(slides), self.layout, routes=routes, real=real
-      )
+      x, _, routing = block(x, layer_tables, attend(slides), self.layout, routes=routes, real=real)
       x = self.layout.residual.keep(x)
       if not routed or routing is None:
         return x, None
@@ -665,6 +676,8 @@ class Transformer(nnx.Module):
       apply = jax.checkpoint(apply, policy=policy, static_argnums=2)
     stacks = nnx.to_pure_dict(nnx.split(self.blocks, nnx.Param)[1])
     stacks["slides"] = jnp.asarray(sliding)
+    if any(unrotated):
+      stacks["unrotated"] = jnp.asarray(unrotated)
     if routes is not None:
       stacks[ROUTES] = jnp.moveaxis(routes, 2, 0)
     with jax.named_scope("layers"):  # including the operations of the loops themselves
@@ -740,7 +753,7 @@ def make_rotary_tables(config: TransformerConfig, positions: Array) -> RotaryTab
   dtype = jnp.promote_types(c.compute_dtype, jnp.float32)
 
   def make_table(theta, scaling):
-    frequencies = inverse_frequencies(c.head_dim, theta, scaling, dtype)
+    frequencies = inverse_frequencies(c.rotary_width or c.head_dim, theta, scaling, dtype)
     return rotary_tables(positions, frequencies, scaling)
 
   sliding = None if c.sliding_rope_theta is None else make_table(c.sliding_rope_theta, None)

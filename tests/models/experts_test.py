@@ -469,11 +469,11 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def load(folder, **sizes):
-  shapes = jax.eval_shape(transformer(checkpoint_config(folder)).init, jax.random.key(0))
+  config = checkpoint_config(folder)
+  shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
+  placed = sharding.add_shardings(shapes, sharding.make_mesh(**sizes))
   # Blocks of 200 bytes: an expert's kernel comes in several.
-  return load_params(
-    folder, sharding.add_shardings(shapes, sharding.make_mesh(**sizes)), block_bytes=200
-  )
+  return load_params(folder, placed, config, block_bytes=200)
 
 
 @each_family

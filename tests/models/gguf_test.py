@@ -40,7 +40,7 @@ _FILES = {  # of every folder
 def loaded(folder):
   model = transformer(checkpoint_config(folder))
   shapes = add_shardings(jax.eval_shape(model.init, jax.random.key(0)), make_mesh())
-  return model, load_params(folder, shapes)
+  return model, load_params(folder, shapes, model.config)
 
 
 def logits(folder, ids):

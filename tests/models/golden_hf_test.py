@@ -1,7 +1,8 @@
-"""The network against `transformers`: every folder under golden/hf and hf_moe, by the loader."""
+"""The network against `transformers`: every folder under golden/hf…, by the loader."""
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 
@@ -26,9 +27,13 @@ from rlvr_jax.types import Prompts, Sampling
 _SHARED = os.environ.get("RLVR_SHARED")
 _FOLDERS = [
   folder
-  for kind in ("hf", "hf_moe")
+  for kind in ("hf", "hf_moe", "hf_families")
   for folder in (sorted(pathlib.Path(_SHARED, "golden", kind).iterdir()) if _SHARED else [])
+  if folder.is_dir()
 ]
+_REFUSED = [f for f in _FOLDERS if f.name.startswith(("deepseek_v3", "gemma4", "qwen3_5"))]
+_FOLDERS = [folder for folder in _FOLDERS if folder not in _REFUSED]
+_FAMILIES = [folder for folder in _FOLDERS if folder.parent.name == "hf_families"]
 _MIXTURES = [folder for folder in _FOLDERS if folder.parent.name == "hf_moe"]
 
 pytestmark = pytest.mark.skipif(not _SHARED, reason="RLVR_SHARED is not set")
@@ -39,7 +44,7 @@ def case(request):
   model = transformer(checkpoint_config(request.param))
   model = model._replace(response_hidden=jax.jit(model.response_hidden))
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  params = load_params(request.param, add_shardings(shapes, make_mesh()))
+  params = load_params(request.param, add_shardings(shapes, make_mesh()), model.config)
   return model, params, np.load(request.param / "expected.npz")
 
 
@@ -83,12 +88,13 @@ def test_every_place_has_the_published_models_experts(case):
     assert np.all(row[real.sum() :] == NO_EXPERT)
 
 
-@pytest.mark.parametrize("folder", _MIXTURES, ids=lambda folder: folder.name)
-def test_an_export_of_a_mixture_has_the_published_tensors(folder, tmp_path):
-  """Their names and bits, expert by expert, and the same settings."""
+@pytest.mark.parametrize("folder", _MIXTURES + _FAMILIES, ids=lambda folder: folder.name)
+def test_an_export_has_the_published_tensors(folder, tmp_path):
+  """Their names and bits, each expert's and those of rows in another order; and the settings."""
   config = checkpoint_config(folder)
   shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
-  params = load_params(folder, add_shardings(shapes, make_mesh(fsdp=2, tensor=4)))
+  params = load_params(folder, add_shardings(shapes, make_mesh(fsdp=2, tensor=4)), config)
+  kind = json.loads((folder / "config.json").read_text())["model_type"]
   save_checkpoint(tmp_path / "out", params, config, dtype="float32", source=folder)
   expected, found = open_checkpoint(folder), open_checkpoint(tmp_path / "out")
   assert found.keys() == expected.keys()
@@ -96,6 +102,7 @@ def test_an_export_of_a_mixture_has_the_published_tensors(folder, tmp_path):
     rows = tensor.shape[0]
     np.testing.assert_array_equal(found[name].rows(0, rows), tensor.rows(0, rows), err_msg=name)
   assert checkpoint_config(tmp_path / "out") == config
+  assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == kind
 
 
 def test_logits_of_cached_decoding_equal_the_published_models(case):
@@ -160,3 +167,10 @@ def test_greedy_cached_decoding_gives_the_published_models_tokens(case):
     sampler = EnginePrograms(model, Sampling(temperature=0.0), slots=slots, **settings)
     rollouts = sample(sampler, params, {}, prompts, jax.random.key(0), 1)
     np.testing.assert_array_equal(rollouts.tokens[:, 0], new)
+
+
+@pytest.mark.parametrize("folder", _REFUSED, ids=lambda folder: folder.name)
+def test_a_network_that_is_not_computed_here_is_refused_by_name(folder):
+  kind = json.loads((folder / "config.json").read_text())["model_type"]
+  with pytest.raises(ValueError, match=f"model_type = '{kind}' is unknown"):
+    checkpoint_config(folder)

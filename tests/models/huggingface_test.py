@@ -94,9 +94,10 @@ def shapes_of(config):
 
 
 def load(directory, mesh=None, block_bytes=2**20, **overrides):
-  shapes = shapes_of(checkpoint_config(directory, **overrides))
+  config = checkpoint_config(directory, **overrides)
   mesh = make_mesh() if mesh is None else mesh
-  return load_params(directory, add_shardings(shapes, mesh), block_bytes=block_bytes)
+  placed = add_shardings(shapes_of(config), mesh)
+  return load_params(directory, placed, config, block_bytes=block_bytes)
 
 
 def assert_equal(found, expected):
@@ -287,7 +288,7 @@ def test_the_text_model_of_a_gemma3_is_exported_with_the_stop_tokens_of_the_whol
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    (dict(model_type="mistral"), "model_type = 'mistral' is unknown; .*gemma2.*llama.*qwen3"),
+    (dict(model_type="gpt_oss"), "model_type = 'gpt_oss' is unknown; .*gemma2.*llama.*qwen3"),
     (dict(model_type=None), "model_type = None"),
     (dict(architectures=["LlamaForSequenceClassification"]), "architectures = 'LlamaForSeq"),
     (dict(hidden_act="relu2"), "hidden activation = 'relu2'"),
@@ -539,7 +540,8 @@ def test_weights_that_are_not_finite_are_named(tmp_path, value, mesh):
 def test_parameters_that_no_checkpoint_has_are_refused(tmp_path):
   write(tmp_path, published_tensors(SETTINGS))
   with pytest.raises(ValueError, match="blocks/query/a is in no published checkpoint"):
-    load_params(tmp_path, {"blocks": {"query": {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32)}}})
+    adapted = {"blocks": {"query": {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32)}}}
+    load_params(tmp_path, adapted, checkpoint_config(tmp_path))
 
 
 # --- out ------------------------------------------------------------------------------------------
@@ -690,10 +692,11 @@ _TWO_PROCESSES = """
   jax.distributed.initialize(coordinator, 2, int(process))
   model = transformer(checkpoint_config(source))
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  params = load_params(source, add_shardings(shapes, make_mesh(fsdp=2, tensor=2)), block_bytes=3000)
+  placed = add_shardings(shapes, make_mesh(fsdp=2, tensor=2))
+  params = load_params(source, placed, model.config, block_bytes=3000)
   assert not params["blocks"]["gate"].is_fully_addressable
   save_checkpoint(out, params, model.config, dtype="float32", source=source, block_bytes=200)
-  again = load_params(out, add_shardings(shapes, make_mesh(fsdp=4)))
+  again = load_params(out, add_shardings(shapes, make_mesh(fsdp=4)), model.config)
   jax.tree.map(np.testing.assert_array_equal, to_host(params), to_host(again))
 """
 

@@ -214,7 +214,7 @@ def load(folder, **sizes):
   config = checkpoint_config(folder)
   shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
   placed = sharding.add_shardings(shapes, sharding.make_mesh(**sizes))
-  return load_params(folder, placed, sparse_layers=config.sparse_layers)
+  return load_params(folder, placed, config)
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_the_peft_library_computes_the_same_logits(tmp_path, folder):
   config = dataclasses.replace(checkpoint_config(folder), compute_dtype="float32", remat="none")
   model = transformer(config)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  base = load_params(folder, sharding.add_shardings(shapes, sharding.make_mesh()))
+  base = load_params(folder, sharding.add_shardings(shapes, sharding.make_mesh()), config)
   ids = np.load(folder / "expected.npz")["input_ids"]
   load_base = lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 

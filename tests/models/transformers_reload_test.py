@@ -43,7 +43,7 @@ def loaded(directory):
   config = checkpoint_config(directory)
   model = transformer(config)
   shapes = add_shardings(jax.eval_shape(model.init, jax.random.key(0)), make_mesh())
-  return model, load_params(directory, shapes, sparse_layers=config.sparse_layers)
+  return model, load_params(directory, shapes, config)
 
 
 def their_logits(directory, ids, mask, **options):

@@ -83,7 +83,7 @@ class InitialParams:
     base = self.placement.base
     if self.checkpoint:
       try:
-        return load_params(self.checkpoint, base, sparse_layers=self.model.config.sparse_layers)
+        return load_params(self.checkpoint, base, self.model.config)
       except ValueError as error:
         raise CheckpointError(f"config.model.checkpoint = {self.checkpoint!r}: {error}") from error
     shardings = jax.tree.map(lambda x: x.sharding, base)

@@ -365,14 +365,13 @@ def make_teacher(
     )
   )
   params = sharding.add_shardings(jax.eval_shape(own.init, jax.random.key(0)), mesh)
-  sparse = network.sparse_layers
   if is_run:
     read: Callable[[], Params] = functools.partial(read_params, folder, params)
     find = lambda: None
     others = functools.partial(_tokenizer_of_run, folder)
   else:
-    read = functools.partial(load_params, checkpoint, params, sparse_layers=sparse)
-    find = lambda: open_tensors(checkpoint, params, sparse)
+    read = functools.partial(load_params, checkpoint, params, network)
+    find = lambda: open_tensors(checkpoint, params, network)
     others = functools.partial(HuggingFaceTokenizer, checkpoint)
 
   def check(tokenizer: Tokenizer) -> None:

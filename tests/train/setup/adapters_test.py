@@ -75,7 +75,7 @@ def test_export_writes_the_merged_policy_and_the_adapters(run, parts, tmp_path):
   export(parts, str(folder), run / "checkpoints" / "4")
   params, _ = load_policy(parts.initial, run / "checkpoints" / "4")
   whole = parts.programs.merge(params, parts.initial.frozen().trainer)
-  loaded = load_params(folder, parts.placement.base)
+  loaded = load_params(folder, parts.placement.base, parts.model.config)
   jax.tree.map(np.testing.assert_array_equal, loaded, whole)
   adapters, settings = load_adapters(folder / "adapter", parts.model.config)
   jax.tree.map(np.testing.assert_array_equal, adapters, jax.device_get(params))
