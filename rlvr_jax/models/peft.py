@@ -19,7 +19,7 @@ from rlvr_jax.models.huggingface_tensors import KERNELS
 from rlvr_jax.models.lora import LoraSettings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.finite import check_finite
-from rlvr_jax.ops.layers import layers_in, stack_of
+from rlvr_jax.ops.layers import DENSE, SPARSE, layers_in, stack_of
 from rlvr_jax.storage.folders import locate, new_directory, read_json, write_bytes
 from rlvr_jax.types import Params
 
@@ -70,7 +70,7 @@ def save_adapters(
   check_adapters(adapters, settings, config)
   tensors: dict[str, npt.NDArray[Any]] = {}
   for name, pair in adapters["blocks"].items():
-    layers = layers_in(stack_of(name), config.sparse)
+    layers = layers_in(stack_of(name), config.kinds)
     for letter, stack in pair.items():
       for layer, matrix in zip(layers, np.asarray(stack), strict=True):
         # Transposed: PEFT multiplies from the left.
@@ -126,7 +126,7 @@ def load_adapters(
   names = _adapted_kernels(tensors, config, weights)
 
   def stack_layers(name, letter):
-    numbers = layers_in(stack_of(name), config.sparse)
+    numbers = layers_in(stack_of(name), config.kinds)
     layers = [tensors[_tensor_name(i, name, letter)] for i in numbers]
     matrices = [tensor.rows(0, tensor.shape[0]).T for tensor in layers]
     return np.stack(matrices).astype(np.promote_types(layers[0].dtype, np.float32))
@@ -195,8 +195,8 @@ def _target_modules(names: Iterable[str], config: TransformerConfig) -> list[str
   modules = []
   for name in names:
     # Without the layer's number, those of an MLP would also name the projections of experts.
-    layers = layers_in("dense", config.sparse) if stack_of(name) == "dense" else []
-    of_some = [f"layers.{i}.{KERNELS[name]}" for i in layers if any(config.sparse)]
+    layers = layers_in(DENSE, config.kinds) if stack_of(name) == DENSE else []
+    of_some = [f"layers.{i}.{KERNELS[name]}" for i in layers if layers_in(SPARSE, config.kinds)]
     modules += of_some or [KERNELS[name].split(".")[-1]]
   return modules
 
@@ -216,7 +216,7 @@ def _adapted_kernels(tensors: Mapping[str, Any], config: TransformerConfig, path
     _tensor_name(i, name, letter)
     for name in names
     for letter in _MATRICES
-    for i in layers_in(stack_of(name), config.sparse)
+    for i in layers_in(stack_of(name), config.kinds)
   }
   if needed != set(tensors):
     missing, extra = sorted(needed - set(tensors)), sorted(set(tensors) - needed)

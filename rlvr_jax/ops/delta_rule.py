@@ -5,6 +5,9 @@ v [d_v], a log-decay g ≤ 0 and a strength β in [0, 1]:
 
     S ← e^g·S;  S ← S + k ⊗ β·(v − Sᵀk);  o = Sᵀq
 
+In a gated DeltaNet, queries, keys and values come from causal convolutions of a few tokens, so that
+a sequence's state has the last inputs of these as well.
+
 `delta_step` is one token. `delta_rows` computes packed rows, chunk by chunk, with the same result
 up to rounding. There, a rollout goes on from the state behind its prompt, and nothing else passes
 from one sequence to another. A token without effect has g = 0 and β = 0.
@@ -15,6 +18,7 @@ Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv:2412.064
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,6 +29,7 @@ from rlvr_jax.ops.row_blocks import is_visible
 from rlvr_jax.types import Array, Rows
 
 CHUNK = 64  # tokens, at most; a power of two
+_EPSILON = 1e-6  # of the lengths of queries and keys
 
 
 class Tokens(NamedTuple):
@@ -122,10 +127,101 @@ def conv_step(x: Array, window: Array, taps: Array) -> tuple[Array, Array]:
   return jnp.sum(inputs * taps.T, axis=-2), inputs[..., 1:, :]
 
 
+class DeltaState(NamedTuple):
+  """What a gated DeltaNet keeps of the tokens of a sequence."""
+
+  memory: Array  # S [R, N, d_k, d_v], at least float32
+  windows: tuple[Array, Array, Array]  # the last T − 1 inputs of the convolutions, [R, T − 1, C]
+
+
+class DeltaInputs(NamedTuple):
+  """What a gated DeltaNet mixes over tokens: of its projections, queries, keys and values."""
+
+  channels: tuple[Array, Array, Array]  # [R, L, N_k·d_k] twice and [R, L, N·d_v]
+  taps: tuple[Array, Array, Array]  # [C, T] each, of their convolutions
+  decay: Array  # g [R, L, N], at least float32
+  strength: Array  # β [R, L, N], likewise
+  key_dim: int  # d_k
+  value_dim: int  # d_v
+
+  def heads(self, channels: Sequence[Array]) -> tuple[Array, Array, Array]:
+    """Queries, keys [..., N, d_k] and values [..., N, d_v] of convolved channels [..., C].
+
+    Queries and keys have length 1, queries then 1/√d_k; N/N_k heads share a key.
+    """
+    dims = self.key_dim, self.key_dim, self.value_dim
+    query, key, value = (
+      jax.nn.silu(x).astype(self.decay.dtype).reshape(*x.shape[:-1], -1, dim)
+      for x, dim in zip(channels, dims, strict=True)
+    )
+    unit = lambda x: x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPSILON)
+    share = lambda x: jnp.repeat(x, value.shape[-2] // x.shape[-2], axis=-2)
+    return share(unit(query) * self.key_dim**-0.5), share(unit(key)), value
+
+
+def mix_rows(inputs: DeltaInputs, rows: Rows) -> Array:
+  """The results of all heads in packed rows, [R, L, N, d_v]; see `delta_rows`."""
+  real = (rows.prompts >= 0)[..., None]
+  return _mix(inputs, rows, real)[0]
+
+
+def mix_prompts(inputs: DeltaInputs, lengths: Array | None) -> tuple[Array, DeltaState]:
+  """The results of right-padded sequences, [R, L, N, d_v], and the states behind them.
+
+  Args:
+    inputs: of R sequences, each in a row of its own.
+    lengths: i32[R]; None: L.
+  """
+  R, L = inputs.decay.shape[:2]
+  zeros, index = jnp.zeros((R, L), jnp.int32), jnp.broadcast_to(jnp.arange(L), (R, L))
+  lengths = jnp.full(R, L) if lengths is None else lengths
+  real = (index < lengths[:, None])[..., None]
+  out, memory = _mix(inputs, Rows(zeros, index, zeros + L, zeros + L), real)
+  back = inputs.taps[0].shape[1] - 1
+  places = lengths[:, None] - back + jnp.arange(back)
+
+  def window(x: Array) -> Array:
+    last = jnp.take_along_axis(x, jnp.maximum(places, 0)[..., None], axis=1)
+    return jnp.where(places[..., None] < 0, 0, last)
+
+  query, key, value = map(window, inputs.channels)
+  return out, DeltaState(memory, (query, key, value))
+
+
+def _mix(inputs: DeltaInputs, rows: Rows, real: Array) -> tuple[Array, Array]:
+  """(results [R, L, N, d_v], the last states); tokens that are not real have no effect."""
+  pairs = zip(inputs.channels, inputs.taps, strict=True)
+  by_head = lambda x: jnp.moveaxis(x, 2, 1)
+  heads = map(by_head, inputs.heads([conv_rows(x, taps, rows) for x, taps in pairs]))
+  gates = (by_head(jnp.where(real, x, 0)) for x in (inputs.decay, inputs.strength))
+  out, states = delta_rows(Tokens(*heads, *gates), rows)
+  return jnp.moveaxis(out, 1, 2), states
+
+
+def mix_token(inputs: DeltaInputs, state: DeltaState, running: Array) -> tuple[Array, DeltaState]:
+  """The results of one token of every slot, [slots, 1, N, d_v], and the next states.
+
+  Args:
+    inputs: with L = 1.
+    state: of the slots.
+    running: bool[slots]; the states of the others stay.
+  """
+  first = lambda x: x[:, 0]
+  triples = zip(map(first, inputs.channels), state.windows, inputs.taps, strict=True)
+  channels, windows = zip(*(conv_step(*triple) for triple in triples), strict=True)
+  heads = inputs.heads(channels)
+  out, memory = delta_step(state.memory, *heads, first(inputs.decay), first(inputs.strength))
+  new = DeltaState(memory, windows)
+  keep = lambda x, y: jnp.where(running.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+  return out[:, None], jax.tree.map(keep, new, state)
+
+
 class _Links(NamedTuple):
   """How the tokens of a chunk hang together, for each row."""
 
-  visible: Array  # bool[R, C, C], whether a token's sequence has the other up to it, itself included
+  visible: (
+    Array  # bool[R, C, C], whether a token's sequence has the other up to it, itself included
+  )
   from_last: Array  # bool[R, C], whether the token goes on from the last token of the chunk before
   from_prompt: Array  # bool[R, C], whether it goes on from the prompt that ended before
   last: Array  # bool[R, C], of one token: the last one
@@ -140,7 +236,7 @@ def _split_rows(rows: Rows, size: int) -> tuple[Rows, Array]:
 
 
 def _link(chunk: tuple[Rows, Array], length: int) -> _Links:
-  """The links of a chunk, from `_split_rows`, in rows of so many tokens without padding to chunks."""
+  """The links of a chunk, from `_split_rows`; `length` is that of rows before they were padded."""
   rows, index = chunk
   first, is_token = index[0], rows.prompts >= 0
   field = lambda x: x[..., :, None]

@@ -175,7 +175,8 @@ def cosines(vectors: Sequence[np.ndarray]) -> np.ndarray:
     products += part @ part.T
   norms = np.sqrt(np.diag(products))
   norms = np.where(norms > 0, norms, 1.0)
-  return products / np.outer(norms, norms)
+  matrix: np.ndarray = products / np.outer(norms, norms)
+  return matrix
 
 
 class Comparison(NamedTuple):
