@@ -186,18 +186,15 @@ def random_settings(family, rng):
   if family == "qwen3_moe":
     c |= dict(moe_intermediate_size=pick(12, 20))
     c |= dict(decoder_sparse_step=pick(1, 2), mlp_only_layers=pick([], [0]))
-  if family in ("olmoe", "mixtral"):
+  if family in ("olmoe", "mixtral", "olmo2", "olmo3", "smollm3"):
     c |= dict(head_dim=c["hidden_size"] // heads)
-  if family == "mixtral":
+  if family in ("mixtral", "mistral"):
     c |= dict(sliding_window=pick(None, window))
+  if family == "mixtral":
     del c["attention_bias"], c["norm_topk_prob"]
-  if family in ("olmo2", "olmo3", "mistral", "glm4"):
-    c |= dict(sliding_window=pick(None, window) if family == "mistral" else window)
-  if family in ("olmo2", "olmo3"):
-    c |= dict(head_dim=c["hidden_size"] // heads)
   if family == "olmo3":
     kinds = pick(None, ["full_attention", *["sliding_attention"] * (layers - 1)])
-    c |= dict(layer_types=kinds)
+    c |= dict(sliding_window=window, layer_types=kinds)
     # transformers 5.24 takes this θ for the sliding layers of older files, whatever they say.
     near = dict(rope_type="default", rope_theta=5e5)
     rope = dict(full_attention=rope | dict(rope_theta=5e5), sliding_attention=near)
@@ -205,7 +202,7 @@ def random_settings(family, rng):
     slides = pick(True, False)
     c |= dict(use_sliding_window=slides, sliding_window=window if slides else None)
     c |= dict(no_rope_layers=pick(None, [0, *[1] * (layers - 1)]), no_rope_layer_interval=2)
-    c |= dict(mlp_bias=pick(True, False), head_dim=c["hidden_size"] // heads)
+    c |= dict(mlp_bias=pick(True, False))
   if family == "glm4":
     part = pick(0.5, 0.25) if c["head_dim"] % 8 == 0 else 0.5
     rope |= dict(partial_rotary_factor=part)
