@@ -107,7 +107,7 @@ _NOT_COPIED = (  # fields of the source's config.json
 
 def _choose_family(config: TransformerConfig, source: str | os.PathLike[str] | None) -> str:
   """The source's family if networks of it are computed alike, else the likeliest one."""
-  families = _families_of(config)
+  families = families_of(config)
   if source is None:
     return families[0]
   content, path = read_config(source)
@@ -116,7 +116,7 @@ def _choose_family(config: TransformerConfig, source: str | os.PathLike[str] | N
   return family
 
 
-def _families_of(config: TransformerConfig) -> tuple[str, ...]:
+def families_of(config: TransformerConfig) -> tuple[str, ...]:
   """The families that may compute the network, the likeliest first; it may have other settings."""
   slides = config.sliding_layers or (False,)
   if config.experts is not None:

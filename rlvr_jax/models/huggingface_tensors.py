@@ -136,7 +136,7 @@ def find_published(params: Params, config: TransformerConfig, family: str) -> di
   """
   places = {  # of a module within a layer: the module it is published in, and its rows there
     module: (whole, rows)
-    for whole, parts in _row_tables(config, family).items()
+    for whole, parts in row_tables(config, family).items()
     for module, rows in parts.items()
   }
   found: dict[str, list[Part]] = {}
@@ -160,7 +160,7 @@ def _joined_shape(parts: Sequence[Part]) -> tuple[int, ...]:
 RowTables = Mapping[str, Mapping[str, npt.NDArray[np.int64]]]
 
 
-def _row_tables(c: TransformerConfig, family: str) -> RowTables:
+def row_tables(c: TransformerConfig, family: str) -> RowTables:
   """Published modules of a layer that are not one module here row by row.
 
   Returns:

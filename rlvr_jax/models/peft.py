@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ import numpy.typing as npt
 
 from rlvr_jax.models import lora, safetensors
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.huggingface_tensors import KERNELS
+from rlvr_jax.models.huggingface_export import families_of
+from rlvr_jax.models.huggingface_tensors import KERNELS, row_tables
 from rlvr_jax.models.lora import LoraSettings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.finite import check_finite
@@ -68,13 +70,18 @@ def save_adapters(
     FileExistsError: `directory` is not empty.
   """
   check_adapters(adapters, settings, config)
+  modules, blocks = _modules(config), jax.tree.map(np.asarray, adapters["blocks"])
+  adapted = {
+    module: pairs
+    for module, parts in sorted(modules.items(), key=lambda item: min(item[1]))
+    if (pairs := {name: blocks[name] for name in parts if name in blocks})
+  }
   tensors: dict[str, npt.NDArray[Any]] = {}
-  for name, pair in adapters["blocks"].items():
-    layers = layers_in(stack_of(name), config.kinds)
-    for letter, stack in pair.items():
-      for layer, matrix in zip(layers, np.asarray(stack), strict=True):
-        # Transposed: PEFT multiplies from the left.
-        tensors[_tensor_name(layer, name, letter)] = matrix.T.astype(np.float32)
+  for module, pairs in adapted.items():
+    for row, layer in enumerate(_layers_of(pairs, config)):
+      matrices = _join(jax.tree.map(operator.itemgetter(row), pairs), modules[module])
+      for letter, matrix in matrices.items():
+        tensors[_tensor_name(layer, module, letter)] = matrix.astype(np.float32)
   description = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -82,7 +89,8 @@ def save_adapters(
     "r": settings.rank,
     "lora_alpha": settings.alpha,
     "lora_dropout": 0.0,
-    "target_modules": _target_modules(adapters["blocks"], config),
+    "target_modules": _target_modules(adapted, config),
+    **_patterns(adapted, settings.rank, settings.alpha),
     "bias": "none",
     "fan_in_fan_out": False,
     "inference_mode": True,
@@ -121,19 +129,20 @@ def load_adapters(
         f" {CONFIG_FILE} and {WEIGHTS_FILE}, never pickled"
       )
   description = read_json(system, path)
-  _check_description(description, path)
+  _check_description(description, path, config)
   tensors = safetensors.open_file(system, weights)
-  names = _adapted_kernels(tensors, config, weights)
 
-  def stack_layers(name, letter):
-    numbers = layers_in(stack_of(name), config.kinds)
-    layers = [tensors[_tensor_name(i, name, letter)] for i in numbers]
+  def stack_layers(module, parts, letter):
+    layers = [tensors[_tensor_name(i, module, letter)] for i in _layers_of(parts, config)]
     matrices = [tensor.rows(0, tensor.shape[0]).T for tensor in layers]
     return np.stack(matrices).astype(np.promote_types(layers[0].dtype, np.float32))
 
-  adapters = {
-    "blocks": {name: {letter: stack_layers(name, letter) for letter in _MATRICES} for name in names}
-  }
+  blocks: dict[str, Any] = {}
+  for module, parts in _adapted_modules(tensors, config, weights).items():
+    pair = {letter: stack_layers(module, parts, letter) for letter in _MATRICES}
+    blocks |= _split(pair, parts, description.get("r"), f"{weights}: {module}")
+  names = sorted(blocks)
+  adapters = {"blocks": {name: blocks[name] for name in names}}
   try:
     settings = LoraSettings(
       rank=description.get("r"),  # type: ignore[arg-type]  # checked by LoraSettings
@@ -173,14 +182,98 @@ def _shapes(tree: Params) -> dict[str, tuple[int, ...]]:
   }
 
 
-def _check_description(description: Mapping[str, Any], path: str) -> None:
+Parts = Mapping[str, npt.NDArray[np.int64] | None]
+Matrices = dict[str, npt.NDArray[Any]]
+
+
+def _modules(config: TransformerConfig) -> dict[str, Parts]:
+  """The published modules of a layer → their kernels here → the rows of each; None: all."""
+  modules: dict[str, Parts] = {module: {name: None} for module, name in _NAMES.items()}
+  for module, parts in row_tables(config, families_of(config)[0]).items():
+    for part in parts:
+      del modules[part]
+    modules[module] = {_NAMES[part]: rows for part, rows in parts.items()}
+  return modules
+
+
+def _layers_of(names: Iterable[str], config: TransformerConfig) -> list[int]:
+  """The numbers of the layers that have these kernels of a module."""
+  return layers_in(stack_of(next(iter(names))), config.kinds)
+
+
+def _join(pairs: Mapping[str, Matrices], parts: Parts) -> Matrices:
+  """PEFT's matrices of a module, A [k·R, D] and B [rows, k·R], from those of k of its kernels."""
+  a = np.concatenate([pair["a"].T for pair in pairs.values()])
+  rank = len(a) // len(pairs)
+  rows = {
+    name: np.arange(pairs[name]["b"].shape[1]) if rows is None else rows
+    for name, rows in parts.items()
+  }
+  b = np.zeros((sum(map(len, rows.values())), len(a)), a.dtype)
+  for k, (name, pair) in enumerate(pairs.items()):
+    b[rows[name], k * rank : (k + 1) * rank] = pair["b"].T
+  return {"a": a, "b": b}
+
+
+def _split(pair: Matrices, parts: Parts, rank: Any, owner: str) -> dict[str, Matrices]:
+  """The adapters of a module's kernels, in all layers: the inverse of `_join`.
+
+  An adapter of rank R of several kernels has one A for all. Kernels that it leaves as they are have
+  none.
+
+  Args:
+    pair: A [layers, D, R or k·R] and B [layers, R or k·R, rows].
+  Raises:
+    ValueError: an adapter of another rank than R is not made of those of single kernels.
+  """
+  a, b = pair["a"], pair["b"]
+  of_kernels = {name: b if rows is None else b[:, :, rows] for name, rows in parts.items()}
+  if len(parts) == 1 or a.shape[2] == rank or not isinstance(rank, int):
+    changed = [name for name, of_kernel in of_kernels.items() if np.any(of_kernel)]
+    return {name: {"a": a, "b": of_kernels[name]} for name in changed or parts}
+  found = {}
+  for k, (name, of_kernel) in enumerate(of_kernels.items()):
+    own = slice(k * rank, (k + 1) * rank)
+    if a.shape[2] != len(parts) * rank or np.any(np.delete(of_kernel, own, axis=1)):
+      raise ValueError(
+        f"{owner} has an adapter of rank {a.shape[2]}, which is not one of rank {rank} for each of"
+        f" {list(parts)}; merge it into its base with PEFT's merge_and_unload, and load that"
+      )
+    found[name] = {"a": a[:, :, own], "b": of_kernel[:, own]}
+  return found
+
+
+def _patterns(kernels: Mapping[str, Collection[str]], rank: Any, alpha: Any) -> dict[str, Any]:
+  """The fields of modules with adapters of k kernels: rank k·R, and k·α, so that α/R is the same.
+
+  Args:
+    kernels: names of modules → of their adapted kernels.
+  """
+  counts = {_last(module): len(names) for module, names in kernels.items() if len(names) > 1}
+  if not counts:
+    return {}
+  times = lambda number: {module: number * count for module, count in counts.items()}
+  return {"rank_pattern": times(rank), "alpha_pattern": times(alpha)}
+
+
+def _last(module: str) -> str:
+  return module.split(".")[-1]
+
+
+def _check_description(
+  description: Mapping[str, Any], path: str, config: TransformerConfig
+) -> None:
   """Raises ValueError unless the adapters have the form W + (α/R)·A·B and nothing else."""
   if "peft_type" not in description:
     raise ValueError(f"{path} has no peft_type: it is not a configuration of the PEFT library")
+  numbers = description.get("r"), description.get("lora_alpha")
+  are_numbers = all(isinstance(number, (int, float)) for number in numbers)
+  of_joined = _patterns(_modules(config), *numbers) if are_numbers else {}
   unsupported = {
     field: value
     for field, value in description.items()
-    if field not in _WITHOUT_EFFECT and value not in _ALLOWED.get(field, _UNSET)
+    if field not in _WITHOUT_EFFECT
+    and value not in _ALLOWED.get(field, (*_UNSET, of_joined.get(field)))
   }
   if unsupported:
     raise ValueError(
@@ -190,43 +283,46 @@ def _check_description(description: Mapping[str, Any], path: str) -> None:
     )
 
 
-def _target_modules(names: Iterable[str], config: TransformerConfig) -> list[str]:
+def _target_modules(adapted: Mapping[str, Iterable[str]], config: TransformerConfig) -> list[str]:
   """Names of the adapted modules, which PEFT compares with the ends of all modules' names."""
-  modules = []
-  for name in names:
+  targets = []
+  for module, names in adapted.items():
     # Without the layer's number, those of an MLP would also name the projections of experts.
-    layers = layers_in(DENSE, config.kinds) if stack_of(name) == DENSE else []
-    of_some = [f"layers.{i}.{KERNELS[name]}" for i in layers if layers_in(SPARSE, config.kinds)]
-    modules += of_some or [KERNELS[name].split(".")[-1]]
-  return modules
+    is_dense = stack_of(next(iter(names))) == DENSE
+    layers = layers_in(DENSE, config.kinds) if is_dense else []
+    of_some = [f"layers.{i}.{module}" for i in layers if layers_in(SPARSE, config.kinds)]
+    targets += of_some or [_last(module)]
+  return targets
 
 
-def _adapted_kernels(tensors: Mapping[str, Any], config: TransformerConfig, path: str) -> list[str]:
-  """Names of the kernels that the file adapts, each in every layer that has it."""
+def _adapted_modules(
+  tensors: Mapping[str, Any], config: TransformerConfig, path: str
+) -> dict[str, Parts]:
+  """The modules that the file adapts, each in every layer that has it."""
+  modules = _modules(config)
   matches = {name: _TENSOR.fullmatch(name) for name in tensors}
-  unknown = [name for name, match in matches.items() if not match or match[2] not in _NAMES]
+  unknown = [name for name, match in matches.items() if not match or match[2] not in modules]
   if unknown or not matches:
     raise ValueError(
       f"{path} has {unknown[:3] or 'nothing'}, not only adapters of layers' kernels; those are"
       f" base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight for MODULE of"
-      f" {sorted(_NAMES)}"
+      f" {sorted(modules)}"
     )
-  names = sorted({_NAMES[match[2]] for match in matches.values() if match})
+  adapted = {match[2]: modules[match[2]] for match in matches.values() if match}
   needed = {
-    _tensor_name(i, name, letter)
-    for name in names
+    _tensor_name(i, module, letter)
+    for module, parts in adapted.items()
     for letter in _MATRICES
-    for i in layers_in(stack_of(name), config.kinds)
+    for i in _layers_of(parts, config)
   }
   if needed != set(tensors):
     missing, extra = sorted(needed - set(tensors)), sorted(set(tensors) - needed)
     raise ValueError(
-      f"{path}: a model of {config.num_layers} layers has each of {names} adapted wherever it is;"
-      f" missing are {missing[:3]}, extra are {extra[:3]}"
+      f"{path}: a model of {config.num_layers} layers has each of {sorted(adapted)} adapted"
+      f" wherever it is; missing are {missing[:3]}, extra are {extra[:3]}"
     )
-  return names
+  return adapted
 
 
-def _tensor_name(layer: int, name: str, letter: str) -> str:
-  module, matrix = KERNELS[name], _MATRICES[letter]
-  return f"base_model.model.model.layers.{layer}.{module}.{matrix}.weight"
+def _tensor_name(layer: int, module: str, letter: str) -> str:
+  return f"base_model.model.model.layers.{layer}.{module}.{_MATRICES[letter]}.weight"

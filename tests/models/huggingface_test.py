@@ -37,6 +37,10 @@ from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
 _ROOT = pathlib.Path(__file__).parents[2]
 _SHARED = os.environ.get("RLVR_SHARED")
 _FOLDERS = sorted(pathlib.Path(_SHARED, "golden", "hf").iterdir()) if _SHARED else []
+_OLDER = (
+  sorted(pathlib.Path(_SHARED, "golden").glob("hf_families/*/config_4x.json")) if _SHARED else []
+)
+_OLDER = [path for path in _OLDER if not path.parent.name.startswith(("deepseek_v3", "qwen3_5"))]
 
 # Of the smallest shapes in which no two lengths of a tensor are the same.
 SETTINGS = dict(
@@ -115,6 +119,13 @@ def test_old_style_settings_are_the_same_network(folder, tmp_path):
   assert checkpoint_config(tmp_path) == checkpoint_config(folder)
 
 
+@pytest.mark.skipif(not _SHARED, reason="RLVR_SHARED is not set")
+@pytest.mark.parametrize("path", _OLDER, ids=lambda path: path.parent.name)
+def test_settings_in_the_names_of_transformers_4_are_the_same_network(path, tmp_path):
+  (tmp_path / "config.json").write_text(path.read_text())
+  assert checkpoint_config(tmp_path) == checkpoint_config(path.parent)
+
+
 def transformers_view(config):
   """Fields of ours from a configuration object of transformers, whatever its file left out."""
   rope = config.rope_parameters
@@ -122,9 +133,10 @@ def transformers_view(config):
   gemma = config.model_type.startswith("gemma")
   layers = tuple(kind == "sliding_attention" for kind in getattr(config, "layer_types", []))
   mixture = {}
-  if config.model_type in MIXTURES:
+  if config.model_type in (*MIXTURES, "mistral"):
     if getattr(config, "sliding_window", None) is not None:
       layers = (True,) * config.num_hidden_layers
+  if config.model_type in MIXTURES:
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
     mixture = dict(
       num_experts=config.num_experts,
@@ -133,29 +145,36 @@ def transformers_view(config):
       normalized_expert_weights=getattr(config, "norm_topk_prob", True),
     )
   head_dim = getattr(config, "head_dim", None)
+  head_dim = head_dim or config.hidden_size // config.num_attention_heads
+  part = full.get("partial_rotary_factor", 1.0)
+  unrotated = tuple(not rotates for rotates in getattr(config, "no_rope_layers", []))
+  near_theta = rope["sliding_attention"]["rope_theta"] if "sliding_attention" in rope else None
+  if not any(layers) or (not gemma and near_theta == full["rope_theta"]):
+    near_theta = None
   return dict(
     vocab_size=config.vocab_size,
     width=config.hidden_size,
     num_layers=config.num_hidden_layers,
     num_heads=config.num_attention_heads,
     num_kv_heads=config.num_key_value_heads,
-    head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+    head_dim=head_dim,
+    rotary_width=None if part == 1.0 else int(head_dim * part),
+    unrotated_layers=unrotated if any(unrotated) else None,
     mlp_width=config.intermediate_size,
     norm_epsilon=config.rms_norm_eps,
     tied_head=config.tie_word_embeddings,
     rope_theta=full["rope_theta"],
     qkv_bias=config.model_type == "qwen2"
-    or (config.model_type != "mixtral" and config.attention_bias),
-    output_bias=config.model_type not in ("qwen2", "mixtral") and config.attention_bias,
+    or (config.model_type not in ("mixtral", "mistral") and config.attention_bias),
+    output_bias=config.model_type not in ("qwen2", "mixtral", "mistral", "glm4")
+    and config.attention_bias,
     mlp_bias=getattr(config, "mlp_bias", False),
     query_scale=config.query_pre_attn_scalar**-0.5 if gemma else None,
     attention_soft_cap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
     final_soft_cap=getattr(config, "final_logit_softcapping", None),
     sliding_layers=layers if any(layers) else None,
     sliding_window=config.sliding_window if any(layers) else None,
-    sliding_rope_theta=rope["sliding_attention"]["rope_theta"]
-    if "sliding_attention" in rope and any(layers)
-    else None,
+    sliding_rope_theta=near_theta,
     **mixture,
   )
 
@@ -170,6 +189,9 @@ _OPTIONAL = {  # of every family
   "rope_theta": st.sampled_from([1e4, 5e5]),
   "attention_bias": st.booleans(),
 }
+_ROPE = st.fixed_dictionaries(
+  {"rope_type": st.just("default"), "rope_theta": st.sampled_from([1e3, 5e5])}
+)
 _OF_FAMILY = {
   "qwen2": {
     "num_attention_heads": st.sampled_from([32, 64]),
@@ -225,6 +247,29 @@ _OF_FAMILY = {
     "num_local_experts": st.sampled_from([4, 9]),
     "num_experts_per_tok": st.integers(1, 4),
   },
+  "olmo2": {"num_key_value_heads": st.sampled_from([4, None])},
+  "olmo3": {
+    "num_key_value_heads": st.sampled_from([4, None]),
+    "sliding_window": st.sampled_from([3, 5]),
+    "rope_theta": st.just(5e5),  # of sliding layers, to transformers 5.24, whatever it is
+    "rope_parameters": st.fixed_dictionaries(
+      {kind: _ROPE for kind in ("full_attention", "sliding_attention")}
+    ),
+  },
+  "smollm3": {
+    "no_rope_layer_interval": st.integers(1, 6),
+    "use_sliding_window": st.booleans(),
+    "sliding_window": st.sampled_from([3, None]),
+    "mlp_bias": st.booleans(),
+  },
+  "mistral": {
+    "head_dim": st.sampled_from([8, None]),
+    "sliding_window": st.sampled_from([3, None]),
+  },
+  "glm4": {
+    "head_dim": st.sampled_from([8, 16]),
+    "partial_rotary_factor": st.sampled_from([0.5, 0.25, 1.0]),
+  },
 }
 
 
@@ -257,6 +302,20 @@ def test_rotary_settings_per_kind_of_layer_are_read():
   )
   assert fields["rope_theta"] == 5e5 and fields["rope_scaling"] == RopeScaling(factor=8.0)
   assert fields["sliding_rope_theta"] == 3e3
+
+
+def test_flat_rotary_settings_of_an_olmo3_are_those_of_full_layers():
+  """As transformers 5.0 to 5.12 write them, which scale sliding layers as well, wrongly."""
+  rope = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=32, rope_theta=3e5)
+  settings = dict(model_type="olmo3", num_hidden_layers=4)
+  flat = config_fields(settings | dict(rope_parameters=rope), "")
+  assert flat["rope_scaling"] == YarnScaling(factor=8.0, original_length=32)
+  assert (flat["rope_theta"], flat["sliding_rope_theta"]) == (3e5, 3e5)
+  near = dict(rope_type="default", rope_theta=3e5)
+  nested = dict(full_attention=rope, sliding_attention=near)
+  assert config_fields(settings | dict(rope_parameters=nested), "") == flat
+  older = dict(rope_theta=3e5, rope_scaling=rope)
+  assert config_fields(settings | older, "") == flat
 
 
 def test_a_cap_on_scores_that_transformers_ignores_is_ignored():
@@ -312,6 +371,17 @@ def test_the_text_model_of_a_gemma3_is_exported_with_the_stop_tokens_of_the_whol
     (dict(model_type="gemma3_text", architectures=None,
           rope_parameters={"sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
      "sliding layers are scaled"),
+    (dict(model_type="glm4", architectures=None, partial_rotary_factor=0.4),
+     "partial_rotary_factor = 0.4 rotates 3 of head_dim = 8 entries"),
+    (dict(model_type="glm4", architectures=None, partial_rotary_factor=1.5),
+     "partial_rotary_factor = 1.5 is not a number"),
+    (dict(model_type="smollm3", architectures=None, no_rope_layers=[1, 0, 1]),
+     "3 no_rope_layers for num_hidden_layers = 2"),
+    (dict(model_type="smollm3", architectures=None, no_rope_layers=[1, 2]),
+     r"no_rope_layers = \[1, 2\] is not a list of 1, and 0"),
+    (dict(model_type="smollm3", architectures=None, no_rope_layer_interval=0),
+     "no_rope_layer_interval = 0"),
+    (dict(model_type="olmo3", architectures=None, sliding_window=None), "sliding_window is null"),
   ],
 )  # fmt: skip
 def test_settings_that_are_not_implemented_are_refused(tmp_path, changes, message):
@@ -614,6 +684,8 @@ _GEMMA = dict(
 )  # fmt: skip
 _MIXTURE = dict(num_experts=4, experts_per_token=2, expert_width=40)
 _SLIDING = dict(sliding_layers=(False, True), sliding_window=3)
+_OLMO = dict(joint_qk_norm=True, pre_norm=False, post_norm=True)
+_YARN = YarnScaling(factor=4.0, original_length=64)
 
 
 @pytest.mark.parametrize(
@@ -629,6 +701,13 @@ _SLIDING = dict(sliding_layers=(False, True), sliding_window=3)
     ("gemma2", dict(**_GEMMA, **_SLIDING, attention_soft_cap=20.0)),
     ("gemma3_text", dict(**_GEMMA, **_SLIDING, qk_norm=True, sliding_rope_theta=1e3)),
     ("gemma3_text", dict(**_GEMMA, qk_norm=True, tied_head=False)),
+    ("olmo2", dict(**_OLMO, rope_scaling=_YARN)),
+    ("olmo3", dict(**_OLMO, **_SLIDING, rope_scaling=_YARN, sliding_rope_theta=1e4)),
+    ("olmo3", dict(**_OLMO, **_SLIDING, qkv_bias=True, output_bias=True)),
+    ("smollm3", dict(unrotated_layers=(False, True))),
+    ("smollm3", dict(unrotated_layers=(True, False), **_SLIDING)),
+    ("mistral", dict(sliding_window=3, sliding_layers=(True, True), tied_head=False)),
+    ("glm4", dict(post_norm=True, qkv_bias=True, rotary_width=4, rope_scaling=_YARN)),
     ("qwen3_moe", dict(**_MIXTURE, qk_norm=True, qkv_bias=True, output_bias=True)),
     ("olmoe", dict(**_MIXTURE, joint_qk_norm=True, tied_head=False)),
     (
@@ -660,6 +739,11 @@ def test_exported_settings_read_back(family, changes):
     (_MIXTURE, "nearest, mixtral, differs in .*normalized_expert_weights"),
     (_GEMMA | _SLIDING | dict(qk_norm=True), "sliding_rope_theta"),
     (_GEMMA | dict(qk_norm=True, attention_soft_cap=9.0), "attention_soft_cap"),
+    (_OLMO | dict(joint_qk_norm=False), "nearest, olmo2, differs in .*joint_qk_norm"),
+    (_OLMO | _SLIDING | dict(rope_scaling=_YARN), "nearest, olmo3, differs in .*sliding_rope_th"),
+    (dict(unrotated_layers=(False, True), qk_norm=True), "qwen3, differs in .*unrotated_layers"),
+    (dict(rotary_width=4), "nearest, llama, differs in .*rotary_width"),
+    (dict(post_norm=True, mlp_bias=True), "nearest, glm4, differs in .*mlp_bias"),
   ],
 )
 def test_networks_of_no_family_are_not_exported(tmp_path, changes, message):

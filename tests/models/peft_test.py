@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.huggingface import load_params
+from rlvr_jax.models.huggingface import load_params, save_checkpoint
 from rlvr_jax.models.huggingface_config import checkpoint_config
+from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.lora import LoraSettings, combine, init
 from rlvr_jax.models.peft import CONFIG_FILE, WEIGHTS_FILE, load_adapters, save_adapters
+from rlvr_jax.models.safetensors import SINGLE
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.storage.folders import locate
@@ -87,6 +89,68 @@ def test_tensors_have_pefts_names_and_orientation(tmp_path):
   assert tensors[f"{layer}.mlp.down_proj.lora_A.weight"].shape == (2, CONFIG.mlp_width)
   description = json.loads((tmp_path / "run" / CONFIG_FILE).read_text())
   assert sorted(description["target_modules"]) == ["down_proj", "o_proj", "q_proj"]
+
+
+# As GLM-4's: rows of queries and keys have another order in files, and gate and up are one tensor.
+FUSED = dataclasses.replace(CONFIG, head_dim=6, post_norm=True, rotary_width=4)
+
+
+@pytest.mark.parametrize("targets", ["query|output|gate|up", "key|up"])
+def test_adapters_of_fused_tensors_are_those_of_the_published_rows(tmp_path, targets):
+  """W + (α/R)·B·A of the files is the published tensor of the merged network."""
+  numpy = pytest.importorskip("safetensors.numpy")
+  settings = LoraSettings(rank=2, alpha=5.0, targets=rf"blocks/({targets})$")
+  adapters = random_adapters(FUSED, settings)
+  base = transformer(FUSED).init(jax.random.key(0))
+  merged = merge_low_rank(combine(adapters, base, settings))
+  save_checkpoint(tmp_path / "base", base, FUSED, dtype="float32")
+  save_checkpoint(tmp_path / "merged", merged, FUSED, dtype="float32")
+  save_adapters(tmp_path / "adapter", adapters, settings, FUSED)
+  before, after = (numpy.load_file(tmp_path / name / SINGLE) for name in ("base", "merged"))
+  description = json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text())
+  files = numpy.load_file(tmp_path / "adapter" / WEIGHTS_FILE)
+  for name in before:
+    at = f"base_model.model.{name.removesuffix('.weight')}"
+    a, b = files.pop(f"{at}.lora_A.weight", None), files.pop(f"{at}.lora_B.weight", None)
+    module = at.split(".")[-1]
+    rank = description.get("rank_pattern", {}).get(module, 2)
+    scale = description.get("alpha_pattern", {}).get(module, 5.0) / rank
+    assert a is None or len(a) == rank
+    change = 0 if a is None else scale * (b @ a)
+    np.testing.assert_allclose(after[name], before[name] + change, atol=1e-6, err_msg=name)
+  assert not files
+  found, again = load_adapters(tmp_path / "adapter", FUSED)
+  jax.tree.map(np.testing.assert_array_equal, found, adapters)
+  assert (again.rank, again.alpha) == (2, 5.0)
+
+
+def test_an_adapter_of_a_whole_fused_tensor_is_one_of_each_of_its_kernels(tmp_path):
+  settings = LoraSettings(rank=2, alpha=5.0, targets="blocks/(gate|up)$")
+  adapters = random_adapters(FUSED, settings)
+  save_adapters(tmp_path, adapters, settings, FUSED)
+
+  def rewrite_as(a, b, **description):
+    names = "base_model.model.model.layers.{}.mlp.gate_up_proj.lora_{}.weight"
+    rewrite(
+      tmp_path, lambda _: {names.format(i, k): x for i in (0, 1) for k, x in (("A", a), ("B", b))}
+    )
+    path = tmp_path / CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | description))
+
+  rng = np.random.default_rng(0)
+  a, b = rng.normal(size=(2, 6)).astype(np.float32), rng.normal(size=(20, 2)).astype(np.float32)
+  rewrite_as(a, b, rank_pattern={}, alpha_pattern={})
+  found, _ = load_adapters(tmp_path, FUSED)
+  assert sorted(found["blocks"]) == ["gate", "up"]
+  for name, rows in (("gate", b[:10]), ("up", b[10:])):
+    np.testing.assert_array_equal(found["blocks"][name]["a"][1], a.T)
+    np.testing.assert_array_equal(found["blocks"][name]["b"][1], rows.T)
+  joined = dict(rank_pattern=dict(gate_up_proj=4), alpha_pattern=dict(gate_up_proj=10.0))
+  rewrite_as(np.ones((4, 6), np.float32), np.ones((20, 4), np.float32), **joined)
+  with pytest.raises(ValueError, match=r"rank 4, which is not one of rank 2 for each of \['gate'"):
+    load_adapters(tmp_path, FUSED)
+  with pytest.raises(ValueError, match=r"rank_pattern.*is not supported"):
+    load_adapters(tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from oracles.rows import lay_rows
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.linear import dense
@@ -126,6 +127,70 @@ def test_sliding_layers_forget_what_lies_outside_the_window():
   assert not same[:, :, 1:4].any() and same[:, :, 4:].all()
 
 
+# Norms behind alone, jointly over heads; half of a head rotates, in the first of two layers.
+UNUSUAL = dataclasses.replace(
+  SMALL,
+  joint_qk_norm=True,
+  pre_norm=False,
+  post_norm=True,
+  rotary_width=4,
+  unrotated_layers=(False, True),
+)
+
+
+def plain_hidden(params, tokens):
+  """Final states [L, D] of one sequence under `UNUSUAL`, layer by layer and head by head."""
+  norm = lambda x, scale: x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+  position = jnp.arange(len(tokens))
+  x = params["embedding"][tokens]
+  for layer in range(2):
+    w = jax.tree.map(lambda stacked, layer=layer: stacked[layer], params["blocks"])
+
+    def rotated(head, layer=layer):
+      if layer == 1:
+        return head
+      pairs = head[:, 0:2] + 1j * head[:, 2:4]
+      turned = pairs * jnp.exp(1j * position[:, None] * jnp.asarray([1.0, 0.01]))
+      return jnp.concatenate([turned.real, turned.imag, head[:, 4:]], axis=-1)
+
+    queries = norm(x @ w["query"], w["query_norm"]["scale"])
+    keys = norm(x @ w["key"], w["key_norm"]["scale"])
+    values, heads = x @ w["value"], []
+    for n in range(4):
+      query, head = queries[:, 8 * n : 8 * n + 8], slice(8 * (n // 2), 8 * (n // 2) + 8)
+      scores = rotated(query) @ rotated(keys[:, head]).T / 8**0.5
+      scores = jnp.where(position[:, None] >= position, scores, -jnp.inf)
+      heads.append(jax.nn.softmax(scores, axis=-1) @ values[:, head])
+    x = x + norm(jnp.concatenate(heads, axis=-1) @ w["output"], w["post_attention_norm"]["scale"])
+    mlp = (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+    x = x + norm(mlp, w["post_mlp_norm"]["scale"])
+  return norm(x, params["final_norm"]["scale"])
+
+
+@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_rows_and_their_gradients_are_those_of_the_plain_formulas(x64, remat):
+  wide = dict(compute_dtype="float64", param_dtype="float64")
+  model = transformer(dataclasses.replace(UNUSUAL, remat=remat, **wide))
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(size=x.shape) * 0.5 + (x.ndim < 3)),
+    jax.eval_shape(model.init, jax.random.key(0)),
+  )
+  tokens = rng.integers(0, 40, 7)
+  rows = lay_rows(7, [(2, [5])], [], alignment=1)  # the second row is padding
+
+  def of_rows(params):
+    return model.row_hidden(params, jnp.stack([tokens, tokens * 0]), rows)[0]
+
+  def gradient(hidden):
+    return jax.jit(jax.value_and_grad(lambda p: jnp.sum(jnp.sin(hidden(p)))))(params)
+
+  found, expected = gradient(of_rows), gradient(lambda p: plain_hidden(p, tokens))
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
+  assert all(np.any(x != 0) for x in jax.tree.leaves(found))
+
+
 def test_llama3_scaling_keeps_short_and_stretches_long_wavelengths():
   scaling = RopeScaling(
     factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192
@@ -170,6 +235,10 @@ def test_presets_have_the_published_sizes():
     ({"compute_dtype": "float16"}, "float16"),
     ({"sliding_layers": (True,), "sliding_window": 4}, "names 1 layers"),
     ({"sliding_layers": (True,) * 4}, "sliding_window is None"),
+    ({"unrotated_layers": (True,)}, "unrotated_layers names 1 layers, num_layers=4"),
+    ({"rotary_width": 5}, "rotary_width=5 must be even, from 2 to head_dim=32"),
+    ({"rotary_width": 34}, "rotary_width=34 must be even"),
+    ({"pre_norm": False}, "pre_norm and post_norm are both false"),
     ({"num_experts": 4, "experts_per_token": 5, "expert_width": 8}, "exceeds num_experts=4"),
     ({"num_experts": 4, "expert_width": 8}, "experts_per_token=0 must be at least 1 in a mixture"),
     ({"expert_width": 8}, "expert_width=8 is set but num_experts=0"),

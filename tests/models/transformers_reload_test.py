@@ -31,11 +31,13 @@ ROPE_INIT_FUNCTIONS = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
 _SHARED = os.environ.get("RLVR_SHARED")
 _FOLDERS = [
   folder
-  for kind in ("hf", "hf_moe")
+  for kind in ("hf", "hf_moe", "hf_families")
   for folder in (sorted(pathlib.Path(_SHARED, "golden", kind).iterdir()) if _SHARED else [])
+  if folder.is_dir() and not folder.name.startswith(("deepseek_v3", "gemma4", "qwen3_5"))
 ]
 _MIXTURES = ("qwen3_moe", "olmoe", "mixtral")
-_FAMILIES = ("qwen2", "qwen3", "llama", "gemma2", "gemma3_text", *_MIXTURES)
+_DENSE = ("olmo2", "olmo3", "smollm3", "mistral", "glm4")
+_FAMILIES = ("qwen2", "qwen3", "llama", "gemma2", "gemma3_text", *_MIXTURES, *_DENSE)
 _PROMPT, _LENGTH = 6, 20  # tokens
 
 
@@ -184,11 +186,26 @@ def random_settings(family, rng):
   if family == "qwen3_moe":
     c |= dict(moe_intermediate_size=pick(12, 20))
     c |= dict(decoder_sparse_step=pick(1, 2), mlp_only_layers=pick([], [0]))
-  if family in ("olmoe", "mixtral"):
+  if family in ("olmoe", "mixtral", "olmo2", "olmo3", "smollm3"):
     c |= dict(head_dim=c["hidden_size"] // heads)
-  if family == "mixtral":
+  if family in ("mixtral", "mistral"):
     c |= dict(sliding_window=pick(None, window))
+  if family == "mixtral":
     del c["attention_bias"], c["norm_topk_prob"]
+  if family == "olmo3":
+    kinds = pick(None, ["full_attention", *["sliding_attention"] * (layers - 1)])
+    c |= dict(sliding_window=window, layer_types=kinds)
+    # transformers 5.24 takes this θ for the sliding layers of older files, whatever they say.
+    near = dict(rope_type="default", rope_theta=5e5)
+    rope = dict(full_attention=rope | dict(rope_theta=5e5), sliding_attention=near)
+  if family == "smollm3":
+    slides = pick(True, False)
+    c |= dict(use_sliding_window=slides, sliding_window=window if slides else None)
+    c |= dict(no_rope_layers=pick(None, [0, *[1] * (layers - 1)]), no_rope_layer_interval=2)
+    c |= dict(mlp_bias=pick(True, False))
+  if family == "glm4":
+    part = pick(0.5, 0.25) if c["head_dim"] % 8 == 0 else 0.5
+    rope |= dict(partial_rotary_factor=part)
   if family == "gemma3_text":
     near = dict(rope_type="default", rope_theta=pick(30.0, 1e4))
     rope = dict(full_attention=rope, sliding_attention=near)

@@ -8,12 +8,15 @@ def old_style(published):
   rope = c.pop("rope_parameters")
   full = rope.get("full_attention", rope)
   c["rope_theta"] = full["rope_theta"]
-  if "sliding_attention" in rope:
+  if "partial_rotary_factor" in full:
+    c["partial_rotary_factor"] = full["partial_rotary_factor"]
+  if family == "gemma3_text":
     c["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
   if full["rope_type"] != "default":
-    scaling = {name: value for name, value in full.items() if name != "rope_theta"}
-    # Gemma 3 never had the oldest name, and transformers 5.23 takes it there for no scaling.
-    oldest = full["rope_type"] == "linear" and family != "gemma3_text"
+    of_all = ("rope_theta", "partial_rotary_factor")
+    scaling = {name: value for name, value in full.items() if name not in of_all}
+    # These never had the oldest name, and transformers 5.23 takes it there for no scaling.
+    oldest = full["rope_type"] == "linear" and family not in ("gemma3_text", "olmo3")
     key = "type" if oldest else "rope_type"
     c["rope_scaling"] = {key: scaling.pop("rope_type")} | scaling
   else:
@@ -22,14 +25,14 @@ def old_style(published):
   if family == "gemma3_text":
     c["sliding_window_pattern"] = [*layers, "full_attention"].index("full_attention") + 1
   c["torch_dtype"] = c.pop("dtype")
-  if c["tie_word_embeddings"] == family.startswith("gemma"):
+  if c["tie_word_embeddings"] == family.startswith(("gemma", "smollm3")):
     del c["tie_word_embeddings"]
   if family in ("llama", "qwen2") and c["head_dim" if "head_dim" in c else "hidden_size"] == (
     c["hidden_size"] // c["num_attention_heads"]
   ):
     c.pop("head_dim", None)
   for name in ("attention_bias", "mlp_bias"):
-    if not c.get(name, True):
+    if not c.get(name, True) and family != "glm4":
       del c[name]
   if c["rms_norm_eps"] == 1e-6:
     del c["rms_norm_eps"]
