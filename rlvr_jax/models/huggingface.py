@@ -35,6 +35,7 @@ from rlvr_jax.models.huggingface_tensors import (
   find_published,
   leaf_value,
   published_name,
+  published_shape,
   rename_tensors,
   split_parts,
 )
@@ -331,13 +332,19 @@ def save_checkpoint(
     leaf, index = places[part.name]
     return _fetch(leaf_value(params, leaf), leaf, index, file_dtype, block_bytes)
 
-  tensors = (_join(tensor, map(fetch, tensor.parts)) for tensor in published.values())
+  tensors = (
+    _join(tensor, map(fetch, tensor.parts)).reshape(published_shape(name, tensor.shape))
+    for name, tensor in published.items()
+  )
   if jax.process_index() == 0:
     with new_directory(directory) as (system, folder):
       safetensors.write_checkpoint(
         system,
         folder,
-        {published_name(name, family): tensor.shape for name, tensor in published.items()},
+        {
+          published_name(name, family): published_shape(name, tensor.shape)
+          for name, tensor in published.items()
+        },
         file_dtype,
         tensors,
         max_shard_bytes=max_shard_bytes,

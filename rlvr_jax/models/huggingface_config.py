@@ -10,10 +10,16 @@ from __future__ import annotations
 import math
 import os
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlvr_jax.models.huggingface_families import ACTIVATIONS, FAMILIES, MIXTURES, Family
+from rlvr_jax.models.huggingface_families import (
+  ACTIVATIONS,
+  FAMILIES,
+  MIXTURES,
+  MULTIMODAL,
+  Family,
+)
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
@@ -21,12 +27,10 @@ from rlvr_jax.storage.folders import list_files, locate, read_json
 
 CONFIG = "config.json"
 
-_MULTIMODAL = "gemma3"  # around a gemma3_text
-_MULTIMODAL_ARCHITECTURES = ("Gemma3ForConditionalGeneration", "Gemma3Model")
 # Fields that a multimodal model's config.json has outside of its text_config.
 _OF_OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-# What a mixture may have that is not computed here, if the field is set: shared experts, routing
-# within groups of experts, other scores than a softmax, noise, and clipping.
+# What a mixture may have that is not computed here, if the field is set: shared experts without a
+# gate, routing within groups of experts, other scores than a softmax, noise, and clipping.
 _NOT_OF_MIXTURES = (
   *("shared_expert_intermediate_size", "num_shared_experts", "n_shared_experts"),
   *("n_group", "topk_group", "topk_method", "num_expert_group", "moe_layer_freq"),
@@ -50,6 +54,14 @@ _PLAIN: dict[str, Any] = dict(
   attention_soft_cap=None,
   final_soft_cap=None,
   sliding_rope_theta=None,
+  attention_gate=False,
+  delta_layers=None,
+  delta_key_heads=0,
+  delta_value_heads=0,
+  delta_key_dim=0,
+  delta_value_dim=0,
+  delta_num_taps=0,
+  shared_expert_width=0,
   scaled_embedding=False,
   zero_centered_norm=False,
   pre_norm=True,
@@ -138,6 +150,10 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
     near_theta = _sliding_theta(family, sliding, c, owner)
     same = family.sliding_theta == "" and near_theta == theta and scaling is None
     fields["sliding_rope_theta"] = None if same else near_theta
+  if family.sliding == "delta":
+    fields["delta_layers"] = _delta_layers(c, owner)
+    if fields["delta_layers"] is None:
+      raise ValueError(f"{owner}: no layer is a linear_attention; such a network is not read here")
   if "decoder_sparse_step" in family.defaults:
     fields["sparse_layers"] = _sparse_layers(c, owner)
   return fields
@@ -149,11 +165,16 @@ def _check_implemented(family: Family, c: Mapping[str, Any], owner: str) -> None
     raise ValueError(
       f"{owner}: use_bidirectional_attention is set; only causal models are supported"
     )
-  if unread := [name for name in _NOT_OF_MIXTURES if family.is_mixture and c.get(name)]:
+  own = family.sizes.values()
+  unread = [name for name in _NOT_OF_MIXTURES if name not in own and c.get(name)]
+  if family.is_mixture and unread:
     raise ValueError(
       f"{owner}: {unread[0]} = {c[unread[0]]!r} is not implemented; mixtures are those of"
-      f" {', '.join(MIXTURES)}, whose layers have routed experts alone, chosen by a plain softmax"
+      f" {', '.join(MIXTURES)}, whose layers have routed experts, chosen by a plain softmax"
     )
+  for name, values in family.allowed.items():
+    if c.get(name) is not None:
+      check_choice(owner, name, c[name], values)
 
 
 def _sparse_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
@@ -175,9 +196,8 @@ def _sparse_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
 def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict[str, Any]]:
   """The family's name and the text model's settings; messages begin with `owner`."""
   kind: Any = published.get("model_type")
-  check_choice(owner, "model_type", kind, (*FAMILIES, _MULTIMODAL))
-  is_multimodal = kind == _MULTIMODAL
-  known = _MULTIMODAL_ARCHITECTURES if is_multimodal else FAMILIES[kind].architectures
+  check_choice(owner, "model_type", kind, (*FAMILIES, *MULTIMODAL))
+  family, known = MULTIMODAL.get(kind) or (kind, FAMILIES[kind].architectures)
   for architecture in published.get("architectures") or ():
     check_choice(owner, "architectures", architecture, known)
   quantized = [f for f in ("quantization_config", "compression_config") if published.get(f)]
@@ -186,13 +206,14 @@ def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict
       f"{owner}: {quantized[0]} is set; quantized weights are not supported. Load the original"
       " checkpoint, or convert this one to bfloat16"
     )
-  if not is_multimodal:
+  if kind not in MULTIMODAL:
     return kind, _with_usual_number(kind, published, owner)
   text = published.get("text_config") or {}
-  if not isinstance(text, Mapping) or text.get("model_type", "gemma3_text") != "gemma3_text":
-    raise ValueError(f"{owner}: text_config = {text!r} is not that of a gemma3_text")
+  if not isinstance(text, Mapping) or text.get("model_type", family) != family:
+    raise ValueError(f"{owner}: text_config = {text!r} is not that of a {family}")
   outer = {name: published[name] for name in _OF_OUTER if published.get(name) is not None}
-  return "gemma3_text", dict(text) | {"tie_word_embeddings": True} | outer
+  tied = {"tie_word_embeddings": FAMILIES[family].defaults["tie_word_embeddings"]}
+  return family, _with_usual_number(family, dict(text) | tied | outer, owner)
 
 
 def _with_usual_number(family: str, published: Mapping[str, Any], owner: str) -> dict[str, Any]:
@@ -247,19 +268,14 @@ def _sliding_layers(
 ) -> tuple[bool, ...] | None:
   """Whether each layer uses sliding-window attention; None if none does."""
   count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
-  if family.sliding == "none":
+  if family.sliding in ("none", "delta"):
     return None
   is_used = c["use_sliding_window"] if "use_sliding_window" in family.defaults else True
   window = c["sliding_window"] if is_used else None
   if family.sliding == "all":
     return None if window is None else (True,) * count
-  kinds = c.get("layer_types")
-  if kinds is not None:
-    for kind in kinds:
-      check_choice(owner, "layer_types", kind, ("full_attention", "sliding_attention"))
-    if len(kinds) != count:
-      raise ValueError(f"{owner}: {len(kinds)} layer_types for num_hidden_layers = {count}")
-    layers = tuple(kind == "sliding_attention" for kind in kinds)
+  if c.get("layer_types") is not None:
+    layers = _layers_of_type("sliding_attention", c["layer_types"], count, owner)
   elif family.has_unrotated_layers:
     layers = (window is not None and unrotated) or (False,) * count
   elif "max_window_layers" in family.defaults:
@@ -275,6 +291,26 @@ def _sliding_layers(
       " use_sliding_window is false"
     )
   return layers
+
+
+def _delta_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
+  """Whether each layer has a gated DeltaNet in place of attention; None if none has."""
+  count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
+  if c.get("layer_types") is not None:
+    layers = _layers_of_type("linear_attention", c["layer_types"], count, owner)
+  else:
+    interval = _check_size(owner, "full_attention_interval", c["full_attention_interval"])
+    layers = tuple((i + 1) % interval != 0 for i in range(count))
+  return layers if any(layers) else None
+
+
+def _layers_of_type(name: str, types: Sequence[Any], count: int, owner: str) -> tuple[bool, ...]:
+  """Whether the type of each layer is `name`; the others are full attention."""
+  for kind in types:
+    check_choice(owner, "layer_types", kind, ("full_attention", name))
+  if len(types) != count:
+    raise ValueError(f"{owner}: {len(types)} layer_types for num_hidden_layers = {count}")
+  return tuple(kind == name for kind in types)
 
 
 def _ropes(

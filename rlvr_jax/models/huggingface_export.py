@@ -61,6 +61,9 @@ def _published_windows(family: Family, config: TransformerConfig) -> dict[str, A
   """Fields of sliding windows."""
   if family.sliding == "none":
     return {}
+  if family.sliding == "delta":
+    kinds = {"delta": "linear_attention", "attention": "full_attention"}
+    return {"layer_types": [kinds[mixer] for mixer, _ in config.kinds]}
   sliding = config.sliding_layers or (False,) * config.num_layers
   fields: dict[str, Any] = {"sliding_window": config.sliding_window}
   if family.sliding == "layer_types":
@@ -119,6 +122,8 @@ def _choose_family(config: TransformerConfig, source: str | os.PathLike[str] | N
 def families_of(config: TransformerConfig) -> tuple[str, ...]:
   """The families that may compute the network, the likeliest first; it may have other settings."""
   slides = config.sliding_layers or (False,)
+  if config.delta is not None:
+    return ("qwen3_5_text" if config.experts is None else "qwen3_5_moe_text",)
   if config.experts is not None:
     return ("qwen3_moe" if config.qk_norm else "olmoe" if config.joint_qk_norm else "mixtral",)
   if not config.pre_norm:

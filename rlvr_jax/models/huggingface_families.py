@@ -24,6 +24,13 @@ _EXPERT_SIZES = {
   "experts_per_token": "num_experts_per_tok",
   "expert_width": "intermediate_size",
 }
+_DELTA_SIZES = {
+  "delta_key_heads": "linear_num_key_heads",
+  "delta_value_heads": "linear_num_value_heads",
+  "delta_key_dim": "linear_key_head_dim",
+  "delta_value_dim": "linear_value_head_dim",
+  "delta_num_taps": "linear_conv_kernel_dim",
+}
 # The same of fields that are true or false.
 _BIASES = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 
@@ -44,10 +51,12 @@ class Family(NamedTuple):
   architectures: tuple[str, ...]  # names of its classes; exports have the first
   defaults: Mapping[str, Any]  # of fields that a config.json may omit
   fixed: Mapping[str, Any] = {}  # fields of `TransformerConfig`, the same for all networks
+  allowed: Mapping[str, tuple[Any, ...]] = {}  # the values that are computed, besides null
   sizes: Mapping[str, str] = _SIZES
   flags: Mapping[str, str] = _BIASES
   soft_caps: Mapping[str, str] = {}  # numbers above 0, or null
   # Layers with a sliding window: "none", "all" if there is a window, or those of "layer_types".
+  # "delta": there, layer_types are of gated DeltaNets and full attention.
   sliding: str = "layer_types"
   # θ of sliding layers, where their rotary embedding is another: a field of config.json, "" if that
   # of all layers, which a scaling of full layers does not change. None: one embedding.
@@ -60,6 +69,11 @@ class Family(NamedTuple):
   def is_mixture(self) -> bool:
     """Whether the networks have experts."""
     return "num_experts" in self.sizes
+
+  @property
+  def has_output_gate(self) -> bool:
+    """Whether rows of each head's query, then of the gate on its output, are one tensor."""
+    return bool(self.fixed.get("attention_gate"))
 
   @property
   def has_query_scale(self) -> bool:
@@ -100,6 +114,31 @@ _QWEN: dict[str, Any] = _LLAMA | dict(
   use_sliding_window=False,
   sliding_window=4096,
   max_window_layers=28,
+)
+_QWEN3_5: dict[str, Any] = _COMMON | dict(
+  vocab_size=248_320,
+  hidden_size=4096,
+  intermediate_size=12_288,
+  num_hidden_layers=32,
+  num_attention_heads=16,
+  num_key_value_heads=4,
+  head_dim=256,
+  hidden_act="silu",
+  max_position_embeddings=32_768,
+  partial_rotary_factor=0.25,
+  full_attention_interval=4,
+  linear_num_key_heads=16,
+  linear_num_value_heads=32,
+  linear_key_head_dim=128,
+  linear_value_head_dim=128,
+  linear_conv_kernel_dim=4,
+)
+_QWEN3_5_NETWORK = dict(qk_norm=True, zero_centered_norm=True, attention_gate=True)
+_QWEN3_5_ALLOWED: dict[str, tuple[Any, ...]] = dict(
+  attention_bias=(False,),
+  attn_output_gate=(True,),
+  output_gate_type=("swish", "silu"),
+  mamba_ssm_dtype=("float32",),
 )
 _GEMMA: dict[str, Any] = _COMMON | dict(
   hidden_size=2304,
@@ -250,6 +289,41 @@ FAMILIES: dict[str, Family] = {
     flags=_BIASES | {"normalized_expert_weights": "norm_topk_prob"},
     sliding="all",
   ),
+  "qwen3_5_text": Family(
+    ("Qwen3_5ForCausalLM", "Qwen3_5TextModel"),
+    _QWEN3_5,
+    fixed=_QWEN3_5_NETWORK,
+    allowed=_QWEN3_5_ALLOWED,
+    sizes=_SIZES | _DELTA_SIZES,
+    flags={},
+    sliding="delta",
+  ),
+  "qwen3_5_moe_text": Family(
+    ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"),
+    _QWEN3_5
+    | dict(
+      hidden_size=2048,
+      num_hidden_layers=40,
+      num_key_value_heads=2,
+      moe_intermediate_size=512,
+      shared_expert_intermediate_size=512,
+      num_experts=256,
+      num_experts_per_tok=8,
+    ),
+    fixed=_QWEN3_5_NETWORK | dict(normalized_expert_weights=True),
+    allowed=_QWEN3_5_ALLOWED
+    | dict(norm_topk_prob=(True,), mlp_only_layers=([],), decoder_sparse_step=(1,)),
+    flags={},
+    sizes=_SIZES
+    | _DELTA_SIZES
+    | _EXPERT_SIZES
+    | {
+      "mlp_width": "moe_intermediate_size",  # no layer has such an MLP
+      "expert_width": "moe_intermediate_size",
+      "shared_expert_width": "shared_expert_intermediate_size",
+    },
+    sliding="delta",
+  ),
   "olmoe": Family(
     ("OlmoeForCausalLM", "OlmoeModel"),
     _LLAMA
@@ -288,6 +362,12 @@ FAMILIES: dict[str, Family] = {
     flags={},
     sliding="all",
   ),
+}
+# Multimodal models → the family of the text model within, and the names of their classes.
+MULTIMODAL: dict[str, tuple[str, tuple[str, ...]]] = {
+  "gemma3": ("gemma3_text", ("Gemma3ForConditionalGeneration", "Gemma3Model")),
+  "qwen3_5": ("qwen3_5_text", ("Qwen3_5ForConditionalGeneration", "Qwen3_5Model")),
+  "qwen3_5_moe": ("qwen3_5_moe_text", ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeModel")),
 }
 MIXTURES = tuple(name for name, family in FAMILIES.items() if family.is_mixture)
 ACTIVATIONS = {

@@ -49,7 +49,34 @@ KERNELS = {  # our name → the published module's, the same in every family
   "up": "mlp.up_proj",
   "down": "mlp.down_proj",
 }
+# The gate and up, or queries and the gate on attention's output, may be parts of one published
+# tensor: `row_tables`.
+_OUTPUT_GATE = "self_attn.q_gate"
+_DELTA_KERNELS = {  # of a gated DeltaNet
+  "query": "linear_attn.q",
+  "key": "linear_attn.k",
+  "value": "linear_attn.v",
+  "gate": "linear_attn.in_proj_z",
+  "strength": "linear_attn.in_proj_b",
+  "decay": "linear_attn.in_proj_a",
+  "output": "linear_attn.out_proj",
+}
+_DELTA_TENSORS = {
+  "query_taps": "linear_attn.q_conv.weight",
+  "key_taps": "linear_attn.k_conv.weight",
+  "value_taps": "linear_attn.v_conv.weight",
+  "log_rate": "linear_attn.A_log",
+  "decay_bias": "linear_attn.dt_bias",
+  "scale": "linear_attn.norm.weight",
+}
+_CONVOLUTION = re.compile(r"linear_attn\.conv1d\.weight$")  # [C, 1, T], here [C, T]
 _ROUTER = "mlp.gate"
+_SHARED_EXPERT = {
+  "shared_gate": "mlp.shared_expert.gate_proj",
+  "shared_up": "mlp.shared_expert.up_proj",
+  "shared_down": "mlp.shared_expert.down_proj",
+  "shared_weight": "mlp.shared_expert_gate",
+}
 _EXPERTS = {  # of an expert by its number
   "gate": "mlp.experts.{}.gate_proj",
   "up": "mlp.experts.{}.up_proj",
@@ -62,6 +89,7 @@ _MIXTRAL = {
   ".down_proj.": ".w2.",
   ".up_proj.": ".w3.",
 }
+_TRANSPOSED = {"router", "output_gate", *KERNELS, *_DELTA_KERNELS, *_SHARED_EXPERT}
 _HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -86,7 +114,11 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
     **{(f"{name}_bias",): f"{theirs}.bias" for name, theirs in KERNELS.items()},
     **{(name, "scale"): f"{theirs}.weight" for name, theirs in norms.items()},
     ("experts", "router"): f"{_ROUTER}.weight",
+    **{("experts", name): f"{theirs}.weight" for name, theirs in _SHARED_EXPERT.items()},
     **of_experts,
+    ("output_gate",): f"{_OUTPUT_GATE}.weight",
+    **{("delta", name): f"{theirs}.weight" for name, theirs in _DELTA_KERNELS.items()},
+    **{("delta", name): theirs for name, theirs in _DELTA_TENSORS.items()},
   }
   tensors: dict[tuple[str, ...], str] = {
     ("embedding",): EMBEDDING,
@@ -106,7 +138,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
     names = np.array([f"model.layers.{i}.{theirs}" for i in layers])
     if path[1:] in of_experts:
       names = np.array([[name.format(e) for e in range(leaf.shape[1])] for name in names])
-    leaves.append(Leaf(path, names, path[-1] in (*KERNELS, "router")))
+    leaves.append(Leaf(path, names, path[-1] in _TRANSPOSED))
   return sorted(leaves, key=lambda leaf: (leaf.stacked > 0, leaf.path))
 
 
@@ -171,6 +203,19 @@ def row_tables(c: TransformerConfig, family: str) -> RowTables:
   if FAMILIES[family].has_fused_gate:
     gate, up = np.split(np.arange(2 * c.mlp_width), 2)
     tables["mlp.gate_up_proj"] = {KERNELS["gate"]: gate, KERNELS["up"]: up}
+  if FAMILIES[family].has_output_gate:
+    of_heads = np.arange(2 * c.num_heads * c.head_dim).reshape(c.num_heads, 2, c.head_dim)
+    query, gate = (of_heads[:, part].ravel() for part in range(2))
+    tables[KERNELS["query"]] = {KERNELS["query"]: query, _OUTPUT_GATE: gate}
+  if c.delta is not None:
+    ends = np.cumsum(c.delta.channels)
+    rows = np.split(np.arange(ends[-1]), ends[:-1])
+    names = ("query", "key", "value")
+    kernels = zip(names, rows, strict=True)
+    tables["linear_attn.in_proj_qkv"] = {_DELTA_KERNELS[name]: part for name, part in kernels}
+    tables["linear_attn.conv1d"] = {
+      f"{_DELTA_KERNELS[name]}_conv": part for name, part in zip(names, rows, strict=True)
+    }
   if FAMILIES[family].has_rotary_pairs:
     for name, heads in (("query", c.num_heads), ("key", c.num_kv_heads)):
       tables[KERNELS[name]] = {KERNELS[name]: _rows_of_pairs(c, heads)}
@@ -205,8 +250,9 @@ def leaf_value(params: Params, leaf: Leaf) -> Any:
   return functools.reduce(lambda tree, key: tree[key], leaf.path, params)
 
 
-# Tables that old releases of transformers saved, and tensors outside of the text model.
-_UNUSED = re.compile(r"(^|\.)rotary_emb\.|^(model\.)?(vision_tower|multi_modal_projector)\.")
+# Tables that old releases of transformers saved, and tensors outside of the text model: of images,
+# and of layers that predict further tokens.
+_UNUSED = re.compile(r"(^|\.)rotary_emb\.|^(model\.)?(vision_tower|multi_modal_projector|visual)\.|^mtp\.")
 _PREFIXES = (  # of a text model within another model, and of one saved without its head
   (re.compile(r"^(language_model\.model|model\.language_model)\."), "model."),
   (re.compile(r"^language_model\.lm_head\."), "lm_head."),
@@ -219,6 +265,11 @@ def published_name(name: str, family: str) -> str:
   for ours, theirs in _MIXTRAL.items() if family == "mixtral" else ():
     name = name.replace(ours, theirs)
   return name
+
+
+def published_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+  """The shape that checkpoints give to the tensor with a usual name."""
+  return (shape[0], 1, *shape[1:]) if _CONVOLUTION.search(name) else shape
 
 
 def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, Tensor]:
@@ -239,6 +290,8 @@ def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, T
     if usual_name in renamed:
       other = renamed[usual_name].name
       raise ValueError(f"{directory}: {name!r} and {other!r} name the same tensor")
+    if _CONVOLUTION.search(usual_name) and tensor.shape[1:2] == (1,):
+      tensor = dataclasses.replace(tensor, shape=(tensor.shape[0], *tensor.shape[2:]))
     renamed[usual_name] = tensor
   return renamed
 

@@ -77,7 +77,7 @@ class Tensor:
     dtype = self.dtype
     if self.selected is None:
       rows = self.view[(*self.before, slice(self.first + start, self.first + stop))]
-      return np.asarray(rows, dtype)
+      return np.asarray(rows, dtype).reshape(-1, *self.shape[1:])
     rows = self.selected[start:stop]
     if not len(rows):
       return np.empty((0, *self.shape[1:]), dtype)
