@@ -1,4 +1,6 @@
-"""The policy: one decoder-only transformer with settings for Qwen 2/2.5/3, Llama 3 and Gemma 2/3.
+"""The policy: one decoder-only transformer whose settings are those of the families it computes.
+
+They are in `huggingface_families`: Llama, Qwen, Gemma, OLMo, Mistral, SmolLM3 and GLM-4 among them.
 
 A layer's MLP may be a mixture of experts, as in Qwen3-MoE, OLMoE and Mixtral (`models.experts`),
 in all layers or in some (`ops.layers`).
