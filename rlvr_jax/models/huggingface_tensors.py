@@ -69,7 +69,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[Leaf]:
   """Finds the leaves of all parameters, in the order in which they are written.
 
-  Their tensors are those of single kernels, which `find_parts` combines.
+  Their tensors are those of single kernels, which `find_published` combines.
 
   Args:
     config: settings of the network.

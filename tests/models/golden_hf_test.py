@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles.checkpoints import golden_folders
 from oracles.sampling import sample
 
 from rlvr_jax.models.experts import NO_EXPERT
@@ -25,14 +25,7 @@ from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
 from rlvr_jax.types import Prompts, Sampling
 
 _SHARED = os.environ.get("RLVR_SHARED")
-_FOLDERS = [
-  folder
-  for kind in ("hf", "hf_moe", "hf_families")
-  for folder in (sorted(pathlib.Path(_SHARED, "golden", kind).iterdir()) if _SHARED else [])
-  if folder.is_dir()
-]
-_REFUSED = [f for f in _FOLDERS if f.name.startswith(("deepseek_v3", "gemma4", "qwen3_5"))]
-_FOLDERS = [folder for folder in _FOLDERS if folder not in _REFUSED]
+_FOLDERS, _REFUSED = golden_folders("hf", "hf_moe", "hf_families")
 # Others have all that is particular to these.
 _slow = lambda f: pytest.mark.slow if f.name in ("olmo2", "smollm3", "mistral") else ()
 _CASES = [pytest.param(folder, id=folder.name, marks=_slow(folder)) for folder in _FOLDERS]
