@@ -140,25 +140,26 @@ def measure(
     with_fields(base, fields), trained, mesh, params[0], 0.0
   )
   plain = make_gradient(LOSSES["policy gradient"])
-  on_policy: dict[int, list[np.ndarray]] = {}
+  on_policy: dict[int, np.ndarray] = {}
+  ceilings: dict[int, float] = {}
   for lag in progress([0, *lags], "on-policy gradients", unit="policies"):
     config = sampling_only(base, {}, seed=base.seed + 2)
     folder = workdir / "on_policy" / str(lag)
     found = sample_batches(config, folder, params[lag], count=fresh)
-    on_policy[lag] = [plain(b, params[lag])[1] for b in found]
+    gradients = [plain(batch, params[lag])[1] for batch in found]
+    ceilings[lag], on_policy[lag] = ceiling(gradients), np.mean(gradients, axis=0)
   rows: dict[str, dict[str, Row]] = {name: {} for name in batches}
   for condition, (_, lag) in batches.items():
-    rows[condition][FRESH] = {"cosine": ceiling(on_policy[lag])}
+    rows[condition][FRESH] = {"cosine": ceilings[lag]}
   for label, fields in progress(losses.items(), "gradients", unit="losses"):
     gradient_at = make_gradient(fields)
     norm_on_policy = 0.0
     for condition, (batch, lag) in batches.items():
       metrics, gradient = gradient_at(batch, params[lag])
-      reference = np.mean(on_policy[lag], axis=0)
       norm = metrics["gradient_norm"]
       norm_on_policy = norm_on_policy or norm  # the first condition is the exact one
       rows[condition][label] = {
-        "cosine": float(cosines([gradient, reference])[0, 1]),
+        "cosine": float(cosines([gradient, on_policy[lag]])[0, 1]),
         "norm": norm / norm_on_policy,
         "bounded": bounded(metrics),
         "ESS": metrics["behavior/ess"],

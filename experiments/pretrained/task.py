@@ -42,11 +42,15 @@ def sums(*, largest: int = 40, held_out_numbers: int = 10, split_seed: int = 0) 
 def _problems(numbers: Sequence[int]) -> Iterator[Problem]:
   """All sums of two of the numbers in either order, and all differences from 0 up."""
   for a, b in itertools.product(numbers, repeat=2):
-    yield _problem(f"What is {a} + {b}?", a + b)
+    yield _problem(f"{a} + {b}", a + b)
     if a >= b:
-      yield _problem(f"What is {a} - {b}?", a - b)
+      yield _problem(f"{a} - {b}", a - b)
 
 
-def _problem(question: str, answer: int) -> Problem:
-  reference = {"answer": str(answer)}
-  return Problem(question=question, answer=str(answer), solution="", reference=reference)
+def _problem(formula: str, answer: int) -> Problem:
+  return Problem(
+    question=f"What is {formula}?",
+    answer=str(answer),
+    solution=f"{formula} = {answer}",
+    reference={"answer": str(answer)},
+  )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.geometry.base import FEATURES, GramContext, GramFn
 from rlvr_jax.ops.checks import check_choice
-from rlvr_jax.ops.layers import rows_of, stack_of
+from rlvr_jax.ops.layers import Kind, rows_of, stack_of
 from rlvr_jax.ops.logprobs import head_logits, token_logprobs
 from rlvr_jax.ops.masked import upcast
 from rlvr_jax.ops.precision import EXACT
@@ -140,7 +140,7 @@ def _select_subset(
     params = model.combine(trained, frozen)
     fixed = model.head(params)
     return [upcast(fixed.kernel)], lambda selected: (params, fixed._replace(kernel=selected[0]))
-  leaves, insert = _select_leaves(trained, parameters, model.config.sparse)
+  leaves, insert = _select_leaves(trained, parameters, model.config.kinds)
 
   def network(selected):
     params = model.combine(insert(selected), frozen)
@@ -151,11 +151,11 @@ def _select_subset(
 
 
 def _select_leaves(
-  params: Params, parameters: str, sparse: Sequence[bool]
+  params: Params, parameters: str, kinds: Sequence[Kind]
 ) -> tuple[list[Array], Callable[[list[Array]], Params]]:
   """The leaves that `parameters` names, in at least float32, and a function that inserts them.
 
-  `sparse` says which layers have experts.
+  `kinds` are those of the layers.
   """
   pattern = _PATTERNS.get(parameters, parameters)
   leaves, tree = jax.tree_util.tree_flatten_with_path(params)
@@ -163,7 +163,7 @@ def _select_leaves(
   indices = [i for i, path in enumerate(paths) if re.search(pattern, path)]
   last_only = parameters == "last_block"  # layers are stacked on the first axis
   if last_only:
-    stacks = rows_of(len(sparse) - 1, sparse)
+    stacks = rows_of(len(kinds) - 1, kinds)
     indices = [i for i in indices if stack_of(paths[i].split("/")[1]) in stacks]
   if not indices:
     raise ValueError(

@@ -3,11 +3,12 @@
     p = softmax(x·W_router),  E(x) = the k largest of p,  y = Σ_{e ∈ E(x)} w_e · MLP_e(x)
 
 The weights w are p at the chosen experts, in some models divided by their sum. Every chosen expert
-computes its token: none has a capacity. Router, softmax and choice are at least float32.
+computes its token: none has a capacity. Router, softmax and choice are at least float32. Some
+models add σ(x·v) · MLP_shared(x), an expert for all tokens.
 
 Parameters of the stacked layers, under "blocks/experts": router [layers, D, E], gate and up
-[layers, E, D, F], down [layers, E, F, D], for E experts of width F. They take the place of the
-MLP's.
+[layers, E, D, F], down [layers, E, F, D], for E experts of width F; shared_gate, shared_up,
+shared_down and shared_weight (v) [layers, D, 1] of a shared one. They take the place of the MLP's.
 
 Source: "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer"
 (arXiv:1701.06538); the router as in "Mixtral of Experts" (arXiv:2401.04088), §2.1.
@@ -46,6 +47,7 @@ class ExpertSettings:
   number: int  # E
   per_token: int  # k
   width: int  # F, of one expert
+  shared_width: int = 0  # of the expert for all tokens; 0: none
   normalized_weights: bool
   products: str  # one of `ops.grouped.KINDS`
 
@@ -101,6 +103,11 @@ class Experts(nnx.Module):
     self.gate = init_kernel(rngs, (E, width, F), dtype)
     self.up = init_kernel(rngs, (E, width, F), dtype)
     self.down = init_kernel(rngs, (E, F, width), dtype, residual_gain)
+    if shared := settings.shared_width:
+      self.shared_gate = init_kernel(rngs, (width, shared), dtype)
+      self.shared_up = init_kernel(rngs, (width, shared), dtype)
+      self.shared_down = init_kernel(rngs, (shared, width), dtype, residual_gain)
+      self.shared_weight = init_kernel(rngs, (width, 1), dtype)
 
   def __call__(
     self,
@@ -131,7 +138,8 @@ class Experts(nnx.Module):
     kernels = [_kernels_of(parameter) for parameter in (self.gate, self.up, self.down)]
     with jax.named_scope("experts"):
       if mesh is None or mesh.size == 1:
-        return mix(x, routing.experts, routing.weights, *kernels), routing
+        mixed = mix(x, routing.experts, routing.weights, *kernels)
+        return self._add_shared(mixed, x, activation), routing
       devices = math.prod(mesh.shape[axis] for axis in _TOKENS)
       tokens = PartitionSpec(_TOKENS if x.shape[0] % devices == 0 else None)
       into, out_of = PartitionSpec(None, None, "tensor"), PartitionSpec(None, "tensor")
@@ -143,7 +151,16 @@ class Experts(nnx.Module):
         out_specs=tokens,
         check_vma=False,  # a loop that starts from zeros on every device counts as replicated
       )(x, routing.experts, routing.weights, *kernels)
-    return mixed, routing
+    return self._add_shared(mixed, x, activation), routing
+
+  def _add_shared(self, mixed: Array, x: Array, activation: Callable[[Array], Array]) -> Array:
+    """Adds the shared expert's result, if there is one."""
+    if not self.settings.shared_width:
+      return mixed
+    with jax.named_scope("shared_expert"):
+      hidden = activation(dense(x, self.shared_gate)) * dense(x, self.shared_up)
+      weight = jax.nn.sigmoid(dense(x, self.shared_weight))
+      return mixed + weight * dense(hidden, self.shared_down)
 
   def route(self, x: Array, *, routes: Array | None, real: Array | None) -> Routing:
     """The experts of tokens x[..., D]; see `__call__`."""

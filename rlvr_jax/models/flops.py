@@ -1,6 +1,7 @@
 """Model FLOPs: the necessary arithmetic of a policy, independent of the implementation.
 
-Matrix products count, 2·M·N·K each, over real tokens and the keys that they attend to. Padding,
+Matrix products count, 2·M·N·K each, over real tokens and the keys that they attend to. States count
+as their recurrence computes them, not the chunks of `ops.delta_rule`. Padding,
 masked scores, rematerialization and elementwise operations do not count.
 """
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.layers import ATTENTION, DELTA, DENSE, layers_in
 from rlvr_jax.types import Params
 
 
@@ -117,21 +119,35 @@ def _forward(
 
   c = config
   per_key = 4 * c.num_heads * c.head_dim  # q·k and the weighted sum of v
-  attention = sum(per_key * float(attended_keys(window)) for window in _windows(c))
+  mixing = sum(per_key * float(attended_keys(window)) for window in _windows(c))
+  mixing += len(layers_in(DELTA, c.kinds)) * _recurrence_flops_per_token(c) * float(tokens)
   head = 2.0 * c.width * c.vocab_size * float(of_policy.sum())
-  layers = sum(_layer_flops_per_token(c, sparse=sparse) for sparse in c.sparse)
+  layers = sum(_layer_flops_per_token(c, *kind) for kind in c.kinds)
   kernels = layers * float(tokens) + head
-  return _Forward(kernels, attention, float(tokens))
+  return _Forward(kernels, mixing, float(tokens))
 
 
-def _layer_flops_per_token(c: TransformerConfig, *, sparse: bool) -> float:
+def _layer_flops_per_token(c: TransformerConfig, mixer: str, mlp: str) -> float:
   """FLOPs per token of the projections of one layer; of experts, those that a token chooses."""
-  queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-  attention = c.width * (2 * queries + 2 * keys)  # query, output; key, value
-  if not sparse:
-    return 2.0 * (attention + 3 * c.width * c.mlp_width)
+  if mixer == ATTENTION:
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    gate = queries if c.attention_gate else 0
+    of_mixer = c.width * (2 * queries + 2 * keys + gate)  # query, output; key, value
+  else:
+    assert c.delta is not None
+    values, gates = c.delta.channels[-1], 2 * c.delta.value_heads
+    of_mixer = c.width * (sum(c.delta.channels) + 2 * values + gates)  # gate, output
+  if mlp == DENSE:
+    return 2.0 * (of_mixer + 3 * c.width * c.mlp_width)
   chosen = c.experts_per_token * 3 * c.width * c.expert_width
-  return 2.0 * (attention + c.width * c.num_experts + chosen)  # the router; experts
+  shared = c.width * (3 * c.shared_expert_width + (c.shared_expert_width > 0))  # and its gate
+  return 2.0 * (of_mixer + c.width * c.num_experts + chosen + shared)  # the router; experts
+
+
+def _recurrence_flops_per_token(c: TransformerConfig) -> float:
+  """FLOPs of a gated DeltaNet's states: read for the key, changed, and read for the query."""
+  sizes = c.delta
+  return 0.0 if sizes is None else 6.0 * sizes.value_heads * sizes.key_dim * sizes.value_dim
 
 
 def _attended_keys(lengths: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:
@@ -141,6 +157,6 @@ def _attended_keys(lengths: npt.NDArray[np.int64], window: int | None) -> npt.ND
 
 
 def _windows(c: TransformerConfig) -> list[int | None]:
-  """The window of each layer, in tokens; None without a limit."""
+  """The window of each layer with attention, in tokens; None without a limit."""
   sliding = c.sliding_layers or [False] * c.num_layers
-  return [c.sliding_window if slides else None for slides in sliding]
+  return [c.sliding_window if sliding[i] else None for i in layers_in(ATTENTION, c.kinds)]

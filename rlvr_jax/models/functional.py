@@ -19,8 +19,11 @@ from rlvr_jax.models.transformer import (
   layer_graph,
   make_rotary_tables,
 )
-from rlvr_jax.ops.layers import rows_of, take_rows
+from rlvr_jax.ops.layers import DELTA, SPARSE, STACKS, rows_of, take_rows
 from rlvr_jax.types import Array, Head, Params, Routes
+
+# Training applies the scales of norms, and the decays of states, in at least float32.
+_WIDE = ("scale", "log_rate", "decay_bias")
 
 
 def take_trained(trained: Params, frozen: Params) -> Params:
@@ -61,7 +64,12 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
   graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)), nnx.Param)
   bind = lambda params: nnx.merge(graph, params)
   others_graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)).without_layers(), nnx.Param)
-  layer_graphs = {sparse: layer_graph(config, sparse=sparse) for sparse in set(config.sparse)}
+  layer_graphs = {kind: layer_graph(config, kind) for kind in set(config.kinds)}
+  kind_of = lambda layer: next(
+    kind
+    for kind in layer_graphs
+    if (kind[0] == DELTA, kind[1] == SPARSE) == ("delta" in layer, "experts" in layer)
+  )
 
   def bind_others(params):
     return nnx.merge(others_graph, {k: x for k, x in params.items() if k != "blocks"})
@@ -71,17 +79,16 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
     blocks = params["blocks"]
     first_norm = "attention_norm" if config.pre_norm else "post_attention_norm"  # in all layers
     number = len(jax.tree.leaves(blocks[first_norm])[0])
-    # A single layer lies in the first rows, whichever it is.
-    first = [dict.fromkeys(("all", "sparse", "dense"), 0)]
     layers = range(config.num_layers)
-    rows = first if number == 1 else [rows_of(layer, config.sparse) for layer in layers]
+    single = [dict.fromkeys(STACKS, 0)]  # it lies in the first rows, whatever its kind
+    rows = single if number == 1 else [rows_of(layer, config.kinds) for layer in layers]
     return {**params, "blocks": tuple(take_rows(blocks, of_layer) for of_layer in rows)}
 
   def on_layers(method):
     """Converts a method of `Transformer` that takes layers to a function of decoding params."""
 
     def apply(params, *args):
-      layers = [nnx.merge(layer_graphs["experts" in x], x) for x in params["blocks"]]
+      layers = [nnx.merge(layer_graphs[kind_of(x)], x) for x in params["blocks"]]
       return method(bind_others(params), layers, *args)
 
     return apply
@@ -104,11 +111,10 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
 
 
 def cast_to_decode(params: Params, config: TransformerConfig) -> Params:
-  """Parameters in the dtypes that decode: `compute_dtype`, but for the scales of norms."""
+  """Parameters in the dtypes that decode: `compute_dtype`, but for those of `_WIDE`."""
 
   def cast(path, w):
-    # Scales are not cast: training applies those of norms in at least float32.
-    is_scale = jax.tree_util.keystr(path[-1:], simple=True) == "scale"
-    return w if is_scale or w.dtype.itemsize == 1 else w.astype(config.compute_dtype)
+    is_wide = jax.tree_util.keystr(path[-1:], simple=True) in _WIDE
+    return w if is_wide or w.dtype.itemsize == 1 else w.astype(config.compute_dtype)
 
   return jax.tree_util.tree_map_with_path(cast, params)

@@ -12,7 +12,7 @@ from rlvr_jax.models.huggingface_families import ACTIVATIONS, FAMILIES, Family
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_choice
-from rlvr_jax.ops.layers import layers_in
+from rlvr_jax.ops.layers import DENSE, layers_in
 
 
 def published_config(
@@ -45,7 +45,7 @@ def published_config(
   if "decoder_sparse_step" in family.defaults:
     published |= {
       "decoder_sparse_step": 1,
-      "mlp_only_layers": layers_in("dense", config.sparse),
+      "mlp_only_layers": layers_in(DENSE, config.kinds),
     }
   if family.has_partial_rotation:
     published["partial_rotary_factor"] = _rotated_part(config)
@@ -199,7 +199,7 @@ def _check_reads_back(published: Mapping[str, Any], config: TransformerConfig) -
     rotary_width=None if config.rotary_width == config.head_dim else config.rotary_width,
   )
   theirs = config_fields(published, "the exported config.json")
-  if all(config.sparse):
+  if not layers_in(DENSE, config.kinds):
     ours |= dict(mlp_width=theirs["mlp_width"], sparse_layers=None)  # no layer has such an MLP
   for fields in (ours, theirs):
     fields["query_scale"] = fields["query_scale"] or config.head_dim**-0.5

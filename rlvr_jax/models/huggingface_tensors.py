@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -102,9 +102,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
     theirs = layer_tensors.get(path[1:]) if path[0] == "blocks" else None
     if theirs is None:
       raise ValueError(f"parameter {'/'.join(path)} is in no published checkpoint")
-    layers: Iterable[int] = range(leaf.shape[0])
-    if config.sparse_layers is not None:
-      layers = layers_in(stack_of(path[1]), config.sparse_layers)
+    layers = layers_in(stack_of(path[1]), config.kinds)
     names = np.array([f"model.layers.{i}.{theirs}" for i in layers])
     if path[1:] in of_experts:
       names = np.array([[name.format(e) for e in range(leaf.shape[1])] for name in names])

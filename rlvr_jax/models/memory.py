@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.delta_rule import CHUNK
+from rlvr_jax.ops.layers import ATTENTION, DENSE, layers_in
 from rlvr_jax.ops.logprobs import default_chunk_rows
-from rlvr_jax.ops.row_attention import DENSE
+from rlvr_jax.ops.row_attention import DENSE_LENGTH
 
 
 def shard_bytes(tree: Any) -> float:
@@ -51,10 +53,11 @@ def activation_bytes(config: TransformerConfig, tokens: float, tensor: int) -> f
     tokens: of a micro-batch on one device.
     tensor: devices that share a layer.
   """
-  layers = [config.width + _product_widths(config, sparse=sparse) for sparse in config.sparse]
+  layers = [config.width + _product_widths(config, *kind) for kind in config.kinds]
   saved = {"full": lambda _: config.width, "dots": lambda x: x, "none": lambda x: 2 * x}
   numbers = sum(map(saved[config.remat], layers)) + 4 * max(layers)
-  return tokens * numbers * jnp.dtype(config.compute_dtype).itemsize / tensor
+  saved_bytes = tokens * numbers * jnp.dtype(config.compute_dtype).itemsize
+  return (saved_bytes + _chunk_state_bytes(config, tokens)) / tensor
 
 
 def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> float:
@@ -69,19 +72,36 @@ def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> 
   """
   if config.remat != "none":
     return 0.0
-  products = sum(_product_widths(config, sparse=sparse) for sparse in config.sparse)
-  scores = config.num_layers * config.num_heads * row_length if row_length < DENSE else 0
+  products = sum(_product_widths(config, *kind) for kind in config.kinds)
+  attention_layers = len(layers_in(ATTENTION, config.kinds))
+  scores = attention_layers * config.num_heads * row_length if row_length < DENSE_LENGTH else 0
   return float(tokens * (products + scores) * jnp.dtype(config.compute_dtype).itemsize)
 
 
-def _product_widths(config: TransformerConfig, *, sparse: bool) -> int:
+def _product_widths(config: TransformerConfig, mixer: str, mlp: str) -> int:
   """Numbers per token in the results of a layer's products."""
-  heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-  if not sparse:
-    return heads + 2 * config.width + 2 * config.mlp_width  # q, k, v; output, down; gate, up
+  c = config
+  if mixer == ATTENTION:
+    gate = c.num_heads if c.attention_gate else 0
+    of_mixer = (c.num_heads + 2 * c.num_kv_heads + gate) * c.head_dim + c.width
+  else:
+    assert c.delta is not None
+    of_mixer = sum(c.delta.channels) + c.delta.channels[-1] + 2 * c.delta.value_heads + c.width
+  if mlp == DENSE:
+    return of_mixer + c.width + 2 * c.mlp_width  # down; gate, up
   # The router, and gate, up and down of each chosen expert.
-  chosen = config.experts_per_token * (config.width + 2 * config.expert_width)
-  return heads + config.width + config.num_experts + chosen
+  chosen = c.experts_per_token * (c.width + 2 * c.expert_width)
+  shared = c.width + 2 * c.shared_expert_width if c.shared_expert_width else 0
+  return of_mixer + c.num_experts + chosen + shared
+
+
+def _chunk_state_bytes(config: TransformerConfig, tokens: float) -> float:
+  """Bytes of the states between chunks of one gated DeltaNet, kept for its backward pass."""
+  sizes = config.delta
+  if sizes is None:
+    return 0.0
+  states = 2 * sizes.value_heads * sizes.key_dim * sizes.value_dim  # of rollout and prompt
+  return tokens / CHUNK * states * 4
 
 
 def output_head_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:

@@ -21,7 +21,7 @@ from rlvr_jax.models.huggingface_tensors import KERNELS, row_tables
 from rlvr_jax.models.lora import LoraSettings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.finite import check_finite
-from rlvr_jax.ops.layers import layers_in, stack_of
+from rlvr_jax.ops.layers import DENSE, SPARSE, layers_in, stack_of
 from rlvr_jax.storage.folders import locate, new_directory, read_json, write_bytes
 from rlvr_jax.types import Params
 
@@ -198,7 +198,7 @@ def _modules(config: TransformerConfig) -> dict[str, Parts]:
 
 def _layers_of(names: Iterable[str], config: TransformerConfig) -> list[int]:
   """The numbers of the layers that have these kernels of a module."""
-  return layers_in(stack_of(next(iter(names))), config.sparse)
+  return layers_in(stack_of(next(iter(names))), config.kinds)
 
 
 def _join(pairs: Mapping[str, Matrices], parts: Parts) -> Matrices:
@@ -288,9 +288,9 @@ def _target_modules(adapted: Mapping[str, Iterable[str]], config: TransformerCon
   targets = []
   for module, names in adapted.items():
     # Without the layer's number, those of an MLP would also name the projections of experts.
-    is_dense = stack_of(next(iter(names))) == "dense"
-    layers = layers_in("dense", config.sparse) if is_dense else []
-    of_some = [f"layers.{i}.{module}" for i in layers if any(config.sparse)]
+    is_dense = stack_of(next(iter(names))) == DENSE
+    layers = layers_in(DENSE, config.kinds) if is_dense else []
+    of_some = [f"layers.{i}.{module}" for i in layers if layers_in(SPARSE, config.kinds)]
     targets += of_some or [_last(module)]
   return targets
 

@@ -20,6 +20,12 @@ from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.types import Array, Params
 
 FORMATS = ("int8", "float8_e4m3fn")
+# Rounded routers would choose other experts. The gates of states act through all later tokens, and
+# are as small as the taps of convolutions.
+_EXACT_MATRICES = (
+  *("router", "shared_weight", "strength", "decay"),
+  *("query_taps", "key_taps", "value_taps"),
+)
 
 
 def quantize(params: Params, format: str) -> Params:
@@ -119,9 +125,9 @@ def _import_qwix() -> ModuleType:
 def _contracted_axis(path: Any, weights: Array) -> int | None:
   """The axis that a product with the matrix sums over; None for what stays as it is.
 
-  These are norms, biases, and routers, whose rounding would choose other experts.
+  These are norms, biases and `_EXACT_MATRICES`.
   """
   stacked = path[0].key == "blocks"
-  if weights.ndim - stacked < 2 or path[-1].key == "router":
+  if weights.ndim - stacked < 2 or path[-1].key in _EXACT_MATRICES:
     return None
   return weights.ndim - (1 if path[-1].key == "embedding" else 2)

@@ -1,11 +1,9 @@
-"""The policy: one decoder-only transformer whose settings are those of the families it computes.
+"""The policy: one decoder-only transformer, with settings for all families that are read.
 
-They are in `huggingface_families`: Llama, Qwen, Gemma, OLMo, Mistral, SmolLM3 and GLM-4 among them.
+A layer mixes tokens by attention or by a gated DeltaNet (`models.delta_net`); then comes an MLP or
+a mixture of experts (`models.experts`). `TransformerConfig.kinds` says which layer has what.
 
-A layer's MLP may be a mixture of experts, as in Qwen3-MoE, OLMoE and Mixtral (`models.experts`),
-in all layers or in some (`ops.layers`).
-
-All operations but attention are per token, so prompts and responses are packed into rows: a prompt
+All other operations are per token, so prompts and responses are packed into rows: a prompt
 is computed once for all its responses in a row. The engine computes it once for its slots.
 """
 
@@ -14,14 +12,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rlvr_jax.models.delta_net import DeltaNet, DeltaSettings
 from rlvr_jax.models.experts import NO_EXPERT, ROUTES, Experts, ExpertSettings, Routing
 from rlvr_jax.models.layout import ONE_DEVICE, Layout
 from rlvr_jax.models.linear import PRODUCT, LowRank, Rounded, dense, init_kernel, value_of
@@ -34,8 +33,21 @@ from rlvr_jax.models.rotary import (
   rotate,
 )
 from rlvr_jax.ops.attention import Keys, attention
+from rlvr_jax.ops.delta_rule import DeltaInputs, DeltaState, mix_prompts, mix_rows
 from rlvr_jax.ops.grouped import KINDS as GROUPED_KINDS
-from rlvr_jax.ops.layers import layers_in, rows_of, split_into_loops, stack_of, take_rows
+from rlvr_jax.ops.layers import (
+  ATTENTION,
+  DELTA,
+  DENSE,
+  SPARSE,
+  STACKS,
+  Kind,
+  layers_in,
+  rows_of,
+  split_into_loops,
+  stack_of,
+  take_rows,
+)
 from rlvr_jax.ops.precision import PRECISIONS
 from rlvr_jax.ops.row_attention import KINDS, RESIDUALS, row_attention
 from rlvr_jax.types import Array, Head, Params, Prompts, Routes, Rows
@@ -53,6 +65,7 @@ _REMAT: dict[str, tuple[str, ...]] = {
   "full": (RESIDUALS, ROUTES),
 }
 _NO_WINDOW = 2**30
+_DELTA_SIZES = [field.name for field in dataclasses.fields(DeltaSettings)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,10 +89,19 @@ class TransformerConfig:
   output_bias: bool = False  # of the projection after attention
   joint_qk_norm: bool = False  # RMSNorm on all heads' queries together, and on keys (OLMoE)
   mlp_bias: bool = False
+  attention_gate: bool = False  # a sigmoid gate on attention's output (Qwen 3.5)
+  # Layers with a gated DeltaNet in place of attention, see `models.delta_net`; None: no layer.
+  delta_layers: tuple[bool, ...] | None = None
+  delta_key_heads: int = 0
+  delta_value_heads: int = 0
+  delta_key_dim: int = 0
+  delta_value_dim: int = 0
+  delta_num_taps: int = 0  # tokens that its convolutions read
   num_experts: int = 0  # of a mixture, see `models.experts`; 0: layers have an MLP
   experts_per_token: int = 0
   expert_width: int = 0
   sparse_layers: tuple[bool, ...] | None = None  # of a mixture: those with experts; None: all
+  shared_expert_width: int = 0  # of a gated MLP for all tokens beside the experts; 0: none
   normalized_expert_weights: bool = False  # weights of the chosen experts are divided by their sum
   query_scale: float | None = None  # factor on the scores; None is 1/√head_dim
   attention_soft_cap: float | None = None
@@ -139,11 +161,15 @@ class TransformerConfig:
       wide = jnp.dtype(jax.dtypes.canonicalize_dtype("float64")) == jnp.dtype("float64")
       if dtype == "float64" and not wide:
         yield f"{name}=float64 needs jax_enable_x64; set the variable JAX_ENABLE_X64=1"
-    for name in ("sliding_layers", "unrotated_layers"):
+    for name in ("sliding_layers", "unrotated_layers", "delta_layers"):
       layers = getattr(self, name)
       if layers is not None and len(layers) != self.num_layers:
         yield f"{name} names {len(layers)} layers, num_layers={self.num_layers}"
     yield from self._find_mistakes_of_experts()
+    if self.delta is not None:
+      yield from self.delta.find_mistakes()
+    elif sizes := [name for name in _DELTA_SIZES if getattr(self, f"delta_{name}")]:
+      yield f"delta_{sizes[0]} is set but delta_layers={self.delta_layers!r} has none"
     if self.sliding_window is None and any(self.sliding_layers or ()):
       yield "sliding_layers are set but sliding_window is None"
 
@@ -160,7 +186,7 @@ class TransformerConfig:
           f"sparse_layers={self.sparse_layers!r} with num_experts={self.num_experts}: a mixture has"
           " experts in at least one layer; set both, or neither (0 and None)"
         )
-    for name in ("num_experts", "experts_per_token", "expert_width"):
+    for name in ("num_experts", "experts_per_token", "expert_width", "shared_expert_width"):
       size = getattr(self, name)
       if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 2**31:
         yield f"{name}={size!r} must be at least 0, a whole number below 2**31"
@@ -182,16 +208,27 @@ class TransformerConfig:
       number=self.num_experts,
       per_token=self.experts_per_token,
       width=self.expert_width,
+      shared_width=self.shared_expert_width,
       normalized_weights=self.normalized_expert_weights,
       products=products,
     )
 
   @property
-  def sparse(self) -> tuple[bool, ...]:
-    """Whether each layer has experts."""
-    if self.sparse_layers is not None:
-      return tuple(self.sparse_layers)
-    return (self.num_experts > 0,) * self.num_layers
+  def delta(self) -> DeltaSettings | None:
+    """The sizes of the gated DeltaNets; None: all layers have attention."""
+    if not any(self.delta_layers or ()):
+      return None
+    return DeltaSettings(**{name: getattr(self, f"delta_{name}") for name in _DELTA_SIZES})
+
+  @property
+  def kinds(self) -> tuple[Kind, ...]:
+    """The kind of each layer, see `ops.layers`."""
+    delta = self.delta_layers or (False,) * self.num_layers
+    sparse = self.sparse_layers or (self.num_experts > 0,) * self.num_layers
+    return tuple(
+      (DELTA if has_delta else ATTENTION, SPARSE if has_experts else DENSE)
+      for has_delta, has_experts in zip(delta, sparse, strict=True)
+    )
 
   @property
   def mixture(self) -> tuple[int, ...]:
@@ -199,9 +236,9 @@ class TransformerConfig:
 
     The numbers of the layers follow if not all have experts.
     """
-    numbers = layers_in("sparse", self.sparse)
+    numbers = layers_in(SPARSE, self.kinds)
     sizes = len(numbers), self.num_experts, self.experts_per_token
-    return sizes if all(self.sparse) else (*sizes, *numbers)
+    return sizes if len(numbers) == self.num_layers else (*sizes, *numbers)
 
   @property
   def routes(self) -> jax.ShapeDtypeStruct | None:
@@ -209,7 +246,8 @@ class TransformerConfig:
     if not self.num_experts:
       return None
     dtype = jnp.uint8 if self.num_experts <= 2**8 else jnp.uint16
-    return jax.ShapeDtypeStruct((sum(self.sparse), self.experts_per_token), dtype)
+    layers = len(layers_in(SPARSE, self.kinds))
+    return jax.ShapeDtypeStruct((layers, self.experts_per_token), dtype)
 
   @property
   def precision(self) -> str:
@@ -232,60 +270,79 @@ class RMSNorm(nnx.Module):
     return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
 
 
+class Mixers(NamedTuple):
+  """What mixes the tokens of a layer, by its kind; each returns its results and a carry."""
+
+  attend: Callable[[Array, Array, Array], tuple[Array, Any]]  # of queries, keys and values
+  delta: Callable[[DeltaInputs], tuple[Array, Any]]
+
+
 class Block(nnx.Module):
-  """One layer: attention, and a gated MLP or a mixture of them.
+  """One layer: attention or a gated DeltaNet, and a gated MLP or a mixture of them.
 
   Both are added to the residual stream, with norms before, behind, or both.
   """
 
-  def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, *, sparse: bool | None):
-    """`sparse`: whether it has experts or an MLP. None: both, from which `_stack_layers` takes."""
+  def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, *, stacks: Collection[str]):
+    """`stacks`: of `ops.layers`, the layer's kind; or more, from which `_stack_layers` takes."""
     c = self.config = config
-    self.sparse = sparse
+    self.is_delta, self.is_sparse = DELTA in stacks, SPARSE in stacks
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     residual_gain = 1.0 / (2 * c.num_layers)  # the residual stream's variance stays near 1
+    sizes: Any = dict(width=c.width, dtype=c.param_dtype, residual_gain=residual_gain)
     if c.pre_norm:
       self.attention_norm = RMSNorm(c, c.width)
       self.mlp_norm = RMSNorm(c, c.width)
-    self.query = init_kernel(rngs, (c.width, queries), c.param_dtype)
-    self.key = init_kernel(rngs, (c.width, keys), c.param_dtype)
-    self.value = init_kernel(rngs, (c.width, keys), c.param_dtype)
-    self.output = init_kernel(rngs, (queries, c.width), c.param_dtype, residual_gain)
-    if sparse is not True:
+    if c.post_norm:
+      self.post_attention_norm = RMSNorm(c, c.width)
+      self.post_mlp_norm = RMSNorm(c, c.width)
+    if ATTENTION in stacks:
+      self.query = init_kernel(rngs, (c.width, queries), c.param_dtype)
+      self.key = init_kernel(rngs, (c.width, keys), c.param_dtype)
+      self.value = init_kernel(rngs, (c.width, keys), c.param_dtype)
+      self.output = init_kernel(rngs, (queries, c.width), c.param_dtype, residual_gain)
+    if DENSE in stacks:
       self.gate = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
       self.up = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
       self.down = init_kernel(rngs, (c.mlp_width, c.width), c.param_dtype, residual_gain)
-    if sparse is not False:
+    if SPARSE in stacks:
       assert c.experts is not None  # the configuration has both
-      self.experts = Experts(
-        c.experts, rngs, width=c.width, dtype=c.param_dtype, residual_gain=residual_gain
-      )
+      self.experts = Experts(c.experts, rngs, **sizes)
+    if DELTA in stacks:
+      assert c.delta is not None
+      self.delta = DeltaNet(c.delta, rngs, **sizes, norm_epsilon=c.norm_epsilon)
+    if ATTENTION in stacks:
+      self._add_to_attention(rngs)
+    if c.mlp_bias:
+      self.gate_bias = nnx.Param(jnp.zeros((c.mlp_width,), c.param_dtype))
+      self.up_bias = nnx.Param(jnp.zeros((c.mlp_width,), c.param_dtype))
+      self.down_bias = nnx.Param(jnp.zeros((c.width,), c.param_dtype))
+
+  def _add_to_attention(self, rngs: nnx.Rngs) -> None:
+    """Adds what attention has in some families: biases, norms of queries and keys, a gate."""
+    c = self.config
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     if c.qkv_bias:
       self.query_bias = nnx.Param(jnp.zeros((queries,), c.param_dtype))
       self.key_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
       self.value_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
     if c.output_bias:
       self.output_bias = nnx.Param(jnp.zeros((c.width,), c.param_dtype))
-    if c.mlp_bias:
-      self.gate_bias = nnx.Param(jnp.zeros((c.mlp_width,), c.param_dtype))
-      self.up_bias = nnx.Param(jnp.zeros((c.mlp_width,), c.param_dtype))
-      self.down_bias = nnx.Param(jnp.zeros((c.width,), c.param_dtype))
     if c.qk_norm:
       self.query_norm = RMSNorm(c, c.head_dim)
       self.key_norm = RMSNorm(c, c.head_dim)
     if c.joint_qk_norm:
       self.query_norm = RMSNorm(c, queries)
       self.key_norm = RMSNorm(c, keys)
-    if c.post_norm:
-      self.post_attention_norm = RMSNorm(c, c.width)
-      self.post_mlp_norm = RMSNorm(c, c.width)
+    if c.attention_gate:
+      self.output_gate = init_kernel(rngs, (c.width, queries), c.param_dtype)
 
   @jax.named_scope("layers")
   def __call__(
     self,
     x: Array,
     tables: tuple[Array, Array],
-    attend: Callable[[Array, Array, Array], tuple[Array, Any]],
+    mixers: Mixers,
     layout: Layout = ONE_DEVICE,
     *,
     routes: Array | None = None,
@@ -295,34 +352,25 @@ class Block(nnx.Module):
 
     Args:
       tables: of the rotary embedding.
-      attend: mixes tokens: (queries, keys, values) → (out, carry).
+      mixers: mix tokens.
       layout: of the residual stream, and the mesh of experts.
       routes, real: see `Experts`; ignored by an MLP.
     Returns:
-      The next x, attention's carry, and the choice of experts; None of an MLP.
+      The next x, the mixer's carry, and the choice of experts; None of an MLP.
     """
     c = self.config
     residual = layout.residual
-    bias = lambda name: getattr(self, name, None)
     normed = residual.gather(self.attention_norm(x) if c.pre_norm else x)
-    heads = lambda y: y.reshape(*y.shape[:-1], -1, c.head_dim)
-    query = dense(normed, self.query, bias("query_bias"))
-    key = dense(normed, self.key, bias("key_bias"))
-    if c.joint_qk_norm:
-      query, key = self.query_norm(query), self.key_norm(key)
-    query, key = heads(query), heads(key)
-    value = heads(dense(normed, self.value, bias("value_bias")))
-    if c.qk_norm:
-      query, key = self.query_norm(query), self.key_norm(key)
-    with jax.named_scope("attention"):
-      mixed, carry = attend(rotate(query, tables), rotate(key, tables), value)
-    mixed = dense(mixed.reshape(*mixed.shape[:-2], -1), self.output, bias("output_bias"))
+    if self.is_delta:
+      mixed, carry = self.delta(normed, mixers.delta)
+    else:
+      mixed, carry = self._attention(normed, tables, mixers.attend)
     mixed = residual.scatter(mixed)
     x = x + (self.post_attention_norm(mixed) if c.post_norm else mixed)
 
     normed = residual.gather(self.mlp_norm(x) if c.pre_norm else x)
     routing = None
-    if not self.sparse:
+    if not self.is_sparse:
       gated = self._mlp(normed)
     else:
       gated, routing = self.experts(
@@ -331,6 +379,28 @@ class Block(nnx.Module):
     gated = residual.scatter(gated)
     return x + (self.post_mlp_norm(gated) if c.post_norm else gated), carry, routing
 
+  def _attention(
+    self, x: Array, tables: tuple[Array, Array], attend: Callable
+  ) -> tuple[Array, Any]:
+    """(what is added to the stream, attention's carry)."""
+    c = self.config
+    bias = lambda name: getattr(self, name, None)
+    heads = lambda y: y.reshape(*y.shape[:-1], -1, c.head_dim)
+    query = dense(x, self.query, bias("query_bias"))
+    key = dense(x, self.key, bias("key_bias"))
+    if c.joint_qk_norm:
+      query, key = self.query_norm(query), self.key_norm(key)
+    query, key = heads(query), heads(key)
+    value = heads(dense(x, self.value, bias("value_bias")))
+    if c.qk_norm:
+      query, key = self.query_norm(query), self.key_norm(key)
+    with jax.named_scope("attention"):
+      mixed, carry = attend(rotate(query, tables), rotate(key, tables), value)
+    mixed = mixed.reshape(*mixed.shape[:-2], -1)
+    if c.attention_gate:
+      mixed = mixed * jax.nn.sigmoid(dense(x, self.output_gate))
+    return dense(mixed, self.output, bias("output_bias")), carry
+
   def _mlp(self, x: Array) -> Array:
     bias = lambda name: getattr(self, name, None)
     gated = _ACTIVATIONS[self.config.activation](dense(x, self.gate, bias("gate_bias")))
@@ -338,26 +408,25 @@ class Block(nnx.Module):
     return dense(gated, self.down, bias("down_bias"))
 
 
-def layer_graph(config: TransformerConfig, *, sparse: bool) -> Any:
+def layer_graph(config: TransformerConfig, kind: Kind) -> Any:
   """The graph of a `Block`, which `nnx.merge` combines with the parameters of a layer."""
-  build = lambda: Block(config, nnx.Rngs(0), sparse=sparse)
+  build = lambda: Block(config, nnx.Rngs(0), stacks=kind)
   return nnx.split(jax.eval_shape(build), nnx.Param)[0]
 
 
 def _stack_layers(config: TransformerConfig, keys: Array) -> Block:
   """Initializes all layers, stacked as `ops.layers` says."""
-  alike = len(set(config.sparse)) == 1
-  sparse = config.sparse[0] if alike else None
-  stacked = jax.vmap(lambda key: Block(config, nnx.Rngs(key), sparse=sparse))(keys)
-  if alike:
+  stacks = {stack for kind in config.kinds for stack in kind}
+  stacked = jax.vmap(lambda key: Block(config, nnx.Rngs(key), stacks=stacks))(keys)
+  if len(set(config.kinds)) == 1:
     return stacked
   graph, state = nnx.split(stacked, nnx.Param)
-  of_layers = lambda name: np.asarray(layers_in(stack_of(name), config.sparse))
-  stacks = {
+  of_layers = lambda name: np.asarray(layers_in(stack_of(name), config.kinds))
+  taken = {
     name: jax.tree.map(operator.itemgetter(of_layers(name)), part)
     for name, part in nnx.to_pure_dict(state).items()
   }
-  return nnx.merge(graph, stacks)
+  return nnx.merge(graph, taken)
 
 
 class Transformer(nnx.Module):
@@ -446,10 +515,10 @@ class Transformer(nnx.Module):
     pack = lambda x, y: jnp.concatenate([x, y.reshape(P, G * (T - 1), *y.shape[3:])], axis=1)
     x = self._embed(jnp.concatenate([prompts.tokens, inputs], axis=1))
 
-    def attend(slides):
+    def mix(slides):
       window = jnp.where(slides, self.config.sliding_window or _NO_WINDOW, _NO_WINDOW)
 
-      def mix(query, key, value):
+      def attend(query, key, value):
         in_response = lambda y: y[:, S:].reshape(P, G, T - 1, *y.shape[2:])
         in_prompt = lambda y: y[:, None, :S]
         prompt = Keys.of(in_prompt(key), in_prompt(value), positions[:, None])
@@ -461,15 +530,23 @@ class Transformer(nnx.Module):
         ).reshape(P, -1, *query.shape[2:])
         return jnp.concatenate([prompt_out, response_out], axis=1), None
 
-      return mix
+      return Mixers(attend, lambda inputs: (mix_rows(inputs, rows), None))
 
     exists = jnp.arange(1, T) < (T if lengths is None else lengths[..., None])
+    real = pack(positions >= 0, jnp.broadcast_to(exists, response_positions.shape))
+    starts = S + (T - 1) * jnp.arange(G)[:, None]
+    rows = Rows(
+      prompts=jnp.where(real, 0, -1),
+      positions=pack(positions, response_positions),
+      starts=pack(jnp.full_like(positions, S), jnp.broadcast_to(starts, response_positions.shape)),
+      prompt_ends=jnp.full_like(real, S, jnp.int32),
+    )
     x, routing = self._scan_blocks(
       x,
-      pack(positions, response_positions),
-      attend,
+      rows.positions,
+      mix,
       routes=None if routes is None else pack(routes.prompts, routes.responses[:, :, :-1]),
-      real=pack(positions >= 0, jnp.broadcast_to(exists, response_positions.shape)),
+      real=real,
       routed=routed,
     )
     hidden = self.final_norm(jnp.concatenate([x[:, S - 1 : S], x[:, S:]], axis=1))
@@ -510,13 +587,16 @@ class Transformer(nnx.Module):
     kind = "reference" if c.attention == "auto" else c.attention  # a run replaces "auto" before
     settings = dict(self._attention_settings(window), kind=kind, mesh=self.layout.mesh)
 
-    def attend(slides):
-      return lambda q, k, v: (row_attention(q, k, v, rows, slides=slides, **settings), None)
+    def mix(slides):
+      return Mixers(
+        lambda q, k, v: (row_attention(q, k, v, rows, slides=slides, **settings), None),
+        lambda inputs: (mix_rows(inputs, rows), None),
+      )
 
     x, routing = self._scan_blocks(
       self._embed(tokens),
       rows.positions,
-      attend,
+      mix,
       routes=routes,
       real=rows.prompts >= 0,
       routed=routed,
@@ -529,38 +609,40 @@ class Transformer(nnx.Module):
     tokens: Array,
     lengths: Array | None = None,
     attended: Callable[[Array], Array] = lambda x: x,
-  ) -> tuple[list[tuple[Array, Array]], Array | None]:
-    """Computes the keys and values of prompts.
+  ) -> tuple[list[tuple[Array, Array]], list[DeltaState], Array | None]:
+    """Computes the keys and values of prompts, and the states behind them.
 
     Args:
       blocks: the layers.
       tokens: i32[R, S], right-padded; results at padding have no meaning.
-      lengths: i32[R], tokens of each prompt: in a mixture, padding has no expert. None: S.
+      lengths: i32[R], tokens of each prompt: padding has no expert, and no effect on a state. None:
+        S.
       attended: of keys or values [R, S, K, H], those that attention reads, if rounded.
     Returns:
-      Per layer, keys and values [R, S, K, H]; and the routes of a mixture, i32[R, S, sparse layers,
-      k].
+      Per layer with attention, keys and values [R, S, K, H]; per gated DeltaNet, the states; and
+      the routes of a mixture, i32[R, S, sparse layers, k].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     tables = self._look_up_tables(positions)
     real = None if lengths is None else positions < lengths[:, None]
     x = self._embed(tokens)
-    cached, routes = [], []
+    cached: list[tuple[Array, Array]] = []
+    states: list[DeltaState] = []
+    routes: list[Routing | None] = []
     for block, window, *kind in zip(blocks, *self._layer_kinds(), strict=True):
 
-      def mix(query, key, value, window=window):
+      def attend(query, key, value, window=window):
         one = lambda y: y[:, None]
         keys = Keys.of(one(attended(key)), one(attended(value)), one(positions))
         settings = self._attention_settings(window)
         out = attention(one(query), one(positions), (keys,), **settings)[:, 0]
         return out, (key, value)
 
-      x, keys_and_values, routing = block(
-        x, tables.of_layer(*kind), mix, self._whole_residual(), real=real
-      )
-      cached.append(keys_and_values)
+      mixers = Mixers(attend, functools.partial(mix_prompts, lengths=lengths))
+      x, kept, routing = block(x, tables.of_layer(*kind), mixers, self._whole_residual(), real=real)
+      (states if block.is_delta else cached).append(kept)
       routes.append(routing)
-    return cached, _stack_routes(routes)
+    return cached, states, _stack_routes(routes)
 
   def decode(
     self,
@@ -568,36 +650,44 @@ class Transformer(nnx.Module):
     tokens: Array,
     tables: RotaryTables,
     attend: Callable,
+    delta: Callable,
     running: Array | None = None,
-  ) -> tuple[Array, list, Array | None]:
+  ) -> tuple[Array, list, list, Array | None]:
     """Runs the network on one token of every slot.
 
     Args:
       blocks: the layers, split once before the decoding loop.
       tokens: i32[slots].
       tables: of these tokens' positions [slots, 1].
-      attend: (layer, queries [slots, N, H], keys and values [slots, K, H], settings of attention)
-        → (out [slots, N, H], carry).
+      attend: (index of a layer among those with attention, queries [slots, N, H], keys and values
+        [slots, K, H], settings of attention) → (out [slots, N, H], carry).
+      delta: (index of a layer among the gated DeltaNets, inputs) → (out [slots, 1, N, d_v], carry).
       running: bool[slots]: in a mixture, the tokens of other slots have no expert. None: all.
     Returns:
-      Final hidden states [slots, D], which predict the next tokens; the carries of the layers; and
-      the routes of a mixture, i32[slots, sparse layers, k].
+      Final hidden states [slots, D], which predict the next tokens; the carries of the layers with
+      attention and of the gated DeltaNets; and the routes of a mixture, i32[slots, sparse layers,
+      k].
     """
     x = self._embed(tokens[:, None])  # [slots, 1, D]
     real = None if running is None else running[:, None]
-    carries, routes = [], []
-    for layer, (block, window, *kind) in enumerate(zip(blocks, *self._layer_kinds(), strict=True)):
+    carries: list[Any] = []
+    states: list[Any] = []
+    routes: list[Routing | None] = []
+    for block, window, *kind in zip(blocks, *self._layer_kinds(), strict=True):
+      layer = len(carries)
 
       def mix(query, key, value, layer=layer, window=window):
         settings = self._attention_settings(window)
         out, carry = attend(layer, query[:, 0], key[:, 0], value[:, 0], settings)
         return out[:, None], carry
 
-      x, carry, routing = block(x, tables.of_layer(*kind), mix, self._whole_residual(), real=real)
-      carries.append(carry)
+      mixers = Mixers(mix, functools.partial(delta, len(states)))
+      x, kept, routing = block(x, tables.of_layer(*kind), mixers, self._whole_residual(), real=real)
+      (states if block.is_delta else carries).append(kept)
       routes.append(routing)
     chosen = _stack_routes(routes)
-    return self.final_norm(x[:, 0]), carries, None if chosen is None else chosen[:, 0]
+    hidden = self.final_norm(x[:, 0])
+    return hidden, carries, states, None if chosen is None else chosen[:, 0]
 
   def _whole_residual(self) -> Layout:
     """The layout with the complete residual stream on each device, for inference."""
@@ -641,7 +731,7 @@ class Transformer(nnx.Module):
     self,
     x: Array,
     positions: Array,
-    attend: Callable,
+    mix: Callable[[Array], Mixers],
     *,
     routes: Array | None,
     real: Array,
@@ -651,7 +741,7 @@ class Transformer(nnx.Module):
 
     Args:
       positions: i32[R, L].
-      attend: whether a layer slides → the function that mixes tokens, see `Block`.
+      mix: whether a layer slides → what mixes its tokens.
       routes: int[R, L, sparse layers, k]; None: the routers choose.
       real: bool[R, L], where there are tokens.
       routed: whether to return the routers' own routes i32[R, L, sparse layers, k], and the sum
@@ -660,13 +750,13 @@ class Transformer(nnx.Module):
     c = self.config
     tables = self._look_up_tables(positions)
     _, sliding, unrotated = self._layer_kinds()
-    graphs = {sparse: layer_graph(c, sparse=sparse) for sparse in set(c.sparse)}
+    graphs = {kind: layer_graph(c, kind) for kind in set(c.kinds)}
 
-    def apply(x, layer, sparse):
+    def apply(x, layer, kind):
       slides, routes = layer.pop("slides"), layer.pop(ROUTES, None)
       layer_tables = tables.of_layer(slides, layer.pop("unrotated", False))
-      block = nnx.merge(graphs[sparse], layer)
-      x, _, routing = block(x, layer_tables, attend(slides), self.layout, routes=routes, real=real)
+      block = nnx.merge(graphs[kind], layer)
+      x, _, routing = block(x, layer_tables, mix(slides), self.layout, routes=routes, real=real)
       x = self.layout.residual.keep(x)
       if not routed or routing is None:
         return x, None
@@ -684,7 +774,7 @@ class Transformer(nnx.Module):
       stacks[ROUTES] = jnp.moveaxis(routes, 2, 0)
     with jax.named_scope("layers"):  # including the operations of the loops themselves
       x = self.layout.residual.scatter(x)
-      x, routing = _run_loops(apply, x, stacks, c.sparse, c.unroll_layers)
+      x, routing = _run_loops(apply, x, stacks, c.kinds, c.unroll_layers)
       x = self.layout.constrain(self.layout.residual.gather(x))
     if not routed:
       return x, None
@@ -693,22 +783,23 @@ class Transformer(nnx.Module):
 
 
 def _run_loops(
-  apply: Callable, x: Array, stacks: Params, sparse: Sequence[bool], unroll: int
+  apply: Callable, x: Array, stacks: Params, kinds: Sequence[Kind], unroll: int
 ) -> tuple[Array, Any]:
   """Applies all layers to x, in the loops of `split_into_loops`.
 
   A stack that is whole in one loop is not copied. Others are cut into the parts of the loops.
 
   Args:
-    apply: (x, a layer's parts of the stacks, whether it has experts) → (x, results or None).
+    apply: (x, a layer's parts of the stacks, its kind) → (x, results or None).
     stacks: of parameters and other values, by the names that `stack_of` takes.
+    kinds: of the layers.
     unroll: layers per iteration, where a pattern has fewer.
   Returns:
     The last x, and the results of the layers that have some, stacked.
   """
   results = []
-  first = dict.fromkeys(("all", "sparse", "dense"), 0)
-  for pattern, count in split_into_loops(sparse):
+  first = dict.fromkeys(STACKS, 0)
+  for pattern, count in split_into_loops(kinds):
     sizes = {stack: len(layers_in(stack, pattern)) for stack in first}
     parts = {}
     for name, stacked in stacks.items():

@@ -1,7 +1,8 @@
-"""Layers of two kinds, with an MLP or with experts: where their parameters lie, and their loops.
+"""Layers of several kinds: where their parameters lie, and their loops.
 
-A parameter under "blocks" is stacked over the layers that have it, in their order: those with
-experts, those with an MLP, or all. Layers are computed in loops over a pattern that repeats, so
+A layer's kind is a pair: what mixes its tokens, "attention" or "delta" (a gated DeltaNet), and what
+follows, "dense" (an MLP) or "sparse" (experts). A parameter under "blocks" is stacked over the
+layers that have it, in their order. Layers are computed in loops over a pattern that repeats, so
 that a program has each layer of a pattern once. Where all layers are alike, that is one loop over
 one layer.
 """
@@ -10,34 +11,45 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from rlvr_jax.types import Array, Params
 
-_OF_MLP = ("gate", "up", "down")
-_OF_EXPERTS = ("experts", "routes")
+Kind: TypeAlias = tuple[str, str]
+
+ALL = "all"
+ATTENTION, DELTA = "attention", "delta"
+DENSE, SPARSE = "dense", "sparse"
+STACKS = (ALL, ATTENTION, DELTA, DENSE, SPARSE)
+# Stack → its parameters and other values by layer; what is not named is of all layers.
+_NAMES = {
+  ATTENTION: (
+    *("query", "key", "value", "output", "query_norm", "key_norm", "output_gate"),
+    *("query_bias", "key_bias", "value_bias", "output_bias"),
+  ),
+  DELTA: ("delta",),
+  DENSE: ("gate", "up", "down"),
+  SPARSE: ("experts", "routes"),
+}
+_STACKS = {name: stack for stack, names in _NAMES.items() for name in names}
 
 
 def stack_of(name: str) -> str:
-  """The layers that have the parameters blocks/`name`, or such routes: "all", "sparse" or "dense".
-
-  Sparse layers have experts, dense ones an MLP.
-  """
-  return "sparse" if name in _OF_EXPERTS else "dense" if name in _OF_MLP else "all"
+  """The stack of the parameters blocks/`name`, one of `STACKS`: the layers that have them."""
+  return _STACKS.get(name, ALL)
 
 
-def layers_in(stack: str, sparse: Sequence[bool]) -> list[int]:
-  """The numbers of the layers in a stack; `sparse` says which layers have experts."""
-  return [i for i, kind in enumerate(sparse) if stack in ("all", "sparse" if kind else "dense")]
+def layers_in(stack: str, kinds: Sequence[Kind]) -> list[int]:
+  """The numbers of the layers in a stack, of layers of these kinds."""
+  return [i for i, kind in enumerate(kinds) if stack in (ALL, *kind)]
 
 
-def rows_of(layer: int, sparse: Sequence[bool]) -> dict[str, np.int32]:
+def rows_of(layer: int, kinds: Sequence[Kind]) -> dict[str, np.int32]:
   """A layer's row in each stack that it is in."""
-  stacks = "all", "sparse" if sparse[layer] else "dense"
-  return {stack: np.int32(layers_in(stack, sparse).index(layer)) for stack in stacks}
+  return {s: np.int32(layers_in(s, kinds).index(layer)) for s in (ALL, *kinds[layer])}
 
 
 def take_rows(
@@ -51,15 +63,15 @@ def take_rows(
   return {name: jax.tree.map(of_stack(name), part) for name, part in in_rows.items()}
 
 
-def split_into_loops(sparse: Sequence[bool]) -> list[tuple[tuple[bool, ...], int]]:
+def split_into_loops(kinds: Sequence[Kind]) -> list[tuple[tuple[Kind, ...], int]]:
   """Splits the layers into loops, each of a pattern of layers and its number of repetitions.
 
   The patterns have as few layers together as possible, since these are compiled.
   """
-  kinds = tuple(sparse)
+  kinds = tuple(kinds)
 
   @functools.cache
-  def split(first: int) -> list[tuple[tuple[bool, ...], int]]:
+  def split(first: int) -> list[tuple[tuple[Kind, ...], int]]:
     splits = []
     for period in range(1, len(kinds) - first + 1):
       pattern, count = kinds[first : first + period], 1

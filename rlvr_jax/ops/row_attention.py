@@ -34,7 +34,7 @@ KINDS = ("auto", "reference", "whole", "splash", "cudnn")
 RESIDUALS = "attention"  # checkpoint_name of the backward pass's residuals besides its inputs
 
 _BLOCK = TILE  # queries or keys per block, in the reference
-DENSE = 1024  # tokens of a row from which the reference skips blocks
+DENSE_LENGTH = 1024  # tokens of a row from which the reference skips blocks
 _DENSE_BLOCK = 64  # queries per block, in shorter rows
 _MASKED = -1e30  # finite, so that no difference of two masked scores is NaN
 _SPLASH_HEADS = (32, 64, 80, 96, 128, 256)  # widths that were compiled for a TPU
@@ -157,7 +157,7 @@ def row_length(kind: str, least: int) -> int:
   if kind == "splash":
     return round_to_blocks(least)
   short = _BLOCK if kind == "cudnn" else 1
-  multiple = _BLOCK if least >= DENSE else short
+  multiple = _BLOCK if least >= DENSE_LENGTH else short
   return -(-least // multiple) * multiple
 
 
@@ -238,7 +238,7 @@ def _cudnn(queries, keys, values, rows, slides, *, scale, window, soft_cap, impl
 
 def _reference(queries, keys, values, rows, slides, *, scale, window, soft_cap):
   window = _layer_window(window, slides)
-  if queries.shape[1] < DENSE:
+  if queries.shape[1] < DENSE_LENGTH:
     return _attend_densely(queries, keys, values, rows, window, scale, soft_cap)
   # Row by row, since each has its own blocks to work through.
   window = jnp.asarray(NO_WINDOW) if window is None else window

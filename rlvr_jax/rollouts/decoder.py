@@ -3,6 +3,9 @@
 A slot decodes one response. When it has ended, the slot takes the next one, so that short responses
 do not wait for long ones. `rollouts.engine` runs these functions from the host.
 
+A layer with attention has a KV cache. A gated DeltaNet has a state, which a burst carries from
+token to token; it changes in running slots alone.
+
 The bits of a rollout depend only on its prompt, its key and the parameters: not on its slot, its
 neighbors or the order of requests. So every product has a fixed number of rows, a burst always
 begins at a multiple of its length, and blocks of the cache are accumulated in order
@@ -26,8 +29,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Pages, Part, Reach, Read, read_back
 from rlvr_jax.ops.decoding import cached_attention
+from rlvr_jax.ops.delta_rule import DeltaInputs, DeltaState, mix_token
 from rlvr_jax.ops.draw import draw_tokens, random_bits
-from rlvr_jax.ops.layers import rows_of, take_rows
+from rlvr_jax.ops.layers import ATTENTION, DELTA, Kind, layers_in, rows_of, take_rows
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.types import Array, Head, Params, Sampling
 
@@ -35,14 +39,30 @@ _SLOTS = ("data", "fsdp")  # axes of the mesh over which the slots are split
 _CACHES: dict[str, type[Cache] | type[Pages]] = {"blocks": Cache, "pages": Pages}
 _Part = TypeVar("_Part", bound=Part)
 OnHost: TypeAlias = Array | np.ndarray  # filled by the host, read by a program
-_Parts: TypeAlias = tuple[Part, ...]  # one per layer
+_Parts: TypeAlias = tuple[Part, ...]  # one per layer with attention
+_States: TypeAlias = tuple[DeltaState, ...]  # one per gated DeltaNet
+
+
+class DeltaSizes(Protocol):
+  """What decoding reads of a `models.delta_net.DeltaSettings`."""
+
+  @property
+  def value_heads(self) -> int: ...
+  @property
+  def key_heads(self) -> int: ...
+  @property
+  def key_dim(self) -> int: ...
+  @property
+  def value_dim(self) -> int: ...
+  @property
+  def num_taps(self) -> int: ...
+  @property
+  def channels(self) -> tuple[int, int, int]: ...
 
 
 class NetworkSizes(Protocol):
   """What decoding reads of a `models.transformer.TransformerConfig`."""
 
-  @property
-  def num_layers(self) -> int: ...
   @property
   def num_heads(self) -> int: ...
   @property
@@ -54,7 +74,9 @@ class NetworkSizes(Protocol):
   @property
   def precision(self) -> str: ...
   @property
-  def sparse(self) -> tuple[bool, ...]: ...
+  def kinds(self) -> tuple[Kind, ...]: ...
+  @property
+  def delta(self) -> DeltaSizes | None: ...
   @property
   def routes(self) -> jax.ShapeDtypeStruct | None: ...
 
@@ -87,9 +109,11 @@ class DecodedModel(Protocol):
   @property
   def rotary(self) -> Callable[[Array], Tables]: ...
   @property
-  def prefill(self) -> Callable[..., tuple[list[tuple[Array, Array]], Array | None]]: ...
+  def prefill(
+    self,
+  ) -> Callable[..., tuple[list[tuple[Array, Array]], list[DeltaState], Array | None]]: ...
   @property
-  def decode(self) -> Callable[..., tuple[Array, list[Cache], Array | None]]: ...
+  def decode(self) -> Callable[..., tuple[Array, list[Cache], list[DeltaState], Array | None]]: ...
 
 
 class Settings(NamedTuple):
@@ -123,8 +147,9 @@ class Known(NamedTuple):
 class State(NamedTuple):
   """The slots between two bursts."""
 
-  prompts: tuple[Part, ...]  # KV cache of the prompts, one per layer
-  responses: tuple[Part, ...]  # KV cache of the responses, one per layer
+  prompts: tuple[Part, ...]  # KV cache of the prompts, one per layer with attention
+  responses: tuple[Part, ...]  # KV cache of the responses, likewise
+  states: tuple[DeltaState, ...]  # behind the cached tokens, one per gated DeltaNet
   token: Array  # i32[slots], the next token to decode: at first the prompt's last one
   prompt: Array  # i32[slots], number of cached tokens of the prompt, all but its last one
   generated: Array  # i32[slots], number of tokens of the response
@@ -134,9 +159,10 @@ class State(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-  """KV caches of a batch of prompts, one per layer."""
+  """KV caches of a batch of prompts, one per layer with attention; states per gated DeltaNet."""
 
   prompts: tuple[Part, ...]
+  states: tuple[DeltaState, ...]
   responses: tuple[Part, ...] = ()  # of dialogues that go on, what their responses have so far
   routes: Array | None = None  # [R, S, sparse layers, k], if they are recorded
 
@@ -166,8 +192,8 @@ class Emitted(NamedTuple):
   routes: Array | None = None
 
 
-# Of the steps of a burst: the tokens to decode, per layer what is staged, and the results so far.
-_Carry: TypeAlias = tuple[Array, tuple[Cache, ...], Emitted]
+# Of the steps of a burst: the tokens to decode, what is staged, the states, and the results so far.
+_Carry: TypeAlias = tuple[Array, tuple[Cache, ...], _States, Emitted]
 
 
 def take_layer(
@@ -192,7 +218,7 @@ def load_layer(blocks: Params, *, model: DecodedModel) -> Params:
 
 def load_others(trained: Params, frozen: Params, *, model: DecodedModel) -> Params:
   """Converts all parameters but the layers to the form that `decode` takes."""
-  first = rows_of(0, model.config.sparse)
+  first = rows_of(0, model.config.kinds)
   return {**model.decoding_params(_select_layer(trained, frozen, first, model)), "blocks": ()}
 
 
@@ -214,12 +240,14 @@ def empty_slots(settings: Settings) -> State:
     axes = (heads, part.number, slots)
     kind, dtype = _CACHES[settings.cache], cache_dtype(c, settings.cache_format)
     zeros = lambda: kind.zeros(axes, part.size, c.head_dim, dtype)
-    return tuple(_split_over_devices(settings, zeros(), slots=2) for _ in range(c.num_layers))
+    number = len(layers_in(ATTENTION, c.kinds))
+    return tuple(_split_over_devices(settings, zeros(), slots=2) for _ in range(number))
 
   integers = jnp.zeros(slots, jnp.int32)
   return State(
     prompts=make_caches(shape.prompt),
     responses=make_caches(shape.response),
+    states=_empty_states(settings),
     token=integers,
     prompt=integers,
     generated=integers,
@@ -227,6 +255,21 @@ def empty_slots(settings: Settings) -> State:
     keys=jnp.zeros((slots, 2), jnp.uint32),
     known=_nothing_known(settings) if settings.has_replies else None,
   )
+
+
+def _empty_states(settings: Settings) -> _States:
+  """The states of slots without tokens."""
+  c, slots = settings.model.config, settings.slots
+  if c.delta is None:
+    return ()
+  sizes = c.delta
+  zeros = lambda *shape: jnp.zeros((slots, *shape), c.compute_dtype)
+  query, key, value = (zeros(sizes.num_taps - 1, channels) for channels in sizes.channels)
+  memory = jnp.zeros(
+    (slots, sizes.value_heads, sizes.key_dim, sizes.value_dim), logprobs_dtype(settings)
+  )
+  state = _split_states(settings, DeltaState(memory, (query, key, value)))
+  return (state,) * len(layers_in(DELTA, c.kinds))
 
 
 def _nothing_known(settings: Settings) -> Known:
@@ -249,7 +292,7 @@ def prefill(
   *,
   settings: Settings,
 ) -> Prefilled:
-  """Computes the KV cache of prompts, per layer [K, blocks, R, block, H].
+  """Computes the KV cache of prompts, per layer [K, blocks, R, block, H], and their states.
 
   Args:
     params: from `Model.decoding_params`.
@@ -260,13 +303,14 @@ def prefill(
   """
   # Prompts attend to what their caches will hold, as tokens that are decoded do.
   attended = (read_back,) if settings.cache_format else ()
-  layers, routes = settings.model.prefill(params, tokens, lengths, *attended)
+  layers, found, routes = settings.model.prefill(params, tokens, lengths, *attended)
+  states = tuple(_split_states(settings, state) for state in found)
   shape = settings.shape
   recorded = None
   if settings.routes is not None and routes is not None:
     recorded = routes.astype(settings.routes.dtype)
   if prompt is None:
-    return Prefilled(_to_caches(layers, shape.prompt, settings), routes=recorded)
+    return Prefilled(_to_caches(layers, shape.prompt, settings), states, routes=recorded)
   # The response follows the prompt at once: its places differ by row.
   room = min(tokens.shape[1], shape.response.tokens)
   places = prompt[:, None] + jnp.arange(-(-room // shape.response.size) * shape.response.size)
@@ -277,6 +321,7 @@ def prefill(
   responses = [(take_response(k), take_response(v)) for k, v in layers]
   return Prefilled(
     _to_caches(prompts, shape.prompt, settings),
+    states,
     _to_caches(responses, shape.response, settings),
     recorded,
   )
@@ -306,6 +351,7 @@ def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settin
     return cached.at[:, :blocks].set(updated)
 
   where_new = lambda x, y: jnp.where(new.reshape(-1, *[1] * (y.ndim - 1)), x, y)
+  of_slots = lambda x: jnp.take(x, jnp.maximum(fresh.row, 0), axis=0)
   responses = state.responses
   if prefilled.responses:
     responses = jax.tree.map(put, responses, prefilled.responses)
@@ -313,6 +359,7 @@ def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settin
   return State(
     prompts=jax.tree.map(put, state.prompts, prefilled.prompts),
     responses=responses,
+    states=jax.tree.map(lambda x, y: where_new(of_slots(x), y), prefilled.states, state.states),
     token=where_new(fresh.token, state.token),
     prompt=where_new(fresh.prompt, state.prompt),
     generated=where_new(generated, state.generated),
@@ -383,10 +430,10 @@ def burst(
   tables = rotary_tables(reach, settings=settings)
 
   def step(carry: _Carry) -> _Carry:
-    token, staged, emitted = carry
+    token, staged, states, emitted = carry
     now = emitted.steps
-    hidden, staged, routes = decode(
-      params, caches, staged, reach, tables, token, now, emitted.running, settings=settings
+    hidden, staged, states, routes = decode(
+      params, caches, staged, states, reach, tables, token, now, emitted.running, settings=settings
     )
     token, logprob = _sample(settings, hidden, head, state.keys, state.generated + now)
     sampled = jnp.ones(slots, bool)
@@ -394,16 +441,20 @@ def burst(
       sampled = now >= state.known.number
       known = jax.lax.dynamic_index_in_dim(state.known.tokens, now, axis=1, keepdims=False)
       token, logprob = jnp.where(sampled, token, known), jnp.where(sampled, logprob, 0)
-    return token, staged, _record_token(settings, emitted, token, logprob, sampled, routes)
+    recorded = _record_token(settings, emitted, token, logprob, sampled, routes)
+    return token, staged, states, recorded
 
-  is_unfinished = lambda carry: (carry[2].steps < shape.steps) & jnp.any(carry[2].running)
-  token, staged, emitted = jax.lax.while_loop(is_unfinished, step, (state.token, staged, emitted))
+  is_unfinished = lambda carry: (carry[-1].steps < shape.steps) & jnp.any(carry[-1].running)
+  carry = (state.token, staged, state.states, emitted)
+  token, staged, states, emitted = jax.lax.while_loop(is_unfinished, step, carry)
   responses = state.responses
   if shape.response.number:  # otherwise every response is a single burst
     flushed = state.running if has_halted else None
     responses = _flush_staged(settings, responses, staged, state.generated, flushed)
   generated, running = emitted.generated, emitted.running
-  state = state._replace(responses=responses, token=token, generated=generated, running=running)
+  state = state._replace(
+    responses=responses, states=states, token=token, generated=generated, running=running
+  )
   if state.known is not None:
     state = state._replace(known=_nothing_known(settings))
   return state, emitted
@@ -419,28 +470,32 @@ def decode(
   params: Params,
   caches: Sequence[tuple[Part, Part]],
   staged: tuple[Cache, ...],
+  states: tuple[DeltaState, ...],
   reach: Reach,
   tables: Tables,
   token: Array,
   step: Array,
-  running: Array | None = None,
+  running: Array,
   *,
   settings: Settings,
-) -> tuple[Array, tuple[Cache, ...], Array | None]:
+) -> tuple[Array, tuple[Cache, ...], tuple[DeltaState, ...], Array | None]:
   """Runs one token of every slot through the network.
 
   Args:
     params: from `Model.decoding_params`.
-    caches: per layer, of the prompts and of the responses; not changed within a burst.
-    staged: per layer, keys and values of the burst's earlier tokens.
+    caches: per layer with attention, of the prompts and of the responses; not changed within a
+      burst.
+    staged: of these layers, keys and values of the burst's earlier tokens.
+    states: per gated DeltaNet, behind these tokens.
     reach: of the caches.
     tables: from `rotary_tables`.
     token: i32[slots].
     step: i32[], index of the token in its burst.
-    running: bool[slots], the slots whose result is used; None: all.
+    running: bool[slots], the slots whose result is used; the states of the others stay.
   Returns:
     Hidden states [slots, D], which predict the next tokens; `staged` with the keys and values of
-    `token`; and the experts that a mixture chose, i32[slots, sparse layers, k].
+    `token`; the states behind it; and the experts that a mixture chose, i32[slots, sparse layers,
+    k].
   """
   network = settings.model.config
   copies = cached_heads(network, _tensor_size(settings)) // network.num_kv_heads
@@ -453,9 +508,14 @@ def decode(
     attention = _make_attention(settings, attention_settings)
     return attention(query, *caches[layer], staged_in_layer, reach, step), staged_in_layer
 
+  def delta(layer: int, inputs: DeltaInputs) -> tuple[Array, DeltaState]:
+    return mix_token(inputs, states[layer], running)
+
   # Slots that have ended are computed too and ignored, but by no expert: one step serves all slots.
-  hidden, staged, routes = settings.model.decode(params, token, tables.at(step), attend, running)
-  return hidden, tuple(staged), routes
+  hidden, now_staged, now_states, routes = settings.model.decode(
+    params, token, tables.at(step), attend, delta, running
+  )
+  return hidden, tuple(now_staged), tuple(now_states), routes
 
 
 def _make_attention(settings: Settings, attention_settings: dict[str, Any]) -> Callable[..., Array]:
@@ -571,7 +631,7 @@ def slot_bytes(
   cache_format: str = "",
   cache: str = "blocks",
 ) -> int:
-  """Bytes of a slot's KV cache on one device, with staged and copied keys and values.
+  """Bytes of a slot's KV cache and states on one device, with staged and copied keys and values.
 
   Args:
     network: `TransformerConfig`.
@@ -581,7 +641,21 @@ def slot_bytes(
     cache: as in `Settings`.
   """
   copied = shape.copied_tokens if cache == "blocks" else 0
-  return (shape.tokens + copied) * token_bytes(network, tensor, cache_format)
+  of_tokens = (shape.tokens + copied) * token_bytes(network, tensor, cache_format)
+  return of_tokens + state_bytes(network, tensor)
+
+
+def state_bytes(network: NetworkSizes, tensor: int) -> int:
+  """Bytes of a slot's states in all gated DeltaNets, on one device; see `slot_bytes`."""
+  if network.delta is None:
+    return 0
+  sizes, shared = network.delta, tensor if network.delta.key_heads % tensor == 0 else 1
+  compute = jnp.dtype(network.compute_dtype)
+  memory = sizes.value_heads * sizes.key_dim * sizes.value_dim
+  window = (sizes.num_taps - 1) * sum(sizes.channels)
+  wide = jnp.promote_types(compute, jnp.float32)
+  per_layer = memory * wide.itemsize + window * compute.itemsize
+  return len(layers_in(DELTA, network.kinds)) * per_layer // shared
 
 
 def token_bytes(network: NetworkSizes, tensor: int, cache_format: str = "") -> int:
@@ -591,7 +665,7 @@ def token_bytes(network: NetworkSizes, tensor: int, cache_format: str = "") -> i
   dtype = cache_dtype(network, cache_format)
   token = jax.eval_shape(lambda: Cache.zeros((heads_per_device,), 1, network.head_dim, dtype))
   bytes_per_layer: int = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(token))
-  return network.num_layers * bytes_per_layer
+  return len(layers_in(ATTENTION, network.kinds)) * bytes_per_layer
 
 
 def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
@@ -634,8 +708,12 @@ def shardings(settings: Settings) -> tuple[State | None, NamedSharding | None]:
   cache = sharding(_heads_axis(settings), None, _SLOTS)
   empty = jax.eval_shape(functools.partial(empty_slots, settings=settings))
   caches = jax.tree.map(lambda _: cache, (empty.prompts, empty.responses))
-  numbers = [rows] * (len(State._fields) - 3)
-  state = State(*caches, *numbers)
+  states = tuple(
+    jax.tree.map(lambda spec: sharding(*spec), _state_specs(settings)) for _ in empty.states
+  )
+  numbers = [rows] * (len(State._fields) - 4)
+  values: Any = (*caches, states, *numbers)
+  state = State(*values)
   known: Any = Known(rows, rows)
   return state._replace(known=known) if settings.has_replies else state, sharding()
 
@@ -672,4 +750,26 @@ def _split_over_devices(settings: Settings, cache: _Part, *, slots: int | None) 
   spec = [_heads_axis(settings), *[_SLOTS if axis == slots else None for axis in (1, 2)]]
   sharding = NamedSharding(mesh, PartitionSpec(*spec))
   split: _Part = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), cache)
+  return split
+
+
+def _state_specs(settings: Settings) -> DeltaState:
+  """The partition of a state: slots over (data, fsdp), heads over `tensor` if it divides them."""
+  sizes, tensor = settings.model.config.delta, _tensor_size(settings)
+  heads = "tensor" if sizes is not None and sizes.key_heads % tensor == 0 else None
+  memory: Any = PartitionSpec(_SLOTS, heads)
+  window: Any = PartitionSpec(_SLOTS, None, heads)
+  return DeltaState(memory, (window, window, window))
+
+
+def _split_states(settings: Settings, state: DeltaState) -> DeltaState:
+  """Constrains the states of rows or slots, which are split over the devices."""
+  mesh = settings.model.mesh
+  if mesh is None or mesh.size == 1:
+    return state
+  split: DeltaState = jax.tree.map(
+    lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)),
+    state,
+    _state_specs(settings),
+  )
   return split

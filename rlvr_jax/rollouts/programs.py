@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rlvr_jax.ops.caches import CacheShape, Read
-from rlvr_jax.ops.layers import rows_of, take_rows
+from rlvr_jax.ops.layers import ALL, Kind, rows_of, take_rows
 from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.rollouts.decoder import DecodedModel, Emitted, Prefilled, Settings
@@ -26,7 +26,7 @@ class Programs(NamedTuple):
   """The jitted functions of `rollouts.decoder`, with an engine's settings bound."""
 
   take_layer: jax.stages.Wrapped
-  load_layer: dict[bool, jax.stages.Wrapped]  # by whether the layer has experts
+  load_layer: dict[Kind, jax.stages.Wrapped]  # by the layer's kind
   load_others: jax.stages.Wrapped
   empty_slots: jax.stages.Wrapped
   prefill: jax.stages.Wrapped
@@ -253,8 +253,8 @@ class EnginePrograms:
     self.programs = Programs(
       take_layer=jit(with_model(decoder.take_layer)),
       load_layer={
-        sparse: jit(with_model(decoder.load_layer), out_shardings=_of_layer(loaded, sparse))
-        for sparse in set(model.config.sparse)
+        kind: jit(with_model(decoder.load_layer), out_shardings=_of_layer(loaded, kind))
+        for kind in set(model.config.kinds)
       },
       load_others=jit(with_model(decoder.load_others), out_shardings=others),
       empty_slots=jit(bind(decoder.empty_slots), out_shardings=state),
@@ -281,10 +281,10 @@ class EnginePrograms:
 
   def load(self, trained: Params, frozen: Params) -> Params:
     """Converts parameters to those that `Engine.swap` takes, on the mesh that generates."""
-    sparse, programs = self.settings.model.config.sparse, self.programs
-    blocks = (programs.take_layer(trained, frozen, rows_of(i, sparse)) for i in range(len(sparse)))
+    kinds, programs = self.settings.model.config.kinds, self.programs
+    blocks = (programs.take_layer(trained, frozen, rows_of(i, kinds)) for i in range(len(kinds)))
     loaded = tuple(
-      programs.load_layer[kind](layer) for kind, layer in zip(sparse, blocks, strict=True)
+      programs.load_layer[kind](layer) for kind, layer in zip(kinds, blocks, strict=True)
     )
     return {**programs.load_others(trained, frozen), "blocks": loaded}
 
@@ -356,17 +356,17 @@ class EnginePrograms:
 
   def _loaded_shapes(self, trained: Params, frozen: Params) -> Params:
     """The shapes of the parameters that `load` returns, with their shardings."""
-    programs, sparse = self.programs, self.settings.model.config.sparse
+    programs, kinds = self.programs, self.settings.model.config.kinds
     shardings = decoder.loaded_shardings(self.settings.model)
     place = lambda shapes, of: jax.tree.map(_add_sharding, shapes, of) if shardings else shapes
     layers = {}
     for kind, program in programs.load_layer.items():
-      rows = rows_of(sparse.index(kind), sparse)
+      rows = rows_of(kinds.index(kind), kinds)
       taken = programs.take_layer.lower(trained, frozen, rows).out_info
       layers[kind] = place(program.lower(taken).out_info, _of_layer(shardings, kind))
     others = programs.load_others.lower(trained, frozen).out_info
     others = place(others, {**(shardings or {}), "blocks": ()})
-    return {**others, "blocks": tuple(layers[kind] for kind in sparse)}
+    return {**others, "blocks": tuple(layers[kind] for kind in kinds)}
 
   def _round_up(self, rows: int) -> int:
     """The next multiple of the devices that rows are split over."""
@@ -415,11 +415,11 @@ class EnginePrograms:
     return program(params, tokens, lengths, *of_responses)
 
 
-def _of_layer(loaded: Params | None, sparse: bool) -> Params | None:
-  """Of what `decoder.loaded_shardings` returned, a layer's, with experts or without."""
+def _of_layer(loaded: Params | None, kind: Kind) -> Params | None:
+  """Of what `decoder.loaded_shardings` returned, that of a layer of this kind."""
   if loaded is None:
     return None
-  rows = {"all": 0, "sparse" if sparse else "dense": 0}
+  rows = dict.fromkeys((ALL, *kind), 0)
   return take_rows(loaded["blocks"], rows, lambda sharding, _: sharding)
 
 

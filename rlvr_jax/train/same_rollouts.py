@@ -30,6 +30,8 @@ from rlvr_jax.types import Params, TrainBatch
 from rlvr_jax.update.accumulate import policy_logprobs, update_gradient
 from rlvr_jax.update.objective import Method, estimate_coefficients
 
+_PART = 2**20  # entries
+
 
 def load_recipe(name: str) -> ConfigDict:
   """The configuration of a recipe by name, such as "grpo"; ImportError for another name."""
@@ -166,10 +168,15 @@ def gradient_function(
 
 def cosines(vectors: Sequence[np.ndarray]) -> np.ndarray:
   """f64[M, M], pairwise; 0 where a vector is zero."""
-  stacked = np.stack(vectors).astype(np.float64)
-  norms = np.linalg.norm(stacked, axis=1, keepdims=True)
-  unit = stacked / np.where(norms > 0, norms, 1.0)
-  return unit @ unit.T
+  products = np.zeros((len(vectors), len(vectors)))
+  # In parts: in float64, the gradients of a language model would not fit into memory.
+  for first in range(0, len(vectors[0]), _PART):
+    part = np.stack([vector[first : first + _PART] for vector in vectors]).astype(np.float64)
+    products += part @ part.T
+  norms = np.sqrt(np.diag(products))
+  norms = np.where(norms > 0, norms, 1.0)
+  matrix: np.ndarray = products / np.outer(norms, norms)
+  return matrix
 
 
 class Comparison(NamedTuple):

@@ -79,7 +79,7 @@ def measure(
   scalars["geometry/advantage_logprob_covariance"] = updates.advantage_logprob_covariance(
     in_loss, scores.logprobs, batch.mask
   )
-  sparse_layers = layers_in("sparse", method.model.config.sparse)
+  sparse_layers = layers_in("sparse", method.model.config.kinds)
   if scores.changes is not None:
     scalars |= changes_by_layer(scores.changes, sparse_layers)
   scalars |= accumulated_update(params, initial, method)

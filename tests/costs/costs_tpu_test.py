@@ -164,7 +164,7 @@ def test_a_sync_into_another_layout_reads_what_a_device_needs(trained):
   parts = programs.build_for(config, TOPOLOGY)
   params, frozen = parts.placement.state.params, parts.placement.frozen
   run = parts.sources[0].engine.programs
-  take = run.take_layer.lower(params, frozen, rows_of(0, parts.model.config.sparse))
+  take = run.take_layer.lower(params, frozen, rows_of(0, parts.model.config.kinds))
   place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
   taken = jax.tree.map(place, take.out_info, take.compile().output_shardings)
   layer = WIDTH * (2 * 28 + 2 * 4) * 128 + 3 * WIDTH * 18_944

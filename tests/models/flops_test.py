@@ -103,8 +103,8 @@ def test_generation_with_a_cache_costs_the_same(config):
     tables = decoder.rotary_tables(reach, settings=settings)
     token, logits = jnp.ones(P * G, jnp.int32), []
     for t in range(T):
-      hidden, staged, _ = decoder.decode(
-        params, caches, staged, reach, tables, token, t, settings=settings
+      hidden, staged, *_ = decoder.decode(
+        params, caches, staged, (), reach, tables, token, t, reach.prompt > 0, settings=settings
       )
       logits.append(head_logits(hidden, model.head(params)))
     return logits

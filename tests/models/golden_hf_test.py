@@ -77,7 +77,7 @@ def test_every_place_has_the_published_models_experts(case):
   unpadded = np.stack([np.roll(row, -n) for row, n in zip(ids, (mask == 0).sum(1), strict=True)])
   lengths = jnp.asarray(mask.sum(axis=1), jnp.int32)
   prefill = jax.jit(lambda params: model.prefill(model.decoding_params(params), unpadded, lengths))
-  _, found = prefill(params)
+  *_, found = prefill(params)
   for row, real, theirs in zip(found, mask, expected["experts"], strict=True):
     np.testing.assert_array_equal(row[: real.sum()], theirs[real == 1])
     assert np.all(row[real.sum() :] == NO_EXPERT)
@@ -118,24 +118,24 @@ def test_logits_of_cached_decoding_equal_the_published_models(case):
   @jax.jit
   def decoded(params):
     params = model.decoding_params(params)
-    prompts = decoder.prefill(params, unpadded, settings=settings).prompts
+    prefilled = decoder.prefill(params, unpadded, lengths - 1, settings=settings)
     reach = Reach.of(lengths - 1, lengths * 0, lengths > 0)
     tables = decoder.rotary_tables(reach, settings=settings)
     c = model.config
     axes = (c.num_kv_heads, len(ids))
     zeros = lambda: Cache.zeros(axes, shape.steps, c.head_dim, c.compute_dtype)
     response = Cache.zeros((c.num_kv_heads, 0, len(ids)), split, c.head_dim, c.compute_dtype)
-    caches = [(prompt, response) for prompt in prompts]
+    caches = [(prompt, response) for prompt in prefilled.prompts]
 
-    def one(staged, inputs):
+    def one(carry, inputs):
       t, token = inputs
-      hidden, staged, routes = decoder.decode(
-        params, caches, staged, reach, tables, token, t, settings=settings
+      hidden, *carry, routes = decoder.decode(
+        params, caches, *carry, reach, tables, token, t, lengths > 0, settings=settings
       )
-      return staged, (hidden, routes)
+      return carry, (hidden, routes)
 
-    staged = tuple(zeros() for _ in caches)
-    _, (hidden, routes) = jax.lax.scan(one, staged, (jnp.arange(shape.steps), forced.T))
+    carry = [tuple(zeros() for _ in caches), prefilled.states]
+    _, (hidden, routes) = jax.lax.scan(one, carry, (jnp.arange(shape.steps), forced.T))
     return head_logits(jnp.swapaxes(hidden, 0, 1), model.head(params)), routes
 
   logits, routes = decoded(params)

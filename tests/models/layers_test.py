@@ -68,15 +68,15 @@ def test_loops_are_the_layers_in_order_and_as_few_as_can_be():
 
 
 def test_a_layer_has_its_row_in_each_stack():
-  sparse = CONFIG.sparse
-  assert [layers_in(stack, sparse) for stack in ("all", "sparse", "dense")] == [
+  kinds = CONFIG.kinds
+  assert [layers_in(stack, kinds) for stack in ("all", "sparse", "dense")] == [
     [0, 1, 2, 3, 4], [1, 3, 4], [0, 2]
   ]  # fmt: skip
   stacks = dict(query=np.arange(5), gate=np.asarray([0, 2]), experts={"up": np.asarray([1, 3, 4])})
   for layer in range(5):
-    rows = take_rows(stacks, rows_of(layer, sparse))
+    rows = take_rows(stacks, rows_of(layer, kinds))
     assert rows == dict(query=layer) | (
-      dict(experts={"up": layer}) if sparse[layer] else dict(gate=layer)
+      dict(experts={"up": layer}) if kinds[layer][1] == "sparse" else dict(gate=layer)
     )
 
 

@@ -89,7 +89,7 @@ class ToyPrograms:
 
   def prefill(self, params, tokens, prompts, *, length, has_response):
     assert max(map(len, tokens)) <= length and params is not None
-    return Prefilled(prompts=tuple(tuple(x.tolist()) for x in tokens))
+    return Prefilled(prompts=tuple(tuple(x.tolist()) for x in tokens), states=())
 
   def to_host(self, tree):
     return tree

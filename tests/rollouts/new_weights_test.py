@@ -145,7 +145,7 @@ def step_under():
       return jnp.einsum("knj,jkh->knh", shares, values).reshape(query.shape), None
 
     tables = MODEL.rotary(jnp.full((1, 1, 1), position)).at(0)
-    hidden, _, _ = MODEL.decode(params, token[None], tables, attend, None)
+    hidden, *_ = MODEL.decode(params, token[None], tables, attend, None)
     return distribution(head_logits(hidden, MODEL.head(params)), SAMPLING)[0], updated
 
   return step

@@ -121,7 +121,7 @@ def _decode_one_by_one(prompt, response):
   found = []
   for position, token in enumerate([*prompt, *response[:-1]]):
     tables = model.rotary(jnp.full((1, 1), position))
-    hidden, *_ = model.decode(params, jnp.asarray([token]), tables, attend)
+    hidden, *_ = model.decode(params, jnp.asarray([token]), tables, attend, None)
     found.append(jax.nn.log_softmax(head_logits(hidden, model.head(params))[0]))
   return np.stack(found[len(prompt) - 1 :])
 

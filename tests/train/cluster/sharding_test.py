@@ -237,7 +237,7 @@ def test_each_weight_is_gathered_once_and_none_by_a_burst(sizes, tied_head):
   engine, params = engine_on(sizes, config)
   emitted = engine.settings.slots * T  # the host reads it
   assert gathers(engine.lower_burst(params, {}), larger_than=emitted) == []
-  take = engine.programs.take_layer.lower(params, {}, rows_of(1, config.sparse))
+  take = engine.programs.take_layer.lower(params, {}, rows_of(1, config.kinds))
   assert gathers(take, larger_than=0) == []
   taken = jax.tree.map(placed, take.out_info, take.compile().output_shardings)
   of_layer = gathers(engine.programs.load_layer[False].lower(taken), larger_than=P * S)
@@ -319,7 +319,7 @@ def test_layers_move_into_another_layout_one_by_one(trained, generating):
   """A device holds its part of a layer afterwards, and no complete layer on its way."""
   config = TransformerConfig(**vars(CONFIG) | {"num_layers": 16})
   engine, params = engine_on(generating, config, parameters=trained)
-  take = engine.programs.take_layer.lower(params, {}, rows_of(1, config.sparse))
+  take = engine.programs.take_layer.lower(params, {}, rows_of(1, config.kinds))
   taken = jax.tree.map(placed, take.out_info, take.compile().output_shardings)
   layer = engine.programs.load_layer[False].lower(taken).compile().memory_analysis()
   size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -1,0 +1,305 @@
+"""The gated delta rule: a linear recurrence that takes the place of attention.
+
+A head has a state S [d_k, d_v], at first 0. Every token has a query q and a key k [d_k], a value
+v [d_v], a log-decay g ≤ 0 and a strength β in [0, 1]:
+
+    S ← e^g·S;  S ← S + k ⊗ β·(v − Sᵀk);  o = Sᵀq
+
+In a gated DeltaNet, queries, keys and values come from causal convolutions of a few tokens, so that
+a sequence's state has the last inputs of these as well.
+
+`delta_step` is one token. `delta_rows` computes packed rows, chunk by chunk, with the same result
+up to rounding. There, a rollout goes on from the state behind its prompt, and nothing else passes
+from one sequence to another. A token without effect has g = 0 and β = 0.
+
+Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv:2412.06464), §3.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.ops.precision import EXACT
+from rlvr_jax.ops.row_blocks import is_visible
+from rlvr_jax.types import Array, Rows
+
+CHUNK = 64  # tokens, at most; a power of two
+_EPSILON = 1e-6  # of the lengths of queries and keys
+
+
+class Tokens(NamedTuple):
+  """What the rule reads of tokens, at least float32; heads N are before the tokens L of a row."""
+
+  query: Array  # [R, N, L, d_k]
+  key: Array  # [R, N, L, d_k]
+  value: Array  # [R, N, L, d_v]
+  decay: Array  # g [R, N, L]
+  strength: Array  # β [R, N, L]
+
+
+def delta_step(
+  state: Array, query: Array, key: Array, value: Array, decay: Array, strength: Array
+) -> tuple[Array, Array]:
+  """One token of every sequence.
+
+  Args:
+    state: S [..., d_k, d_v].
+    query, key: [..., d_k].
+    value: [..., d_v].
+    decay, strength: g and β [...].
+  Returns:
+    o [..., d_v], and the next state.
+  """
+  # As sums of products, since the state is read and written once and the rest is small.
+  read = lambda vector: jnp.sum(state * vector[..., None], axis=-2)
+  kept = jnp.exp(decay)[..., None]
+  change = strength[..., None] * (value - kept * read(key))
+  along = jnp.sum(query * key, axis=-1, keepdims=True)
+  out = kept * read(query) + along * change
+  return out, kept[..., None] * state + key[..., :, None] * change[..., None, :]
+
+
+def delta_rows(tokens: Tokens, rows: Rows) -> tuple[Array, Array]:
+  """All tokens of packed rows.
+
+  Args:
+    tokens: of R rows of L tokens.
+    rows: their sequences. In each row a prompt comes before its rollouts, and these before the next
+      prompt.
+  Returns:
+    o [R, N, L, d_v], without meaning at padding; and the states [R, N, d_k, d_v] behind the
+    sequences of the last tokens.
+  """
+  length = rows.prompts.shape[1]
+  size = min(CHUNK, 1 << max(length - 1, 0).bit_length())
+  pad = -length % size
+  fill = lambda x, axis, value=0: jnp.pad(
+    x, [(0, pad if i == axis else 0) for i in range(x.ndim)], constant_values=value
+  )
+  chunks = _split_rows(Rows(*(fill(x, 1, -1 if x is rows.prompts else 0) for x in rows)), size)
+  of_chunk = lambda x: jnp.moveaxis(x.reshape(*x.shape[:2], -1, size, *x.shape[3:]), 2, 0)
+  parts = jax.tree.map(lambda x: of_chunk(fill(x, 2)), tokens)
+  links = jax.lax.map(functools.partial(_link, length=length), chunks)
+  R, N, _, d_k = tokens.query.shape
+  start = jnp.zeros((2, R, N, d_k, tokens.value.shape[-1]), tokens.value.dtype)
+  # Only the states between chunks are kept for the backward pass.
+  states, out = jax.lax.scan(jax.checkpoint(_chunk), start, (parts, links))
+  out = jnp.moveaxis(out, 0, 2).reshape(R, N, length + pad, -1)
+  return out[:, :, :length], states[0]
+
+
+def conv_rows(x: Array, taps: Array, rows: Rows) -> Array:
+  """A causal convolution over each sequence: Σ_j taps[:, T − 1 − j]·x[t − j], [R, L, C].
+
+  Args:
+    x: [R, L, C]; channels are independent.
+    taps: [C, T], the last one for the current token. Before a rollout lies its prompt, before a
+      prompt 0.
+    rows: as in `delta_rows`.
+  """
+  index = jnp.arange(x.shape[1])
+  in_prompt = index < rows.prompt_ends
+  first = jnp.where(in_prompt, index - rows.positions, rows.starts)
+  prompt_length = jnp.where(in_prompt, 0, rows.positions - (index - rows.starts))
+  out = x * taps[:, -1]
+  for back in range(1, taps.shape[1]):
+    before = first - (index - back)  # how far the input lies before the token's own sequence
+    place = jnp.where(before <= 0, index - back, rows.prompt_ends - before)
+    exists = (before <= prompt_length) & (rows.prompts >= 0)
+    earlier = jnp.take_along_axis(x, jnp.where(exists, place, 0)[..., None], axis=1)
+    out += jnp.where(exists[..., None], earlier, 0) * taps[:, -1 - back]
+  return out
+
+
+def conv_step(x: Array, window: Array, taps: Array) -> tuple[Array, Array]:
+  """One token of every sequence: `conv_rows` of x[..., C], and the next window.
+
+  Args:
+    window: the sequence's last inputs [..., T − 1, C], 0 before its first token.
+    taps: [C, T].
+  """
+  inputs = jnp.concatenate([window, x[..., None, :]], axis=-2)
+  return jnp.sum(inputs * taps.T, axis=-2), inputs[..., 1:, :]
+
+
+class DeltaState(NamedTuple):
+  """What a gated DeltaNet keeps of the tokens of a sequence."""
+
+  memory: Array  # S [R, N, d_k, d_v], at least float32
+  windows: tuple[Array, Array, Array]  # the last T − 1 inputs of the convolutions, [R, T − 1, C]
+
+
+class DeltaInputs(NamedTuple):
+  """What a gated DeltaNet mixes over tokens: of its projections, queries, keys and values."""
+
+  channels: tuple[Array, Array, Array]  # [R, L, N_k·d_k] twice and [R, L, N·d_v]
+  taps: tuple[Array, Array, Array]  # [C, T] each, of their convolutions
+  decay: Array  # g [R, L, N], at least float32
+  strength: Array  # β [R, L, N], likewise
+  key_dim: int  # d_k
+  value_dim: int  # d_v
+
+  def heads(self, channels: Sequence[Array]) -> tuple[Array, Array, Array]:
+    """Queries, keys [..., N, d_k] and values [..., N, d_v] of convolved channels [..., C].
+
+    Queries and keys have length 1, queries then 1/√d_k; N/N_k heads share a key.
+    """
+    dims = self.key_dim, self.key_dim, self.value_dim
+    query, key, value = (
+      jax.nn.silu(x).astype(self.decay.dtype).reshape(*x.shape[:-1], -1, dim)
+      for x, dim in zip(channels, dims, strict=True)
+    )
+    unit = lambda x: x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPSILON)
+    share = lambda x: jnp.repeat(x, value.shape[-2] // x.shape[-2], axis=-2)
+    return share(unit(query) * self.key_dim**-0.5), share(unit(key)), value
+
+
+def mix_rows(inputs: DeltaInputs, rows: Rows) -> Array:
+  """The results of all heads in packed rows, [R, L, N, d_v]; see `delta_rows`."""
+  real = (rows.prompts >= 0)[..., None]
+  return _mix(inputs, rows, real)[0]
+
+
+def mix_prompts(inputs: DeltaInputs, lengths: Array | None) -> tuple[Array, DeltaState]:
+  """The results of right-padded sequences, [R, L, N, d_v], and the states behind them.
+
+  Args:
+    inputs: of R sequences, each in a row of its own.
+    lengths: i32[R]; None: L.
+  """
+  R, L = inputs.decay.shape[:2]
+  zeros, index = jnp.zeros((R, L), jnp.int32), jnp.broadcast_to(jnp.arange(L), (R, L))
+  lengths = jnp.full(R, L) if lengths is None else lengths
+  real = (index < lengths[:, None])[..., None]
+  out, memory = _mix(inputs, Rows(zeros, index, zeros + L, zeros + L), real)
+  back = inputs.taps[0].shape[1] - 1
+  places = lengths[:, None] - back + jnp.arange(back)
+
+  def window(x: Array) -> Array:
+    last = jnp.take_along_axis(x, jnp.maximum(places, 0)[..., None], axis=1)
+    return jnp.where(places[..., None] < 0, 0, last)
+
+  query, key, value = map(window, inputs.channels)
+  return out, DeltaState(memory, (query, key, value))
+
+
+def _mix(inputs: DeltaInputs, rows: Rows, real: Array) -> tuple[Array, Array]:
+  """(results [R, L, N, d_v], the last states); tokens that are not real have no effect."""
+  pairs = zip(inputs.channels, inputs.taps, strict=True)
+  by_head = lambda x: jnp.moveaxis(x, 2, 1)
+  heads = map(by_head, inputs.heads([conv_rows(x, taps, rows) for x, taps in pairs]))
+  gates = (by_head(jnp.where(real, x, 0)) for x in (inputs.decay, inputs.strength))
+  out, states = delta_rows(Tokens(*heads, *gates), rows)
+  return jnp.moveaxis(out, 1, 2), states
+
+
+def mix_token(inputs: DeltaInputs, state: DeltaState, running: Array) -> tuple[Array, DeltaState]:
+  """The results of one token of every slot, [slots, 1, N, d_v], and the next states.
+
+  Args:
+    inputs: with L = 1.
+    state: of the slots.
+    running: bool[slots]; the states of the others stay.
+  """
+  first = lambda x: x[:, 0]
+  triples = zip(map(first, inputs.channels), state.windows, inputs.taps, strict=True)
+  channels, windows = zip(*(conv_step(*triple) for triple in triples), strict=True)
+  heads = inputs.heads(channels)
+  out, memory = delta_step(state.memory, *heads, first(inputs.decay), first(inputs.strength))
+  new = DeltaState(memory, windows)
+  keep = lambda x, y: jnp.where(running.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+  return out[:, None], jax.tree.map(keep, new, state)
+
+
+class _Links(NamedTuple):
+  """How the tokens of a chunk hang together, for each row."""
+
+  visible: (
+    Array  # bool[R, C, C], whether a token's sequence has the other up to it, itself included
+  )
+  from_last: Array  # bool[R, C], whether the token goes on from the last token of the chunk before
+  from_prompt: Array  # bool[R, C], whether it goes on from the prompt that ended before
+  last: Array  # bool[R, C], of one token: the last one
+  ends: Array  # bool[R, C], of at most one token: the last one of a prompt
+
+
+def _split_rows(rows: Rows, size: int) -> tuple[Rows, Array]:
+  """Rows [chunks, R, C], and the indices of their tokens [chunks, C]."""
+  split = lambda x: jnp.moveaxis(x.reshape(len(x), -1, size), 1, 0)
+  length = rows.prompts.shape[1]
+  return Rows(*map(split, rows)), jnp.arange(length).reshape(-1, size)
+
+
+def _link(chunk: tuple[Rows, Array], length: int) -> _Links:
+  """The links of a chunk, from `_split_rows`; `length` is that of rows before they were padded."""
+  rows, index = chunk
+  first, is_token = index[0], rows.prompts >= 0
+  field = lambda x: x[..., :, None]
+  visible = is_visible(index[:, None], field(rows.starts), field(rows.prompt_ends), index, None)
+  visible &= (field(rows.prompts) == rows.prompts[:, None]) & field(is_token)
+  in_prompt = index < rows.prompt_ends
+  own = jnp.where(in_prompt, index - rows.positions, rows.starts)  # where the sequence begins
+  prompt_length = jnp.where(in_prompt, 0, rows.positions - (index - rows.starts))
+  prompt_start = jnp.where(in_prompt, own, rows.prompt_ends - prompt_length)
+  begins = own >= first  # in this chunk
+  follows = begins & (prompt_length > 0)  # as a rollout, its prompt
+  from_prompt = is_token & follows & (rows.prompt_ends <= first)
+  from_last = is_token & (~begins | (follows & ~from_prompt & (prompt_start < first)))
+  end = jnp.max(jnp.where(is_token, rows.prompt_ends, 0) * (rows.prompt_ends <= index[-1] + 1), 1)
+  last = jnp.broadcast_to(index == jnp.minimum(index[-1], length - 1), is_token.shape)
+  return _Links(visible, from_last, from_prompt, last, index == end[:, None] - 1)
+
+
+def _chunk(states: Array, chunk: tuple[Tokens, _Links]) -> tuple[Array, Array]:
+  """Computes a chunk from the states [2, R, N, d_k, d_v] of the last token and the last prompt."""
+  (query, key, value, decay, strength), links = chunk
+  by_head = lambda x: x[:, None].astype(decay.dtype)
+  visible = by_head(links.visible)
+  size = decay.shape[-1]
+  # Sums of g from behind token j up to token i, along i's sequence: no large numbers cancel.
+  behind = jnp.arange(size)[:, None] > jnp.arange(size)
+  sums = jnp.matmul(visible, jnp.where(behind, decay[..., None], 0), precision=EXACT)
+  decays = visible * jnp.exp(sums)
+  # And from the sequence's start in the chunk: what is left of the state before.
+  kept = jnp.exp(jnp.einsum("rnij,rnj->rni", visible, decay, precision=EXACT))
+  kept = jnp.stack([kept * by_head(links.from_last), kept * by_head(links.from_prompt)])[..., None]
+
+  products = jnp.where(behind, key @ key.mT * decays, 0) * strength[..., None]
+  inverse = _invert(products)
+  earlier = jnp.sum((kept * strength[..., None] * key) @ states, axis=0)
+  changes = inverse @ (strength[..., None] * value - earlier)
+  out = jnp.sum((kept * query) @ states, axis=0) + (query @ key.mT * decays) @ changes
+
+  def state_at(token: Array) -> Array:
+    """The state behind one token of each row, which `token` bool[R, C] marks; 0 without one."""
+    token = by_head(token)
+    before = jnp.einsum("rnc,krnc->krn", token, kept[..., 0])[..., None, None]
+    weights = jnp.einsum("rnc,rncj->rnj", token, decays)
+    return jnp.sum(before * states, axis=0) + (key * weights[..., None]).mT @ changes
+
+  has_end = jnp.any(links.ends, axis=1)[:, None, None, None]
+  prompt = jnp.where(has_end, state_at(links.ends), states[1])
+  return jnp.stack([state_at(links.last), prompt]), out
+
+
+def _invert(x: Array) -> Array:
+  """(I + x)⁻¹ of strictly lower triangular matrices [..., C, C], C a power of two.
+
+  By substitution over blocks whose size doubles: stable, and products alone.
+  """
+  size = x.shape[-1]
+  index = jnp.arange(size)
+  product = functools.partial(jnp.matmul, precision=EXACT)
+  inverse = jnp.broadcast_to(jnp.eye(size, dtype=x.dtype), x.shape)
+  block = 1
+  while block < size:
+    number = index // block
+    below = (number[:, None] // 2 == number // 2) & (number[:, None] > number)
+    inverse -= product(product(inverse, jnp.where(below, x, 0)), inverse)
+    block *= 2
+  return inverse
