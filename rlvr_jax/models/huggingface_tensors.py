@@ -97,7 +97,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[Leaf]:
   """Finds the leaves of all parameters, in the order in which they are written.
 
-  Their tensors are those of single kernels, which `find_parts` combines.
+  Their tensors are those of single kernels, which `find_published` combines.
 
   Args:
     config: settings of the network.
@@ -252,7 +252,9 @@ def leaf_value(params: Params, leaf: Leaf) -> Any:
 
 # Tables that old releases of transformers saved, and tensors outside of the text model: of images,
 # and of layers that predict further tokens.
-_UNUSED = re.compile(r"(^|\.)rotary_emb\.|^(model\.)?(vision_tower|multi_modal_projector|visual)\.|^mtp\.")
+_UNUSED = re.compile(
+  r"(^|\.)rotary_emb\.|^(model\.)?(vision_tower|multi_modal_projector|visual)\.|^mtp\."
+)
 _PREFIXES = (  # of a text model within another model, and of one saved without its head
   (re.compile(r"^(language_model\.model|model\.language_model)\."), "model."),
   (re.compile(r"^language_model\.lm_head\."), "lm_head."),

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlvr_jax.models.huggingface_config import checkpoint_config
-from rlvr_jax.models.rotary import RopeScaling
+from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
 
 _SMALL = dict(activation="silu", qk_norm=True, rope_theta=10_000.0, tied_head=True)
@@ -27,6 +27,14 @@ _LLAMA3 = dict(
   rope_scaling=RopeScaling(
     factor=32.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192
   ),
+)
+_OLMO = dict(
+  joint_qk_norm=True,
+  pre_norm=False,
+  post_norm=True,
+  norm_epsilon=1e-6,
+  rope_theta=500_000.0,
+  tied_head=False,
 )
 _GEMMA = dict(
   activation="gelu_tanh",
@@ -100,6 +108,36 @@ _PRESETS: dict[str, dict[str, Any]] = {
   ),
   "llama3.2_3b": dict(
     _LLAMA3 | _LARGE | _shape(128_256, 3072, 28, 24, 8, 8192, head_dim=128), tied_head=True
+  ),
+  "mistral_7b": dict(  # v0.3
+    _LARGE | _shape(32_768, 4096, 32, 32, 8, 14_336, head_dim=128),
+    norm_epsilon=1e-5,
+    rope_theta=1_000_000.0,
+    tied_head=False,
+  ),
+  "olmo2_1b": _OLMO | _LARGE | _shape(100_352, 2048, 16, 16, 16, 8192, head_dim=128),
+  "olmo3_7b": _OLMO
+  | _LARGE
+  | _shape(100_278, 4096, 32, 32, 32, 11_008, head_dim=128)
+  | dict(
+    rope_scaling=YarnScaling(factor=8.0, original_length=8192, attention_factor=1.2079441541679836),
+    sliding_rope_theta=500_000.0,
+    sliding_window=4096,
+    sliding_layers=(True, True, True, False) * 8,
+  ),
+  "smollm3_3b": dict(
+    _LARGE | _shape(128_256, 2048, 36, 16, 4, 11_008, head_dim=128),
+    rope_theta=5_000_000.0,
+    unrotated_layers=(False, False, False, True) * 9,
+    tied_head=True,
+  ),
+  "glm_z1_9b": dict(
+    _LARGE | _shape(151_552, 4096, 40, 32, 2, 13_696, head_dim=128),
+    qkv_bias=True,
+    post_norm=True,
+    norm_epsilon=1e-5,
+    rotary_width=64,
+    tied_head=False,
   ),
   "gemma2_2b": _GEMMA
   | _LARGE

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from oracles.checkpoints import old_style
+from oracles.checkpoints import golden_folders, old_style
 from safetensors.numpy import load_file, save_file
 
 from rlvr_jax.models.functional import transformer
@@ -36,11 +36,8 @@ from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _SHARED = os.environ.get("RLVR_SHARED")
-_FOLDERS = sorted(pathlib.Path(_SHARED, "golden", "hf").iterdir()) if _SHARED else []
-_OLDER = (
-  sorted(pathlib.Path(_SHARED, "golden").glob("hf_families/*/config_4x.json")) if _SHARED else []
-)
-_OLDER = [path for path in _OLDER if not path.parent.name.startswith(("deepseek_v3", "qwen3_5"))]
+_FOLDERS, _ = golden_folders("hf")
+_OLDER = [folder / "config_4x.json" for folder in golden_folders("hf_families")[0]]
 
 # Of the smallest shapes in which no two lengths of a tensor are the same.
 SETTINGS = dict(

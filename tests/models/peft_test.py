@@ -95,7 +95,9 @@ def test_tensors_have_pefts_names_and_orientation(tmp_path):
 FUSED = dataclasses.replace(CONFIG, head_dim=6, post_norm=True, rotary_width=4)
 
 
-@pytest.mark.parametrize("targets", ["query|output|gate|up", "key|up"])
+@pytest.mark.parametrize(
+  "targets", ["query|output|gate|up", pytest.param("key|up", marks=pytest.mark.slow)]
+)
 def test_adapters_of_fused_tensors_are_those_of_the_published_rows(tmp_path, targets):
   """W + (α/R)·B·A of the files is the published tensor of the merged network."""
   numpy = pytest.importorskip("safetensors.numpy")

@@ -216,6 +216,11 @@ def test_presets_have_the_published_sizes():
     "mixtral_8x7b": 46702.8,
     "llama3.2_1b": 1235.8,
     "llama3.2_3b": 3212.7,
+    "mistral_7b": 7248.0,
+    "olmo2_1b": 1484.9,
+    "olmo3_7b": 7298.0,
+    "smollm3_3b": 3075.1,
+    "glm_z1_9b": 9400.3,
     "gemma2_2b": 2614.3,
     "gemma3_1b": 999.9,
   }

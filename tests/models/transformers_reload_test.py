@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles import gguf_files
-from oracles.checkpoints import old_style
+from oracles.checkpoints import golden_folders, old_style
 
 from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.models.functional import transformer
@@ -29,12 +28,7 @@ transformers = pytest.importorskip("transformers")
 ROPE_INIT_FUNCTIONS = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
 
 _SHARED = os.environ.get("RLVR_SHARED")
-_FOLDERS = [
-  folder
-  for kind in ("hf", "hf_moe", "hf_families")
-  for folder in (sorted(pathlib.Path(_SHARED, "golden", kind).iterdir()) if _SHARED else [])
-  if folder.is_dir() and not folder.name.startswith(("deepseek_v3", "gemma4", "qwen3_5"))
-]
+_FOLDERS, _ = golden_folders("hf", "hf_moe", "hf_families")
 _MIXTURES = ("qwen3_moe", "olmoe", "mixtral")
 _DENSE = ("olmo2", "olmo3", "smollm3", "mistral", "glm4")
 _FAMILIES = ("qwen2", "qwen3", "llama", "gemma2", "gemma3_text", *_MIXTURES, *_DENSE)

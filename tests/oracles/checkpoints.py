@@ -1,4 +1,22 @@
-"""Checkpoints as older versions of `transformers` wrote them."""
+"""Golden checkpoints, and settings as older versions of `transformers` wrote them."""
+
+import os
+import pathlib
+
+_SHARED = os.environ.get("RLVR_SHARED")
+_OF_OTHER_NETWORKS = ("deepseek_v3", "gemma4")
+
+
+def golden_folders(*kinds):
+  """Folders of golden checkpoints of some kinds: those that are computed here, and the others."""
+  folders = [
+    folder
+    for kind in kinds
+    for folder in (sorted(pathlib.Path(_SHARED, "golden", kind).iterdir()) if _SHARED else [])
+    if folder.is_dir()
+  ]
+  others = [folder for folder in folders if folder.name.startswith(_OF_OTHER_NETWORKS)]
+  return [folder for folder in folders if folder not in others], others
 
 
 def old_style(published):
