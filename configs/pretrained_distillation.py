@@ -1,15 +1,24 @@
-"""x"""
+"""GRPO and distillation together teach a pretrained language model sums.
+
+The teacher of configs/pretrained_self_distillation.py, beside the reward of configs/pretrained.py:
+an advantage is GRPO's, which all tokens of a response share, plus the teacher's opinion of each
+token.
+
+  make pretrained-model
+  python -m rlvr_jax.main --config=configs/pretrained_distillation.py \
+    --workdir=runs/distillation
+
+Hardware: 2 CPU cores. Results and time: experiments/pretrained/README.md. Card:
+docs/methods/opd.md.
+"""
 
 from ml_collections import ConfigDict
 
-from rlvr_jax.configs import pretrained
+from rlvr_jax.configs import pretrained_self_distillation
 
 
 def get_config() -> ConfigDict:
-  c = pretrained.get_config()
-  c.distillation = "opd"
-  c.teacher.checkpoint = "initial"
-  c.teacher.privileged = "solution"
-  c.teacher.prompt = "{question} ({privileged})"
-  c.teacher.max_prompt_length = 64
+  c = pretrained_self_distillation.get_config()
+  c.teacher.reward_weight = 1.0
+  c.learning_rate = "constant(peak=1e-5)"  # that of GRPO alone
   return c

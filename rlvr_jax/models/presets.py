@@ -20,6 +20,19 @@ _SHORT = dict(rope_theta=10_000.0)  # Qwen2.5-Math, and models distilled into it
 _QWEN3 = dict(
   qk_norm=True, rope_theta=1_000_000.0, norm_epsilon=1e-6, head_dim=128, vocab_size=151_936
 )
+_QWEN3_5 = dict(
+  qk_norm=True,
+  zero_centered_norm=True,
+  attention_gate=True,
+  rope_theta=10_000_000.0,
+  rotary_width=64,
+  norm_epsilon=1e-6,
+  delta_key_heads=16,
+  delta_value_heads=32,
+  delta_key_dim=128,
+  delta_value_dim=128,
+  delta_num_taps=4,
+)
 _LLAMA3 = dict(
   vocab_size=128_256,
   rope_theta=500_000.0,
@@ -87,6 +100,21 @@ _PRESETS: dict[str, dict[str, Any]] = {
   "qwen3_8b": dict(_QWEN3 | _LARGE | _shape(151_936, 4096, 36, 32, 8, 12_288), tied_head=False),
   "qwen3_30b_a3b": dict(
     _QWEN3 | _LARGE | _shape(151_936, 2048, 48, 32, 4, 6144) | _mixture(128, 8, 768),
+    normalized_expert_weights=True,
+    tied_head=False,
+  ),
+  "qwen3.5_4b": dict(
+    _QWEN3_5 | _LARGE | _shape(248_320, 2560, 32, 16, 4, 9216, head_dim=256),
+    delta_layers=(True, True, True, False) * 8,
+    tied_head=True,
+  ),
+  "qwen3.5_35b_a3b": dict(
+    _QWEN3_5
+    | _LARGE
+    | _shape(248_320, 2048, 40, 16, 2, 512, head_dim=256)
+    | _mixture(256, 8, 512),
+    delta_layers=(True, True, True, False) * 10,
+    shared_expert_width=512,
     normalized_expert_weights=True,
     tied_head=False,
   ),
