@@ -65,7 +65,11 @@ setuptools.setup(
   license="Apache-2.0",
   python_requires=">=3.11",
   packages=setuptools.find_packages(include=["rlvr_jax", "rlvr_jax.*"]),
-  package_data={"rlvr_jax": ["py.typed"], "rlvr_jax.data": ["chat_templates/*"]},
+  package_data={
+    "rlvr_jax": ["py.typed"],
+    "rlvr_jax.data": ["chat_templates/*"],
+    "rlvr_jax.view": ["page.*"],
+  },
   entry_points={"console_scripts": ["rlvr_jax = rlvr_jax.console:run"]},
   install_requires=[
     "absl-py>=1.4",

@@ -5,7 +5,7 @@
 Any field can be set on the command line, such as --config.seed=1. The same command on the same
 workdir resumes a run that was stopped or killed. For --mode=eval, export, fits, costs and
 tune see docs/costs.md, for --mode=check and Cloud TPUs docs/tpu.md, for --mode=sweep
-docs/sweeps.md.
+docs/sweeps.md, for --mode=view docs/view.md.
 
 On several hosts, run it on each with --distributed and a workdir that all of them can access. If
 the cluster does not identify the processes, use --coordinator, --num_processes and --process_id.
@@ -24,7 +24,7 @@ from rlvr_jax.train.setup import config_file
 _MODE = flags.DEFINE_enum(
   "mode",
   "train",
-  ["train", "sample", "check", "eval", "export", "fits", "costs", "tune", "sweep"],
+  ["train", "sample", "check", "eval", "export", "fits", "costs", "tune", "sweep", "view"],
   "What to do.",
 )
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
@@ -49,6 +49,12 @@ _TRACKERS = flags.DEFINE_list("trackers", [], "Where to copy the metrics: wandb,
 _STOPPED_STATUS = flags.DEFINE_integer(
   "stopped_status", 0, "Exit status of a training run that a signal stops early.", 0
 )
+_BESIDE = flags.DEFINE_string("beside", None, "A second run, which --mode=view shows beside it.")
+_BATCHES = flags.DEFINE_string(
+  "batches", None, "Batches of the page: 0,10:20,-1 or all; else the first, the last, 8 between."
+)
+_SERVE = flags.DEFINE_bool("serve", False, "Serve the page, with all batches, on 127.0.0.1.")
+_PORT = flags.DEFINE_integer("port", None, "Port to serve at; any free one.", 0, 65535)
 _TRUST_RUN = flags.DEFINE_bool(
   "trust_run", False, "Run code outside of this package that a run's config.json names."
 )
@@ -60,7 +66,8 @@ _HELP = """rlvr_jax trains, evaluates and exports policies, for instance by
 
   --config=FILE        the recipe; any field can be set, such as --config.seed=1
   --workdir=FOLDER     for all output files; the same command resumes a run
-  --mode=MODE          train (the default), sample, check, eval, export, fits, costs, tune or sweep
+  --mode=MODE          train (the default), sample, check, eval, export, fits, costs, tune, sweep
+                       or view, which writes a page that shows the run of --workdir
   --checkpoint=RUN     the run to evaluate or to export
 
 All flags: rlvr_jax --help. A first run, explained: docs/first_run.md"""
@@ -113,6 +120,10 @@ def run() -> int:
       argv=sys.argv,
       minutes=_MINUTES.value,
       lengths=_LENGTHS.value,
+      beside=_BESIDE.value,
+      batches=_BATCHES.value,
+      serve=_SERVE.value,
+      port=_PORT.value,
     )
   except (ImportError, ValueError, OSError) as error:
     sys.exit(f"error: {process.describe_error(error)}")

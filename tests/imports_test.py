@@ -57,9 +57,11 @@ ALLOWED = {
   },
   "train": BELOW_TRAIN | {f"train.{name}" for name in TRAIN},
   "costs": BELOW_THE_LOOP | {"train.cluster", "train.reporting", "train.setup"},
-  "commands": BELOW_TRAIN | {"costs", "train", *(f"train.{name}" for name in TRAIN)},
+  "view": BELOW_TRAIN | {"train.checkpointing", "train.reporting", "train.setup"},
+  "commands": BELOW_TRAIN | {"costs", "view", "train", *(f"train.{name}" for name in TRAIN)},
   # What notebooks call; nothing imports it.
-  "colab": BELOW_TRAIN | {"parts", "train", "configs", *(f"train.{name}" for name in TRAIN)},
+  "colab": BELOW_TRAIN
+  | {"parts", "view", "train", "configs", *(f"train.{name}" for name in TRAIN)},
   "integrations": PURE
   | STAGES
   | {"corrections"},  # other frameworks' plug-ins; nothing imports them

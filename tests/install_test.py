@@ -104,7 +104,9 @@ def test_it_holds_every_module_and_recipe(installed):
   modules = {str(path.relative_to(tiny.ROOT)) for path in (tiny.ROOT / "rlvr_jax").rglob("*.py")}
   recipes = {f"rlvr_jax/{path.relative_to(tiny.ROOT)}" for path in CONFIGS.rglob("*.py")}
   templates = (tiny.ROOT / "rlvr_jax" / "data" / "chat_templates").iterdir()
-  others = {"rlvr_jax/py.typed", *(str(path.relative_to(tiny.ROOT)) for path in templates)}
+  pages = (tiny.ROOT / "rlvr_jax" / "view").glob("page.*")
+  others = {"rlvr_jax/py.typed"}
+  others |= {str(path.relative_to(tiny.ROOT)) for path in (*templates, *pages)}
   assert found == modules | recipes | others and len(recipes) > 20
   assert "rlvr_jax/configs/full_size/base.py" in found
 

@@ -1,4 +1,4 @@
-"""The commands of the program: train, evaluate, export, check, sweep, costs."""
+"""The commands of the program: train, evaluate, export, check, sweep, costs, view."""
 
 __all__ = [
   "check",
@@ -7,4 +7,5 @@ __all__ = [
   "export",
   "sweep",
   "train",
+  "view",
 ]

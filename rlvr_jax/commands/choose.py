@@ -14,6 +14,7 @@ from rlvr_jax.commands.export import export
 from rlvr_jax.commands.sample import sample
 from rlvr_jax.commands.train import train
 from rlvr_jax.commands.tune import tune
+from rlvr_jax.commands.view import view
 from rlvr_jax.costs import chips, programs, workload
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.reporting import machines, writer
@@ -21,6 +22,7 @@ from rlvr_jax.train.setup import config_file
 from rlvr_jax.train.setup.build import batch_shape, build, make_schedule
 from rlvr_jax.train.setup.checks import generates_separately
 from rlvr_jax.train.start.parameters import checkpoint_folder
+from rlvr_jax.view.read import DEFAULT_BATCHES
 
 _AHEAD_OF_TIME = ("fits", "costs", "tune")
 _MODES = {  # flag → the modes that take it
@@ -31,6 +33,10 @@ _MODES = {  # flag → the modes that take it
   "trackers": ("train", "sweep"),
   "sweep": ("sweep",),
   "minutes": ("sweep",),
+  "beside": ("view",),
+  "batches": ("view",),
+  "serve": ("view",),
+  "port": ("view",),
 }
 
 
@@ -46,12 +52,16 @@ def prepare_command(
   argv: Sequence[str] = (),
   minutes: float | None = None,
   lengths: str | None = None,
+  beside: str | None = None,
+  batches: str | None = None,
+  serve: bool = False,
+  port: int | None = None,
 ) -> Callable[[], object]:
   """Checks the configuration completely; returns a function that runs the command.
 
   Args:
-    mode: train, sample, check, eval, export, fits, costs, tune, sweep.
-    config: see `configs/base.py`.
+    mode: train, sample, check, eval, export, fits, costs, tune, sweep, view.
+    config: see `configs/base.py`; for view, what the run's is compared with.
     workdir: folder for all output files; optional for costs, and not used by fits.
     checkpoint: for eval and export, see `train.start.parameters.checkpoint_folder`.
     topology: for fits, costs and tune, such as v5e:4x4; see `programs.topology_devices`.
@@ -61,6 +71,7 @@ def prepare_command(
     argv: the command line; the fields that it sets apply to all runs of a sweep.
     minutes: for sweep, see `sweep.sweep`.
     lengths: for costs and tune, a component of `costs.workload`; None: the longest.
+    beside, batches, serve, port: for view, see `view.view`; None: its defaults.
   Raises:
     ValueError: a field is invalid; the message has its value, what is allowed and the remedy.
     OSError: a file of the data or of the model cannot be read.
@@ -73,6 +84,10 @@ def prepare_command(
     "trackers": bool(tracked_by),
     "sweep": sweep_file is not None,
     "minutes": minutes is not None,
+    "beside": beside is not None,
+    "batches": batches is not None,
+    "serve": serve,
+    "port": port is not None,
   }
   for flag, modes in _MODES.items():
     if given[flag] and mode not in modes:
@@ -83,6 +98,9 @@ def prepare_command(
     raise ValueError("--mode=sweep needs --sweep=FILE, a Python file whose get_sweep() lists runs")
   if mode in _AHEAD_OF_TIME:
     return _prepare_ahead_of_time(mode, config, workdir, topology, lengths or "longest")
+  if mode == "view":
+    batches = DEFAULT_BATCHES if batches is None else batches
+    return view(config, str(workdir), beside=beside, batches=batches, serve=serve, port=port or 0)
   if mode != "export":  # an export can go to any file system of fsspec
     parse_path("--workdir", str(workdir))
   if mode == "check":  # which reports all other errors itself

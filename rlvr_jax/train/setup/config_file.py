@@ -85,9 +85,12 @@ _MISSING = (
 def _with_config_of_run(argv: list[str]) -> list[str]:
   """The arguments, with the configuration of the run that they name where none is given.
 
-  Such as --config=RUN/config.json, for RUN, RUN/checkpoints/STEP or RUN/warm_start/STEP.
+  Such as --config=RUN/config.json, for RUN, RUN/checkpoints/STEP or RUN/warm_start/STEP. A view
+  compares the run's, which it only reads, with the base.
   """
   mode, checkpoint = _value_of("mode", argv), _value_of("checkpoint", argv)
+  if mode == "view" and not _value_of("config", argv):
+    return [argv[0], f"--config={os.path.join(_RECIPES, 'base.py')}", *argv[1:]]
   flag = "workdir" if mode == "sample" else "checkpoint"
   named = _value_of("workdir", argv) if mode == "sample" else checkpoint
   if mode == "sample" and not named:

@@ -1,0 +1,66 @@
+"""The command view: writes the page of a run, or serves it while the run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import ml_collections
+
+from rlvr_jax.train.reporting.progress import say
+from rlvr_jax.view import read, write
+
+
+def view(
+  base: ml_collections.ConfigDict,
+  workdir: str,
+  *,
+  beside: str | None = None,
+  batches: str = read.DEFAULT_BATCHES,
+  serve: bool = False,
+  port: int = 0,
+) -> Callable[[], write.Written | None]:
+  """Opens runs; returns a function that writes WORKDIR/view.html, or serves the page until Ctrl-C.
+
+  Args:
+    base: the configuration that the runs' are compared with.
+    workdir: of the run.
+    beside: of a second run, which is shown beside the first.
+    batches: that the file holds, see `read.choose_batches`; with `serve`, all can be loaded.
+    serve: whether to serve the page rather than write it.
+    port: of 127.0.0.1; 0: any that is free.
+  Raises:
+    ValueError, StoreError: a folder is no run's, or does not have the batches.
+  """
+  jax.config.update("jax_platforms", "cpu")  # the run may have the other devices
+  runs = [read.open_run(workdir)]
+  runs += [read.open_run(beside, "--beside")] if beside else []
+  recipe = json.loads(base.to_json_best_effort())
+  if serve:
+    return lambda: _serve(runs, recipe, port)
+  chosen = [read.choose_batches(batches, read.stored_numbers(run.folder)) for run in runs]
+  return lambda: _write(Path(workdir) / write.PAGE_FILE, runs, recipe, chosen)
+
+
+def _write(
+  path: Path, runs: Sequence[read.Run], base: dict[str, object], batches: Sequence[Sequence[int]]
+) -> write.Written:
+  written = write.write_page(path, runs, base, batches)  # type: ignore[arg-type]
+  say(f"{path}: {written.size / 2**20:.1f} MiB; open it in a browser")
+  if written.left_out:
+    say(
+      f"left out, beyond {write.MAX_BYTES // 2**20} MiB: {', '.join(written.left_out)}; name fewer"
+      " --batches, or use --serve"
+    )
+  return written
+
+
+def _serve(runs: Sequence[read.Run], base: dict[str, object], port: int) -> None:
+  with write.Server(runs, base, port) as server:  # type: ignore[arg-type]
+    say(f"{server.address} shows {' and '.join(str(run.folder) for run in runs)}; Ctrl-C ends it")
+    try:
+      server.serve_forever()
+    except KeyboardInterrupt:
+      say("ended")

@@ -1,0 +1,502 @@
+"""What the page shows of a run: read from the files in its folder, one batch at a time.
+
+Every reader returns a `Part`: JSON and NumPy arrays. An array that the run did not store is absent.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import pathlib
+import re
+import unicodedata
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import ml_collections
+import numpy as np
+
+from rlvr_jax import advantages, specs
+from rlvr_jax.advantages import Advantage
+from rlvr_jax.data import Tokenizer
+from rlvr_jax.data.by_name import make_tokenizer
+from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, METRICS_FILE, read_metrics
+from rlvr_jax.ops.spectral import is_usable
+from rlvr_jax.rollouts.batch import train_batch, with_equal_names
+from rlvr_jax.rollouts.group import Group, join
+from rlvr_jax.rollouts.store import RolloutStore, StoreError
+from rlvr_jax.storage.files import JSON, JsonObject
+from rlvr_jax.storage.places import parse_path
+from rlvr_jax.train.checkpointing.claim import WorkdirError
+from rlvr_jax.train.checkpointing.workdir import differing_fields, read_config
+from rlvr_jax.train.reporting import advice
+from rlvr_jax.train.setup.build import make_schedule
+from rlvr_jax.types import RECORDED, TrainBatch
+
+DEFAULT_BATCHES = "default"  # the first, the last, and eight between
+BETWEEN = 8
+MAX_ROUTE_BYTES = 2**24  # of a batch's routes; with more, only some layers are shown
+_OUTPUT_FILE = "output.log"  # what a run of a sweep has printed
+_WARNING = "warning: "
+_REPEATS = 0.12  # a text that compresses to less than this share of its bytes repeats itself
+_LONG = 200  # characters from which on a text may be called repetitive
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_MOST_BYTES = 4  # of a character in UTF-8
+_FIELD = re.compile(r"(-?\d+)(?::(-?\d+))?")
+
+
+class Part(NamedTuple):
+  """Something that the page loads at once."""
+
+  header: JsonObject
+  arrays: dict[str, np.ndarray]
+
+
+class Run(NamedTuple):
+  """A run's folder, as far as it does not change while the run goes on."""
+
+  folder: pathlib.Path
+  config: JsonObject
+  # batch → its first update, counted from 1; {}: the schedule is its author's code, or needs files
+  # that are gone
+  updates: dict[int, int]
+  tokenizer: Tokenizer | None  # None: its files are elsewhere
+  advantage: Advantage | None  # None: rewards alone do not determine it
+
+
+def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:
+  """Opens the folder of a run that has stored at least one batch.
+
+  Args:
+    workdir: of the run.
+    flag: that names it, for messages.
+  Raises:
+    ValueError: the folder is no run's, or has no batch yet.
+    StoreError: what it has stored cannot be read.
+  """
+  folder = parse_path(flag, workdir, must_be_on_disk=True)
+  if not (folder / "config.json").is_file():
+    raise ValueError(f"{flag}={folder} has no config.json: give the --workdir of a run")
+  try:
+    config = read_config(folder / "config.json")
+  except WorkdirError as error:
+    raise ValueError(str(error)) from error
+  if not (folder / "rollouts").is_dir():
+    raise ValueError(f"{flag}={folder} has no rollouts: its run has not sampled a batch yet")
+  if not stored_numbers(folder):
+    raise ValueError(
+      f"{flag}={folder}: its store has no batch, or they were removed (config.store.keep_used)"
+    )
+  return Run(folder, config, _first_updates(config), _tokenizer(config), _advantage(config))
+
+
+def stored_numbers(folder: pathlib.Path) -> list[int]:
+  """Numbers of the batches in a run's store, ascending."""
+  return RolloutStore(folder / "rollouts", writable=False).numbers()
+
+
+def _first_updates(config: JsonObject) -> dict[int, int]:
+  """The first update on each batch; {} if its author's code decides that: it is not imported."""
+  with contextlib.suppress(KeyError, ValueError, OSError, TypeError):
+    name, updates, seed = config["schedule"], config["num_updates"], config["seed"]
+    if not any(specs.outside_package(name)):
+      schedule = make_schedule(name, num_updates=updates, seed=seed)
+      return {schedule.batch(t): t + 1 for t in reversed(range(updates))}
+  return {}
+
+
+def _tokenizer(config: JsonObject) -> Tokenizer | None:
+  with contextlib.suppress(KeyError, ValueError, OSError, TypeError):
+    prompts, checkpoint = config["prompts"], config["model"]["checkpoint"]
+    return make_tokenizer(config["tokenizer"], prompts, checkpoint)
+  return None
+
+
+def _advantage(config: JsonObject) -> Advantage | None:
+  """The run's estimator, if stored rollouts determine its result: no state, no policy."""
+  with contextlib.suppress(KeyError, ValueError, OSError, TypeError):
+    if any(specs.outside_package(config["advantage"])):
+      return None
+    made: Advantage = specs.make("config.advantage", advantages, config["advantage"], Advantage)
+    has_state = made.init(np.zeros((), np.float32)) != ()  # type: ignore[arg-type]
+    return None if has_state or not set(made.needs) <= set(RECORDED) else made
+  return None
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+def read_summary(run: Run, base: Mapping[str, JSON]) -> Part:
+  """All metrics of a run, its recipe as a difference, its messages, and what else can be loaded.
+
+  Args:
+    run: from `open_run`.
+    base: the configuration that the run's is compared with, JSON.
+  Returns:
+    Arrays "PHASE|step" f64[n] and "PHASE|METRIC" f32[n], NaN where a record lacks the metric.
+  """
+  records = list(read_metrics(run.folder)) if (run.folder / METRICS_FILE).exists() else []
+  arrays: dict[str, np.ndarray] = {}
+  by_phase: dict[str, list[JsonObject]] = collections.defaultdict(list)
+  for record in records:
+    by_phase[record["phase"]].append(record)
+  for phase, of_phase in by_phase.items():
+    arrays[f"{phase}|step"] = np.array([record["step"] for record in of_phase], np.float64)
+    for name in sorted({name for record in of_phase for name in record} - {"step", "phase"}):
+      column = [_number(record.get(name)) for record in of_phase]
+      with np.errstate(over="ignore"):
+        arrays[f"{phase}|{name}"] = np.array(column, np.float32)
+  numbers = stored_numbers(run.folder)
+  header = {
+    "name": run.folder.absolute().name,
+    "folder": str(run.folder),
+    "recipe": [[*row] for row in differing_fields(base, run.config, ())],
+    "messages": [[step, text] for step, text in messages(run, by_phase["train"])],
+    "batches": numbers,
+    "updates": [run.updates.get(number) for number in numbers],
+    "geometry": geometry_steps(run.folder),
+  }
+  return Part(header, arrays)
+
+
+def _number(value: object) -> float:
+  return float(value) if isinstance(value, int | float) else math.nan
+
+
+def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | None, str]]:
+  """(update, text) of what a run has warned of.
+
+  A run prints its warnings. Those about responses and padding are made again from its metrics; all
+  of them are in the output of a run that a sweep has started.
+  """
+  path = run.folder / _OUTPUT_FILE
+  if path.is_file():
+    with open(path, encoding="utf-8", errors="replace") as lines:
+      yield from ((None, x.strip()[len(_WARNING) :]) for x in lines if x.startswith(_WARNING))
+    return
+  said: set[str] = set()
+  limit, batch = run.config.get("max_response_length", 0), run.config.get("batch", {})
+  for record in records:
+    texts = advice.on_responses(record, record["step"], limit)
+    settings = ml_collections.ConfigDict(batch)
+    with contextlib.suppress(AttributeError):  # fields of another version
+      texts |= advice.on_padding(record.get("rows/filled", 1.0), record["step"], settings)
+    if skipped := record.get("update/skipped_in_a_row"):
+      texts["skipped"] = f"the last {skipped:.0f} updates were not finite, and were skipped"
+    for name, text in texts.items():
+      if text and name not in said:
+        yield record["step"], text
+      said = said | {name} if text else said - {name}
+
+
+# --- which batches --------------------------------------------------------------------------------
+
+
+def choose_batches(spec: str, numbers: Sequence[int]) -> list[int]:
+  """The batches that --batches names, the most important first.
+
+  Args:
+    spec: `DEFAULT_BATCHES`; "all"; or numbers and ranges such as "0,10:20,-1", where -1 is the last
+      batch. A range has both of its ends.
+    numbers: of the batches in the store, ascending.
+  Raises:
+    ValueError: the text has another form, or names a batch that is not in the store.
+  """
+  if spec == DEFAULT_BATCHES:
+    chosen = np.unique(np.linspace(0, len(numbers) - 1, BETWEEN + 2).round().astype(int)).tolist()
+    return [numbers[i] for i in dict.fromkeys([chosen[0], chosen[-1], *chosen])]
+  if spec == "all":
+    return [*numbers]
+  found: list[int] = []
+  for field in spec.split(","):
+    match = _FIELD.fullmatch(field.strip())
+    if match is None:
+      raise ValueError(
+        f"--batches={spec}: {field!r} is no batch; give numbers and ranges, such as 0,10:20,-1, or"
+        " all"
+      )
+    ends = [int(end) for end in match.groups() if end is not None]
+    low, high = _ends(ends, numbers)
+    inside = [number for number in numbers if low <= number <= high]
+    if not inside or (len(ends) == 1 and low not in inside):
+      raise ValueError(
+        f"--batches={spec}: batch {field.strip()} is not in the store, which has"
+        f" {len(numbers)} batches from {numbers[0]} to {numbers[-1]}"
+      )
+    found += inside
+  return [*dict.fromkeys(found)]
+
+
+def _ends(ends: Sequence[int], numbers: Sequence[int]) -> tuple[int, int]:
+  """The ends of a range, where a negative one counts from the last batch."""
+  low, high = (numbers[end] if -len(numbers) <= end < 0 else end for end in (ends[0], ends[-1]))
+  return low, high
+
+
+# --- a batch --------------------------------------------------------------------------------------
+
+
+def read_batch(run: Run, number: int) -> Part:
+  """One batch: its groups and samples, and an entry per token of its rollouts.
+
+  Arrays of N tokens have the rollouts one after another, in the order [P, G], each cut to its
+  length; arrays of B = P·G one entry per rollout. All are absent where the run stored nothing that
+  they follow from:
+
+    token u16|u32[N]: index into the header's "vocabulary"; "characters" has the texts of tokens
+      that only together are a character, as [first token, text, number of tokens]
+    logprob f16[N]: log β, of the distribution sampled from, nats
+    ratio f16[N]: log of the proximal policy over β;  reference f16[N]: of the reference over β
+    mask u8[N]: 1 in the loss;  version, lag i32[N];  turn u16[N];  score f16[N], NaN: none
+    expert u8|u16[layers, N]: the first choice in the layers that the header's "layers" names
+    advantage f32[B] or f16[N]: of the run's estimator, computed again from the stored rewards
+    coefficient f32[B]: as the loss had it, where diagnostics measured the update
+
+  Raises:
+    TornShardError, StoreError: the batch is missing or cannot be read.
+  """
+  groups, info = RolloutStore(run.folder / "rollouts", writable=False).read(number)
+  arrays = join(with_equal_names(groups))
+  if "tokens" not in arrays or not all(group.samples for group in groups):
+    raise StoreError(f"batch {number} of {run.folder} has no graded rollouts")
+  samples = [sample for group in groups for sample in group.samples]
+  P, G, T = arrays["tokens"].shape
+  lengths = np.array([sample["tokens"] for sample in samples])
+  within = (np.arange(T) < lengths[:, None]).reshape(P, G, T)
+  update = run.updates.get(number)
+  of_tokens = _token_arrays(groups, arrays, within, update)
+  vocabulary, of_tokens["token"] = _vocabulary(arrays["tokens"][within], run.tokenizer)
+  header: JsonObject = {
+    "number": number,
+    "update": update,
+    "size": [P, G],
+    "lengths": lengths.tolist(),
+    "vocabulary": vocabulary,
+    "characters": _characters(arrays["tokens"][within], lengths, vocabulary, run.tokenizer),
+    "has_texts": run.tokenizer is not None,
+    "layers": [],
+  }
+  if "routes" in arrays:
+    layers = _shown_layers(arrays["routes"].shape[3], int(lengths.sum()))
+    header["layers"] = layers
+    of_tokens["expert"] = np.stack([arrays["routes"][..., n, 0][within] for n in layers])
+  of_tokens |= _coefficients(run, update, groups, within)
+  sources = info.get("sources", [])
+  header["groups"] = [
+    {
+      "prompt": group.samples[0]["prompt"],
+      "answer": group.samples[0]["answer"],
+      "source": sources[group.source] if group.source < len(sources) else str(group.source),
+      "versions": sorted(group.versions),
+      "rewards": [sample["reward"] for sample in group.samples],
+      **_interest(group, of_tokens.get("ratio"), lengths, p * G),
+    }
+    for p, group in enumerate(groups)
+  ]
+  shared = ("prompt", "answer", "tokens")
+  header["samples"] = [
+    {name: value for name, value in sample.items() if name not in shared}
+    | {"garbled": is_garbled(sample["completion"])}
+    for sample in samples
+  ]
+  return Part(header, of_tokens)
+
+
+def _token_arrays(
+  groups: Sequence[Group],
+  arrays: Mapping[str, np.ndarray],
+  within: np.ndarray,
+  update: int | None,
+) -> dict[str, np.ndarray]:
+  """What is stored of each token, by the names of `read_batch`."""
+  found: dict[str, np.ndarray] = {}
+  # Where the recorded log-probabilities are others on purpose, these are of what was sampled.
+  behavior = arrays.get("sampled_logprobs", arrays.get("behavior_logprobs"))
+  if behavior is not None:
+    found["logprob"] = behavior[within].astype(np.float16)
+    for name, of in (("ratio", "proximal_logprobs"), ("reference", "reference_logprobs")):
+      if of in arrays:
+        found[name] = (arrays[of] - arrays["behavior_logprobs"])[within].astype(np.float16)
+  for name, of, dtype in (
+    ("mask", "mask", np.uint8),
+    ("turn", "turns", np.uint16),
+    ("score", "turn_scores", np.float16),
+    ("version", "token_versions", np.int32),
+  ):
+    if of in arrays:
+      found[name] = arrays[of][within].astype(dtype)
+  if "version" not in found:
+    versions = np.array([min(group.versions, default=-1) for group in groups], np.int32)
+    found["version"] = np.broadcast_to(versions[:, None, None], within.shape)[within]
+  if "lags" in arrays:
+    found["lag"] = arrays["lags"][within]
+  elif update is not None:
+    lag = np.maximum(update - 1 - found["version"], 0)
+    found["lag"] = np.where(found["version"] < 0, -1, lag).astype(np.int32)
+  return found
+
+
+def _vocabulary(tokens: np.ndarray, tokenizer: Tokenizer | None) -> tuple[list[JSON], np.ndarray]:
+  """The texts of the different tokens, an id without a tokenizer, and each token's index."""
+  ids, index = np.unique(tokens, return_inverse=True)
+  dtype = np.uint16 if len(ids) <= 2**16 else np.uint32
+  if tokenizer is None:
+    return ids.tolist(), index.astype(dtype)
+  unseen = lambda token: "⟨end⟩" if token in tokenizer.stop_ids else f"#{token}"
+  text = lambda token: tokenizer.decode([token], with_special=True) or unseen(token)
+  return [text(token) for token in ids.tolist()], index.astype(dtype)
+
+
+def _characters(
+  tokens: np.ndarray,
+  lengths: np.ndarray,
+  vocabulary: Sequence[JSON],
+  tokenizer: Tokenizer | None,
+) -> list[JSON]:
+  """[first token, text, number of tokens] where only several tokens are a character."""
+  if tokenizer is None or not any(_BROKEN in str(text) for text in vocabulary):
+    return []
+  found: list[JSON] = []
+  starts = np.cumsum(lengths) - lengths
+  for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+    place, ids = 0, tokens[start : start + length].tolist()
+    while place < length:
+      width = _width(ids[place : place + _MOST_BYTES], tokenizer)
+      if width > 1:
+        text = tokenizer.decode(ids[place : place + width], with_special=True)
+        found.append([start + place, text, width])
+      place += width
+  return found
+
+
+def _width(ids: Sequence[int], tokenizer: Tokenizer) -> int:
+  """Number of the first ids that decode to whole characters; 1 if none do."""
+  for width in range(1, len(ids) + 1):
+    if _BROKEN not in tokenizer.decode(ids[:width], with_special=True):
+      return width
+  return 1
+
+
+def _shown_layers(layers: int, tokens: int) -> list[int]:
+  """The layers whose routes are shown: all, or as many as there is room for, evenly spaced."""
+  count = max(1, min(layers, MAX_ROUTE_BYTES // max(tokens, 1)))
+  return np.unique(np.linspace(0, layers - 1, count).round().astype(int)).tolist()
+
+
+def _coefficients(
+  run: Run, update: int | None, groups: Sequence[Group], within: np.ndarray
+) -> dict[str, np.ndarray]:
+  """The advantages of a batch, and the coefficients in its loss, as far as either is known."""
+  found: dict[str, np.ndarray] = {}
+  if run.advantage is not None and not run.config.get("permute_rewards"):
+    with contextlib.suppress(ValueError, AssertionError):  # what it needs is not stored
+      found["advantage"] = _advantages(run.advantage, train_batch(groups), within)
+  if update is not None and update - 1 in geometry_steps(run.folder):
+    with np.load(_geometry_path(run.folder, update - 1)) as file:
+      if file["reweighted"].size == within[..., 0].size:
+        found["coefficient"] = file["reweighted"].reshape(-1).astype(np.float32)
+  return found
+
+
+def _advantages(advantage: Advantage, batch: TrainBatch, within: np.ndarray) -> np.ndarray:
+  """A of each rollout f32[B], or of each token f16[N] where the estimator has those."""
+  coefficients = advantage.apply((), batch)
+  in_loss = np.asarray(advantage.in_loss((), batch, coefficients))
+  if in_loss.ndim == 3:
+    return in_loss[within].astype(np.float16)
+  return in_loss.reshape(-1).astype(np.float32)
+
+
+def _interest(
+  group: Group, ratio: np.ndarray | None, lengths: np.ndarray, first: int
+) -> JsonObject:
+  """Why a group is worth reading: its spread of rewards, and what is odd about its rollouts.
+
+  "interest" adds the spread, the shares of truncated and of garbled rollouts, and the largest
+  |log ratio| up to 1, each in [0, 1]; "ratio" is absent where it was not stored.
+  """
+  G = len(group.samples)
+  rewards = [sample["reward"] for sample in group.samples if sample["reward"] is not None]
+  spread = float(np.ptp(rewards)) if rewards else 0.0
+  found: JsonObject = {
+    "spread": spread,
+    "truncated": sum(not sample["stopped"] for sample in group.samples) / G,
+    "garbled": sum(is_garbled(sample["completion"]) for sample in group.samples) / G,
+  }
+  interest = min(spread, 1.0) + found["truncated"] + found["garbled"]
+  if ratio is not None:
+    start = int(lengths[:first].sum())
+    of_group = ratio[start : start + int(lengths[first : first + G].sum())]
+    found["ratio"] = float(np.abs(of_group).max(initial=0.0))
+    interest += min(found["ratio"], 1.0)
+  return found | {"interest": interest}
+
+
+def is_garbled(text: str) -> bool:
+  """Whether a text has broken or control characters, or repeats itself over and over."""
+  if any(c == _BROKEN or (unicodedata.category(c) in ("Cc", "Cn", "Co") and c not in "\n\t\r")
+         for c in text):  # fmt: skip
+    return True
+  data = text.encode(errors="replace")
+  return len(text) >= _LONG and len(zlib.compress(data, 1)) < _REPEATS * len(data)
+
+
+# --- geometry -------------------------------------------------------------------------------------
+
+
+def geometry_steps(folder: pathlib.Path) -> list[int]:
+  """The updates before which a run has measured its geometry, ascending."""
+  paths = (folder / GEOMETRY_FOLDER).glob("*.npz")
+  return sorted(int(path.stem) for path in paths if path.stem.isdigit())
+
+
+def _geometry_path(folder: pathlib.Path, step: int) -> pathlib.Path:
+  return folder / GEOMETRY_FOLDER / f"{step:06d}.npz"
+
+
+def read_geometry(run: Run, step: int) -> Part:
+  """The geometry of a batch's gradients, measured before an update.
+
+  Returns:
+    Arrays of B = P·G rollouts in the order [P, G]: norm f32[B]; cosine f16[B, B]; share f32[B],
+    λ_i/Σλ, descending; coefficient f32[B] as the loss had it; part f32[B], A_i (K A)_i / AᵀKA: what
+    a rollout adds to the update's squared norm, below 0 where it cancels others; absent where AᵀKA
+    is zero up to rounding; by_reward, by_vector u32[B], orders: within groups by falling reward, and
+    by the leading eigenvector's entries; reward f32[B]; valid u8[B].
+  Raises:
+    FileNotFoundError: nothing was measured before this update.
+  """
+  with np.load(_geometry_path(run.folder, step)) as file:
+    K, A = file["gram"].astype(np.float64), file["reweighted"].reshape(-1).astype(np.float64)
+    rewards, valid = file["rewards"], file["valid"]
+  P, G = rewards.shape
+  within = np.argsort(-rewards, axis=1, kind="stable")
+  by_reward = (within + G * np.arange(P)[:, None]).reshape(-1)
+  usable = bool(is_usable(K.astype(np.float32)))
+  header: JsonObject = {"step": step, "size": [P, G], "usable": usable}
+  arrays = {
+    "coefficient": A.astype(np.float32),
+    "reward": rewards.reshape(-1).astype(np.float32),
+    "valid": valid.reshape(-1).astype(np.uint8),
+    "by_reward": by_reward.astype(np.uint32),
+  }
+  if not usable:
+    return Part(header, arrays)
+  K = (K + K.T) / 2
+  norms = np.sqrt(np.maximum(np.diagonal(K), 0.0))
+  outer = norms[:, None] * norms
+  cosines = np.divide(K, outer, out=np.zeros_like(K), where=outer > 0)
+  eigenvalues, vectors = np.linalg.eigh(K)
+  eigenvalues = np.maximum(eigenvalues[::-1], 0.0)
+  pulls = A * (K @ A)
+  if pulls.sum() > 1e-6 * eigenvalues[0] * (A @ A):
+    arrays["part"] = (pulls / pulls.sum()).astype(np.float32)
+  arrays |= {
+    "norm": norms.astype(np.float32),
+    "cosine": np.clip(cosines, -1, 1).astype(np.float16),
+    "share": (eigenvalues / eigenvalues.sum()).astype(np.float32),
+    "by_vector": np.argsort(vectors[:, -1], kind="stable").astype(np.uint32),
+  }
+  return Part(header, arrays)

@@ -1,0 +1,247 @@
+"""The page of a run: one file that holds everything, or a server that reads what is asked for.
+
+Whatever a run has stored reaches the page as compressed numbers and JSON in base64, never as HTML.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import http.server
+import json
+import pathlib
+import re
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import resources
+from typing import IO, NamedTuple
+from urllib.parse import urlsplit
+
+from rlvr_jax.rollouts.store import StoreError, TornShardError
+from rlvr_jax.storage.files import JSON, DamagedFileError, replace_file
+from rlvr_jax.view import read
+from rlvr_jax.view.read import Part, Run
+
+PAGE_FILE = "view.html"
+MAX_BYTES = 2**26  # of the file
+HOST = "127.0.0.1"
+_ALIGNMENT = 8
+_REQUEST = re.compile(r"/data/([01])/(?:(summary)|(batch|geometry)/([0-9]{1,12}))")
+_FIELD = re.compile(r"\{\{(\w+)\}\}")  # of page.html
+_MIB = 2**20
+
+
+class Written(NamedTuple):
+  """What a file holds."""
+
+  path: pathlib.Path
+  size: int  # bytes
+  left_out: list[str]  # names of the batches and measurements for which there was no room
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def encode(part: Part) -> bytes:
+  """The compressed bytes of a part: size of the header u32, the header as JSON, the arrays.
+
+  The header's "arrays" has (name, dtype, shape, first byte behind the header) of each.
+  """
+  places: list[JSON] = []
+  blocks: list[bytes] = []
+  end = 0
+  for name, array in part.arrays.items():
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    data = little.tobytes()
+    places.append([name, array.dtype.name, list(array.shape), end])
+    blocks.append(data + bytes(-len(data) % _ALIGNMENT))
+    end += len(blocks[-1])
+  header = json.dumps({**part.header, "arrays": places}, allow_nan=False).encode()
+  header += b" " * (-(4 + len(header)) % _ALIGNMENT)
+  content = b"".join([len(header).to_bytes(4, "little"), header, *blocks])
+  return gzip.compress(content, compresslevel=6, mtime=0)
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def _asset(name: str) -> str:
+  return resources.files("rlvr_jax.view").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+  digest = hashlib.sha256(text.encode()).digest()
+  return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def page_ends(title: str, *, served: bool) -> tuple[str, str]:
+  """The page before its data and after them.
+
+  Its policy lets a browser run only the page's own script and style, and load nothing; of a served
+  page, data from the same server.
+  """
+  style, script = _asset("page.css"), _asset("page.js")
+  policy = (
+    f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)};"
+    f" connect-src {chr(39)}{'self' if served else 'none'}{chr(39)}; base-uri 'none';"
+    " form-action 'none'"
+  )
+  values = {
+    "policy": html.escape(policy),
+    "title": html.escape(title),
+    "style": style,
+    "served": "true" if served else "false",
+    "script": script,
+  }
+  start, end = (
+    _FIELD.sub(lambda match: values[match[1]], half)  # once: values may have any text
+    for half in _asset("page.html").split("{{data}}")
+  )
+  return start, end
+
+
+def write_page(
+  path: pathlib.Path,
+  runs: Sequence[Run],
+  base: Mapping[str, JSON],
+  batches: Sequence[Sequence[int]],
+  *,
+  max_bytes: int = MAX_BYTES,
+) -> Written:
+  """Writes one file with the metrics of runs and some of their batches; needs memory for one batch.
+
+  Args:
+    path: of the file, which is complete or as before.
+    runs: one, or two that are shown beside each other.
+    base: the configuration that recipes are compared with.
+    batches: of each run, the most important first.
+    max_bytes: of the file; what does not fit is left out, and the page says so.
+  """
+  start, end = page_ends(" and ".join(run.folder.absolute().name for run in runs), served=False)
+  left_out: list[str] = []
+  with replace_file(path) as file:
+    size = file.write(start.encode())
+    room = max_bytes - len(end.encode()) - _MIB // 16  # for the names of what is left out
+    for index, run in enumerate(runs):
+      size += _write_part(file, f"{index}/summary", read.read_summary(run, base))
+    for name, make in _parts(runs, batches):
+      data = base64.b64encode(encode(make()))
+      if size + len(data) > room:
+        left_out.append(name)
+      else:
+        size += _write_element(file, name, data)
+    size += _write_part(file, "left_out", Part({"names": left_out}, {}))
+    size += file.write(end.encode())
+  return Written(path, size, left_out)
+
+
+def _parts(
+  runs: Sequence[Run], batches: Sequence[Sequence[int]]
+) -> Iterator[tuple[str, Callable[[], Part]]]:
+  """(name, reader) of all that a page shall hold, the most important first."""
+  for index, run in enumerate(runs):
+    steps = read.geometry_steps(run.folder)
+    for step in read.choose_batches(read.DEFAULT_BATCHES, steps) if steps else ():
+      yield f"{index}/geometry/{step}", lambda run=run, step=step: read.read_geometry(run, step)
+  for place in range(max(map(len, batches))):
+    for index, (run, numbers) in enumerate(zip(runs, batches, strict=True)):
+      if place < len(numbers):
+        number = numbers[place]
+        yield f"{index}/batch/{number}", lambda run=run, number=number: read.read_batch(run, number)
+
+
+def _write_part(file: IO[bytes], name: str, part: Part) -> int:
+  return _write_element(file, name, base64.b64encode(encode(part)))
+
+
+def _write_element(file: IO[bytes], name: str, data: bytes) -> int:
+  """Writes an element that holds base64, which a browser does not parse; returns its size."""
+  tag = f'<script type="text/plain" id="{name}">'.encode()
+  return file.write(tag) + file.write(data) + file.write(b"</script>\n")
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+class Server(http.server.ThreadingHTTPServer):
+  """Serves the page and parts of runs to this machine; reads batches as they are asked for.
+
+  Requests are answered if they name this machine, so that no site can reach the server through a
+  name of its own; paths are matched as a whole, and lead to numbers, never to files.
+  """
+
+  daemon_threads = True
+
+  def __init__(self, runs: Sequence[Run], base: Mapping[str, JSON], port: int = 0):
+    """Listens on 127.0.0.1 at `port`, 0 for any free one; OSError if that is in use."""
+    super().__init__((HOST, port), _Handler)
+    self._runs, self._base = [*runs], base
+    self._reading = threading.Lock()  # memory for one batch at a time
+
+  @property
+  def address(self) -> str:
+    """The URL of the page."""
+    return f"http://{HOST}:{self.server_address[1]}/"
+
+  def answer(self, path: str) -> tuple[str, bytes] | None:
+    """(content type, bytes) of what a path names; None if that is nothing.
+
+    Raises:
+      StoreError, TornShardError, OSError, ValueError: a file cannot be read.
+    """
+    if path == "/":
+      names = " and ".join(run.folder.absolute().name for run in self._runs)
+      return "text/html; charset=utf-8", "".join(page_ends(names, served=True)).encode()
+    match = _REQUEST.fullmatch(path)
+    if match is None or int(match[1]) >= len(self._runs):
+      return None
+    run = self._runs[int(match[1])]
+    with self._reading:
+      if match[2]:
+        part = read.read_summary(run, self._base)
+      elif match[3] == "geometry":
+        if int(match[4]) not in read.geometry_steps(run.folder):
+          return None
+        part = read.read_geometry(run, int(match[4]))
+      elif int(match[4]) in read.stored_numbers(run.folder):
+        part = read.read_batch(run, int(match[4]))
+      else:
+        return None
+      return "application/octet-stream", encode(part)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+  server: Server
+
+  def do_GET(self) -> None:
+    """Answers a request of a browser on this machine."""
+    host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+    if host not in (HOST, "localhost"):
+      self.send_error(403, "this server answers to 127.0.0.1 only")
+      return
+    try:
+      found = self.server.answer(self.path)
+    except (StoreError, TornShardError, DamagedFileError, OSError, ValueError, zlib.error) as error:
+      self.send_error(500, "a file of the run cannot be read", str(error))
+      return
+    if found is None:
+      self.send_error(404, "the run has no such thing")
+      return
+    content_type, data = found
+    self.send_response(200)
+    for name, value in {
+      "Content-Type": content_type,
+      "Content-Length": str(len(data)),
+      "Cache-Control": "no-store",
+      "X-Content-Type-Options": "nosniff",
+      "Cross-Origin-Resource-Policy": "same-origin",
+    }.items():
+      self.send_header(name, value)
+    self.end_headers()
+    self.wfile.write(data)
+
+  def log_message(self, format: str, *args: object) -> None:
+    """Prints nothing: requests are of no interest."""
