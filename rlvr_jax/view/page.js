@@ -62,26 +62,24 @@ function appendLazily(parent, count, make, chunk = CHUNK) {
     if (next >= count) { observer.disconnect(); sentinel.remove(); }
   };
   const sentinel = el("span", { class: "sentinel" });
+  sentinel.fill = more;
   parent.append(sentinel);
   const observer = new IntersectionObserver((entries) => entries.some((e) => e.isIntersecting) && more());
   more();
   if (next < count) observer.observe(sentinel);
 }
 
-// Calls `draw` once the node is near the view, and again when its size or the theme changes.
-function drawLazily(node, draw) {
+// Calls `paint` once the node is near the view, and again when its size changes.
+function drawLazily(node, paint) {
   let seen = false;
   new IntersectionObserver((entries, observer) => {
     if (!entries.some((entry) => entry.isIntersecting)) return;
     observer.disconnect();
     seen = true;
-    draw();
+    paint();
   }, { rootMargin: "300px" }).observe(node);
-  new ResizeObserver(() => seen && node.isConnected && draw()).observe(node);
-  redraws.push(() => seen && node.isConnected && draw());
+  new ResizeObserver(() => seen && node.isConnected && paint()).observe(node);
 }
-let redraws = [];
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraws.forEach((f) => f()));
 
 // --- data ----------------------------------------------------------------------------------------
 
@@ -181,6 +179,8 @@ function show(value) {
 const BLUE = [0, 114, 178], ORANGE = [213, 94, 0], AMBER = [230, 159, 0], PINK = [204, 121, 167];
 const CATEGORIES = [BLUE, AMBER, [0, 158, 115], PINK, [86, 180, 233], ORANGE, [140, 140, 140], [180, 170, 0]];
 const rgba = ([r, g, b], alpha = 1) => `rgba(${r}, ${g}, ${b}, ${alpha.toFixed(3)})`;
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+const line = (colour, alpha) => rgba(DARK.matches ? colour.map((x) => Math.round(x + 0.3 * (255 - x))) : colour, alpha);
 const diverging = (x) => rgba(x < 0 ? ORANGE : BLUE, 0.7 * Math.min(1, Math.abs(x)));
 const category = (n) => rgba(CATEGORIES[((n % 8) + 8) % 8], 0.42);
 
@@ -210,7 +210,7 @@ function mark(kind, more = "") {
 const COLOURS = {
   none: { title: "none" },
   logprob: {
-    title: "log-probability (sampler)", of: "logprob", note: "−log β, nats: rarer is darker",
+    title: "log-probability (sampler)", of: "logprob", note: "log β, nats: rarer is stronger",
     colour: (x) => rgba(AMBER, 0.85 * Math.min(1, -x / 4)), legend: [0, -0.5, -1, -2, -3, -4],
   },
   ratio: {
@@ -306,10 +306,11 @@ function ticks(low, high, count = 4) {
   return found;
 }
 
-// Decades between two logarithms; within one decade, logarithms of even values.
+// Whole logarithms between two; within one decade, logarithms of even values.
 function logTicks(low, high) {
-  const decades = ticks(low, high, 3).filter((y) => Number.isInteger(y));
-  return decades.length > 1 ? decades : ticks(10 ** low, 10 ** high, 3).filter((y) => y > 0).map(Math.log10);
+  if (high - low < 1) return ticks(10 ** low, 10 ** high, 3).filter((y) => y > 0).map(Math.log10);
+  const step = Math.ceil((high - low) / 4), first = Math.ceil(low);
+  return Array.from({ length: Math.floor((high - first) / step) + 1 }, (_, k) => first + k * step);
 }
 
 const T_975 = [12.71, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.2, 2.18, 2.16, 2.14, 2.13,
@@ -365,13 +366,13 @@ function thin(points, count) {
 // A chart of lines: [{label, points, colour, dash}]; a pointer reads the values.
 function chart(title, lines, { log = false, note = "" } = {}) {
   const plot = el("div", { class: "plot" }), reading = el("output", { class: "reading" });
-  const keys = el("div", { class: "keys" }, lines.map((line) => el("span", { class: "key" },
-    el("i", { class: line.dash ? "dashed" : "", style: { "--key": rgba(line.colour) } }), line.label)));
+  const keys = el("div", { class: "keys" }, lines.map(({ label, colour, dash }) => el("span", { class: "key" },
+    el("i", { class: dash ? "dashed" : "", style: { "--key": line(colour) } }), label)));
   const figure = el("figure", { class: "chart" }, el("figcaption", {}, title, note ? el("small", {}, note) : null), plot, keys, reading);
   const height = 150, left = 44, bottom = 18;
   const draw = (cursor) => {
     const [c, width] = canvasFor(plot, height);
-    const all = lines.flatMap((line) => [...line.points, ...(line.points.raw ?? [])]);
+    const all = lines.flatMap(({ points }) => [...points, ...(points.raw ?? [])]);
     const xs = all.map((p) => p[0]);
     const ys = all.flatMap((p) => p.slice(1)).filter((y) => Number.isFinite(y) && (!log || y > 0)).map((y) => (log ? Math.log10(y) : y));
     if (!ys.length) return;
@@ -381,10 +382,10 @@ function chart(title, lines, { log = false, note = "" } = {}) {
     const X = (x) => left + (width - left - 6) * (x - x0) / (x1 - x0);
     const Y = (y) => 6 + (height - bottom - 6) * (1 - ((log ? Math.log10(Math.max(y, 1e-30)) : y) - y0) / (y1 - y0));
     axes(c, { width, height, left, bottom, x0, x1, y0, y1, X, Y, log });
-    for (const line of lines) drawLine(c, line, X, Y, width, log);
+    for (const one of lines) drawLine(c, one, X, Y, width, log);
     if (cursor !== undefined) {
       const x = x0 + (x1 - x0) * (cursor - left) / (width - left - 6);
-      const nearest = lines.map((line) => closest(line.points, x));
+      const nearest = lines.map(({ points }) => closest(points, x));
       c.strokeStyle = css("--faint");
       c.beginPath(); c.moveTo(X(nearest[0][0]), 6); c.lineTo(X(nearest[0][0]), height - bottom); c.stroke();
       reading.textContent = `${show(nearest[0][0])}: ` + nearest.map((p) => reads(p)).join("  ·  ");
@@ -421,25 +422,25 @@ function drawLine(c, { points, colour, dash }, X, Y, width, log) {
   const shown = thin(points, width), isOn = (y) => Number.isFinite(y) && (!log || y > 0);
   const banded = shown.filter((p) => Number.isFinite(p[2]) && Number.isFinite(p[3]));
   if (banded.length > 1) {
-    c.fillStyle = rgba(colour, 0.18);
+    c.fillStyle = line(colour, 0.18);
     c.beginPath();
     banded.forEach((p, i) => c[i ? "lineTo" : "moveTo"](X(p[0]), Y(p[3])));
     [...banded].reverse().forEach((p) => c.lineTo(X(p[0]), Y(p[2])));
     c.fill();
   }
-  const stroke = (line, alpha, thickness) => {
-    c.strokeStyle = rgba(colour, alpha);
+  const stroke = (curve, alpha, thickness) => {
+    c.strokeStyle = line(colour, alpha);
     c.lineWidth = thickness;
     c.setLineDash(dash ? [5, 3] : []);
     c.beginPath();
-    line.filter((p) => isOn(p[1])).forEach((p, i) => c[i ? "lineTo" : "moveTo"](X(p[0]), Y(p[1])));
+    curve.filter((p) => isOn(p[1])).forEach((p, i) => c[i ? "lineTo" : "moveTo"](X(p[0]), Y(p[1])));
     c.stroke();
     c.setLineDash([]);
   };
   if (points.raw) stroke(thin(points.raw, width), 0.3, 1);
   stroke(shown, 1, 2);
   if (shown.length < 40) {
-    c.fillStyle = rgba(colour);
+    c.fillStyle = line(colour);
     for (const p of shown) if (isOn(p[1])) { c.beginPath(); c.arc(X(p[0]), Y(p[1]), 2.5, 0, 7); c.fill(); }
   }
 }
@@ -469,20 +470,24 @@ function metricNames(phase) {
   return [...names].sort();
 }
 
+// Colours tell metrics apart and dashes runs; of one metric, colours tell runs apart too.
 function lineChart({ title, unit, names, low, high, log, phase = "train" }) {
-  const lines = [];
-  let banded = false;
-  names.forEach((name, n) => state.summaries.forEach((summary, run) => {
+  const several = state.summaries.length > 1, known = metricNames(phase);
+  const shown = names.filter((name) => known.includes(name)).slice(0, several ? 2 : names.length);
+  const notes = unit ? [unit] : [];
+  if (several && state.differences) {
+    const found = differences(shown, phase);
+    if (found.length) return chart(title, found, { note: notes.join() });
+  }
+  const lines = shown.flatMap((name, n) => state.summaries.map((summary, run) => {
     const points = series(summary, phase, name, low ?? `${name}_low`, high ?? `${name}_high`);
-    if (!points) return;
+    if (!points) return null;
     const drawn = points.hasOwn || phase !== "train" ? points : smooth(points);
-    banded ||= Boolean(drawn.raw);
-    const label = state.summaries.length > 1 ? `${name} · ${"AB"[run]}` : name;
-    lines.push({ label, points: drawn, colour: CATEGORIES[state.summaries.length > 1 ? [0, 5, 2, 3][(2 * n + run) % 4] : n % 8], dash: run === 1 });
-  }));
-  if (!lines.length) return null;
-  const notes = [unit, banded ? "running mean with 95 % interval" : null].filter(Boolean).join("; ");
-  return chart(title, state.differences && state.summaries.length > 1 ? differences(names, phase) ?? lines : lines, { log: log && !state.differences, note: notes });
+    const colour = several && shown.length === 1 ? [BLUE, ORANGE][run] : CATEGORIES[n % 8];
+    return { label: several ? `${name} · ${"AB"[run]}` : name, points: drawn, colour, dash: run === 1 };
+  })).filter(Boolean);
+  if (lines.some(({ points }) => points.raw)) notes.push("running mean with 95 % interval");
+  return lines.length ? chart(title, lines, { log, note: notes.join("; ") }) : null;
 }
 
 // B − A of metrics, at the steps that both runs have.
@@ -492,7 +497,7 @@ function differences(names, phase) {
     const points = [...a].filter(([x]) => b.has(x)).map(([x, y]) => [x, b.get(x) - y]);
     return points.length ? { label: `${name}, B − A`, points: phase === "train" ? smooth(points) : points, colour: CATEGORIES[n % 8] } : null;
   }).filter(Boolean);
-  return lines.length ? lines : null;
+  return lines;
 }
 
 function evalCharts() {
@@ -552,7 +557,7 @@ function timeChart(summary, run) {
     rows.forEach((row, b) => {
       let below = 0;
       row.forEach((seconds, p) => {
-        c.fillStyle = rgba(CATEGORIES[p], 0.85);
+        c.fillStyle = line(CATEGORIES[p], 0.85);
         c.fillRect(left + b * step, Y(below + seconds), Math.max(1, step - 1), Y(below) - Y(below + seconds));
         below += seconds;
       });
@@ -562,7 +567,7 @@ function timeChart(summary, run) {
   return el("figure", { class: "chart" },
     el("figcaption", {}, `Time by phase${state.summaries.length > 1 ? ` · ${"AB"[run]}` : ""}`, el("small", {}, `seconds per update, ${show(Math.round(sum))} s in all`)), plot,
     el("div", { class: "keys" }, PHASES.flatMap((name, p) => (totals.has(name) ? el("span", { class: "key" },
-      el("i", { class: "box", style: { "--key": rgba(CATEGORIES[p], 0.85) } }), `${name.replace("_", " ")} ${Math.round((100 * totals.get(name)) / sum)} %`) : []))));
+      el("i", { class: "box", style: { "--key": line(CATEGORIES[p], 0.85) } }), `${name.replace("_", " ")} ${Math.round((100 * totals.get(name)) / sum)} %`) : []))));
 }
 
 function moreMetrics() {
@@ -582,8 +587,8 @@ function moreMetrics() {
 function pairedTable() {
   const names = [...CHARTS.flatMap((c) => c.names.slice(0, 1).map((n) => ["train", n])), ...metricNames("eval").filter((n) => /^eval\/pass@\d+$/.test(n)).map((n) => ["eval", n])];
   const rows = names.flatMap(([phase, name]) => {
-    const line = differences([name], phase)?.[0];
-    const values = (line?.points.raw ?? line?.points ?? []).map((p) => p[1]);
+    const curve = differences([name], phase)[0];
+    const values = (curve?.points.raw ?? curve?.points ?? []).map((p) => p[1]);
     const found = meanInterval(values);
     const range = found && `${show(found[0])} [${show(found[0] - found[1])}, ${show(found[0] + found[1])}]`;
     return found ? [el("tr", {}, el("td", {}, name), el("td", {}, range), el("td", {}, show(values.length)), el("td", {}, show(values.at(-1))))] : [];
@@ -805,7 +810,7 @@ function facts(batch, rollout) {
     const value = read?.(start, rollout);
     if (read && length && !(name === "lag" && value < 0)) found.push([words, show(value)]);
   }
-  if (sample.extracted !== undefined && sample.extracted !== null) found.push(["extracted", sample.extracted]);
+  if (sample.extracted) found.push(["extracted", sample.extracted]);
   for (const [name, value] of Object.entries(sample)) if (!KNOWN.includes(name) && !(name === "shaped_reward" && value === sample.reward)) found.push([name, typeof value === "string" ? value : JSON.stringify(value)]);
   return el("dl", { class: "facts" }, found.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, text(value)))));
 }
@@ -865,13 +870,10 @@ function minimap(batch, rollout) {
 }
 
 function scrollToToken(i) {
-  const seek = (left) => {
-    const node = document.querySelector(`.open [data-token="${i}"]`);
-    if (node) { node.scrollIntoView({ block: "center" }); node.classList.add("found"); return; }
-    const sentinels = document.querySelectorAll(".open .sentinel");
-    if (left && sentinels.length) { sentinels[sentinels.length - 1].scrollIntoView(); requestAnimationFrame(() => requestAnimationFrame(() => seek(left - 1))); }
-  };
-  seek(400);
+  const find = () => document.querySelector(`.open [data-token="${i}"]`);
+  for (let end; !find() && (end = document.querySelector(".open .sentinel"));) end.fill();
+  find()?.scrollIntoView({ block: "center" });
+  find()?.classList.add("found");
 }
 
 async function rolloutView(run, number, p, g) {
@@ -1011,7 +1013,6 @@ async function content({ view, numbers }) {
 let drawing = 0;
 async function draw() {
   const mine = ++drawing, at = place(), main = document.getElementById("main");
-  redraws = [];
   document.getElementById("tip").hidden = true;
   drawTabs(at);
   let nodes;
@@ -1108,6 +1109,7 @@ async function begin() {
   if (!SERVED) state.leftOut = await load("left_out");
   addEventListener("hashchange", () => { scrollTo(0, 0); draw(); });
   addEventListener("keydown", onKey);
+  DARK.addEventListener("change", draw);
   document.addEventListener("pointerover", tip);
   document.addEventListener("click", tip);
   document.getElementById("help-button").addEventListener("click", help);

@@ -463,8 +463,8 @@ def read_geometry(run: Run, step: int) -> Part:
     Arrays of B = P·G rollouts in the order [P, G]: norm f32[B]; cosine f16[B, B]; share f32[B],
     λ_i/Σλ, descending; coefficient f32[B] as the loss had it; part f32[B], A_i (K A)_i / AᵀKA: what
     a rollout adds to the update's squared norm, below 0 where it cancels others; absent where AᵀKA
-    is zero up to rounding; by_reward, by_vector u32[B], orders: within groups by falling reward, and
-    by the leading eigenvector's entries; reward f32[B]; valid u8[B].
+    is zero up to rounding; by_reward, by_vector u32[B], orders: within groups by falling reward,
+    and by the leading eigenvector's entries; reward f32[B]; valid u8[B].
   Raises:
     FileNotFoundError: nothing was measured before this update.
   """

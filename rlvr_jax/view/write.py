@@ -6,6 +6,7 @@ Whatever a run has stored reaches the page as compressed numbers and JSON in bas
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import hashlib
 import html
@@ -145,12 +146,12 @@ def _parts(
   for index, run in enumerate(runs):
     steps = read.geometry_steps(run.folder)
     for step in read.choose_batches(read.DEFAULT_BATCHES, steps) if steps else ():
-      yield f"{index}/geometry/{step}", lambda run=run, step=step: read.read_geometry(run, step)
+      yield f"{index}/geometry/{step}", functools.partial(read.read_geometry, run, step)
   for place in range(max(map(len, batches))):
     for index, (run, numbers) in enumerate(zip(runs, batches, strict=True)):
       if place < len(numbers):
         number = numbers[place]
-        yield f"{index}/batch/{number}", lambda run=run, number=number: read.read_batch(run, number)
+        yield f"{index}/batch/{number}", functools.partial(read.read_batch, run, number)
 
 
 def _write_part(file: IO[bytes], name: str, part: Part) -> int:

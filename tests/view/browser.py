@@ -26,7 +26,7 @@ class Browser:
       to_read, self._out = os.pipe()
       self._in, to_write = os.pipe()
       # The browser reads its commands from descriptor 3 and writes answers to 4.
-      redirected = f"exec {shlex.quote(CHROMIUM)} \"$@\" 3<&{to_read} 4>&{to_write}"
+      redirected = f'exec {shlex.quote(CHROMIUM)} "$@" 3<&{to_read} 4>&{to_write}'
       command = ["bash", "-c", redirected, "-", f"--user-data-dir={self._folder}", *_FLAGS]
       self._process = subprocess.Popen(
         command, pass_fds=(to_read, to_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -81,19 +81,17 @@ class Browser:
 
   def run(self, script):
     """The value of an expression in the page; awaits a promise."""
-    found = self.call(
-      "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
-    )
+    found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
     if "exceptionDetails" in found:
       raise RuntimeError(f"{script}: {found['exceptionDetails']}")
     return found["result"].get("value")
 
   def wait(self, condition):
-    """Waits until an expression is true; returns its value."""
+    """Waits until an expression is true."""
     end = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end:
-      if value := self.run(condition):
-        return value
+      if self.run(f"Boolean({condition})"):
+        return
       time.sleep(0.02)
     raise TimeoutError(f"{condition} stays false: {self.run('document.body.innerText')[:500]}")
 

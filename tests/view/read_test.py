@@ -1,0 +1,239 @@
+"""What the page shows is what the run has stored; what it has not stored is absent."""
+
+import json
+
+import numpy as np
+import pytest
+from view import made
+
+from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.view import read
+
+TEXTS = [text for of_group in made.COMPLETIONS for text in of_group]
+LENGTHS = [len(text.encode()) + 1 for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  return read.open_run(made.write_run(tmp_path_factory.mktemp("view") / "run"))
+
+
+def texts_of(part):
+  """The text of each rollout, put together from its tokens."""
+  characters = {first: (text, width) for first, text, width in part.header["characters"]}
+  found, place = [], 0
+  for length in part.header["lengths"]:
+    text, end = "", place + length
+    while place < end:
+      known = part.header["vocabulary"][part.arrays["token"][place]]
+      shown, width = characters.get(place, (known, 1))
+      text, place = text + shown, place + width
+    found.append(text)
+  return found
+
+
+def test_a_batch_has_its_tokens_and_nothing_that_was_not_stored(run):
+  part = read.read_batch(run, 2)
+  assert part.header["lengths"] == LENGTHS and part.header["size"] == [2, 2]
+  assert texts_of(part) == [f"{text}⟨end⟩" for text in TEXTS]
+  expected = np.concatenate([-0.25 * (1 + np.arange(length)) for length in LENGTHS])
+  np.testing.assert_array_equal(part.arrays["logprob"], expected.astype(np.float16))
+  assert part.arrays["mask"].all() and len(part.arrays["mask"]) == sum(LENGTHS)
+  assert set(part.arrays) == {"token", "logprob", "mask", "version", "lag", "advantage"}
+  assert (part.arrays["version"] == 2).all() and not part.arrays["lag"].any()
+  assert (read.read_batch(run, 1).arrays["lag"] == 1).all()  # trained on after an update
+  assert part.header["update"] == 3 and part.header["groups"][0]["answer"] == "12"
+  assert [sample["completion"] for sample in part.header["samples"]] == TEXTS
+
+
+def test_an_estimator_without_state_is_applied_to_the_stored_rewards(run, tmp_path):
+  part = read.read_batch(run, 0)
+  deviation = np.std([1, 0], ddof=1)
+  np.testing.assert_allclose(
+    part.arrays["advantage"], [0.5 / deviation, -0.5 / deviation, 0, 0], rtol=1e-4
+  )
+  for number, advantage in enumerate(("fade", "opob", "nowhere:estimator")):
+    other = read.open_run(made.write_run(tmp_path / str(number), advantage=advantage))
+    assert "advantage" not in read.read_batch(other, 0).arrays
+
+
+def test_what_a_run_may_store_besides(tmp_path):
+  T = LENGTHS[0]
+  places = np.broadcast_to(np.arange(T, dtype=np.int32), (2, T))
+  within = np.arange(T) < np.array(LENGTHS[:2])[:, None]
+  turns, behavior = places // 3 * within, -0.25 * (1 + places) * within
+  arrays = {
+    "proximal_logprobs": (behavior + 0.5 * within).astype(np.float32),
+    "token_versions": np.where(within, places % 2, -1).astype(np.int32),
+    "turns": turns.astype(np.int32),
+    "turn_scores": np.where(places == 2, np.float32(0.5), np.float32(np.nan)),
+    "mask": (within & (turns % 2 == 0)).astype(np.float32),
+    "routes": np.stack([np.stack([places % 4, places % 3], -1)] * 2, 2).astype(np.uint8),
+  }
+  groups = [made.group(0, made.COMPLETIONS[0], [1, 0], **arrays)]
+  run = made.write_run(tmp_path / "run", batches=[groups], advantage="fade")
+  part = read.read_batch(read.open_run(run), 0)
+  cut = lambda array: array[within]
+  np.testing.assert_allclose(part.arrays["ratio"], 0.5, rtol=1e-2)
+  for name, array in {
+    "version": cut(arrays["token_versions"]), "turn": cut(turns), "mask": cut(arrays["mask"]),
+    "score": cut(arrays["turn_scores"]), "expert": np.stack([cut(places % 4)] * 2),
+  }.items():  # fmt: skip
+    np.testing.assert_array_equal(part.arrays[name], array.astype(part.arrays[name].dtype))
+  assert part.header["layers"] == [0, 1]
+  assert part.header["groups"][0]["ratio"] == pytest.approx(0.5, rel=1e-2)
+
+
+def test_without_a_tokenizer_there_are_ids(tmp_path):
+  run = read.open_run(made.write_run(tmp_path / "run", tokenizer="checkpoint"))  # of no folder
+  part = read.read_batch(run, 0)
+  assert not part.header["has_texts"] and part.header["characters"] == []
+  assert part.header["vocabulary"][part.arrays["token"][0]] == ord("7")
+
+
+def test_many_layers_of_long_responses_are_cut_to_some():
+  assert read._shown_layers(4, 1000) == [0, 1, 2, 3]
+  assert read._shown_layers(48, read.MAX_ROUTE_BYTES // 3) == [0, 24, 47]
+  assert read._shown_layers(48, 10 * read.MAX_ROUTE_BYTES) == [0]
+
+
+def test_instructive_groups_come_first(run):
+  mixed, constant = read.read_batch(run, 0).header["groups"]
+  assert (mixed["spread"], constant["spread"]) == (1.0, 0.0)
+  assert mixed["interest"] > constant["interest"] == 0.0 and "ratio" not in mixed
+
+
+@pytest.mark.parametrize("text", ["a\ufffdb", "a\x1b[0m", "again and " * 60])
+def test_garbled_texts(text):
+  assert read.is_garbled(text)
+
+
+@pytest.mark.parametrize("text", ["", "3 + 4\n= 7", "Sei x die Zahl – 中文, €.", "no " * 20])
+def test_sound_texts(text):
+  assert not read.is_garbled(text)
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+def test_a_summary_has_all_metrics_and_the_recipe_as_a_difference(run):
+  base = json.loads(made.config(num_updates=9).to_json_best_effort())
+  summary = read.read_summary(run, base)
+  assert summary.header["recipe"] == [["num_updates", "9", "4"]]
+  assert summary.header["batches"] == [0, 1, 2, 3]
+  assert summary.header["updates"] == [1, 2, 3, 4] and summary.header["messages"] == []
+  np.testing.assert_array_equal(summary.arrays["train|step"], [1, 2])
+  np.testing.assert_array_equal(summary.arrays["train|reward/mean"], [0.25, 0.5])
+  np.testing.assert_array_equal(summary.arrays["train|policy/entropy"], [1.5, np.nan])
+  np.testing.assert_array_equal(summary.arrays["eval|eval/pass@1_high"], np.float32([0.6]))
+
+
+def test_messages_of_a_run(tmp_path):
+  truncated = lambda step, share: {"step": step, "phase": "train", "response/truncated": share}
+  records = [truncated(1, 0.9), truncated(2, 0.8), truncated(3, 0.0), truncated(4, 0.7)]
+  run = read.open_run(made.write_run(tmp_path / "run", records=records))
+  found = read.read_summary(run, {}).header["messages"]
+  assert [step for step, _ in found] == [1, 4] and "90% of the responses" in found[0][1]
+  (tmp_path / "run" / "output.log").write_text("step 1\nwarning: it is so\n")
+  assert read.read_summary(run, {}).header["messages"] == [[None, "it is so"]]
+
+
+def test_code_of_a_run_s_author_is_not_imported(tmp_path, monkeypatch):
+  (tmp_path / "their_code.py").write_text("raise SystemError('it was run')\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  folder = made.write_run(
+    tmp_path / "run", schedule="their_code:schedule", advantage="their_code:advantage"
+  )
+  run = read.open_run(folder)
+  assert run.updates == {} and run.advantage is None
+  part = read.read_batch(run, 0)
+  assert part.header["update"] is None and not {"lag", "advantage"} & part.arrays.keys()
+
+
+def test_folders_that_are_no_run(tmp_path):
+  with pytest.raises(ValueError, match=r"--beside=.* has no config.json: give the --workdir of a"):
+    read.open_run(tmp_path / "nowhere", "--beside")
+  (tmp_path / "config.json").write_text("[1]")
+  with pytest.raises(ValueError, match="JSON list"):
+    read.open_run(tmp_path)
+  (tmp_path / "config.json").write_text("{}")
+  with pytest.raises(ValueError, match="has no rollouts: its run has not sampled a batch yet"):
+    read.open_run(tmp_path)
+  RolloutStore(tmp_path / "rollouts", writable=True).close()
+  with pytest.raises(ValueError, match="its store has no batch"):
+    read.open_run(tmp_path)
+  with pytest.raises(ValueError, match="is a URL"):
+    read.open_run("gs://bucket/run")
+
+
+NUMBERS = [*range(3, 43)]
+
+
+@pytest.mark.parametrize(
+  ("spec", "chosen"),
+  [
+    ("3", [3]),
+    ("-1,5", [42, 5]),
+    ("10:12", [10, 11, 12]),
+    ("40:-1, 3,41", [40, 41, 42, 3]),
+    ("all", NUMBERS),
+    (read.DEFAULT_BATCHES, [3, 42, 7, 12, 16, 20, 25, 29, 33, 38]),
+  ],
+)
+def test_batches_are_chosen(spec, chosen):
+  assert read.choose_batches(spec, NUMBERS) == chosen
+
+
+@pytest.mark.parametrize("spec", ["2", "43", "50:60", "12:10", "one", "", "1:2:3", "-99"])
+def test_batches_that_are_not_there(spec):
+  with pytest.raises(ValueError, match=rf"--batches={spec}: .*(is no batch; give|3 to 42)"):
+    read.choose_batches(spec, NUMBERS)
+
+
+def test_few_batches_are_all_chosen():
+  assert sorted(read.choose_batches(read.DEFAULT_BATCHES, [4, 6, 9])) == [4, 6, 9]
+
+
+# --- geometry -------------------------------------------------------------------------------------
+
+
+def test_geometry_is_that_of_the_gram_matrix(tmp_path):
+  gradients = np.random.default_rng(0).normal(size=(4, 7)) * [[1], [2], [3], [0]]
+  A = np.array([1.0, -1.0, 0.5, 2.0])
+  measured = [(2, gradients @ gradients.T, A.reshape(2, 2), [[0, 1], [0, 1]])]
+  run = read.open_run(made.write_run(tmp_path / "run", measured=measured))
+  part = read.read_geometry(run, 2)
+  total = A @ gradients
+  np.testing.assert_allclose(
+    part.arrays["part"], A * (gradients @ total) / (total @ total), rtol=1e-4, atol=1e-7
+  )
+  units = gradients[:3] / np.linalg.norm(gradients[:3], axis=1, keepdims=True)
+  np.testing.assert_allclose(part.arrays["cosine"][:3, :3], units @ units.T, atol=2e-3)
+  assert not part.arrays["cosine"][3].any()  # its gradient is zero
+  singular = np.linalg.svd(gradients, compute_uv=False) ** 2
+  np.testing.assert_allclose(part.arrays["share"], singular / singular.sum(), atol=1e-6)
+  assert part.arrays["by_reward"].tolist() == [1, 0, 3, 2]
+  assert sorted(part.arrays["by_vector"]) == [0, 1, 2, 3]
+  np.testing.assert_array_equal(read.read_batch(run, 2).arrays["coefficient"], A)
+  assert "coefficient" not in read.read_batch(run, 1).arrays
+  assert read.read_summary(run, {}).header["geometry"] == [2]
+
+
+def test_a_gram_matrix_that_says_nothing(tmp_path):
+  ones = np.ones((4, 4))
+  measured = [(0, 0 * ones, [1, 1, 1, 1], [[0, 1], [0, 1]])]
+  measured += [(1, ones, [1, -1, 1, -1], [[0, 1], [0, 1]])]
+  run = read.open_run(made.write_run(tmp_path / "run", measured=measured))
+  unusable, cancelled = (read.read_geometry(run, step) for step in (0, 1))
+  assert not unusable.header["usable"] and "cosine" not in unusable.arrays
+  assert cancelled.header["usable"] and "part" not in cancelled.arrays
+
+
+def test_a_crash_is_told(tmp_path):
+  crashed = made.group(0, ["1", "2"], [1, 0])
+  crashed.samples[1].update(outcome="crashed", reward=None, detail="MemoryError", stopped=False)
+  groups = [crashed._replace(arrays=crashed.arrays | {"valid": np.array([True, False])})]
+  part = read.read_batch(read.open_run(made.write_run(tmp_path / "run", batches=[groups])), 0)
+  assert part.header["samples"][1]["detail"] == "MemoryError"
+  assert part.header["groups"][0]["truncated"] == 0.5 and part.header["groups"][0]["spread"] == 0
+  assert not part.arrays["advantage"].any()
