@@ -59,14 +59,15 @@ function appendLazily(parent, count, make, chunk = CHUNK) {
     const fragment = document.createDocumentFragment();
     for (; next < end; next++) fragment.append(make(next));
     sentinel.before(fragment);
-    if (next >= count) { observer.disconnect(); sentinel.remove(); }
+    observer.disconnect();
+    if (next < count) observer.observe(sentinel); // anew: its end may still be in view
+    else sentinel.remove();
   };
   const sentinel = el("span", { class: "sentinel" });
   sentinel.fill = more;
   parent.append(sentinel);
   const observer = new IntersectionObserver((entries) => entries.some((e) => e.isIntersecting) && more());
   more();
-  if (next < count) observer.observe(sentinel);
 }
 
 // Calls `paint` once the node is near the view, and again when its size changes.
@@ -482,7 +483,7 @@ function lineChart({ title, unit, names, low, high, log, phase = "train" }) {
   const lines = shown.flatMap((name, n) => state.summaries.map((summary, run) => {
     const points = series(summary, phase, name, low ?? `${name}_low`, high ?? `${name}_high`);
     if (!points) return null;
-    const drawn = points.hasOwn || phase !== "train" ? points : smooth(points);
+    const drawn = points.hasOwn || phase !== "train" || log ? points : smooth(points);
     const colour = several && shown.length === 1 ? [BLUE, ORANGE][run] : CATEGORIES[n % 8];
     return { label: several ? `${name} · ${"AB"[run]}` : name, points: drawn, colour, dash: run === 1 };
   })).filter(Boolean);
@@ -607,7 +608,7 @@ function recipeTable() {
   const several = state.summaries.length > 1;
   return el("section", {}, el("h3", {}, `Recipe: ${rows.size} fields differ from the base`),
     el("table", { class: "recipe" }, el("tr", {}, ["field", "base", ...(several ? ["A", "B"] : ["this run"])].map((h) => el("th", {}, h))),
-      [...rows].map(([name, values]) => el("tr", { class: several && values[1] !== values[2] ? "differs" : "" },
+      [...rows].sort(([a], [b]) => (a < b ? -1 : 1)).map(([name, values]) => el("tr", { class: several && values[1] !== values[2] ? "differs" : "" },
         el("td", {}, visible(name)), values.map((value) => el("td", {}, text(value, "code")))))));
 }
 
