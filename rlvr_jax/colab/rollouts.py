@@ -1,10 +1,13 @@
-"""The rollouts of a run, read from its store with their outcome, age, turns and tokens."""
+"""The rollouts of a run, read from its store with their outcome, age and turns, and its page."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
+import html
+import json
 import os
+import pathlib
+import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +15,7 @@ import ml_collections
 import numpy as np
 
 from rlvr_jax import specs
-from rlvr_jax.data import Tokenizer
-from rlvr_jax.data.by_name import make_tokenizer
+from rlvr_jax.configs import base
 from rlvr_jax.evaluate.figures import COLORS
 from rlvr_jax.evaluate.pass_at_k import wilson_interval
 from rlvr_jax.rollouts.batches import Batch, read_batch, token_versions
@@ -22,6 +24,8 @@ from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.claim import WorkdirError
 from rlvr_jax.train.checkpointing.workdir import read_config
 from rlvr_jax.train.setup.build import make_schedule
+from rlvr_jax.view.read import DEFAULT_BATCHES, choose_batches, open_run, stored_numbers
+from rlvr_jax.view.write import PAGE_FILE, write_page
 
 # Kind of a rollout → color. A response at the length limit is "cut off", whatever its grade.
 KINDS = {
@@ -58,7 +62,6 @@ class Rollout(NamedTuple):
   surprisals: np.ndarray  # f32[length], −log β of each token, nats; 0 for an environment's
   turns: tuple[str, ...]  # texts, of the policy and of the environment in turn
   turn_numbers: np.ndarray  # i32[length], the turn that each token belongs to, from 0
-  token_texts: tuple[str, ...]  # of each token, "end" of a stop token; its number without tokenizer
 
   @property
   def policy_turns(self) -> int:
@@ -90,19 +93,16 @@ def load(workdir: str | os.PathLike[str]) -> list[Rollout]:
     )
   schedule = make_schedule(name, num_updates=num_updates, seed=seed)
   first_updates = {schedule.batch(t): t for t in reversed(range(num_updates))}
-  tokenizer = None
-  with contextlib.suppress(ValueError):  # its files are elsewhere
-    tokenizer = make_tokenizer(config.tokenizer, config.prompts, config.model.checkpoint)
   store = RolloutStore(folder / "rollouts", writable=False)
   rollouts: list[Rollout] = []
   for number in store.numbers():
     batch = read_batch(store, number)
     update = first_updates.get(number, max(batch.fingerprints, default=0))
-    rollouts += _batch_rollouts(batch, update, tokenizer)
+    rollouts += _batch_rollouts(batch, update)
   return rollouts
 
 
-def _batch_rollouts(batch: Batch, update: int, tokenizer: Tokenizer | None) -> list[Rollout]:
+def _batch_rollouts(batch: Batch, update: int) -> list[Rollout]:
   """The rollouts of a batch; `update` is the first one that trains on the batch."""
   train: Any = batch.train
   P, G, T = train.tokens.shape
@@ -110,9 +110,9 @@ def _batch_rollouts(batch: Batch, update: int, tokenizer: Tokenizer | None) -> l
   versions = versions if versions.ndim == 3 else versions[:, None, None]
   turns = np.zeros((P, G, T), np.int32) if train.turns is None else train.turns
   flat = lambda x: np.broadcast_to(x, (P, G, T)).reshape(-1, T)
-  columns = flat(train.tokens), flat(train.behavior_logprobs), flat(turns), flat(versions)
+  columns = flat(train.behavior_logprobs), flat(turns), flat(versions)
   rollouts = []
-  for index, (sample, tokens, logprobs, numbers, of_tokens) in enumerate(
+  for index, (sample, logprobs, numbers, of_tokens) in enumerate(
     zip(batch.samples, *columns, strict=True)
   ):
     length = sample["tokens"]
@@ -133,17 +133,9 @@ def _batch_rollouts(batch: Batch, update: int, tokenizer: Tokenizer | None) -> l
         surprisals=-logprobs[:length],
         turns=tuple(sample.get("turns", [sample["completion"]])),
         turn_numbers=numbers[:length],
-        token_texts=_token_texts(tokens[:length].tolist(), tokenizer),
       )
     )
   return rollouts
-
-
-def _token_texts(tokens: Sequence[int], tokenizer: Tokenizer | None) -> tuple[str, ...]:
-  if tokenizer is None:
-    return tuple(str(place + 1) for place in range(len(tokens)))
-  text = lambda token: tokenizer.decode([token]).replace("\n", "⏎") or f"#{token}"
-  return tuple("end" if token in tokenizer.stop_ids else text(token) for token in tokens)
 
 
 def rollout_kind(sample: dict[str, Any]) -> str:
@@ -184,20 +176,26 @@ def plot_correct(axes: Any, rollouts: Iterable[Rollout], name: str, least: int =
   axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def plot_surprisals(axes: Any, rollout: Rollout) -> None:
-  """Plots −log β of each token of a rollout, labeled with its text.
+class Page(NamedTuple):
+  """The page of a run, as a notebook shows it: in a frame that holds the whole page."""
 
-  An environment's tokens, which are not sampled, have a gray ground.
-  """
-  places = np.arange(len(rollout.surprisals))
-  for place in places[rollout.turn_numbers % 2 == 1]:
-    axes.axvspan(place - 0.5, place + 0.5, color=COLORS["reference"], alpha=0.3, linewidth=0)
-  axes.bar(places, rollout.surprisals, color=KINDS[rollout.kind])
-  axes.set_xticks(places, rollout.token_texts)
-  answer = f" (answer {rollout.answer})" if rollout.answer else ""
-  axes.set(title=f"{rollout.prompt!r}, {rollout.kind}{answer}")
-  axes.set(ylabel=r"$-\log\,\beta$ (nats)", ylim=(0, max(0.1, 1.05 * rollout.surprisals.max())))
-  axes.grid(axis="x", visible=False)
+  text: str  # HTML
+
+  def _repr_html_(self) -> str:
+    return (
+      f'<iframe srcdoc="{html.escape(self.text)}" width="100%" height="720"'
+      ' style="border: 1px solid gray"></iframe>'
+    )
+
+
+def page(workdir: str | os.PathLike[str], *, batches: str = DEFAULT_BATCHES) -> Page:
+  """The page that --mode=view writes; see `commands.view`, and `view.read` for the errors."""
+  run = open_run(os.fspath(workdir))
+  chosen = choose_batches(batches, stored_numbers(run.folder))
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder) / PAGE_FILE
+    write_page(path, [run], json.loads(base.get_config().to_json_best_effort()), [chosen])
+    return Page(path.read_text(encoding="utf-8"))
 
 
 def show(rollouts: Sequence[Rollout], count: int = 6) -> None:

@@ -32,7 +32,7 @@ def view(
     serve: whether to serve the page rather than write it.
     port: of 127.0.0.1; 0: any that is free.
   Raises:
-    ValueError, StoreError: a folder is no run's, or does not have the batches.
+    ValueError: a folder is no run's, or does not have the batches.
   """
   jax.config.update("jax_platforms", "cpu")  # the run may have the other devices
   runs = [read.open_run(workdir)]
@@ -50,9 +50,10 @@ def _write(
   written = write.write_page(path, runs, base, batches)  # type: ignore[arg-type]
   say(f"{path}: {written.size / 2**20:.1f} MiB; open it in a browser")
   if written.left_out:
+    most = write.MAX_BYTES // 2**20
     say(
-      f"left out, beyond {write.MAX_BYTES // 2**20} MiB: {', '.join(written.left_out)}; name fewer"
-      " --batches, or use --serve"
+      f"left out: {', '.join(written.left_out)}. A file has at most {most} MiB; --serve shows every"
+      " intact batch"
     )
   return written
 

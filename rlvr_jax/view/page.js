@@ -632,7 +632,7 @@ function leftOut() {
   const held = state.summaries.map((s, run) => s.header.batches.filter((n) => isHere(`${run}/batch/${n}`)).length);
   const lines = state.summaries.map((s, run) => `${s.header.name}: ${held[run]} of ${s.header.batches.length} batches are in this file.`);
   const names = state.leftOut?.header.names ?? [];
-  return el("p", { class: "note", id: "left-out" }, visible(lines.join(" ")), names.length ? ` For lack of room it leaves out ${names.join(", ")}.` : "",
+  return el("p", { class: "note", id: "left-out" }, visible(lines.join(" ")), names.length ? ` Left out: ${names.join(", ")}.` : "",
     " Others: --batches, or --serve for all.");
 }
 
@@ -1049,6 +1049,14 @@ async function step(what, by) {
   if (next !== undefined) location.hash = `#group/${run}/${number}/${next}`;
 }
 
+// Goes to a place of the page; in a notebook's frame a browser would take it for one of the notebook.
+function follow(event) {
+  const link = event.target.closest?.("a[href^='#']");
+  if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  location.hash = link.getAttribute("href");
+}
+
 const KEYS = [
   ["1 2 3", "run, rollouts, geometry"], ["[ ]", "earlier, later batch"], ["j k", "next group or rollout, the one before"], ["c", "next colour of tokens"],
   ["/", "search"], ["Enter", "open the first group"], ["Esc", "back"], ["?", "this list"],
@@ -1113,6 +1121,7 @@ async function begin() {
   DARK.addEventListener("change", draw);
   document.addEventListener("pointerover", tip);
   document.addEventListener("click", tip);
+  document.addEventListener("click", follow);
   document.getElementById("help-button").addEventListener("click", help);
   if (SERVED) setInterval(() => document.visibilityState === "visible" && reload(), RELOAD_MS);
   await draw();

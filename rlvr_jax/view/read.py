@@ -73,8 +73,7 @@ def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:
     workdir: of the run.
     flag: that names it, for messages.
   Raises:
-    ValueError: the folder is no run's, or has no batch yet.
-    StoreError: what it has stored cannot be read.
+    ValueError: the folder is no run's, has no batch yet, or has a store of another format.
   """
   folder = parse_path(flag, workdir, must_be_on_disk=True)
   if not (folder / "config.json").is_file():
@@ -85,7 +84,11 @@ def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:
     raise ValueError(str(error)) from error
   if not (folder / "rollouts").is_dir():
     raise ValueError(f"{flag}={folder} has no rollouts: its run has not sampled a batch yet")
-  if not stored_numbers(folder):
+  try:
+    numbers = stored_numbers(folder)
+  except StoreError as error:
+    raise ValueError(str(error)) from error
+  if not numbers:
     raise ValueError(
       f"{flag}={folder}: its store has no batch, or they were removed (config.store.keep_used)"
     )

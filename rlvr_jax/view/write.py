@@ -40,7 +40,7 @@ class Written(NamedTuple):
 
   path: pathlib.Path
   size: int  # bytes
-  left_out: list[str]  # names of the batches and measurements for which there was no room
+  left_out: list[str]  # batches and measurements that were to be there, and why they are not
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -129,9 +129,13 @@ def write_page(
     for index, run in enumerate(runs):
       size += _write_part(file, f"{index}/summary", read.read_summary(run, base))
     for name, make in _parts(runs, batches):
-      data = base64.b64encode(encode(make()))
+      try:
+        data = base64.b64encode(encode(make()))
+      except TornShardError:
+        left_out.append(f"{name} (missing or damaged)")
+        continue
       if size + len(data) > room:
-        left_out.append(name)
+        left_out.append(f"{name} ({len(data) / _MIB:.1f} MiB, no room)")
       else:
         size += _write_element(file, name, data)
     size += _write_part(file, "left_out", Part({"names": left_out}, {}))

@@ -1,6 +1,8 @@
 """Rollouts are read from a run's store as they were written, and drawn and printed rightly."""
 
+import html
 import json
+import re
 
 import numpy as np
 import pytest
@@ -98,29 +100,13 @@ def test_the_share_of_the_correct_has_an_interval(samples):
   np.testing.assert_array_equal(points.get_xydata(), [[0, 0.25], [1, 0.25]])
 
 
-def test_surprisals_stand_above_their_tokens(samples):
-  axes = axes_of(rollouts.plot_surprisals, samples[2])
-  np.testing.assert_allclose([bar.get_height() for bar in axes.patches], [0.6, 0.7], rtol=1e-6)
-  labels_of = lambda axes: [label.get_text() for label in axes.get_xticklabels()]
-  assert labels_of(axes) == ["\N{REPLACEMENT CHARACTER}", "end"]
-  assert labels_of(axes_of(rollouts.plot_surprisals, samples[1])) == ["1", "2", "3"]
-  assert labels_of(axes_of(rollouts.plot_surprisals, samples[3])) == ["⏎", "#258", "end"]
-
-
-def test_a_token_s_label_is_its_own_text_of_however_many_characters(workdir, tmp_path):
-  """Not the characters of the response, one for each token."""
-
-  class Words:
-    stop_ids = (0,)
-
-    def decode(self, ids):
-      return "".join(["", "16", " -", " 11"][i] for i in ids)
-
-  assert rollouts._token_texts([1, 2, 3, 0], Words()) == ("16", " -", " 11", "end")
-  config = json.loads((workdir / "config.json").read_text()) | {"tokenizer": "nowhere"}
-  (tmp_path / "config.json").write_text(json.dumps(config))
-  (tmp_path / "rollouts").symlink_to(workdir / "rollouts")
-  assert rollouts.load(tmp_path)[1].token_texts == ("1", "2", "3")  # its places
+def test_the_page_of_a_run_is_shown_in_a_frame(workdir):
+  shown = rollouts.page(workdir, batches="0,-1")
+  assert 'id="0/batch/0"' in shown.text and 'id="0/batch/3"' in shown.text
+  assert 'id="0/batch/1"' not in shown.text
+  frame = shown._repr_html_()
+  (written,) = re.findall(r'<iframe srcdoc="([^"]*)"', frame)
+  assert html.unescape(written) == shown.text and not list(workdir.glob("*.html"))
 
 
 def test_some_are_printed_spread_over_all(samples, capsys):
@@ -140,12 +126,10 @@ def test_some_are_printed_spread_over_all(samples, capsys):
 def dialogue(outcome, *turns, surprisals):
   """A rollout of these turns; a policy's has a stop token too, an environment's has none."""
   numbers = [n for n, text in enumerate(turns) for _ in [*text, "end"][: len(text) + (n + 1) % 2]]
-  labels = [c for n, text in enumerate(turns) for c in [*text, *["end"][: (n + 1) % 2]]]
   sample = dict(outcome=outcome, stopped=outcome != "length_limit")
   return rollouts.Rollout(
     0, 0, "p", "".join(turns), "7", rollouts.rollout_kind(sample), outcome, 0.0, len(numbers), 0,
     "a", np.zeros(len(numbers), int), np.asarray(surprisals, float), turns, np.asarray(numbers),
-    tuple(labels),
   )  # fmt: skip
 
 
@@ -172,15 +156,6 @@ def test_turns_are_told_apart(capsys):
     "    environment  '<'\n"
     "    policy       '7'\n"
   )
-
-
-def test_an_environments_tokens_have_a_ground_and_no_height():
-  axes = axes_of(rollouts.plot_surprisals, DIALOGUES[1])
-  labels = [label.get_text() for label in axes.get_xticklabels()]
-  assert labels == ["9", "end", "<", "x", "end", "?", "?", "3", "end"]
-  *ground, bars = axes.patches[:3], axes.patches[3:]
-  assert [x.get_x() for x in ground[0]] == [1.5, 4.5, 5.5]
-  assert [bar.get_height() for bar in bars] == [2, 0, 0, 0.2, 0, 0, 0, 0.6, 0.6]
 
 
 # --- fleets ---------------------------------------------------------------------------------------

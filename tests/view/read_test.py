@@ -162,6 +162,9 @@ def test_folders_that_are_no_run(tmp_path):
   RolloutStore(tmp_path / "rollouts", writable=True).close()
   with pytest.raises(ValueError, match="its store has no batch"):
     read.open_run(tmp_path)
+  (tmp_path / "rollouts" / "index.jsonl").write_text("")
+  with pytest.raises(ValueError, match="has the former format"):
+    read.open_run(tmp_path)
   with pytest.raises(ValueError, match="is a URL"):
     read.open_run("gs://bucket/run")
 

@@ -125,7 +125,16 @@ def test_what_does_not_fit_is_left_out_and_named(folder, tmp_path):
   texts = Elements((tmp_path / "page.html").read_text()).texts
   assert decode(base64.b64decode(texts["left_out"])).header["names"] == written.left_out
   held = {name for name in texts if re.match("0/(batch|geometry)", name)}
-  assert held and not held & {*written.left_out} and len(held) + len(written.left_out) == 6
+  names = {text.partition(" ")[0] for text in written.left_out}
+  assert held and not held & names and len(held) + len(names) == 6
+  assert all(text.endswith("MiB, no room)") for text in written.left_out)
+
+
+def test_a_damaged_batch_is_left_out_and_named(folder, tmp_path):
+  shutil.copytree(folder, tmp_path / "run")
+  (tmp_path / "run" / "rollouts" / "00000001.safetensors").write_bytes(b"torn")
+  written = write_file(tmp_path / "run", tmp_path / "page.html")
+  assert written.left_out == ["0/batch/1 (missing or damaged)"]
 
 
 def test_writing_needs_memory_for_one_batch(tmp_path):
@@ -159,7 +168,7 @@ def test_the_command_says_what_it_wrote(folder, capsys, monkeypatch):
   assert capsys.readouterr().out == f"{folder}/view.html: 0.1 MiB; open it in a browser\n"
   monkeypatch.setattr(write.write_page, "__kwdefaults__", {"max_bytes": 2**17})
   view(made.config(), str(folder))()
-  assert "left out, beyond 64 MiB: 0/" in capsys.readouterr().out
+  assert "left out: 0/" in capsys.readouterr().out
   with pytest.raises(ValueError, match="--batches=9: batch 9 is not in the store"):
     view(made.config(), str(folder), batches="9")
 
