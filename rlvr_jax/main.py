@@ -66,7 +66,7 @@ _HELP = """rlvr_jax trains, evaluates and exports policies, for instance by
 
   --config=FILE        the recipe; any field can be set, such as --config.seed=1
   --workdir=FOLDER     for all output files; the same command resumes a run
-  --mode=MODE          train (the default), sample, check, eval, export, fits, costs, tune, sweep, view
+  --mode=MODE          train (default), sample, check, eval, export, fits, costs, tune, sweep, view
   --checkpoint=RUN     the run to evaluate or to export
 
 All flags: rlvr_jax --help. A first run, explained: docs/first_run.md"""

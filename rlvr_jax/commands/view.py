@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import jax
 import ml_collections
 
+from rlvr_jax.storage.files import JsonObject, report_unwritable
+from rlvr_jax.train.checkpointing.claim import WorkdirError
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.view import read, write
 
@@ -32,22 +35,23 @@ def view(
     serve: whether to serve the page rather than write it.
     port: of 127.0.0.1; 0: any that is free.
   Raises:
-    ValueError: a folder is no run's, or does not have the batches.
+    ValueError: a folder is no run's, or does not have the batches; the port cannot be used.
   """
   jax.config.update("jax_platforms", "cpu")  # the run may have the other devices
   runs = [read.open_run(workdir)]
   runs += [read.open_run(beside, "--beside")] if beside else []
   recipe = json.loads(base.to_json_best_effort())
   if serve:
-    return lambda: _serve(runs, recipe, port)
+    return functools.partial(_serve, _open_server(runs, recipe, port), runs)
   chosen = [read.choose_batches(batches, read.stored_numbers(run.folder)) for run in runs]
   return lambda: _write(Path(workdir) / write.PAGE_FILE, runs, recipe, chosen)
 
 
 def _write(
-  path: Path, runs: Sequence[read.Run], base: dict[str, object], batches: Sequence[Sequence[int]]
+  path: Path, runs: Sequence[read.Run], base: JsonObject, batches: Sequence[Sequence[int]]
 ) -> write.Written:
-  written = write.write_page(path, runs, base, batches)  # type: ignore[arg-type]
+  with report_unwritable(str(path), WorkdirError):
+    written = write.write_page(path, runs, base, batches)
   say(f"{path}: {written.size / 2**20:.1f} MiB; open it in a browser")
   if written.left_out:
     most = write.MAX_BYTES // 2**20
@@ -58,8 +62,18 @@ def _write(
   return written
 
 
-def _serve(runs: Sequence[read.Run], base: dict[str, object], port: int) -> None:
-  with write.Server(runs, base, port) as server:  # type: ignore[arg-type]
+def _open_server(runs: Sequence[read.Run], base: JsonObject, port: int) -> write.Server:
+  try:
+    return write.Server(runs, base, port)
+  except OSError as error:
+    raise ValueError(
+      f"--port={port} of {write.HOST} cannot be used: {error.strerror}; choose another, or leave it"
+      " out for any free one"
+    ) from error
+
+
+def _serve(server: write.Server, runs: Sequence[read.Run]) -> None:
+  with server:
     say(f"{server.address} shows {' and '.join(str(run.folder) for run in runs)}; Ctrl-C ends it")
     try:
       server.serve_forever()
