@@ -10,7 +10,6 @@ import contextlib
 import math
 import pathlib
 import re
-import unicodedata
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -43,6 +42,8 @@ _WARNING = "warning: "
 _REPEATS = 0.12  # a text that compresses to less than this share of its bytes repeats itself
 _LONG = 200  # characters from which on a text may be called repetitive
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+_SHARED = ("prompt", "answer", "tokens")  # fields of samples that groups or arrays have
+_ODD = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ue000-\uf8ff\ufffd]")
 _MOST_BYTES = 4  # of a character in UTF-8
 _FIELD = re.compile(r"(-?\d+)(?::(-?\d+))?")
 
@@ -264,9 +265,8 @@ def read_batch(run: Run, number: int) -> Part:
   arrays = join(with_equal_names(groups))
   if "tokens" not in arrays or not all(group.samples for group in groups):
     raise StoreError(f"batch {number} of {run.folder} has no graded rollouts")
-  samples = [sample for group in groups for sample in group.samples]
   P, G, T = arrays["tokens"].shape
-  lengths = np.array([sample["tokens"] for sample in samples])
+  lengths = np.array([sample["tokens"] for group in groups for sample in group.samples])
   within = (np.arange(T) < lengths[:, None]).reshape(P, G, T)
   update = run.updates.get(number)
   of_tokens = _token_arrays(groups, arrays, within, update)
@@ -277,7 +277,9 @@ def read_batch(run: Run, number: int) -> Part:
     "size": [P, G],
     "lengths": lengths.tolist(),
     "vocabulary": vocabulary,
-    "characters": _characters(arrays["tokens"][within], lengths, vocabulary, run.tokenizer),
+    "characters": _characters(
+      arrays["tokens"][within], of_tokens["token"], lengths, vocabulary, run.tokenizer
+    ),
     "has_texts": run.tokenizer is not None,
     "layers": [],
   }
@@ -286,25 +288,35 @@ def read_batch(run: Run, number: int) -> Part:
     header["layers"] = layers
     of_tokens["expert"] = np.stack([arrays["routes"][..., n, 0][within] for n in layers])
   of_tokens |= _coefficients(run, update, groups, within)
-  sources = info.get("sources", [])
-  header["groups"] = [
-    {
-      "prompt": group.samples[0]["prompt"],
-      "answer": group.samples[0]["answer"],
-      "source": sources[group.source] if group.source < len(sources) else str(group.source),
-      "versions": sorted(group.versions),
-      "rewards": [sample["reward"] for sample in group.samples],
-      **_interest(group, of_tokens.get("ratio"), lengths, p * G),
-    }
-    for p, group in enumerate(groups)
-  ]
-  shared = ("prompt", "answer", "tokens")
-  header["samples"] = [
-    {name: value for name, value in sample.items() if name not in shared}
-    | {"garbled": is_garbled(sample["completion"])}
-    for sample in samples
-  ]
+  header |= _records(groups, of_tokens.get("ratio"), lengths, info.get("sources", []))
   return Part(header, of_tokens)
+
+
+def _records(
+  groups: Sequence[Group], ratio: np.ndarray | None, lengths: np.ndarray, sources: Sequence[str]
+) -> JsonObject:
+  """The header's "groups", and "samples" with what they do not share."""
+  samples = [
+    {name: value for name, value in sample.items() if name not in _SHARED}
+    | {"garbled": is_garbled(sample["completion"])}
+    for group in groups
+    for sample in group.samples
+  ]
+  records, first = [], 0
+  for group in groups:
+    last = first + len(group.samples)
+    tokens = slice(int(lengths[:first].sum()), int(lengths[:last].sum()))
+    records.append(
+      {
+        "prompt": group.samples[0]["prompt"],
+        "answer": group.samples[0]["answer"],
+        "source": sources[group.source] if group.source < len(sources) else str(group.source),
+        "versions": sorted(group.versions),
+        **_interest(samples[first:last], None if ratio is None else ratio[tokens]),
+      }
+    )
+    first = last
+  return {"groups": records, "samples": samples}
 
 
 def _token_arrays(
@@ -354,23 +366,25 @@ def _vocabulary(tokens: np.ndarray, tokenizer: Tokenizer | None) -> tuple[list[J
 
 def _characters(
   tokens: np.ndarray,
+  index: np.ndarray,
   lengths: np.ndarray,
   vocabulary: Sequence[JSON],
   tokenizer: Tokenizer | None,
 ) -> list[JSON]:
   """[first token, text, number of tokens] where only several tokens are a character."""
-  if tokenizer is None or not any(_BROKEN in str(text) for text in vocabulary):
+  if tokenizer is None:
     return []
+  broken = np.array([_BROKEN in str(text) for text in vocabulary], bool)[index]
+  places, ends = np.flatnonzero(broken), np.cumsum(lengths)
   found: list[JSON] = []
-  starts = np.cumsum(lengths) - lengths
-  for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-    place, ids = 0, tokens[start : start + length].tolist()
-    while place < length:
-      width = _width(ids[place : place + _MOST_BYTES], tokenizer)
-      if width > 1:
-        text = tokenizer.decode(ids[place : place + width], with_special=True)
-        found.append([start + place, text, width])
-      place += width
+  done = 0
+  for place, end in zip(
+    places.tolist(), ends[np.searchsorted(ends, places, "right")].tolist(), strict=True
+  ):
+    ids = tokens[place : min(place + _MOST_BYTES, end)].tolist()
+    if place >= done and (width := _width(ids, tokenizer)) > 1:
+      found.append([place, tokenizer.decode(ids[:width], with_special=True), width])
+      done = place + width
   return found
 
 
@@ -412,35 +426,26 @@ def _advantages(advantage: Advantage, batch: TrainBatch, within: np.ndarray) -> 
   return in_loss.reshape(-1).astype(np.float32)
 
 
-def _interest(
-  group: Group, ratio: np.ndarray | None, lengths: np.ndarray, first: int
-) -> JsonObject:
+def _interest(samples: Sequence[JsonObject], ratio: np.ndarray | None) -> JsonObject:
   """Why a group is worth reading: its spread of rewards, and what is odd about its rollouts.
 
   "interest" adds the spread, the shares of truncated and of garbled rollouts, and the largest
-  |log ratio| up to 1, each in [0, 1]; "ratio" is absent where it was not stored.
+  |log ratio|, each up to 1; "ratio" is absent where it was not stored.
   """
-  G = len(group.samples)
-  rewards = [sample["reward"] for sample in group.samples if sample["reward"] is not None]
-  spread = float(np.ptp(rewards)) if rewards else 0.0
+  rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
   found: JsonObject = {
-    "spread": spread,
-    "truncated": sum(not sample["stopped"] for sample in group.samples) / G,
-    "garbled": sum(is_garbled(sample["completion"]) for sample in group.samples) / G,
+    "spread": float(np.ptp(rewards)) if rewards else 0.0,
+    "truncated": sum(not sample["stopped"] for sample in samples) / len(samples),
+    "garbled": sum(sample["garbled"] for sample in samples) / len(samples),
   }
-  interest = min(spread, 1.0) + found["truncated"] + found["garbled"]
   if ratio is not None:
-    start = int(lengths[:first].sum())
-    of_group = ratio[start : start + int(lengths[first : first + G].sum())]
-    found["ratio"] = float(np.abs(of_group).max(initial=0.0))
-    interest += min(found["ratio"], 1.0)
-  return found | {"interest": interest}
+    found["ratio"] = float(np.abs(ratio).max(initial=0.0))
+  return found | {"interest": sum(min(value, 1.0) for value in found.values())}
 
 
 def is_garbled(text: str) -> bool:
   """Whether a text has broken or control characters, or repeats itself over and over."""
-  if any(c == _BROKEN or (unicodedata.category(c) in ("Cc", "Cn", "Co") and c not in "\n\t\r")
-         for c in text):  # fmt: skip
+  if _ODD.search(text):
     return True
   data = text.encode(errors="replace")
   return len(text) >= _LONG and len(zlib.compress(data, 1)) < _REPEATS * len(data)
