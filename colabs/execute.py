@@ -77,6 +77,8 @@ def tidy(notebook: Any) -> None:
   for number, cell in enumerate(notebook.cells):
     cell.id = f"cell-{number:02}"
     cell.metadata = {"tags": cell.metadata["tags"]} if "tags" in cell.metadata else {}
+    if any("<iframe" in o.get("data", {}).get("text/html", "") for o in cell.get("outputs", [])):
+      cell.outputs = []  # a whole page, which GitHub would not show
     for output in cell.get("outputs", []):
       if "image/png" in output.get("data", {}):
         output.data["image/png"] = _small(output.data["image/png"])

@@ -181,6 +181,9 @@ class Page(NamedTuple):
 
   text: str  # HTML
 
+  def __repr__(self) -> str:
+    return f"the page of a run, {len(self.text) / 2**20:.1f} MiB"
+
   def _repr_html_(self) -> str:
     return (
       f'<iframe srcdoc="{html.escape(self.text)}" width="100%" height="720"'

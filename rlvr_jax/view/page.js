@@ -317,13 +317,15 @@ function logTicks(low, high) {
 const T_975 = [12.71, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.2, 2.18, 2.16, 2.14, 2.13,
   2.12, 2.11, 2.1, 2.09, 2.09, 2.08, 2.07, 2.07, 2.06, 2.06, 2.06, 2.05, 2.05, 2.05, 2.04];
 
+const quantile = (n) => T_975[n - 2] ?? 1.96; // of n values
+
 // Mean and half a 95 % interval of it (Student's t, independent values); null without two values.
 function meanInterval(values) {
   const n = values.length;
   if (n < 2) return null;
   const mean = values.reduce((a, b) => a + b, 0) / n;
   const variance = values.reduce((a, b) => a + (b - mean) ** 2, 0) / (n - 1);
-  return [mean, (T_975[n - 2] ?? 1.96) * Math.sqrt(variance / n)];
+  return [mean, quantile(n) * Math.sqrt(variance / n)];
 }
 
 // Points [x, y, low, high] of a metric; the band is the metric's own, or of a running mean.
@@ -339,16 +341,33 @@ function series(summary, phase, name, low, high) {
   return points.length ? points : null;
 }
 
+// Running means of y with 95 % intervals, as if points were independent; `raw` has the points.
 function smooth(points) {
-  const half = Math.max(2, Math.min(25, Math.floor(points.length / 30)));
-  if (points.length < 10) return points;
+  const n = points.length, half = Math.max(2, Math.floor(Math.min(n / 30, Math.max(25, n / 100))));
+  if (n < 10) return points;
+  const shift = points[0][1], sums = [0], squares = [0]; // sums up to each point
+  points.forEach(([, y], i) => { sums.push(sums[i] + y - shift); squares.push(squares[i] + (y - shift) ** 2); });
   const smoothed = points.map(([x], i) => {
-    const window = points.slice(Math.max(0, i - half), i + half + 1).map((p) => p[1]);
-    const [mean, spread] = meanInterval(window);
-    return [x, mean, mean - spread, mean + spread];
+    const from = Math.max(0, i - half), to = Math.min(n, i + half + 1), count = to - from;
+    const mean = (sums[to] - sums[from]) / count;
+    const variance = Math.max(0, squares[to] - squares[from] - count * mean ** 2) / (count - 1);
+    const spread = quantile(count) * Math.sqrt(variance / count);
+    return [x, shift + mean, shift + mean - spread, shift + mean + spread];
   });
   smoothed.raw = points;
   return smoothed;
+}
+
+// Means of consecutive points and of their bands, where there are too many to be drawn.
+function condense(points, most = 200) {
+  if (points.length <= 2 * most) return points;
+  const size = points.length / most;
+  const condensed = Array.from({ length: most }, (_, k) => {
+    const part = points.slice(Math.floor(k * size), Math.floor((k + 1) * size));
+    return [0, 1, 2, 3].map((c) => part.reduce((sum, p) => sum + p[c], 0) / part.length);
+  });
+  condensed.size = Math.round(size);
+  return condensed;
 }
 
 // At most 2 points for each of `count` columns: the lowest and the highest.
@@ -415,8 +434,10 @@ function axes(c, { width, height, left, bottom, x0, x1, y0, y1, X, Y, log }) {
     c.beginPath(); c.moveTo(left, at); c.lineTo(width - 6, at); c.stroke();
     c.fillText(show(log ? 10 ** y : Number(y.toPrecision(6))), left - 5, at + 4);
   }
-  c.textAlign = "center";
-  for (const x of ticks(x0, x1, Math.max(2, width / 90)).filter(Number.isInteger)) c.fillText(show(x), X(x), height - 4);
+  for (const x of ticks(x0, x1, Math.max(2, width / 90)).filter(Number.isInteger)) {
+    c.textAlign = X(x) > width - 24 ? "right" : "center";
+    c.fillText(show(x), Math.min(X(x), width - 1), height - 4);
+  }
 }
 
 function drawLine(c, { points, colour, dash }, X, Y, width, log) {
@@ -483,11 +504,12 @@ function lineChart({ title, unit, names, low, high, log, phase = "train" }) {
   const lines = shown.flatMap((name, n) => state.summaries.map((summary, run) => {
     const points = series(summary, phase, name, low ?? `${name}_low`, high ?? `${name}_high`);
     if (!points) return null;
-    const drawn = points.hasOwn || phase !== "train" || log ? points : smooth(points);
+    const drawn = points.hasOwn || phase !== "train" || log ? condense(points) : smooth(points);
     const colour = several && shown.length === 1 ? [BLUE, ORANGE][run] : CATEGORIES[n % 8];
     return { label: several ? `${name} · ${"AB"[run]}` : name, points: drawn, colour, dash: run === 1 };
   })).filter(Boolean);
   if (lines.some(({ points }) => points.raw)) notes.push("running mean with 95 % interval");
+  if (lines[0]?.points.size) notes.push(`means of ${lines[0].points.size} updates`);
   return lines.length ? chart(title, lines, { log, note: notes.join("; ") }) : null;
 }
 

@@ -13,6 +13,7 @@ import pytest
 from view import made
 from view.browser import CHROMIUM, Browser
 
+from rlvr_jax.colab.rollouts import Page
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.view import read, write
 
@@ -248,6 +249,17 @@ def test_text_can_be_read_in_both_themes(browser, page, dark):
     for ground in ("paper", "panel"):
       low, high = sorted((light(colour(ink)), light(colour(ground))))
       assert (high + 0.05) / (low + 0.05) >= 4.5, (ink, ground)
+
+
+def test_it_works_in_the_frame_of_a_notebook(browser, page, tmp_path):
+  """There a link to a place of the page would lead to one of the notebook."""
+  frame = Page((page / "one.html").read_text())._repr_html_()
+  (tmp_path / "notebook.html").write_text(f"<!doctype html><main id=main data-drawn=1>{frame}")
+  browser.open(f"file://{tmp_path}/notebook.html")
+  inside = "document.querySelector('iframe').contentDocument"
+  browser.wait(f"{inside}.querySelector('.chart canvas')")
+  browser.run(f"{inside}.querySelector('#tabs a[href=\"#batch\"]').click()")
+  browser.wait(f"{inside}.querySelector('.row')")
 
 
 def test_a_served_run_is_followed(browser, tmp_path):
