@@ -182,6 +182,7 @@ const CATEGORIES = [BLUE, AMBER, [0, 158, 115], PINK, [86, 180, 233], ORANGE, [1
 const rgba = ([r, g, b], alpha = 1) => `rgba(${r}, ${g}, ${b}, ${alpha.toFixed(3)})`;
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const line = (colour, alpha) => rgba(DARK.matches ? colour.map((x) => Math.round(x + 0.3 * (255 - x))) : colour, alpha);
+const tint = (colour, x) => rgba(colour, (DARK.matches ? 0.5 : 0.85) * Math.max(0, Math.min(1, x))); // behind a text
 const diverging = (x) => rgba(x < 0 ? ORANGE : BLUE, 0.7 * Math.min(1, Math.abs(x)));
 const category = (n) => rgba(CATEGORIES[((n % 8) + 8) % 8], 0.42);
 
@@ -212,7 +213,7 @@ const COLOURS = {
   none: { title: "none" },
   logprob: {
     title: "log-probability (sampler)", of: "logprob", note: "log β, nats: rarer is stronger",
-    colour: (x) => rgba(AMBER, 0.85 * Math.min(1, -x / 4)), legend: [0, -0.5, -1, -2, -3, -4],
+    colour: (x) => tint(AMBER, -x / 4), legend: [0, -0.5, -1, -2, -3, -4],
   },
   ratio: {
     title: "ratio", of: "ratio", note: "log of proximal policy ÷ sampler", colour: (x) => diverging(x / 0.7),
@@ -238,7 +239,7 @@ const COLOURS = {
   clipped: { title: "clipped or vetoed", of: "clipped" },
   version: { title: "version", of: "version", note: "updates before the policy that sampled", colour: category, distinct: true },
   lag: {
-    title: "lag", of: "lag", note: "updates between sampling and training", colour: (x) => rgba(PINK, Math.min(0.85, 0.12 * x)),
+    title: "lag", of: "lag", note: "updates between sampling and training", colour: (x) => tint(PINK, x / 8),
     legend: [0, 1, 2, 4, 8],
   },
   turn: { title: "turn", of: "turn", note: "even: the policy's, odd: the environment's", colour: category, distinct: true },

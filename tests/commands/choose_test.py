@@ -45,6 +45,15 @@ def test_flags(mode, workdir, checkpoint, owner, tmp_path, monkeypatch):
   assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+  "flags", [dict(beside="runs/b"), dict(batches="0"), dict(serve=True), dict(port=0)]
+)
+def test_flags_of_a_page_are_those_of_a_page(flags):
+  (name,) = flags
+  with pytest.raises(ValueError, match=f"--{name} goes with --mode=view, not with --mode=train"):
+    choose.prepare_command("train", tiny.get_config(), "runs/a", None, None, **flags)
+
+
 @pytest.mark.parametrize("fields", [
   dict(sources__checkpoint=dict(fraction=0.5, workdir=URL)),
   dict(sources__recorded=dict(fraction=0.5, store=URL)),
