@@ -1131,9 +1131,8 @@ async function reload() {
 }
 
 async function loadSummaries(fresh = false) {
-  const found = [await load("0/summary", { fresh })];
-  const second = SERVED ? await load("1/summary", { fresh }).catch(() => null) : isHere("1/summary") && await load("1/summary");
-  state.summaries = second ? [...found, second] : found;
+  const runs = [...Array(Number(document.body.dataset.runs)).keys()];
+  state.summaries = await Promise.all(runs.map((run) => load(`${run}/summary`, { fresh })));
 }
 
 async function begin() {

@@ -78,8 +78,8 @@ def _hash(text: str) -> str:
   return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def page_ends(title: str, *, served: bool) -> tuple[str, str]:
-  """The page before its data and after them.
+def page_ends(names: Sequence[str], *, served: bool) -> tuple[str, str]:
+  """The page of the runs with these names, before its data and after them.
 
   Its policy lets a browser run only the page's own script and style, and load nothing; of a served
   page, data from the same server.
@@ -92,7 +92,8 @@ def page_ends(title: str, *, served: bool) -> tuple[str, str]:
   )
   values = {
     "policy": html.escape(policy),
-    "title": html.escape(title),
+    "title": html.escape(" and ".join(names)),
+    "runs": str(len(names)),
     "style": style,
     "served": "true" if served else "false",
     "script": script,
@@ -121,7 +122,7 @@ def write_page(
     batches: of each run, the most important first.
     max_bytes: of the file; what does not fit is left out, and the page says so.
   """
-  start, end = page_ends(" and ".join(run.folder.absolute().name for run in runs), served=False)
+  start, end = page_ends([run.folder.absolute().name for run in runs], served=False)
   left_out: list[str] = []
   with replace_file(path) as file:
     size = file.write(start.encode())
@@ -198,7 +199,7 @@ class Server(http.server.ThreadingHTTPServer):
       StoreError, TornShardError, OSError, ValueError: a file cannot be read.
     """
     if path == "/":
-      names = " and ".join(run.folder.absolute().name for run in self._runs)
+      names = [run.folder.absolute().name for run in self._runs]
       return "text/html; charset=utf-8", "".join(page_ends(names, served=True)).encode()
     match = _REQUEST.fullmatch(path)
     if match is None or int(match[1]) >= len(self._runs):

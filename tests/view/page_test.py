@@ -284,13 +284,11 @@ def test_a_served_run_is_followed(browser, tmp_path):
     try:
       browser.open(server.address)
       assert "every stored batch can be loaded" in text(browser)
-      browser.errors.clear()  # the second run is not there: 404
       with RolloutStore(folder / "rollouts", writable=True) as store:
         store.write(4, made.batch(), {})
       browser.run("reload()")
       browser.go("#batch/0/4")
       assert count(browser, ".row") == 2
-      browser.errors.clear()
     finally:
       server.shutdown()
       thread.join()

@@ -118,7 +118,7 @@ def test_the_script_makes_elements_from_no_text_and_loads_nothing_from_elsewhere
 
 
 def test_what_does_not_fit_is_left_out_and_named(folder, tmp_path):
-  limit = len("".join(write.page_ends("run", served=False)).encode()) + 2**16 + 6000
+  limit = len("".join(write.page_ends(["run"], served=False)).encode()) + 2**16 + 6000
   written = write_file(folder, tmp_path / "page.html", max_bytes=limit)
   assert written.left_out and written.size <= limit
   texts = Elements((tmp_path / "page.html").read_text()).texts
