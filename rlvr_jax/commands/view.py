@@ -43,7 +43,11 @@ def view(
   recipe = json.loads(base.to_json_best_effort())
   if serve:
     return functools.partial(_serve, _open_server(runs, recipe, port), runs)
-  chosen = [read.choose_batches(batches, read.stored_numbers(run.folder)) for run in runs]
+  numbers = [read.stored_numbers(run.folder) for run in runs]
+  if batches == read.DEFAULT_BATCHES:  # so that those of two runs are pairs
+    shared = sorted(set.intersection(*map(set, numbers)))
+    numbers = [shared or of_run for of_run in numbers]
+  chosen = [read.choose_batches(batches, of_run) for of_run in numbers]
   return lambda: _write(Path(workdir) / write.PAGE_FILE, runs, recipe, chosen)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import math
 import pathlib
 import re
+import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -22,11 +23,10 @@ from rlvr_jax.advantages import Advantage
 from rlvr_jax.data import Tokenizer
 from rlvr_jax.data.by_name import make_tokenizer
 from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, METRICS_FILE, read_metrics
-from rlvr_jax.ops.spectral import is_usable
 from rlvr_jax.rollouts.batch import train_batch, with_equal_names
 from rlvr_jax.rollouts.group import Group, join
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
-from rlvr_jax.storage.files import JSON, JsonObject
+from rlvr_jax.storage.files import JSON, DamagedFileError, JsonObject
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.claim import WorkdirError
 from rlvr_jax.train.checkpointing.workdir import differing_fields, read_config
@@ -411,9 +411,10 @@ def _coefficients(
     with contextlib.suppress(ValueError, AssertionError):  # what it needs is not stored
       found["advantage"] = _advantages(run.advantage, train_batch(groups), within)
   if update is not None and update - 1 in geometry_steps(run.folder):
-    with np.load(_geometry_path(run.folder, update - 1)) as file:
-      if file["reweighted"].size == within[..., 0].size:
-        found["coefficient"] = file["reweighted"].reshape(-1).astype(np.float32)
+    with contextlib.suppress(DamagedFileError):
+      reweighted = _load_geometry(run.folder, update - 1)["reweighted"].reshape(-1)
+      if reweighted.size == within[..., 0].size:
+        found["coefficient"] = reweighted.astype(np.float32)
   return found
 
 
@@ -460,8 +461,16 @@ def geometry_steps(folder: pathlib.Path) -> list[int]:
   return sorted(int(path.stem) for path in paths if path.stem.isdigit())
 
 
-def _geometry_path(folder: pathlib.Path, step: int) -> pathlib.Path:
-  return folder / GEOMETRY_FOLDER / f"{step:06d}.npz"
+def _load_geometry(folder: pathlib.Path, step: int) -> dict[str, np.ndarray]:
+  """The arrays of a measurement: gram, reweighted, rewards and valid."""
+  path = folder / GEOMETRY_FOLDER / f"{step:06d}.npz"
+  try:
+    with np.load(path) as file:
+      found = {name: file[name] for name in ("gram", "reweighted", "rewards")}
+      found["valid"] = file["valid"] if "valid" in file else np.ones(found["rewards"].shape, bool)
+  except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
+    raise DamagedFileError(f"{path} is damaged ({error}); remove it") from error
+  return found
 
 
 def read_geometry(run: Run, step: int) -> Part:
@@ -475,14 +484,15 @@ def read_geometry(run: Run, step: int) -> Part:
     and by the leading eigenvector's entries; reward f32[B]; valid u8[B].
   Raises:
     FileNotFoundError: nothing was measured before this update.
+    DamagedFileError: the file is not a measurement.
   """
-  with np.load(_geometry_path(run.folder, step)) as file:
-    K, A = file["gram"].astype(np.float64), file["reweighted"].reshape(-1).astype(np.float64)
-    rewards, valid = file["rewards"], file["valid"]
+  file = _load_geometry(run.folder, step)
+  K, A = file["gram"].astype(np.float64), file["reweighted"].reshape(-1).astype(np.float64)
+  rewards, valid = file["rewards"], file["valid"]
   P, G = rewards.shape
   within = np.argsort(-rewards, axis=1, kind="stable")
   by_reward = (within + G * np.arange(P)[:, None]).reshape(-1)
-  usable = bool(is_usable(K.astype(np.float32)))
+  usable = bool(np.isfinite(K).all() and np.trace(K) > 0)
   header: JsonObject = {"step": step, "size": [P, G], "usable": usable}
   arrays = {
     "coefficient": A.astype(np.float32),

@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import html
 import http.server
+import itertools
 import json
 import pathlib
 import re
@@ -132,7 +133,7 @@ def write_page(
     for name, make in _parts(runs, batches):
       try:
         data = base64.b64encode(encode(make()))
-      except TornShardError:
+      except (TornShardError, DamagedFileError):
         left_out.append(f"{name} (missing or damaged)")
         continue
       if size + len(data) > room:
@@ -147,16 +148,27 @@ def write_page(
 def _parts(
   runs: Sequence[Run], batches: Sequence[Sequence[int]]
 ) -> Iterator[tuple[str, Callable[[], Part]]]:
-  """(name, reader) of all that a page shall hold, the most important first."""
+  """(name, reader) of all that a page shall hold, the most important first.
+
+  Batches and measurements take turns, and so do runs.
+  """
+  steps = [read.geometry_steps(run.folder) for run in runs]
+  measured = [
+    read.choose_batches(read.DEFAULT_BATCHES, of_run) if of_run else () for of_run in steps
+  ]
+  columns: list[list[tuple[str, Callable[[], Part]]]] = []
   for index, run in enumerate(runs):
-    steps = read.geometry_steps(run.folder)
-    for step in read.choose_batches(read.DEFAULT_BATCHES, steps) if steps else ():
-      yield f"{index}/geometry/{step}", functools.partial(read.read_geometry, run, step)
-  for place in range(max(map(len, batches))):
-    for index, (run, numbers) in enumerate(zip(runs, batches, strict=True)):
-      if place < len(numbers):
-        number = numbers[place]
-        yield f"{index}/batch/{number}", functools.partial(read.read_batch, run, number)
+    columns.append(
+      [(f"{index}/batch/{n}", functools.partial(read.read_batch, run, n)) for n in batches[index]]
+    )
+    columns.append(
+      [
+        (f"{index}/geometry/{n}", functools.partial(read.read_geometry, run, n))
+        for n in measured[index]
+      ]
+    )
+  for row in itertools.zip_longest(*columns):
+    yield from filter(None, row)
 
 
 def _write_part(file: IO[bytes], name: str, part: Part) -> int:

@@ -134,6 +134,9 @@ def test_a_damaged_batch_is_left_out_and_named(folder, tmp_path):
   (tmp_path / "run" / "rollouts" / "00000001.safetensors").write_bytes(b"torn")
   written = write_file(tmp_path / "run", tmp_path / "page.html")
   assert written.left_out == ["0/batch/1 (missing or damaged)"]
+  (tmp_path / "run" / "geometry" / "000000.npz").write_bytes(b"torn")
+  written = write_file(tmp_path / "run", tmp_path / "page.html")
+  assert {*written.left_out} == {f"0/{x} (missing or damaged)" for x in ("batch/1", "geometry/0")}
 
 
 def test_writing_needs_memory_for_one_batch(tmp_path):
@@ -158,6 +161,19 @@ def test_two_runs_share_a_file(folder, tmp_path):
   view(made.config(), str(folder), beside=str(other), batches="0")()
   texts = Elements((folder / "view.html").read_text()).texts
   assert {"0/batch/0", "1/batch/0", "1/summary"} <= texts.keys() and "0/batch/1" not in texts
+  longer = made.write_run(tmp_path / "longer", batches=[made.batch()] * 31)
+  view(made.config(), str(longer), beside=str(folder))()
+  texts = Elements((longer / "view.html").read_text()).texts.keys()
+  assert {name for name in texts if name.startswith("0/batch/")} == {
+    f"0/batch/{number}"
+    for number in range(4)  # those of both
+  }
+
+
+def test_recipes_are_differences(folder, tmp_path):
+  other = made.write_run(tmp_path / "other", num_updates=5)
+  view(made.config(), str(folder), beside=str(other), batches="0")()
+  texts = Elements((folder / "view.html").read_text()).texts
   recipes = [decode(base64.b64decode(texts[f"{n}/summary"])).header["recipe"] for n in (0, 1)]
   assert recipes == [[], [["num_updates", "4", "5"]]]
 
