@@ -7,7 +7,11 @@ const RELOAD_MS = 10000; // of a served run's metrics
 const CHUNK = 400; // tokens, or rows of a list, that are drawn at a time
 const state = {
   summaries: [], // a part for each run
-  colour: "logprob", layer: 0, differences: false, order: "by_reward", more: "",
+  colour: "logprob",
+  layer: 0,
+  differences: false,
+  order: "by_reward",
+  more: "",
   filter: { text: "", outcome: "", least: "", most: "", spread: "", sort: "interest" },
 };
 
@@ -18,30 +22,60 @@ function el(tag, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (name === "style") for (const [k, v] of Object.entries(value)) node.style.setProperty(k, v);
+    else if (name === "style")
+      for (const [k, v] of Object.entries(value)) node.style.setProperty(k, v);
     else node.setAttribute(name, value === true ? "" : value);
   }
   node.append(...children.flat(4).filter((child) => child !== null && child !== undefined));
   return node;
 }
 
-const HIDDEN = /([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb])/u;
+const HIDDEN =
+  /([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb])/u;
 
 // A text's nodes; characters that are not seen, or turn the direction of others, show as their code.
 function visible(text) {
-  return String(text).split(HIDDEN).filter((part) => part !== "").map((part) => {
-    if (!HIDDEN.test(part)) return document.createTextNode(part);
-    const code = part.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
-    return el("span", { class: "control", title: "a character that is not seen" }, `U+${code}`);
-  });
+  return String(text)
+    .split(HIDDEN)
+    .filter((part) => part !== "")
+    .map((part) => {
+      if (!HIDDEN.test(part)) return document.createTextNode(part);
+      const code = part.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
+      return el("span", { class: "control", title: "a character that is not seen" }, `U+${code}`);
+    });
 }
 
 const text = (value, kind = "text") => el("span", { class: kind, dir: "ltr" }, visible(value));
 
+const note = (...words) => el("p", { class: "note" }, words);
+const button = (sign, title, onclick) => el("button", { type: "button", title, onclick }, sign);
+
+// A table of rows of cells; a cell that is no element becomes one.
+function table(heads, rows, attributes = {}) {
+  const cell = (content) => (content?.tagName === "TD" ? content : el("td", {}, content));
+  const head = heads.length
+    ? el(
+        "tr",
+        {},
+        heads.map((words) => el("th", {}, words)),
+      )
+    : null;
+  return el(
+    "table",
+    attributes,
+    head,
+    rows.map((row) => (row.tagName === "TR" ? row : el("tr", {}, row.map(cell)))),
+  );
+}
+
 function select(label, value, options, onchange) {
-  const box = el("select", { "aria-label": label, onchange: (event) => onchange(event.target.value) },
+  const box = el(
+    "select",
+    { "aria-label": label, onchange: (event) => onchange(event.target.value) },
     options.map(([key, shown, disabled]) =>
-      el("option", { value: key, selected: String(key) === String(value), disabled }, shown)));
+      el("option", { value: key, selected: String(key) === String(value), disabled }, shown),
+    ),
+  );
   return el("label", { class: "field" }, label, box);
 }
 
@@ -60,25 +94,31 @@ function appendLazily(parent, count, make, chunk = CHUNK) {
     for (; next < end; next++) fragment.append(make(next));
     sentinel.before(fragment);
     observer.disconnect();
-    if (next < count) observer.observe(sentinel); // anew: its end may still be in view
+    if (next < count)
+      observer.observe(sentinel); // anew: its end may still be in view
     else sentinel.remove();
   };
   const sentinel = el("span", { class: "sentinel" });
   sentinel.fill = more;
   parent.append(sentinel);
-  const observer = new IntersectionObserver((entries) => entries.some((e) => e.isIntersecting) && more());
+  const observer = new IntersectionObserver(
+    (entries) => entries.some((e) => e.isIntersecting) && more(),
+  );
   more();
 }
 
 // Calls `paint` once the node is near the view, and again when its size changes.
 function drawLazily(node, paint) {
   let seen = false;
-  new IntersectionObserver((entries, observer) => {
-    if (!entries.some((entry) => entry.isIntersecting)) return;
-    observer.disconnect();
-    seen = true;
-    paint();
-  }, { rootMargin: "300px" }).observe(node);
+  new IntersectionObserver(
+    (entries, observer) => {
+      if (!entries.some((entry) => entry.isIntersecting)) return;
+      observer.disconnect();
+      seen = true;
+      paint();
+    },
+    { rootMargin: "300px" },
+  ).observe(node);
   new ResizeObserver(() => seen && node.isConnected && paint()).observe(node);
 }
 
@@ -88,12 +128,20 @@ const parts = new Map(); // name → promise of a part, the last few
 
 function load(name, { fresh = false } = {}) {
   if (fresh || !parts.has(name)) {
-    parts.set(name, readPart(name).catch((error) => { parts.delete(name); throw error; }));
+    parts.set(
+      name,
+      readPart(name).catch((error) => {
+        parts.delete(name);
+        throw error;
+      }),
+    );
     while (parts.size > 6) parts.delete(parts.keys().next().value);
   }
   return parts.get(name);
 }
 
+const heldBatches = (run) =>
+  state.summaries[run].header.batches.filter((n) => isHere(`${run}/batch/${n}`));
 const isHere = (name) => SERVED || document.getElementById(name) !== null;
 
 async function readPart(name) {
@@ -120,8 +168,13 @@ function fromBase64(characters) {
 }
 
 const TYPES = {
-  uint8: Uint8Array, uint16: Uint16Array, uint32: Uint32Array, int32: Int32Array,
-  float16: Uint16Array, float32: Float32Array, float64: Float64Array,
+  uint8: Uint8Array,
+  uint16: Uint16Array,
+  uint32: Uint32Array,
+  int32: Int32Array,
+  float16: Uint16Array,
+  float32: Float32Array,
+  float64: Float64Array,
 };
 
 function parsePart(buffer) {
@@ -139,11 +192,14 @@ function parsePart(buffer) {
 // float16 as float32, by a table of all 65,536.
 function fromHalf(halves) {
   fromHalf.table ??= Float32Array.from({ length: 65536 }, (_, bits) => {
-    const sign = bits >> 15 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
+    const sign = bits >> 15 ? -1 : 1,
+      exponent = (bits >> 10) & 31,
+      fraction = bits & 1023;
     if (exponent === 31) return fraction ? NaN : sign * Infinity;
     return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -24 * fraction);
   });
-  const { table } = fromHalf, values = new Float32Array(halves.length);
+  const { table } = fromHalf,
+    values = new Float32Array(halves.length);
   for (let i = 0; i < halves.length; i++) values[i] = table[halves[i]];
   return values;
 }
@@ -161,10 +217,15 @@ async function loadBatch(run, number) {
       start += length;
       return made;
     });
-    part.characters = new Map(part.header.characters.map(([first, shown, width]) => [first, [shown, width]]));
+    part.characters = new Map(
+      part.header.characters.map(([first, shown, width]) => [first, [shown, width]]),
+    );
   }
   return part;
 }
+
+const several = () => state.summaries.length > 1;
+const letter = (run) => (several() ? `${"AB"[run]} · ` : ""); // of a run, where there are two
 
 // --- numbers and colours -------------------------------------------------------------------------
 
@@ -172,16 +233,33 @@ function show(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
-  const shown = Number.isInteger(value) && size < 1e9 ? value.toLocaleString("en")
-    : size >= 1e6 || (size < 1e-4 && size > 0) ? Number(value.toPrecision(2)).toExponential() : Number(value.toPrecision(3));
+  const shown =
+    Number.isInteger(value) && size < 1e9
+      ? value.toLocaleString("en")
+      : size >= 1e6 || (size < 1e-4 && size > 0)
+        ? Number(value.toPrecision(2)).toExponential()
+        : Number(value.toPrecision(3));
   return String(shown).replaceAll("-", "−");
 }
 
-const BLUE = [0, 114, 178], ORANGE = [213, 94, 0], AMBER = [230, 159, 0], PINK = [204, 121, 167];
-const CATEGORIES = [BLUE, AMBER, [0, 158, 115], PINK, [86, 180, 233], ORANGE, [140, 140, 140], [180, 170, 0]];
+const BLUE = [0, 114, 178],
+  ORANGE = [213, 94, 0],
+  AMBER = [230, 159, 0],
+  PINK = [204, 121, 167];
+const CATEGORIES = [
+  BLUE,
+  AMBER,
+  [0, 158, 115],
+  PINK,
+  [86, 180, 233],
+  ORANGE,
+  [140, 140, 140],
+  [180, 170, 0],
+];
 const rgba = ([r, g, b], alpha = 1) => `rgba(${r}, ${g}, ${b}, ${alpha.toFixed(3)})`;
 const DARK = matchMedia("(prefers-color-scheme: dark)");
-const line = (colour, alpha) => rgba(DARK.matches ? colour.map((x) => Math.round(x + 0.3 * (255 - x))) : colour, alpha);
+const line = (colour, alpha) =>
+  rgba(DARK.matches ? colour.map((x) => Math.round(x + 0.3 * (255 - x))) : colour, alpha);
 const tint = (colour, x) => rgba(colour, (DARK.matches ? 0.5 : 0.85) * Math.max(0, Math.min(1, x))); // behind a text
 const diverging = (x) => rgba(x < 0 ? ORANGE : BLUE, 0.7 * Math.min(1, Math.abs(x)));
 const category = (n) => rgba(CATEGORIES[((n % 8) + 8) % 8], 0.42);
@@ -199,7 +277,8 @@ const KINDS = {
 
 function kindOf(sample) {
   if (!sample.stopped) return "truncated";
-  if (sample.outcome === "environment_refused" || sample.outcome === "environment_limit") return "refused";
+  if (sample.outcome === "environment_refused" || sample.outcome === "environment_limit")
+    return "refused";
   return sample.outcome in KINDS ? sample.outcome : "ungraded";
 }
 
@@ -212,38 +291,80 @@ function mark(kind, more = "") {
 const COLOURS = {
   none: { title: "none" },
   logprob: {
-    title: "log-probability (sampler)", of: "logprob", note: "log β, nats: rarer is stronger",
-    colour: (x) => tint(AMBER, -x / 4), legend: [0, -0.5, -1, -2, -3, -4],
+    title: "log-probability (sampler)",
+    of: "logprob",
+    note: "log β, nats: rarer is stronger",
+    colour: (x) => tint(AMBER, -x / 4),
+    legend: [0, -0.5, -1, -2, -3, -4],
   },
   ratio: {
-    title: "ratio", of: "ratio", note: "log of proximal policy ÷ sampler", colour: (x) => diverging(x / 0.7),
+    title: "ratio",
+    of: "ratio",
+    note: "log of proximal policy ÷ sampler",
+    colour: (x) => diverging(x / 0.7),
     legend: [-0.7, -0.3, 0, 0.3, 0.7],
   },
   reference: {
-    title: "ratio of the reference", of: "reference", note: "log of reference ÷ sampler",
-    colour: (x) => diverging(x / 2), legend: [-2, -1, 0, 1, 2],
+    title: "ratio of the reference",
+    of: "reference",
+    note: "log of reference ÷ sampler",
+    colour: (x) => diverging(x / 2),
+    legend: [-2, -1, 0, 1, 2],
   },
   advantage: {
-    title: "advantage", of: "advantage", scaled: true, note: "of the run's estimator, from the stored rewards",
-    colour: (x) => diverging(x), legend: [-1, -0.5, 0, 0.5, 1],
+    title: "advantage",
+    of: "advantage",
+    scaled: true,
+    note: "of the run's estimator, from the stored rewards",
+    colour: (x) => diverging(x),
+    legend: [-1, -0.5, 0, 0.5, 1],
   },
   coefficient: {
-    title: "coefficient in the loss", of: "coefficient", scaled: true, note: "as diagnostics measured it",
-    colour: (x) => diverging(x), legend: [-1, -0.5, 0, 0.5, 1],
+    title: "coefficient in the loss",
+    of: "coefficient",
+    scaled: true,
+    note: "as diagnostics measured it",
+    colour: (x) => diverging(x),
+    legend: [-1, -0.5, 0, 0.5, 1],
   },
   entropy: { title: "entropy", of: "entropy" },
   mask: {
-    title: "in the loss", of: "mask", note: "grey: masked, no loss has it", colour: (x) => (x ? rgba(BLUE, 0.28) : "var(--masked)"),
-    legend: [0, 1], words: (x) => (x ? "in the loss" : "masked"),
+    title: "in the loss",
+    of: "mask",
+    note: "grey: masked, no loss has it",
+    colour: (x) => (x ? rgba(BLUE, 0.28) : "var(--masked)"),
+    legend: [0, 1],
+    words: (x) => (x ? "in the loss" : "masked"),
   },
   clipped: { title: "clipped or vetoed", of: "clipped" },
-  version: { title: "version", of: "version", note: "updates before the policy that sampled", colour: category, distinct: true },
+  version: {
+    title: "version",
+    of: "version",
+    note: "updates before the policy that sampled",
+    colour: category,
+    distinct: true,
+  },
   lag: {
-    title: "lag", of: "lag", note: "updates between sampling and training", colour: (x) => tint(PINK, x / 8),
+    title: "lag",
+    of: "lag",
+    note: "updates between sampling and training",
+    colour: (x) => tint(PINK, x / 8),
     legend: [0, 1, 2, 4, 8],
   },
-  turn: { title: "turn", of: "turn", note: "even: the policy's, odd: the environment's", colour: category, distinct: true },
-  expert: { title: "route", of: "expert", note: "first expert of the layer", colour: category, distinct: true },
+  turn: {
+    title: "turn",
+    of: "turn",
+    note: "even: the policy's, odd: the environment's",
+    colour: category,
+    distinct: true,
+  },
+  expert: {
+    title: "route",
+    of: "expert",
+    note: "first expert of the layer",
+    colour: category,
+    distinct: true,
+  },
 };
 
 // (token, rollout) → value, of a batch's array with an entry for each token, rollout or layer.
@@ -252,9 +373,11 @@ function reader(batch, name) {
   if (!values) return null;
   const N = batch.arrays.token.length;
   if (name === "expert") return (i) => values[state.layer * N + i];
-  return values.length === batch.rollouts.length && values.length !== N
-    || name === "coefficient" || (name === "advantage" && values.length !== N)
-    ? (i, rollout) => values[rollout.index] : (i) => values[i];
+  return (values.length === batch.rollouts.length && values.length !== N) ||
+    name === "coefficient" ||
+    (name === "advantage" && values.length !== N)
+    ? (i, rollout) => values[rollout.index]
+    : (i) => values[i];
 }
 
 function largest(values) {
@@ -265,7 +388,8 @@ function largest(values) {
 
 // (token, rollout) → colour, for the chosen array; null if it is not stored.
 function painter(batch) {
-  const how = COLOURS[state.colour], read = how.of && reader(batch, how.of);
+  const how = COLOURS[state.colour],
+    read = how.of && reader(batch, how.of);
   if (!read) return null;
   const scale = how.scaled ? largest(batch.arrays[how.of]) : 1;
   return (i, rollout) => {
@@ -278,16 +402,25 @@ function legend(batch) {
   const how = COLOURS[state.colour];
   if (!how.of || !batch.arrays[how.of]) return null;
   const scale = how.scaled ? largest(batch.arrays[how.of]) : 1;
-  const values = how.distinct ? [...new Set(batch.arrays[how.of])].sort((a, b) => a - b).slice(0, 12) : how.legend;
+  const values = how.distinct
+    ? [...new Set(batch.arrays[how.of])].sort((a, b) => a - b).slice(0, 12)
+    : how.legend;
   const words = how.words ?? ((x) => show(x * scale));
-  return el("span", { class: "legend" }, how.note ? `${how.note} ` : "",
-    values.map((x) => el("span", { class: "swatch", style: { background: how.colour(x) } }, words(x))));
+  return el(
+    "span",
+    { class: "legend" },
+    how.note ? `${how.note} ` : "",
+    values.map((x) =>
+      el("span", { class: "swatch", style: { background: how.colour(x) } }, words(x)),
+    ),
+  );
 }
 
 // --- charts --------------------------------------------------------------------------------------
 
 function canvasFor(node, height) {
-  const width = node.clientWidth, scale = devicePixelRatio || 1;
+  const width = node.clientWidth,
+    scale = devicePixelRatio || 1;
   const canvas = node.querySelector("canvas") ?? node.appendChild(el("canvas"));
   canvas.width = Math.round(width * scale);
   canvas.height = Math.round(height * scale);
@@ -301,22 +434,30 @@ function canvasFor(node, height) {
 const css = (name) => getComputedStyle(document.body).getPropertyValue(name);
 
 function ticks(low, high, count = 4) {
-  const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
+  const raw = (high - low) / count,
+    power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find((m) => m * power >= raw);
   const found = [];
-  for (let x = Math.ceil(low / step) * step; x <= high + step / 1e6; x += step) found.push(Math.abs(x) < step / 1e6 ? 0 : x);
+  for (let x = Math.ceil(low / step) * step; x <= high + step / 1e6; x += step)
+    found.push(Math.abs(x) < step / 1e6 ? 0 : x);
   return found;
 }
 
 // Whole logarithms between two; within one decade, logarithms of even values.
 function logTicks(low, high) {
-  if (high - low < 1) return ticks(10 ** low, 10 ** high, 3).filter((y) => y > 0).map(Math.log10);
-  const step = Math.ceil((high - low) / 4), first = Math.ceil(low);
+  if (high - low < 1)
+    return ticks(10 ** low, 10 ** high, 3)
+      .filter((y) => y > 0)
+      .map(Math.log10);
+  const step = Math.ceil((high - low) / 4),
+    first = Math.ceil(low);
   return Array.from({ length: Math.floor((high - first) / step) + 1 }, (_, k) => first + k * step);
 }
 
-const T_975 = [12.71, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.2, 2.18, 2.16, 2.14, 2.13,
-  2.12, 2.11, 2.1, 2.09, 2.09, 2.08, 2.07, 2.07, 2.06, 2.06, 2.06, 2.05, 2.05, 2.05, 2.04];
+const T_975 = [
+  12.71, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.2, 2.18, 2.16, 2.14, 2.13, 2.12,
+  2.11, 2.1, 2.09, 2.09, 2.08, 2.07, 2.07, 2.06, 2.06, 2.06, 2.05, 2.05, 2.05, 2.04,
+];
 
 const quantile = (n) => T_975[n - 2] ?? 1.96; // of n values
 
@@ -331,7 +472,8 @@ function meanInterval(values) {
 
 // Points [x, y, low, high] of a metric; the band is the metric's own, or of a running mean.
 function series(summary, phase, name, low, high) {
-  const column = summary.arrays[`${phase}|${name}`], steps = summary.arrays[`${phase}|step`];
+  const column = summary.arrays[`${phase}|${name}`],
+    steps = summary.arrays[`${phase}|step`];
   if (!column) return null;
   const ends = [low, high].map((end) => end && summary.arrays[`${phase}|${end}`]);
   const points = [];
@@ -344,12 +486,20 @@ function series(summary, phase, name, low, high) {
 
 // Running means of y with 95 % intervals, as if points were independent; `raw` has the points.
 function smooth(points) {
-  const n = points.length, half = Math.max(2, Math.floor(Math.min(n / 30, Math.max(25, n / 100))));
+  const n = points.length,
+    half = Math.max(2, Math.floor(Math.min(n / 30, Math.max(25, n / 100))));
   if (n < 10) return points;
-  const shift = points[0][1], sums = [0], squares = [0]; // sums up to each point
-  points.forEach(([, y], i) => { sums.push(sums[i] + y - shift); squares.push(squares[i] + (y - shift) ** 2); });
+  const shift = points[0][1],
+    sums = [0],
+    squares = [0]; // sums up to each point
+  points.forEach(([, y], i) => {
+    sums.push(sums[i] + y - shift);
+    squares.push(squares[i] + (y - shift) ** 2);
+  });
   const smoothed = points.map(([x], i) => {
-    const from = Math.max(0, i - half), to = Math.min(n, i + half + 1), count = to - from;
+    const from = Math.max(0, i - half),
+      to = Math.min(n, i + half + 1),
+      count = to - from;
     const mean = (sums[to] - sums[from]) / count;
     const variance = Math.max(0, squares[to] - squares[from] - count * mean ** 2) / (count - 1);
     const spread = quantile(count) * Math.sqrt(variance / count);
@@ -374,7 +524,8 @@ function condense(points, most = 200) {
 // At most 2 points for each of `count` columns: the lowest and the highest.
 function thin(points, count) {
   if (points.length <= 2 * count) return points;
-  const kept = [], size = points.length / count;
+  const kept = [],
+    size = points.length / count;
   for (let c = 0; c < count; c++) {
     const part = points.slice(Math.floor(c * size), Math.floor((c + 1) * size));
     if (!part.length) continue;
@@ -386,42 +537,76 @@ function thin(points, count) {
 
 // A chart of lines: [{label, points, colour, dash}]; a pointer reads the values.
 function chart(title, lines, { log = false, note = "" } = {}) {
-  const plot = el("div", { class: "plot" }), reading = el("output", { class: "reading" });
-  const keys = el("div", { class: "keys" }, lines.map(({ label, colour, dash }) => el("span", { class: "key" },
-    el("i", { class: dash ? "dashed" : "", style: { "--key": line(colour) } }), label)));
-  const figure = el("figure", { class: "chart" }, el("figcaption", {}, title, note ? el("small", {}, note) : null), plot, keys, reading);
-  const height = 150, left = 44, bottom = 18;
+  const plot = el("div", { class: "plot" }),
+    reading = el("output", { class: "reading" });
+  const keys = el(
+    "div",
+    { class: "keys" },
+    lines.map(({ label, colour, dash }) =>
+      el(
+        "span",
+        { class: "key" },
+        el("i", { class: dash ? "dashed" : "", style: { "--key": line(colour) } }),
+        label,
+      ),
+    ),
+  );
+  const figure = el(
+    "figure",
+    { class: "chart" },
+    el("figcaption", {}, title, note ? el("small", {}, note) : null),
+    plot,
+    keys,
+    reading,
+  );
+  const height = 150,
+    left = 44,
+    bottom = 18;
   const draw = (cursor) => {
     const [c, width] = canvasFor(plot, height);
     const all = lines.flatMap(({ points }) => [...points, ...(points.raw ?? [])]);
     const xs = all.map((p) => p[0]);
-    const ys = all.flatMap((p) => p.slice(1)).filter((y) => Number.isFinite(y) && (!log || y > 0)).map((y) => (log ? Math.log10(y) : y));
+    const ys = all
+      .flatMap((p) => p.slice(1))
+      .filter((y) => Number.isFinite(y) && (!log || y > 0))
+      .map((y) => (log ? Math.log10(y) : y));
     if (!ys.length) return;
     let [x0, x1, y0, y1] = [least(xs), most(xs), least(ys), most(ys)];
     if (x0 === x1) x1 = x0 + 1;
-    if (y0 === y1) [y0, y1] = y0 === 0 ? [0, 1] : [y0 - 0.5 * Math.abs(y0), y1 + 0.5 * Math.abs(y1)];
-    const X = (x) => left + (width - left - 6) * (x - x0) / (x1 - x0);
-    const Y = (y) => 6 + (height - bottom - 6) * (1 - ((log ? Math.log10(Math.max(y, 1e-30)) : y) - y0) / (y1 - y0));
+    if (y0 === y1)
+      [y0, y1] = y0 === 0 ? [0, 1] : [y0 - 0.5 * Math.abs(y0), y1 + 0.5 * Math.abs(y1)];
+    const X = (x) => left + ((width - left - 6) * (x - x0)) / (x1 - x0);
+    const Y = (y) =>
+      6 +
+      (height - bottom - 6) * (1 - ((log ? Math.log10(Math.max(y, 1e-30)) : y) - y0) / (y1 - y0));
     axes(c, { width, height, left, bottom, x0, x1, y0, y1, X, Y, log });
     for (const one of lines) drawLine(c, one, X, Y, width, log);
     if (cursor !== undefined) {
-      const x = x0 + (x1 - x0) * (cursor - left) / (width - left - 6);
+      const x = x0 + ((x1 - x0) * (cursor - left)) / (width - left - 6);
       const nearest = lines.map(({ points }) => closest(points, x));
       c.strokeStyle = css("--faint");
-      c.beginPath(); c.moveTo(X(nearest[0][0]), 6); c.lineTo(X(nearest[0][0]), height - bottom); c.stroke();
+      c.beginPath();
+      c.moveTo(X(nearest[0][0]), 6);
+      c.lineTo(X(nearest[0][0]), height - bottom);
+      c.stroke();
       reading.textContent = `${show(nearest[0][0])}: ` + nearest.map((p) => reads(p)).join("  ·  ");
     }
   };
   plot.addEventListener("pointermove", (event) => draw(event.offsetX));
-  plot.addEventListener("pointerleave", () => { reading.textContent = ""; draw(); });
+  plot.addEventListener("pointerleave", () => {
+    reading.textContent = "";
+    draw();
+  });
   drawLazily(plot, () => draw());
   return figure;
 }
 
 const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
 const most = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
-const closest = (points, x) => points.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a));
-const reads = ([, y, low, high]) => show(y) + (Number.isFinite(low) && Number.isFinite(high) ? ` [${show(low)}, ${show(high)}]` : "");
+const closest = (points, x) =>
+  points.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a));
+const reads = ([, y, low, high]) =>
+  show(y) + (Number.isFinite(low) && Number.isFinite(high) ? ` [${show(low)}, ${show(high)}]` : "");
 
 function axes(c, { width, height, left, bottom, x0, x1, y0, y1, X, Y, log }) {
   c.clearRect(0, 0, width, height);
@@ -432,7 +617,10 @@ function axes(c, { width, height, left, bottom, x0, x1, y0, y1, X, Y, log }) {
   const marks = log ? logTicks(y0, y1) : ticks(y0, y1);
   for (const y of marks) {
     const at = Y(log ? 10 ** y : y);
-    c.beginPath(); c.moveTo(left, at); c.lineTo(width - 6, at); c.stroke();
+    c.beginPath();
+    c.moveTo(left, at);
+    c.lineTo(width - 6, at);
+    c.stroke();
     c.fillText(show(log ? 10 ** y : Number(y.toPrecision(6))), left - 5, at + 4);
   }
   for (const x of ticks(x0, x1, Math.max(2, width / 90)).filter(Number.isInteger)) {
@@ -442,7 +630,8 @@ function axes(c, { width, height, left, bottom, x0, x1, y0, y1, X, Y, log }) {
 }
 
 function drawLine(c, { points, colour, dash }, X, Y, width, log) {
-  const shown = thin(points, width), isOn = (y) => Number.isFinite(y) && (!log || y > 0);
+  const shown = thin(points, width),
+    isOn = (y) => Number.isFinite(y) && (!log || y > 0);
   const banded = shown.filter((p) => Number.isFinite(p[2]) && Number.isFinite(p[3]));
   if (banded.length > 1) {
     c.fillStyle = line(colour, 0.18);
@@ -464,7 +653,12 @@ function drawLine(c, { points, colour, dash }, X, Y, width, log) {
   stroke(shown, 1, 2);
   if (shown.length < 40) {
     c.fillStyle = line(colour);
-    for (const p of shown) if (isOn(p[1])) { c.beginPath(); c.arc(X(p[0]), Y(p[1]), 2.5, 0, 7); c.fill(); }
+    for (const p of shown)
+      if (isOn(p[1])) {
+        c.beginPath();
+        c.arc(X(p[0]), Y(p[1]), 2.5, 0, 7);
+        c.fill();
+      }
   }
 }
 
@@ -474,20 +668,48 @@ const CHARTS = [
   { title: "Reward", names: ["reward/mean", "reward/pass_rate"] },
   { title: "Groups", names: ["groups/effective", "groups/all_correct", "groups/all_wrong"] },
   { title: "Entropy", unit: "nats per token", names: ["policy/entropy"] },
-  { title: "Response length", unit: "tokens; band from p10 to p90", names: ["response/length_p50"], low: "response/length_p10", high: "response/length_p90" },
+  {
+    title: "Response length",
+    unit: "tokens; band from p10 to p90",
+    names: ["response/length_p50"],
+    low: "response/length_p10",
+    high: "response/length_p90",
+  },
   { title: "Truncated", names: ["response/truncated"] },
   { title: "Effective sample size", names: ["behavior/ess", "loss/ess", "advantage/ess"] },
-  { title: "KL", unit: "nats per token, logarithmic", names: ["behavior/kl_k3", "reference/kl", "teacher/kl_k3"], log: true },
-  { title: "Lag", unit: "updates; band up to the largest", names: ["staleness/mean"], low: "staleness/mean", high: "staleness/max" },
-  { title: "Ratio", unit: "mean; band up to the largest", names: ["behavior/ratio_mean"], low: "behavior/ratio_mean", high: "behavior/ratio_max" },
+  {
+    title: "KL",
+    unit: "nats per token, logarithmic",
+    names: ["behavior/kl_k3", "reference/kl", "teacher/kl_k3"],
+    log: true,
+  },
+  {
+    title: "Lag",
+    unit: "updates; band up to the largest",
+    names: ["staleness/mean"],
+    low: "staleness/mean",
+    high: "staleness/max",
+  },
+  {
+    title: "Ratio",
+    unit: "mean; band up to the largest",
+    names: ["behavior/ratio_mean"],
+    low: "behavior/ratio_mean",
+    high: "behavior/ratio_max",
+  },
   { title: "Gradient norm", names: ["update/gradient_norm"] },
-  { title: "Clipped", unit: "share of loss tokens", names: ["loss/clip_fraction", "veto/token_fraction"] },
+  {
+    title: "Clipped",
+    unit: "share of loss tokens",
+    names: ["loss/clip_fraction", "veto/token_fraction"],
+  },
 ];
 
 function metricNames(phase) {
   const names = new Set();
   for (const summary of state.summaries) {
-    for (const key of Object.keys(summary.arrays)) if (key.startsWith(`${phase}|`)) names.add(key.slice(phase.length + 1));
+    for (const key of Object.keys(summary.arrays))
+      if (key.startsWith(`${phase}|`)) names.add(key.slice(phase.length + 1));
   }
   names.delete("step");
   return [...names].sort();
@@ -495,20 +717,29 @@ function metricNames(phase) {
 
 // Colours tell metrics apart and dashes runs; of one metric, colours tell runs apart too.
 function lineChart({ title, unit, names, low, high, log, phase = "train" }) {
-  const several = state.summaries.length > 1, known = metricNames(phase);
-  const shown = names.filter((name) => known.includes(name)).slice(0, several ? 2 : names.length);
+  const known = metricNames(phase);
+  const shown = names.filter((name) => known.includes(name)).slice(0, several() ? 2 : names.length);
   const notes = unit ? [unit] : [];
-  if (several && state.differences) {
+  if (several() && state.differences) {
     const found = differences(shown, phase);
     if (found.length) return chart(title, found, { note: notes.join() });
   }
-  const lines = shown.flatMap((name, n) => state.summaries.map((summary, run) => {
-    const points = series(summary, phase, name, low ?? `${name}_low`, high ?? `${name}_high`);
-    if (!points) return null;
-    const drawn = points.hasOwn || phase !== "train" || log ? condense(points) : smooth(points);
-    const colour = several && shown.length === 1 ? [BLUE, ORANGE][run] : CATEGORIES[n % 8];
-    return { label: several ? `${name} · ${"AB"[run]}` : name, points: drawn, colour, dash: run === 1 };
-  })).filter(Boolean);
+  const lines = shown
+    .flatMap((name, n) =>
+      state.summaries.map((summary, run) => {
+        const points = series(summary, phase, name, low ?? `${name}_low`, high ?? `${name}_high`);
+        if (!points) return null;
+        const drawn = points.hasOwn || phase !== "train" || log ? condense(points) : smooth(points);
+        const colour = several() && shown.length === 1 ? [BLUE, ORANGE][run] : CATEGORIES[n % 8];
+        return {
+          label: several() ? `${name} · ${"AB"[run]}` : name,
+          points: drawn,
+          colour,
+          dash: run === 1,
+        };
+      }),
+    )
+    .filter(Boolean);
   if (lines.some(({ points }) => points.raw)) notes.push("running mean with 95 % interval");
   if (lines[0]?.points.size) notes.push(`means of ${lines[0].points.size} updates`);
   return lines.length ? chart(title, lines, { log, note: notes.join("; ") }) : null;
@@ -516,41 +747,70 @@ function lineChart({ title, unit, names, low, high, log, phase = "train" }) {
 
 // B − A of metrics, at the steps that both runs have.
 function differences(names, phase) {
-  const lines = names.map((name, n) => {
-    const [a, b] = state.summaries.map((summary) => new Map((series(summary, phase, name) ?? []).map((p) => [p[0], p[1]])));
-    const points = [...a].filter(([x]) => b.has(x)).map(([x, y]) => [x, b.get(x) - y]);
-    return points.length ? { label: `${name}, B − A`, points: phase === "train" ? smooth(points) : points, colour: CATEGORIES[n % 8] } : null;
-  }).filter(Boolean);
+  const lines = names
+    .map((name, n) => {
+      const [a, b] = state.summaries.map(
+        (summary) => new Map((series(summary, phase, name) ?? []).map((p) => [p[0], p[1]])),
+      );
+      const points = [...a].filter(([x]) => b.has(x)).map(([x, y]) => [x, b.get(x) - y]);
+      return points.length
+        ? {
+            label: `${name}, B − A`,
+            points: phase === "train" ? smooth(points) : points,
+            colour: CATEGORIES[n % 8],
+          }
+        : null;
+    })
+    .filter(Boolean);
   return lines;
 }
 
 function evalCharts() {
-  const names = metricNames("eval").filter((name) => /^eval\/pass@\d+$/.test(name));
+  const names = metricNames("eval").filter(isPassRate);
   names.sort((a, b) => Number(a.split("@")[1]) - Number(b.split("@")[1]));
-  return names.length ? [lineChart({ title: "Held-out pass@k", unit: "95 % interval over problems", names, phase: "eval" })] : [];
+  const chosen = {
+    title: "Held-out pass@k",
+    unit: "95 % interval over problems",
+    names,
+    phase: "eval",
+  };
+  return names.length ? [lineChart(chosen)] : [];
 }
 
 function tiles() {
   const last = (summary, phase, name) => series(summary, phase, name)?.at(-1);
-  return el("div", { class: "tiles" }, state.summaries.flatMap((summary, run) => {
-    const steps = summary.arrays["train|step"];
-    const found = [["updates", show(steps ? steps[steps.length - 1] : 0)]];
-    for (const [label, phase, name] of [["pass@1", "eval", "eval/pass@1"], ["reward", "train", "reward/mean"],
-      ["entropy", "train", "policy/entropy"], ["truncated", "train", "response/truncated"]]) {
-      const point = last(summary, phase, name);
-      if (point) found.push([label, show(point[1])]);
-    }
-    const name = state.summaries.length > 1 ? `${"AB"[run]}: ${summary.header.name}` : summary.header.name;
-    return el("section", { class: "tile-row" }, el("h2", { title: summary.header.folder }, visible(name)),
-      found.map(([label, value]) => el("div", { class: "tile" }, el("b", {}, value), label)));
-  }));
+  return el(
+    "div",
+    { class: "tiles" },
+    state.summaries.flatMap((summary, run) => {
+      const steps = summary.arrays["train|step"];
+      const found = [["updates", show(steps ? steps[steps.length - 1] : 0)]];
+      for (const [label, phase, name] of [
+        ["pass@1", "eval", "eval/pass@1"],
+        ["reward", "train", "reward/mean"],
+        ["entropy", "train", "policy/entropy"],
+        ["truncated", "train", "response/truncated"],
+      ]) {
+        const point = last(summary, phase, name);
+        if (point) found.push([label, show(point[1])]);
+      }
+      const name = several() ? `${"AB"[run]}: ${summary.header.name}` : summary.header.name;
+      return el(
+        "section",
+        { class: "tile-row" },
+        el("h2", { title: summary.header.folder }, visible(name)),
+        found.map(([label, value]) => el("div", { class: "tile" }, el("b", {}, value), label)),
+      );
+    }),
+  );
 }
 
 const PHASES = ["generate", "grade", "sync_weights", "optimise", "evaluate", "idle"];
 
 // Seconds of each phase by update, stacked; evaluations count to the update before them.
 function timeChart(summary, run) {
-  const totals = new Map(), byStep = new Map();
+  const totals = new Map(),
+    byStep = new Map();
   for (const phase of ["train", "eval"]) {
     const steps = summary.arrays[`${phase}|step`];
     for (const name of PHASES) {
@@ -565,111 +825,246 @@ function timeChart(summary, run) {
   }
   if (!totals.size) return null;
   const plot = el("div", { class: "plot" });
-  const steps = [...byStep.keys()].sort((a, b) => a - b), height = 150, left = 44, bottom = 18;
+  const steps = [...byStep.keys()].sort((a, b) => a - b),
+    height = 150,
+    left = 44,
+    bottom = 18;
   drawLazily(plot, () => {
     const [c, width] = canvasFor(plot, height);
-    const bars = Math.min(steps.length, Math.floor((width - left) / 3)), size = steps.length / bars;
+    const bars = Math.min(steps.length, Math.floor((width - left) / 3)),
+      size = steps.length / bars;
     const rows = Array.from({ length: bars }, (_, b) => {
-      const inside = steps.slice(Math.floor(b * size), Math.max(Math.floor(b * size) + 1, Math.floor((b + 1) * size)));
-      return PHASES.map((name) => inside.reduce((sum, step) => sum + (byStep.get(step)[name] ?? 0), 0) / inside.length);
+      const inside = steps.slice(
+        Math.floor(b * size),
+        Math.max(Math.floor(b * size) + 1, Math.floor((b + 1) * size)),
+      );
+      return PHASES.map(
+        (name) =>
+          inside.reduce((sum, step) => sum + (byStep.get(step)[name] ?? 0), 0) / inside.length,
+      );
     });
     const y1 = most(rows.map((row) => row.reduce((a, b) => a + b, 0))) || 1;
-    const X = (x) => left + (width - left - 6) * (x - steps[0] + 0.5) / (steps.at(-1) - steps[0] + 1);
+    const X = (x) =>
+      left + ((width - left - 6) * (x - steps[0] + 0.5)) / (steps.at(-1) - steps[0] + 1);
     const Y = (y) => 6 + (height - bottom - 6) * (1 - y / y1);
-    axes(c, { width, height, left, bottom, x0: steps[0], x1: steps.at(-1) + (steps.length === 1), y0: 0, y1, X, Y });
+    axes(c, {
+      width,
+      height,
+      left,
+      bottom,
+      x0: steps[0],
+      x1: steps.at(-1) + (steps.length === 1),
+      y0: 0,
+      y1,
+      X,
+      Y,
+    });
     const step = (width - left - 6) / bars;
     rows.forEach((row, b) => {
       let below = 0;
       row.forEach((seconds, p) => {
         c.fillStyle = line(CATEGORIES[p], 0.85);
-        c.fillRect(left + b * step, Y(below + seconds), Math.max(1, step - 1), Y(below) - Y(below + seconds));
+        c.fillRect(
+          left + b * step,
+          Y(below + seconds),
+          Math.max(1, step - 1),
+          Y(below) - Y(below + seconds),
+        );
         below += seconds;
       });
     });
   });
   const sum = [...totals.values()].reduce((a, b) => a + b, 0);
-  return el("figure", { class: "chart" },
-    el("figcaption", {}, `Time by phase${state.summaries.length > 1 ? ` · ${"AB"[run]}` : ""}`, el("small", {}, `seconds per update, ${show(Math.round(sum))} s in all`)), plot,
-    el("div", { class: "keys" }, PHASES.flatMap((name, p) => (totals.has(name) ? el("span", { class: "key" },
-      el("i", { class: "box", style: { "--key": line(CATEGORIES[p], 0.85) } }), `${name.replace("_", " ")} ${Math.round((100 * totals.get(name)) / sum)} %`) : []))));
+  return el(
+    "figure",
+    { class: "chart" },
+    el(
+      "figcaption",
+      {},
+      `Time by phase${several() ? ` · ${"AB"[run]}` : ""}`,
+      el("small", {}, `seconds per update, ${show(Math.round(sum))} s in all`),
+    ),
+    plot,
+    el(
+      "div",
+      { class: "keys" },
+      PHASES.flatMap((name, p) =>
+        totals.has(name)
+          ? el(
+              "span",
+              { class: "key" },
+              el("i", { class: "box", style: { "--key": line(CATEGORIES[p], 0.85) } }),
+              `${name.replace("_", " ")} ${Math.round((100 * totals.get(name)) / sum)} %`,
+            )
+          : [],
+      ),
+    ),
+  );
 }
 
 function moreMetrics() {
   const known = new Set(CHARTS.flatMap((c) => c.names));
-  const names = [...metricNames("train").map((n) => ["train", n]), ...metricNames("eval").map((n) => ["eval", n])].filter(([, n]) => !known.has(n));
+  const names = ["train", "eval"].flatMap((phase) =>
+    metricNames(phase)
+      .filter((name) => !known.has(name))
+      .map((name) => [`${phase}|${name}`, name]),
+  );
   const place = el("div", { class: "charts" });
   const add = (value) => {
     state.more = value;
     const [phase, name] = value.split("|");
-    place.replaceChildren(...(name ? [lineChart({ title: name, names: [name], phase })].filter(Boolean) : []));
+    place.replaceChildren(
+      ...(name ? [lineChart({ title: name, names: [name], phase })].filter(Boolean) : []),
+    );
   };
-  const box = select("any other metric", state.more, [["", "choose …"], ...names.map(([p, n]) => [`${p}|${n}`, n])], add);
   if (state.more) add(state.more);
-  return [el("p", {}, box), place];
+  return [
+    el("p", {}, select("any other metric", state.more, [["", "choose …"], ...names], add)),
+    place,
+  ];
 }
 
+const isPassRate = (name) => /^eval\/pass@\d+$/.test(name);
+const interval = ([mean, half]) => `${show(mean)} [${show(mean - half)}, ${show(mean + half)}]`;
+
 function pairedTable() {
-  const names = [...CHARTS.flatMap((c) => c.names.slice(0, 1).map((n) => ["train", n])), ...metricNames("eval").filter((n) => /^eval\/pass@\d+$/.test(n)).map((n) => ["eval", n])];
+  const names = [
+    ...CHARTS.map((c) => ["train", c.names[0]]),
+    ...metricNames("eval")
+      .filter(isPassRate)
+      .map((name) => ["eval", name]),
+  ];
   const rows = names.flatMap(([phase, name]) => {
     const curve = differences([name], phase)[0];
     const values = (curve?.points.raw ?? curve?.points ?? []).map((p) => p[1]);
     const found = meanInterval(values);
-    const range = found && `${show(found[0])} [${show(found[0] - found[1])}, ${show(found[0] + found[1])}]`;
-    return found ? [el("tr", {}, el("td", {}, name), el("td", {}, range), el("td", {}, show(values.length)), el("td", {}, show(values.at(-1))))] : [];
+    return found ? [[name, interval(found), show(values.length), show(values.at(-1))]] : [];
   });
-  return rows.length ? el("section", {}, el("h3", {}, "B − A, paired by update"),
-    el("p", { class: "note" }, "Mean over the updates that both have, with its 95 % interval as if updates were independent; one seed each is an anecdote."),
-    el("table", {}, el("tr", {}, ["metric", "B − A", "updates", "at the last"].map((h) => el("th", {}, h))), rows)) : null;
+  if (!rows.length) return null;
+  return el(
+    "section",
+    {},
+    el("h3", {}, "B − A, paired by update"),
+    note(
+      "Mean over the updates that both have, with its 95 % interval as if updates were independent; one seed each is an anecdote.",
+    ),
+    table(["metric", "B − A", "updates", "at the last"], rows),
+  );
 }
 
 function recipeTable() {
-  const rows = new Map();
-  state.summaries.forEach((summary, run) => summary.header.recipe.forEach(([name, base, value]) => {
-    if (!rows.has(name)) rows.set(name, [base, ...state.summaries.map(() => base)]);
-    rows.get(name)[1 + run] = value;
-  }));
-  const several = state.summaries.length > 1;
-  return el("section", {}, el("h3", {}, `Recipe: ${rows.size} fields differ from the base`),
-    el("table", { class: "recipe" }, el("tr", {}, ["field", "base", ...(several ? ["A", "B"] : ["this run"])].map((h) => el("th", {}, h))),
-      [...rows].sort(([a], [b]) => (a < b ? -1 : 1)).map(([name, values]) => el("tr", { class: several && values[1] !== values[2] ? "differs" : "" },
-        el("td", {}, visible(name)), values.map((value) => el("td", {}, text(value, "code")))))));
+  const fields = new Map(); // name → values of the base and of each run
+  state.summaries.forEach((summary, run) =>
+    summary.header.recipe.forEach(([name, base, value]) => {
+      if (!fields.has(name)) fields.set(name, [base, ...state.summaries.map(() => base)]);
+      fields.get(name)[1 + run] = value;
+    }),
+  );
+  const rows = [...fields]
+    .sort(([a], [b]) => (a < b ? -1 : 1))
+    .map(([name, values]) =>
+      el(
+        "tr",
+        { class: several() && values[1] !== values[2] ? "differs" : "" },
+        el("td", {}, visible(name)),
+        values.map((value) => el("td", {}, text(value, "code"))),
+      ),
+    );
+  return el(
+    "section",
+    {},
+    el("h3", {}, `Recipe: ${fields.size} fields differ from the base`),
+    table(["field", "base", ...(several() ? ["A", "B"] : ["this run"])], rows, { class: "recipe" }),
+  );
 }
 
 function messageList() {
-  const found = state.summaries.flatMap((s, run) => s.header.messages.map(([step, words]) => [run, step, words]));
-  return el("section", {}, el("h3", {}, "Messages"), found.length
-    ? el("ul", { class: "messages" }, found.map(([run, step, words]) => el("li", {}, state.summaries.length > 1 ? `${"AB"[run]} · ` : "", step === null ? "" : `update ${step}: `, text(words))))
-    : el("p", { class: "note" }, "No warning about responses, padding or skipped updates. What else a run says is printed, not stored."));
+  const items = state.summaries.flatMap((summary, run) =>
+    summary.header.messages.map(([step, words]) =>
+      el("li", {}, letter(run), step === null ? "" : `update ${step}: `, text(words)),
+    ),
+  );
+  return el(
+    "section",
+    {},
+    el("h3", {}, "Messages"),
+    items.length
+      ? el("ul", { class: "messages" }, items)
+      : note(
+          "No warning about responses, padding or skipped updates. What else a run says is printed, not stored.",
+        ),
+  );
+}
+
+function differencesBox() {
+  const onchange = (event) => {
+    state.differences = event.target.checked;
+    draw();
+  };
+  return el(
+    "label",
+    { class: "field" },
+    el("input", { type: "checkbox", checked: state.differences, onchange }),
+    "curves of B − A",
+  );
 }
 
 function runView() {
-  const toggle = state.summaries.length > 1 ? el("label", { class: "field" }, el("input", { type: "checkbox", checked: state.differences,
-    onchange: (event) => { state.differences = event.target.checked; draw(); } }), "curves of B − A") : null;
-  const charts = [...evalCharts(), ...CHARTS.map(lineChart), ...state.summaries.map(timeChart)].filter(Boolean);
-  return [tiles(), toggle, charts.length ? el("div", { class: "charts" }, charts) : el("p", { class: "note" }, "The run has written no metrics yet."),
-    moreMetrics(), state.summaries.length > 1 ? pairedTable() : null, messageList(), recipeTable(), leftOut()];
+  const charts = [
+    ...evalCharts(),
+    ...CHARTS.map(lineChart),
+    ...state.summaries.map(timeChart),
+  ].filter(Boolean);
+  return [
+    tiles(),
+    several() ? differencesBox() : null,
+    charts.length
+      ? el("div", { class: "charts" }, charts)
+      : note("The run has written no metrics yet."),
+    moreMetrics(),
+    several() ? pairedTable() : null,
+    messageList(),
+    recipeTable(),
+    leftOut(),
+  ];
 }
 
 function leftOut() {
-  if (SERVED) return el("p", { class: "note" }, "Served: every stored batch can be loaded.");
-  const held = state.summaries.map((s, run) => s.header.batches.filter((n) => isHere(`${run}/batch/${n}`)).length);
-  const lines = state.summaries.map((s, run) => `${s.header.name}: ${held[run]} of ${s.header.batches.length} batches are in this file.`);
+  if (SERVED) return note("Served: every stored batch can be loaded.");
+  const lines = state.summaries.map(
+    ({ header }, run) =>
+      `${header.name}: ${heldBatches(run).length} of ${header.batches.length} batches are in this file.`,
+  );
   const names = state.leftOut?.header.names ?? [];
-  return el("p", { class: "note", id: "left-out" }, visible(lines.join(" ")), names.length ? ` Left out: ${names.join(", ")}.` : "",
-    " Others: --batches, or --serve for all.");
+  if (names.length) lines.push(`Left out: ${names.join(", ")}.`);
+  return note(visible(`${lines.join(" ")} Others: --batches, or --serve for all.`));
 }
 
 // --- a batch -------------------------------------------------------------------------------------
 
-function batchPicker(run, number, go) {
+function runPicker(run, go) {
+  const options = state.summaries.map(({ header }, r) => [r, `${"AB"[r]}: ${header.name}`]);
+  return several() ? select("run", run, options, (chosen) => go(Number(chosen))) : null;
+}
+
+function batchPicker(run, number) {
   const { batches, updates } = state.summaries[run].header;
   const options = batches.map((n, i) => {
     const name = `batch ${n}${updates[i] === null ? "" : ` · update ${updates[i]}`}`;
-    return [n, isHere(`${run}/batch/${n}`) ? name : `${name} · not in this file`, !isHere(`${run}/batch/${n}`)];
+    const held = isHere(`${run}/batch/${n}`);
+    return [n, held ? name : `${name} · not in this file`, !held];
   });
-  const runs = state.summaries.length > 1 ? select("run", run, state.summaries.map((s, r) => [r, `${"AB"[r]}: ${s.header.name}`]), (r) => go(Number(r), number)) : null;
-  return [runs, el("button", { type: "button", title: "earlier batch ([)", onclick: () => step("batch", -1) }, "‹"), select("", number, options, (n) => go(run, Number(n))),
-    el("button", { type: "button", title: "later batch (])", onclick: () => step("batch", 1) }, "›")];
+  const go = (r, n) => {
+    location.hash = `#batch/${r}/${n}`;
+  };
+  return el(
+    "div",
+    { class: "picker" },
+    runPicker(run, (r) => go(r, number)),
+    button("‹", "earlier batch ([)", () => step("batch", -1)),
+    select("batch", number, options, (n) => go(run, n)),
+    button("›", "later batch (])", () => step("batch", 1)),
+  );
 }
 
 const ORDERS = {
@@ -682,52 +1077,116 @@ const ORDERS = {
   length: ["longest", (g, p, batch) => most(groupOf(batch, p).map((r) => r.length))],
 };
 
-const groupOf = (batch, p) => batch.rollouts.slice(p * batch.header.size[1], (p + 1) * batch.header.size[1]);
+const groupOf = (batch, p) =>
+  batch.rollouts.slice(p * batch.header.size[1], (p + 1) * batch.header.size[1]);
 
 // Groups that pass the filters, in the chosen order.
 function chosenGroups(batch) {
   const { text: words, outcome, least: low, most: high, spread, sort } = state.filter;
-  const needle = words.toLowerCase();
-  const passes = (r) => (!outcome || r.kind === outcome) && (!low || r.length >= Number(low)) && (!high || r.length <= Number(high));
-  const found = batch.header.groups.map((group, p) => ({ group, p })).filter(({ group, p }) => {
-    const rollouts = groupOf(batch, p);
-    if (spread === "mixed" && !group.spread) return false;
-    if (spread === "constant" && group.spread) return false;
-    const matches = (r) => passes(r) && (!needle || r.sample.completion.toLowerCase().includes(needle) || group.prompt.toLowerCase().includes(needle));
-    return rollouts.some(matches);
-  });
-  const key = ORDERS[sort][1];
-  return found.map((row) => ({ ...row, key: key(row.group, row.p, batch) })).sort((a, b) => b.key - a.key || a.p - b.p);
+  const needle = words.toLowerCase(),
+    has = (content) => content.toLowerCase().includes(needle);
+  const isLong = (r) => (!low || r.length >= Number(low)) && (!high || r.length <= Number(high));
+  const isMixed = (group) => !spread || (spread === "mixed") === group.spread > 0;
+  const passes = ({ group, p }) =>
+    isMixed(group) &&
+    groupOf(batch, p).some(
+      (r) =>
+        (!outcome || r.kind === outcome) &&
+        isLong(r) &&
+        (!needle || has(group.prompt) || has(r.sample.completion)),
+    );
+  const key =
+      ([, of]) =>
+      ({ group, p }) =>
+        of(group, p, batch),
+    rank = key(ORDERS[sort]);
+  const found = batch.header.groups.map((group, p) => ({ group, p })).filter(passes);
+  return found.sort((a, b) => rank(b) - rank(a) || a.p - b.p);
 }
 
 function filterBar(batch, update) {
   const { filter } = state;
-  const change = (name) => (value) => { filter[name] = value; update(); };
+  const change = (name) => (value) => {
+    filter[name] = value;
+    update();
+  };
   const kinds = Object.keys(KINDS).filter((kind) => batch.rollouts.some((r) => r.kind === kind));
-  return el("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
-    input("search", filter.text, change("text"), { type: "search", id: "search", placeholder: "prompt or answer ( / )" }),
-    select("outcome", filter.outcome, [["", "any"], ...kinds.map((k) => [k, KINDS[k][2]])], change("outcome")),
+  return el(
+    "form",
+    { class: "filters", onsubmit: (event) => event.preventDefault() },
+    input("search", filter.text, change("text"), {
+      type: "search",
+      id: "search",
+      placeholder: "prompt or answer ( / )",
+    }),
+    select(
+      "outcome",
+      filter.outcome,
+      [["", "any"], ...kinds.map((k) => [k, KINDS[k][2]])],
+      change("outcome"),
+    ),
     input("tokens from", filter.least, change("least"), { type: "number", min: 0, class: "short" }),
     input("to", filter.most, change("most"), { type: "number", min: 0, class: "short" }),
-    select("rewards", filter.spread, [["", "any"], ["mixed", "differ in the group"], ["constant", "all equal"]], change("spread")),
-    select("order", filter.sort, Object.entries(ORDERS).map(([k, [words]]) => [k, words, k === "ratio" && !batch.arrays.ratio]), change("sort")));
+    select(
+      "rewards",
+      filter.spread,
+      [
+        ["", "any"],
+        ["mixed", "differ in the group"],
+        ["constant", "all equal"],
+      ],
+      change("spread"),
+    ),
+    select(
+      "order",
+      filter.sort,
+      Object.entries(ORDERS).map(([k, [words]]) => [
+        k,
+        words,
+        k === "ratio" && !batch.arrays.ratio,
+      ]),
+      change("sort"),
+    ),
+  );
 }
 
-const solved = (rollouts) => rollouts.filter((r) => r.sample.outcome === "correct").length / rollouts.length;
+const byReward = (rollouts) =>
+  [...rollouts].sort((a, b) => (b.sample.reward ?? -1) - (a.sample.reward ?? -1));
+const solved = (rollouts) =>
+  rollouts.filter((r) => r.sample.outcome === "correct").length / rollouts.length;
 
 function strip(rollouts) {
-  return el("span", { class: "strip" }, [...rollouts].sort((a, b) => (b.sample.reward ?? -1) - (a.sample.reward ?? -1)).map((r) => mark(r.kind, `, reward ${show(r.sample.reward)}, ${r.length} tokens`)));
+  const words = (r) => `, reward ${show(r.sample.reward)}, ${r.length} tokens`;
+  return el(
+    "span",
+    { class: "strip" },
+    byReward(rollouts).map((r) => mark(r.kind, words(r))),
+  );
 }
 
 function groupRow(run, batch, other, { group, p }) {
-  const rollouts = groupOf(batch, p);
-  const lengths = rollouts.map((r) => r.length);
-  const flags = [group.spread ? "mixed" : null, group.truncated ? "truncated" : null, group.garbled ? "garbled" : null].filter(Boolean).join(", ");
+  const rollouts = groupOf(batch, p),
+    lengths = rollouts.map((r) => r.length);
+  const flags = [
+    group.spread && "mixed",
+    group.truncated && "truncated",
+    group.garbled && "garbled",
+  ].filter(Boolean);
+  const facts = [
+    `${Math.round(100 * solved(rollouts))} %`,
+    `${least(lengths)}–${most(lengths)} tok`,
+  ];
+  if (flags.length) facts.push(flags.join(", "));
   const twin = other && sameGroup(other, p, group);
-  return el("a", { class: "row", href: `#group/${run}/${batch.header.number}/${p}` },
-    el("span", { class: "number" }, `${p}`), el("span", { class: "prompt" }, visible(group.prompt.slice(-300).replaceAll("\n", " "))),
-    strip(rollouts), twin ? strip(twin) : null,
-    el("span", { class: "facts" }, `${Math.round(100 * solved(rollouts))} % · ${least(lengths)}–${most(lengths)} tok${flags ? ` · ${flags}` : ""}`));
+  return el(
+    "a",
+    { class: "row", href: `#group/${run}/${batch.header.number}/${p}` },
+    el("span", { class: "number" }, `${p}`),
+    el("span", { class: "prompt" }, visible(group.prompt.slice(-300).replaceAll("\n", " "))),
+    strip(rollouts),
+    twin ? strip(twin) : null,
+    el("span", { class: "facts" }, facts.join(" · ")),
+  );
 }
 
 function sameGroup(other, p, group) {
@@ -736,46 +1195,95 @@ function sameGroup(other, p, group) {
 
 async function otherBatch(run, number) {
   const other = 1 - run;
-  if (state.summaries.length < 2 || !state.summaries[other].header.batches.includes(number) || !isHere(`${other}/batch/${number}`)) return null;
-  return loadBatch(other, number);
+  return several() && heldBatches(other).includes(number) ? loadBatch(other, number) : null;
 }
 
 // The difference of solve rates over the prompts that both batches have, B − A.
 function pairedPrompts(run, batch, other) {
+  const sign = run === 0 ? 1 : -1;
   const values = batch.header.groups.flatMap((group, p) => {
     const twin = sameGroup(other, p, group);
-    return twin ? [(run === 0 ? 1 : -1) * (solved(twin) - solved(groupOf(batch, p)))] : [];
+    return twin ? [sign * (solved(twin) - solved(groupOf(batch, p)))] : [];
   });
   const found = meanInterval(values);
-  return el("p", { class: "note" }, found ? `Solve rate, B − A, over ${values.length} prompts that both batches have: ${show(found[0])} [${show(found[0] - found[1])}, ${show(found[0] + found[1])}]; the second marks of a row are the other run's.`
-    : "The other run's batch has other prompts.");
+  return note(
+    found
+      ? `Solve rate, B − A, over ${values.length} prompts that both batches have: ${interval(found)}; the second marks of a row are the other run's.`
+      : "The other run's batch has other prompts.",
+  );
+}
+
+function batchSummary(batch) {
+  const {
+      size: [P, G],
+      update,
+    } = batch.header,
+    total = batch.rollouts.length;
+  const counts = Object.entries(KINDS).map(([kind, [, , words]]) => [
+    kind,
+    words,
+    batch.rollouts.filter((r) => r.kind === kind).length,
+  ]);
+  return el(
+    "p",
+    { class: "summary" },
+    `${P} prompts × ${G} rollouts, ${show(batch.arrays.token.length)} tokens`,
+    update === null ? "" : `, first trained on in update ${update}`,
+    " · ",
+    counts
+      .filter(([, , n]) => n)
+      .map(([kind, words, n]) => [mark(kind), ` ${Math.round((100 * n) / total)} % ${words}  `]),
+  );
 }
 
 async function batchView(run, number) {
-  const batch = await loadBatch(run, number), other = await otherBatch(run, number);
-  const { header } = batch;
-  const counts = Object.keys(KINDS).map((k) => [k, batch.rollouts.filter((r) => r.kind === k).length]).filter(([, n]) => n);
-  const list = el("div", { class: "rows", role: "list" }), count = el("p", { class: "note" });
+  const batch = await loadBatch(run, number),
+    other = await otherBatch(run, number);
+  const list = el("div", { class: "rows" }),
+    count = note();
   const update = () => {
     const groups = chosenGroups(batch);
-    count.textContent = `${groups.length} of ${header.groups.length} groups`;
+    count.textContent = `${groups.length} of ${batch.header.groups.length} groups`;
     list.replaceChildren();
     appendLazily(list, groups.length, (i) => groupRow(run, batch, other, groups[i]), 40);
   };
   update();
-  return [el("div", { class: "picker" }, batchPicker(run, number, (r, n) => { location.hash = `#batch/${r}/${n}`; })),
-    el("p", { class: "summary" }, `${header.size[0]} prompts × ${header.size[1]} rollouts, ${show(batch.arrays.token.length)} tokens`,
-      header.update === null ? "" : `, first trained on in update ${header.update}`, " · ", counts.map(([k, n]) => [mark(k), ` ${Math.round((100 * n) / batch.rollouts.length)} % ${KINDS[k][2]}  `])),
-    other ? pairedPrompts(run, batch, other) : null, filterBar(batch, update), count, list];
+  return [
+    batchPicker(run, number),
+    batchSummary(batch),
+    other ? pairedPrompts(run, batch, other) : null,
+    filterBar(batch, update),
+    count,
+    list,
+  ];
 }
 
 // --- a group and its rollouts --------------------------------------------------------------------
 
 function colourBar(batch) {
-  const options = Object.entries(COLOURS).map(([key, { title, of }]) => [key, of && !batch.arrays[of] ? `${title} — not stored` : title, Boolean(of && !batch.arrays[of])]);
-  const chosen = COLOURS[state.colour].of && !batch.arrays[COLOURS[state.colour].of] ? (state.colour = "none") : state.colour;
-  const layers = chosen === "expert" ? select("layer", state.layer, batch.header.layers.map((layer, n) => [n, layer]), (n) => { state.layer = Number(n); draw(); }) : null;
-  return el("div", { class: "colours" }, select("colour", chosen, options, (key) => { state.colour = key; draw(); }), layers, legend(batch));
+  const isStored = ({ of }) => !of || Boolean(batch.arrays[of]);
+  if (!isStored(COLOURS[state.colour])) state.colour = "none";
+  const options = Object.entries(COLOURS).map(([key, how]) => [
+    key,
+    isStored(how) ? how.title : `${how.title} — not stored`,
+    !isStored(how),
+  ]);
+  const layers = batch.header.layers.map((layer, n) => [n, layer]);
+  return el(
+    "div",
+    { class: "colours" },
+    select("colour", state.colour, options, (key) => {
+      state.colour = key;
+      draw();
+    }),
+    state.colour === "expert"
+      ? select("layer", state.layer, layers, (n) => {
+          state.layer = Number(n);
+          draw();
+        })
+      : null,
+    legend(batch),
+  );
 }
 
 // The text of a token: several tokens may make one character, which the first of them shows.
@@ -792,7 +1300,11 @@ function tokenText(batch, i) {
 
 function tokenNode(batch, rollout, paint, i) {
   const shown = tokenText(batch, i);
-  const node = el("span", { class: batch.arrays.mask && !batch.arrays.mask[i] ? "t masked" : "t" }, visible(shown));
+  const node = el(
+    "span",
+    { class: batch.arrays.mask && !batch.arrays.mask[i] ? "t masked" : "t" },
+    visible(shown),
+  );
   if (shown.includes("\n")) node.prepend(el("span", { class: "newline" }, "⏎"));
   node.dataset.token = i;
   const colour = paint?.(i, rollout);
@@ -802,7 +1314,9 @@ function tokenNode(batch, rollout, paint, i) {
 
 // The tokens of a rollout; those of a dialogue as a conversation, a bubble for each turn.
 function tokensOf(batch, rollout) {
-  const paint = painter(batch), { start, length } = rollout, turns = batch.arrays.turn;
+  const paint = painter(batch),
+    { start, length } = rollout,
+    turns = batch.arrays.turn;
   const box = el("div", { class: turns ? "tokens dialogue" : "tokens", dir: "ltr" });
   box.batch = batch;
   box.rollout = rollout;
@@ -811,74 +1325,166 @@ function tokensOf(batch, rollout) {
     return box;
   }
   const ends = [];
-  for (let i = start; i < start + length; i++) if (i + 1 === start + length || turns[i + 1] !== turns[i]) ends.push(i + 1);
-  appendLazily(box, ends.length, (n) => {
-    const from = n ? ends[n - 1] : start, mine = turns[from] % 2 === 0;
-    const score = batch.arrays.score?.[ends[n] - 1];
-    const bubble = el("div", { class: mine ? "turn policy" : "turn environment" },
-      el("b", { class: "who" }, mine ? "policy" : "environment", Number.isFinite(score) ? ` · score ${show(score)}` : ""));
-    appendLazily(bubble, ends[n] - from, (k) => tokenNode(batch, rollout, paint, from + k));
-    return bubble;
-  }, 20);
+  for (let i = start; i < start + length; i++)
+    if (i + 1 === start + length || turns[i + 1] !== turns[i]) ends.push(i + 1);
+  appendLazily(
+    box,
+    ends.length,
+    (n) => {
+      const from = n ? ends[n - 1] : start,
+        mine = turns[from] % 2 === 0;
+      const score = batch.arrays.score?.[ends[n] - 1];
+      const bubble = el(
+        "div",
+        { class: mine ? "turn policy" : "turn environment" },
+        el(
+          "b",
+          { class: "who" },
+          mine ? "policy" : "environment",
+          Number.isFinite(score) ? ` · score ${show(score)}` : "",
+        ),
+      );
+      appendLazily(bubble, ends[n] - from, (k) => tokenNode(batch, rollout, paint, from + k));
+      return bubble;
+    },
+    20,
+  );
   return box;
 }
 
-const FACTS = [["advantage", "A"], ["coefficient", "coefficient"], ["lag", "lag"], ["version", "version"]];
-const KNOWN = ["completion", "outcome", "reward", "stopped", "turns", "garbled", "version", "extracted"];
+const FACTS = [
+  ["advantage", "A"],
+  ["coefficient", "coefficient"],
+  ["lag", "lag"],
+  ["version", "version"],
+];
+const KNOWN = [
+  "completion",
+  "outcome",
+  "reward",
+  "stopped",
+  "turns",
+  "garbled",
+  "version",
+  "extracted",
+];
 
 function facts(batch, rollout) {
   const { sample, length, start } = rollout;
-  const found = [["reward", show(sample.reward)], ["tokens", show(length)]];
+  const found = [
+    ["reward", show(sample.reward)],
+    ["tokens", show(length)],
+  ];
   for (const [name, words] of FACTS) {
     const read = reader(batch, name);
     const value = read?.(start, rollout);
     if (read && length && !(name === "lag" && value < 0)) found.push([words, show(value)]);
   }
   if (sample.extracted) found.push(["extracted", sample.extracted]);
-  for (const [name, value] of Object.entries(sample)) if (!KNOWN.includes(name) && !(name === "shaped_reward" && value === sample.reward)) found.push([name, typeof value === "string" ? value : JSON.stringify(value)]);
-  return el("dl", { class: "facts" }, found.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, text(value)))));
+  for (const [name, value] of Object.entries(sample)) {
+    const isSaid = KNOWN.includes(name) || (name === "shaped_reward" && value === sample.reward);
+    if (!isSaid) found.push([name, typeof value === "string" ? value : JSON.stringify(value)]);
+  }
+  return el(
+    "dl",
+    { class: "facts" },
+    found.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, text(value)))),
+  );
 }
 
 function answerCard(run, batch, rollout, { open = false } = {}) {
-  const address = `#rollout/${run}/${batch.header.number}/${rollout.group}/${rollout.place}`;
-  const title = el("h3", {}, mark(rollout.kind), ` ${rollout.sample.outcome}${rollout.sample.stopped ? "" : ", truncated"}`, state.summaries.length > 1 ? ` · ${"AB"[run]}` : "",
-    open ? null : el("a", { href: address, title: "this rollout alone" }, `#${rollout.place}`));
-  const plain = batch.header.has_texts ? null : el("div", { class: "tokens" }, text(rollout.sample.completion),
-    el("p", { class: "note" }, "The run's tokenizer could not be loaded: tokens below are ids."));
-  return el("article", { class: open ? "answer open" : "answer", style: { "--kind": rgba(KINDS[rollout.kind][1]) } }, title, facts(batch, rollout), plain, tokensOf(batch, rollout));
+  const { sample, group, place, kind } = rollout;
+  const address = `#rollout/${run}/${batch.header.number}/${group}/${place}`;
+  const words = `${letter(run)}${sample.outcome}${sample.stopped ? "" : ", truncated"}`;
+  const link = open ? null : el("a", { href: address, title: "this rollout alone" }, `#${place}`);
+  const plain = batch.header.has_texts
+    ? null
+    : el(
+        "div",
+        { class: "tokens" },
+        text(sample.completion),
+        note("The run's tokenizer could not be loaded: tokens below are ids."),
+      );
+  return el(
+    "article",
+    { class: open ? "answer open" : "answer", style: { "--kind": rgba(KINDS[kind][1]) } },
+    el("h3", {}, mark(kind), words, link),
+    facts(batch, rollout),
+    plain,
+    tokensOf(batch, rollout),
+  );
 }
 
-function promptBox(group) {
-  return el("section", { class: "question" }, el("h2", {}, "Prompt"), el("div", { class: "tokens" }, text(group.prompt)),
-    el("p", { class: "note" }, "reference: ", text(group.answer || "unknown", "code"), ` · source ${group.source} · versions ${group.versions.join(", ") || "of another run"}`));
+function promptBox({ prompt, answer, source, versions }) {
+  const sampled = ` · source ${source} · versions ${versions.join(", ") || "of another run"}`;
+  return el(
+    "section",
+    { class: "question" },
+    el("h2", {}, "Prompt"),
+    el("div", { class: "tokens" }, text(prompt)),
+    note("reference: ", text(answer || "unknown", "code"), sampled),
+  );
 }
 
 function crumbs(run, number, p) {
-  return el("p", { class: "crumbs" }, el("a", { href: `#batch/${run}/${number}`, title: "back (Esc)" }, `${state.summaries.length > 1 ? `${"AB"[run]} · ` : ""}batch ${number}`),
-    p === undefined ? "" : [" › ", el("a", { href: `#group/${run}/${number}/${p}` }, `group ${p}`)]);
+  const batch = el(
+    "a",
+    { href: `#batch/${run}/${number}`, title: "back (Esc)" },
+    `${letter(run)}batch ${number}`,
+  );
+  const group =
+    p === undefined ? "" : [" › ", el("a", { href: `#group/${run}/${number}/${p}` }, `group ${p}`)];
+  return el("p", { class: "crumbs" }, batch, group);
+}
+
+// Buttons to the group or rollout before and after this one, and the colours.
+function stepper(what, number, batch) {
+  return el(
+    "div",
+    { class: "picker" },
+    button("‹", `${what} before (k)`, () => step(what, -1)),
+    `${what} ${number}`,
+    button("›", `next ${what} (j)`, () => step(what, 1)),
+    colourBar(batch),
+  );
 }
 
 async function groupView(run, number, p) {
-  const batch = await loadBatch(run, number), other = await otherBatch(run, number);
-  const group = batch.header.groups[p];
-  const byReward = (rollouts) => [...rollouts].sort((a, b) => (b.sample.reward ?? -1) - (a.sample.reward ?? -1));
-  const twin = other && sameGroup(other, p, group);
-  return [crumbs(run, number), el("div", { class: "picker" }, el("button", { type: "button", title: "group before (k)", onclick: () => step("group", -1) }, "‹"), ` group ${p} `,
-    el("button", { type: "button", title: "next group (j)", onclick: () => step("group", 1) }, "›"), colourBar(batch)), promptBox(group),
-  el("div", { class: "answers" }, byReward(groupOf(batch, p)).map((r) => answerCard(run, batch, r))),
-  twin ? [el("h2", {}, `The same prompt in ${"AB"[1 - run]}`), el("div", { class: "answers" }, byReward(twin).map((r) => answerCard(1 - run, other, r)))] : null];
+  const batch = await loadBatch(run, number),
+    other = await otherBatch(run, number);
+  const group = batch.header.groups[p],
+    twin = other && sameGroup(other, p, group);
+  const cards = (r, of, rollouts) =>
+    el(
+      "div",
+      { class: "answers" },
+      byReward(rollouts).map((rollout) => answerCard(r, of, rollout)),
+    );
+  return [
+    crumbs(run, number),
+    stepper("group", p, batch),
+    promptBox(group),
+    cards(run, batch, groupOf(batch, p)),
+    twin
+      ? [el("h2", {}, `The same prompt in ${"AB"[1 - run]}`), cards(1 - run, other, twin)]
+      : null,
+  ];
 }
 
 // −log β of every token of a rollout, as bars; a click goes to the token.
 function minimap(batch, rollout) {
-  const { start, length } = rollout, values = batch.arrays.logprob;
+  const { start, length } = rollout,
+    values = batch.arrays.logprob;
   if (!values) return null;
   const plot = el("div", { class: "plot minimap", title: "−log β by place; click to go there" });
   drawLazily(plot, () => {
-    const height = 56, [c, width] = canvasFor(plot, height), paint = painter(batch);
+    const height = 56,
+      [c, width] = canvasFor(plot, height),
+      paint = painter(batch);
     const top = Math.max(1, most(values.slice(start, start + length).map((x) => -x)));
     c.clearRect(0, 0, width, height);
-    const columns = Math.min(length, Math.floor(width)), size = length / columns;
+    const columns = Math.min(length, Math.floor(width)),
+      size = length / columns;
     for (let k = 0; k < columns; k++) {
       let i = start + Math.floor(k * size);
       for (let j = i; j < start + Math.floor((k + 1) * size); j++) if (values[j] < values[i]) i = j;
@@ -886,10 +1492,17 @@ function minimap(batch, rollout) {
       c.fillRect((k * width) / columns, 0, Math.max(1, width / columns - 0.3), height);
       c.fillStyle = css("--ink");
       const tall = Math.max(1, (-values[i] / top) * (height - 4));
-      c.fillRect((k * width) / columns, height - tall, Math.max(1, Math.min(4, width / columns - 0.3)), tall);
+      c.fillRect(
+        (k * width) / columns,
+        height - tall,
+        Math.max(1, Math.min(4, width / columns - 0.3)),
+        tall,
+      );
     }
   });
-  plot.addEventListener("click", (event) => scrollToToken(start + Math.floor((event.offsetX / plot.clientWidth) * length)));
+  plot.addEventListener("click", (event) =>
+    scrollToToken(start + Math.floor((event.offsetX / plot.clientWidth) * length)),
+  );
   return plot;
 }
 
@@ -901,24 +1514,33 @@ function scrollToToken(i) {
 }
 
 async function rolloutView(run, number, p, g) {
-  const batch = await loadBatch(run, number);
-  const rollout = groupOf(batch, p)[g];
-  return [crumbs(run, number, p), el("div", { class: "picker" }, el("button", { type: "button", title: "rollout before (k)", onclick: () => step("rollout", -1) }, "‹"), ` rollout ${g} `,
-    el("button", { type: "button", title: "next rollout (j)", onclick: () => step("rollout", 1) }, "›"), colourBar(batch)),
-  promptBox(batch.header.groups[p]), minimap(batch, rollout), answerCard(run, batch, rollout, { open: true })];
+  const batch = await loadBatch(run, number),
+    rollout = groupOf(batch, p)[g];
+  return [
+    crumbs(run, number, p),
+    stepper("rollout", g, batch),
+    promptBox(batch.header.groups[p]),
+    minimap(batch, rollout),
+    answerCard(run, batch, rollout, { open: true }),
+  ];
 }
 
 // What is known of the token under the pointer.
 function tip(event) {
-  const node = event.target.closest?.(".t"), box = document.getElementById("tip");
-  if (!node) { box.hidden = true; return; }
-  const { batch, rollout } = node.closest(".tokens"), i = Number(node.dataset.token);
-  const rows = [["place", i - rollout.start]];
+  const node = event.target.closest?.(".t"),
+    box = document.getElementById("tip");
+  if (!node) {
+    box.hidden = true;
+    return;
+  }
+  const { batch, rollout } = node.closest(".tokens"),
+    i = Number(node.dataset.token);
+  const rows = [["place", String(i - rollout.start)]];
   for (const how of Object.values(COLOURS)) {
     const read = how.of && reader(batch, how.of);
     if (read) rows.push([how.title, show(read(i, rollout))]);
   }
-  box.replaceChildren(el("b", {}, visible(JSON.stringify(tokenText(batch, i)))), el("table", {}, rows.map(([name, value]) => el("tr", {}, el("td", {}, name), el("td", {}, String(value))))));
+  box.replaceChildren(el("b", {}, visible(JSON.stringify(tokenText(batch, i)))), table([], rows));
   box.hidden = false;
   const edge = (at, size, room) => Math.max(4, at + 14 + size > room ? at - size - 10 : at + 14);
   box.style.left = `${edge(event.clientX, box.offsetWidth, innerWidth)}px`;
@@ -928,37 +1550,81 @@ function tip(event) {
 // --- geometry ------------------------------------------------------------------------------------
 
 function heatMap(part, run) {
-  const { cosine, reward } = part.arrays, B = reward.length, G = part.header.size[1];
+  const { cosine, reward } = part.arrays,
+    B = reward.length,
+    G = part.header.size[1];
   const order = part.arrays[state.order];
-  const plot = el("div", { class: "heat" }), reading = el("output", { class: "reading" }, "a pointer reads the cosine; a click opens the rollout of the row");
-  const canvas = el("canvas", { width: B, height: B, "aria-label": "cosines of the gradients of rollouts" });
+  const plot = el("div", { class: "heat" }),
+    reading = el(
+      "output",
+      { class: "reading" },
+      "a pointer reads the cosine; a click opens the rollout of the row",
+    );
+  const canvas = el("canvas", {
+    width: B,
+    height: B,
+    "aria-label": "cosines of the gradients of rollouts",
+  });
   const pixels = new ImageData(B, B);
   for (let row = 0; row < B; row++) {
     for (let column = 0; column < B; column++) {
       const x = cosine[order[row] * B + order[column]];
-      pixels.data.set([...(x < 0 ? ORANGE : BLUE), Math.round(255 * Math.min(1, Math.abs(x)))], 4 * (row * B + column));
+      pixels.data.set(
+        [...(x < 0 ? ORANGE : BLUE), Math.round(255 * Math.min(1, Math.abs(x)))],
+        4 * (row * B + column),
+      );
     }
   }
   canvas.getContext("2d").putImageData(pixels, 0, 0);
-  const rewards = el("canvas", { class: "side", width: 1, height: B, title: "rewards in this order: blue above 0" });
-  const side = new ImageData(1, B), top = largest(reward);
-  order.forEach((i, row) => side.data.set([...(reward[i] > 0 ? BLUE : ORANGE), Math.round(60 + (195 * Math.abs(reward[i])) / top)], 4 * row));
+  const rewards = el("canvas", {
+    class: "side",
+    width: 1,
+    height: B,
+    title: "rewards in this order: blue above 0",
+  });
+  const side = new ImageData(1, B),
+    top = largest(reward);
+  order.forEach((i, row) =>
+    side.data.set(
+      [...(reward[i] > 0 ? BLUE : ORANGE), Math.round(60 + (195 * Math.abs(reward[i])) / top)],
+      4 * row,
+    ),
+  );
   rewards.getContext("2d").putImageData(side, 0, 0);
   plot.append(rewards, canvas);
-  const at = (event) => [event.offsetY / canvas.clientHeight, event.offsetX / canvas.clientWidth].map((x) => order[Math.max(0, Math.min(B - 1, Math.floor(x * B)))]);
+  const at = (event) =>
+    [event.offsetY / canvas.clientHeight, event.offsetX / canvas.clientWidth].map(
+      (x) => order[Math.max(0, Math.min(B - 1, Math.floor(x * B)))],
+    );
   const name = (i) => `group ${Math.floor(i / G)} #${i % G} (reward ${show(reward[i])})`;
-  canvas.addEventListener("pointermove", (event) => { const [i, j] = at(event); reading.textContent = `${name(i)} and ${name(j)}: cosine ${show(cosine[i * B + j])}`; });
+  canvas.addEventListener("pointermove", (event) => {
+    const [i, j] = at(event);
+    reading.textContent = `${name(i)} and ${name(j)}: cosine ${show(cosine[i * B + j])}`;
+  });
   canvas.addEventListener("click", (event) => openRollout(run, part.header, at(event)[0]));
-  return el("figure", { class: "chart" }, el("figcaption", {}, "Cosines of gradients", el("small", {}, "orange −1, blue +1; left: reward")), plot, reading);
+  return el(
+    "figure",
+    { class: "chart" },
+    el(
+      "figcaption",
+      {},
+      "Cosines of gradients",
+      el("small", {}, "orange −1, blue +1; left: reward"),
+    ),
+    plot,
+    reading,
+  );
 }
 
 function batchOfStep(run, step) {
-  const { batches, updates } = state.summaries[run].header, at = updates.indexOf(step + 1);
+  const { batches, updates } = state.summaries[run].header,
+    at = updates.indexOf(step + 1);
   return at < 0 || !isHere(`${run}/batch/${batches[at]}`) ? null : batches[at];
 }
 
 function rolloutAddress(run, header, i) {
-  const number = batchOfStep(run, header.step), G = header.size[1];
+  const number = batchOfStep(run, header.step),
+    G = header.size[1];
   return number === null ? null : `#rollout/${run}/${number}/${Math.floor(i / G)}/${i % G}`;
 }
 
@@ -969,44 +1635,127 @@ function openRollout(run, header, i) {
 
 // The rollouts that take most from the update's squared norm, each with the one that it opposes most.
 function cancelling(part, run) {
-  const { part: shares, coefficient, reward, cosine, norm } = part.arrays, B = reward.length, G = part.header.size[1];
-  if (!shares) return el("p", { class: "note" }, "The weighted gradients add up to zero, or nothing weighs them.");
-  const worst = [...shares.keys()].filter((i) => shares[i] < 0).sort((a, b) => shares[a] - shares[b]).slice(0, 12);
+  const { part: shares, coefficient, reward, cosine, norm } = part.arrays,
+    B = reward.length,
+    G = part.header.size[1];
+  if (!shares) return note("The weighted gradients add up to zero, or nothing weighs them.");
+  const worst = [...shares.keys()]
+    .filter((i) => shares[i] < 0)
+    .sort((a, b) => shares[a] - shares[b])
+    .slice(0, 12);
   const product = (i, j) => coefficient[i] * coefficient[j] * norm[i] * norm[j] * cosine[i * B + j];
-  const opponent = (i) => [...shares.keys()].reduce((a, b) => (product(i, b) < product(i, a) ? b : a));
+  const opponent = (i) =>
+    [...shares.keys()].reduce((a, b) => (product(i, b) < product(i, a) ? b : a));
   const cell = (i) => {
-    const words = `group ${Math.floor(i / G)} #${i % G}`, address = rolloutAddress(run, part.header, i);
-    return el("td", {}, address ? el("a", { href: address }, words) : words);
+    const words = `group ${Math.floor(i / G)} #${i % G}`,
+      address = rolloutAddress(run, part.header, i);
+    return address ? el("a", { href: address }, words) : words;
   };
-  const lost = shares.reduce((sum, x) => sum + Math.min(x, 0), 0);
-  return el("section", {}, el("h3", {}, "Rollouts that cancel"),
-    el("p", { class: "note" }, `Share of a rollout: A (K A) over the update's squared norm. Those below 0, ${shares.filter((x) => x < 0).length} of ${B}, take ${show(-100 * lost)} % of it away.`),
-    el("table", {}, el("tr", {}, ["rollout", "reward", "coefficient", "share", "opposes most", "cosine"].map((h) => el("th", {}, h))),
-      worst.map((i) => { const j = opponent(i); return el("tr", {}, cell(i), el("td", {}, show(reward[i])), el("td", {}, show(coefficient[i])), el("td", {}, `${show(100 * shares[i])} %`), cell(j), el("td", {}, show(cosine[i * B + j]))); })));
+  const rows = worst.map((i) => {
+    const j = opponent(i);
+    return [
+      cell(i),
+      show(reward[i]),
+      show(coefficient[i]),
+      `${show(100 * shares[i])} %`,
+      cell(j),
+      show(cosine[i * B + j]),
+    ];
+  });
+  const taking = shares.filter((x) => x < 0),
+    lost = -100 * taking.reduce((sum, x) => sum + x, 0);
+  return el(
+    "section",
+    {},
+    el("h3", {}, "Rollouts that cancel"),
+    note(
+      `Share of a rollout: A (K A) over the update's squared norm. Those below 0, ${taking.length} of ${B}, take ${show(lost)} % of it away.`,
+    ),
+    table(["rollout", "reward", "coefficient", "share", "opposes most", "cosine"], rows),
+  );
 }
 
 function geometryOf(part, run) {
-  if (!part.header.usable) return el("p", { class: "note" }, "The Gram matrix of this batch is zero or not finite.");
-  const shares = [...part.arrays.share], positive = shares.filter((x) => x > 1e-7);
+  if (!part.header.usable) return note("The Gram matrix of this batch is zero or not finite.");
+  const shares = [...part.arrays.share];
+  const each = shares.filter((x) => x > 1e-7).map((x, i) => [i + 1, x]);
   let sum = 0;
-  const spectrum = chart("Spectrum", [{ label: "λ/Σλ", points: positive.map((x, i) => [i + 1, x]), colour: BLUE }], { log: true, note: "share of each direction, logarithmic" });
-  const cumulative = chart("Cumulative spectrum", [{ label: "share of the first directions", points: shares.map((x, i) => [i + 1, (sum += x)]), colour: CATEGORIES[2] }]);
-  return el("div", { class: "geometry" }, heatMap(part, run), el("div", {}, el("div", { class: "charts" }, spectrum, cumulative), cancelling(part, run)));
+  const added = shares.map((x, i) => [i + 1, (sum += x)]);
+  const spectrum = chart("Spectrum", [{ label: "λ/Σλ", points: each, colour: BLUE }], {
+    log: true,
+    note: "share of each direction, logarithmic",
+  });
+  const cumulative = chart("Cumulative spectrum", [
+    { label: "share of the first directions", points: added, colour: CATEGORIES[2] },
+  ]);
+  const right = el(
+    "div",
+    {},
+    el("div", { class: "charts" }, spectrum, cumulative),
+    cancelling(part, run),
+  );
+  return el("div", { class: "geometry" }, heatMap(part, run), right);
 }
 
+const GEOMETRY_CHARTS = [
+  {
+    title: "Participation ratio",
+    names: ["geometry/participation_ratio", "geometry/group_participation_ratio"],
+  },
+  {
+    title: "Effective rollouts, n_eff",
+    names: ["geometry/effective_rollouts", "geometry/effective_rollouts_reweighted"],
+  },
+  { title: "Shared energy", names: ["geometry/shared_energy", "geometry/group_shared_energy"] },
+];
+
+const heldSteps = (run) =>
+  state.summaries[run].header.geometry.filter((s) => isHere(`${run}/geometry/${s}`));
+
 async function geometryView(run, number) {
-  const steps = state.summaries[run].header.geometry.filter((s) => isHere(`${run}/geometry/${s}`));
-  const runs = state.summaries.length > 1 ? select("run", run, state.summaries.map((s, r) => [r, `${"AB"[r]}: ${s.header.name}`]), (r) => { location.hash = `#geometry/${r}`; }) : null;
-  if (!steps.length) return [runs, el("p", { class: "note" }, "No diagnostics ran: train with --config.diagnostics.every=10.")];
+  const steps = heldSteps(run),
+    runs = runPicker(run, (r) => {
+      location.hash = `#geometry/${r}`;
+    });
+  if (!steps.length)
+    return [runs, note("No diagnostics ran: train with --config.diagnostics.every=10.")];
   const chosen = steps.includes(number) ? number : steps.at(-1);
-  const shown = state.summaries.length > 1 && isHere(`${1 - run}/geometry/${chosen}`) && state.summaries[1 - run].header.geometry.includes(chosen) ? [run, 1 - run] : [run];
-  const parts_ = await Promise.all(shown.map((r) => load(`${r}/geometry/${chosen}`)));
-  const over = [["Participation ratio", ["geometry/participation_ratio", "geometry/group_participation_ratio"]], ["Effective rollouts, n_eff", ["geometry/effective_rollouts", "geometry/effective_rollouts_reweighted"]],
-    ["Shared energy", ["geometry/shared_energy", "geometry/group_shared_energy"]]].map(([title, names]) => lineChart({ title, names })).filter(Boolean);
-  return [el("div", { class: "picker" }, runs, select("before update", chosen, steps.map((s) => [s, s + 1]), (s) => { location.hash = `#geometry/${run}/${s}`; }),
-    select("order", state.order, [["by_reward", "groups, best reward first"], ["by_vector", "leading eigenvector"]], (key) => { state.order = key; draw(); })),
-  el("div", { class: shown.length > 1 ? "beside" : "" }, parts_.map((part, n) => el("div", {}, shown.length > 1 ? el("h2", {}, "AB"[shown[n]]) : null, geometryOf(part, shown[n])))),
-  el("h3", {}, "Over the run"), el("div", { class: "charts" }, over)];
+  const shown = several() && heldSteps(1 - run).includes(chosen) ? [run, 1 - run] : [run];
+  const found = await Promise.all(shown.map((r) => load(`${r}/geometry/${chosen}`)));
+  const orders = [
+    ["by_reward", "groups, best reward first"],
+    ["by_vector", "leading eigenvector"],
+  ];
+  const columns = found.map((part, n) =>
+    el(
+      "div",
+      {},
+      shown.length > 1 ? el("h2", {}, "AB"[shown[n]]) : null,
+      geometryOf(part, shown[n]),
+    ),
+  );
+  return [
+    el(
+      "div",
+      { class: "picker" },
+      runs,
+      select(
+        "before update",
+        chosen,
+        steps.map((s) => [s, s + 1]),
+        (s) => {
+          location.hash = `#geometry/${run}/${s}`;
+        },
+      ),
+      select("order", state.order, orders, (key) => {
+        state.order = key;
+        draw();
+      }),
+    ),
+    el("div", { class: shown.length > 1 ? "beside" : "" }, columns),
+    el("h3", {}, "Over the run"),
+    el("div", { class: "charts" }, GEOMETRY_CHARTS.map(lineChart).filter(Boolean)),
+  ];
 }
 
 // --- views, keys ---------------------------------------------------------------------------------
@@ -1016,31 +1765,34 @@ function place() {
   return { view: view || "run", numbers: numbers.map(Number) };
 }
 
-function firstBatch(run) {
-  const numbers = state.summaries[run].header.batches.filter((n) => isHere(`${run}/batch/${n}`));
-  return numbers.at(-1);
-}
-
 async function content({ view, numbers }) {
   const [run = 0, number, p, g] = numbers;
-  if (!state.summaries[run]) return [el("p", { class: "note" }, "There is no such run.")];
+  if (!state.summaries[run]) return [note("There is no such run.")];
   if (view === "geometry") return geometryView(run, number);
   if (view === "run") return runView();
-  const chosen = number ?? firstBatch(run);
-  if (chosen === undefined || !isHere(`${run}/batch/${chosen}`)) return [el("div", { class: "picker" }, batchPicker(run, chosen, (r, n) => { location.hash = `#batch/${r}/${n}`; })), el("p", { class: "note" }, "This file does not hold the batch.")];
-  const batch = await loadBatch(run, chosen), [P, G] = batch.header.size;
-  if ((p !== undefined && !(p < P)) || (g !== undefined && !(g < G))) return [el("p", { class: "note" }, "The batch has no such rollout.")];
+  const held = heldBatches(run),
+    chosen = number ?? held.at(-1);
+  if (!held.includes(chosen))
+    return [batchPicker(run, chosen), note("This file does not hold the batch.")];
+  const [P, G] = (await loadBatch(run, chosen)).header.size;
+  if (p >= P || g >= G) return [note("The batch has no such rollout.")];
   if (view === "group") return groupView(run, chosen, p);
   return view === "rollout" ? rolloutView(run, chosen, p, g) : batchView(run, chosen);
 }
 
 let drawing = 0;
 async function draw() {
-  const mine = ++drawing, at = place(), main = document.getElementById("main");
+  const mine = ++drawing,
+    at = place(),
+    main = document.getElementById("main");
   document.getElementById("tip").hidden = true;
   drawTabs(at);
   let nodes;
-  try { nodes = await content(at); } catch (error) { nodes = [el("p", { class: "note error" }, visible(`This cannot be shown: ${error.message}`))]; }
+  try {
+    nodes = await content(at);
+  } catch (error) {
+    nodes = [el("p", { class: "note error" }, visible(`This cannot be shown: ${error.message}`))];
+  }
   if (mine !== drawing) return;
   main.replaceChildren(...nodes.flat(3).filter(Boolean));
   main.dataset.drawn = location.hash;
@@ -1048,27 +1800,44 @@ async function draw() {
 
 function drawTabs({ view }) {
   const batchTab = ["batch", "group", "rollout"].includes(view);
-  const tabs = [["run", "Run", view === "run"], ["batch", "Rollouts", batchTab], ["geometry", "Geometry", view === "geometry"]];
-  document.getElementById("tabs").replaceChildren(...tabs.map(([key, words, on]) => el("a", { href: `#${key}`, "aria-current": on ? "page" : null }, words)));
-  document.getElementById("where").replaceChildren(...visible(state.summaries.map((s) => s.header.name).join(" | ") + (SERVED ? " · live" : "")));
+  const tabs = [
+    ["run", "Run", view === "run"],
+    ["batch", "Rollouts", batchTab],
+    ["geometry", "Geometry", view === "geometry"],
+  ];
+  document
+    .getElementById("tabs")
+    .replaceChildren(
+      ...tabs.map(([key, words, on]) =>
+        el("a", { href: `#${key}`, "aria-current": on ? "page" : null }, words),
+      ),
+    );
+  document
+    .getElementById("where")
+    .replaceChildren(
+      ...visible(state.summaries.map((s) => s.header.name).join(" | ") + (SERVED ? " · live" : "")),
+    );
 }
 
 // Goes to the next batch, group (in the chosen order) or rollout.
 async function step(what, by) {
-  const { view, numbers } = place(), [run = 0, number = firstBatch(run), p, g] = numbers;
+  const { view, numbers } = place(),
+    [run = 0, number = heldBatches(run).at(-1), p, g] = numbers;
   if (what === "batch") {
-    const here = state.summaries[run].header.batches.filter((n) => isHere(`${run}/batch/${n}`));
-    const next = here[here.indexOf(number) + by];
+    const here = heldBatches(run),
+      next = here[here.indexOf(number) + by];
     if (next !== undefined) location.hash = `#batch/${run}/${next}`;
     return;
   }
   const batch = await loadBatch(run, number);
   if (what === "rollout" && view === "rollout") {
     const next = g + by;
-    if (next >= 0 && next < batch.header.size[1]) location.hash = `#rollout/${run}/${number}/${p}/${next}`;
+    if (next >= 0 && next < batch.header.size[1])
+      location.hash = `#rollout/${run}/${number}/${p}/${next}`;
     return;
   }
-  const order = chosenGroups(batch).map((row) => row.p), next = order[order.indexOf(p) + by];
+  const order = chosenGroups(batch).map((row) => row.p),
+    next = order[order.indexOf(p) + by];
   if (next !== undefined) location.hash = `#group/${run}/${number}/${next}`;
 }
 
@@ -1081,12 +1850,20 @@ function follow(event) {
 }
 
 const KEYS = [
-  ["1 2 3", "run, rollouts, geometry"], ["[ ]", "earlier, later batch"], ["j k", "next group or rollout, the one before"], ["c", "next colour of tokens"],
-  ["/", "search"], ["Enter", "open the first group"], ["Esc", "back"], ["?", "this list"],
+  ["1 2 3", "run, rollouts, geometry"],
+  ["[ ]", "earlier, later batch"],
+  ["j k", "next group or rollout, the one before"],
+  ["c", "next colour of tokens"],
+  ["/", "search"],
+  ["Enter", "open the first group"],
+  ["Esc", "back"],
+  ["?", "this list"],
 ];
 
 function nextColour() {
-  const options = [...document.querySelectorAll(".colours select option")].filter((o) => !o.disabled && o.value in COLOURS);
+  const options = [...document.querySelectorAll(".colours select option")].filter(
+    (o) => !o.disabled && o.value in COLOURS,
+  );
   if (!options.length) return;
   const at = options.findIndex((o) => o.value === state.colour);
   state.colour = options[(at + 1) % options.length].value;
@@ -1101,14 +1878,39 @@ function back() {
 }
 
 function onKey(event) {
-  if (event.key === "Escape" && event.target.matches("input, select")) { event.target.blur(); return; }
-  if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-  const { view } = place(), within = view === "rollout" ? "rollout" : "group";
+  if (event.key === "Escape" && event.target.matches("input, select")) {
+    event.target.blur();
+    return;
+  }
+  if (
+    event.target.matches("input, select, textarea") ||
+    event.ctrlKey ||
+    event.metaKey ||
+    event.altKey
+  )
+    return;
+  const { view } = place(),
+    within = view === "rollout" ? "rollout" : "group";
   const actions = {
-    1: () => { location.hash = "#run"; }, 2: () => { location.hash = "#batch"; }, 3: () => { location.hash = "#geometry"; },
-    "[": () => step("batch", -1), "]": () => step("batch", 1), j: () => step(within, 1), k: () => step(within, -1), c: nextColour,
-    "/": () => document.getElementById("search")?.focus(), Escape: back, "?": help,
-    Enter: () => view === "batch" && event.target === document.body && document.querySelector(".row")?.click(),
+    1: () => {
+      location.hash = "#run";
+    },
+    2: () => {
+      location.hash = "#batch";
+    },
+    3: () => {
+      location.hash = "#geometry";
+    },
+    "[": () => step("batch", -1),
+    "]": () => step("batch", 1),
+    j: () => step(within, 1),
+    k: () => step(within, -1),
+    c: nextColour,
+    "/": () => document.getElementById("search")?.focus(),
+    Escape: back,
+    "?": help,
+    Enter: () =>
+      view === "batch" && event.target === document.body && document.querySelector(".row")?.click(),
   };
   const action = actions[event.key];
   if (!action || document.getElementById("help").open) return;
@@ -1118,16 +1920,25 @@ function onKey(event) {
 
 function help() {
   const box = document.getElementById("help");
-  box.replaceChildren(el("h2", {}, "Keys"), el("table", {}, KEYS.map(([keys, words]) => el("tr", {}, el("td", {}, keys.split(" ").map((key) => el("kbd", {}, key))), el("td", {}, words)))),
-    el("form", { method: "dialog" }, el("button", {}, "close")));
+  box.replaceChildren(
+    el("h2", {}, "Keys"),
+    table(
+      [],
+      KEYS.map(([keys, words]) => [keys.split(" ").map((key) => el("kbd", {}, key)), words]),
+    ),
+    el("form", { method: "dialog" }, el("button", {}, "close")),
+  );
   box.showModal();
 }
 
+// Loads the metrics of a served run again, and shows them where there are new ones.
 async function reload() {
-  const before = JSON.stringify(state.summaries.map((s) => [s.header.batches, s.arrays["train|step"]?.length]));
+  const size = () =>
+    JSON.stringify(state.summaries.map((s) => [s.header.batches, s.arrays["train|step"]?.length]));
+  const before = size();
   await loadSummaries(true).catch(() => {}); // the server may have ended; what was loaded stays
-  const after = JSON.stringify(state.summaries.map((s) => [s.header.batches, s.arrays["train|step"]?.length]));
-  if (before !== after && place().view === "run" && !document.activeElement?.matches("input, select")) draw();
+  const isBusy = document.activeElement?.matches("input, select");
+  if (before !== size() && place().view === "run" && !isBusy) draw();
 }
 
 async function loadSummaries(fresh = false) {
@@ -1138,7 +1949,10 @@ async function loadSummaries(fresh = false) {
 async function begin() {
   await loadSummaries();
   if (!SERVED) state.leftOut = await load("left_out");
-  addEventListener("hashchange", () => { scrollTo(0, 0); draw(); });
+  addEventListener("hashchange", () => {
+    scrollTo(0, 0);
+    draw();
+  });
   addEventListener("keydown", onKey);
   DARK.addEventListener("change", draw);
   document.addEventListener("pointerover", tip);
@@ -1150,5 +1964,13 @@ async function begin() {
 }
 
 begin().catch((error) => {
-  document.getElementById("main").replaceChildren(el("p", { class: "note error" }, `This page cannot be shown: ${error.message}. It needs a browser of 2023 or later.`));
+  document
+    .getElementById("main")
+    .replaceChildren(
+      el(
+        "p",
+        { class: "note error" },
+        `This page cannot be shown: ${error.message}. It needs a browser of 2023 or later.`,
+      ),
+    );
 });
