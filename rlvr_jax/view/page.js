@@ -1367,6 +1367,7 @@ const KNOWN = [
   "garbled",
   "version",
   "extracted",
+  "scores",
 ];
 
 function facts(batch, rollout) {
@@ -1381,6 +1382,7 @@ function facts(batch, rollout) {
     if (read && length && !(name === "lag" && value < 0)) found.push([words, show(value)]);
   }
   if (sample.extracted) found.push(["extracted", sample.extracted]);
+  for (const [grader, score] of Object.entries(sample.scores ?? {})) found.push([grader, show(score)]);
   for (const [name, value] of Object.entries(sample)) {
     const isSaid = KNOWN.includes(name) || (name === "shaped_reward" && value === sample.reward);
     if (!isSaid) found.push([name, typeof value === "string" ? value : JSON.stringify(value)]);

@@ -289,6 +289,11 @@ def read_batch(run: Run, number: int) -> Part:
     of_tokens["expert"] = np.stack([arrays["routes"][..., n, 0][within] for n in layers])
   of_tokens |= _coefficients(run, update, groups, within)
   header |= _records(groups, of_tokens.get("ratio"), lengths, info.get("sources", []))
+  if "rewards_by_name" in arrays:
+    names = ["main grader", *(grader for grader, _ in run.config["grading"]["extra"])]
+    rows = arrays["rewards_by_name"].reshape(P * G, -1).tolist()
+    for sample, row in zip(header["samples"], rows, strict=True):
+      sample["scores"] = dict(zip(names, row, strict=True))
   return Part(header, of_tokens)
 
 

@@ -232,6 +232,17 @@ def test_a_gram_matrix_that_says_nothing(tmp_path):
   assert cancelled.header["usable"] and "part" not in cancelled.arrays
 
 
+def test_graders_have_their_scores(tmp_path):
+  scores = np.array([[1, 0.5], [0, 0.25]], np.float32)
+  groups = [made.group(0, ["1", "2"], [1, 0], rewards_by_name=scores)]
+  extra = (("boxed", 0.5),)
+  folder = made.write_run(tmp_path / "run", batches=[groups], **{"grading.extra": extra})
+  samples = read.read_batch(read.open_run(folder), 0).header["samples"]
+  assert [sample["scores"] for sample in samples] == [
+    {"main grader": 1, "boxed": 0.5}, {"main grader": 0, "boxed": 0.25}
+  ]  # fmt: skip
+
+
 def test_a_crash_is_told(tmp_path):
   crashed = made.group(0, ["1", "2"], [1, 0])
   crashed.samples[1].update(outcome="crashed", reward=None, detail="MemoryError", stopped=False)
