@@ -18,7 +18,7 @@ from rlvr_jax.types import Params
 __all__ = ["adamw", "lion", "muon", "sgd"]
 
 # Kernels [L, D, E] of the blocks, and the factors of their adapters.
-_MATRIX = r"blocks/(query|key|value|output|gate|up|down)(/[ab])?$"
+_MATRIX = r"blocks/(full/)?(query|key|value|output|gate|up|down)(/[ab])?$"
 
 
 def adamw(
@@ -154,8 +154,8 @@ def clip_gradients(
 
 
 def decay_mask(params: Params) -> Any:
-  """A pytree of bools: whether weight decay applies, that is, to all but norms and biases."""
-  return jax.tree.map(lambda excluded: not excluded, _match_paths(r"norm|bias", params))
+  """A pytree of bools: whether weight decay applies: not to norms, biases and factors of layers."""
+  return jax.tree.map(lambda excluded: not excluded, _match_paths(r"norm|bias|layer_scale", params))
 
 
 def _match_paths(pattern: str, params: Params) -> Any:
