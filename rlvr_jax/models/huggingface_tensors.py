@@ -117,9 +117,12 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
     **{("experts", name): f"{theirs}.weight" for name, theirs in _SHARED_EXPERT.items()},
     **of_experts,
     ("output_gate",): f"{_OUTPUT_GATE}.weight",
+    ("layer_scale",): "layer_scalar",
     **{("delta", name): f"{theirs}.weight" for name, theirs in _DELTA_KERNELS.items()},
     **{("delta", name): theirs for name, theirs in _DELTA_TENSORS.items()},
   }
+  # Full layers have the same modules as others, of other sizes.
+  layer_tensors |= {("full", *path): name for path, name in layer_tensors.items()}
   tensors: dict[tuple[str, ...], str] = {
     ("embedding",): EMBEDDING,
     ("final_norm", "scale"): "model.norm.weight",
@@ -253,7 +256,8 @@ def leaf_value(params: Params, leaf: Leaf) -> Any:
 # Tables that old releases of transformers saved, and tensors outside of the text model: of images,
 # and of layers that predict further tokens.
 _UNUSED = re.compile(
-  r"(^|\.)rotary_emb\.|^(model\.)?(vision_tower|multi_modal_projector|visual)\.|^mtp\."
+  r"(^|\.)rotary_emb\.|^mtp\."
+  r"|^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual)\."
 )
 _PREFIXES = (  # of a text model within another model, and of one saved without its head
   (re.compile(r"^(language_model\.model|model\.language_model)\."), "model."),
