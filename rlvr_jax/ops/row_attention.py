@@ -37,7 +37,8 @@ _BLOCK = TILE  # queries or keys per block, in the reference
 DENSE_LENGTH = 1024  # tokens of a row from which the reference skips blocks
 _DENSE_BLOCK = 64  # queries per block, in shorter rows
 _MASKED = -1e30  # finite, so that no difference of two masked scores is NaN
-_SPLASH_HEADS = (32, 64, 80, 96, 128, 256)  # widths that were compiled for a TPU
+_SPLASH_HEADS = (32, 64, 80, 96, 128, 256, 512)  # widths that were compiled for a TPU
+_LONGEST_WIDE = 2**15  # tokens of a row for which blocks of the widest heads fit in bfloat16
 _LONGEST_WHOLE = 2**11  # tokens of a row of `whole` as auto chooses it; scores grow with its square
 _LONGEST_MASK = 2**14  # tokens of a row; its mask and the mask's gradient take half a GiB each
 
@@ -176,6 +177,11 @@ def _splash_obstacle(platform, row_length, head_dims, dtype):
   for head_dim in head_dims:
     if head_dim not in _SPLASH_HEADS:
       return f"head_dim in {_SPLASH_HEADS} (head_dim={head_dim})"
+  if max(head_dims, default=0) > 256 and (dtype != "bfloat16" or row_length > _LONGEST_WIDE):
+    return (
+      f"compute_dtype bfloat16 and rows of at most {_LONGEST_WIDE} tokens, with a head_dim above 256"
+      f" (head_dim={max(head_dims)}, compute_dtype={dtype!r}, row length {row_length})"
+    )
   if row_length % TILE or row_length > LONGEST_ROW:
     return (
       f"rows of a multiple of {TILE} tokens, at most {LONGEST_ROW} (row length {row_length}: lower"

@@ -269,6 +269,7 @@ POSSIBLE = dict(platform="tpu", row_length=9216, head_dims=(128,), dtype="bfloat
 
 def test_auto_takes_the_kernel_of_the_platform(caplog):
   assert choose_attention("auto", **POSSIBLE) == "splash"
+  assert choose_attention("auto", **POSSIBLE | dict(head_dims=(256, 512))) == "splash"
   assert choose_attention("auto", **POSSIBLE | dict(platform="cpu")) == "reference"
   assert not caplog.records
 
@@ -325,7 +326,9 @@ def test_what_cudnn_does_not_support_is_named(changed, named):
 @pytest.mark.parametrize(
   "changed, named",
   [
-    (dict(head_dims=(64, 512)), "head_dim=512"),
+    (dict(head_dims=(64, 640)), "head_dim=640"),
+    (dict(head_dims=(256, 512), dtype="float32"), "(head_dim=512, compute_dtype='float32'"),
+    (dict(head_dims=(256, 512), row_length=2**15 + 1024), "row length 33792)"),
     (dict(dtype="float64"), "compute_dtype='float64'"),
     (dict(row_length=9000), "row length 9000"),
     (dict(row_length=2**18), "row length 262144"),
