@@ -179,7 +179,7 @@ def _splash_obstacle(platform, row_length, head_dims, dtype):
       return f"head_dim in {_SPLASH_HEADS} (head_dim={head_dim})"
   if max(head_dims, default=0) > 256 and (dtype != "bfloat16" or row_length > _LONGEST_WIDE):
     return (
-      f"compute_dtype bfloat16 and rows of at most {_LONGEST_WIDE} tokens, with a head_dim above 256"
+      f"compute_dtype bfloat16 and rows of at most {_LONGEST_WIDE} tokens, for a head_dim above 256"
       f" (head_dim={max(head_dims)}, compute_dtype={dtype!r}, row length {row_length})"
     )
   if row_length % TILE or row_length > LONGEST_ROW:
