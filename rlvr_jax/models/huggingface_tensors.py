@@ -94,6 +94,19 @@ _HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
+def kernel_modules(config: TransformerConfig) -> dict[str, str]:
+  """The published modules of a layer by the names of their kernels here, as in `models.lora`."""
+  names = {
+    **KERNELS,
+    "output_gate": _OUTPUT_GATE,
+    **{f"delta/{name}": theirs for name, theirs in _DELTA_KERNELS.items()},
+  }
+  if not config.attention_gate:
+    del names["output_gate"]
+  exists = lambda name: layers_in(stack_of(name.split("/")[0]), config.kinds)
+  return {name: theirs for name, theirs in names.items() if exists(name)}
+
+
 def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[Leaf]:
   """Finds the leaves of all parameters, in the order in which they are written.
 
