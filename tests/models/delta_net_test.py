@@ -27,7 +27,8 @@ from rlvr_jax.rollouts import decoder
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.types import Prompts, Sampling
+from rlvr_jax.train.setup.engines import TrainerLayout, choose_slots
+from rlvr_jax.types import BatchShape, Prompts, Sampling
 from rlvr_jax.update import optimizer
 from rlvr_jax.update.accumulate import update_gradient
 from rlvr_jax.update.objective import estimate_coefficients
@@ -48,8 +49,8 @@ DENSE = TransformerConfig(
   delta_layers=(DELTA, ATTENTION, DELTA),
   delta_key_heads=2,
   delta_value_heads=4,
-  delta_key_dim=4,
-  delta_value_dim=6,
+  delta_key_dim=8,
+  delta_value_dim=12,
   delta_num_taps=4,
 )
 MIXTURE = dataclasses.replace(
@@ -61,6 +62,8 @@ MIXTURE = dataclasses.replace(
   normalized_expert_weights=True,
 )
 NETWORKS = {"dense": DENSE, "mixture": MIXTURE}
+# Of three key heads, which two devices do not divide.
+ODD = dataclasses.replace(DENSE, delta_key_heads=3, delta_value_heads=3)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,13 +94,55 @@ def test_settings_that_contradict_one_another_are_refused(changes, message):
     dataclasses.replace(DENSE, **changes)
 
 
+# --- sizes ---------------------------------------------------------------------------------------
+
+QWEN3_5_4B = TransformerConfig(
+  vocab_size=248_320,
+  width=2560,
+  num_layers=32,
+  num_heads=16,
+  num_kv_heads=4,
+  head_dim=256,
+  mlp_width=9216,
+  qk_norm=True,
+  zero_centered_norm=True,
+  attention_gate=True,
+  rotary_width=64,
+  delta_layers=(DELTA, DELTA, DELTA, ATTENTION) * 8,
+  delta_key_heads=16,
+  delta_value_heads=32,
+  delta_key_dim=128,
+  delta_value_dim=128,
+  delta_num_taps=4,
+  compute_dtype="bfloat16",
+)
+
+
+def test_a_slot_of_qwen3_5_4b_has_51_5_mb_of_states():
+  states = decoder.state_bytes(QWEN3_5_4B, tensor=1)
+  assert states == 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) == pytest.approx(51.5e6, rel=1e-3)
+  assert decoder.state_bytes(QWEN3_5_4B, tensor=4) == states / 4
+  assert decoder.state_bytes(QWEN3_5_4B, tensor=3) == states  # which divides no heads
+  assert decoder.token_bytes(QWEN3_5_4B, 1) == 32 * 1024  # of 8 layers with attention
+
+
+def test_slots_are_limited_by_their_states_too():
+  model = transformer(QWEN3_5_4B)
+  trainer = TrainerLayout(sharding.make_mesh(), False, frozen=True, bytes_per_trained=4.0)
+  shape = BatchShape(4096, 1, 256, 256)
+  slots = choose_slots(0, shape, model, trainer, 64 * 10**9, cache="pages")
+  parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+  per_slot = 51.5e6 + (512 + 16) * 32 * 1024 + 8 * 248_320
+  assert slots == pytest.approx((0.85 * 64e9 - (4 + 2) * parameters) / per_slot, rel=0.02)
+
+
 # --- training -------------------------------------------------------------------------------------
 
 
 @functools.cache
 def make_method(network="dense", mesh=None, **changes):
   dtypes = dict(compute_dtype="float64", param_dtype="float64")
-  config = dataclasses.replace(NETWORKS[network], **dtypes, **changes)
+  config = dataclasses.replace((NETWORKS | {"odd": ODD})[network], **dtypes, **changes)
   return updates.make_method("float64", mesh)._replace(model=updates.small_model(config, mesh))
 
 
@@ -129,7 +174,7 @@ def test_micro_batches_of_rows_have_the_gradient_of_padded_rollouts(x64, network
   ("network", "sizes"),
   [
     ("dense", dict(data=2, fsdp=2, tensor=2)),
-    ("dense", dict(fsdp=2, tensor=4)),  # of two key heads
+    ("odd", dict(fsdp=4, tensor=2)),
     ("mixture", dict(data=2, fsdp=2, tensor=2)),
   ],
 )
@@ -244,15 +289,15 @@ def test_logprobs_of_all_turns_equal_the_trainers():
   )
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_late_replies_and_the_order_of_requests_change_no_bit(seed):
-  rng = np.random.default_rng(seed)
-  order = rng.permutation(P)
-  engine = loaded(programs())
-  asked = [requests()[i] for i in order]
-  ended = drive(engine, asked, reply=reply, delay=lambda: int(rng.integers(1, 6)))
-  assert engine.usage.idle_slot_steps > 0
-  assert_equal(groups_of(ended), dialogues())
+def test_late_replies_and_the_order_of_requests_change_no_bit():
+  idle = 0
+  for seed in (1, 2, 3):
+    rng, engine = np.random.default_rng(seed), loaded(programs())
+    asked = [requests()[i] for i in rng.permutation(P)]
+    late = lambda rng=rng: int(rng.integers(1, 6))  # bursts
+    assert_equal(groups_of(drive(engine, asked, reply=reply, delay=late)), dialogues())
+    idle += engine.usage.idle_slot_steps
+  assert idle > 0
 
 
 def test_neighbors_change_no_bit():
@@ -360,7 +405,7 @@ def test_other_numbers_of_slots_change_rounding_only(network):
   ("network", "sizes"),
   [
     ("dense", dict(data=2, fsdp=2, tensor=2)),
-    ("dense", dict(fsdp=2, tensor=4)),
+    ("dense", dict(fsdp=2, tensor=4)),  # of two key heads
     ("mixture", dict(data=2, fsdp=2, tensor=2)),
   ],
 )
@@ -419,7 +464,7 @@ def test_adapters_are_of_the_projections_of_both_kinds_of_layers():
     *("down", "gate", "key", "output", "output_gate", "query", "up", "value"),
   ]
   assert found["delta"]["value"]["a"].shape == (2, 16, 2)  # of two layers
-  assert found["delta"]["value"]["b"].shape == (2, 2, 4 * 6)
+  assert found["delta"]["value"]["b"].shape == (2, 2, 4 * 12)
   assert found["query"]["a"].shape == (1, 16, 2)  # of one
   base = jax.eval_shape(updates.small_model(DENSE).init, jax.random.key(0))
   targets = lambda pattern: [
