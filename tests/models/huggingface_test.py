@@ -27,9 +27,10 @@ from rlvr_jax.models.huggingface import load_params, save_checkpoint
 from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
 from rlvr_jax.models.huggingface_export import published_config
 from rlvr_jax.models.huggingface_families import MIXTURES
+from rlvr_jax.models.huggingface_tensors import outside_tensors
 from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
-from rlvr_jax.models.safetensors import SINGLE, Tensor
+from rlvr_jax.models.safetensors import SINGLE, Tensor, tensor_names
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.storage.folders import locate
 from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
@@ -571,8 +572,10 @@ def test_tables_that_old_versions_saved_are_left_out(tmp_path):
   tables = {
     f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(2)
   }
-  write(tmp_path, tensors | tables | {"vision_tower.x": np.ones(3, np.int64)})
+  outside = ["model.visual.x", "mtp.layers.0.x", "vision_tower.x"]
+  write(tmp_path, tensors | tables | {name: np.ones(3, np.int64) for name in outside})
   assert_equal(load(tmp_path), expected_params(tensors))
+  assert sorted(outside_tensors(tensor_names(tmp_path))) == sorted(outside)
 
 
 @pytest.mark.parametrize("kept", ["both", "embedding", "head"])
