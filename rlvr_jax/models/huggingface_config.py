@@ -309,6 +309,7 @@ def _full_heads(
   """Width of the heads, and number of key/value heads, in the layers that do not slide."""
   names = ("head_dim", "num_key_value_heads")
   by_layer = c.get("per_layer_config")
+  found: Any
   if by_layer is None:
     own = c["num_global_key_value_heads"] if c["attention_k_eq_v"] else None
     found = {"head_dim": c["global_head_dim"], "num_key_value_heads": own}

@@ -100,9 +100,12 @@ def kernel_modules(config: TransformerConfig) -> dict[str, str]:
     **KERNELS,
     "output_gate": _OUTPUT_GATE,
     **{f"delta/{name}": theirs for name, theirs in _DELTA_KERNELS.items()},
+    **{f"full/{name}": KERNELS[name] for name in ("query", "key", "value", "output")},
   }
   if not config.attention_gate:
     del names["output_gate"]
+  if config.full_keys_as_values:
+    del names["full/value"]
   exists = lambda name: layers_in(stack_of(name.split("/")[0]), config.kinds)
   return {name: theirs for name, theirs in names.items() if exists(name)}
 

@@ -437,7 +437,8 @@ class Block(nnx.Module):
     self, x: Array, tables: tuple[Array, Array], attend: Callable
   ) -> tuple[Array, Any]:
     """(what is added to the stream, attention's carry)."""
-    c, w = self.config, self.full if self.is_full else self
+    c = self.config
+    w: Any = self.full if self.is_full else self  # its kernels and norms
     bias = lambda name: getattr(w, name, None)
     heads = lambda y: y.reshape(*y.shape[:-1], -1, self.heads.width)
     query = dense(x, w.query, bias("query_bias"))

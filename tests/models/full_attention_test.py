@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from oracles.rows import lay_rows
 from oracles.sampling import sample
 from oracles.updates import relative_distance
 
+from rlvr_jax.models import lora, peft
 from rlvr_jax.models.flops import forward_flops
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.memory import activation_bytes
@@ -287,3 +289,35 @@ def test_flops_are_those_of_the_programs_products(keys_as_values):
 def test_impossible_heads_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(CONFIG, **changes)
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("targets", "modules"),
+  [
+    (r"blocks/(full/)?query$", ["q_proj"]),
+    (r"blocks/full/(query|key)$", [f"layers.{i}.self_attn.{x}_proj" for x in "kq" for i in (1, 3)]),
+    (r"blocks/(full/)?(value|down)$", ["down_proj", "v_proj"]),
+  ],
+)
+def test_adapters_have_the_published_modules_of_each_layer(tmp_path, targets, modules):
+  base = jax.eval_shape(transformer(CONFIG).init, jax.random.key(0))
+  settings = lora.LoraSettings(rank=2, alpha=4.0, targets=targets)
+  adapters = lora.init(jax.random.key(1), base, settings)
+  adapters = jax.tree.map(lambda x: x + 1.0, adapters)
+  peft.save_adapters(tmp_path / "out", adapters, settings, CONFIG)
+  description = json.loads((tmp_path / "out" / peft.CONFIG_FILE).read_text())
+  assert description["target_modules"] == modules
+  found, _ = peft.load_adapters(tmp_path / "out", CONFIG)
+  jax.tree.map(np.testing.assert_array_equal, found, adapters)
+
+
+def test_adapters_are_of_all_kernels_by_default():
+  base = jax.eval_shape(transformer(CONFIG).init, jax.random.key(0))
+  kernels = lora.target_kernels(base, lora.LoraSettings(rank=2, alpha=4.0))
+  assert [name for name in kernels if name.startswith("full/")] == [
+    "full/key", "full/output", "full/query"
+  ]  # fmt: skip
+  assert len(kernels) == 3 + 4 + 3
