@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rlvr_jax.models import lora, safetensors
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface_export import families_of
-from rlvr_jax.models.huggingface_tensors import KERNELS, row_tables
+from rlvr_jax.models.huggingface_tensors import kernel_modules, row_tables
 from rlvr_jax.models.lora import LoraSettings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.finite import check_finite
@@ -28,7 +28,6 @@ from rlvr_jax.types import Params
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
-_NAMES = {module: name for name, module in KERNELS.items()}
 _MATRICES = {"a": "lora_A", "b": "lora_B"}
 _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.([\w.]+)\.lora_[AB]\.weight")
 
@@ -70,7 +69,7 @@ def save_adapters(
     FileExistsError: `directory` is not empty.
   """
   check_adapters(adapters, settings, config)
-  modules, blocks = _modules(config), jax.tree.map(np.asarray, adapters["blocks"])
+  modules, blocks = _modules(config), lora.flatten(jax.tree.map(np.asarray, adapters["blocks"]))
   adapted = {
     module: pairs
     for module, parts in sorted(modules.items(), key=lambda item: min(item[1]))
@@ -82,6 +81,7 @@ def save_adapters(
       matrices = _join(jax.tree.map(operator.itemgetter(row), pairs), modules[module])
       for letter, matrix in matrices.items():
         tensors[_tensor_name(layer, module, letter)] = matrix.astype(np.float32)
+  joined = {module: modules[module] for module, pairs in adapted.items() if len(pairs) > 1}
   description = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -90,7 +90,7 @@ def save_adapters(
     "lora_alpha": settings.alpha,
     "lora_dropout": 0.0,
     "target_modules": _target_modules(adapted, config),
-    **_patterns(adapted, settings.rank, settings.alpha),
+    **_patterns(joined, settings.rank, settings.alpha),
     "bias": "none",
     "fan_in_fan_out": False,
     "inference_mode": True,
@@ -142,7 +142,7 @@ def load_adapters(
     pair = {letter: stack_layers(module, parts, letter) for letter in _MATRICES}
     blocks |= _split(pair, parts, description.get("r"), f"{weights}: {module}")
   names = sorted(blocks)
-  adapters = {"blocks": {name: blocks[name] for name in names}}
+  adapters = {"blocks": lora.nest({name: blocks[name] for name in names})}
   try:
     settings = LoraSettings(
       rank=description.get("r"),  # type: ignore[arg-type]  # checked by LoraSettings
@@ -188,30 +188,44 @@ Matrices = dict[str, npt.NDArray[Any]]
 
 def _modules(config: TransformerConfig) -> dict[str, Parts]:
   """The published modules of a layer → their kernels here → the rows of each; None: all."""
-  modules: dict[str, Parts] = {module: {name: None} for module, name in _NAMES.items()}
+  names = {module: name for name, module in kernel_modules(config).items()}
+  modules: dict[str, Parts] = {module: {name: None} for module, name in names.items()}
   for module, parts in row_tables(config, families_of(config)[0]).items():
-    for part in parts:
-      del modules[part]
-    modules[module] = {_NAMES[part]: rows for part, rows in parts.items()}
+    if all(part in names for part in parts):
+      for part in parts:
+        del modules[part]
+      modules[module] = {names[part]: rows for part, rows in parts.items()}
   return modules
+
+
+def _stack_of(names: Iterable[str]) -> str:
+  """The stack of the kernels of a module, see `ops.layers`."""
+  return stack_of(next(iter(names)).split("/")[0])
 
 
 def _layers_of(names: Iterable[str], config: TransformerConfig) -> list[int]:
   """The numbers of the layers that have these kernels of a module."""
-  return layers_in(stack_of(next(iter(names))), config.kinds)
+  return layers_in(_stack_of(names), config.kinds)
 
 
 def _join(pairs: Mapping[str, Matrices], parts: Parts) -> Matrices:
-  """PEFT's matrices of a module, A [k·R, D] and B [rows, k·R], from those of k of its kernels."""
-  a = np.concatenate([pair["a"].T for pair in pairs.values()])
-  rank = len(a) // len(pairs)
+  """PEFT's matrices of a module in a layer, from those of its adapted kernels.
+
+  Those of one kernel are A [R, D] and B [rows, R]. Of several, each of the module's k kernels has a
+  block of A [k·R, D] and B [rows, k·R], which is 0 if the kernel is not adapted.
+  """
+  some = next(iter(pairs.values()))
+  none = np.zeros_like(some["a"]).T
+  names = list(pairs if len(pairs) == 1 else parts)
+  rank = some["a"].shape[1]
+  a = np.concatenate([pairs[name]["a"].T if name in pairs else none for name in names])
   rows = {
-    name: np.arange(pairs[name]["b"].shape[1]) if rows is None else rows
-    for name, rows in parts.items()
+    name: np.arange(some["b"].shape[1]) if rows is None else rows for name, rows in parts.items()
   }
   b = np.zeros((sum(map(len, rows.values())), len(a)), a.dtype)
-  for k, (name, pair) in enumerate(pairs.items()):
-    b[rows[name], k * rank : (k + 1) * rank] = pair["b"].T
+  for k, name in enumerate(names):
+    if name in pairs:
+      b[rows[name], k * rank : (k + 1) * rank] = pairs[name]["b"].T
   return {"a": a, "b": b}
 
 
@@ -239,15 +253,16 @@ def _split(pair: Matrices, parts: Parts, rank: Any, owner: str) -> dict[str, Mat
         f"{owner} has an adapter of rank {a.shape[2]}, which is not one of rank {rank} for each of"
         f" {list(parts)}; merge it into its base with PEFT's merge_and_unload, and load that"
       )
-    found[name] = {"a": a[:, :, own], "b": of_kernel[:, own]}
+    if np.any(a[:, :, own]):  # else it is not adapted
+      found[name] = {"a": a[:, :, own], "b": of_kernel[:, own]}
   return found
 
 
 def _patterns(kernels: Mapping[str, Collection[str]], rank: Any, alpha: Any) -> dict[str, Any]:
-  """The fields of modules with adapters of k kernels: rank k·R, and k·α, so that α/R is the same.
+  """The fields of modules of k > 1 kernels, by `_join`: rank k·R, and k·α, so that α/R is the same.
 
   Args:
-    kernels: names of modules → of their adapted kernels.
+    kernels: names of modules → of their kernels.
   """
   counts = {_last(module): len(names) for module, names in kernels.items() if len(names) > 1}
   if not counts:
@@ -269,11 +284,15 @@ def _check_description(
   numbers = description.get("r"), description.get("lora_alpha")
   are_numbers = all(isinstance(number, (int, float)) for number in numbers)
   of_joined = _patterns(_modules(config), *numbers) if are_numbers else {}
+  is_joined = lambda field, value: (
+    isinstance(value, dict) and value.items() <= of_joined.get(field, {}).items()
+  )
   unsupported = {
     field: value
     for field, value in description.items()
     if field not in _WITHOUT_EFFECT
-    and value not in _ALLOWED.get(field, (*_UNSET, of_joined.get(field)))
+    and value not in _ALLOWED.get(field, _UNSET)
+    and not is_joined(field, value)
   }
   if unsupported:
     raise ValueError(
@@ -288,7 +307,7 @@ def _target_modules(adapted: Mapping[str, Iterable[str]], config: TransformerCon
   targets = []
   for module, names in adapted.items():
     # Without the layer's number, those of an MLP would also name the projections of experts.
-    is_dense = stack_of(next(iter(names))) == DENSE
+    is_dense = _stack_of(names) == DENSE
     layers = layers_in(DENSE, config.kinds) if is_dense else []
     of_some = [f"layers.{i}.{module}" for i in layers if layers_in(SPARSE, config.kinds)]
     targets += of_some or [_last(module)]

@@ -27,9 +27,10 @@ from rlvr_jax.models.huggingface import load_params, save_checkpoint
 from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
 from rlvr_jax.models.huggingface_export import published_config
 from rlvr_jax.models.huggingface_families import MIXTURES
+from rlvr_jax.models.huggingface_tensors import outside_tensors
 from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
-from rlvr_jax.models.safetensors import SINGLE, Tensor
+from rlvr_jax.models.safetensors import SINGLE, Tensor, tensor_names
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.storage.folders import locate
 from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
@@ -133,12 +134,23 @@ def transformers_view(config):
   full = rope.get("full_attention", rope)
   gemma = config.model_type.startswith("gemma")
   layers = tuple(kind == "sliding_attention" for kind in getattr(config, "layer_types", []))
-  mixture = {}
+  mixture, delta = {}, {}
+  hybrid = config.model_type.startswith("qwen3_5")
+  if hybrid:
+    delta = dict(
+      delta_layers=tuple(kind == "linear_attention" for kind in config.layer_types),
+      delta_key_heads=config.linear_num_key_heads,
+      delta_value_heads=config.linear_num_value_heads,
+      delta_key_dim=config.linear_key_head_dim,
+      delta_value_dim=config.linear_value_head_dim,
+      delta_num_taps=config.linear_conv_kernel_dim,
+      shared_expert_width=getattr(config, "shared_expert_intermediate_size", 0),
+    )
   if config.model_type in (*MIXTURES, "mistral"):
     if getattr(config, "sliding_window", None) is not None:
       layers = (True,) * config.num_hidden_layers
   if config.model_type in MIXTURES:
-    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     mixture = dict(
       num_experts=config.num_experts,
       experts_per_token=config.num_experts_per_tok,
@@ -161,7 +173,7 @@ def transformers_view(config):
     head_dim=head_dim,
     rotary_width=None if part == 1.0 else int(head_dim * part),
     unrotated_layers=unrotated if any(unrotated) else None,
-    mlp_width=config.intermediate_size,
+    mlp_width=width if hybrid and mixture else config.intermediate_size,
     norm_epsilon=config.rms_norm_eps,
     tied_head=config.tie_word_embeddings,
     rope_theta=full["rope_theta"],
@@ -169,6 +181,7 @@ def transformers_view(config):
     or (config.model_type not in ("mixtral", "mistral") and config.attention_bias),
     output_bias=config.model_type not in ("qwen2", "mixtral", "mistral", "glm4")
     and config.attention_bias,
+    attention_gate=hybrid,
     mlp_bias=getattr(config, "mlp_bias", False),
     query_scale=config.query_pre_attn_scalar**-0.5 if gemma else None,
     attention_soft_cap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
@@ -177,6 +190,7 @@ def transformers_view(config):
     sliding_window=config.sliding_window if any(layers) else None,
     sliding_rope_theta=near_theta,
     **mixture,
+    **delta,
   )
 
 
@@ -189,6 +203,18 @@ _OPTIONAL = {  # of every family
   "tie_word_embeddings": st.booleans(),
   "rope_theta": st.sampled_from([1e4, 5e5]),
   "attention_bias": st.booleans(),
+}
+_HYBRID = {
+  "attention_bias": st.just(False),
+  "num_attention_heads": st.sampled_from([32, 16]),
+  "head_dim": st.sampled_from([16, 32]),
+  "full_attention_interval": st.integers(2, 5),
+  "num_hidden_layers": st.integers(1, 9),
+  "linear_num_key_heads": st.sampled_from([2, 4]),
+  "linear_num_value_heads": st.sampled_from([8, 12]),
+  "linear_key_head_dim": st.sampled_from([8, 12]),
+  "linear_value_head_dim": st.sampled_from([8, 12]),
+  "linear_conv_kernel_dim": st.integers(1, 5),
 }
 _ROPE = st.fixed_dictionaries(
   {"rope_type": st.just("default"), "rope_theta": st.sampled_from([1e3, 5e5])}
@@ -271,6 +297,14 @@ _OF_FAMILY = {
     "head_dim": st.sampled_from([8, 16]),
     "partial_rotary_factor": st.sampled_from([0.5, 0.25, 1.0]),
   },
+  "qwen3_5_text": _HYBRID,
+  "qwen3_5_moe_text": _HYBRID
+  | {
+    "moe_intermediate_size": st.integers(8, 99),
+    "shared_expert_intermediate_size": st.integers(8, 99),
+    "num_experts": st.sampled_from([16, 24]),
+    "num_experts_per_tok": st.integers(1, 9),
+  },
 }
 
 
@@ -345,6 +379,9 @@ def test_the_text_model_of_a_gemma3_is_exported_with_the_stop_tokens_of_the_whol
   assert published["pad_token_id"] is None and published["model_type"] == "gemma3_text"
 
 
+_QWEN3_5 = dict(model_type="qwen3_5_text", architectures=None, attention_bias=False)
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
@@ -383,6 +420,19 @@ def test_the_text_model_of_a_gemma3_is_exported_with_the_stop_tokens_of_the_whol
     (dict(model_type="smollm3", architectures=None, no_rope_layer_interval=0),
      "no_rope_layer_interval = 0"),
     (dict(model_type="olmo3", architectures=None, sliding_window=None), "sliding_window is null"),
+    (_QWEN3_5 | dict(attn_output_gate=False), "attn_output_gate = False"),
+    (_QWEN3_5 | dict(attention_bias=True), "attention_bias = True"),
+    (_QWEN3_5 | dict(output_gate_type="sigmoid"), "output_gate_type = 'sigmoid'"),
+    (_QWEN3_5 | dict(mamba_ssm_dtype="bfloat16"), "mamba_ssm_dtype = 'bfloat16'"),
+    (_QWEN3_5 | dict(layer_types=["linear_attention", "sliding_attention"]),
+     "layer_types = 'sliding_attention'"),
+    (_QWEN3_5 | dict(layer_types=["full_attention"] * 2), "no layer is a linear_attention"),
+    (_QWEN3_5 | dict(full_attention_interval=1), "no layer is a linear_attention"),
+    (_QWEN3_5 | dict(full_attention_interval=0), "full_attention_interval = 0"),
+    (_QWEN3_5 | dict(layer_types=["linear_attention"]), "1 layer_types for num_hidden_layers = 2"),
+    (_QWEN3_5 | dict(linear_num_key_heads=5), "delta_value_heads=32 is not a multiple of delta_k"),
+    (_QWEN3_5 | dict(model_type="qwen3_5_moe_text", norm_topk_prob=False),
+     "norm_topk_prob = False"),
   ],
 )  # fmt: skip
 def test_settings_that_are_not_implemented_are_refused(tmp_path, changes, message):
@@ -522,8 +572,10 @@ def test_tables_that_old_versions_saved_are_left_out(tmp_path):
   tables = {
     f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(2)
   }
-  write(tmp_path, tensors | tables | {"vision_tower.x": np.ones(3, np.int64)})
+  outside = ["model.visual.x", "mtp.layers.0.x", "vision_tower.x"]
+  write(tmp_path, tensors | tables | {name: np.ones(3, np.int64) for name in outside})
   assert_equal(load(tmp_path), expected_params(tensors))
+  assert sorted(outside_tensors(tensor_names(tmp_path))) == sorted(outside)
 
 
 @pytest.mark.parametrize("kept", ["both", "embedding", "head"])
@@ -687,6 +739,11 @@ _MIXTURE = dict(num_experts=4, experts_per_token=2, expert_width=40)
 _SLIDING = dict(sliding_layers=(False, True), sliding_window=3)
 _OLMO = dict(joint_qk_norm=True, pre_norm=False, post_norm=True)
 _YARN = YarnScaling(factor=4.0, original_length=64)
+_HYBRID_NETWORK = dict(
+  qk_norm=True, zero_centered_norm=True, attention_gate=True, rotary_width=2,
+  delta_layers=(True, False), delta_key_heads=2, delta_value_heads=4, delta_key_dim=6,
+  delta_value_dim=10, delta_num_taps=3,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -711,6 +768,13 @@ _YARN = YarnScaling(factor=4.0, original_length=64)
     ("glm4", dict(post_norm=True, qkv_bias=True, rotary_width=4, rope_scaling=_YARN)),
     ("qwen3_moe", dict(**_MIXTURE, qk_norm=True, qkv_bias=True, output_bias=True)),
     ("olmoe", dict(**_MIXTURE, joint_qk_norm=True, tied_head=False)),
+    ("qwen3_5_text", _HYBRID_NETWORK | dict(tied_head=False)),
+    (
+      "qwen3_5_moe_text",
+      _HYBRID_NETWORK
+      | _MIXTURE
+      | dict(mlp_width=40, normalized_expert_weights=True, shared_expert_width=24),
+    ),
     (
       "mixtral",
       dict(
@@ -745,6 +809,11 @@ def test_exported_settings_read_back(family, changes):
     (dict(unrotated_layers=(False, True), qk_norm=True), "qwen3, differs in .*unrotated_layers"),
     (dict(rotary_width=4), "nearest, llama, differs in .*rotary_width"),
     (dict(post_norm=True, mlp_bias=True), "nearest, glm4, differs in .*mlp_bias"),
+    (_HYBRID_NETWORK | dict(attention_gate=False), "qwen3_5_text, differs in .*attention_gate"),
+    (
+      _HYBRID_NETWORK | _MIXTURE | dict(shared_expert_width=8),
+      "qwen3_5_moe_text, differs in .*normalized_expert_weights",
+    ),
   ],
 )
 def test_networks_of_no_family_are_not_exported(tmp_path, changes, message):
