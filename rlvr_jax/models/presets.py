@@ -109,10 +109,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     tied_head=True,
   ),
   "qwen3.5_35b_a3b": dict(
-    _QWEN3_5
-    | _LARGE
-    | _shape(248_320, 2048, 40, 16, 2, 512, head_dim=256)
-    | _mixture(256, 8, 512),
+    _QWEN3_5 | _LARGE | _shape(248_320, 2048, 40, 16, 2, 512, head_dim=256) | _mixture(256, 8, 512),
     delta_layers=(True, True, True, False) * 10,
     shared_expert_width=512,
     normalized_expert_weights=True,

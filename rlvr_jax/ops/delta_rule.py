@@ -261,12 +261,11 @@ def _chunk(states: Array, chunk: tuple[Tokens, _Links]) -> tuple[Array, Array]:
   by_head = lambda x: x[:, None].astype(decay.dtype)
   visible = by_head(links.visible)
   size = decay.shape[-1]
-  # Sums of g from behind token j up to token i, along i's sequence: no large numbers cancel.
+  # Of g, along the sequence of a token: from its start in the chunk, and from behind another token.
   behind = jnp.arange(size)[:, None] > jnp.arange(size)
-  sums = jnp.matmul(visible, jnp.where(behind, decay[..., None], 0), precision=EXACT)
-  decays = visible * jnp.exp(sums)
-  # And from the sequence's start in the chunk: what is left of the state before.
-  kept = jnp.exp(jnp.einsum("rnij,rnj->rni", visible, decay, precision=EXACT))
+  sums = jnp.einsum("rnij,rnj->rni", visible, decay, precision=EXACT)
+  between = jnp.where(visible > 0, sums[..., :, None] - sums[..., None, :], -jnp.inf)
+  decays, kept = jnp.exp(between), jnp.exp(sums)
   kept = jnp.stack([kept * by_head(links.from_last), kept * by_head(links.from_prompt)])[..., None]
 
   products = jnp.where(behind, key @ key.mT * decays, 0) * strength[..., None]
@@ -287,6 +286,7 @@ def _chunk(states: Array, chunk: tuple[Tokens, _Links]) -> tuple[Array, Array]:
   return jnp.stack([state_at(links.last), prompt]), out
 
 
+@jax.custom_vjp
 def _invert(x: Array) -> Array:
   """(I + x)⁻¹ of strictly lower triangular matrices [..., C, C], C a power of two.
 
@@ -295,11 +295,26 @@ def _invert(x: Array) -> Array:
   size = x.shape[-1]
   index = jnp.arange(size)
   product = functools.partial(jnp.matmul, precision=EXACT)
-  inverse = jnp.broadcast_to(jnp.eye(size, dtype=x.dtype), x.shape)
-  block = 1
+  below = lambda block: (
+    (index[:, None] // block // 2 == index // block // 2)
+    & (index[:, None] // block > index // block)
+  )
+  inverse = jnp.eye(size, dtype=x.dtype) - jnp.where(below(1), x, 0)
+  block = 2
   while block < size:
-    number = index // block
-    below = (number[:, None] // 2 == number // 2) & (number[:, None] > number)
-    inverse -= product(product(inverse, jnp.where(below, x, 0)), inverse)
+    inverse -= product(product(inverse, jnp.where(below(block), x, 0)), inverse)
     block *= 2
   return inverse
+
+
+def _invert_forward(x: Array) -> tuple[Array, Array]:
+  inverse = _invert(x)
+  return inverse, inverse
+
+
+def _invert_backward(inverse: Array, gradient: Array) -> tuple[Array]:
+  product = functools.partial(jnp.matmul, precision=EXACT)
+  return (-product(product(inverse.mT, gradient), inverse.mT),)
+
+
+_invert.defvjp(_invert_forward, _invert_backward)
