@@ -26,8 +26,10 @@ from rlvr_jax.models.experts import NO_EXPERT, ROUTES, Experts, ExpertSettings, 
 from rlvr_jax.models.layout import ONE_DEVICE, Layout
 from rlvr_jax.models.linear import PRODUCT, LowRank, Rounded, dense, init_kernel, value_of
 from rlvr_jax.models.rotary import (
+  PartialFrequencies,
+  RopeScaling,
   RotaryTables,
-  Scaling,
+  YarnScaling,
   inverse_frequencies,
   rotary_tables,
   rotate,
@@ -82,7 +84,7 @@ class TransformerConfig:
   activation: str = "silu"  # of the gate: silu (SwiGLU), gelu_tanh (GeGLU) or gelu
   norm_epsilon: float = 1e-6
   rope_theta: float = 10_000.0
-  rope_scaling: Scaling | None = None
+  rope_scaling: RopeScaling | YarnScaling | PartialFrequencies | None = None
   rotary_width: int | None = None  # first entries of a head, the rotated ones; None: all (GLM-4)
   unrotated_layers: tuple[bool, ...] | None = None  # without positions; None: no layer (SmolLM3)
   tied_head: bool = True
@@ -341,7 +343,52 @@ class Mixers(NamedTuple):
   delta: Callable[[DeltaInputs], tuple[Array, Any]]
 
 
-class Block(nnx.Module):
+class _AttentionModule(nnx.Module):
+  """The parameters of a layer's attention."""
+
+  def _add_kernels(
+    self, c: TransformerConfig, heads: Heads, rngs: nnx.Rngs, *, has_value: bool = True
+  ) -> None:
+    queries, keys = heads.queries * heads.width, heads.keys * heads.width
+    residual_gain = 1.0 / (2 * c.num_layers)  # the residual stream's variance stays near 1
+    self.query = init_kernel(rngs, (c.width, queries), c.param_dtype)
+    self.key = init_kernel(rngs, (c.width, keys), c.param_dtype)
+    if has_value:
+      self.value = init_kernel(rngs, (c.width, keys), c.param_dtype)
+    self.output = init_kernel(rngs, (queries, c.width), c.param_dtype, residual_gain)
+
+  def _add_to_attention(
+    self, c: TransformerConfig, heads: Heads, rngs: nnx.Rngs, *, has_value: bool = True
+  ) -> None:
+    """Adds what attention has in some families: biases, norms of queries and keys, a gate."""
+    queries, keys = heads.queries * heads.width, heads.keys * heads.width
+    if c.qkv_bias:
+      self.query_bias = nnx.Param(jnp.zeros((queries,), c.param_dtype))
+      self.key_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
+    if c.qkv_bias and has_value:
+      self.value_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
+    if c.output_bias:
+      self.output_bias = nnx.Param(jnp.zeros((c.width,), c.param_dtype))
+    if c.qk_norm:
+      self.query_norm = RMSNorm(c, heads.width)
+      self.key_norm = RMSNorm(c, heads.width)
+    if c.joint_qk_norm:
+      self.query_norm = RMSNorm(c, queries)
+      self.key_norm = RMSNorm(c, keys)
+    if c.attention_gate:
+      self.output_gate = init_kernel(rngs, (c.width, queries), c.param_dtype)
+
+
+class FullAttention(_AttentionModule):
+  """The parameters of attention in full layers with other heads than sliding ones have."""
+
+  def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    has_value = not config.full_keys_as_values
+    self._add_kernels(config, config.heads_of(FULL), rngs, has_value=has_value)
+    self._add_to_attention(config, config.heads_of(FULL), rngs, has_value=has_value)
+
+
+class Block(_AttentionModule):
   """One layer: attention or a gated DeltaNet, and a gated MLP or a mixture of them.
 
   Both are added to the residual stream, with norms before, behind, or both.
@@ -363,7 +410,7 @@ class Block(nnx.Module):
     if c.layer_scale:
       self.layer_scale = nnx.Param(jnp.ones((1,), c.param_dtype))
     if ATTENTION in stacks:
-      _add_kernels(self, c, c.heads_of(ATTENTION), rngs)
+      self._add_kernels(c, c.heads_of(ATTENTION), rngs)
     if DENSE in stacks:
       self.gate = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
       self.up = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
@@ -375,7 +422,7 @@ class Block(nnx.Module):
       assert c.delta is not None
       self.delta = DeltaNet(c.delta, rngs, **sizes, norm_epsilon=c.norm_epsilon)
     if ATTENTION in stacks:
-      _add_to_attention(self, c, c.heads_of(ATTENTION), rngs)
+      self._add_to_attention(c, c.heads_of(ATTENTION), rngs)
     if FULL in stacks:
       self.full = FullAttention(c, rngs)
     if c.mlp_bias:
@@ -465,50 +512,6 @@ class Block(nnx.Module):
     gated = _ACTIVATIONS[self.config.activation](dense(x, self.gate, bias("gate_bias")))
     gated = gated * dense(x, self.up, bias("up_bias"))
     return dense(gated, self.down, bias("down_bias"))
-
-
-class FullAttention(nnx.Module):
-  """The parameters of attention in full layers with other heads than sliding ones have."""
-
-  def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-    has_value = not config.full_keys_as_values
-    _add_kernels(self, config, config.heads_of(FULL), rngs, has_value=has_value)
-    _add_to_attention(self, config, config.heads_of(FULL), rngs, has_value=has_value)
-
-
-def _add_kernels(
-  module: Any, c: TransformerConfig, heads: Heads, rngs: nnx.Rngs, *, has_value: bool = True
-) -> None:
-  """Adds the kernels of attention to a module."""
-  queries, keys = heads.queries * heads.width, heads.keys * heads.width
-  residual_gain = 1.0 / (2 * c.num_layers)
-  module.query = init_kernel(rngs, (c.width, queries), c.param_dtype)
-  module.key = init_kernel(rngs, (c.width, keys), c.param_dtype)
-  if has_value:
-    module.value = init_kernel(rngs, (c.width, keys), c.param_dtype)
-  module.output = init_kernel(rngs, (queries, c.width), c.param_dtype, residual_gain)
-
-
-def _add_to_attention(
-  module: Any, c: TransformerConfig, heads: Heads, rngs: nnx.Rngs, *, has_value: bool = True
-) -> None:
-  """Adds what attention has in some families: biases, norms of queries and keys, a gate."""
-  queries, keys = heads.queries * heads.width, heads.keys * heads.width
-  if c.qkv_bias:
-    module.query_bias = nnx.Param(jnp.zeros((queries,), c.param_dtype))
-    module.key_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
-  if c.qkv_bias and has_value:
-    module.value_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
-  if c.output_bias:
-    module.output_bias = nnx.Param(jnp.zeros((c.width,), c.param_dtype))
-  if c.qk_norm:
-    module.query_norm = RMSNorm(c, heads.width)
-    module.key_norm = RMSNorm(c, heads.width)
-  if c.joint_qk_norm:
-    module.query_norm = RMSNorm(c, queries)
-    module.key_norm = RMSNorm(c, keys)
-  if c.attention_gate:
-    module.output_gate = init_kernel(rngs, (c.width, queries), c.param_dtype)
 
 
 def layer_graph(config: TransformerConfig, kind: Kind) -> Any:

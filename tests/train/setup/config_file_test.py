@@ -259,7 +259,7 @@ def test_fields_of_the_model_that_the_recipe_does_not_list():
   told = refused("--config.model.overrides.compute_type=bfloat16", recipe=recipe)
   assert "compute_type is not a field; did you mean one of ['compute_dtype']" in told
   told = refused("--config.model.overrides.rope_scaling=3", recipe=recipe)
-  assert "rope_scaling is a RopeScaling | YarnScaling | None; set it in the recipe" in told
+  assert "rope_scaling is a RopeScaling | YarnScaling | PartialFrequencies | None; set it" in told
   told = refused("--config.model.overrides.head_dim.x=3", recipe=recipe)
   assert "overrides.head_dim.x: a field of a network has no fields" in told
 
