@@ -271,7 +271,7 @@ def _meshes(
 ) -> Iterator[Mesh]:
   """All meshes that split batches evenly, no key/value head, and lie along the slice's axes."""
   devices = list(placement.mesh.devices.flat)
-  for tensor in _divisors(math.gcd(len(devices), network.num_kv_heads)):
+  for tensor in _divisors(math.gcd(len(devices), network.split_heads)):
     for data in _divisors(len(devices) // tensor):
       fsdp = len(devices) // tensor // data
       with contextlib.suppress(ValueError):

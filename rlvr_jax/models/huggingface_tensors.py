@@ -100,9 +100,12 @@ def kernel_modules(config: TransformerConfig) -> dict[str, str]:
     **KERNELS,
     "output_gate": _OUTPUT_GATE,
     **{f"delta/{name}": theirs for name, theirs in _DELTA_KERNELS.items()},
+    **{f"full/{name}": KERNELS[name] for name in ("query", "key", "value", "output")},
   }
   if not config.attention_gate:
     del names["output_gate"]
+  if config.full_keys_as_values:
+    del names["full/value"]
   exists = lambda name: layers_in(stack_of(name.split("/")[0]), config.kinds)
   return {name: theirs for name, theirs in names.items() if exists(name)}
 
@@ -130,9 +133,12 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
     **{("experts", name): f"{theirs}.weight" for name, theirs in _SHARED_EXPERT.items()},
     **of_experts,
     ("output_gate",): f"{_OUTPUT_GATE}.weight",
+    ("layer_scale",): "layer_scalar",
     **{("delta", name): f"{theirs}.weight" for name, theirs in _DELTA_KERNELS.items()},
     **{("delta", name): theirs for name, theirs in _DELTA_TENSORS.items()},
   }
+  # Full layers have the same modules as others, of other sizes.
+  layer_tensors |= {("full", *path): name for path, name in layer_tensors.items()}
   tensors: dict[tuple[str, ...], str] = {
     ("embedding",): EMBEDDING,
     ("final_norm", "scale"): "model.norm.weight",
@@ -264,8 +270,11 @@ def leaf_value(params: Params, leaf: Leaf) -> Any:
 
 
 _OLD_TABLES = re.compile(r"(^|\.)rotary_emb\.")  # that old releases of transformers saved
-# Tensors outside of the text model: of vision, and of layers that predict further tokens.
-_OUTSIDE = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.|^mtp\.")
+# Tensors outside of the text model: of vision, of audio, and of layers that predict further tokens.
+_OUTSIDE = re.compile(
+  r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual)\."
+  r"|^mtp\."
+)
 _PREFIXES = (  # of a text model within another model, and of one saved without its head
   (re.compile(r"^(language_model\.model|model\.language_model)\."), "model."),
   (re.compile(r"^language_model\.lm_head\."), "lm_head."),

@@ -2,7 +2,8 @@
 
 The trained parameters are the adapters only, a nested dict that mirrors the adapted kernels,
 {"blocks": {"query": {"a": [L, D, R], "b": [L, R, E]}}}. The frozen base is a separate argument.
-Kernels have names such as "query", and "delta/query" of gated DeltaNets.
+Kernels have names such as "query", "delta/query" of gated DeltaNets, and "full/query" of full
+layers with heads of their own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class LoraSettings:
 
   rank: int
   alpha: float
-  targets: str = r"blocks/(delta/)?(query|key|value|output_gate|output|gate|up|down)$"
+  targets: str = r"blocks/(delta/|full/)?(query|key|value|output_gate|output|gate|up|down)$"
 
   def __post_init__(self):
     check_integer("LoraSettings", "rank", self.rank, low=1)

@@ -7,8 +7,8 @@ import operator
 import os
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -77,10 +77,10 @@ def save_adapters(
   }
   tensors: dict[str, npt.NDArray[Any]] = {}
   for module, pairs in adapted.items():
-    for row, layer in enumerate(_layers_of(pairs, config)):
+    for row, layer in enumerate(module.layers(config)):
       matrices = _join(jax.tree.map(operator.itemgetter(row), pairs), modules[module])
       for letter, matrix in matrices.items():
-        tensors[_tensor_name(layer, module, letter)] = matrix.astype(np.float32)
+        tensors[_tensor_name(layer, module.name, letter)] = matrix.astype(np.float32)
   joined = {module: modules[module] for module, pairs in adapted.items() if len(pairs) > 1}
   description = {
     "peft_type": "LORA",
@@ -132,15 +132,15 @@ def load_adapters(
   _check_description(description, path, config)
   tensors = safetensors.open_file(system, weights)
 
-  def stack_layers(module, parts, letter):
-    layers = [tensors[_tensor_name(i, module, letter)] for i in _layers_of(parts, config)]
+  def stack_layers(module, letter):
+    layers = [tensors[_tensor_name(i, module.name, letter)] for i in module.layers(config)]
     matrices = [tensor.rows(0, tensor.shape[0]).T for tensor in layers]
     return np.stack(matrices).astype(np.promote_types(layers[0].dtype, np.float32))
 
   blocks: dict[str, Any] = {}
   for module, parts in _adapted_modules(tensors, config, weights).items():
-    pair = {letter: stack_layers(module, parts, letter) for letter in _MATRICES}
-    blocks |= _split(pair, parts, description.get("r"), f"{weights}: {module}")
+    pair = {letter: stack_layers(module, letter) for letter in _MATRICES}
+    blocks |= _split(pair, parts, description.get("r"), f"{weights}: {module.name}")
   names = sorted(blocks)
   adapters = {"blocks": lora.nest({name: blocks[name] for name in names})}
   try:
@@ -186,26 +186,31 @@ Parts = Mapping[str, npt.NDArray[np.int64] | None]
 Matrices = dict[str, npt.NDArray[Any]]
 
 
-def _modules(config: TransformerConfig) -> dict[str, Parts]:
-  """The published modules of a layer → their kernels here → the rows of each; None: all."""
-  names = {module: name for name, module in kernel_modules(config).items()}
-  modules: dict[str, Parts] = {module: {name: None} for module, name in names.items()}
-  for module, parts in row_tables(config, families_of(config)[0]).items():
-    if all(part in names for part in parts):
-      for part in parts:
-        del modules[part]
-      modules[module] = {names[part]: rows for part, rows in parts.items()}
+class Module(NamedTuple):
+  """A published module of the layers of one stack."""
+
+  name: str  # within a layer
+  stack: str  # see `ops.layers`
+
+  def layers(self, config: TransformerConfig) -> list[int]:
+    """The numbers of the layers that have it."""
+    return layers_in(self.stack, config.kinds)
+
+
+def _modules(config: TransformerConfig) -> dict[Module, Parts]:
+  """The published modules of layers → their kernels here → the rows of each; None: all."""
+  stacks = {name: stack_of(name.split("/")[0]) for name in kernel_modules(config)}
+  names = {Module(theirs, stacks[name]): name for name, theirs in kernel_modules(config).items()}
+  modules: dict[Module, Parts] = {module: {name: None} for module, name in names.items()}
+  for whole, parts in row_tables(config, families_of(config)[0]).items():
+    for stack in dict.fromkeys(stacks.values()):
+      of_parts = {Module(part, stack): rows for part, rows in parts.items()}
+      if all(module in names for module in of_parts):
+        for module in of_parts:
+          del modules[module]
+        joined = {names[module]: rows for module, rows in of_parts.items()}
+        modules[Module(whole, stack)] = joined
   return modules
-
-
-def _stack_of(names: Iterable[str]) -> str:
-  """The stack of the kernels of a module, see `ops.layers`."""
-  return stack_of(next(iter(names)).split("/")[0])
-
-
-def _layers_of(names: Iterable[str], config: TransformerConfig) -> list[int]:
-  """The numbers of the layers that have these kernels of a module."""
-  return layers_in(_stack_of(names), config.kinds)
 
 
 def _join(pairs: Mapping[str, Matrices], parts: Parts) -> Matrices:
@@ -258,13 +263,13 @@ def _split(pair: Matrices, parts: Parts, rank: Any, owner: str) -> dict[str, Mat
   return found
 
 
-def _patterns(kernels: Mapping[str, Collection[str]], rank: Any, alpha: Any) -> dict[str, Any]:
+def _patterns(kernels: Mapping[Module, Collection[str]], rank: Any, alpha: Any) -> dict[str, Any]:
   """The fields of modules of k > 1 kernels, by `_join`: rank k·R, and k·α, so that α/R is the same.
 
   Args:
-    kernels: names of modules → of their kernels.
+    kernels: modules → the names of their kernels.
   """
-  counts = {_last(module): len(names) for module, names in kernels.items() if len(names) > 1}
+  counts = {_last(module.name): len(names) for module, names in kernels.items() if len(names) > 1}
   if not counts:
     return {}
   times = lambda number: {module: number * count for module, count in counts.items()}
@@ -302,42 +307,48 @@ def _check_description(
     )
 
 
-def _target_modules(adapted: Mapping[str, Iterable[str]], config: TransformerConfig) -> list[str]:
+def _target_modules(adapted: Collection[Module], config: TransformerConfig) -> list[str]:
   """Names of the adapted modules, which PEFT compares with the ends of all modules' names."""
-  targets = []
-  for module, names in adapted.items():
-    # Without the layer's number, those of an MLP would also name the projections of experts.
-    is_dense = _stack_of(names) == DENSE
-    layers = layers_in(DENSE, config.kinds) if is_dense else []
-    of_some = [f"layers.{i}.{module}" for i in layers if layers_in(SPARSE, config.kinds)]
-    targets += of_some or [_last(module)]
-  return targets
+  others = {module.name for module in _modules(config) if module not in adapted}
+  has_experts = bool(layers_in(SPARSE, config.kinds))
+  targets: list[str] = []
+  for module in adapted:
+    # Without the layers' numbers, those of an MLP would also name the projections of experts.
+    if module.name in others or (module.stack == DENSE and has_experts):
+      targets += [f"layers.{i}.{module.name}" for i in module.layers(config)]
+    else:
+      targets.append(_last(module.name))
+  return list(dict.fromkeys(targets))
 
 
 def _adapted_modules(
   tensors: Mapping[str, Any], config: TransformerConfig, path: str
-) -> dict[str, Parts]:
+) -> dict[Module, Parts]:
   """The modules that the file adapts, each in every layer that has it."""
   modules = _modules(config)
+  names = {module.name for module in modules}
   matches = {name: _TENSOR.fullmatch(name) for name in tensors}
-  unknown = [name for name, match in matches.items() if not match or match[2] not in modules]
+  unknown = [name for name, match in matches.items() if not match or match[2] not in names]
   if unknown or not matches:
     raise ValueError(
       f"{path} has {unknown[:3] or 'nothing'}, not only adapters of layers' kernels; those are"
       f" base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight for MODULE of"
-      f" {sorted(modules)}"
+      f" {sorted(names)}"
     )
-  adapted = {match[2]: modules[match[2]] for match in matches.values() if match}
+  found = {(match[2], int(match[1])) for match in matches.values() if match}
+  is_adapted = lambda module: any((module.name, i) in found for i in module.layers(config))
+  adapted = {module: parts for module, parts in modules.items() if is_adapted(module)}
   needed = {
-    _tensor_name(i, module, letter)
-    for module, parts in adapted.items()
+    _tensor_name(i, module.name, letter)
+    for module in adapted
     for letter in _MATRICES
-    for i in _layers_of(parts, config)
+    for i in module.layers(config)
   }
   if needed != set(tensors):
     missing, extra = sorted(needed - set(tensors)), sorted(set(tensors) - needed)
     raise ValueError(
-      f"{path}: a model of {config.num_layers} layers has each of {sorted(adapted)} adapted"
+      f"{path}: a model of {config.num_layers} layers has each of"
+      f" {sorted({module.name for module in adapted})} adapted"
       f" wherever it is; missing are {missing[:3]}, extra are {extra[:3]}"
     )
   return adapted

@@ -19,10 +19,10 @@ __all__ = ["adamw", "lion", "muon", "sgd"]
 
 # Kernels [L, D, E] of the blocks, and the factors of their adapters.
 _MATRIX = (
-  r"blocks/(delta/)?(query|key|value|output_gate|output|gate|up|down|strength|decay)(/[ab])?$"
+  r"blocks/(delta/|full/)?(query|key|value|output_gate|output|gate|up|down|strength|decay)(/[ab])?$"
 )
-# Norms, biases, and the rates at which states decay.
-_NOT_DECAYED = r"norm|bias|delta/scale|log_rate"
+# Norms, biases, the rates at which states decay, and factors of layers.
+_NOT_DECAYED = r"norm|bias|delta/scale|log_rate|layer_scale"
 
 
 def adamw(

@@ -29,7 +29,7 @@ from rlvr_jax.models.huggingface_export import published_config
 from rlvr_jax.models.huggingface_families import MIXTURES
 from rlvr_jax.models.huggingface_tensors import outside_tensors
 from rlvr_jax.models.presets import model_settings
-from rlvr_jax.models.rotary import RopeScaling, YarnScaling
+from rlvr_jax.models.rotary import PartialFrequencies, RopeScaling, YarnScaling
 from rlvr_jax.models.safetensors import SINGLE, Tensor, tensor_names
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.storage.folders import locate
@@ -164,7 +164,8 @@ def transformers_view(config):
   near_theta = rope["sliding_attention"]["rope_theta"] if "sliding_attention" in rope else None
   if not any(layers) or (not gemma and near_theta == full["rope_theta"]):
     near_theta = None
-  return dict(
+  scalar = getattr(config, "query_pre_attn_scalar", None)
+  fields = dict(
     vocab_size=config.vocab_size,
     width=config.hidden_size,
     num_layers=config.num_hidden_layers,
@@ -183,7 +184,7 @@ def transformers_view(config):
     and config.attention_bias,
     attention_gate=hybrid,
     mlp_bias=getattr(config, "mlp_bias", False),
-    query_scale=config.query_pre_attn_scalar**-0.5 if gemma else None,
+    query_scale=scalar and scalar**-0.5,
     attention_soft_cap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
     final_soft_cap=getattr(config, "final_logit_softcapping", None),
     sliding_layers=layers if any(layers) else None,
@@ -191,6 +192,23 @@ def transformers_view(config):
     sliding_rope_theta=near_theta,
     **mixture,
     **delta,
+  )
+  return fields | view_of_full_heads(config)
+
+
+def view_of_full_heads(config):
+  """Those of a Gemma 4, with what all of its networks have."""
+  if config.model_type != "gemma4_text":
+    return {}
+  last = config.per_layer_config[config.num_hidden_layers - 1]
+  rope = config.rope_parameters["full_attention"]
+  return dict(
+    full_head_dim=last.head_dim,
+    full_kv_heads=last.num_key_value_heads,
+    full_keys_as_values=config.attention_k_eq_v,
+    rotary_width=None,
+    rope_scaling=PartialFrequencies(part=rope["partial_rotary_factor"]),
+    query_scale=1.0,
   )
 
 
@@ -293,6 +311,15 @@ _OF_FAMILY = {
     "head_dim": st.sampled_from([8, None]),
     "sliding_window": st.sampled_from([3, None]),
   },
+  "gemma4_text": {
+    "head_dim": st.sampled_from([8, 16]),
+    "num_key_value_heads": st.sampled_from([4, 8]),
+    "global_head_dim": st.sampled_from([8, 24]),
+    "num_global_key_value_heads": st.sampled_from([1, 2, None]),
+    "attention_k_eq_v": st.booleans(),
+    "sliding_window": st.sampled_from([3, 5]),
+    "final_logit_softcapping": st.sampled_from([2.0, None]),
+  },
   "glm4": {
     "head_dim": st.sampled_from([8, 16]),
     "partial_rotary_factor": st.sampled_from([0.5, 0.25, 1.0]),
@@ -312,11 +339,14 @@ _OF_FAMILY = {
 def test_settings_are_as_transformers_reads_them_whatever_is_left_out(family):
   transformers = pytest.importorskip("transformers")
   optional = _OPTIONAL | _OF_FAMILY[family]
+  needed = {"hidden_size_per_layer_input": st.just(0)} if family == "gemma4_text" else {}
 
   @hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
-  @hypothesis.given(st.fixed_dictionaries({}, optional=optional))
+  @hypothesis.given(st.fixed_dictionaries(needed, optional=optional))
   def check(given):
-    view = transformers_view(transformers.AutoConfig.for_model(family, **given))
+    config = transformers.AutoConfig.for_model(family, **given)
+    config.allow_global_per_layer_attribute_access = True  # those of sliding layers
+    view = transformers_view(config)
     found = config_fields({"model_type": family, **given}, "config.json")
     assert {name: found[name] for name in view} == view
 
@@ -351,6 +381,48 @@ def test_flat_rotary_settings_of_an_olmo3_are_those_of_full_layers():
   assert config_fields(settings | dict(rope_parameters=nested), "") == flat
   older = dict(rope_theta=3e5, rope_scaling=rope)
   assert config_fields(settings | older, "") == flat
+
+
+_GEMMA4 = dict(model_type="gemma4_text", num_hidden_layers=4, hidden_size_per_layer_input=0)
+
+
+def test_heads_of_full_layers_are_read_in_both_forms():
+  """As 5.12 writes them, and by layer as 5.24 does; with tokens of images that see one another."""
+  types = [*["sliding_attention"] * 3, "full_attention"]
+  older = dict(global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True)
+  newer = dict(per_layer_config={"3": dict(head_dim=32, num_key_value_heads=1)})
+  found = config_fields(_GEMMA4 | dict(layer_types=types, **older), "")
+  assert (found["full_head_dim"], found["full_kv_heads"]) == (32, 1)
+  newer |= dict(attention_k_eq_v=True, use_bidirectional_attention="vision")
+  assert config_fields(_GEMMA4 | newer, "") == found
+  of_all = ["sliding_attention"] * 4  # the last one is of full attention all the same
+  assert config_fields(_GEMMA4 | older | dict(layer_types=of_all), "") == found
+  alike = config_fields(_GEMMA4 | dict(per_layer_config={}), "")
+  assert (alike["full_head_dim"], alike["full_kv_heads"]) == (256, 4)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(hidden_size_per_layer_input=None, num_kv_shared_layers=2), "num_kv_shared_layers = 2"),
+    (dict(hidden_size_per_layer_input=256), "hidden_size_per_layer_input = 256"),
+    (dict(enable_moe_block=True), "enable_moe_block = True"),
+    (dict(use_bidirectional_attention="all"), "use_bidirectional_attention is set"),
+    (
+      dict(per_layer_config={"0": dict(head_dim=8)}),
+      "per_layer_config = .* for all layers of full",
+    ),
+    (dict(per_layer_config={"3": dict(hidden_size=8)}), "per_layer_config = "),
+    (dict(global_head_dim="512"), "head_dim of full layers = '512'"),
+    (
+      dict(rope_parameters=dict(full_attention=dict(rope_type="proportional", factor=2.0))),
+      "partial_rotary_factor = None",
+    ),
+  ],
+)
+def test_what_is_not_computed_of_a_gemma4_is_named(changes, message):
+  with pytest.raises(ValueError, match=message):
+    config_fields(_GEMMA4 | changes, "config.json")
 
 
 def test_a_cap_on_scores_that_transformers_ignores_is_ignored():
@@ -759,6 +831,25 @@ _HYBRID_NETWORK = dict(
     ("gemma2", dict(**_GEMMA, **_SLIDING, attention_soft_cap=20.0)),
     ("gemma3_text", dict(**_GEMMA, **_SLIDING, qk_norm=True, sliding_rope_theta=1e3)),
     ("gemma3_text", dict(**_GEMMA, qk_norm=True, tied_head=False)),
+    (
+      "gemma4_text",
+      dict(
+        activation="gelu_tanh",
+        scaled_embedding=True,
+        post_norm=True,
+        qk_norm=True,
+        query_scale=1.0,
+        value_norm=True,
+        layer_scale=True,
+        full_head_dim=12,
+        full_kv_heads=1,
+        full_keys_as_values=True,
+        sliding_layers=(True, False),
+        sliding_window=3,
+        rope_scaling=PartialFrequencies(part=0.5),
+        sliding_rope_theta=1e3,
+      ),
+    ),
     ("olmo2", dict(**_OLMO, rope_scaling=_YARN)),
     ("olmo3", dict(**_OLMO, **_SLIDING, rope_scaling=_YARN, sliding_rope_theta=1e4)),
     ("olmo3", dict(**_OLMO, **_SLIDING, qkv_bias=True, output_bias=True)),

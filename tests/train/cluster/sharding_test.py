@@ -248,7 +248,7 @@ def test_each_weight_is_gathered_once_and_none_by_a_burst(sizes, tied_head):
 
 def test_a_cache_has_a_key_value_head_per_device_of_tensor():
   for tensor, heads in ((1, 2), (2, 2), (4, 4), (8, 2)):  # of 4 query heads
-    assert cached_heads(CONFIG, tensor) == heads
+    assert cached_heads(CONFIG.heads[0], tensor) == heads
 
 
 @pytest.mark.slow
