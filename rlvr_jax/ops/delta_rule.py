@@ -18,6 +18,7 @@ Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv:2412.064
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -94,26 +95,28 @@ def delta_rows(tokens: Tokens, rows: Rows) -> tuple[Array, Array]:
 
 
 def conv_rows(x: Array, taps: Array, rows: Rows) -> Array:
-  """A causal convolution over each sequence: Σ_j taps[:, T − 1 − j]·x[t − j], [R, L, C].
+  """A causal convolution over each sequence: Σ_j taps[:, T − 1 − j]·x[t − j], at least float32.
 
   Args:
     x: [R, L, C]; channels are independent.
     taps: [C, T], the last one for the current token. Before a rollout lies its prompt, before a
       prompt 0.
     rows: as in `delta_rows`.
+  Returns:
+    [R, L, C].
   """
   index = jnp.arange(x.shape[1])
   in_prompt = index < rows.prompt_ends
   first = jnp.where(in_prompt, index - rows.positions, rows.starts)
   prompt_length = jnp.where(in_prompt, 0, rows.positions - (index - rows.starts))
-  out = x * taps[:, -1]
+  inputs = [x]
   for back in range(1, taps.shape[1]):
     before = first - (index - back)  # how far the input lies before the token's own sequence
     place = jnp.where(before <= 0, index - back, rows.prompt_ends - before)
     exists = (before <= prompt_length) & (rows.prompts >= 0)
     earlier = jnp.take_along_axis(x, jnp.where(exists, place, 0)[..., None], axis=1)
-    out += jnp.where(exists[..., None], earlier, 0) * taps[:, -1 - back]
-  return out
+    inputs.append(jnp.where(exists[..., None], earlier, 0))
+  return _sum_taps(inputs, taps)
 
 
 def conv_step(x: Array, window: Array, taps: Array) -> tuple[Array, Array]:
@@ -124,7 +127,15 @@ def conv_step(x: Array, window: Array, taps: Array) -> tuple[Array, Array]:
     taps: [C, T].
   """
   inputs = jnp.concatenate([window, x[..., None, :]], axis=-2)
-  return jnp.sum(inputs * taps.T, axis=-2), inputs[..., 1:, :]
+  newest_first = [inputs[..., -1 - back, :] for back in range(taps.shape[1])]
+  return _sum_taps(newest_first, taps), inputs[..., 1:, :]
+
+
+def _sum_taps(inputs: Sequence[Array], taps: Array) -> Array:
+  """Σ_j taps[:, T − 1 − j]·inputs[j]: in the same order, without rounding to fewer bits between."""
+  wide = jnp.promote_types(taps.dtype, jnp.float32)
+  pairs = zip(inputs, taps.T[::-1], strict=True)
+  return functools.reduce(operator.add, (x.astype(wide) * tap.astype(wide) for x, tap in pairs))
 
 
 class DeltaState(NamedTuple):

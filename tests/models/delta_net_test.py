@@ -7,6 +7,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from oracles import updates
 from oracles.sampling import drive, groups_of, make_requests, stack
@@ -521,8 +522,16 @@ def test_adapters_in_files_are_those_of_the_published_modules(tmp_path, targets)
     assert description["rank_pattern"] == {"in_proj_qkv": 6, "q_proj": 4}
 
 
-def test_optimizers_know_the_kernels_and_spare_norms_and_rates():
+def test_muon_knows_the_kernels_and_weight_decay_spares_norms_and_rates():
   shapes = jax.eval_shape(updates.small_model(DENSE).init, jax.random.key(0))
+  muon = optimizer.muon(learning_rate=optax.constant_schedule(1.0))
+  state = jax.eval_shape(muon.init, shapes).inner_states["matrix"]
+  name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+  found = [name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+  moments = {x.rpartition("mu/blocks/")[2] for x in found if "mu/blocks/" in x}
+  kernels = {"query", "key", "value", "gate", "output", "strength", "decay"}
+  assert {x.removeprefix("delta/") for x in moments if x.startswith("delta/")} == kernels
+  assert "output_gate" in moments
   decayed = optimizer.decay_mask(shapes)["blocks"]["delta"]
   assert sorted(name for name, decays in decayed.items() if not decays) == [
     *("decay_bias", "log_rate", "scale")
