@@ -72,7 +72,8 @@ def get_config() -> ConfigDict:
   c.lora = dict(  # trains low-rank adapters of a frozen network
     rank=0,  # 0: off, all parameters are trained
     alpha=32.0,  # the change counts alpha / rank times
-    targets="blocks/(query|key|value|output|gate|up|down)$",  # regular expression on kernel paths
+    # regular expression on kernel paths
+    targets="blocks/(delta/)?(query|key|value|output_gate|output|gate|up|down)$",
     adapters="",  # folder in PEFT's layout to start from
   )
 

@@ -20,5 +20,4 @@ from rlvr_jax.configs import pretrained_self_distillation
 def get_config() -> ConfigDict:
   c = pretrained_self_distillation.get_config()
   c.teacher.reward_weight = 1.0
-  c.learning_rate = "constant(peak=1e-5)"  # that of GRPO alone
   return c

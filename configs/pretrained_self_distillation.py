@@ -29,5 +29,4 @@ def get_config() -> ConfigDict:
   c.teacher.max_prompt_length = 64  # tokens; the longest has 49
   c.teacher.temperature = 0.5
   c.teacher.reward_weight = 0.0
-  c.learning_rate = "constant(peak=3e-5)"
   return c

@@ -8,7 +8,9 @@ import jax
 
 from rlvr_jax.data import ByteTokenizer, Tokenizer
 from rlvr_jax.models.huggingface import save_checkpoint
+from rlvr_jax.models.huggingface_tensors import outside_tensors
 from rlvr_jax.models.peft import save_adapters
+from rlvr_jax.models.safetensors import tensor_names
 from rlvr_jax.train.cluster import multihost, sharding
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
@@ -27,7 +29,7 @@ def export(parts: Parts, directory: str, folder: Path | None) -> None:
 
   The folder includes the tokenizer: a copy of that of `config.model.checkpoint`, or the byte
   tokenizer. Trained adapters are merged, and also written separately, in PEFT's format, to the
-  subfolder `adapter`.
+  subfolder `adapter`. What the source has beside its text model is left out, as a line says.
 
   Args:
     parts: parts of the run.
@@ -46,6 +48,8 @@ def export(parts: Parts, directory: str, folder: Path | None) -> None:
     source=source,
     further_files=_tokenizer_files(parts.tokenizer),
   )
+  if source and multihost.is_first() and (outside := outside_tensors(tensor_names(source))):
+    say(f"left out: {len(outside)} tensors of vision and of multi-token prediction (mtp)")
   if parts.lora is not None:
     adapters = jax.tree.map(sharding.to_host, params)
     if multihost.is_first():

@@ -37,7 +37,7 @@ from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.models.memory import decoding_copy_bytes, shard_bytes
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.row_attention import longest_row, row_length
-from rlvr_jax.rollouts.decoder import Settings, token_bytes
+from rlvr_jax.rollouts.decoder import Settings, state_bytes, token_bytes
 from rlvr_jax.rollouts.packing import RowLayout
 from rlvr_jax.storage.files import replace_file
 from rlvr_jax.train.cluster import sharding
@@ -271,7 +271,7 @@ def _meshes(
 ) -> Iterator[Mesh]:
   """All meshes that split batches evenly, no key/value head, and lie along the slice's axes."""
   devices = list(placement.mesh.devices.flat)
-  for tensor in _divisors(math.gcd(len(devices), network.num_kv_heads)):
+  for tensor in _divisors(math.gcd(len(devices), network.split_heads)):
     for data in _divisors(len(devices) // tensor):
       fsdp = len(devices) // tensor // data
       with contextlib.suppress(ValueError):
@@ -461,7 +461,8 @@ def generation_seconds(
   """Seconds of sampling all responses of a refresh, its weights and its prompts included.
 
   Every slot is computed in every step, also an idle one; a step reads the weights, and the caches
-  that it has in the mean. The host takes no time, replies of environments neither.
+  that it has in the mean, and reads and writes the states of gated DeltaNets. The host takes no
+  time, replies of environments neither.
 
   Args:
     network, batches, settings, chip: as for `generation_candidates`.
@@ -494,6 +495,7 @@ def generation_seconds(
     (
       decoding_copy_bytes(weights, network.compute_dtype)
       + tokens * token_bytes(network, tensor, settings.cache_format)
+      + 2 * on_device * state_bytes(network, tensor)
     )
     / chip.hbm_bytes_per_s,
     on_device * summed * (1 - 1 / tensor) / chip.interconnect_bytes_per_s,

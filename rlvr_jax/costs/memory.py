@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rlvr_jax.costs import programs
 from rlvr_jax.models import memory
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.rollouts.decoder import Settings, slot_bytes, token_bytes
+from rlvr_jax.rollouts.decoder import Settings, slot_bytes, state_bytes, token_bytes
 from rlvr_jax.rollouts.packing import RowLayout
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.rollouts.staleness import Schedule
@@ -26,6 +26,7 @@ COMPILER_FACTOR = 1.5  # compiled bytes over estimated bytes, above 5 GiB, in do
 _GIB = 2**30
 _PROGRAM = 0.8 * _GIB  # Python, jax, and what XLA takes to compile an update, on a CPU
 _WORKER = 2**26  # bytes of a grading process, or an environment's
+_STATES = "states of gated DeltaNets"
 
 Table = dict[str, float]  # kind of memory → bytes per chip
 
@@ -106,7 +107,8 @@ def estimated_bytes(
   if settings.has_replies or rebuilds:  # any slot may take a row, so every device has all of them
     rows, _ = engine.longest_prefill()
     kind = "prefill after a reply" if settings.has_replies else "prefill under new weights"
-    generation[kind] = rows * generation["keys and values"] / on_device
+    of_slots = generation["keys and values"] + generation.get(_STATES, 0.0)
+    generation[kind] = rows * of_slots / on_device
   published = state.params
   if fleet.samplers:
     published = published_params(state.params, network, adapters_only=bool(frozen))
@@ -191,9 +193,11 @@ def generation_bytes(
   """
   on_device = slots // (mesh.shape["data"] * mesh.shape["fsdp"])
   of_cache = settings.shape, mesh.shape["tensor"], settings.cache_format, settings.cache
+  states = float(on_device * state_bytes(network, mesh.shape["tensor"]))
   return {
     "parameters to decode with": memory.decoding_copy_bytes(base, network.compute_dtype),
-    "keys and values": float(on_device * slot_bytes(network, *of_cache)),
+    "keys and values": on_device * slot_bytes(network, *of_cache) - states,
+    **({_STATES: states} if states else {}),
     "logits of a token": memory.sampling_bytes(network, on_device),
   }
 

@@ -180,7 +180,7 @@ def attention_kernel_costs(
   """Analytic costs of the attention kernels of the update and of generation, by name pattern.
 
   Without a sliding window. A call computes one row of the packed batch, counted as the mean over
-  its rows, or one token of every slot.
+  its rows and the layers, or one token of every slot.
 
   Args:
     network: of the policy.
@@ -188,16 +188,22 @@ def attention_kernel_costs(
     tensor: devices that share the heads.
   """
   paged: dict[str, KernelCost] = {"paged_attention": _paged_cost}
-  if network.attention != "splash":
+  if network.attention != "splash" or not network.heads:
     return paged
-  heads = dict(
-    num_heads=network.num_heads // tensor,
-    num_kv_heads=network.num_kv_heads // tensor,
-    head_dim=network.head_dim,
-  )
   parts = computed_rows(packed)
-  costs = [splash_cost(rows, **heads) for rows in parts]
-  number = sum(len(rows.prompts) for rows in parts)
+  of_layers = collections.Counter(network.heads)
+  least = math.gcd(*of_layers.values())
+  costs = [
+    splash_cost(
+      rows,
+      num_heads=heads.queries // tensor,
+      num_kv_heads=heads.keys // tensor,
+      head_dim=heads.width,
+    )
+    for heads, layers in of_layers.items()
+    for rows in parts * (layers // least)
+  ]
+  number = sum(len(rows.prompts) for rows in parts) * (len(network.heads) // least)
   mean = SplashCost(*(sum(figures) / number for figures in zip(*costs, strict=True)))
   return paged | {
     "splash_mha_fwd": lambda item: (mean.forward_flops, mean.forward_bytes),

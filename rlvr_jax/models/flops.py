@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.layers import ATTENTION, DELTA, DENSE, layers_in
+from rlvr_jax.ops.layers import DELTA, DENSE, FULL, layers_in
 from rlvr_jax.types import Params
 
 
@@ -118,8 +118,10 @@ def _forward(
     return copies * _attended_keys(s, window).sum() + by_responses.sum()
 
   c = config
-  per_key = 4 * c.num_heads * c.head_dim  # q·k and the weighted sum of v
-  mixing = sum(per_key * float(attended_keys(window)) for window in _windows(c))
+  mixing = sum(  # q·k and the weighted sum of v
+    4 * heads.queries * heads.width * float(attended_keys(window))
+    for heads, window in zip(c.heads, _windows(c), strict=True)
+  )
   mixing += len(layers_in(DELTA, c.kinds)) * _recurrence_flops_per_token(c) * float(tokens)
   head = 2.0 * c.width * c.vocab_size * float(of_policy.sum())
   layers = sum(_layer_flops_per_token(c, *kind) for kind in c.kinds)
@@ -129,10 +131,13 @@ def _forward(
 
 def _layer_flops_per_token(c: TransformerConfig, mixer: str, mlp: str) -> float:
   """FLOPs per token of the projections of one layer; of experts, those that a token chooses."""
-  if mixer == ATTENTION:
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+  if mixer != DELTA:
+    heads = c.heads_of(mixer)
+    queries, keys = heads.queries * heads.width, heads.keys * heads.width
     gate = queries if c.attention_gate else 0
-    of_mixer = c.width * (2 * queries + 2 * keys + gate)  # query, output; key, value
+    has_value = not (mixer == FULL and c.full_keys_as_values)
+    # query, output; key, value
+    of_mixer = c.width * (2 * queries + (1 + has_value) * keys + gate)
   else:
     assert c.delta is not None
     values, gates = c.delta.channels[-1], 2 * c.delta.value_heads
@@ -159,4 +164,6 @@ def _attended_keys(lengths: npt.NDArray[np.int64], window: int | None) -> npt.ND
 def _windows(c: TransformerConfig) -> list[int | None]:
   """The window of each layer with attention, in tokens; None without a limit."""
   sliding = c.sliding_layers or [False] * c.num_layers
-  return [c.sliding_window if sliding[i] else None for i in layers_in(ATTENTION, c.kinds)]
+  mixers = [mixer for mixer, _ in c.kinds]
+  of_layers = zip(mixers, sliding, strict=True)
+  return [c.sliding_window if slides else None for mixer, slides in of_layers if mixer != DELTA]

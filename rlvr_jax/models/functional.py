@@ -19,7 +19,7 @@ from rlvr_jax.models.transformer import (
   layer_graph,
   make_rotary_tables,
 )
-from rlvr_jax.ops.layers import DELTA, SPARSE, STACKS, rows_of, take_rows
+from rlvr_jax.ops.layers import ATTENTION, DELTA, DENSE, FULL, SPARSE, STACKS, rows_of, take_rows
 from rlvr_jax.types import Array, Head, Params, Routes
 
 # Training applies the scales of norms, and the decays of states, in at least float32.
@@ -65,11 +65,10 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
   bind = lambda params: nnx.merge(graph, params)
   others_graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)).without_layers(), nnx.Param)
   layer_graphs = {kind: layer_graph(config, kind) for kind in set(config.kinds)}
-  kind_of = lambda layer: next(
-    kind
-    for kind in layer_graphs
-    if (kind[0] == DELTA, kind[1] == SPARSE) == ("delta" in layer, "experts" in layer)
-  )
+
+  def kind_of(layer):
+    mixer = next((stack for stack in (DELTA, FULL) if stack in layer), ATTENTION)
+    return mixer, SPARSE if "experts" in layer else DENSE
 
   def bind_others(params):
     return nnx.merge(others_graph, {k: x for k, x in params.items() if k != "blocks"})

@@ -20,7 +20,7 @@ from rlvr_jax.models.huggingface_families import (
   MULTIMODAL,
   Family,
 )
-from rlvr_jax.models.rotary import RopeScaling, YarnScaling
+from rlvr_jax.models.rotary import PartialFrequencies, RopeScaling, Scaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 from rlvr_jax.storage.folders import list_files, locate, read_json
@@ -37,7 +37,7 @@ _NOT_OF_MIXTURES = (
   *("first_k_dense_replace", "routed_scaling_factor", "scoring_func", "router_bias"),
   *("moe_router_enable_expert_bias", "attention_sinks", "router_jitter_noise", "clip_qkv"),
 )
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 # `TransformerConfig`'s fields that config.json does not have in every family.
 _PLAIN: dict[str, Any] = dict(
   qk_norm=False,
@@ -55,6 +55,11 @@ _PLAIN: dict[str, Any] = dict(
   final_soft_cap=None,
   sliding_rope_theta=None,
   attention_gate=False,
+  value_norm=False,
+  full_head_dim=None,
+  full_kv_heads=None,
+  full_keys_as_values=False,
+  layer_scale=False,
   delta_layers=None,
   delta_key_heads=0,
   delta_value_heads=0,
@@ -143,6 +148,8 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
     "unrotated_layers": unrotated,
     "rotary_width": _rotary_width(family, full, c, owner),
   }
+  if family.has_full_heads:
+    fields["full_head_dim"], fields["full_kv_heads"] = _full_heads(c, layers, owner)
   if family.has_query_scale:
     scalar = _check_positive(owner, "query_pre_attn_scalar", c["query_pre_attn_scalar"])
     fields["query_scale"] = scalar**-0.5
@@ -161,7 +168,8 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
 def _check_implemented(family: Family, c: Mapping[str, Any], owner: str) -> None:
   """Raises ValueError if settings ask for what networks here do not compute."""
-  if c.get("use_bidirectional_attention"):
+  # "vision": of tokens of images alone (Gemma 4).
+  if c.get("use_bidirectional_attention") not in (None, False, "vision"):
     raise ValueError(
       f"{owner}: use_bidirectional_attention is set; only causal models are supported"
     )
@@ -283,6 +291,8 @@ def _sliding_layers(
   else:
     period = _check_size(owner, "sliding_window_pattern", c["sliding_window_pattern"])
     layers = tuple((i + 1) % period != 0 for i in range(count))
+  if family.has_full_heads:
+    layers = (*layers[:-1], False)  # the last one never slides, whatever its type
   if not any(layers):
     return None
   if window is None:
@@ -291,6 +301,32 @@ def _sliding_layers(
       " use_sliding_window is false"
     )
   return layers
+
+
+def _full_heads(
+  c: Mapping[str, Any], sliding: Sequence[bool] | None, owner: str
+) -> tuple[int, int]:
+  """Width of the heads, and number of key/value heads, in the layers that do not slide."""
+  names = ("head_dim", "num_key_value_heads")
+  by_layer = c.get("per_layer_config")
+  found: Any
+  if by_layer is None:
+    own = c["num_global_key_value_heads"] if c["attention_k_eq_v"] else None
+    found = {"head_dim": c["global_head_dim"], "num_key_value_heads": own}
+  else:  # transformers 5.24 writes those of each layer
+    count = c["num_hidden_layers"]
+    slides = sliding or (False,) * count
+    found = by_layer.get(str(count - 1), {}) if isinstance(by_layer, Mapping) else None
+    if by_layer != {str(i): found for i in range(count) if found and not slides[i]} or any(
+      name not in names for name in found or ()
+    ):
+      raise ValueError(
+        f"{owner}: per_layer_config = {by_layer!r} is not one {' and '.join(names)} for all layers"
+        " of full attention, and none for others"
+      )
+  sizes = {name: c[name] if found.get(name) is None else found[name] for name in names}
+  width, heads = (_check_size(owner, f"{name} of full layers", sizes[name]) for name in names)
+  return width, heads
 
 
 def _delta_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
@@ -317,7 +353,8 @@ def _ropes(
   family: Family, c: Mapping[str, Any], owner: str
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
   """Rotary settings, in the new style: of full layers and, if they have others, sliding ones."""
-  new, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
+  new = c.get("rope_parameters") or family.defaults.get("rope_parameters") or {}
+  old = c.get("rope_scaling") or {}
   for name, value in (("rope_parameters", new), ("rope_scaling", old)):
     if not isinstance(value, Mapping):
       raise ValueError(f"{owner}: {name} = {value!r} is not a JSON object")
@@ -337,7 +374,7 @@ def _rotary_width(
 ) -> int | None:
   """Number of rotated entries of each head; None if all are."""
   factor = _partial_factor(rope, c)
-  if factor in (None, 1.0):
+  if factor in (None, 1.0) or rope.get("rope_type") == "proportional":
     return None
   if not family.has_partial_rotation:
     raise ValueError(
@@ -360,7 +397,7 @@ def _partial_factor(rope: Mapping[str, Any], c: Mapping[str, Any]) -> Any:
 
 def _rope(
   rope: Mapping[str, Any], c: Mapping[str, Any], owner: str
-) -> tuple[float, RopeScaling | YarnScaling | None]:
+) -> tuple[float, Scaling | None]:
   """θ and the scaling of the rotary embedding for one kind of layer."""
   number = lambda name: _check_positive(owner, f"rotary {name}", rope.get(name))
   kind = rope.get("rope_type", rope.get("type", "default"))
@@ -368,6 +405,11 @@ def _rope(
   theta = number("rope_theta")
   if kind == "default":
     return theta, None
+  if kind == "proportional":
+    part = _partial_factor(rope, c)
+    check_between(owner, "partial_rotary_factor", part, low=0.0, high=1.0, open_low=True)
+    check_choice(owner, "factor of proportional rotation", rope.get("factor", 1.0), (1.0,))
+    return theta, PartialFrequencies(part=part)
   original = rope.get("original_max_position_embeddings", c["max_position_embeddings"])
   if kind == "yarn":
     original = _check_size(owner, "original_max_position_embeddings", original)

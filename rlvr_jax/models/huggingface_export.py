@@ -9,7 +9,7 @@ from typing import Any
 
 from rlvr_jax.models.huggingface_config import config_fields, family_settings, read_config
 from rlvr_jax.models.huggingface_families import ACTIVATIONS, FAMILIES, Family
-from rlvr_jax.models.rotary import RopeScaling, YarnScaling
+from rlvr_jax.models.rotary import PartialFrequencies, RopeScaling, Scaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.ops.layers import DENSE, layers_in
@@ -39,6 +39,10 @@ def published_config(
     "rms_norm_eps": config.norm_epsilon,
     "tie_word_embeddings": config.tied_head,
   }
+  if family.has_full_heads:
+    published["global_head_dim"] = config.full_head_dim
+    published["num_global_key_value_heads"] = config.full_kv_heads
+    published |= {name: values[0] for name, values in family.allowed.items()}
   if family.has_query_scale:
     scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
     published["query_pre_attn_scalar"] = round(scale**-2)
@@ -87,7 +91,7 @@ def _inherited_fields(
     content, path = read_config(source)
     settings = family_settings(content, path)[1]
     base |= {name: value for name, value in settings.items() if name not in _NOT_COPIED}
-  elif config.rope_scaling is not None:
+  elif isinstance(config.rope_scaling, RopeScaling | YarnScaling):
     extended = round(config.rope_scaling.factor * config.rope_scaling.original_length)
     base["max_position_embeddings"] = max(longest, extended)
   return base
@@ -103,6 +107,7 @@ _NOT_COPIED = (  # fields of the source's config.json
   "sliding_window_pattern",
   "_sliding_window_pattern",
   "no_rope_layer_interval",
+  "per_layer_config",
   "transformers_version",
   "_name_or_path",
 )
@@ -122,6 +127,8 @@ def _choose_family(config: TransformerConfig, source: str | os.PathLike[str] | N
 def families_of(config: TransformerConfig) -> tuple[str, ...]:
   """The families that may compute the network, the likeliest first; it may have other settings."""
   slides = config.sliding_layers or (False,)
+  if config.full_head_dim is not None:
+    return ("gemma4_text",)
   if config.delta is not None:
     return ("qwen3_5_text" if config.experts is None else "qwen3_5_moe_text",)
   if config.experts is not None:
@@ -152,7 +159,7 @@ def _published_ropes(family: Family, config: TransformerConfig) -> dict[str, Any
   if family.has_partial_rotation:
     full["partial_rotary_factor"] = _rotated_part(config)
   fields: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
-  if config.rope_scaling is not None:
+  if config.rope_scaling is not None and not family.has_full_heads:  # transformers 4 has no such
     fields["rope_scaling"] = _published_scaling(config.rope_scaling)
   if family.sliding_theta is not None:
     unset = 10_000.0 if family.sliding_theta else config.rope_theta
@@ -166,9 +173,11 @@ def _published_ropes(family: Family, config: TransformerConfig) -> dict[str, Any
   return fields
 
 
-def _published_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
+def _published_scaling(scaling: Scaling | None) -> dict[str, Any]:
   if scaling is None:
     return {"rope_type": "default"}
+  if isinstance(scaling, PartialFrequencies):
+    return {"rope_type": "proportional", "partial_rotary_factor": scaling.part}
   if isinstance(scaling, YarnScaling):
     fields = {
       "rope_type": "yarn",

@@ -76,6 +76,11 @@ class Family(NamedTuple):
     return bool(self.fixed.get("attention_gate"))
 
   @property
+  def has_full_heads(self) -> bool:
+    """Whether config.json has other heads for full layers than for sliding ones."""
+    return "global_head_dim" in self.defaults
+
+  @property
   def has_query_scale(self) -> bool:
     """Whether config.json has the factor on attention scores."""
     return "query_pre_attn_scalar" in self.defaults
@@ -151,6 +156,10 @@ _GEMMA: dict[str, Any] = _COMMON | dict(
   tie_word_embeddings=True,
   query_pre_attn_scalar=256,
   sliding_window=4096,
+)
+_GEMMA4_ROPES = dict(
+  full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1_000_000.0),
+  sliding_attention=dict(rope_type="default", rope_theta=10_000.0),
 )
 _GEMMA_NETWORK = dict(scaled_embedding=True, zero_centered_norm=True, post_norm=True)
 _OLMO: dict[str, Any] = _LLAMA | dict(vocab_size=50_304, rms_norm_eps=1e-5)
@@ -270,6 +279,38 @@ FAMILIES: dict[str, Family] = {
     # Its configurations also have a cap on the scores, which its attention does not use.
     soft_caps={"final_soft_cap": "final_logit_softcapping"},
   ),
+  "gemma4_text": Family(
+    ("Gemma4ForCausalLM", "Gemma4TextModel"),
+    {name: value for name, value in _GEMMA.items() if name != "query_pre_attn_scalar"}
+    | dict(
+      vocab_size=262_144,
+      num_hidden_layers=30,
+      max_position_embeddings=131_072,
+      rope_parameters=_GEMMA4_ROPES,
+      sliding_window=512,
+      sliding_window_pattern=6,
+      global_head_dim=512,
+      num_global_key_value_heads=None,
+      attention_k_eq_v=False,
+      hidden_size_per_layer_input=256,
+    ),
+    fixed=dict(
+      scaled_embedding=True,
+      post_norm=True,
+      qk_norm=True,
+      value_norm=True,
+      layer_scale=True,
+      query_scale=1.0,
+    ),
+    # Embeddings of each layer, keys and values of earlier layers, and experts beside the MLP.
+    allowed=dict(
+      hidden_size_per_layer_input=(0,), num_kv_shared_layers=(0,), enable_moe_block=(False,)
+    ),
+    flags=_BIASES | {"full_keys_as_values": "attention_k_eq_v"},
+    norms=_FOUR_NORMS,
+    sliding_theta="",
+    soft_caps={"final_soft_cap": "final_logit_softcapping"},
+  ),
   "qwen3_moe": Family(
     ("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     _QWEN
@@ -365,6 +406,7 @@ FAMILIES: dict[str, Family] = {
 }
 # Multimodal models → the family of the text model within, and the names of their classes.
 MULTIMODAL: dict[str, tuple[str, tuple[str, ...]]] = {
+  "gemma4": ("gemma4_text", ("Gemma4ForConditionalGeneration", "Gemma4Model")),
   "gemma3": ("gemma3_text", ("Gemma3ForConditionalGeneration", "Gemma3Model")),
   "qwen3_5": ("qwen3_5_text", ("Qwen3_5ForConditionalGeneration", "Qwen3_5Model")),
   "qwen3_5_moe": ("qwen3_5_moe_text", ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeModel")),

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,6 +94,22 @@ _HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
+def kernel_modules(config: TransformerConfig) -> dict[str, str]:
+  """The published modules of a layer by the names of their kernels here, as in `models.lora`."""
+  names = {
+    **KERNELS,
+    "output_gate": _OUTPUT_GATE,
+    **{f"delta/{name}": theirs for name, theirs in _DELTA_KERNELS.items()},
+    **{f"full/{name}": KERNELS[name] for name in ("query", "key", "value", "output")},
+  }
+  if not config.attention_gate:
+    del names["output_gate"]
+  if config.full_keys_as_values:
+    del names["full/value"]
+  exists = lambda name: layers_in(stack_of(name.split("/")[0]), config.kinds)
+  return {name: theirs for name, theirs in names.items() if exists(name)}
+
+
 def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[Leaf]:
   """Finds the leaves of all parameters, in the order in which they are written.
 
@@ -117,9 +133,12 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
     **{("experts", name): f"{theirs}.weight" for name, theirs in _SHARED_EXPERT.items()},
     **of_experts,
     ("output_gate",): f"{_OUTPUT_GATE}.weight",
+    ("layer_scale",): "layer_scalar",
     **{("delta", name): f"{theirs}.weight" for name, theirs in _DELTA_KERNELS.items()},
     **{("delta", name): theirs for name, theirs in _DELTA_TENSORS.items()},
   }
+  # Full layers have the same modules as others, of other sizes.
+  layer_tensors |= {("full", *path): name for path, name in layer_tensors.items()}
   tensors: dict[tuple[str, ...], str] = {
     ("embedding",): EMBEDDING,
     ("final_norm", "scale"): "model.norm.weight",
@@ -250,10 +269,11 @@ def leaf_value(params: Params, leaf: Leaf) -> Any:
   return functools.reduce(lambda tree, key: tree[key], leaf.path, params)
 
 
-# Tables that old releases of transformers saved, and tensors outside of the text model: of images,
-# and of layers that predict further tokens.
-_UNUSED = re.compile(
-  r"(^|\.)rotary_emb\.|^(model\.)?(vision_tower|multi_modal_projector|visual)\.|^mtp\."
+_OLD_TABLES = re.compile(r"(^|\.)rotary_emb\.")  # that old releases of transformers saved
+# Tensors outside of the text model: of vision, of audio, and of layers that predict further tokens.
+_OUTSIDE = re.compile(
+  r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual)\."
+  r"|^mtp\."
 )
 _PREFIXES = (  # of a text model within another model, and of one saved without its head
   (re.compile(r"^(language_model\.model|model\.language_model)\."), "model."),
@@ -284,7 +304,7 @@ def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, T
   """
   renamed: dict[str, Tensor] = {}
   for name, tensor in _split_experts(tensors):
-    if _UNUSED.search(name):
+    if _OLD_TABLES.search(name) or _OUTSIDE.search(name):
       continue
     usual_name = name
     for pattern, prefix in _PREFIXES:
@@ -296,6 +316,11 @@ def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, T
       tensor = dataclasses.replace(tensor, shape=(tensor.shape[0], *tensor.shape[2:]))
     renamed[usual_name] = tensor
   return renamed
+
+
+def outside_tensors(names: Iterable[str]) -> list[str]:
+  """Those of a checkpoint's tensors that are not of its text model, and so not read."""
+  return [name for name in names if _OUTSIDE.search(name)]
 
 
 # The names within transformers 5, which its save_pretrained keeps with save_original_format=False.

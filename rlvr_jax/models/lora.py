@@ -2,6 +2,8 @@
 
 The trained parameters are the adapters only, a nested dict that mirrors the adapted kernels,
 {"blocks": {"query": {"a": [L, D, R], "b": [L, R, E]}}}. The frozen base is a separate argument.
+Kernels have names such as "query", "delta/query" of gated DeltaNets, and "full/query" of full
+layers with heads of their own.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -35,7 +38,7 @@ class LoraSettings:
 
   rank: int
   alpha: float
-  targets: str = r"blocks/(query|key|value|output|gate|up|down)$"
+  targets: str = r"blocks/(delta/|full/)?(query|key|value|output_gate|output|gate|up|down)$"
 
   def __post_init__(self):
     check_integer("LoraSettings", "rank", self.rank, low=1)
@@ -61,7 +64,7 @@ def init(key: Array, base: Params, settings: LoraSettings) -> Params:
     base: the parameters to be adapted, or their shapes.
     settings: rank and targets.
   Returns:
-    {"blocks": {name: {"a": [L, D, R], "b": [L, R, E]}}}, at least float32.
+    {"blocks": {name: {"a": [L, D, R], "b": [L, R, E]}}}, at least float32; nested as the kernels.
   Raises:
     ValueError: no kernel is targeted, or a targeted kernel is too small for the rank.
   Source: "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), §4.1; A as in the
@@ -77,7 +80,7 @@ def init(key: Array, base: Params, settings: LoraSettings) -> Params:
   kernels = target_kernels(base, settings)
   keys = jax.random.split(key, len(kernels))
   pairs = map(init_pair, keys, kernels.values())
-  return {"blocks": dict(zip(kernels, pairs, strict=True))}
+  return {"blocks": nest(dict(zip(kernels, pairs, strict=True)))}
 
 
 def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
@@ -88,15 +91,17 @@ def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
   Raises:
     ValueError: no kernel is targeted, or a targeted kernel is too small for the rank.
   """
-  blocks = base["blocks"]
-  experts = [f"blocks/experts/{name}" for name in blocks.get("experts", ())]
-  if targeted := [path for path in experts if re.search(settings.targets, path)]:
+  leaves = jax.tree_util.tree_leaves_with_path(base["blocks"])
+  by_name = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+  is_targeted = lambda name: re.search(settings.targets, f"blocks/{name}")
+  if targeted := [f"blocks/{x}" for x in by_name if x.startswith("experts/") and is_targeted(x)]:
     raise ValueError(
       f"LoraSettings: targets = {settings.targets!r} matches {targeted[0]}, but adapters of experts"
       ' and their routers are not supported; target attention alone, as by "blocks/(query|value)$"'
     )
-  kernels = {name: blocks[name] for name in sorted(blocks) if getattr(blocks[name], "ndim", 0) == 3}
-  targets = {k: w for k, w in kernels.items() if re.search(settings.targets, f"blocks/{k}")}
+  is_kernel = lambda name: not name.startswith("experts/") and not name.endswith("_taps")
+  kernels = {name: w for name, w in by_name.items() if w.ndim == 3 and is_kernel(name)}
+  targets = {name: w for name, w in kernels.items() if is_targeted(name)}
   if not targets:
     raise ValueError(
       f"LoraSettings: targets = {settings.targets!r} matches no kernel of the layers; they are"
@@ -124,12 +129,32 @@ def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
       they are compiled in as constants.
     settings: the settings that the adapters were made with.
   """
-  blocks = base["blocks"]
-  kernels = {
-    name: LowRank(blocks[name], pair["a"], pair["b"] * settings.scale)
-    for name, pair in adapters["blocks"].items()
-  }
-  return {**base, "blocks": {**blocks, **kernels}}
+
+  def adapted(kernels, pairs):
+    if _is_pair(pairs):
+      return LowRank(kernels, pairs["a"], pairs["b"] * settings.scale)
+    return {**kernels, **{name: adapted(kernels[name], pair) for name, pair in pairs.items()}}
+
+  return {**base, "blocks": adapted(base["blocks"], adapters["blocks"])}
+
+
+def nest(pairs: Mapping[str, Any]) -> Params:
+  """Adapters by the names of their kernels, as a dict that is nested as the kernels are."""
+  nested: Params = {}
+  for name, pair in pairs.items():
+    *folders, last = name.split("/")
+    functools.reduce(lambda tree, folder: tree.setdefault(folder, {}), folders, nested)[last] = pair
+  return nested
+
+
+def flatten(blocks: Params) -> dict[str, Any]:
+  """The inverse of `nest`."""
+  leaves = jax.tree_util.tree_leaves_with_path(blocks, is_leaf=_is_pair)
+  return {jax.tree_util.keystr(path, simple=True, separator="/"): pair for path, pair in leaves}
+
+
+def _is_pair(tree: Any) -> bool:
+  return isinstance(tree, Mapping) and tree.keys() == {"a", "b"}
 
 
 def adapt(model: Model, settings: LoraSettings | None) -> Model:

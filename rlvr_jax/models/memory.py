@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.delta_rule import CHUNK
-from rlvr_jax.ops.layers import ATTENTION, DENSE, layers_in
+from rlvr_jax.ops.layers import DELTA, DENSE
 from rlvr_jax.ops.logprobs import default_chunk_rows
 from rlvr_jax.ops.row_attention import DENSE_LENGTH
 
@@ -73,17 +73,18 @@ def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> 
   if config.remat != "none":
     return 0.0
   products = sum(_product_widths(config, *kind) for kind in config.kinds)
-  attention_layers = len(layers_in(ATTENTION, config.kinds))
-  scores = attention_layers * config.num_heads * row_length if row_length < DENSE_LENGTH else 0
+  scores = len(config.heads) * config.num_heads * row_length if row_length < DENSE_LENGTH else 0
   return float(tokens * (products + scores) * jnp.dtype(config.compute_dtype).itemsize)
 
 
 def _product_widths(config: TransformerConfig, mixer: str, mlp: str) -> int:
   """Numbers per token in the results of a layer's products."""
   c = config
-  if mixer == ATTENTION:
-    gate = c.num_heads if c.attention_gate else 0
-    of_mixer = (c.num_heads + 2 * c.num_kv_heads + gate) * c.head_dim + c.width
+  if mixer != DELTA:
+    heads = c.heads_of(mixer)
+    gate = heads.queries if c.attention_gate else 0
+    # Values take as much where they are those of the key's product, since they are normed.
+    of_mixer = (heads.queries + 2 * heads.keys + gate) * heads.width + c.width
   else:
     assert c.delta is not None
     of_mixer = sum(c.delta.channels) + c.delta.channels[-1] + 2 * c.delta.value_heads + c.width

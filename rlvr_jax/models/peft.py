@@ -7,8 +7,8 @@ import operator
 import os
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rlvr_jax.models import lora, safetensors
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface_export import families_of
-from rlvr_jax.models.huggingface_tensors import KERNELS, row_tables
+from rlvr_jax.models.huggingface_tensors import kernel_modules, row_tables
 from rlvr_jax.models.lora import LoraSettings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.finite import check_finite
@@ -28,7 +28,6 @@ from rlvr_jax.types import Params
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
-_NAMES = {module: name for name, module in KERNELS.items()}
 _MATRICES = {"a": "lora_A", "b": "lora_B"}
 _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.([\w.]+)\.lora_[AB]\.weight")
 
@@ -70,7 +69,7 @@ def save_adapters(
     FileExistsError: `directory` is not empty.
   """
   check_adapters(adapters, settings, config)
-  modules, blocks = _modules(config), jax.tree.map(np.asarray, adapters["blocks"])
+  modules, blocks = _modules(config), lora.flatten(jax.tree.map(np.asarray, adapters["blocks"]))
   adapted = {
     module: pairs
     for module, parts in sorted(modules.items(), key=lambda item: min(item[1]))
@@ -78,10 +77,11 @@ def save_adapters(
   }
   tensors: dict[str, npt.NDArray[Any]] = {}
   for module, pairs in adapted.items():
-    for row, layer in enumerate(_layers_of(pairs, config)):
+    for row, layer in enumerate(module.layers(config)):
       matrices = _join(jax.tree.map(operator.itemgetter(row), pairs), modules[module])
       for letter, matrix in matrices.items():
-        tensors[_tensor_name(layer, module, letter)] = matrix.astype(np.float32)
+        tensors[_tensor_name(layer, module.name, letter)] = matrix.astype(np.float32)
+  joined = {module: modules[module] for module, pairs in adapted.items() if len(pairs) > 1}
   description = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -90,7 +90,7 @@ def save_adapters(
     "lora_alpha": settings.alpha,
     "lora_dropout": 0.0,
     "target_modules": _target_modules(adapted, config),
-    **_patterns(adapted, settings.rank, settings.alpha),
+    **_patterns(joined, settings.rank, settings.alpha),
     "bias": "none",
     "fan_in_fan_out": False,
     "inference_mode": True,
@@ -132,17 +132,17 @@ def load_adapters(
   _check_description(description, path, config)
   tensors = safetensors.open_file(system, weights)
 
-  def stack_layers(module, parts, letter):
-    layers = [tensors[_tensor_name(i, module, letter)] for i in _layers_of(parts, config)]
+  def stack_layers(module, letter):
+    layers = [tensors[_tensor_name(i, module.name, letter)] for i in module.layers(config)]
     matrices = [tensor.rows(0, tensor.shape[0]).T for tensor in layers]
     return np.stack(matrices).astype(np.promote_types(layers[0].dtype, np.float32))
 
   blocks: dict[str, Any] = {}
   for module, parts in _adapted_modules(tensors, config, weights).items():
-    pair = {letter: stack_layers(module, parts, letter) for letter in _MATRICES}
-    blocks |= _split(pair, parts, description.get("r"), f"{weights}: {module}")
+    pair = {letter: stack_layers(module, letter) for letter in _MATRICES}
+    blocks |= _split(pair, parts, description.get("r"), f"{weights}: {module.name}")
   names = sorted(blocks)
-  adapters = {"blocks": {name: blocks[name] for name in names}}
+  adapters = {"blocks": lora.nest({name: blocks[name] for name in names})}
   try:
     settings = LoraSettings(
       rank=description.get("r"),  # type: ignore[arg-type]  # checked by LoraSettings
@@ -186,32 +186,51 @@ Parts = Mapping[str, npt.NDArray[np.int64] | None]
 Matrices = dict[str, npt.NDArray[Any]]
 
 
-def _modules(config: TransformerConfig) -> dict[str, Parts]:
-  """The published modules of a layer → their kernels here → the rows of each; None: all."""
-  modules: dict[str, Parts] = {module: {name: None} for module, name in _NAMES.items()}
-  for module, parts in row_tables(config, families_of(config)[0]).items():
-    for part in parts:
-      del modules[part]
-    modules[module] = {_NAMES[part]: rows for part, rows in parts.items()}
+class Module(NamedTuple):
+  """A published module of the layers of one stack."""
+
+  name: str  # within a layer
+  stack: str  # see `ops.layers`
+
+  def layers(self, config: TransformerConfig) -> list[int]:
+    """The numbers of the layers that have it."""
+    return layers_in(self.stack, config.kinds)
+
+
+def _modules(config: TransformerConfig) -> dict[Module, Parts]:
+  """The published modules of layers → their kernels here → the rows of each; None: all."""
+  stacks = {name: stack_of(name.split("/")[0]) for name in kernel_modules(config)}
+  names = {Module(theirs, stacks[name]): name for name, theirs in kernel_modules(config).items()}
+  modules: dict[Module, Parts] = {module: {name: None} for module, name in names.items()}
+  for whole, parts in row_tables(config, families_of(config)[0]).items():
+    for stack in dict.fromkeys(stacks.values()):
+      of_parts = {Module(part, stack): rows for part, rows in parts.items()}
+      if all(module in names for module in of_parts):
+        for module in of_parts:
+          del modules[module]
+        joined = {names[module]: rows for module, rows in of_parts.items()}
+        modules[Module(whole, stack)] = joined
   return modules
 
 
-def _layers_of(names: Iterable[str], config: TransformerConfig) -> list[int]:
-  """The numbers of the layers that have these kernels of a module."""
-  return layers_in(stack_of(next(iter(names))), config.kinds)
-
-
 def _join(pairs: Mapping[str, Matrices], parts: Parts) -> Matrices:
-  """PEFT's matrices of a module, A [k·R, D] and B [rows, k·R], from those of k of its kernels."""
-  a = np.concatenate([pair["a"].T for pair in pairs.values()])
-  rank = len(a) // len(pairs)
+  """PEFT's matrices of a module in a layer, from those of its adapted kernels.
+
+  Those of one kernel are A [R, D] and B [rows, R]. Of several, each of the module's k kernels has a
+  block of A [k·R, D] and B [rows, k·R], which is 0 if the kernel is not adapted.
+  """
+  some = next(iter(pairs.values()))
+  none = np.zeros_like(some["a"]).T
+  names = list(pairs if len(pairs) == 1 else parts)
+  rank = some["a"].shape[1]
+  a = np.concatenate([pairs[name]["a"].T if name in pairs else none for name in names])
   rows = {
-    name: np.arange(pairs[name]["b"].shape[1]) if rows is None else rows
-    for name, rows in parts.items()
+    name: np.arange(some["b"].shape[1]) if rows is None else rows for name, rows in parts.items()
   }
   b = np.zeros((sum(map(len, rows.values())), len(a)), a.dtype)
-  for k, (name, pair) in enumerate(pairs.items()):
-    b[rows[name], k * rank : (k + 1) * rank] = pair["b"].T
+  for k, name in enumerate(names):
+    if name in pairs:
+      b[rows[name], k * rank : (k + 1) * rank] = pairs[name]["b"].T
   return {"a": a, "b": b}
 
 
@@ -239,17 +258,18 @@ def _split(pair: Matrices, parts: Parts, rank: Any, owner: str) -> dict[str, Mat
         f"{owner} has an adapter of rank {a.shape[2]}, which is not one of rank {rank} for each of"
         f" {list(parts)}; merge it into its base with PEFT's merge_and_unload, and load that"
       )
-    found[name] = {"a": a[:, :, own], "b": of_kernel[:, own]}
+    if np.any(a[:, :, own]):  # else it is not adapted
+      found[name] = {"a": a[:, :, own], "b": of_kernel[:, own]}
   return found
 
 
-def _patterns(kernels: Mapping[str, Collection[str]], rank: Any, alpha: Any) -> dict[str, Any]:
-  """The fields of modules with adapters of k kernels: rank k·R, and k·α, so that α/R is the same.
+def _patterns(kernels: Mapping[Module, Collection[str]], rank: Any, alpha: Any) -> dict[str, Any]:
+  """The fields of modules of k > 1 kernels, by `_join`: rank k·R, and k·α, so that α/R is the same.
 
   Args:
-    kernels: names of modules → of their adapted kernels.
+    kernels: modules → the names of their kernels.
   """
-  counts = {_last(module): len(names) for module, names in kernels.items() if len(names) > 1}
+  counts = {_last(module.name): len(names) for module, names in kernels.items() if len(names) > 1}
   if not counts:
     return {}
   times = lambda number: {module: number * count for module, count in counts.items()}
@@ -269,11 +289,15 @@ def _check_description(
   numbers = description.get("r"), description.get("lora_alpha")
   are_numbers = all(isinstance(number, (int, float)) for number in numbers)
   of_joined = _patterns(_modules(config), *numbers) if are_numbers else {}
+  is_joined = lambda field, value: (
+    isinstance(value, dict) and value.items() <= of_joined.get(field, {}).items()
+  )
   unsupported = {
     field: value
     for field, value in description.items()
     if field not in _WITHOUT_EFFECT
-    and value not in _ALLOWED.get(field, (*_UNSET, of_joined.get(field)))
+    and value not in _ALLOWED.get(field, _UNSET)
+    and not is_joined(field, value)
   }
   if unsupported:
     raise ValueError(
@@ -283,42 +307,48 @@ def _check_description(
     )
 
 
-def _target_modules(adapted: Mapping[str, Iterable[str]], config: TransformerConfig) -> list[str]:
+def _target_modules(adapted: Collection[Module], config: TransformerConfig) -> list[str]:
   """Names of the adapted modules, which PEFT compares with the ends of all modules' names."""
-  targets = []
-  for module, names in adapted.items():
-    # Without the layer's number, those of an MLP would also name the projections of experts.
-    is_dense = stack_of(next(iter(names))) == DENSE
-    layers = layers_in(DENSE, config.kinds) if is_dense else []
-    of_some = [f"layers.{i}.{module}" for i in layers if layers_in(SPARSE, config.kinds)]
-    targets += of_some or [_last(module)]
-  return targets
+  others = {module.name for module in _modules(config) if module not in adapted}
+  has_experts = bool(layers_in(SPARSE, config.kinds))
+  targets: list[str] = []
+  for module in adapted:
+    # Without the layers' numbers, those of an MLP would also name the projections of experts.
+    if module.name in others or (module.stack == DENSE and has_experts):
+      targets += [f"layers.{i}.{module.name}" for i in module.layers(config)]
+    else:
+      targets.append(_last(module.name))
+  return list(dict.fromkeys(targets))
 
 
 def _adapted_modules(
   tensors: Mapping[str, Any], config: TransformerConfig, path: str
-) -> dict[str, Parts]:
+) -> dict[Module, Parts]:
   """The modules that the file adapts, each in every layer that has it."""
   modules = _modules(config)
+  names = {module.name for module in modules}
   matches = {name: _TENSOR.fullmatch(name) for name in tensors}
-  unknown = [name for name, match in matches.items() if not match or match[2] not in modules]
+  unknown = [name for name, match in matches.items() if not match or match[2] not in names]
   if unknown or not matches:
     raise ValueError(
       f"{path} has {unknown[:3] or 'nothing'}, not only adapters of layers' kernels; those are"
       f" base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight for MODULE of"
-      f" {sorted(modules)}"
+      f" {sorted(names)}"
     )
-  adapted = {match[2]: modules[match[2]] for match in matches.values() if match}
+  found = {(match[2], int(match[1])) for match in matches.values() if match}
+  is_adapted = lambda module: any((module.name, i) in found for i in module.layers(config))
+  adapted = {module: parts for module, parts in modules.items() if is_adapted(module)}
   needed = {
-    _tensor_name(i, module, letter)
-    for module, parts in adapted.items()
+    _tensor_name(i, module.name, letter)
+    for module in adapted
     for letter in _MATRICES
-    for i in _layers_of(parts, config)
+    for i in module.layers(config)
   }
   if needed != set(tensors):
     missing, extra = sorted(needed - set(tensors)), sorted(set(tensors) - needed)
     raise ValueError(
-      f"{path}: a model of {config.num_layers} layers has each of {sorted(adapted)} adapted"
+      f"{path}: a model of {config.num_layers} layers has each of"
+      f" {sorted({module.name for module in adapted})} adapted"
       f" wherever it is; missing are {missing[:3]}, extra are {extra[:3]}"
     )
   return adapted

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlvr_jax.models.huggingface_config import checkpoint_config
-from rlvr_jax.models.rotary import RopeScaling, YarnScaling
+from rlvr_jax.models.rotary import PartialFrequencies, RopeScaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
 
 _SMALL = dict(activation="silu", qk_norm=True, rope_theta=10_000.0, tied_head=True)
@@ -184,6 +184,25 @@ _PRESETS: dict[str, dict[str, Any]] = {
     sliding_window=512,
     sliding_layers=((True,) * 5 + (False,)) * 4 + (True, True),
     query_scale=256**-0.5,
+  ),
+  "gemma4_31b": _GEMMA
+  | _LARGE
+  | _shape(262_144, 5376, 60, 32, 16, 21_504, head_dim=256)
+  | dict(
+    zero_centered_norm=False,
+    qk_norm=True,
+    value_norm=True,
+    layer_scale=True,
+    full_head_dim=512,
+    full_kv_heads=4,
+    full_keys_as_values=True,
+    rope_theta=1_000_000.0,
+    rope_scaling=PartialFrequencies(part=0.25),
+    sliding_rope_theta=10_000.0,
+    sliding_window=1024,
+    sliding_layers=((True,) * 5 + (False,)) * 10,
+    query_scale=1.0,
+    final_soft_cap=30.0,
   ),
 }
 

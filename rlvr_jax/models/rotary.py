@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +44,21 @@ class YarnScaling:
   attention_factor: float | None = None  # of cosines and sines; None is 0.1·ln(factor) + 1
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartialFrequencies:
+  """Rotation of the first pairs of a head, of entries i and i + W/2, with the frequencies of all.
+
+  The others have frequency 0, so that they stay (Gemma 4).
+  """
+
+  part: float  # of the pairs that rotate, in (0, 1]
+
+
+Scaling: TypeAlias = RopeScaling | YarnScaling | PartialFrequencies
+
+
 def inverse_frequencies(
-  width: int, theta: float, scaling: RopeScaling | YarnScaling | None, dtype=jnp.float32
+  width: int, theta: float, scaling: Scaling | None, dtype=jnp.float32
 ) -> Array:
   """Rotary angular frequencies θ^(−2i/W), [W/2], with context extension applied.
 
@@ -54,6 +67,9 @@ def inverse_frequencies(
   frequencies = theta ** (-jnp.arange(0, width, 2, dtype=dtype) / width)
   if scaling is None:
     return frequencies
+  if isinstance(scaling, PartialFrequencies):
+    rotated = int(scaling.part * width // 2)
+    return jnp.where(jnp.arange(width // 2) < rotated, frequencies, 0)
   if isinstance(scaling, YarnScaling):
     low, high = _yarn_indices(width, theta, scaling)
     keep = 1 - jnp.clip((jnp.arange(width // 2, dtype=dtype) - low) / (high - low), 0.0, 1.0)
@@ -81,7 +97,7 @@ def _yarn_indices(width: int, theta: float, scaling: YarnScaling) -> tuple[float
 
 
 def rotary_tables(
-  positions: Array, frequencies: Array, scaling: RopeScaling | YarnScaling | None = None
+  positions: Array, frequencies: Array, scaling: Scaling | None = None
 ) -> tuple[Array, Array]:
   """Cosine and sine of position times frequency, each [..., L, 1, W/2]."""
   angles = positions[..., None, None].astype(frequencies.dtype) * frequencies
@@ -94,7 +110,7 @@ def rotary_tables(
 
 
 class RotaryTables(NamedTuple):
-  """Cosines and sines of tokens' positions, each [..., L, 1, W/2]."""
+  """Cosines and sines of tokens' positions, each [..., L, 1, W/2]; W may differ for the two."""
 
   full: tuple[Array, Array]
   sliding: tuple[Array, Array] | None  # for sliding layers; None: the same
@@ -102,7 +118,9 @@ class RotaryTables(NamedTuple):
   def of_layer(self, slides: Array | bool, unrotated: Array | bool = False) -> tuple[Array, Array]:
     """Selects the tables of a layer, whose kinds may be traced; angles are 0 if `unrotated`."""
     cosine, sine = self.full
-    if self.sliding is not None:
+    if self.sliding is not None and isinstance(slides, bool):
+      cosine, sine = self.sliding if slides else self.full
+    elif self.sliding is not None:
       cosine, sine = (
         jnp.where(slides, *pair) for pair in zip(self.sliding, self.full, strict=True)
       )

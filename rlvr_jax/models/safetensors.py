@@ -118,14 +118,32 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
   )
 
 
+def tensor_names(directory: str | os.PathLike[str]) -> list[str]:
+  """The names of the tensors of a checkpoint directory, from its index alone if it has one.
+
+  Args, Raises: as `open_checkpoint`.
+  """
+  system, folder = locate(directory)
+  names = list_files(directory)
+  if SINGLE not in names and INDEX in names:
+    return list(_read_index(system, posixpath.join(folder, INDEX)))
+  return list(open_checkpoint(directory))
+
+
+def _read_index(system: fsspec.AbstractFileSystem, path: str) -> dict[str, str]:
+  """The files of the tensors that an index lists, by name."""
+  weight_map = read_json(system, path).get("weight_map")
+  if not isinstance(weight_map, dict) or not weight_map:
+    raise ValueError(f"{path} has no weight_map of tensor names to files")
+  return weight_map
+
+
 def _open_shards(
   system: fsspec.AbstractFileSystem, folder: str, names: Collection[str]
 ) -> dict[str, Tensor]:
   """Opens the tensors that the index of a folder lists."""
   index_path = posixpath.join(folder, INDEX)
-  weight_map = read_json(system, index_path).get("weight_map")
-  if not isinstance(weight_map, dict) or not weight_map:
-    raise ValueError(f"{index_path} has no weight_map of tensor names to files")
+  weight_map = _read_index(system, index_path)
   shards = {}
   for file in sorted(set(map(str, weight_map.values()))):
     if posixpath.basename(file) != file or not file.endswith(".safetensors"):

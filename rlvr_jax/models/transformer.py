@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from rlvr_jax.models.experts import NO_EXPERT, ROUTES, Experts, ExpertSettings, 
 from rlvr_jax.models.layout import ONE_DEVICE, Layout
 from rlvr_jax.models.linear import PRODUCT, LowRank, Rounded, dense, init_kernel, value_of
 from rlvr_jax.models.rotary import (
+  PartialFrequencies,
   RopeScaling,
   RotaryTables,
   YarnScaling,
@@ -39,8 +41,10 @@ from rlvr_jax.ops.layers import (
   ATTENTION,
   DELTA,
   DENSE,
+  FULL,
   SPARSE,
   STACKS,
+  Heads,
   Kind,
   layers_in,
   rows_of,
@@ -80,7 +84,7 @@ class TransformerConfig:
   activation: str = "silu"  # of the gate: silu (SwiGLU), gelu_tanh (GeGLU) or gelu
   norm_epsilon: float = 1e-6
   rope_theta: float = 10_000.0
-  rope_scaling: RopeScaling | YarnScaling | None = None
+  rope_scaling: RopeScaling | YarnScaling | PartialFrequencies | None = None
   rotary_width: int | None = None  # first entries of a head, the rotated ones; None: all (GLM-4)
   unrotated_layers: tuple[bool, ...] | None = None  # without positions; None: no layer (SmolLM3)
   tied_head: bool = True
@@ -90,6 +94,11 @@ class TransformerConfig:
   joint_qk_norm: bool = False  # RMSNorm on all heads' queries together, and on keys (OLMoE)
   mlp_bias: bool = False
   attention_gate: bool = False  # a sigmoid gate on attention's output (Qwen 3.5)
+  value_norm: bool = False  # RMSNorm without weights on each head's values (Gemma 4)
+  # Heads of the layers that do not slide, where others do; None: as those of sliding layers.
+  full_head_dim: int | None = None
+  full_kv_heads: int | None = None
+  full_keys_as_values: bool = False  # there, values are the keys before their norm and rotation
   # Layers with a gated DeltaNet in place of attention, see `models.delta_net`; None: no layer.
   delta_layers: tuple[bool, ...] | None = None
   delta_key_heads: int = 0
@@ -113,6 +122,7 @@ class TransformerConfig:
   zero_centered_norm: bool = False  # norm weights are stored as w, applied as 1 + w (Gemma)
   pre_norm: bool = True  # a norm before attention and before the MLP
   post_norm: bool = False  # a norm after attention and after the MLP (Gemma; alone in OLMo 2)
+  layer_scale: bool = False  # each layer's result times a number, which is not trained (Gemma 4)
   compute_dtype: str = "float32"
   matmul_precision: str = "auto"  # of float32 products: auto, highest or default; see `precision`
   param_dtype: str = "float32"
@@ -152,6 +162,7 @@ class TransformerConfig:
     width = self.head_dim if self.rotary_width is None else self.rotary_width
     if not isinstance(width, int) or width % 2 or not 2 <= width <= self.head_dim:
       yield f"rotary_width={width!r} must be even, from 2 to head_dim={self.head_dim}"
+    yield from self._find_mistakes_of_full_layers()
     if not (self.pre_norm or self.post_norm):
       yield "pre_norm and post_norm are both false; a layer has norms before, behind, or both"
     for name in ("compute_dtype", "param_dtype"):
@@ -172,6 +183,27 @@ class TransformerConfig:
       yield f"delta_{sizes[0]} is set but delta_layers={self.delta_layers!r} has none"
     if self.sliding_window is None and any(self.sliding_layers or ()):
       yield "sliding_layers are set but sliding_window is None"
+
+  def _find_mistakes_of_full_layers(self) -> Iterator[str]:
+    sizes = {name: getattr(self, name) for name in ("full_head_dim", "full_kv_heads")}
+    if all(size is None for size in sizes.values()):
+      if self.full_keys_as_values:
+        yield "full_keys_as_values is set but full_head_dim is None"
+      return
+    for name, size in sizes.items():
+      if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 2**31:
+        yield f"{name}={size!r} must be at least 1; set full_head_dim and full_kv_heads, or neither"
+    if self.num_heads % (self.full_kv_heads or 1):
+      yield f"num_heads={self.num_heads} is not a multiple of full_kv_heads={self.full_kv_heads}"
+    if (self.full_head_dim or 2) % 2:
+      yield f"full_head_dim={self.full_head_dim} must be even for rotary embeddings"
+    if self.rotary_width is not None:
+      yield f"rotary_width={self.rotary_width} and full_head_dim are both set; set one of them"
+    if all(self.sliding_layers or (False,)):
+      yield (
+        f"full_head_dim={self.full_head_dim} is set but all layers slide:"
+        f" sliding_layers={self.sliding_layers!r}"
+      )
 
   def _find_mistakes_of_experts(self) -> Iterator[str]:
     if self.qk_norm and self.joint_qk_norm:
@@ -223,12 +255,40 @@ class TransformerConfig:
   @property
   def kinds(self) -> tuple[Kind, ...]:
     """The kind of each layer, see `ops.layers`."""
-    delta = self.delta_layers or (False,) * self.num_layers
+    none = (False,) * self.num_layers
+    delta, slides = self.delta_layers or none, self.sliding_layers or none
     sparse = self.sparse_layers or (self.num_experts > 0,) * self.num_layers
-    return tuple(
-      (DELTA if has_delta else ATTENTION, SPARSE if has_experts else DENSE)
-      for has_delta, has_experts in zip(delta, sparse, strict=True)
+    of_full = ATTENTION if self.full_head_dim is None else FULL
+    mixers = (
+      DELTA if has_delta else ATTENTION if is_near else of_full
+      for has_delta, is_near in zip(delta, slides, strict=True)
     )
+    return tuple(
+      (mixer, SPARSE if has_experts else DENSE)
+      for mixer, has_experts in zip(mixers, sparse, strict=True)
+    )
+
+  def heads_of(self, mixer: str) -> Heads:
+    """The heads of a layer with this kind of attention."""
+    if mixer == ATTENTION:
+      return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+    assert mixer == FULL and self.full_head_dim is not None and self.full_kv_heads is not None
+    return Heads(self.num_heads, self.full_kv_heads, self.full_head_dim)
+
+  @property
+  def heads(self) -> tuple[Heads, ...]:
+    """The heads of each layer with attention."""
+    return tuple(self.heads_of(mixer) for mixer, _ in self.kinds if mixer != DELTA)
+
+  @property
+  def head_dims(self) -> tuple[int, ...]:
+    """The widths of heads, without repetition."""
+    return tuple({heads.width: None for heads in self.heads})
+
+  @property
+  def split_heads(self) -> int:
+    """The most devices that attention is split over: key/value heads are whole on a device."""
+    return math.gcd(self.num_kv_heads, self.full_kv_heads or 0)
 
   @property
   def mixture(self) -> tuple[int, ...]:
@@ -264,10 +324,16 @@ class RMSNorm(nnx.Module):
     self.scale = nnx.Param(initial((width,), config.param_dtype))
 
   def __call__(self, x: Array) -> Array:
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    scale = self.scale[...].astype(wide.dtype) + self.offset
-    return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
+    normed = _normalize(x, self.epsilon)
+    scale = self.scale[...].astype(normed.dtype) + self.offset
+    return (normed * scale).astype(x.dtype)
+
+
+def _normalize(x: Array, epsilon: float) -> Array:
+  """x / √(mean x² + ε) over the last axis, at least float32."""
+  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+  return wide * jax.lax.rsqrt(mean_square + epsilon)
 
 
 class Mixers(NamedTuple):
@@ -277,7 +343,52 @@ class Mixers(NamedTuple):
   delta: Callable[[DeltaInputs], tuple[Array, Any]]
 
 
-class Block(nnx.Module):
+class _AttentionModule(nnx.Module):
+  """The parameters of a layer's attention."""
+
+  def _add_kernels(
+    self, c: TransformerConfig, heads: Heads, rngs: nnx.Rngs, *, has_value: bool = True
+  ) -> None:
+    queries, keys = heads.queries * heads.width, heads.keys * heads.width
+    residual_gain = 1.0 / (2 * c.num_layers)  # the residual stream's variance stays near 1
+    self.query = init_kernel(rngs, (c.width, queries), c.param_dtype)
+    self.key = init_kernel(rngs, (c.width, keys), c.param_dtype)
+    if has_value:
+      self.value = init_kernel(rngs, (c.width, keys), c.param_dtype)
+    self.output = init_kernel(rngs, (queries, c.width), c.param_dtype, residual_gain)
+
+  def _add_to_attention(
+    self, c: TransformerConfig, heads: Heads, rngs: nnx.Rngs, *, has_value: bool = True
+  ) -> None:
+    """Adds what attention has in some families: biases, norms of queries and keys, a gate."""
+    queries, keys = heads.queries * heads.width, heads.keys * heads.width
+    if c.qkv_bias:
+      self.query_bias = nnx.Param(jnp.zeros((queries,), c.param_dtype))
+      self.key_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
+    if c.qkv_bias and has_value:
+      self.value_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
+    if c.output_bias:
+      self.output_bias = nnx.Param(jnp.zeros((c.width,), c.param_dtype))
+    if c.qk_norm:
+      self.query_norm = RMSNorm(c, heads.width)
+      self.key_norm = RMSNorm(c, heads.width)
+    if c.joint_qk_norm:
+      self.query_norm = RMSNorm(c, queries)
+      self.key_norm = RMSNorm(c, keys)
+    if c.attention_gate:
+      self.output_gate = init_kernel(rngs, (c.width, queries), c.param_dtype)
+
+
+class FullAttention(_AttentionModule):
+  """The parameters of attention in full layers with other heads than sliding ones have."""
+
+  def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    has_value = not config.full_keys_as_values
+    self._add_kernels(config, config.heads_of(FULL), rngs, has_value=has_value)
+    self._add_to_attention(config, config.heads_of(FULL), rngs, has_value=has_value)
+
+
+class Block(_AttentionModule):
   """One layer: attention or a gated DeltaNet, and a gated MLP or a mixture of them.
 
   Both are added to the residual stream, with norms before, behind, or both.
@@ -287,7 +398,7 @@ class Block(nnx.Module):
     """`stacks`: of `ops.layers`, the layer's kind; or more, from which `_stack_layers` takes."""
     c = self.config = config
     self.is_delta, self.is_sparse = DELTA in stacks, SPARSE in stacks
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    self.is_full = FULL in stacks
     residual_gain = 1.0 / (2 * c.num_layers)  # the residual stream's variance stays near 1
     sizes: Any = dict(width=c.width, dtype=c.param_dtype, residual_gain=residual_gain)
     if c.pre_norm:
@@ -296,11 +407,10 @@ class Block(nnx.Module):
     if c.post_norm:
       self.post_attention_norm = RMSNorm(c, c.width)
       self.post_mlp_norm = RMSNorm(c, c.width)
+    if c.layer_scale:
+      self.layer_scale = nnx.Param(jnp.ones((1,), c.param_dtype))
     if ATTENTION in stacks:
-      self.query = init_kernel(rngs, (c.width, queries), c.param_dtype)
-      self.key = init_kernel(rngs, (c.width, keys), c.param_dtype)
-      self.value = init_kernel(rngs, (c.width, keys), c.param_dtype)
-      self.output = init_kernel(rngs, (queries, c.width), c.param_dtype, residual_gain)
+      self._add_kernels(c, c.heads_of(ATTENTION), rngs)
     if DENSE in stacks:
       self.gate = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
       self.up = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
@@ -312,30 +422,18 @@ class Block(nnx.Module):
       assert c.delta is not None
       self.delta = DeltaNet(c.delta, rngs, **sizes, norm_epsilon=c.norm_epsilon)
     if ATTENTION in stacks:
-      self._add_to_attention(rngs)
+      self._add_to_attention(c, c.heads_of(ATTENTION), rngs)
+    if FULL in stacks:
+      self.full = FullAttention(c, rngs)
     if c.mlp_bias:
       self.gate_bias = nnx.Param(jnp.zeros((c.mlp_width,), c.param_dtype))
       self.up_bias = nnx.Param(jnp.zeros((c.mlp_width,), c.param_dtype))
       self.down_bias = nnx.Param(jnp.zeros((c.width,), c.param_dtype))
 
-  def _add_to_attention(self, rngs: nnx.Rngs) -> None:
-    """Adds what attention has in some families: biases, norms of queries and keys, a gate."""
-    c = self.config
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    if c.qkv_bias:
-      self.query_bias = nnx.Param(jnp.zeros((queries,), c.param_dtype))
-      self.key_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
-      self.value_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
-    if c.output_bias:
-      self.output_bias = nnx.Param(jnp.zeros((c.width,), c.param_dtype))
-    if c.qk_norm:
-      self.query_norm = RMSNorm(c, c.head_dim)
-      self.key_norm = RMSNorm(c, c.head_dim)
-    if c.joint_qk_norm:
-      self.query_norm = RMSNorm(c, queries)
-      self.key_norm = RMSNorm(c, keys)
-    if c.attention_gate:
-      self.output_gate = init_kernel(rngs, (c.width, queries), c.param_dtype)
+  @property
+  def heads(self) -> Heads:
+    """Of its attention."""
+    return self.config.heads_of(FULL if self.is_full else ATTENTION)
 
   @jax.named_scope("layers")
   def __call__(
@@ -377,29 +475,37 @@ class Block(nnx.Module):
         normed, _ACTIVATIONS[c.activation], routes=routes, real=real, mesh=layout.mesh
       )
     gated = residual.scatter(gated)
-    return x + (self.post_mlp_norm(gated) if c.post_norm else gated), carry, routing
+    x = x + (self.post_mlp_norm(gated) if c.post_norm else gated)
+    if c.layer_scale:
+      x = x * jax.lax.stop_gradient(self.layer_scale[...]).astype(x.dtype)
+    return x, carry, routing
 
   def _attention(
     self, x: Array, tables: tuple[Array, Array], attend: Callable
   ) -> tuple[Array, Any]:
     """(what is added to the stream, attention's carry)."""
     c = self.config
-    bias = lambda name: getattr(self, name, None)
-    heads = lambda y: y.reshape(*y.shape[:-1], -1, c.head_dim)
-    query = dense(x, self.query, bias("query_bias"))
-    key = dense(x, self.key, bias("key_bias"))
+    w: Any = self.full if self.is_full else self  # its kernels and norms
+    bias = lambda name: getattr(w, name, None)
+    heads = lambda y: y.reshape(*y.shape[:-1], -1, self.heads.width)
+    query = dense(x, w.query, bias("query_bias"))
+    key = value = dense(x, w.key, bias("key_bias"))
     if c.joint_qk_norm:
-      query, key = self.query_norm(query), self.key_norm(key)
+      query, key = w.query_norm(query), w.key_norm(key)
     query, key = heads(query), heads(key)
-    value = heads(dense(x, self.value, bias("value_bias")))
+    if not (self.is_full and c.full_keys_as_values):
+      value = dense(x, w.value, bias("value_bias"))
+    value = heads(value)
     if c.qk_norm:
-      query, key = self.query_norm(query), self.key_norm(key)
+      query, key = w.query_norm(query), w.key_norm(key)
+    if c.value_norm:
+      value = _normalize(value, c.norm_epsilon).astype(value.dtype)
     with jax.named_scope("attention"):
       mixed, carry = attend(rotate(query, tables), rotate(key, tables), value)
     mixed = mixed.reshape(*mixed.shape[:-2], -1)
     if c.attention_gate:
-      mixed = mixed * jax.nn.sigmoid(dense(x, self.output_gate))
-    return dense(mixed, self.output, bias("output_bias")), carry
+      mixed = mixed * jax.nn.sigmoid(dense(x, w.output_gate))
+    return dense(mixed, w.output, bias("output_bias")), carry
 
   def _mlp(self, x: Array) -> Array:
     bias = lambda name: getattr(self, name, None)
@@ -515,7 +621,7 @@ class Transformer(nnx.Module):
     pack = lambda x, y: jnp.concatenate([x, y.reshape(P, G * (T - 1), *y.shape[3:])], axis=1)
     x = self._embed(jnp.concatenate([prompts.tokens, inputs], axis=1))
 
-    def mix(slides):
+    def mix(heads, slides):
       window = jnp.where(slides, self.config.sliding_window or _NO_WINDOW, _NO_WINDOW)
 
       def attend(query, key, value):
@@ -523,7 +629,7 @@ class Transformer(nnx.Module):
         in_prompt = lambda y: y[:, None, :S]
         prompt = Keys.of(in_prompt(key), in_prompt(value), positions[:, None])
         response = Keys.of(in_response(key), in_response(value), response_positions)
-        settings = self._attention_settings(window)
+        settings = self._attention_settings(heads, window)
         prompt_out = attention(in_prompt(query), positions[:, None], (prompt,), **settings)[:, 0]
         response_out = attention(
           in_response(query), response_positions, (prompt, response), **settings
@@ -585,13 +691,14 @@ class Transformer(nnx.Module):
     c = self.config
     window = c.sliding_window if any(c.sliding_layers or ()) else None
     kind = "reference" if c.attention == "auto" else c.attention  # a run replaces "auto" before
-    settings = dict(self._attention_settings(window), kind=kind, mesh=self.layout.mesh)
 
-    def mix(slides):
-      return Mixers(
-        lambda q, k, v: (row_attention(q, k, v, rows, slides=slides, **settings), None),
-        lambda inputs: (mix_rows(inputs, rows), None),
-      )
+    def mix(heads, slides):
+      settings = dict(self._attention_settings(heads, window), slides=slides, kind=kind)
+
+      def attend(query, key, value):
+        return row_attention(query, key, value, rows, **settings, mesh=self.layout.mesh), None
+
+      return Mixers(attend, lambda inputs: (mix_rows(inputs, rows), None))
 
     x, routing = self._scan_blocks(
       self._embed(tokens),
@@ -631,10 +738,10 @@ class Transformer(nnx.Module):
     routes: list[Routing | None] = []
     for block, window, *kind in zip(blocks, *self._layer_kinds(), strict=True):
 
-      def attend(query, key, value, window=window):
+      def attend(query, key, value, block=block, window=window):
         one = lambda y: y[:, None]
         keys = Keys.of(one(attended(key)), one(attended(value)), one(positions))
-        settings = self._attention_settings(window)
+        settings = self._attention_settings(block.heads, window)
         out = attention(one(query), one(positions), (keys,), **settings)[:, 0]
         return out, (key, value)
 
@@ -676,8 +783,8 @@ class Transformer(nnx.Module):
     for block, window, *kind in zip(blocks, *self._layer_kinds(), strict=True):
       layer = len(carries)
 
-      def mix(query, key, value, layer=layer, window=window):
-        settings = self._attention_settings(window)
+      def mix(query, key, value, layer=layer, block=block, window=window):
+        settings = self._attention_settings(block.heads, window)
         out, carry = attend(layer, query[:, 0], key[:, 0], value[:, 0], settings)
         return out[:, None], carry
 
@@ -706,9 +813,9 @@ class Transformer(nnx.Module):
       x = x * jnp.asarray(self.config.width**0.5, x.dtype)
     return self.layout.constrain(x)
 
-  def _attention_settings(self, window):
+  def _attention_settings(self, heads, window):
     c = self.config
-    scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+    scale = heads.width**-0.5 if c.query_scale is None else c.query_scale
     return dict(scale=scale, window=window, soft_cap=c.attention_soft_cap)
 
   def _look_up_tables(self, positions: Array) -> RotaryTables:
@@ -731,7 +838,7 @@ class Transformer(nnx.Module):
     self,
     x: Array,
     positions: Array,
-    mix: Callable[[Array], Mixers],
+    mix: Callable[[Heads, Array | bool], Mixers],
     *,
     routes: Array | None,
     real: Array,
@@ -741,7 +848,7 @@ class Transformer(nnx.Module):
 
     Args:
       positions: i32[R, L].
-      mix: whether a layer slides → what mixes its tokens.
+      mix: (heads of a layer, whether it slides) → what mixes its tokens.
       routes: int[R, L, sparse layers, k]; None: the routers choose.
       real: bool[R, L], where there are tokens.
       routed: whether to return the routers' own routes i32[R, L, sparse layers, k], and the sum
@@ -753,10 +860,11 @@ class Transformer(nnx.Module):
     graphs = {kind: layer_graph(c, kind) for kind in set(c.kinds)}
 
     def apply(x, layer, kind):
-      slides, routes = layer.pop("slides"), layer.pop(ROUTES, None)
+      slides, routes = layer.pop("slides", kind[0] == ATTENTION), layer.pop(ROUTES, None)
       layer_tables = tables.of_layer(slides, layer.pop("unrotated", False))
       block = nnx.merge(graphs[kind], layer)
-      x, _, routing = block(x, layer_tables, mix(slides), self.layout, routes=routes, real=real)
+      mixers = mix(block.heads, slides)
+      x, _, routing = block(x, layer_tables, mixers, self.layout, routes=routes, real=real)
       x = self.layout.residual.keep(x)
       if not routed or routing is None:
         return x, None
@@ -767,7 +875,8 @@ class Transformer(nnx.Module):
       policy = jax.checkpoint_policies.save_only_these_names(*_REMAT[c.remat])
       apply = jax.checkpoint(apply, policy=policy, static_argnums=2)
     stacks = nnx.to_pure_dict(nnx.split(self.blocks, nnx.Param)[1])
-    stacks["slides"] = jnp.asarray(sliding)
+    if c.full_head_dim is None:  # else a layer's kind says it
+      stacks["slides"] = jnp.asarray(sliding)
     if any(unrotated):
       stacks["unrotated"] = jnp.asarray(unrotated)
     if routes is not None:
@@ -845,12 +954,17 @@ def make_rotary_tables(config: TransformerConfig, positions: Array) -> RotaryTab
   c = config
   dtype = jnp.promote_types(c.compute_dtype, jnp.float32)
 
-  def make_table(theta, scaling):
-    frequencies = inverse_frequencies(c.rotary_width or c.head_dim, theta, scaling, dtype)
+  def make_table(width, theta, scaling):
+    frequencies = inverse_frequencies(c.rotary_width or width, theta, scaling, dtype)
     return rotary_tables(positions, frequencies, scaling)
 
-  sliding = None if c.sliding_rope_theta is None else make_table(c.sliding_rope_theta, None)
-  return RotaryTables(make_table(c.rope_theta, c.rope_scaling), sliding)
+  of_full = c.rope_theta, c.rope_scaling
+  sliding = None
+  if c.sliding_rope_theta is not None:
+    sliding = make_table(c.head_dim, c.sliding_rope_theta, None)
+  elif c.full_head_dim is not None:
+    sliding = make_table(c.head_dim, *of_full)
+  return RotaryTables(make_table(c.full_head_dim or c.head_dim, *of_full), sliding)
 
 
 def _prompt_positions(prompts: Prompts) -> Array:

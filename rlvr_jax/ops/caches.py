@@ -302,14 +302,21 @@ class Reach(NamedTuple):
 
 
 def choose_cache(
-  wanted: str, *, platform: str, head_dim: int, dtype: str, plain: bool, cache_format: str = ""
+  wanted: str,
+  *,
+  platform: str,
+  head_dims: Sequence[int],
+  dtype: str,
+  plain: bool,
+  cache_format: str = "",
 ) -> str:
   """Chooses how keys are cached and read; `auto` chooses a TPU's kernel if possible, or warns.
 
   Args:
     wanted: one of `KINDS`, from config.sampling.cache.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
-    head_dim, dtype: of the network; dtype is the one it computes in.
+    head_dims: of the network's layers, each width of their heads once.
+    dtype: that the network computes in.
     plain: whether no layer has a sliding window or a soft cap.
     cache_format: one of `FORMATS`.
   Returns:
@@ -321,7 +328,7 @@ def choose_cache(
     raise ValueError(f"config.sampling.cache={wanted!r}; allowed: {list(KINDS)}")
   if cache_format not in FORMATS:
     raise ValueError(f"config.sampling.cache_format={cache_format!r}; allowed: {list(FORMATS)}")
-  obstacle = _pages_obstacle(platform, head_dim, dtype, plain, cache_format)
+  obstacle = _pages_obstacle(platform, head_dims, dtype, plain, cache_format)
   if wanted == "pages" and obstacle:
     raise ValueError(
       f"config.sampling.cache={wanted!r} needs {obstacle}; change that, or choose one of"
@@ -334,15 +341,16 @@ def choose_cache(
 
 
 def _pages_obstacle(
-  platform: str, head_dim: int, dtype: str, plain: bool, cache_format: str
+  platform: str, head_dims: Sequence[int], dtype: str, plain: bool, cache_format: str
 ) -> str | None:
   """A requirement of pages that is not met, with the actual value; None if all are met."""
   if platform != "tpu":
     return f"a TPU (platform={platform!r})"
   if dtype != "bfloat16":
     return f"compute_dtype bfloat16, to which the kernel rounds (compute_dtype={dtype!r})"
-  if head_dim % _LANES:
-    return f"a head_dim that is a multiple of {_LANES} (head_dim={head_dim})"
+  for head_dim in head_dims:
+    if head_dim % _LANES:
+      return f"a head_dim that is a multiple of {_LANES} (head_dim={head_dim})"
   if cache_format:
     scales = "since its kernel reads a float32 scale beside every 8-bit number"
     return f"config.sampling.cache_format='', {scales} (cache_format={cache_format!r})"

@@ -18,6 +18,7 @@ Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv:2412.064
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -94,26 +95,28 @@ def delta_rows(tokens: Tokens, rows: Rows) -> tuple[Array, Array]:
 
 
 def conv_rows(x: Array, taps: Array, rows: Rows) -> Array:
-  """A causal convolution over each sequence: Σ_j taps[:, T − 1 − j]·x[t − j], [R, L, C].
+  """A causal convolution over each sequence: Σ_j taps[:, T − 1 − j]·x[t − j], at least float32.
 
   Args:
     x: [R, L, C]; channels are independent.
     taps: [C, T], the last one for the current token. Before a rollout lies its prompt, before a
       prompt 0.
     rows: as in `delta_rows`.
+  Returns:
+    [R, L, C].
   """
   index = jnp.arange(x.shape[1])
   in_prompt = index < rows.prompt_ends
   first = jnp.where(in_prompt, index - rows.positions, rows.starts)
   prompt_length = jnp.where(in_prompt, 0, rows.positions - (index - rows.starts))
-  out = x * taps[:, -1]
+  inputs = [x]
   for back in range(1, taps.shape[1]):
     before = first - (index - back)  # how far the input lies before the token's own sequence
     place = jnp.where(before <= 0, index - back, rows.prompt_ends - before)
     exists = (before <= prompt_length) & (rows.prompts >= 0)
     earlier = jnp.take_along_axis(x, jnp.where(exists, place, 0)[..., None], axis=1)
-    out += jnp.where(exists[..., None], earlier, 0) * taps[:, -1 - back]
-  return out
+    inputs.append(jnp.where(exists[..., None], earlier, 0))
+  return _sum_taps(inputs, taps)
 
 
 def conv_step(x: Array, window: Array, taps: Array) -> tuple[Array, Array]:
@@ -124,7 +127,15 @@ def conv_step(x: Array, window: Array, taps: Array) -> tuple[Array, Array]:
     taps: [C, T].
   """
   inputs = jnp.concatenate([window, x[..., None, :]], axis=-2)
-  return jnp.sum(inputs * taps.T, axis=-2), inputs[..., 1:, :]
+  newest_first = [inputs[..., -1 - back, :] for back in range(taps.shape[1])]
+  return _sum_taps(newest_first, taps), inputs[..., 1:, :]
+
+
+def _sum_taps(inputs: Sequence[Array], taps: Array) -> Array:
+  """Σ_j taps[:, T − 1 − j]·inputs[j]: in the same order, without rounding to fewer bits between."""
+  wide = jnp.promote_types(taps.dtype, jnp.float32)
+  pairs = zip(inputs, taps.T[::-1], strict=True)
+  return functools.reduce(operator.add, (x.astype(wide) * tap.astype(wide) for x, tap in pairs))
 
 
 class DeltaState(NamedTuple):
@@ -261,12 +272,11 @@ def _chunk(states: Array, chunk: tuple[Tokens, _Links]) -> tuple[Array, Array]:
   by_head = lambda x: x[:, None].astype(decay.dtype)
   visible = by_head(links.visible)
   size = decay.shape[-1]
-  # Sums of g from behind token j up to token i, along i's sequence: no large numbers cancel.
+  # Of g, along the sequence of a token: from its start in the chunk, and from behind another token.
   behind = jnp.arange(size)[:, None] > jnp.arange(size)
-  sums = jnp.matmul(visible, jnp.where(behind, decay[..., None], 0), precision=EXACT)
-  decays = visible * jnp.exp(sums)
-  # And from the sequence's start in the chunk: what is left of the state before.
-  kept = jnp.exp(jnp.einsum("rnij,rnj->rni", visible, decay, precision=EXACT))
+  sums = jnp.einsum("rnij,rnj->rni", visible, decay, precision=EXACT)
+  between = jnp.where(visible > 0, sums[..., :, None] - sums[..., None, :], -jnp.inf)
+  decays, kept = jnp.exp(between), jnp.exp(sums)
   kept = jnp.stack([kept * by_head(links.from_last), kept * by_head(links.from_prompt)])[..., None]
 
   products = jnp.where(behind, key @ key.mT * decays, 0) * strength[..., None]
@@ -287,6 +297,7 @@ def _chunk(states: Array, chunk: tuple[Tokens, _Links]) -> tuple[Array, Array]:
   return jnp.stack([state_at(links.last), prompt]), out
 
 
+@jax.custom_vjp
 def _invert(x: Array) -> Array:
   """(I + x)⁻¹ of strictly lower triangular matrices [..., C, C], C a power of two.
 
@@ -295,11 +306,26 @@ def _invert(x: Array) -> Array:
   size = x.shape[-1]
   index = jnp.arange(size)
   product = functools.partial(jnp.matmul, precision=EXACT)
-  inverse = jnp.broadcast_to(jnp.eye(size, dtype=x.dtype), x.shape)
-  block = 1
+  below = lambda block: (
+    (index[:, None] // block // 2 == index // block // 2)
+    & (index[:, None] // block > index // block)
+  )
+  inverse = jnp.eye(size, dtype=x.dtype) - jnp.where(below(1), x, 0)
+  block = 2
   while block < size:
-    number = index // block
-    below = (number[:, None] // 2 == number // 2) & (number[:, None] > number)
-    inverse -= product(product(inverse, jnp.where(below, x, 0)), inverse)
+    inverse -= product(product(inverse, jnp.where(below(block), x, 0)), inverse)
     block *= 2
   return inverse
+
+
+def _invert_forward(x: Array) -> tuple[Array, Array]:
+  inverse = _invert(x)
+  return inverse, inverse
+
+
+def _invert_backward(inverse: Array, gradient: Array) -> tuple[Array]:
+  product = functools.partial(jnp.matmul, precision=EXACT)
+  return (-product(product(inverse.mT, gradient), inverse.mT),)
+
+
+_invert.defvjp(_invert_forward, _invert_backward)

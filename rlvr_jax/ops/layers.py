@@ -1,7 +1,8 @@
 """Layers of several kinds: where their parameters lie, and their loops.
 
-A layer's kind is a pair: what mixes its tokens, "attention" or "delta" (a gated DeltaNet), and what
-follows, "dense" (an MLP) or "sparse" (experts). A parameter under "blocks" is stacked over the
+A layer's kind is a pair: what mixes its tokens, and what follows, "dense" (an MLP) or "sparse"
+(experts). Tokens are mixed by "attention", by "full" attention, whose heads are others than those
+of sliding layers, or by "delta" (a gated DeltaNet). A parameter under "blocks" is stacked over the
 layers that have it, in their order. Layers are computed in loops over a pattern that repeats, so
 that a program has each layer of a pattern once. Where all layers are alike, that is one loop over
 one layer.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -21,20 +22,29 @@ from rlvr_jax.types import Array, Params
 Kind: TypeAlias = tuple[str, str]
 
 ALL = "all"
-ATTENTION, DELTA = "attention", "delta"
+ATTENTION, FULL, DELTA = "attention", "full", "delta"
 DENSE, SPARSE = "dense", "sparse"
-STACKS = (ALL, ATTENTION, DELTA, DENSE, SPARSE)
+STACKS = (ALL, ATTENTION, FULL, DELTA, DENSE, SPARSE)
 # Stack → its parameters and other values by layer; what is not named is of all layers.
 _NAMES = {
   ATTENTION: (
     *("query", "key", "value", "output", "query_norm", "key_norm", "output_gate"),
     *("query_bias", "key_bias", "value_bias", "output_bias"),
   ),
+  FULL: ("full",),
   DELTA: ("delta",),
   DENSE: ("gate", "up", "down"),
   SPARSE: ("experts", "routes"),
 }
 _STACKS = {name: stack for stack, names in _NAMES.items() for name in names}
+
+
+class Heads(NamedTuple):
+  """The heads of a layer's attention."""
+
+  queries: int  # their number, N
+  keys: int  # number of heads of keys and values, K
+  width: int  # H
 
 
 def stack_of(name: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import chex
 import jax
@@ -37,7 +37,8 @@ _BLOCK = TILE  # queries or keys per block, in the reference
 DENSE_LENGTH = 1024  # tokens of a row from which the reference skips blocks
 _DENSE_BLOCK = 64  # queries per block, in shorter rows
 _MASKED = -1e30  # finite, so that no difference of two masked scores is NaN
-_SPLASH_HEADS = (32, 64, 80, 96, 128, 256)  # widths that were compiled for a TPU
+_SPLASH_HEADS = (32, 64, 80, 96, 128, 256, 512)  # widths that were compiled for a TPU
+_LONGEST_WIDE = 2**15  # tokens of a row for which blocks of the widest heads fit in bfloat16
 _LONGEST_WHOLE = 2**11  # tokens of a row of `whole` as auto chooses it; scores grow with its square
 _LONGEST_MASK = 2**14  # tokens of a row; its mask and the mask's gradient take half a GiB each
 
@@ -100,7 +101,7 @@ def choose_attention(
   *,
   platform: str,
   row_length: int,
-  head_dim: int,
+  head_dims: Sequence[int],
   dtype: str,
   soft_cap: float | None = None,
 ) -> str:
@@ -110,7 +111,8 @@ def choose_attention(
     wanted: one of `KINDS`, from config.model.overrides.attention.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
     row_length: L.
-    head_dim, dtype, soft_cap: of the network; dtype is the one it computes in.
+    head_dims: of the network's layers, each width of their heads once.
+    dtype, soft_cap: of the network; dtype is the one it computes in.
   Returns:
     One of `KINDS` but "auto".
   Raises:
@@ -119,8 +121,8 @@ def choose_attention(
   if wanted not in KINDS:
     raise ValueError(f"config.model.overrides.attention={wanted!r}; allowed: {list(KINDS)}")
   obstacles = {
-    "splash": _splash_obstacle(platform, row_length, head_dim, dtype),
-    "cudnn": _cudnn_obstacle(platform, row_length, head_dim, dtype, soft_cap),
+    "splash": _splash_obstacle(platform, row_length, head_dims, dtype),
+    "cudnn": _cudnn_obstacle(platform, row_length, head_dims, dtype, soft_cap),
   }
   if obstacle := obstacles.get(wanted):
     raise ValueError(
@@ -167,13 +169,19 @@ def longest_row(kind: str) -> float:
   return limits.get(kind, math.inf)
 
 
-def _splash_obstacle(platform, row_length, head_dim, dtype):
+def _splash_obstacle(platform, row_length, head_dims, dtype):
   if platform != "tpu":
     return f"a TPU (platform={platform!r})"
   if dtype not in ("bfloat16", "float32"):
     return f"compute_dtype bfloat16 or float32 (compute_dtype={dtype!r})"
-  if head_dim not in _SPLASH_HEADS:
-    return f"head_dim in {_SPLASH_HEADS} (head_dim={head_dim})"
+  for head_dim in head_dims:
+    if head_dim not in _SPLASH_HEADS:
+      return f"head_dim in {_SPLASH_HEADS} (head_dim={head_dim})"
+  if max(head_dims, default=0) > 256 and (dtype != "bfloat16" or row_length > _LONGEST_WIDE):
+    return (
+      f"compute_dtype bfloat16 and rows of at most {_LONGEST_WIDE} tokens, for a head_dim above 256"
+      f" (head_dim={max(head_dims)}, compute_dtype={dtype!r}, row length {row_length})"
+    )
   if row_length % TILE or row_length > LONGEST_ROW:
     return (
       f"rows of a multiple of {TILE} tokens, at most {LONGEST_ROW} (row length {row_length}: lower"
@@ -182,14 +190,15 @@ def _splash_obstacle(platform, row_length, head_dim, dtype):
   return None
 
 
-def _cudnn_obstacle(platform, row_length, head_dim, dtype, soft_cap):
+def _cudnn_obstacle(platform, row_length, head_dims, dtype, soft_cap):
   if platform != "gpu":
     return f"an NVIDIA GPU (platform={platform!r})"
   if dtype != "bfloat16":
     return f"compute_dtype bfloat16 (compute_dtype={dtype!r})"
-  if head_dim % 8 or head_dim > 128:
-    # On newer GPUs jax allows 256 as well.
-    return f"a head_dim that is a multiple of 8, at most 128 (head_dim={head_dim})"
+  for head_dim in head_dims:
+    if head_dim % 8 or head_dim > 128:
+      # On newer GPUs jax allows 256 as well.
+      return f"a head_dim that is a multiple of 8, at most 128 (head_dim={head_dim})"
   if soft_cap is not None:
     return f"scores without a soft cap (attention_soft_cap={soft_cap})"
   if row_length > _LONGEST_MASK:

@@ -31,7 +31,7 @@ from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Pages, Part, Reach, R
 from rlvr_jax.ops.decoding import cached_attention
 from rlvr_jax.ops.delta_rule import DeltaInputs, DeltaState, mix_token
 from rlvr_jax.ops.draw import draw_tokens, random_bits
-from rlvr_jax.ops.layers import ATTENTION, DELTA, Kind, layers_in, rows_of, take_rows
+from rlvr_jax.ops.layers import DELTA, Heads, Kind, layers_in, rows_of, take_rows
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.types import Array, Head, Params, Sampling
 
@@ -64,11 +64,7 @@ class NetworkSizes(Protocol):
   """What decoding reads of a `models.transformer.TransformerConfig`."""
 
   @property
-  def num_heads(self) -> int: ...
-  @property
-  def num_kv_heads(self) -> int: ...
-  @property
-  def head_dim(self) -> int: ...
+  def heads(self) -> tuple[Heads, ...]: ...
   @property
   def compute_dtype(self) -> str: ...
   @property
@@ -234,14 +230,17 @@ def _select_layer(
 def empty_slots(settings: Settings) -> State:
   """Slots without responses; their caches are zero."""
   c, shape, slots = settings.model.config, settings.shape, settings.slots
-  heads = cached_heads(c, _tensor_size(settings))
 
   def make_caches(part: Blocks) -> tuple[Part, ...]:
-    axes = (heads, part.number, slots)
     kind, dtype = _CACHES[settings.cache], cache_dtype(c, settings.cache_format)
-    zeros = lambda: kind.zeros(axes, part.size, c.head_dim, dtype)
-    number = len(layers_in(ATTENTION, c.kinds))
-    return tuple(_split_over_devices(settings, zeros(), slots=2) for _ in range(number))
+
+    def zeros(heads: Heads) -> Part:
+      axes = (cached_heads(heads, _tensor_size(settings)), part.number, slots)
+      return _split_over_devices(
+        settings, heads, kind.zeros(axes, part.size, heads.width, dtype), slots=2
+      )
+
+    return tuple(zeros(heads) for heads in c.heads)
 
   integers = jnp.zeros(slots, jnp.int32)
   return State(
@@ -332,11 +331,15 @@ def _to_caches(
 ) -> tuple[Part, ...]:
   """The keys and values [R, S, K, H] of layers as parts of a cache with these blocks."""
   c = settings.model.config
-  copies = cached_heads(c, _tensor_size(settings)) // c.num_kv_heads
-  repeat = lambda x: jnp.repeat(x, copies, axis=2)
   kind, dtype = _CACHES[settings.cache], cache_dtype(c, settings.cache_format)
-  to_cache = lambda k, v: kind.of_prompts(repeat(k), repeat(v), part.size, dtype)
-  return tuple(_split_over_devices(settings, to_cache(*layer), slots=None) for layer in layers)
+
+  def to_cache(heads: Heads, keys: Array, values: Array) -> Part:
+    copies = cached_heads(heads, _tensor_size(settings)) // heads.keys
+    repeat = lambda x: jnp.repeat(x, copies, axis=2)
+    cache = kind.of_prompts(repeat(keys), repeat(values), part.size, dtype)
+    return _split_over_devices(settings, heads, cache, slots=None)
+
+  return tuple(to_cache(heads, *layer) for heads, layer in zip(c.heads, layers, strict=True))
 
 
 def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settings) -> State:
@@ -409,10 +412,15 @@ def burst(
   c, shape, slots = settings.model.config, settings.shape, settings.slots
   reach = Reach.of(state.prompt, state.generated, state.running)
   head = settings.model.head(params)
-  axes = (cached_heads(c, _tensor_size(settings)), slots)
   dtype = cache_dtype(c, settings.cache_format)
-  zeros = lambda: Cache.zeros(axes, shape.steps, c.head_dim, dtype)
-  staged = tuple(_split_over_devices(settings, zeros(), slots=1) for _ in state.prompts)
+
+  def stage_nothing(heads: Heads) -> Cache:
+    axes = (cached_heads(heads, _tensor_size(settings)), slots)
+    return _split_over_devices(
+      settings, heads, Cache.zeros(axes, shape.steps, heads.width, dtype), slots=1
+    )
+
+  staged = tuple(stage_nothing(heads) for heads in c.heads)
   emitted = Emitted(
     tokens=jnp.zeros((slots, shape.steps), jnp.int32),
     behavior_logprobs=jnp.zeros((slots, shape.steps), logprobs_dtype(settings)),
@@ -497,15 +505,15 @@ def decode(
     `token`; the states behind it; and the experts that a mixture chose, i32[slots, sparse layers,
     k].
   """
-  network = settings.model.config
-  copies = cached_heads(network, _tensor_size(settings)) // network.num_kv_heads
-  repeat = lambda x: jnp.repeat(x, copies, axis=1)
 
   def attend(
     layer: int, query: Array, key: Array, value: Array, attention_settings: dict[str, Any]
   ) -> tuple[Array, Cache]:
+    heads = settings.model.config.heads[layer]
+    copies = cached_heads(heads, _tensor_size(settings)) // heads.keys
+    repeat = lambda x: jnp.repeat(x, copies, axis=1)
     staged_in_layer = staged[layer].stage(repeat(key), repeat(value), step)
-    attention = _make_attention(settings, attention_settings)
+    attention = _make_attention(settings, heads, attention_settings)
     return attention(query, *caches[layer], staged_in_layer, reach, step), staged_in_layer
 
   def delta(layer: int, inputs: DeltaInputs) -> tuple[Array, DeltaState]:
@@ -518,13 +526,15 @@ def decode(
   return hidden, tuple(now_staged), tuple(now_states), routes
 
 
-def _make_attention(settings: Settings, attention_settings: dict[str, Any]) -> Callable[..., Array]:
+def _make_attention(
+  settings: Settings, of_layer: Heads, attention_settings: dict[str, Any]
+) -> Callable[..., Array]:
   """`cached_attention` of a layer; on a mesh, a kernel gets the slots and heads of its device."""
   attend = functools.partial(cached_attention, **attention_settings, cores=settings.cores)
   mesh = settings.model.mesh
   if settings.cache == "blocks" or mesh is None or mesh.size == 1:
     return attend
-  heads = _heads_axis(settings)
+  heads = _heads_axis(settings, of_layer)
   slots: Any = PartitionSpec(_SLOTS)
   queries, cache = PartitionSpec(_SLOTS, heads), PartitionSpec(heads, None, _SLOTS)
   reach = Reach(slots, slots)
@@ -616,10 +626,11 @@ def _flush_staged(
   mesh = settings.model.mesh
   if mesh is None or mesh.size == 1:
     return on_device(*arguments)
-  heads = _heads_axis(settings)
-  cache_spec, staged_spec = PartitionSpec(heads, None, _SLOTS), PartitionSpec(heads, _SLOTS)
-  specs = (cache_spec, staged_spec, *[PartitionSpec(_SLOTS)] * (len(arguments) - 2))
-  run = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=cache_spec, check_vma=False)
+  axes = [_heads_axis(settings, heads) for heads in settings.model.config.heads]
+  of_caches = tuple(PartitionSpec(axis, None, _SLOTS) for axis in axes)
+  of_staged = tuple(PartitionSpec(axis, _SLOTS) for axis in axes)
+  specs = (of_caches, of_staged, *[PartitionSpec(_SLOTS)] * (len(arguments) - 2))
+  run = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=of_caches, check_vma=False)
   written: _Parts = run(*arguments)
   return written
 
@@ -660,12 +671,15 @@ def state_bytes(network: NetworkSizes, tensor: int) -> int:
 
 def token_bytes(network: NetworkSizes, tensor: int, cache_format: str = "") -> int:
   """Bytes of a token's keys and values on one device, in all layers; see `slot_bytes`."""
-  heads = cached_heads(network, tensor)
-  heads_per_device = heads // tensor if heads % tensor == 0 else heads
   dtype = cache_dtype(network, cache_format)
-  token = jax.eval_shape(lambda: Cache.zeros((heads_per_device,), 1, network.head_dim, dtype))
-  bytes_per_layer: int = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(token))
-  return len(layers_in(ATTENTION, network.kinds)) * bytes_per_layer
+
+  def bytes_of_layer(heads: Heads) -> int:
+    number = cached_heads(heads, tensor)
+    on_device = number // tensor if number % tensor == 0 else number
+    token = jax.eval_shape(lambda: Cache.zeros((on_device,), 1, heads.width, dtype))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(token))
+
+  return sum(bytes_of_layer(heads) for heads in network.heads)
 
 
 def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
@@ -673,15 +687,15 @@ def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
   return cache_format or network.compute_dtype
 
 
-def cached_heads(network: NetworkSizes, tensor: int) -> int:
+def cached_heads(heads: Heads, tensor: int) -> int:
   """Number of key/value heads in the cache: copied if that gives each of `tensor` devices one.
 
   Args:
-    network: `TransformerConfig`.
+    heads: of the layer.
     tensor: devices that the heads are split over.
   """
-  copied = tensor % network.num_kv_heads == 0 and network.num_heads % tensor == 0
-  return tensor if copied else network.num_kv_heads
+  copied = tensor % heads.keys == 0 and heads.queries % tensor == 0
+  return tensor if copied else heads.keys
 
 
 def _tensor_size(settings: Settings) -> int:
@@ -705,9 +719,14 @@ def shardings(settings: Settings) -> tuple[State | None, NamedSharding | None]:
     return None, None
   sharding: Any = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
   rows = sharding(_SLOTS)
-  cache = sharding(_heads_axis(settings), None, _SLOTS)
   empty = jax.eval_shape(functools.partial(empty_slots, settings=settings))
-  caches = jax.tree.map(lambda _: cache, (empty.prompts, empty.responses))
+
+  def of_caches(parts: _Parts) -> Any:
+    axes = [_heads_axis(settings, heads) for heads in settings.model.config.heads]
+    place = lambda part, axis: jax.tree.map(lambda _: sharding(axis, None, _SLOTS), part)
+    return tuple(place(part, axis) for part, axis in zip(parts, axes, strict=True))
+
+  caches = of_caches(empty.prompts), of_caches(empty.responses)
   states = tuple(
     jax.tree.map(lambda spec: sharding(*spec), _state_specs(settings)) for _ in empty.states
   )
@@ -736,18 +755,20 @@ def loaded_shardings(model: DecodedModel) -> Params | None:
   return model.decoding_shardings(jax.eval_shape(model.init, jax.random.key(0)))
 
 
-def _heads_axis(settings: Settings) -> str | None:
-  """The mesh axis over which the cached heads are split; None if they are replicated."""
+def _heads_axis(settings: Settings, heads: Heads) -> str | None:
+  """The mesh axis over which a layer's cached heads are split; None if they are replicated."""
   tensor = _tensor_size(settings)
-  return "tensor" if cached_heads(settings.model.config, tensor) % tensor == 0 else None
+  return "tensor" if cached_heads(heads, tensor) % tensor == 0 else None
 
 
-def _split_over_devices(settings: Settings, cache: _Part, *, slots: int | None) -> _Part:
+def _split_over_devices(
+  settings: Settings, heads: Heads, cache: _Part, *, slots: int | None
+) -> _Part:
   """Constrains keys and values [K, ...]: heads, and the axis of slots if any, are split."""
   mesh = settings.model.mesh
   if mesh is None or mesh.size == 1:
     return cache
-  spec = [_heads_axis(settings), *[_SLOTS if axis == slots else None for axis in (1, 2)]]
+  spec = [_heads_axis(settings, heads), *[_SLOTS if axis == slots else None for axis in (1, 2)]]
   sharding = NamedSharding(mesh, PartitionSpec(*spec))
   split: _Part = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), cache)
   return split

@@ -1,7 +1,7 @@
 """Optimizers by name, for `config.optimizer`: those of optax, with our defaults.
 
 `learning_rate` is the schedule of `config.learning_rate`. Weight decay is decoupled, multiplied by
-the learning rate, and not applied to norms and biases.
+the learning rate, and not applied to norms, biases, and the rates at which states decay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from rlvr_jax.types import Params
 __all__ = ["adamw", "lion", "muon", "sgd"]
 
 # Kernels [L, D, E] of the blocks, and the factors of their adapters.
-_MATRIX = r"blocks/(query|key|value|output|gate|up|down)(/[ab])?$"
+_MATRIX = (
+  r"blocks/(delta/|full/)?(query|key|value|output_gate|output|gate|up|down|strength|decay)(/[ab])?$"
+)
+# Norms, biases, the rates at which states decay, and factors of layers.
+_NOT_DECAYED = r"norm|bias|delta/scale|log_rate|layer_scale"
 
 
 def adamw(
@@ -154,8 +158,8 @@ def clip_gradients(
 
 
 def decay_mask(params: Params) -> Any:
-  """A pytree of bools: whether weight decay applies, that is, to all but norms and biases."""
-  return jax.tree.map(lambda excluded: not excluded, _match_paths(r"norm|bias", params))
+  """A pytree of bools: whether weight decay applies, that is, to all but `_NOT_DECAYED`."""
+  return jax.tree.map(lambda excluded: not excluded, _match_paths(_NOT_DECAYED, params))
 
 
 def _match_paths(pattern: str, params: Params) -> Any:

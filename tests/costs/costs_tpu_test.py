@@ -170,7 +170,7 @@ def test_a_sync_into_another_layout_reads_what_a_device_needs(trained):
   layer = WIDTH * (2 * 28 + 2 * 4) * 128 + 3 * WIDTH * 18_944
   for name, lowered, weights in (
     ("take_layer", take, 0),
-    ("load_layer", run.load_layer[False].lower(taken), layer),
+    ("load_layer", run.load_layer[parts.model.config.kinds[0]].lower(taken), layer),
     ("load_others", run.load_others.lower(params, frozen), 2 * WIDTH * VOCABULARY),
   ):
     program, text, *_ = programs.compile_with_text(name, lambda lowered=lowered: lowered)

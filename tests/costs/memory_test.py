@@ -14,6 +14,7 @@ from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.configs import base
 from rlvr_jax.costs import memory, programs
 from rlvr_jax.models.memory import shard_bytes
+from rlvr_jax.ops.layers import layers_in
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.train.cluster import sharding
 
@@ -92,10 +93,20 @@ def test_a_run_has_the_sizes_that_its_devices_leave():
   assert config.mesh.fsdp == -1
 
 
-@pytest.mark.parametrize(("cache_format", "itemsize", "scale"), [("", 4, 0), ("int8", 1, 4)])
-def test_the_estimate_counts_what_is_there(cache_format, itemsize, scale):
+HYBRID = dict(
+  num_layers=3, delta_layers=(True, False, True), delta_num_taps=4, delta_key_heads=2,
+  delta_value_heads=4, delta_key_dim=8, delta_value_dim=6,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("cache_format", "itemsize", "scale", "overrides"),
+  [("", 4, 0, {}), ("int8", 1, 4, {}), pytest.param("", 4, 0, HYBRID, marks=pytest.mark.slow)],
+)
+def test_the_estimate_counts_what_is_there(cache_format, itemsize, scale, overrides):
   """Against arrays that exist: the parts of a tiny run, on one device."""
   config = tiny.config(batch__tokens_per_micro_batch=64, sampling__cache_format=cache_format)
+  config.model.unlock().overrides.update(overrides)
   parts = programs.build_shapes_only(config, sharding.make_mesh())
   state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.placement.state)
   size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -109,9 +120,11 @@ def test_the_estimate_counts_what_is_there(cache_format, itemsize, scale):
   empty = jax.eval_shape(lambda: decoder.empty_slots(slots))
   caches = size((empty.prompts, empty.responses))
   c, steps = parts.model.config, slots.shape.steps
-  vectors = slots.slots * steps * c.num_layers * c.num_kv_heads * 2
+  layers = len(layers_in("attention", c.kinds))
+  vectors = slots.slots * steps * layers * c.num_kv_heads * 2
   staged = vectors * (c.head_dim * itemsize + scale)
   assert generation["keys and values"] == caches + staged
+  assert generation.get("states of gated DeltaNets", 0) == size(empty.states)
 
 
 def test_a_host_has_the_largest_phase_of_a_run_and_its_processes():

@@ -27,9 +27,10 @@ from rlvr_jax.models.huggingface import load_params, save_checkpoint
 from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
 from rlvr_jax.models.huggingface_export import published_config
 from rlvr_jax.models.huggingface_families import MIXTURES
+from rlvr_jax.models.huggingface_tensors import outside_tensors
 from rlvr_jax.models.presets import model_settings
-from rlvr_jax.models.rotary import RopeScaling, YarnScaling
-from rlvr_jax.models.safetensors import SINGLE, Tensor
+from rlvr_jax.models.rotary import PartialFrequencies, RopeScaling, YarnScaling
+from rlvr_jax.models.safetensors import SINGLE, Tensor, tensor_names
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.storage.folders import locate
 from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
@@ -133,12 +134,23 @@ def transformers_view(config):
   full = rope.get("full_attention", rope)
   gemma = config.model_type.startswith("gemma")
   layers = tuple(kind == "sliding_attention" for kind in getattr(config, "layer_types", []))
-  mixture = {}
+  mixture, delta = {}, {}
+  hybrid = config.model_type.startswith("qwen3_5")
+  if hybrid:
+    delta = dict(
+      delta_layers=tuple(kind == "linear_attention" for kind in config.layer_types),
+      delta_key_heads=config.linear_num_key_heads,
+      delta_value_heads=config.linear_num_value_heads,
+      delta_key_dim=config.linear_key_head_dim,
+      delta_value_dim=config.linear_value_head_dim,
+      delta_num_taps=config.linear_conv_kernel_dim,
+      shared_expert_width=getattr(config, "shared_expert_intermediate_size", 0),
+    )
   if config.model_type in (*MIXTURES, "mistral"):
     if getattr(config, "sliding_window", None) is not None:
       layers = (True,) * config.num_hidden_layers
   if config.model_type in MIXTURES:
-    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     mixture = dict(
       num_experts=config.num_experts,
       experts_per_token=config.num_experts_per_tok,
@@ -152,7 +164,8 @@ def transformers_view(config):
   near_theta = rope["sliding_attention"]["rope_theta"] if "sliding_attention" in rope else None
   if not any(layers) or (not gemma and near_theta == full["rope_theta"]):
     near_theta = None
-  return dict(
+  scalar = getattr(config, "query_pre_attn_scalar", None)
+  fields = dict(
     vocab_size=config.vocab_size,
     width=config.hidden_size,
     num_layers=config.num_hidden_layers,
@@ -161,7 +174,7 @@ def transformers_view(config):
     head_dim=head_dim,
     rotary_width=None if part == 1.0 else int(head_dim * part),
     unrotated_layers=unrotated if any(unrotated) else None,
-    mlp_width=config.intermediate_size,
+    mlp_width=width if hybrid and mixture else config.intermediate_size,
     norm_epsilon=config.rms_norm_eps,
     tied_head=config.tie_word_embeddings,
     rope_theta=full["rope_theta"],
@@ -169,14 +182,33 @@ def transformers_view(config):
     or (config.model_type not in ("mixtral", "mistral") and config.attention_bias),
     output_bias=config.model_type not in ("qwen2", "mixtral", "mistral", "glm4")
     and config.attention_bias,
+    attention_gate=hybrid,
     mlp_bias=getattr(config, "mlp_bias", False),
-    query_scale=config.query_pre_attn_scalar**-0.5 if gemma else None,
+    query_scale=scalar and scalar**-0.5,
     attention_soft_cap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
     final_soft_cap=getattr(config, "final_logit_softcapping", None),
     sliding_layers=layers if any(layers) else None,
     sliding_window=config.sliding_window if any(layers) else None,
     sliding_rope_theta=near_theta,
     **mixture,
+    **delta,
+  )
+  return fields | view_of_full_heads(config)
+
+
+def view_of_full_heads(config):
+  """Those of a Gemma 4, with what all of its networks have."""
+  if config.model_type != "gemma4_text":
+    return {}
+  last = config.per_layer_config[config.num_hidden_layers - 1]
+  rope = config.rope_parameters["full_attention"]
+  return dict(
+    full_head_dim=last.head_dim,
+    full_kv_heads=last.num_key_value_heads,
+    full_keys_as_values=config.attention_k_eq_v,
+    rotary_width=None,
+    rope_scaling=PartialFrequencies(part=rope["partial_rotary_factor"]),
+    query_scale=1.0,
   )
 
 
@@ -189,6 +221,18 @@ _OPTIONAL = {  # of every family
   "tie_word_embeddings": st.booleans(),
   "rope_theta": st.sampled_from([1e4, 5e5]),
   "attention_bias": st.booleans(),
+}
+_HYBRID = {
+  "attention_bias": st.just(False),
+  "num_attention_heads": st.sampled_from([32, 16]),
+  "head_dim": st.sampled_from([16, 32]),
+  "full_attention_interval": st.integers(2, 5),
+  "num_hidden_layers": st.integers(1, 9),
+  "linear_num_key_heads": st.sampled_from([2, 4]),
+  "linear_num_value_heads": st.sampled_from([8, 12]),
+  "linear_key_head_dim": st.sampled_from([8, 12]),
+  "linear_value_head_dim": st.sampled_from([8, 12]),
+  "linear_conv_kernel_dim": st.integers(1, 5),
 }
 _ROPE = st.fixed_dictionaries(
   {"rope_type": st.just("default"), "rope_theta": st.sampled_from([1e3, 5e5])}
@@ -267,9 +311,26 @@ _OF_FAMILY = {
     "head_dim": st.sampled_from([8, None]),
     "sliding_window": st.sampled_from([3, None]),
   },
+  "gemma4_text": {
+    "head_dim": st.sampled_from([8, 16]),
+    "num_key_value_heads": st.sampled_from([4, 8]),
+    "global_head_dim": st.sampled_from([8, 24]),
+    "num_global_key_value_heads": st.sampled_from([1, 2, None]),
+    "attention_k_eq_v": st.booleans(),
+    "sliding_window": st.sampled_from([3, 5]),
+    "final_logit_softcapping": st.sampled_from([2.0, None]),
+  },
   "glm4": {
     "head_dim": st.sampled_from([8, 16]),
     "partial_rotary_factor": st.sampled_from([0.5, 0.25, 1.0]),
+  },
+  "qwen3_5_text": _HYBRID,
+  "qwen3_5_moe_text": _HYBRID
+  | {
+    "moe_intermediate_size": st.integers(8, 99),
+    "shared_expert_intermediate_size": st.integers(8, 99),
+    "num_experts": st.sampled_from([16, 24]),
+    "num_experts_per_tok": st.integers(1, 9),
   },
 }
 
@@ -278,11 +339,14 @@ _OF_FAMILY = {
 def test_settings_are_as_transformers_reads_them_whatever_is_left_out(family):
   transformers = pytest.importorskip("transformers")
   optional = _OPTIONAL | _OF_FAMILY[family]
+  needed = {"hidden_size_per_layer_input": st.just(0)} if family == "gemma4_text" else {}
 
   @hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
-  @hypothesis.given(st.fixed_dictionaries({}, optional=optional))
+  @hypothesis.given(st.fixed_dictionaries(needed, optional=optional))
   def check(given):
-    view = transformers_view(transformers.AutoConfig.for_model(family, **given))
+    config = transformers.AutoConfig.for_model(family, **given)
+    config.allow_global_per_layer_attribute_access = True  # those of sliding layers
+    view = transformers_view(config)
     found = config_fields({"model_type": family, **given}, "config.json")
     assert {name: found[name] for name in view} == view
 
@@ -319,6 +383,48 @@ def test_flat_rotary_settings_of_an_olmo3_are_those_of_full_layers():
   assert config_fields(settings | older, "") == flat
 
 
+_GEMMA4 = dict(model_type="gemma4_text", num_hidden_layers=4, hidden_size_per_layer_input=0)
+
+
+def test_heads_of_full_layers_are_read_in_both_forms():
+  """As 5.12 writes them, and by layer as 5.24 does; with tokens of images that see one another."""
+  types = [*["sliding_attention"] * 3, "full_attention"]
+  older = dict(global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True)
+  newer = dict(per_layer_config={"3": dict(head_dim=32, num_key_value_heads=1)})
+  found = config_fields(_GEMMA4 | dict(layer_types=types, **older), "")
+  assert (found["full_head_dim"], found["full_kv_heads"]) == (32, 1)
+  newer |= dict(attention_k_eq_v=True, use_bidirectional_attention="vision")
+  assert config_fields(_GEMMA4 | newer, "") == found
+  of_all = ["sliding_attention"] * 4  # the last one is of full attention all the same
+  assert config_fields(_GEMMA4 | older | dict(layer_types=of_all), "") == found
+  alike = config_fields(_GEMMA4 | dict(per_layer_config={}), "")
+  assert (alike["full_head_dim"], alike["full_kv_heads"]) == (256, 4)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(hidden_size_per_layer_input=None, num_kv_shared_layers=2), "num_kv_shared_layers = 2"),
+    (dict(hidden_size_per_layer_input=256), "hidden_size_per_layer_input = 256"),
+    (dict(enable_moe_block=True), "enable_moe_block = True"),
+    (dict(use_bidirectional_attention="all"), "use_bidirectional_attention is set"),
+    (
+      dict(per_layer_config={"0": dict(head_dim=8)}),
+      "per_layer_config = .* for all layers of full",
+    ),
+    (dict(per_layer_config={"3": dict(hidden_size=8)}), "per_layer_config = "),
+    (dict(global_head_dim="512"), "head_dim of full layers = '512'"),
+    (
+      dict(rope_parameters=dict(full_attention=dict(rope_type="proportional", factor=2.0))),
+      "partial_rotary_factor = None",
+    ),
+  ],
+)
+def test_what_is_not_computed_of_a_gemma4_is_named(changes, message):
+  with pytest.raises(ValueError, match=message):
+    config_fields(_GEMMA4 | changes, "config.json")
+
+
 def test_a_cap_on_scores_that_transformers_ignores_is_ignored():
   capped = dict(attn_logit_softcapping=20.0)
   cap = lambda family: config_fields({"model_type": family, **capped}, "")["attention_soft_cap"]
@@ -343,6 +449,9 @@ def test_the_text_model_of_a_gemma3_is_exported_with_the_stop_tokens_of_the_whol
   published = published_config(checkpoint_config(tmp_path), "bfloat16", tmp_path)
   assert (published["eos_token_id"], published["bos_token_id"]) == ([1, 106], 2)
   assert published["pad_token_id"] is None and published["model_type"] == "gemma3_text"
+
+
+_QWEN3_5 = dict(model_type="qwen3_5_text", architectures=None, attention_bias=False)
 
 
 @pytest.mark.parametrize(
@@ -383,6 +492,19 @@ def test_the_text_model_of_a_gemma3_is_exported_with_the_stop_tokens_of_the_whol
     (dict(model_type="smollm3", architectures=None, no_rope_layer_interval=0),
      "no_rope_layer_interval = 0"),
     (dict(model_type="olmo3", architectures=None, sliding_window=None), "sliding_window is null"),
+    (_QWEN3_5 | dict(attn_output_gate=False), "attn_output_gate = False"),
+    (_QWEN3_5 | dict(attention_bias=True), "attention_bias = True"),
+    (_QWEN3_5 | dict(output_gate_type="sigmoid"), "output_gate_type = 'sigmoid'"),
+    (_QWEN3_5 | dict(mamba_ssm_dtype="bfloat16"), "mamba_ssm_dtype = 'bfloat16'"),
+    (_QWEN3_5 | dict(layer_types=["linear_attention", "sliding_attention"]),
+     "layer_types = 'sliding_attention'"),
+    (_QWEN3_5 | dict(layer_types=["full_attention"] * 2), "no layer is a linear_attention"),
+    (_QWEN3_5 | dict(full_attention_interval=1), "no layer is a linear_attention"),
+    (_QWEN3_5 | dict(full_attention_interval=0), "full_attention_interval = 0"),
+    (_QWEN3_5 | dict(layer_types=["linear_attention"]), "1 layer_types for num_hidden_layers = 2"),
+    (_QWEN3_5 | dict(linear_num_key_heads=5), "delta_value_heads=32 is not a multiple of delta_k"),
+    (_QWEN3_5 | dict(model_type="qwen3_5_moe_text", norm_topk_prob=False),
+     "norm_topk_prob = False"),
   ],
 )  # fmt: skip
 def test_settings_that_are_not_implemented_are_refused(tmp_path, changes, message):
@@ -522,8 +644,10 @@ def test_tables_that_old_versions_saved_are_left_out(tmp_path):
   tables = {
     f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(2)
   }
-  write(tmp_path, tensors | tables | {"vision_tower.x": np.ones(3, np.int64)})
+  outside = ["model.visual.x", "mtp.layers.0.x", "vision_tower.x"]
+  write(tmp_path, tensors | tables | {name: np.ones(3, np.int64) for name in outside})
   assert_equal(load(tmp_path), expected_params(tensors))
+  assert sorted(outside_tensors(tensor_names(tmp_path))) == sorted(outside)
 
 
 @pytest.mark.parametrize("kept", ["both", "embedding", "head"])
@@ -687,6 +811,11 @@ _MIXTURE = dict(num_experts=4, experts_per_token=2, expert_width=40)
 _SLIDING = dict(sliding_layers=(False, True), sliding_window=3)
 _OLMO = dict(joint_qk_norm=True, pre_norm=False, post_norm=True)
 _YARN = YarnScaling(factor=4.0, original_length=64)
+_HYBRID_NETWORK = dict(
+  qk_norm=True, zero_centered_norm=True, attention_gate=True, rotary_width=2,
+  delta_layers=(True, False), delta_key_heads=2, delta_value_heads=4, delta_key_dim=6,
+  delta_value_dim=10, delta_num_taps=3,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -702,6 +831,25 @@ _YARN = YarnScaling(factor=4.0, original_length=64)
     ("gemma2", dict(**_GEMMA, **_SLIDING, attention_soft_cap=20.0)),
     ("gemma3_text", dict(**_GEMMA, **_SLIDING, qk_norm=True, sliding_rope_theta=1e3)),
     ("gemma3_text", dict(**_GEMMA, qk_norm=True, tied_head=False)),
+    (
+      "gemma4_text",
+      dict(
+        activation="gelu_tanh",
+        scaled_embedding=True,
+        post_norm=True,
+        qk_norm=True,
+        query_scale=1.0,
+        value_norm=True,
+        layer_scale=True,
+        full_head_dim=12,
+        full_kv_heads=1,
+        full_keys_as_values=True,
+        sliding_layers=(True, False),
+        sliding_window=3,
+        rope_scaling=PartialFrequencies(part=0.5),
+        sliding_rope_theta=1e3,
+      ),
+    ),
     ("olmo2", dict(**_OLMO, rope_scaling=_YARN)),
     ("olmo3", dict(**_OLMO, **_SLIDING, rope_scaling=_YARN, sliding_rope_theta=1e4)),
     ("olmo3", dict(**_OLMO, **_SLIDING, qkv_bias=True, output_bias=True)),
@@ -711,6 +859,13 @@ _YARN = YarnScaling(factor=4.0, original_length=64)
     ("glm4", dict(post_norm=True, qkv_bias=True, rotary_width=4, rope_scaling=_YARN)),
     ("qwen3_moe", dict(**_MIXTURE, qk_norm=True, qkv_bias=True, output_bias=True)),
     ("olmoe", dict(**_MIXTURE, joint_qk_norm=True, tied_head=False)),
+    ("qwen3_5_text", _HYBRID_NETWORK | dict(tied_head=False)),
+    (
+      "qwen3_5_moe_text",
+      _HYBRID_NETWORK
+      | _MIXTURE
+      | dict(mlp_width=40, normalized_expert_weights=True, shared_expert_width=24),
+    ),
     (
       "mixtral",
       dict(
@@ -745,6 +900,11 @@ def test_exported_settings_read_back(family, changes):
     (dict(unrotated_layers=(False, True), qk_norm=True), "qwen3, differs in .*unrotated_layers"),
     (dict(rotary_width=4), "nearest, llama, differs in .*rotary_width"),
     (dict(post_norm=True, mlp_bias=True), "nearest, glm4, differs in .*mlp_bias"),
+    (_HYBRID_NETWORK | dict(attention_gate=False), "qwen3_5_text, differs in .*attention_gate"),
+    (
+      _HYBRID_NETWORK | _MIXTURE | dict(shared_expert_width=8),
+      "qwen3_5_moe_text, differs in .*normalized_expert_weights",
+    ),
   ],
 )
 def test_networks_of_no_family_are_not_exported(tmp_path, changes, message):

@@ -16,6 +16,7 @@ from rlvr_jax.models.safetensors import (
   SINGLE,
   open_checkpoint,
   open_file,
+  tensor_names,
   write_checkpoint,
 )
 from rlvr_jax.storage.folders import locate, new_directory
@@ -73,6 +74,7 @@ def test_what_is_written_is_what_the_library_reads(tmp_path, dtype, max_shard_by
   with new_directory(target) as (system, folder):
     write_checkpoint(system, folder, shapes, dtype, values, max_shard_bytes=max_shard_bytes)
   assert_same(whole(open_checkpoint(target)), tensors)
+  assert sorted(tensor_names(target)) == sorted(tensors)
   system, folder = locate(target)
   local = tmp_path / "copy"
   system.get(folder, str(local), recursive=True)

@@ -223,6 +223,7 @@ def test_presets_have_the_published_sizes():
     "glm_z1_9b": 9400.3,
     "gemma2_2b": 2614.3,
     "gemma3_1b": 999.9,
+    "gemma4_31b": 30697.3,
   }
   for name, expected in published.items():
     shapes = jax.eval_shape(transformer(preset(name)).init, jax.random.key(0))

@@ -97,7 +97,7 @@ def test_an_engine_with_pages_records_the_trainers_logprobs(data):
   assert np.abs(difference).max() < 0.03
 
 
-ABLE = dict(platform="tpu", head_dim=128, dtype="bfloat16", plain=True)
+ABLE = dict(platform="tpu", head_dims=(128,), dtype="bfloat16", plain=True)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ ABLE = dict(platform="tpu", head_dim=128, dtype="bfloat16", plain=True)
   [
     (dict(platform="cpu"), "a TPU"),
     (dict(dtype="float32"), "compute_dtype bfloat16"),
-    (dict(head_dim=64), "a multiple of 128"),
+    (dict(head_dims=(128, 64)), "a multiple of 128"),
     (dict(plain=False), "without sliding window"),
     (dict(cache_format="int8"), r"cache_format='', since its kernel .*\(cache_format='int8'\)"),
   ],

@@ -264,11 +264,12 @@ def test_a_gradient_is_lowered_to_cudnns_kernels(axes):
 
 # --- the choice -----------------------------------------------------------------------------------
 
-POSSIBLE = dict(platform="tpu", row_length=9216, head_dim=128, dtype="bfloat16")
+POSSIBLE = dict(platform="tpu", row_length=9216, head_dims=(128,), dtype="bfloat16")
 
 
 def test_auto_takes_the_kernel_of_the_platform(caplog):
   assert choose_attention("auto", **POSSIBLE) == "splash"
+  assert choose_attention("auto", **POSSIBLE | dict(head_dims=(256, 512))) == "splash"
   assert choose_attention("auto", **POSSIBLE | dict(platform="cpu")) == "reference"
   assert not caplog.records
 
@@ -278,7 +279,7 @@ def test_a_gpu_gets_cudnn_or_few_products(caplog):
   assert choose_attention("auto", **on_gpu) == "cudnn"
   short = on_gpu | dict(row_length=2048)
   assert choose_attention("auto", **short | dict(dtype="float32")) == "whole"
-  assert choose_attention("auto", **short | dict(head_dim=256)) == "whole"
+  assert choose_attention("auto", **short | dict(head_dims=(64, 256))) == "whole"
   assert not caplog.records
   assert choose_attention("auto", **on_gpu | dict(dtype="float32")) == "reference"
   assert "slower reference: cudnn needs compute_dtype bfloat16" in caplog.text
@@ -311,8 +312,8 @@ def test_whole_rows_equal_the_reference(window, soft_cap):
   [
     (dict(platform="tpu"), "platform='tpu'"),
     (dict(dtype="float32"), "compute_dtype='float32'"),
-    (dict(head_dim=100), "head_dim=100"),
-    (dict(head_dim=256), "head_dim=256"),
+    (dict(head_dims=(64, 100)), "head_dim=100"),
+    (dict(head_dims=(64, 256)), "head_dim=256"),
     (dict(soft_cap=50.0), "attention_soft_cap=50.0"),
     (dict(row_length=2**14 + 128), "row length 16512"),
   ],
@@ -325,7 +326,9 @@ def test_what_cudnn_does_not_support_is_named(changed, named):
 @pytest.mark.parametrize(
   "changed, named",
   [
-    (dict(head_dim=512), "head_dim=512"),
+    (dict(head_dims=(64, 640)), "head_dim=640"),
+    (dict(head_dims=(256, 512), dtype="float32"), "(head_dim=512, compute_dtype='float32'"),
+    (dict(head_dims=(256, 512), row_length=2**15 + 1024), "row length 33792)"),
     (dict(dtype="float64"), "compute_dtype='float64'"),
     (dict(row_length=9000), "row length 9000"),
     (dict(row_length=2**18), "row length 262144"),

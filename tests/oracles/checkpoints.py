@@ -4,7 +4,8 @@ import os
 import pathlib
 
 _SHARED = os.environ.get("RLVR_SHARED")
-_OF_OTHER_NETWORKS = ("deepseek_v3", "gemma4")
+# The networks within these are not computed.
+_OF_OTHER_NETWORKS = ("deepseek_v3_moonlight", "gemma4", "gemma4_moe", "gemma4_outer")
 
 
 def golden_folders(*kinds):
@@ -15,7 +16,7 @@ def golden_folders(*kinds):
     for folder in (sorted(pathlib.Path(_SHARED, "golden", kind).iterdir()) if _SHARED else [])
     if folder.is_dir()
   ]
-  others = [folder for folder in folders if folder.name.startswith(_OF_OTHER_NETWORKS)]
+  others = [folder for folder in folders if folder.name in _OF_OTHER_NETWORKS]
   return [folder for folder in folders if folder not in others], others
 
 

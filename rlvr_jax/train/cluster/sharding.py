@@ -32,10 +32,10 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
   (r"embedding(/values|/scale)?$", PartitionSpec("tensor", "fsdp")),
   (r"head_kernel(/values|/scale)?$", PartitionSpec("fsdp", "tensor")),
   (
-    r"blocks/(delta/)?(query|key|value|gate|up|output_gate|strength|decay)(/values|/scale)?$",
+    r"blocks/(delta/|full/)?(query|key|value|gate|up|output_gate|strength|decay)(/values|/scale)?$",
     PartitionSpec(None, "fsdp", "tensor"),
   ),
-  (r"blocks/(delta/)?(output|down)(/values|/scale)?$", PartitionSpec(None, "tensor", "fsdp")),
+  (r"blocks/(delta/|full/)?(output|down)(/values|/scale)?$", PartitionSpec(None, "tensor", "fsdp")),
   (r"blocks/delta/(\w+_taps|log_rate|decay_bias)$", PartitionSpec(None, "tensor")),
   # Of experts, [layers, E, D, F] and [layers, E, F, D]: gathered over fsdp, as other kernels.
   (r"blocks/experts/router$", PartitionSpec(None, "fsdp")),
@@ -50,12 +50,12 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
   ),
   (r"blocks/experts/shared_down(/values|/scale)?$", PartitionSpec(None, "tensor", "fsdp")),
   # LoRA; ranks are small.
-  (r"blocks/(query|key|value|gate|up|output_gate)/a$", PartitionSpec(None, "fsdp")),
-  (r"blocks/(query|key|value|gate|up|output_gate)/b$", PartitionSpec(None, None, "tensor")),
-  (r"blocks/(output|down)/a$", PartitionSpec(None, "tensor")),
-  (r"blocks/(output|down)/b$", PartitionSpec(None, None, "fsdp")),
-  (r"blocks/(output|down)_bias$", PartitionSpec(None, "fsdp")),
-  (r"blocks/\w+_bias$", PartitionSpec(None, "tensor")),
+  (r"blocks/(delta/|full/)?(output|down)/a$", PartitionSpec(None, "tensor")),
+  (r"blocks/(delta/|full/)?(output|down)/b$", PartitionSpec(None, None, "fsdp")),
+  (r"blocks/(delta/|full/)?\w+/a$", PartitionSpec(None, "fsdp")),
+  (r"blocks/(delta/|full/)?\w+/b$", PartitionSpec(None, None, "tensor")),
+  (r"blocks/(full/)?(output|down)_bias$", PartitionSpec(None, "fsdp")),
+  (r"blocks/(full/)?\w+_bias$", PartitionSpec(None, "tensor")),
   (r".*", PartitionSpec()),
 )
 

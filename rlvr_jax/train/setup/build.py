@@ -422,7 +422,7 @@ def make_compared(
   if sharding.has_same_devices(sampler.mesh, mesh):
     return PlacedModel(model, mesh)
   sizes = dict(sampler.mesh.shape)
-  tensor = math.gcd(sizes["tensor"], model.config.num_kv_heads)
+  tensor = math.gcd(sizes["tensor"], model.config.split_heads)
   if tensor == sizes["tensor"]:
     return sampler
   sizes |= {"fsdp": sizes["fsdp"] * sizes["tensor"] // tensor, "tensor": tensor}

@@ -79,11 +79,12 @@ def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
 
   Attention would then sum float32 scores over them, in every layer.
   """
-  tensor, heads = mesh.shape["tensor"], network.num_kv_heads
+  tensor, heads = mesh.shape["tensor"], network.split_heads
   if heads % tensor:
     allowed = [size for size in range(1, heads + 1) if heads % size == 0]
     raise ValueError(
-      f"config.mesh.tensor = {tensor} does not divide the network's {heads} key/value heads;"
+      f"config.mesh.tensor = {tensor} does not divide the network's {_key_heads(network)} key/value"
+      " heads;"
       f" allowed: {allowed}. Set config.mesh.tensor to one of them, and config.mesh.fsdp = -1 for"
       " the devices that it leaves"
     )
@@ -92,18 +93,25 @@ def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
 def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) -> None:
   """Raises ValueError unless the heads, or copies of key/value heads, split over `tensor`."""
   if not sampling_splits(network, tensor):
-    heads, of_keys = network.num_heads, network.num_kv_heads
+    heads = network.num_heads
     allowed = [size for size in range(1, heads + 1) if sampling_splits(network, size)]
     raise ValueError(
-      f"{owner}: tensor = {tensor} does not split {heads} query heads and {of_keys} key/value"
-      f" heads; choose one of {allowed}"
+      f"{owner}: tensor = {tensor} does not split {heads} query heads and {_key_heads(network)}"
+      f" key/value heads; choose one of {allowed}"
     )
 
 
 def sampling_splits(network: TransformerConfig, tensor: int) -> bool:
   """Whether the heads, or copies of key/value heads, split over `tensor` devices."""
-  heads, of_keys = network.num_heads, network.num_kv_heads
-  return heads % tensor == 0 and (of_keys % tensor == 0 or tensor % of_keys == 0)
+  return all(
+    heads.queries % tensor == 0 and (heads.keys % tensor == 0 or tensor % heads.keys == 0)
+    for heads in network.heads
+  )
+
+
+def _key_heads(network: TransformerConfig) -> str:
+  """The numbers of key/value heads of the layers."""
+  return " and ".join(map(str, dict.fromkeys(heads.keys for heads in network.heads)))
 
 
 def check_fleet(

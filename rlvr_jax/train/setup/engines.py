@@ -142,7 +142,7 @@ def _cache(settings: ml_collections.ConfigDict, model: Model) -> str:
   return choose_cache(
     settings.cache,
     platform=sampling_platform(model),
-    head_dim=network.head_dim,
+    head_dims=network.head_dims,
     dtype=network.compute_dtype,
     plain=not slides and network.attention_soft_cap is None,
     cache_format=settings.cache_format,

@@ -257,7 +257,7 @@ def choose_row_attention(
     network.attention,
     platform=_platform(mesh),
     row_length=row_length("splash", least),
-    head_dim=network.head_dim,
+    head_dims=network.head_dims,
     dtype=network.compute_dtype,
     soft_cap=network.attention_soft_cap,
   )

@@ -240,7 +240,7 @@ def test_each_weight_is_gathered_once_and_none_by_a_burst(sizes, tied_head):
   take = engine.programs.take_layer.lower(params, {}, rows_of(1, config.kinds))
   assert gathers(take, larger_than=0) == []
   taken = jax.tree.map(placed, take.out_info, take.compile().output_shardings)
-  of_layer = gathers(engine.programs.load_layer[False].lower(taken), larger_than=P * S)
+  of_layer = gathers(engine.programs.load_layer[config.kinds[1]].lower(taken), larger_than=P * S)
   assert len(of_layer) == 7, of_layer
   others = gathers(engine.programs.load_others.lower(params, {}), larger_than=P * S)
   assert len(others) == (1 if tied_head else 2), others
@@ -248,7 +248,7 @@ def test_each_weight_is_gathered_once_and_none_by_a_burst(sizes, tied_head):
 
 def test_a_cache_has_a_key_value_head_per_device_of_tensor():
   for tensor, heads in ((1, 2), (2, 2), (4, 4), (8, 2)):  # of 4 query heads
-    assert cached_heads(CONFIG, tensor) == heads
+    assert cached_heads(CONFIG.heads[0], tensor) == heads
 
 
 @pytest.mark.slow
@@ -321,7 +321,7 @@ def test_layers_move_into_another_layout_one_by_one(trained, generating):
   engine, params = engine_on(generating, config, parameters=trained)
   take = engine.programs.take_layer.lower(params, {}, rows_of(1, config.kinds))
   taken = jax.tree.map(placed, take.out_info, take.compile().output_shardings)
-  layer = engine.programs.load_layer[False].lower(taken).compile().memory_analysis()
+  layer = engine.programs.load_layer[config.kinds[1]].lower(taken).compile().memory_analysis()
   size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
   whole = size(params["blocks"]) / config.num_layers
   part = whole / generating["tensor"]

@@ -155,9 +155,9 @@ def test_a_run_s_configuration_is_code_that_needs_trust(field, tmp_path):
 
 def test_a_run_of_the_package_s_own_components_asks_nothing(tmp_path):
   path = tmp_path / "config.json"
-  recipes = {recipe.stem: recipe for recipe in (tiny.ROOT / "configs").glob("[a-z]*.py")}
-  del recipes["pretrained"]  # its task is in experiments
-  for recipe in recipes.values():
+  for recipe in (tiny.ROOT / "configs").glob("[a-z]*.py"):
+    if recipe.stem.startswith("pretrained"):
+      continue  # the task is in experiments
     path.write_text(parsed(recipe=recipe).to_json_best_effort())
     parsed(recipe=path)
 
@@ -259,7 +259,7 @@ def test_fields_of_the_model_that_the_recipe_does_not_list():
   told = refused("--config.model.overrides.compute_type=bfloat16", recipe=recipe)
   assert "compute_type is not a field; did you mean one of ['compute_dtype']" in told
   told = refused("--config.model.overrides.rope_scaling=3", recipe=recipe)
-  assert "rope_scaling is a RopeScaling | YarnScaling | None; set it in the recipe" in told
+  assert "rope_scaling is a RopeScaling | YarnScaling | PartialFrequencies | None; set it" in told
   told = refused("--config.model.overrides.head_dim.x=3", recipe=recipe)
   assert "overrides.head_dim.x: a field of a network has no fields" in told
 
