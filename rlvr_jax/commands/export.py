@@ -49,7 +49,7 @@ def export(parts: Parts, directory: str, folder: Path | None) -> None:
     further_files=_tokenizer_files(parts.tokenizer),
   )
   if source and multihost.is_first() and (outside := outside_tensors(tensor_names(source))):
-    say(f"left out: {len(outside)} tensors of vision and of multi-token prediction (mtp)")
+    say(f"left out: {len(outside)} tensors of vision, audio and multi-token prediction (mtp)")
   if parts.lora is not None:
     adapters = jax.tree.map(sharding.to_host, params)
     if multihost.is_first():

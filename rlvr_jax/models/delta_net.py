@@ -9,9 +9,8 @@ log_rate (a) and decay_bias (b) [layers, N], the norm's scale [layers, d_v], and
 convolutions, query_taps and so on [layers, C, T]. Head h reads key head ⌊h·N_k/N⌋. Gates are at
 least float32.
 
-Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv:2412.06464), with one gate
-less than there; sizes and initialization of the decays as in "Transformers are SSMs" (arXiv:
-2405.21060).
+Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv:2412.06464); sizes and
+initialization of the decays as in "Transformers are SSMs" (arXiv:2405.21060).
 """
 
 from __future__ import annotations

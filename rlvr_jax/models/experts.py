@@ -128,7 +128,7 @@ class Experts(nnx.Module):
       activation: of the gate.
       routes: int[R, L, k], experts to take in place of the router's choice; their weights are the
         router's.
-      real: bool[R, L], where there are tokens; elsewhere no expert is chosen and the result is 0.
+      real: bool[R, L], where there are tokens; elsewhere no expert is chosen.
         None: everywhere.
       mesh: None, or axes (data, fsdp, tensor).
     """

@@ -48,7 +48,7 @@ class Model(NamedTuple):
   decoding_params: Callable[[Params], Params]
   prefill: Callable  # (decoding params, tokens[, lengths, attended]), see `Transformer`
   rotary: Callable[[Array], RotaryTables]  # of positions i32[..., L]
-  decode: Callable  # (decoding params, tokens, tables, attend), see `Transformer`
+  decode: Callable  # (decoding params, tokens, tables, attend, delta[, running]), see `Transformer`
   # (trained, frozen) → the parameters that the functions above take; see `lora.adapt`.
   combine: Callable[[Params, Params], Params] = take_trained
   mesh: Mesh | None = None  # mesh over which its batches are split

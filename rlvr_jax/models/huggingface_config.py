@@ -118,6 +118,8 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   name, settings = family_settings(published, owner)
   family = FAMILIES[name]
   c = {**family.defaults, **settings}
+  if family.has_partial_rotation and c["partial_rotary_factor"] is None:
+    c["partial_rotary_factor"] = family.defaults["partial_rotary_factor"]
   if c.get("num_key_value_heads") is None:
     c["num_key_value_heads"] = c["num_attention_heads"]
   if c.get("head_dim") is None:
@@ -181,8 +183,11 @@ def _check_implemented(family: Family, c: Mapping[str, Any], owner: str) -> None
       f" {', '.join(MIXTURES)}, whose layers have routed experts, chosen by a plain softmax"
     )
   for name, values in family.allowed.items():
-    if c.get(name) is not None:
-      check_choice(owner, name, c[name], values)
+    if c.get(name) is not None and c[name] not in values:
+      raise ValueError(
+        f"{owner}: {name} = {c[name]!r} is not implemented; networks of this family are computed"
+        f" with {' or '.join(map(repr, values))} alone"
+      )
 
 
 def _sparse_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
@@ -362,6 +367,12 @@ def _ropes(
     return {"rope_theta": c["rope_theta"]} | dict(new) | dict(old), None
   # Without kinds, as transformers 5.12 writes those of an OLMo 3, they are those of full layers.
   kinds = ("full_attention", "sliding_attention")
+  by_default = family.defaults.get("rope_parameters")
+  if by_default and (missing := [kind for kind in kinds if kind not in new]):
+    raise ValueError(
+      f"{owner}: rope_parameters has no {missing[0]}; in this family it has settings for"
+      f" {' and '.join(kinds)}"
+    )
   per_kind = any(kind in new for kind in kinds) or family.sliding_theta != ""
   full, sliding = (new.get(kind) or {} for kind in kinds) if per_kind else (new, {})
   full = {"rope_theta": c["rope_theta"]} | dict(full) | dict(old)
@@ -392,7 +403,8 @@ def _rotary_width(
 
 
 def _partial_factor(rope: Mapping[str, Any], c: Mapping[str, Any]) -> Any:
-  return rope.get("partial_rotary_factor", c.get("partial_rotary_factor"))
+  of_rope = rope.get("partial_rotary_factor")
+  return c.get("partial_rotary_factor") if of_rope is None else of_rope
 
 
 def _rope(

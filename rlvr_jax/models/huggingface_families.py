@@ -31,7 +31,7 @@ _DELTA_SIZES = {
   "delta_value_dim": "linear_value_head_dim",
   "delta_num_taps": "linear_conv_kernel_dim",
 }
-# The same of fields that are true or false.
+# Fields of `TransformerConfig` that are true or false → fields of config.json.
 _BIASES = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 
 _TWO_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

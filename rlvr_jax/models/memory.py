@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.delta_rule import CHUNK
-from rlvr_jax.ops.layers import DELTA, DENSE
+from rlvr_jax.ops.layers import DELTA, DENSE, layers_in
 from rlvr_jax.ops.logprobs import default_chunk_rows
 from rlvr_jax.ops.row_attention import DENSE_LENGTH
 
@@ -48,6 +48,8 @@ def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
 def activation_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
   """Bytes that the forward pass saves for the backward pass, plus twice those of one layer.
 
+  Of gated DeltaNets, also what `_delta_bytes` says, of one layer or, without remat, of all.
+
   Args:
     config: the network's settings.
     tokens: of a micro-batch on one device.
@@ -57,7 +59,8 @@ def activation_bytes(config: TransformerConfig, tokens: float, tensor: int) -> f
   saved = {"full": lambda _: config.width, "dots": lambda x: x, "none": lambda x: 2 * x}
   numbers = sum(map(saved[config.remat], layers)) + 4 * max(layers)
   saved_bytes = tokens * numbers * jnp.dtype(config.compute_dtype).itemsize
-  return (saved_bytes + _chunk_state_bytes(config, tokens)) / tensor
+  delta_layers = len(layers_in(DELTA, config.kinds)) if config.remat == "none" else 1
+  return (saved_bytes + delta_layers * _delta_bytes(config, tokens)) / tensor
 
 
 def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> float:
@@ -96,13 +99,18 @@ def _product_widths(config: TransformerConfig, mixer: str, mlp: str) -> int:
   return of_mixer + c.num_experts + chosen + shared
 
 
-def _chunk_state_bytes(config: TransformerConfig, tokens: float) -> float:
-  """Bytes of the states between chunks of one gated DeltaNet, kept for its backward pass."""
+def _delta_bytes(config: TransformerConfig, tokens: float) -> float:
+  """Bytes of float32 that one gated DeltaNet keeps for its backward pass.
+
+  These are the states between chunks, the results of its convolutions, and its heads, of which
+  those of keys are repeated.
+  """
   sizes = config.delta
   if sizes is None:
     return 0.0
   states = 2 * sizes.value_heads * sizes.key_dim * sizes.value_dim  # of rollout and prompt
-  return tokens / CHUNK * states * 4
+  heads = sizes.value_heads * (2 * sizes.key_dim + sizes.value_dim)
+  return tokens * 4 * (states / CHUNK + sum(sizes.channels) + heads)
 
 
 def output_head_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:

@@ -140,6 +140,14 @@ def load_adapters(
   blocks: dict[str, Any] = {}
   for module, parts in _adapted_modules(tensors, config, weights).items():
     pair = {letter: stack_layers(module, letter) for letter in _MATRICES}
+    rank = description.get("r")
+    if _last(module.name) in (description.get("rank_pattern") or {}) and isinstance(rank, int):
+      rank *= len(parts)
+    if len(parts) > 1 and pair["a"].shape[2] != rank:
+      raise ValueError(
+        f"{weights}: {module.name} has an adapter of rank {pair['a'].shape[2]}, but r and"
+        f" rank_pattern of {CONFIG_FILE} say {rank}"
+      )
     blocks |= _split(pair, parts, description.get("r"), f"{weights}: {module.name}")
   names = sorted(blocks)
   adapters = {"blocks": lora.nest({name: blocks[name] for name in names})}
@@ -299,6 +307,9 @@ def _check_description(
     and value not in _ALLOWED.get(field, _UNSET)
     and not is_joined(field, value)
   }
+  patterns = [description.get(field) or {} for field in ("rank_pattern", "alpha_pattern")]
+  if not unsupported and patterns[0].keys() != patterns[1].keys():
+    unsupported = {"rank_pattern": patterns[0], "alpha_pattern": patterns[1]}
   if unsupported:
     raise ValueError(
       f"{path}: {unsupported} is not supported; adapters have to be W + (α/R)·A·B with one R and"

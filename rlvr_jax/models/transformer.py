@@ -179,6 +179,8 @@ class TransformerConfig:
     yield from self._find_mistakes_of_experts()
     if self.delta is not None:
       yield from self.delta.find_mistakes()
+      if all(self.delta_layers or ()):
+        yield f"delta_layers={self.delta_layers!r}: at least one layer must have attention"
     elif sizes := [name for name in _DELTA_SIZES if getattr(self, f"delta_{name}")]:
       yield f"delta_{sizes[0]} is set but delta_layers={self.delta_layers!r} has none"
     if self.sliding_window is None and any(self.sliding_layers or ()):

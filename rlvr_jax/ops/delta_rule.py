@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops.precision import EXACT
-from rlvr_jax.ops.row_blocks import is_visible
+from rlvr_jax.ops.row_blocks import is_visible, sequence_starts
 from rlvr_jax.types import Array, Rows
 
 CHUNK = 64  # tokens, at most; a power of two
@@ -79,10 +79,10 @@ def delta_rows(tokens: Tokens, rows: Rows) -> tuple[Array, Array]:
   length = rows.prompts.shape[1]
   size = min(CHUNK, 1 << max(length - 1, 0).bit_length())
   pad = -length % size
-  fill = lambda x, axis, value=0: jnp.pad(
-    x, [(0, pad if i == axis else 0) for i in range(x.ndim)], constant_values=value
-  )
-  chunks = _split_rows(Rows(*(fill(x, 1, -1 if x is rows.prompts else 0) for x in rows)), size)
+  fill = lambda x, axis: jnp.pad(x, [(0, pad if i == axis else 0) for i in range(x.ndim)])
+  padded = Rows(*(fill(x, 1) for x in rows))
+  is_place = jnp.arange(length + pad) < length
+  chunks = _split_rows(padded._replace(prompts=jnp.where(is_place, padded.prompts, -1)), size)
   of_chunk = lambda x: jnp.moveaxis(x.reshape(*x.shape[:2], -1, size, *x.shape[3:]), 2, 0)
   parts = jax.tree.map(lambda x: of_chunk(fill(x, 2)), tokens)
   links = jax.lax.map(functools.partial(_link, length=length), chunks)
@@ -106,9 +106,7 @@ def conv_rows(x: Array, taps: Array, rows: Rows) -> Array:
     [R, L, C].
   """
   index = jnp.arange(x.shape[1])
-  in_prompt = index < rows.prompt_ends
-  first = jnp.where(in_prompt, index - rows.positions, rows.starts)
-  prompt_length = jnp.where(in_prompt, 0, rows.positions - (index - rows.starts))
+  first, prompt_length = sequence_starts(rows, index)
   inputs = [x]
   for back in range(1, taps.shape[1]):
     before = first - (index - back)  # how far the input lies before the token's own sequence
@@ -230,9 +228,7 @@ def mix_token(inputs: DeltaInputs, state: DeltaState, running: Array) -> tuple[A
 class _Links(NamedTuple):
   """How the tokens of a chunk hang together, for each row."""
 
-  visible: (
-    Array  # bool[R, C, C], whether a token's sequence has the other up to it, itself included
-  )
+  visible: Array  # bool[R, C, C], whether a token follows another in its sequence, or is it
   from_last: Array  # bool[R, C], whether the token goes on from the last token of the chunk before
   from_prompt: Array  # bool[R, C], whether it goes on from the prompt that ended before
   last: Array  # bool[R, C], of one token: the last one
@@ -253,14 +249,12 @@ def _link(chunk: tuple[Rows, Array], length: int) -> _Links:
   field = lambda x: x[..., :, None]
   visible = is_visible(index[:, None], field(rows.starts), field(rows.prompt_ends), index, None)
   visible &= (field(rows.prompts) == rows.prompts[:, None]) & field(is_token)
-  in_prompt = index < rows.prompt_ends
-  own = jnp.where(in_prompt, index - rows.positions, rows.starts)  # where the sequence begins
-  prompt_length = jnp.where(in_prompt, 0, rows.positions - (index - rows.starts))
-  prompt_start = jnp.where(in_prompt, own, rows.prompt_ends - prompt_length)
-  begins = own >= first  # in this chunk
+  starts, prompt_length = sequence_starts(rows, index)
+  begins = starts >= first  # in this chunk
   follows = begins & (prompt_length > 0)  # as a rollout, its prompt
   from_prompt = is_token & follows & (rows.prompt_ends <= first)
-  from_last = is_token & (~begins | (follows & ~from_prompt & (prompt_start < first)))
+  is_prompt_cut = rows.prompt_ends - prompt_length < first  # it begins in an earlier chunk
+  from_last = is_token & (~begins | (follows & ~from_prompt & is_prompt_cut))
   end = jnp.max(jnp.where(is_token, rows.prompt_ends, 0) * (rows.prompt_ends <= index[-1] + 1), 1)
   last = jnp.broadcast_to(index == jnp.minimum(index[-1], length - 1), is_token.shape)
   return _Links(visible, from_last, from_prompt, last, index == end[:, None] - 1)
@@ -288,8 +282,9 @@ def _chunk(states: Array, chunk: tuple[Tokens, _Links]) -> tuple[Array, Array]:
   def state_at(token: Array) -> Array:
     """The state behind one token of each row, which `token` bool[R, C] marks; 0 without one."""
     token = by_head(token)
-    before = jnp.einsum("rnc,krnc->krn", token, kept[..., 0])[..., None, None]
-    weights = jnp.einsum("rnc,rncj->rnj", token, decays)
+    # These sums select one number each. A rounded decay would act through all later chunks.
+    before = jnp.einsum("rnc,krnc->krn", token, kept[..., 0], precision=EXACT)[..., None, None]
+    weights = jnp.einsum("rnc,rncj->rnj", token, decays, precision=EXACT)
     return jnp.sum(before * states, axis=0) + (key * weights[..., None]).mT @ changes
 
   has_end = jnp.any(links.ends, axis=1)[:, None, None, None]

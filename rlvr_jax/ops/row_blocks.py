@@ -68,6 +68,21 @@ def is_visible(
   return visible & (query - key - between < window)
 
 
+def sequence_starts(rows: Rows, index: Array) -> tuple[Array, Array]:
+  """Where each token's sequence begins, and how many tokens of its prompt are before a rollout.
+
+  Args:
+    rows: arrays [..., L].
+    index: i32[L], of the tokens in their row.
+  Returns:
+    Indices in the row, and numbers, 0 of a prompt's tokens; i32[..., L] each.
+  """
+  in_prompt = index < rows.prompt_ends
+  before = rows.positions - (index - rows.starts)
+  starts = jnp.where(in_prompt, index - rows.positions, rows.starts)
+  return starts, jnp.where(in_prompt, 0, before)
+
+
 def visible_blocks(
   rows: Rows, query_block: int, key_block: int, window: Array | int | None
 ) -> Array:

@@ -20,7 +20,7 @@ from rlvr_jax.geometry import (
 from rlvr_jax.geometry.agreement import gram_agreement
 from rlvr_jax.ops.expert_load import largest_loads
 from rlvr_jax.ops.keys import key_for
-from rlvr_jax.ops.layers import layers_in
+from rlvr_jax.ops.layers import SPARSE, layers_in
 from rlvr_jax.ops.masked import masked_mean
 from rlvr_jax.ops.route_changes import changes_by_layer
 from rlvr_jax.types import Array, Params, TrainBatch, TrainState
@@ -79,7 +79,7 @@ def measure(
   scalars["geometry/advantage_logprob_covariance"] = updates.advantage_logprob_covariance(
     in_loss, scores.logprobs, batch.mask
   )
-  sparse_layers = layers_in("sparse", method.model.config.kinds)
+  sparse_layers = layers_in(SPARSE, method.model.config.kinds)
   if scores.changes is not None:
     scalars |= changes_by_layer(scores.changes, sparse_layers)
   scalars |= accumulated_update(params, initial, method)

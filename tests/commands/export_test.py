@@ -32,7 +32,7 @@ def test_what_is_left_out_is_said(tmp_path, capsys):
   )  # fmt: skip
   again.model.overrides = {}
   export(build(again), str(tmp_path / "out"), None)
-  assert "left out: 2 tensors of vision and of multi-token" in capsys.readouterr().out
+  assert "left out: 2 tensors of vision, audio and multi-token" in capsys.readouterr().out
   found = load_file(tmp_path / "out" / SINGLE)
   assert found.keys() == tensors.keys()
   for name, tensor in tensors.items():

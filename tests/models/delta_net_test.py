@@ -82,6 +82,7 @@ def short_chunks():
   ("changes", "message"),
   [
     (dict(delta_layers=(DELTA,)), "delta_layers names 1 layers, num_layers=3"),
+    (dict(delta_layers=(DELTA,) * 3), "at least one layer must have attention"),
     (dict(delta_layers=None), "delta_key_heads is set but delta_layers=None has none"),
     (dict(delta_layers=(ATTENTION,) * 3), "delta_key_heads is set but delta_layers=.* has none"),
     (dict(delta_num_taps=0), "delta_num_taps=0 must be at least 1, a whole number"),

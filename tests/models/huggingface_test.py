@@ -415,9 +415,15 @@ def test_heads_of_full_layers_are_read_in_both_forms():
     (dict(per_layer_config={"3": dict(hidden_size=8)}), "per_layer_config = "),
     (dict(global_head_dim="512"), "head_dim of full layers = '512'"),
     (
-      dict(rope_parameters=dict(full_attention=dict(rope_type="proportional", factor=2.0))),
+      dict(
+        rope_parameters=dict(
+          full_attention=dict(rope_type="proportional", factor=2.0), sliding_attention={}
+        )
+      ),
       "partial_rotary_factor = None",
     ),
+    (dict(rope_parameters=dict(full_attention={})), "rope_parameters has no sliding_attention"),
+    (dict(rope_parameters=dict(rope_type="default")), "rope_parameters has no full_attention"),
   ],
 )
 def test_what_is_not_computed_of_a_gemma4_is_named(changes, message):
@@ -511,6 +517,13 @@ def test_settings_that_are_not_implemented_are_refused(tmp_path, changes, messag
   (tmp_path / "config.json").write_text(json.dumps(SETTINGS | changes))
   with pytest.raises(ValueError, match=message):
     checkpoint_config(tmp_path)
+
+
+def test_a_null_part_of_a_head_that_rotates_is_that_of_the_family():
+  rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=None)
+  for nulls in (dict(partial_rotary_factor=None), dict(rope_parameters=rope)):
+    settings = SETTINGS | dict(model_type="glm4", architectures=None) | nulls
+    assert config_fields(settings, "config.json")["rotary_width"] == 4  # half of 8
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])

@@ -153,6 +153,13 @@ def test_an_adapter_of_a_whole_fused_tensor_is_one_of_each_of_its_kernels(tmp_pa
     load_adapters(tmp_path, FUSED)
   with pytest.raises(ValueError, match=r"rank_pattern.*is not supported"):
     load_adapters(tmp_path, CONFIG)
+  # PEFT's α over rank of the module would be another than that of the others.
+  rewrite_as(a, b, **joined | dict(alpha_pattern={}))
+  with pytest.raises(ValueError, match=r"alpha_pattern.*is not supported"):
+    load_adapters(tmp_path, FUSED)
+  rewrite_as(a, b, **joined)
+  with pytest.raises(ValueError, match=r"an adapter of rank 2, but r and rank_pattern of .* say 4"):
+    load_adapters(tmp_path, FUSED)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
