@@ -24,7 +24,7 @@ SLICES: dict[str, dict] = {}
 def get_config(topology: str = "") -> ConfigDict:
   c = p3o_qwen3_4b.get_config()
   c.model.preset = "qwen3.5_4b"
-  del c.model.overrides["rope_theta"]
+  c.model.overrides.rope_theta = 10_000_000.0
   c.loss = "ppo_clip(epsilon_low=0.2, epsilon_high=0.28)"
   c.learning_rate = "constant(peak=1e-6)"
   c.max_gradient_norm = 1.0
