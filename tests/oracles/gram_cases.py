@@ -51,7 +51,7 @@ def make_lookup(*, dtype="float64", scale=1.0, soft_cap=None, vocab_size=V, widt
     "kernel": jnp.asarray(0.5 * rng.standard_normal((width, vocab_size)), dtype),
   }
   model = SimpleNamespace(
-    config=SimpleNamespace(tied_head=False, sparse=(False,)),
+    config=SimpleNamespace(tied_head=False, kinds=(("attention", "dense"),)),
     combine=take_trained,
     head=lambda params: Head(params["kernel"], scale, soft_cap),
     response_hidden=lambda params, prompts, tokens: params["table"][
