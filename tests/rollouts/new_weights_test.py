@@ -64,6 +64,10 @@ def prompts():
   return Prompts(tokens=rng.integers(0, V, (P, S)).astype(np.int32), lengths=lengths)
 
 
+def _no_delta(layer, inputs):
+  raise AssertionError(f"{layer} is no gated DeltaNet: {inputs}")
+
+
 def requests():
   return make_requests(prompts(), jax.random.key(4), G)
 
@@ -145,7 +149,7 @@ def step_under():
       return jnp.einsum("knj,jkh->knh", shares, values).reshape(query.shape), None
 
     tables = MODEL.rotary(jnp.full((1, 1, 1), position)).at(0)
-    hidden, *_ = MODEL.decode(params, token[None], tables, attend, None, None)
+    hidden, *_ = MODEL.decode(params, token[None], tables, attend, _no_delta, None)
     return distribution(head_logits(hidden, MODEL.head(params)), SAMPLING)[0], updated
 
   return step

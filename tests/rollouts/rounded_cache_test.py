@@ -24,6 +24,10 @@ CONFIG = TransformerConfig(
 )  # fmt: skip
 
 
+def _no_delta(layer, inputs):
+  raise AssertionError(f"{layer} is no gated DeltaNet: {inputs}")
+
+
 def _by_steps(x):
   """s·q of vectors x[..., H] in float32, as the docstring of `round_to_int8` says."""
   x = np.asarray(x, np.float32)
@@ -121,7 +125,7 @@ def _decode_one_by_one(prompt, response):
   found = []
   for position, token in enumerate([*prompt, *response[:-1]]):
     tables = model.rotary(jnp.full((1, 1), position))
-    hidden, *_ = model.decode(params, jnp.asarray([token]), tables, attend, None)
+    hidden, *_ = model.decode(params, jnp.asarray([token]), tables, attend, _no_delta)
     found.append(jax.nn.log_softmax(head_logits(hidden, model.head(params))[0]))
   return np.stack(found[len(prompt) - 1 :])
 
