@@ -362,6 +362,6 @@ def silence_orbax() -> None:
 
 def _is_not_from_orbax(record: logging.LogRecord) -> bool:
   of_orbax = f"{os.sep}orbax{os.sep}"
-  if record.name == "asyncio":  # says which task's error nobody has asked for
-    return of_orbax not in record.getMessage()
+  if record.name == "asyncio":  # says whose error nobody has asked for: a task's, or a read's
+    return not any(mark in record.getMessage() for mark in (of_orbax, "tensorstore"))
   return of_orbax not in record.pathname
