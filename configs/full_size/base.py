@@ -4,8 +4,9 @@ Not a complete recipe. Four recipes that start from it have the settings of four
 size: salt_qwen25_math_7b, p3o_qwen3_4b, fade_qwen25_7b, mu_grpo_r1_distill_7b. What neither a paper
 nor its authors' code states is marked **open** there. Two more are to start with, on one chip:
 gsm8k_qwen25_05b and gsm8k_qwen25_15b_lora; gspo_qwen3_30b_a3b and gsm8k_olmoe_1b_7b train mixtures
-of experts. None has been trained with: no accelerator was available. This prints the memory per
-chip, and needs no chip (v5p:2x2x4 has 16 chips, and is v5p-32 in Cloud's names):
+of experts, grpo_qwen35_4b gated DeltaNets. None has been trained with: no accelerator was
+available. This prints the memory per chip, and needs no chip (v5p:2x2x4 has 16 chips, and is v5p-32
+in Cloud's names):
 
   python -m rlvr_jax.main --mode=fits --config=configs/full_size/base.py --topology=v5p:2x2x4
 
