@@ -427,6 +427,7 @@ def test_generation_on_a_mesh_is_that_of_one_device(network, sizes):
 
 
 def test_a_copy_in_8_bits_has_exact_gates_taps_and_rates():
+  pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")
   shapes = jax.eval_shape(updates.small_model(DENSE).init, jax.random.key(0))
   copy = jax.eval_shape(functools.partial(quantize, format="int8"), shapes)
   rounded = {name for name, leaf in copy["blocks"]["delta"].items() if hasattr(leaf, "qvalue")}
