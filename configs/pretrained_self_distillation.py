@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
   c.teacher.checkpoint = "initial"
   c.teacher.privileged = "solution"
   c.teacher.prompt = "{question} Hint: {privileged}. Answer:"
-  c.teacher.max_prompt_length = 64  # tokens; the longest has 49
+  c.teacher.max_prompt_length = 64  # tokens; the longest has 47
   c.teacher.temperature = 0.5
   c.teacher.reward_weight = 0.0
   return c
