@@ -348,7 +348,7 @@ class Mixers(NamedTuple):
 class _AttentionModule(nnx.Module):
   """The parameters of a layer's attention."""
 
-  def _add_kernels(
+  def _add_attention(
     self, c: TransformerConfig, heads: Heads, rngs: nnx.Rngs, *, has_value: bool = True
   ) -> None:
     queries, keys = heads.queries * heads.width, heads.keys * heads.width
@@ -358,12 +358,6 @@ class _AttentionModule(nnx.Module):
     if has_value:
       self.value = init_kernel(rngs, (c.width, keys), c.param_dtype)
     self.output = init_kernel(rngs, (queries, c.width), c.param_dtype, residual_gain)
-
-  def _add_to_attention(
-    self, c: TransformerConfig, heads: Heads, rngs: nnx.Rngs, *, has_value: bool = True
-  ) -> None:
-    """Adds what attention has in some families: biases, norms of queries and keys, a gate."""
-    queries, keys = heads.queries * heads.width, heads.keys * heads.width
     if c.qkv_bias:
       self.query_bias = nnx.Param(jnp.zeros((queries,), c.param_dtype))
       self.key_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
@@ -386,8 +380,7 @@ class FullAttention(_AttentionModule):
 
   def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
     has_value = not config.full_keys_as_values
-    self._add_kernels(config, config.heads_of(FULL), rngs, has_value=has_value)
-    self._add_to_attention(config, config.heads_of(FULL), rngs, has_value=has_value)
+    self._add_attention(config, config.heads_of(FULL), rngs, has_value=has_value)
 
 
 class Block(_AttentionModule):
@@ -412,7 +405,7 @@ class Block(_AttentionModule):
     if c.layer_scale:
       self.layer_scale = nnx.Param(jnp.ones((1,), c.param_dtype))
     if ATTENTION in stacks:
-      self._add_kernels(c, c.heads_of(ATTENTION), rngs)
+      self._add_attention(c, c.heads_of(ATTENTION), rngs)
     if DENSE in stacks:
       self.gate = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
       self.up = init_kernel(rngs, (c.width, c.mlp_width), c.param_dtype)
@@ -423,8 +416,6 @@ class Block(_AttentionModule):
     if DELTA in stacks:
       assert c.delta is not None
       self.delta = DeltaNet(c.delta, rngs, **sizes, norm_epsilon=c.norm_epsilon)
-    if ATTENTION in stacks:
-      self._add_to_attention(c, c.heads_of(ATTENTION), rngs)
     if FULL in stacks:
       self.full = FullAttention(c, rngs)
     if c.mlp_bias:
