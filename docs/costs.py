@@ -50,6 +50,8 @@ LIMITS = {  # (recipe, slice), in the order of the table
   ("salt_qwen25_math_7b", "v5e:8x8"): Limits(65, 13.8, 1810, 0.575),
   ("p3o_qwen3_4b", "v5p:2x2x4"): Limits(14.2, 38, 440, 0.60),
   ("p3o_qwen3_4b", "v5e:8x8"): Limits(7.4, 14.2, 240, 0.60),
+  ("grpo_qwen35_4b", "v5p:2x2x4"): Limits(99, 95, 9999, 0.1),
+  ("grpo_qwen35_4b", "v5e:8x8"): Limits(99, 16, 9999, 0.1),
   ("fade_qwen25_7b", "v5p:2x2x4"): Limits(22, 51, 655, 0.85),
   ("fade_qwen25_7b", "v5e:8x8"): Limits(10.3, 12.5, 275, 0.85),
   ("mu_grpo_r1_distill_7b", "v5p:2x2x4"): Limits(22, 51, 655, 0.85),
@@ -64,8 +66,8 @@ LIMITS = {  # (recipe, slice), in the order of the table
 }
 
 
-UNTUNED = {"grpo_qwen35_4b"}  # recipes without settings for a slice, whose costs are not compiled
-LENGTHS = {"p3o_qwen3_4b": "lognormal(mean=800, prompt=150)"}  # its usual ones; else the longest
+# The usual lengths of a recipe; of others the longest.
+LENGTHS = dict.fromkeys(("p3o_qwen3_4b", "grpo_qwen35_4b"), "lognormal(mean=800, prompt=150)")
 
 
 def recipe_config(recipe: str, topology: str) -> ConfigDict:

@@ -11,15 +11,39 @@ problems per refresh with 4 rollouts each, prompts up to 4096 tokens, responses 
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
 A slot takes 51.5 MB for its states, whatever its length, and 32 KB for the keys and values of each
-token. Card: docs/methods/grpo.md.
+token. With settings for a slice: grpo_qwen35_4b.py:v5p:2x2x4 and grpo_qwen35_4b.py:v5e:8x8. Card:
+docs/methods/grpo.md.
 """
 
 from ml_collections import ConfigDict
 
 from rlvr_jax.configs.full_size import base
 
+SLICES = {  # those of p3o_qwen3_4b, for lognormal(mean=800, prompt=150); not searched for
+  "v5p:2x2x4": {
+    "mesh.data": 2,
+    "mesh.fsdp": 4,
+    "mesh.tensor": 2,
+    "generation_mesh.data": 4,
+    "generation_mesh.fsdp": 1,
+    "generation_mesh.tensor": 4,
+    "generation_mesh.same_devices": True,
+    "sampling.slots": 1024,
+    "model.overrides.remat": "dots",
+    "compiler_options.training": base.FUSED_GATHERS,
+  },
+  "v5e:8x8": {
+    "mesh.data": 4,
+    "mesh.fsdp": 4,
+    "mesh.tensor": 4,
+    "sampling.slots": 512,
+    "model.overrides.remat": "dots",
+    "compiler_options.training": base.FUSED_GATHERS,
+  },
+}
 
-def get_config() -> ConfigDict:
+
+def get_config(topology: str = "") -> ConfigDict:
   c = base.get_config()
   c.num_updates = 500
   c.model.preset = "qwen3.5_4b"
@@ -40,4 +64,4 @@ def get_config() -> ConfigDict:
   c.batch.tokens_per_micro_batch = c.batch.tokens_per_row = 9216
   c.loss = "ppo_clip(epsilon_low=0.2, epsilon_high=0.28)"
   c.learning_rate = "constant(peak=1e-6)"
-  return c
+  return base.set_for_slice(c, SLICES, topology)

@@ -1,8 +1,9 @@
 """Model FLOPs: the necessary arithmetic of a policy, independent of the implementation.
 
 Matrix products count, 2·M·N·K each, over real tokens and the keys that they attend to. States count
-as their recurrence computes them, not the chunks of `ops.delta_rule`. Padding,
-masked scores, rematerialization and elementwise operations do not count.
+as their recurrence computes them, not the chunks of `ops.delta_rule`: two products with a vector;
+the outer product that changes a state is elementwise. Padding, masked scores, rematerialization and
+elementwise operations do not count.
 """
 
 from __future__ import annotations
@@ -150,9 +151,9 @@ def _layer_flops_per_token(c: TransformerConfig, mixer: str, mlp: str) -> float:
 
 
 def _recurrence_flops_per_token(c: TransformerConfig) -> float:
-  """FLOPs of a gated DeltaNet's states: read for the key, changed, and read for the query."""
+  """FLOPs of a gated DeltaNet's states: read for the key, and read for the query."""
   sizes = c.delta
-  return 0.0 if sizes is None else 6.0 * sizes.value_heads * sizes.key_dim * sizes.value_dim
+  return 0.0 if sizes is None else 4.0 * sizes.value_heads * sizes.key_dim * sizes.value_dim
 
 
 def _attended_keys(lengths: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:

@@ -14,6 +14,7 @@ from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.configs import base
 from rlvr_jax.costs import memory, programs
 from rlvr_jax.models.memory import shard_bytes
+from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.layers import layers_in
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.train.cluster import sharding
@@ -28,6 +29,7 @@ PARAMETERS = {  # of the published models, from their own index files
   "gsm8k_qwen25_05b": 494_032_768,
   "gsm8k_qwen25_15b_lora": 1_543_714_304,
 }
+WITHOUT_INDEX = {"grpo_qwen35_4b", "gspo_qwen35_35b_a3b"}  # their index files have vision, too
 FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "full_size"
 RECIPES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"__init__", "base"})
 
@@ -42,9 +44,10 @@ def recipe(name):
 
 def sizes(name):
   """(devices, tensor) that a recipe is for: one chip and v5e:2x4, or v5p:2x2x4 and a pod."""
-  return (
-    [(1, 1), (8, 1)] if name.startswith("gsm8k") else [(16, recipe(name).mesh.tensor), (256, 4)]
-  )
+  if name.startswith("gsm8k"):
+    return [(1, 1), (8, 1)]
+  model = recipe(name).model
+  return [(16, recipe(name).mesh.tensor), (256, min(4, preset(model.preset).split_heads))]
 
 
 QUICK = {("p3o_qwen3_4b", 256), ("gsm8k_qwen25_15b_lora", 8)}
@@ -65,7 +68,8 @@ def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips, te
     batch[field] = max(batch[field], config.mesh.fsdp)
   parts = programs.build_for(config, None)
   params = jax.tree_util.tree_leaves_with_path(parts.placement.base)
-  assert sum(math.prod(x.shape) for _, x in params) == PARAMETERS[name]
+  total = sum(math.prod(x.shape) for _, x in params)
+  assert name in WITHOUT_INDEX or total == PARAMETERS[name]
   # All but norms, biases and routers is split over every chip that its dimensions allow.
   is_router = lambda path: path[-1].key == "router"
   of_matrices = [
@@ -74,7 +78,7 @@ def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips, te
   for x in of_matrices:
     share = math.prod(x.sharding.shard_shape(x.shape)) / math.prod(x.shape)
     assert share == 1 / chips
-  assert sum(math.prod(x.shape) for x in of_matrices) > 0.99 * PARAMETERS[name]
+  assert sum(math.prod(x.shape) for x in of_matrices) > 0.99 * total
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,0 +1,33 @@
+"""GSPO on a mixture with gated DeltaNets: Qwen3.5-35B-A3B, four updates per refresh.
+
+The recipe of gspo_qwen3_30b_a3b for the newer network: 256 experts of which a token takes 8, one
+that all tokens share, and states instead of keys in three layers of four. **open**: as there;
+besides, no paper states a recipe for this model.
+
+  python -m rlvr_jax.main --distributed \\
+    --config=configs/full_size/gspo_qwen35_35b_a3b.py:v5p:2x4x4 \\
+    --workdir=/mnt/rlvr_jax/runs/qwen35_moe \\
+    --config.model.checkpoint=gs://BUCKET/Qwen3.5-35B-A3B \\
+    --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
+    --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
+
+Card: docs/methods/gspo.md.
+"""
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.configs.full_size import base, gspo_qwen3_30b_a3b
+
+SLICES = {  # those of gspo_qwen3_30b_a3b, but for two key/value heads; not searched for
+  "v5p:2x4x4": {
+    **gspo_qwen3_30b_a3b.SLICES["v5p:2x4x4"],
+    "generation_mesh.data": 16,
+    "generation_mesh.tensor": 2,
+  },
+}
+
+
+def get_config(topology: str = "") -> ConfigDict:
+  c = gspo_qwen3_30b_a3b.get_config()
+  c.model.preset = "qwen3.5_35b_a3b"
+  return base.set_for_slice(c, SLICES, topology)
