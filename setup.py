@@ -1,4 +1,4 @@
-"""Package metadata. Commands are run from a checkout: pip install -e ".[dev,plot]"."""
+"""The package's metadata; its version is in rlvr_jax/__init__.py."""
 
 import pathlib
 import re
@@ -15,6 +15,7 @@ GGUF = ["gguf>=0.17.1"]  # earlier ones bring sentencepiece
 MATH = ["mpmath>=1.3.0"]
 OPENENV = ["aiohttp>=3.11"]  # the client; openenv itself brings some 60 packages
 PLOT = ["matplotlib>=3.10"]
+REASONING_GYM = ["reasoning-gym>=0.1.25"]  # with some 20 packages that nothing else needs
 
 EXTRAS = {
   "tpu": ["jax[tpu]>=0.7.2"],
@@ -32,6 +33,7 @@ EXTRAS = {
   "torch": ["peft>=0.21", "torch==2.13.0"],  # tests against transformers' own networks
   "tunix": ["google-tunix>=0.1.7"],  # its safetensors < 0.8 is too old for hf and dev
   "plot": PLOT,
+  "reasoning_gym": REASONING_GYM,
   "docs": ["latex2mathml>=3.81", "mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
   "dev": [
     *GCS,
@@ -40,6 +42,7 @@ EXTRAS = {
     *MATH,
     *OPENENV,
     *PLOT,
+    *REASONING_GYM,
     "hypothesis>=6.100",
     "ipykernel>=6.17.1",
     "mypy>=2.4.1",
@@ -53,20 +56,42 @@ EXTRAS = {
 }
 
 HERE = pathlib.Path(__file__).parent
-README = HERE / "README.md"
 INIT = (HERE / "rlvr_jax" / "__init__.py").read_text(encoding="utf-8")
+
+
+def description() -> str:
+  """The README as an index shows it, where paths of the repository lead nowhere: without them."""
+  readme = HERE / "README.md"
+  text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+  text = re.sub(r"^!\[.*\]\((?!https:).*\)\n\n", "", text, flags=re.MULTILINE)
+  return re.sub(r"\[([^\]]+)\]\((?!https:|#)[^)]+\)", r"\1", text)
+
 
 setuptools.setup(
   name="rlvr_jax",
   version=re.findall(r'^__version__ = "(.+)"$', INIT, re.MULTILINE)[0],
   description="Reinforcement learning from verifiable rewards, in JAX, readable end to end",
-  long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+  long_description=description(),
   long_description_content_type="text/markdown",
+  author="The rlvr_jax authors",
   license="Apache-2.0",
+  license_files=["LICENSE"],
+  keywords=["reinforcement learning", "verifiable rewards", "RLVR", "language models", "JAX"],
+  classifiers=[
+    "Development Status :: 3 - Alpha",
+    "Intended Audience :: Science/Research",
+    "Operating System :: POSIX",
+    "Programming Language :: Python :: 3",
+    "Programming Language :: Python :: 3.11",
+    "Programming Language :: Python :: 3.12",
+    "Programming Language :: Python :: 3.13",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
+  ],
   python_requires=">=3.11",
   packages=setuptools.find_packages(include=["rlvr_jax", "rlvr_jax.*"]),
   package_data={
-    "rlvr_jax": ["py.typed"],
+    "rlvr_jax": ["py.typed", "docs/*.md", "docs/methods/*.md"],
     "rlvr_jax.data": ["chat_templates/*"],
     "rlvr_jax.view": ["page.*"],
   },
@@ -84,7 +109,6 @@ setuptools.setup(
     "numpy>=2.1",
     "optax>=0.2.7",
     "orbax-checkpoint>=0.12.4",
-    "reasoning-gym>=0.1.25",
     "safetensors>=0.6",
     "scipy>=1.15",
     "tensorboardX>=2.6.4",

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 CHECKOUT = pathlib.Path(__file__).parents[1]
 PACKAGE = "rlvr_jax"
-EXTRA = "plot"
+EXTRAS = ("plot", "reasoning_gym")
 
 
 def installed() -> dict[str, str]:
@@ -29,10 +29,11 @@ def installed() -> dict[str, str]:
   return {canonicalize_name(name): version for name, version in found if name}
 
 
-def needed(texts: Iterable[str], extra: str = EXTRA) -> list[Requirement]:
-  """The requirements that hold on this machine, with those of the extra."""
+def needed(texts: Iterable[str]) -> list[Requirement]:
+  """The requirements that hold on this machine, with those of the extras."""
   requirements = [Requirement(text) for text in texts]
-  return [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": extra})]
+  holds = lambda marker: any(marker.evaluate({"extra": extra}) for extra in EXTRAS)
+  return [r for r in requirements if r.marker is None or holds(r.marker)]
 
 
 def lacking(requirements: Iterable[Requirement], present: Mapping[str, str]) -> list[str]:

@@ -1,14 +1,16 @@
 """GRPO teaches a small pretrained language model to add and subtract.
 
-The policy is SmolLM2-135M-Instruct, dequantized from 4 bits (`make pretrained-model`). Asked in
-chat "What is 23 + 8?", with the system message "Answer with the number only.", it talks, and is
-right one time in 25. Its only feedback is right or wrong, by the last number of a response.
-Held-out problems have numbers that no training problem has.
+The policy is SmolLM2-135M-Instruct, dequantized from 4 bits. Asked in chat "What is 23 + 8?", with
+the system message "Answer with the number only.", it talks, and is right one time in 25. Its only
+feedback is right or wrong, by the last number of a response. Held-out problems have numbers that no
+training problem has.
 
-  make pretrained
-  python -m rlvr_jax.main --config=configs/pretrained.py --workdir=runs/pretrained
+  pip install "rlvr_jax[gguf,hf,plot]"
+  python -m rlvr_jax.models.pretrained
+  rlvr_jax --config=pretrained --workdir=runs/pretrained
 
-Hardware: 2 CPU cores. Results, time, memory and controls: experiments/pretrained/README.md.
+In a checkout `make pretrained` does all of it. Hardware: 2 CPU cores. Results, time, memory and
+controls: experiments/pretrained/README.md.
 """
 
 from ml_collections import ConfigDict
@@ -23,7 +25,7 @@ def get_config() -> ConfigDict:
   c.model.preset = ""
   c.model.checkpoint = "~/.cache/rlvr_jax/pretrained/SmolLM2-135M-Instruct"
   c.tokenizer = "checkpoint"
-  c.task = dict(name="experiments.pretrained.task:sums", kwargs=dict())
+  c.task = dict(name="sums", kwargs=dict())
   c.prompts.format = "chat"
   c.prompts.system = "Answer with the number only."
   c.max_prompt_length = 48  # tokens; a question takes 30

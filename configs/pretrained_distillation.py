@@ -4,7 +4,7 @@ The teacher of configs/pretrained_self_distillation.py, beside the reward of con
 an advantage is GRPO's, which all tokens of a response share, plus the teacher's opinion of each
 token.
 
-  make pretrained-model
+  python -m rlvr_jax.models.pretrained
   python -m rlvr_jax.main --config=configs/pretrained_distillation.py \
     --workdir=runs/distillation
 

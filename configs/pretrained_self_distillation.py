@@ -4,7 +4,7 @@ Policy and task are those of configs/pretrained.py. The teacher is the policy be
 update, which reads "What is 23 + 8? Hint: 23 + 8 = 31. Answer:" before the same response, at half
 the temperature. What it finds more probable than the policy does gains. No reward is learned from.
 
-  make pretrained-model
+  python -m rlvr_jax.models.pretrained
   python -m rlvr_jax.main --config=configs/pretrained_self_distillation.py \
     --workdir=runs/self_distillation
 

@@ -15,3 +15,8 @@ __all__ = [
   "train",
 ]
 __version__ = "0.1.0"
+
+
+def page(name: str) -> str:
+  """The path of a page of the documentation, such as "costs.md"; the package holds them."""
+  return f"{__path__[0]}/docs/{name}"

@@ -1,11 +1,11 @@
 """Trains, evaluates or exports a policy; checks or reports what a configuration needs.
 
-  python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
+  rlvr_jax --config=quickstart --workdir=runs/quickstart
 
 Any field can be set on the command line, such as --config.seed=1. The same command on the same
 workdir resumes a run that was stopped or killed. For --mode=eval, export, fits, costs and
 tune see docs/costs.md, for --mode=check and Cloud TPUs docs/tpu.md, for --mode=sweep
-docs/sweeps.md, for --mode=view docs/view.md.
+docs/sweeps.md, for --mode=view docs/view.md; the package holds these pages.
 
 On several hosts, run it on each with --distributed and a workdir that all of them can access. If
 the cluster does not identify the processes, use --coordinator, --num_processes and --process_id.
@@ -18,6 +18,7 @@ import sys
 from absl import app, flags
 from ml_collections import config_flags
 
+import rlvr_jax
 from rlvr_jax.train.cluster import process
 from rlvr_jax.train.setup import config_file
 
@@ -27,7 +28,9 @@ _MODE = flags.DEFINE_enum(
   ["train", "sample", "check", "eval", "export", "fits", "costs", "tune", "sweep", "view"],
   "What to do.",
 )
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "Recipe's name, or FILE.py.", lock_config=True
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all output files.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP.")
 _SWEEP = flags.DEFINE_string("sweep", None, "Python file whose get_sweep() lists the runs.")
@@ -62,14 +65,14 @@ _PARENT = flags.DEFINE_integer("parent", None, "Process whose end also ends this
 
 _HELP = """rlvr_jax trains, evaluates and exports policies, for instance by
 
-  rlvr_jax --config=configs/quickstart.py --workdir=runs/quickstart
+  rlvr_jax --config=quickstart --workdir=runs/quickstart
 
-  --config=FILE        the recipe; any field can be set, such as --config.seed=1
+  --config=RECIPE      a recipe's name or your own FILE.py; any field can be set, --config.seed=1
   --workdir=FOLDER     for all output files; the same command resumes a run
   --mode=MODE          train (default), sample, check, eval, export, fits, costs, tune, sweep, view
   --checkpoint=RUN     the run to evaluate or to export
 
-All flags: rlvr_jax --help. A first run, explained: docs/first_run.md"""
+All flags: rlvr_jax --help. A first run, explained: {page}"""
 
 
 def main(argv: list[str]) -> int:
@@ -149,7 +152,11 @@ def run() -> int:
 
 def parse_flags(argv: list[str]) -> list[str]:
   """Like `config_file.parse_flags`; without any flag, prints a short help and exits."""
-  return config_file.parse_flags(argv) if len(argv) > 1 else sys.exit(_HELP)
+  return (
+    config_file.parse_flags(argv)
+    if len(argv) > 1
+    else sys.exit(_HELP.format(page=rlvr_jax.page("first_run.md")))
+  )
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def _of_this_process():
 @contextlib.contextmanager
 def emulated():
   """The emulator, which this process and those that it starts use meanwhile."""
-  gcsfs = pytest.importorskip("gcsfs", reason='gcsfs is missing: pip install -e ".[gcs]"')
+  gcsfs = pytest.importorskip("gcsfs", reason='gcsfs is missing: pip install "rlvr_jax[gcs]"')
   emulator = _of_this_process()
 
   class Strict(gcsfs.core.GCSFileSystem):

@@ -17,7 +17,7 @@ from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.data.published import builder
 from rlvr_jax.storage.folders import list_files
 
-hub = pytest.importorskip("huggingface_hub", reason='pip install -e ".[hf]"')
+hub = pytest.importorskip("huggingface_hub", reason='pip install "rlvr_jax[hf]"')
 SHA = "0" * 40  # of the only commit
 
 

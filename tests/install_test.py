@@ -3,8 +3,11 @@
 import distutils.core
 import functools
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 
 import jax
 import pytest
@@ -28,6 +31,7 @@ COLAB = {
   "tqdm": "4.67.1",
 }
 CONFIGS = tiny.ROOT / "configs"
+LARGEST = 1.5e6  # bytes of the wheel
 OWN_CONFIG = """
 from rlvr_jax.configs import base, quickstart
 
@@ -86,17 +90,41 @@ def test_an_install_replaces_nothing_that_colab_has():
   assert {name: v for name, v in COLAB.items() if not needed[name].contains(v)} == {}
 
 
+def setup(source, *command):
+  subprocess.run([sys.executable, "setup.py", "--quiet", *command], cwd=source, check=True)
+
+
+def built(source, folder):
+  """What an installation puts in place, in a folder of its own."""
+  setup(source, "build", f"--build-base={folder}", f"--build-lib={folder / 'lib'}")
+  return folder / "lib"
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-  """What an installation puts in place, in a folder of its own."""
-  folder = tmp_path_factory.mktemp("built")
-  built = ["build", f"--build-base={folder}", f"--build-lib={folder / 'lib'}"]
-  subprocess.run([sys.executable, "setup.py", "--quiet", *built], cwd=tiny.ROOT, check=True)
-  return folder / "lib"
+  return built(tiny.ROOT, tmp_path_factory.mktemp("built"))
 
 
 def test_the_version_is_that_of_the_package():
   assert distribution().get_version() == rlvr_jax.__version__
+  citation = (tiny.ROOT / "CITATION.cff").read_text(encoding="utf-8")
+  assert f"\nversion: {rlvr_jax.__version__}\n" in citation
+
+
+def test_the_description_has_no_link_that_an_index_cannot_follow():
+  text = distribution().get_long_description()
+  assert re.findall(r"\]\((?!https:|#)[^)]*\)", text) == []
+  assert "[experiment]" not in text and "experiment)." in text and "| method |" in text
+
+
+def test_messages_name_extras_and_pages_that_there_are():
+  """An extra's command is the same for a wheel and a checkout, which -e "." is not."""
+  code = [path.read_text(encoding="utf-8") for path in tiny.ROOT.glob("rlvr_jax/**/*.py")]
+  named = {extra for text in code for extra in re.findall(r"rlvr_jax\[([\w,-]+)\]", text)}
+  assert len(named) > 8 and not any("pip install -e" in text for text in code)
+  assert {one for text in named for one in text.split(",")} <= set(distribution().extras_require)
+  pages = {name for text in code for name in re.findall(r"rlvr_jax\.page\(.([\w.]+).\)", text)}
+  assert len(pages) > 3 and all(os.path.isfile(rlvr_jax.page(name)) for name in pages)
 
 
 def test_it_holds_every_module_and_recipe(installed):
@@ -105,10 +133,30 @@ def test_it_holds_every_module_and_recipe(installed):
   recipes = {f"rlvr_jax/{path.relative_to(tiny.ROOT)}" for path in CONFIGS.rglob("*.py")}
   templates = (tiny.ROOT / "rlvr_jax" / "data" / "chat_templates").iterdir()
   pages = (tiny.ROOT / "rlvr_jax" / "view").glob("page.*")
-  others = {"rlvr_jax/py.typed"}
+  documents = (tiny.ROOT / "docs").rglob("*.md")
+  others = {f"rlvr_jax/{path.relative_to(tiny.ROOT)}" for path in documents}
+  others |= {"rlvr_jax/py.typed"}
   others |= {str(path.relative_to(tiny.ROOT)) for path in (*templates, *pages)}
   assert found == modules | recipes | others and len(recipes) > 20
-  assert "rlvr_jax/configs/full_size/base.py" in found
+  assert {"rlvr_jax/configs/full_size/base.py", "rlvr_jax/docs/methods/grpo.md"} <= found
+
+
+def test_it_is_small(installed, tmp_path):
+  wheel = shutil.make_archive(str(tmp_path / "wheel"), "zip", installed)
+  assert os.path.getsize(wheel) < LARGEST
+
+
+@pytest.mark.slow
+def test_the_source_distribution_gives_the_same_package(installed, tmp_path):
+  setup(tiny.ROOT, "egg_info", f"--egg-base={tmp_path}", "sdist", f"--dist-dir={tmp_path}")
+  (archive,) = tmp_path.glob("*.tar.gz")
+  with tarfile.open(archive) as file:
+    file.extractall(tmp_path, filter="data")
+  again = built(tmp_path / archive.name.removesuffix(".tar.gz"), tmp_path / "built")
+  files = lambda folder: {
+    path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+  }
+  assert files(again) == files(installed)
 
 
 def pip(*arguments, python=sys.executable):
@@ -156,11 +204,12 @@ def test_the_wheel_in_an_empty_environment(tmp_path):
   pip("wheel", "--no-deps", f"--wheel-dir={tmp_path}", tiny.ROOT)
   subprocess.run([sys.executable, "-m", "venv", tmp_path / "empty"], check=True)
   python = tmp_path / "empty" / "bin" / "python"
-  pip("install", *tmp_path.glob("*.whl"), python=python)
+  (wheel,) = tmp_path.glob("*.whl")
+  pip("install", f"{wheel}[reasoning_gym]", python=python)
   pip("check", python=python)
   short = ["--config.num_updates=2", "--config.warm_start.num_steps=2"]
   subprocess.run(
-    [python.with_name("rlvr_jax"), "--config=configs/quickstart.py", "--workdir=run", *short],
+    [python.with_name("rlvr_jax"), "--config=quickstart", "--workdir=run", *short],
     cwd=tmp_path,
     env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     check=True,

@@ -235,7 +235,7 @@ CONFIG_FILES = [  # get_config's body, what follows --config=FILE, the message
   ("import ml_collections as m; return m.ConfigDict({'seed': 1})", [""],
    r"returns has no num_updates, task, .*; start from"),
   ("", [":unknown"], r"wrong\.py:unknown: TypeError: get_config\(\) takes 0 .* 1 was given"),
-  ("", ["x"], r"--config=.*wrong\.pyx: there is no such file\. The recipes are configs/NAME\.py, "),
+  ("", ["x"], r"--config=.*wrong\.pyx: there is no such file\. It is your own FILE\.py or the "),
   ("", ["", "--config.batch.prompts=abc"], r"batch\.prompts=abc: needs an integer, such"),
   ("", ["", "--config.model.overrides.widht=3"], r"overrides\.widht is not a field; .*'width'"),
 ]  # fmt: skip
@@ -261,8 +261,8 @@ def test_an_empty_workdir_is_none():
   ("flags", "first"),
   [
     ([], "rlvr_jax trains, evaluates and exports policies, for instance by"),
-    (["--config.seed=2", "--wrkdir=x"], "error: --config is missing; add --config=FILE"),
-    (["--workdir=x", "--mode=eval"], "error: --config is missing; add --config=FILE"),
+    (["--config.seed=2", "--wrkdir=x"], "error: --config is missing; add --config=NAME"),
+    (["--workdir=x", "--mode=eval"], "error: --config is missing; add --config=NAME"),
   ],
   ids=["none", "unknown", "eval"],
 )

@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import ml_collections
 
+import rlvr_jax
 from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.costs.chips import CHIPS
 from rlvr_jax.data import Problem, Task, Tokenizer
@@ -163,7 +164,7 @@ class Preflight:
       return Finding(
         FAIL,
         f"this machine has TPU chips ({tpu_files[0]}), but jax found none: {_BUSY}; or install the"
-        ' extra with pip install -e ".[tpu]"',
+        ' extra with pip install "rlvr_jax[tpu]"',
       )
     if len(kinds) > 1:
       return Finding(FAIL, f"devices of several kinds: {kinds}; use one slice, or equal slices")
@@ -238,7 +239,7 @@ class Preflight:
       return Finding(
         FAIL,
         f"{self.workdir} is not shared: this host sees the files of {seen} of {jax.process_count()}"
-        " hosts. Mount one file system on all of them; see docs/tpu.md",
+        f" hosts. Mount one file system on all of them; see {rlvr_jax.page('tpu.md')}",
       )
     actions = "written and read" if in_bucket(self.workdir) else "written, synced and locked"
     return Finding(OK, f"{self.workdir} can be {actions}")
@@ -387,7 +388,9 @@ class Preflight:
     if max(compiled or totals.values()) > limit:
       layout = parts.placement.row_layout
       remedy = f"set config.batch.tokens_per_micro_batch below {layout.device_places}, lower the"
-      return Finding(FAIL, f"{text}: {remedy} lengths, or raise config.mesh (docs/costs.md)")
+      return Finding(
+        FAIL, f"{text}: {remedy} lengths, or raise config.mesh ({rlvr_jax.page('costs.md')})"
+      )
     return Finding(OK, text)
 
 
@@ -444,7 +447,7 @@ def _check_host_memory(parts: Parts) -> Finding:
   layout = parts.placement.row_layout
   lower = f"set config.batch.tokens_per_micro_batch below {layout.device_places}, or lower lengths"
   remedy = remedies.get(max(totals, key=lambda name: totals[name]), lower)
-  return Finding(FAIL, f"{text}: {remedy}, or take a smaller network (docs/costs.md)")
+  return Finding(FAIL, f"{text}: {remedy}, or take a smaller network ({rlvr_jax.page('costs.md')})")
 
 
 def _require(value: T | None, reason: str) -> T:

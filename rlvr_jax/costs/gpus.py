@@ -111,8 +111,8 @@ def gpu_devices(topology: str) -> list[Any]:
     return list(described.devices)
   except Exception as error:  # the plugin's errors have no common class
     raise ValueError(
-      f"cannot compile for --topology={topology}: {str(error)[:300]}. pip install -e"
-      ' ".[cuda13]" installs the compiler, which needs no GPU'
+      f"cannot compile for --topology={topology}: {str(error)[:300]}. pip install"
+      ' "rlvr_jax[cuda13]" installs the compiler, which needs no GPU'
     ) from error
 
 

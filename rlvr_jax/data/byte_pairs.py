@@ -169,7 +169,9 @@ def _import_tokenizers() -> Any:
   try:
     import tokenizers
   except ImportError as error:
-    raise ImportError('training a tokenizer needs tokenizers: pip install -e ".[hf]"') from error
+    raise ImportError(
+      'training a tokenizer needs tokenizers: pip install "rlvr_jax[hf]"'
+    ) from error
   return tokenizers
 
 

@@ -342,7 +342,7 @@ def _import_libraries() -> tuple[ModuleType, ModuleType]:
     import transformers
   except ImportError as error:
     raise ImportError(
-      f'tokenizers of Hugging Face folders need {error.name}: pip install -e ".[hf]"'
+      f'tokenizers of Hugging Face folders need {error.name}: pip install "rlvr_jax[hf]"'
     ) from error
   return transformers, jinja2
 

@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from absl import logging
@@ -61,6 +62,7 @@ def reasoning_gym(
   Raises:
     ValueError: a dataset, setting or template field is unknown, seeds are equal, a size is out of
       range, or there are too few distinct questions.
+    ImportError: reasoning-gym is not installed.
   """
   settings = dict(settings or {})
   _check_seeds(train_seed, warm_start_seed, held_out_seed)
@@ -114,24 +116,30 @@ def reasoning_gym(
 
 
 def _create_dataset(dataset: str, settings: Mapping[str, Any], *, seed: int, size: int):
-  # Imported here because the import takes a second and other tasks do not need it.
-  from reasoning_gym.factory import create_dataset
-
   try:
-    return create_dataset(dataset, **settings, seed=seed, size=size)
+    return _import_library().create_dataset(dataset, **settings, seed=seed, size=size)
   except (AssertionError, TypeError, ValueError) as error:
     raise ValueError(
       f"reasoning_gym dataset {dataset!r} rejects settings {dict(settings)}: {error}"
     ) from error
 
 
-def _check_dataset(dataset: str, settings: Mapping[str, Any]) -> None:
-  from reasoning_gym.factory import DATASETS
+def _import_library() -> ModuleType:
+  # Imported here because the import takes a second and other tasks do not need it.
+  try:
+    from reasoning_gym import factory
+  except ImportError as error:
+    raise ImportError(
+      f'the task reasoning_gym needs {error.name}: pip install "rlvr_jax[reasoning_gym]"'
+    ) from error
+  return factory
 
-  if dataset not in DATASETS:
+
+def _check_dataset(dataset: str, settings: Mapping[str, Any]) -> None:
+  known = _import_library().DATASETS
+  if dataset not in known:
     raise ValueError(
-      f"unknown reasoning_gym dataset {dataset!r}; similar names:"
-      f" {_similar_names(dataset, DATASETS)}"
+      f"unknown reasoning_gym dataset {dataset!r}; similar names: {_similar_names(dataset, known)}"
     )
   hash_seed = os.environ.get("PYTHONHASHSEED", "random")
   if dataset in _HASH_SEED_DEPENDENT and hash_seed == "random":
@@ -140,7 +148,7 @@ def _check_dataset(dataset: str, settings: Mapping[str, Any]) -> None:
       "Python's hash seed is fixed, so that a resumed run would not be reproducible: set "
       "PYTHONHASHSEED=0 in the environment"
     )
-  fields = {field.name for field in dataclasses.fields(DATASETS[dataset][1])} - {"seed", "size"}
+  fields = {field.name for field in dataclasses.fields(known[dataset][1])} - {"seed", "size"}
   for name in settings:
     if name in ("seed", "size"):
       raise ValueError(f"settings has {name!r}: set train_{name}, held_out_{name}, ... instead")

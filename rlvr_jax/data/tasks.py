@@ -2,6 +2,16 @@
 
 from rlvr_jax.data.curriculum import curriculum
 from rlvr_jax.data.mixture import mixture
-from rlvr_jax.data.plain_tasks import guess, jsonl, published, reasoning_gym, steps, tour
+from rlvr_jax.data.plain_tasks import guess, jsonl, published, reasoning_gym, steps, sums, tour
 
-__all__ = ["curriculum", "guess", "jsonl", "mixture", "published", "reasoning_gym", "steps", "tour"]
+__all__ = [
+  "curriculum",
+  "guess",
+  "jsonl",
+  "mixture",
+  "published",
+  "reasoning_gym",
+  "steps",
+  "sums",
+  "tour",
+]

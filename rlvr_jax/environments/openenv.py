@@ -448,7 +448,9 @@ def openenv(
   try:
     _network()
   except ImportError as error:
-    raise ImportError(f'openenv needs aiohttp: pip install -e ".[openenv]" ({error})') from error
+    raise ImportError(
+      f'openenv needs aiohttp: pip install "rlvr_jax[openenv]" ({error})'
+    ) from error
   _check_action(action, _action_schema(options.url, deadline_s))
   return _OpenEnv(options)
 

@@ -85,13 +85,13 @@ def convert(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -
       is not converted.
     ImportError: gguf or tokenizers is not installed.
   """
-  _import_libraries()
+  import_libraries()
   system, target = locate(directory)
   if not isinstance(system, LocalFileSystem):
     raise ValueError(f"{directory} is not a local folder; convert to one, and copy that")
   with open(source, "rb") as file:
-    record = {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "version": VERSION}
-  if _is_made(pathlib.Path(target), record):
+    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+  if is_made(target, sha256):
     return False
   with new_directory(directory) as (system, temporary):
     folder = pathlib.Path(temporary)
@@ -106,17 +106,19 @@ def convert(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -
     for name, content in files.items():
       write_bytes(system, str(folder / name), _to_json(content))
     sizes = {path.name: path.stat().st_size for path in _visible(folder)}
-    write_bytes(system, str(folder / RECORD), _to_json(record | {"sizes": sizes}))
+    record = {"sha256": sha256, "version": VERSION, "sizes": sizes}
+    write_bytes(system, str(folder / RECORD), _to_json(record))
   return True
 
 
-def _is_made(folder: pathlib.Path, record: Mapping[str, Any]) -> bool:
-  """Whether the folder has this record, and its files the sizes that they had."""
+def is_made(directory: str | os.PathLike[str], sha256: str) -> bool:
+  """Whether a local folder was made from the file with this hash, and its files are all there."""
+  folder = pathlib.Path(directory)
   if not (folder / RECORD).exists():
     return False
   written = json.loads((folder / RECORD).read_text(encoding="utf-8"))
   sizes = {path.name: path.stat().st_size for path in _visible(folder) if path.name != RECORD}
-  return written == {**record, "sizes": sizes}
+  return written == {"sha256": sha256, "version": VERSION, "sizes": sizes}
 
 
 def _visible(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -157,7 +159,7 @@ def _first_bytes(path: pathlib.Path) -> bytes:
 
 def _read(path: pathlib.Path, source: Any) -> tuple[GGUFReader, dict[str, Any]]:
   """Reads a file's header; returns its reader, with the tensors, and its metadata."""
-  gguf, _ = _import_libraries()
+  gguf, _ = import_libraries()
   if (first := _first_bytes(path)) != b"GGUF":
     raise ValueError(
       f"{source} is neither a GGUF file, which begins with b'GGUF', nor a zip with one: it begins"
@@ -282,7 +284,7 @@ def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
 
 def _arrays(tensors: Mapping[str, ReaderTensor], head_dim: int) -> Iterator[np.ndarray]:
   """Yields all tensors as float32."""
-  gguf, _ = _import_libraries()
+  gguf, _ = import_libraries()
   for name, tensor in tensors.items():
     rows = tensor.data
     if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -345,7 +347,7 @@ def _tokenizer(
   tokens, kinds = require("tokens"), require("token_type")
   for kind in set(kinds):
     _check_known(source, "a type of tokens", kind, range(_NORMAL, _UNUSED + 1))
-  _, library = _import_libraries()
+  _, library = import_libraries()
   of_kinds = lambda *chosen: [
     library.AddedToken(token, normalized=False)
     for token, kind in zip(tokens, kinds, strict=True)
@@ -378,15 +380,25 @@ def _tokenizer(
   return tokenizer
 
 
-def _import_libraries() -> tuple[ModuleType, ModuleType]:
+def import_libraries() -> tuple[ModuleType, ModuleType]:
   try:
     import gguf
     import tokenizers
   except ImportError as error:
     raise ImportError(
-      f'converting GGUF files needs {error.name}: pip install -e ".[gguf,hf]"'
+      f'converting GGUF files needs {error.name}: pip install "rlvr_jax[gguf,hf]"'
     ) from error
   return gguf, tokenizers
+
+
+@contextlib.contextmanager
+def exit_on_error(folder: str) -> Iterator[None]:
+  """Ends the process with one line where `folder` cannot be made."""
+  try:
+    yield
+  except (ValueError, OSError, ImportError) as error:
+    full = f"no space left to write {folder}; free some, and run the same command again"
+    sys.exit(f"error: {full if is_disk_full(error) else error}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -395,11 +407,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("file", help="a .gguf file, or a zip with exactly one")
   parser.add_argument("folder", help="folder to write")
   arguments = parser.parse_args(argv)
-  try:
+  with exit_on_error(arguments.folder):
     new = convert(arguments.file, arguments.folder)
-  except (ValueError, OSError, ImportError) as error:
-    full = f"no space left to write {arguments.folder}; free some, and run the same command again"
-    sys.exit(f"error: {full if is_disk_full(error) else error}")
   print(f"{arguments.folder} {'is' if new else 'was already'} made from {arguments.file}")
 
 

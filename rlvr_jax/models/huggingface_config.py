@@ -89,7 +89,10 @@ def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> Tr
       quantized, or values contradict one another.
   """
   if CONFIG not in list_files(directory):
-    raise FileNotFoundError(f"{directory} has no {CONFIG}; name the folder of a checkpoint")
+    raise FileNotFoundError(
+      f"{directory} has no {CONFIG}; name the folder of a checkpoint (that of configs/pretrained.py"
+      " is made by: python -m rlvr_jax.models.pretrained)"
+    )
   return TransformerConfig(**(config_fields(*read_config(directory)) | overrides))
 
 

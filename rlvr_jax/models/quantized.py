@@ -117,7 +117,7 @@ def _import_qwix() -> ModuleType:
     import qwix
   except ImportError as error:
     raise ImportError(
-      'config.sources.quantized needs qwix: pip install -e ".[quantized]"'
+      'config.sources.quantized needs qwix: pip install "rlvr_jax[quantized]"'
     ) from error
   return qwix
 

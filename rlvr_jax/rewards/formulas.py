@@ -380,7 +380,9 @@ def load_mpmath() -> Any:
   try:
     import mpmath
   except ImportError as error:
-    raise ImportError('the mathematics grader needs mpmath: pip install -e ".[math]"') from error
+    raise ImportError(
+      'the mathematics grader needs mpmath: pip install "rlvr_jax[math]"'
+    ) from error
   return mpmath.mp
 
 

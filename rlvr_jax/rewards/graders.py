@@ -112,8 +112,12 @@ def _read_quotient(text: str) -> float | None:
 @functools.lru_cache(maxsize=64)
 def _load_reasoning_gym_scorer(dataset: str, settings: str) -> Callable[[str, dict], float]:
   # Imported here because the import takes a second; the parent process and other graders skip it.
-  from reasoning_gym.factory import create_dataset
-
+  try:
+    from reasoning_gym.factory import create_dataset
+  except ImportError as error:
+    raise ImportError(
+      f'the grader reasoning_gym needs {error.name}: pip install "rlvr_jax[reasoning_gym]"'
+    ) from error
   return create_dataset(dataset, **json.loads(settings)).score_answer
 
 

@@ -42,7 +42,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str
   except (ImportError, ValueError) as error:
     raise ValueError(
       f"{text!r} cannot be opened: {error}. Give a local path or a URL that fsspec knows; for gs://"
-      ' install pip install -e ".[gcs]"'
+      ' pip install "rlvr_jax[gcs]"'
     ) from error
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TextIO, cast
 
+import rlvr_jax
 from rlvr_jax.storage.bucket import MAX_CONCURRENT_REQUESTS, Bucket
 from rlvr_jax.storage.files import TEMPORARY, make_locked_folder, path_within, replace_path
 
@@ -46,8 +47,8 @@ def parse_path(
   if must_be_on_disk:
     raise ValueError(
       f"{owner} = {text!r} is a URL, but must be a folder: on a disk, or on a file system that all"
-      " hosts mount, such as Filestore (docs/tpu.md). A mounted bucket does not work: gcsfuse has"
-      " neither locks nor atomic renames"
+      f" hosts mount, such as Filestore ({rlvr_jax.page('tpu.md')}). A mounted bucket"
+      " does not work: gcsfuse has neither locks nor atomic renames"
     )
   if url[1] != "gs" or not re.match("[^/]+/+[^/]", url[2]):  # pathlib drops a slash of gs://
     raise ValueError(
@@ -59,7 +60,8 @@ def parse_path(
     from etils import epath
   except ImportError as error:
     raise ValueError(
-      f'{owner} = {text!r} needs gcsfs ({error}): pip install -e ".[gcs]", or choose a local folder'
+      f'{owner} = {text!r} needs gcsfs ({error}): pip install "rlvr_jax[gcs]", or choose a local'
+      " folder"
     ) from error
   return cast(pathlib.Path, epath.Path(f"gs://{url[2].rstrip('/')}"))
 

@@ -9,7 +9,7 @@ from colabs import execute, install
 
 TEXTS = [
   "numpy>=2.1",
-  "reasoning-gym>=0.1.25",
+  'reasoning-gym>=0.1.25; extra == "reasoning-gym"',  # as metadata spell it
   "Orbax_Checkpoint>=0.12.4",
   'matplotlib>=3.10; extra == "plot"',
   'ruff>=0.17; extra == "dev"',

@@ -11,7 +11,7 @@ from train import tiny
 
 from rlvr_jax.commands import choose, tune
 
-pytest.importorskip("libtpu", reason='needs TPUs\' compiler: pip install -e ".[tpu]"')
+pytest.importorskip("libtpu", reason='needs TPUs\' compiler: pip install "rlvr_jax[tpu]"')
 
 LENGTHS = "lognormal(mean=3)"
 

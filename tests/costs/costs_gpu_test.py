@@ -19,7 +19,7 @@ from rlvr_jax.configs.full_size import fade_qwen25_7b
 from rlvr_jax.costs import memory, programs, report
 from rlvr_jax.costs.chips import find_chip
 
-pytest.importorskip("jax_cuda13_plugin", reason='needs the compiler: pip install -e ".[cuda13]"')
+pytest.importorskip("jax_cuda13_plugin", reason='the compiler: pip install "rlvr_jax[cuda13]"')
 
 ONE = "h100:1"
 

@@ -25,7 +25,7 @@ from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Head, Prompts
 
-pytest.importorskip("libtpu", reason='needs TPUs\' compiler: pip install -e ".[tpu]"')
+pytest.importorskip("libtpu", reason='needs TPUs\' compiler: pip install "rlvr_jax[tpu]"')
 
 TOPOLOGY = "v5p:2x2x4"
 ONE = "v5e:1x1"

@@ -498,5 +498,5 @@ def test_a_tokenizer_that_ends_every_prompt(folder):
 @pytest.mark.parametrize("library", ["transformers", "jinja2"])
 def test_a_library_is_missing(folder, monkeypatch, library):
   monkeypatch.setitem(sys.modules, library, None)
-  with pytest.raises(ImportError, match=rf"need {library}: pip install -e .\.\[hf\]"):
+  with pytest.raises(ImportError, match=rf"need {library}: pip install .rlvr_jax\[hf\]"):
     folder().load()

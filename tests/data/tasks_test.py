@@ -5,6 +5,7 @@ import logging
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 
@@ -345,6 +346,29 @@ def test_published_programs(tmp_path):
 def test_published_bad_arguments(source, kwargs, message):
   with pytest.raises(ValueError, match=message):
     _published(source, **kwargs)
+
+
+def test_reasoning_gym_is_an_extra(monkeypatch):
+  monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # as where it is not installed
+  monkeypatch.delitem(sys.modules, "reasoning_gym.factory", raising=False)
+  graders._load_reasoning_gym_scorer.cache_clear()
+  for kind, call in (("task", _reasoning_gym), ("grader", graders.reasoning_gym_self_test)):
+    told = rf'the {kind} reasoning_gym needs .*: pip install "rlvr_jax\[reasoning_gym\]"$'
+    with pytest.raises(ImportError, match=told):
+      call()
+
+
+def test_sums_hold_numbers_out():
+  task = tasks.sums()
+  train, held_out = list(task.train), list(task.held_out)
+  assert (len(train), len(held_out)) == (1365, 155)  # as experiments/pretrained has it
+  of = lambda problems: {n for p in problems for n in re.findall(r"\d+", p.question)}
+  assert not of(train) & of(held_out) and len(of(held_out)) == 10
+  for problem in train + held_out:
+    a, sign, b = re.fullmatch(r"What is (\d+) ([+-]) (\d+)\?", problem.question).groups()
+    assert int(problem.answer) == int(a) + (int(b) if sign == "+" else -int(b)) >= 0
+  with pytest.raises(ValueError, match="sums: held_out_numbers"):
+    tasks.sums(largest=3, held_out_numbers=3)
 
 
 def test_published_does_not_import_tensorflow(source, tmp_path):

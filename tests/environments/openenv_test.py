@@ -28,7 +28,7 @@ from rlvr_jax.environments.openenv import fill_in, make_action
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.workers.pool import Failure
 
-web = pytest.importorskip("aiohttp.web", reason='needs aiohttp: pip install -e ".[openenv]"')
+web = pytest.importorskip("aiohttp.web", reason='needs aiohttp: pip install "rlvr_jax[openenv]"')
 HERE = pathlib.Path(__file__).parent
 WAIT_S = 60.0
 has_server = pytest.mark.skipif(

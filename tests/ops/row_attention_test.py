@@ -244,7 +244,7 @@ def test_cudnn_has_no_soft_cap():
 @pytest.mark.parametrize("axes", [(1, 1, 1), (1, 2, 2)])
 def test_a_gradient_is_lowered_to_cudnns_kernels(axes):
   """Needs the wheels of the extra cuda13, but no GPU. Whether a layer slides is traced."""
-  pytest.importorskip("jax_cuda13_plugin", reason="needs pip install -e '.[cuda13]'")
+  pytest.importorskip("jax_cuda13_plugin", reason="needs pip install 'rlvr_jax[cuda13]'")
   *_, rows = _inputs(np.float32)
   of = lambda heads: jax.ShapeDtypeStruct((*rows.prompts.shape, heads, 64), jnp.bfloat16)
   mesh = jax.make_mesh(

@@ -47,7 +47,7 @@ def write_report(
     if learning_curves.draw(records, workdir / CURVES_FILE):
       lines.append(f"learning curves  {kept}/{CURVES_FILE}")
   except ImportError:
-    lines.append('learning curves  not plotted, matplotlib is missing: pip install -e ".[plot]"')
+    lines.append('learning curves  not plotted, no matplotlib: pip install "rlvr_jax[plot]"')
   lines.append(f"every metric     {kept}/{METRICS_FILE}")
   lines.append(f"rollouts         {kept}/{ROLLOUTS_FILE}")
   lines.append(f"TensorBoard      {kept}/{TENSORBOARD_FOLDER}")

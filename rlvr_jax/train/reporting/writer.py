@@ -357,7 +357,7 @@ def check_tracker(name: str) -> None:
   if name not in TRACKERS:
     raise ValueError(f"--trackers={name} is unknown; allowed: {', '.join(TRACKERS)}")
   if importlib.util.find_spec(name) is None:
-    raise ValueError(f'--trackers={name} is not installed: pip install -e ".[{name}]"')
+    raise ValueError(f'--trackers={name} is not installed: pip install "rlvr_jax[{name}]"')
 
 
 def _tracked_id(workdir: pathlib.Path) -> str:

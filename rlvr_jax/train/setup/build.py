@@ -16,6 +16,7 @@ import optax
 from absl import logging
 from jax.sharding import Mesh
 
+import rlvr_jax
 from rlvr_jax import advantages, corrections, geometry, losses, reweighting, specs
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.data import Task, Tokenizer, tasks
@@ -553,7 +554,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
   if config.expert_balance and not model.config.num_experts:
     raise ValueError(
       f"config.expert_balance = {config.expert_balance} is for mixtures of experts, but the network"
-      " has none; set it to 0, or choose a mixture (docs/experts.md)"
+      f" has none; set it to 0, or choose a mixture ({rlvr_jax.page('experts.md')})"
     )
   check_between("config", "policy_temperature", config.policy_temperature, low=LEAST_TEMPERATURE)
   check_integer("config", "proximal_every", config.proximal_every, low=0, high=MAX_INT32)
@@ -658,8 +659,8 @@ def _check_routing(
   if records_routes(settings) and not network.num_experts:
     field = "routing = 'replayed'" if routing == "replayed" else "record_routes = True"
     raise ValueError(
-      f"config.model.{field} needs a mixture, but num_experts = 0; choose one (docs/experts.md), or"
-      " set routing = 'recomputed' and record_routes = False"
+      f"config.model.{field} needs a mixture, but num_experts = 0; choose one"
+      f" ({rlvr_jax.page('experts.md')}), or set routing = 'recomputed' and record_routes = False"
     )
   single = gram if gram.startswith("per_rollout") else ""
   if routing == "replayed" and (single or compared):

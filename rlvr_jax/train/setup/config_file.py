@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import glob
 import inspect
 import json
 import os
@@ -77,7 +78,7 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 _MISSING = (
-  "--config is missing; add --config=FILE, a recipe such as configs/quickstart.py or your own. An"
+  "--config is missing; add --config=NAME, a recipe such as quickstart, or your own FILE.py. An"
   " evaluation or an export of a run needs none with --checkpoint=RUN"
 )
 
@@ -313,26 +314,29 @@ def _existing(path: str) -> str:
   file = path.partition(":")[0]
   if os.path.exists(file):
     return path
-  recipes = sorted(name[:-3] for name in os.listdir(_RECIPES) if re.match(r"[a-z]\w*\.py$", name))
-  near = difflib.get_close_matches(os.path.basename(file).removesuffix(".py"), recipes, n=1)
-  hint = f"; did you mean configs/{near[0]}.py?" if near else "."
+  files = [*glob.glob("[a-z]*.py", root_dir=_RECIPES), *glob.glob("*/[a-z]*.py", root_dir=_RECIPES)]
+  recipes = sorted(name.removesuffix(".py") for name in files)
+  meant = file.removeprefix("configs/").removesuffix(".py")
+  near = difflib.get_close_matches(meant, recipes, n=1)
+  hint = f"; did you mean {near[0]}?" if near else "."
   sys.exit(
-    f"error: --config={path}: there is no such file{hint} The recipes are configs/NAME.py, NAME one"
-    f" of {', '.join(recipes)}"
+    f"error: --config={path}: there is no such file{hint} It is your own FILE.py or the name of a"
+    f" recipe, one of {', '.join(recipes)}"
   )
 
 
 def installed_recipe(path: str) -> str:
-  """The path of a configuration file, that of the installed one where there is none.
+  """The path of a configuration file: for a recipe's name, that of the installed recipe.
 
-  So configs/quickstart.py, as the documents have it, is found from any folder. What follows a
-  colon is the argument of get_config().
+  quickstart and full_size/gsm8k_qwen25_05b are names. So is configs/quickstart.py, as the documents
+  have it, where there is no such file. What follows a colon is the argument of get_config().
   """
   file, colon, argument = path.partition(":")
-  installed = os.path.join(os.path.dirname(rlvr_jax.__file__), file)
-  if file.startswith("configs/") and not os.path.exists(file) and os.path.exists(installed):
-    return f"{installed}{colon}{argument}"
-  return path
+  name = re.fullmatch(r"configs/([\w/]+)\.py|([\w/]+)", file)
+  if not name or os.path.isfile(file):
+    return path
+  installed = os.path.join(_RECIPES, f"{name[1] or name[2]}.py")
+  return f"{installed}{colon}{argument}" if os.path.isfile(installed) else path
 
 
 def _flags_like(pattern: str, argv: Sequence[str]) -> Iterator[tuple[re.Match[str], str]]:

@@ -76,7 +76,7 @@ def test_without_matplotlib_the_table_stands(workdir, monkeypatch):
     monkeypatch.delitem(sys.modules, name)
   monkeypatch.setattr(builtins, "__import__", without)
   text = report.write_report(workdir)
-  assert 'pip install -e ".[plot]"' in text and "held-out pass@1" in text
+  assert 'pip install "rlvr_jax[plot]"' in text and "held-out pass@1" in text
   assert not (workdir / report.CURVES_FILE).exists()
 
 

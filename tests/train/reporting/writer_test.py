@@ -325,5 +325,5 @@ def test_a_tracker_that_is_unknown_or_absent_is_refused(tmp_path, monkeypatch):
     )
   monkeypatch.setattr(sys, "path", [str(pathlib.Path(tmp_path))])
   monkeypatch.setattr(sys, "path_importer_cache", {})
-  with pytest.raises(ValueError, match=r'wandb is not installed: pip install -e "\.\[wandb\]"'):
+  with pytest.raises(ValueError, match=r'wandb is not installed: pip install "rlvr_jax\[wandb\]"'):
     metrics.check_tracker("wandb")

@@ -52,14 +52,17 @@ def refused(*arguments, **how):
 
 def test_a_recipe_is_found_from_any_folder(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  installed = config_file.installed_recipe("configs/full_size/base.py:x")
-  path, _, argument = installed.rpartition(":")
-  assert pathlib.Path(path).samefile(tiny.ROOT / "configs/full_size/base.py") and argument == "x"
-  for found_or_not in ("configs/no_such.py", "quickstart.py", "/configs/quickstart.py"):
-    assert config_file.installed_recipe(found_or_not) == found_or_not
+  for named in ("configs/full_size/base.py:x", "full_size/base:x"):
+    path, _, argument = config_file.installed_recipe(named).rpartition(":")
+    assert pathlib.Path(path).samefile(tiny.ROOT / "configs/full_size/base.py") and argument == "x"
+  others = ("configs/no_such.py", "quickstart.py", "/configs/quickstart.py", "../configs/grpo")
+  for other in (*others, "no_such", "configs/grpo"):
+    assert config_file.installed_recipe(other) == other
   (tmp_path / "configs").mkdir()
   (tmp_path / "configs" / "grpo.py").touch()  # one's own goes before
   assert config_file.installed_recipe("configs/grpo.py") == "configs/grpo.py"
+  (tmp_path / "quickstart").mkdir()  # a run's folder, say
+  assert parsed(recipe="quickstart").task.kwargs.prompt == "{expression} = "
 
 
 @pytest.mark.parametrize(
@@ -156,8 +159,6 @@ def test_a_run_s_configuration_is_code_that_needs_trust(field, tmp_path):
 def test_a_run_of_the_package_s_own_components_asks_nothing(tmp_path):
   path = tmp_path / "config.json"
   for recipe in (tiny.ROOT / "configs").glob("[a-z]*.py"):
-    if recipe.stem.startswith("pretrained"):
-      continue  # the task is in experiments
     path.write_text(parsed(recipe=recipe).to_json_best_effort())
     parsed(recipe=path)
 
@@ -205,16 +206,21 @@ def test_no_run_and_no_configuration(tmp_path):
 
 @pytest.mark.parametrize(
   ("path", "near"),
-  [("configs/quickstrt.py", "; did you mean configs/quickstart.py?"), ("nope.py", ".")],
+  [
+    ("configs/quickstrt.py", "; did you mean quickstart?"),
+    ("full_size/grpo_qwen35_5b", "; did you mean full_size/grpo_qwen35_4b?"),
+    ("nope.py", "."),
+  ],
 )
 def test_a_file_that_does_not_exist_is_told_the_recipes(path, near, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  names = sorted(p.stem for p in (tiny.ROOT / "configs").glob("*.py") if p.stem[0] != "_")
+  paths = (tiny.ROOT / "configs").rglob("[!_]*.py")
+  names = sorted(str(path.relative_to(tiny.ROOT / "configs"))[:-3] for path in paths)
   with pytest.raises(SystemExit) as told:
     parsed(recipe=path)
   assert str(told.value) == (
-    f"error: --config={path}: there is no such file{near} The recipes are configs/NAME.py, NAME one"
-    f" of {', '.join(names)}"
+    f"error: --config={path}: there is no such file{near} It is your own FILE.py or the name of a"
+    f" recipe, one of {', '.join(names)}"
   )
 
 

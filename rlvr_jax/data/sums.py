@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from rlvr_jax.data.problems import Problem, Task
+from rlvr_jax.data.sources import Chosen
 from rlvr_jax.data.task_utils import warn_of_common_answer
 from rlvr_jax.ops.checks import check_integer
 
@@ -31,9 +32,9 @@ def sums(*, largest: int = 40, held_out_numbers: int = 10, split_seed: int = 0) 
   trained = [number for number in numbers if number not in held_out]
   task = Task(
     name="sums",
-    train=tuple(_problems(trained)),
-    warm_start=(),
-    held_out=tuple(_problems(sorted(held_out))),
+    train=Chosen.of(tuple(_problems(trained))),
+    warm_start=Chosen.of(()),
+    held_out=Chosen.of(tuple(_problems(sorted(held_out)))),
     grader="gsm8k",  # the last number of a response is its answer
   )
   return warn_of_common_answer(task)
