@@ -16,8 +16,8 @@ from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.ops.expert_load import Load, balance_weights, expert_load, load_metrics
 from rlvr_jax.ops.logprobs import Taught, token_statistics
 from rlvr_jax.ops.masked import mean_metric
-from rlvr_jax.ops.route_changes import RouteChanges, change_metrics, count_changes
 from rlvr_jax.ops.reductions import without_tokens
+from rlvr_jax.ops.route_changes import RouteChanges, change_metrics, count_changes
 from rlvr_jax.ops.row_blocks import short_row
 from rlvr_jax.ops.update_metrics import policy_metrics
 from rlvr_jax.types import (
