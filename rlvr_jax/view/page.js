@@ -553,29 +553,30 @@ function thin(points, count) {
   return kept;
 }
 
+// What the marks of a figure mean, of [class, colour, words].
+const keysOf = (rows) =>
+  el(
+    "div",
+    { class: "keys" },
+    rows.map(([kind, colour, words]) =>
+      el("span", { class: "key" }, el("i", { class: kind, style: { "--key": colour } }), words),
+    ),
+  );
+
+const figure = (title, note, ...inside) =>
+  el(
+    "figure",
+    { class: "chart" },
+    el("figcaption", {}, title, note ? el("small", {}, note) : null),
+    inside,
+  );
+
 // A chart of lines: [{label, points, colour, dash}]; a pointer reads the values.
 function chart(title, lines, { log = false, note = "" } = {}) {
   const plot = el("div", { class: "plot" }),
     reading = el("output", { class: "reading" });
-  const keys = el(
-    "div",
-    { class: "keys" },
-    lines.map(({ label, colour, dash }) =>
-      el(
-        "span",
-        { class: "key" },
-        el("i", { class: dash ? "dashed" : "", style: { "--key": line(colour) } }),
-        label,
-      ),
-    ),
-  );
-  const figure = el(
-    "figure",
-    { class: "chart" },
-    el("figcaption", {}, title, note ? el("small", {}, note) : null),
-    plot,
-    keys,
-    reading,
+  const keys = keysOf(
+    lines.map(({ label, colour, dash }) => [dash ? "dashed" : "", line(colour), label]),
   );
   const height = 150,
     left = 44,
@@ -616,7 +617,7 @@ function chart(title, lines, { log = false, note = "" } = {}) {
     draw();
   });
   drawLazily(plot, () => draw());
-  return figure;
+  return figure(title, note, plot, keys, reading);
 }
 
 const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
@@ -893,31 +894,14 @@ function timeChart(summary, run) {
     });
   });
   const sum = [...totals.values()].reduce((a, b) => a + b, 0);
-  return el(
-    "figure",
-    { class: "chart" },
-    el(
-      "figcaption",
-      {},
-      `Time by phase${several() ? ` · ${"AB"[run]}` : ""}`,
-      el("small", {}, `seconds per update, ${show(Math.round(sum))} s in all`),
-    ),
-    plot,
-    el(
-      "div",
-      { class: "keys" },
-      PHASES.flatMap((name, p) =>
-        totals.has(name)
-          ? el(
-              "span",
-              { class: "key" },
-              el("i", { class: "box", style: { "--key": line(CATEGORIES[p], 0.85) } }),
-              `${name.replace("_", " ")} ${Math.round((100 * totals.get(name)) / sum)} %`,
-            )
-          : [],
-      ),
+  const share = (name) => `${name.replace("_", " ")} ${Math.round((100 * totals.get(name)) / sum)} %`;
+  const keys = keysOf(
+    PHASES.flatMap((name, p) =>
+      totals.has(name) ? [["box", line(CATEGORIES[p], 0.85), share(name)]] : [],
     ),
   );
+  const title = `Time by phase${several() ? ` · ${"AB"[run]}` : ""}`;
+  return figure(title, `seconds per update, ${show(Math.round(sum))} s in all`, plot, keys);
 }
 
 function moreMetrics() {
@@ -1635,18 +1619,7 @@ function heatMap(part, run) {
     reading.textContent = `${name(i)} and ${name(j)}: cosine ${show(cosine[i * B + j])}`;
   });
   canvas.addEventListener("click", (event) => openRollout(run, part.header, at(event)[0]));
-  return el(
-    "figure",
-    { class: "chart" },
-    el(
-      "figcaption",
-      {},
-      "Cosines of gradients",
-      el("small", {}, "orange −1, blue +1; left: reward"),
-    ),
-    plot,
-    reading,
-  );
+  return figure("Cosines of gradients", "orange −1, blue +1; left: reward", plot, reading);
 }
 
 function batchOfStep(run, step) {

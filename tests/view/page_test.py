@@ -298,7 +298,7 @@ def test_it_works_in_the_frame_of_a_notebook(browser, page, tmp_path):
   browser.wait(f"{inside}.querySelector('.row')")
 
 
-def test_a_served_run_is_followed(browser, tmp_path):
+def test_a_served_run_is_followed(browser, page, tmp_path):
   folder = made.write_run(tmp_path / "run")
   with write.Server([read.open_run(folder)], {}) as server:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -312,6 +312,7 @@ def test_a_served_run_is_followed(browser, tmp_path):
       browser.go("#batch/0/4")
       assert count(browser, ".row") == 2
     finally:
+      browser.open(f"file://{page}/one.html")  # which asks the server for nothing
       server.shutdown()
       thread.join()
 
