@@ -15,8 +15,9 @@ from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.ops.veto import negative_advantage_veto
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.log import loss_tokens_alone
+from rlvr_jax.update.accumulate import batch_forward, first_phase
 from rlvr_jax.update.diagnostics import MARKS, measure, of_tokens
-from rlvr_jax.update.objective import Constants, Estimate, Scores
+from rlvr_jax.update.objective import Constants, Estimate, Scores, estimate_coefficients
 from rlvr_jax.update.step import initial_state, train_step
 from rlvr_jax.update.teaching import Teaching
 
@@ -104,44 +105,55 @@ def assert_same(found, expected):
     np.testing.assert_allclose(found[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
+@jax.jit
+def _of_tokens(params, batch):
+  method = method_of()
+  estimate = functools.partial(estimate_coefficients, (), method=method)
+  constants = first_phase(params, {}, batch, estimate, jax.random.key(0), method=method)
+  scores, _ = batch_forward(params, {}, batch, method=method._replace(gram=None))
+  return of_tokens(scores, batch, constants, method=method)
+
+
 def test_arrays_of_tokens_are_what_numpy_says():
   batch = make_proximal_batch()
   expected = in_numpy(batch)
   for name in MARKS:  # every case occurs
     assert 0 < expected[name].sum() < expected[name].size
-  found, metrics = measured(batch)
+  found = loss_tokens_alone(jax.device_get(_of_tokens(params_of(), batch)), batch.mask)
   assert_same(found, expected)
   assert all(found[name].dtype == bool for name in MARKS)
-  for name, metric in MARKS.items():
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["padded", "rows", "mesh"])
+def test_a_measurement_is_of_the_update_that_follows(form):
+  """Whatever rows, micro-batches and devices: the same arrays, whose means are its metrics."""
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2) if form == "mesh" else None
+  batch, expected = make_proximal_batch(), in_numpy(make_proximal_batch())
+  given = batch if form == "padded" else in_rows(batch, rows=1, mesh=mesh)
+  found, metrics = measured(given, mesh)
+  assert_same(found, expected)
+  for name, metric in [*MARKS.items(), ("token_entropy", "policy/entropy")]:
     assert metrics[metric] == pytest.approx(expected[name].mean())
-  assert metrics["policy/entropy"] == pytest.approx(expected["token_entropy"].mean())
-
-
-@pytest.mark.parametrize("sizes", [None, dict(data=2, fsdp=2, tensor=2)])
-def test_rows_micro_batches_and_meshes_give_the_same(sizes):
-  mesh = None if sizes is None else sharding.make_mesh(**sizes)
-  batch = make_proximal_batch()
-  found, _ = measured(in_rows(batch, rows=1, mesh=mesh), mesh)
-  assert_same(found, in_numpy(batch))
 
 
 def marks_of(loss, veto=None):
-  """The arrays of marks that a method has."""
+  """Names of the arrays of marks that a method has; traced alone."""
   method = make_method(loss=loss, veto=veto)
-  batch = make_proximal_batch()
-  coefficients = jnp.asarray(batch.rewards - 0.5)
-  logprobs = jnp.asarray(batch.behavior_logprobs)
-  statistics = loss.statistics and loss.statistics(logprobs, batch, coefficients)
-  constants = Constants(coefficients, statistics, {}, Estimate(coefficients, coefficients, {}))
-  scores = Scores(logprobs, jnp.zeros((P, G, T)))
-  found = of_tokens(scores, batch, constants, method=method)
+
+  def trace(batch):
+    A, logprobs = batch.rewards - 0.5, batch.behavior_logprobs
+    statistics = loss.statistics and loss.statistics(logprobs, batch, A)
+    constants = Constants(A, statistics, {}, Estimate(A, A, {}))
+    return of_tokens(Scores(logprobs, logprobs), batch, constants, method=method)
+
+  found = jax.eval_shape(trace, make_proximal_batch())
   assert all(x.shape == (P, G, T) for x in found.values())
   return {name for name in found if name in MARKS}
 
 
 def _bounds():
-  made = {name: getattr(losses, name) for name in losses.__all__ if name != "token_loss"}
-  made = {name: make() for name, make in made.items() if callable(make) and name != "Loss"}
+  made = {name: getattr(losses, name)() for name in losses.__all__}
   return made | {"truncated": losses.reinforce(truncation=2.0), "uncapped": losses.p3o(cap="none")}
 
 
