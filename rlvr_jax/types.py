@@ -194,6 +194,9 @@ class Mean:
 
   total: Array
   weight: Array
+  # [P, G, T], bool or in [0, 1]: what it averages, where that is a mark on each token. Diagnostics
+  # read it; an update drops it, see `ops.reductions.without_tokens`.
+  tokens: Array | None = None
 
 
 @jax.tree_util.register_dataclass

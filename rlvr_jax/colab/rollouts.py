@@ -24,7 +24,13 @@ from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.claim import WorkdirError
 from rlvr_jax.train.checkpointing.workdir import read_config
 from rlvr_jax.train.setup.build import make_schedule
-from rlvr_jax.view.read import DEFAULT_BATCHES, choose_batches, open_run, stored_numbers
+from rlvr_jax.view.read import (
+  DEFAULT_BATCHES,
+  choose_batches,
+  measured_updates,
+  open_run,
+  stored_numbers,
+)
 from rlvr_jax.view.write import PAGE_FILE, write_page
 
 # Kind of a rollout → color. A response at the length limit is "cut off", whatever its grade.
@@ -194,7 +200,7 @@ class Page(NamedTuple):
 def page(workdir: str | os.PathLike[str], *, batches: str = DEFAULT_BATCHES) -> Page:
   """The page that --mode=view writes; see `commands.view`, and `view.read` for the errors."""
   run = open_run(os.fspath(workdir))
-  chosen = choose_batches(batches, stored_numbers(run.folder))
+  chosen = choose_batches(batches, stored_numbers(run.folder), measured_updates(run))
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder) / PAGE_FILE
     write_page(path, [run], json.loads(base.get_config().to_json_best_effort()), [chosen])

@@ -11,6 +11,7 @@ import jax
 import ml_collections
 
 from rlvr_jax.storage.files import JsonObject, report_unwritable
+from rlvr_jax.storage.places import in_bucket
 from rlvr_jax.train.checkpointing.claim import WorkdirError
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.view import read, write
@@ -26,6 +27,8 @@ def view(
   port: int = 0,
 ) -> Callable[[], write.Written | None]:
   """Opens runs; returns a function that writes WORKDIR/view.html, or serves the page until Ctrl-C.
+
+  The page of a run in a bucket is written to the current folder.
 
   Args:
     base: the configuration that the runs' are compared with.
@@ -47,8 +50,12 @@ def view(
   if batches == read.DEFAULT_BATCHES:  # so that those of two runs are pairs
     shared = sorted(set.intersection(*map(set, numbers)))
     numbers = [shared or of_run for of_run in numbers]
-  chosen = [read.choose_batches(batches, of_run) for of_run in numbers]
-  return lambda: _write(Path(workdir) / write.PAGE_FILE, runs, recipe, chosen)
+  chosen = [
+    read.choose_batches(batches, of_run, read.measured_updates(run))
+    for run, of_run in zip(runs, numbers, strict=True)
+  ]
+  folder = Path() if in_bucket(runs[0].folder) else Path(workdir)
+  return lambda: _write(folder / write.PAGE_FILE, runs, recipe, chosen)
 
 
 def _write(

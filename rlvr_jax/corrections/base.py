@@ -36,15 +36,15 @@ class Correction(NamedTuple):
 
   Attributes:
     apply: (mismatch, statistics) → (weights, kept, capped), each [P, G, T] or [P, G, 1]: what
-      multiplies a token's loss, whether the token stays in the loss, and whether a bound has
-      changed its weight. None: no correction.
+      multiplies a token's loss, whether the token stays in the loss (True: all do, whatever their
+      κ), and whether a bound has changed its weight. None: no correction.
     statistics: mismatch of the *full* batch → the `statistics` argument of `apply`; None if it
       needs none.
     weighs: whether weights differ from 1; a loss whose ratio is to β already needs none.
     policies: 3 or 2.
   """
 
-  apply: Callable[[Mismatch, Any], tuple[Array, Array, Array]] | None
+  apply: Callable[[Mismatch, Any], tuple[Array, Array | bool, Array]] | None
   statistics: Callable[[Mismatch], Any] | None = None
   weighs: bool = True
   policies: int = 3
@@ -113,8 +113,8 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
     losses, metrics = loss.per_token(policy_logprobs, of_old_policy(batch), coefficients, of_loss)
     seen = mismatch(policy_logprobs, batch, coefficients)
     shaped = lambda x: jnp.broadcast_to(x, seen.mask.shape)
-    weights, kept, capped = map(shaped, apply(seen, of_correction))
-    weights = jax.lax.stop_gradient(weights)
+    weights, kept, capped = apply(seen, of_correction)
+    weights, capped = jax.lax.stop_gradient(shaped(weights)), shaped(capped)
     more = _correction_metrics(weights, kept, capped, seen)
     return jnp.where(kept, weights * losses, 0.0), {**metrics, **more}
 
@@ -127,11 +127,14 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
   )
 
 
-def _correction_metrics(weights: Array, kept: Array, capped: Array, seen: Mismatch) -> Metrics:
+def _correction_metrics(
+  weights: Array, kept: Array | bool, capped: Array, seen: Mismatch
+) -> Metrics:
   """Shares of loss tokens dropped, by the sign of A, and capped; mean and ESS of the weights."""
   kept_mask = jnp.where(kept, seen.mask, 0)
+  dropped = False if kept is True else jnp.logical_not(kept)
   return {
-    **shares_by_sign("correction/dropped", ~kept, seen.coefficients, seen.mask),
+    **shares_by_sign("correction/dropped", dropped, seen.coefficients, seen.mask),
     "correction/capped": mean_metric(capped, kept_mask),
     "correction/weight_mean": mean_metric(weights, kept_mask),
     "correction/ess": effective_sample_size(weights, kept_mask),

@@ -79,11 +79,11 @@ def importance(
       "importance: batch_normalize = True has no effect with level = 'none'; leave one of them out"
     )
 
-  def weights_of(seen: Mismatch) -> tuple[Array, Array, Array]:
-    """(weights, kept, capped) before normalization and rejection, [P, G, T] or [P, G, 1]."""
+  def weights_of(seen: Mismatch) -> tuple[Array, Array | bool, Array]:
+    """(weights, kept, capped) before normalization and rejection, see `Correction`."""
     if level == "none":
       one = jnp.ones_like(seen.log_weights)
-      return one, one > 0, one < 0
+      return one, True, one < 0
     u = {
       "token": lambda: seen.log_weights,
       "sequence": lambda: jnp.clip(
@@ -96,7 +96,7 @@ def importance(
     if bound == "mask":
       return kappa, inside, jnp.zeros_like(inside)
     bounded = jnp.clip(kappa, low if bound == "clip" else 0.0, high)
-    return bounded, jnp.ones_like(inside), bounded != kappa
+    return bounded, True, bounded != kappa
 
   def batch_mean(seen: Mismatch) -> Array:
     weights, kept, _ = weights_of(seen)
@@ -107,7 +107,7 @@ def importance(
       mean = masked_mean(weights, masked_count(seen.mask, axis=-1)[..., None])
     return jnp.where(mean > 0, mean, 1.0)
 
-  def apply(seen: Mismatch, mean: Array | None) -> tuple[Array, Array, Array]:
+  def apply(seen: Mismatch, mean: Array | None) -> tuple[Array, Array | bool, Array]:
     weights, kept, capped = weights_of(seen)
     if mean is not None:
       weights = weights / mean

@@ -44,12 +44,20 @@ class Measurement(NamedTuple):
   coefficients: Array  # f32[P, G], A
   reweighted: Array  # f32[P, G], as used in training; equal to A without a reweighting
   rewards: Array  # f32[P, G]
-  lengths: Array  # f32[P, G], tokens
+  lengths: Array  # f32[P, G], loss tokens
   valid: Array  # bool[P, G], whether the rollout has a grade
   gram_compared: Array | None = None  # f32[B, B], for config.diagnostics.compared
   gram_sampled: Array | None = None  # f32[B, B], of the feature that is not config.gram's
   gram_score: Array | None = None
   expert_load: Array | None = None  # f32[sparse layers, E] of a mixture, tokens by chosen expert
+  # [N] loss tokens, one rollout after another, see `update.diagnostics.of_tokens`; None: the method
+  # has no such thing, or the file is of an earlier version.
+  token_log_ratio: Array | None = None  # f32, log π/β, nats
+  token_log_ratio_proximal: Array | None = None  # f32, log π/π_prox, nats
+  token_entropy: Array | None = None  # f32, nats
+  token_clipped: Array | None = None  # bool, or f32 in [0, 1]
+  token_dropped: Array | None = None  # bool
+  token_vetoed: Array | None = None  # bool
 
 
 def load_geometry(workdir: str | os.PathLike[str]) -> list[Measurement]:

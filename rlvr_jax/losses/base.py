@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.ops.checks import describe
 from rlvr_jax.ops.component_repr import component_repr
-from rlvr_jax.ops.masked import for_tokens, masked_fill, mean_metric, upcast
+from rlvr_jax.ops.masked import for_tokens, masked_fill, mean_metric, token_share, upcast
 from rlvr_jax.ops.ratios import log_ratios
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
@@ -85,7 +85,7 @@ def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
   return jax.lax.stop_gradient(batch.proximal_logprobs)
 
 
-def token_loss(function: Callable[[Tokens], tuple[Array, Array]]) -> Loss:
+def token_loss(function: Callable[[Tokens], tuple[Array, Array | bool]]) -> Loss:
   """Makes a loss that depends only on the tokens' log-probabilities, ratios and coefficients.
 
   Args:
@@ -108,44 +108,44 @@ def token_loss(function: Callable[[Tokens], tuple[Array, Array]]) -> Loss:
 
 
 def _check_result(result: Any, tokens: Tokens) -> None:
-  """Raises ValueError unless `result` is losses [P, G, T] and clipped [P, G, T] or [P, G, 1]."""
+  """Raises ValueError unless `result` is losses and clipped, as `token_loss` asks for."""
   P, G, T = tokens.mask.shape
   if isinstance(result, tuple) and len(result) == 2:
     losses, clipped = (jnp.shape(part) for part in result)
-    if losses == (P, G, T) and clipped in ((P, G, T), (P, G, 1)):
+    if losses == (P, G, T) and (clipped in ((P, G, T), (P, G, 1)) or result[1] is False):
       return
   raise ValueError(
     f"the function of token_loss returns {describe(result)}; it must return (losses [P, G, T],"
-    f" clipped [P, G, T] or [P, G, 1]), here [P, G, T] = {[P, G, T]}"
+    f" clipped [P, G, T] or [P, G, 1], or False), here [P, G, T] = {[P, G, T]}"
   )
 
 
-def clip_metrics(clipped: Array, tokens: Tokens) -> Metrics:
+def clip_metrics(clipped: Array | bool, tokens: Tokens) -> Metrics:
   """Share of loss tokens whose ratio was clipped or capped: of all, with A > 0, and with A < 0.
 
   Args:
-    clipped: [P, G, T] or [P, G, 1], 1 where the bound takes effect.
+    clipped: [P, G, T] or [P, G, 1], 1 where the bound takes effect; False: there is no bound.
   """
   return shares_by_sign("loss/clip_fraction", clipped, tokens.coefficients, tokens.mask)
 
 
-def shares_by_sign(name: str, marked: Array, coefficients: Array, mask: Array) -> Metrics:
+def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: Array) -> Metrics:
   """Share of loss tokens that are marked: of all, with A > 0, and with A < 0.
+
+  That of all has the marks of the tokens, see `types.Mean`.
 
   Args:
     name: of the metric of all tokens; the others are name_positive and name_negative.
-    marked: [P, G, T] or [P, G, 1], 1 where a token counts.
+    marked: [P, G, T] or [P, G, 1], 1 where a token counts; False: none ever does, and there are no
+      marks.
     coefficients: A, f32[P, G, 1] or f32[P, G, T].
     mask: [P, G, T], loss tokens.
   """
-  marked = jnp.broadcast_to(upcast(marked), mask.shape)
-  signs = {
-    "": jnp.ones_like(coefficients, bool),
-    "_positive": coefficients > 0,
-    "_negative": coefficients < 0,
-  }
+  marks = jnp.broadcast_to(marked, mask.shape)
+  signs = {"_positive": coefficients > 0, "_negative": coefficients < 0}
   return {
-    f"{name}{suffix}": mean_metric(marked, (mask > 0) & sign) for suffix, sign in signs.items()
+    name: mean_metric(marks, mask) if marked is False else token_share(marks, mask),
+    **{f"{name}{suffix}": mean_metric(marks, (mask > 0) & sign) for suffix, sign in signs.items()},
   }
 
 

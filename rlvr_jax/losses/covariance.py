@@ -137,7 +137,7 @@ def kl_cov(*, share: float = 2e-4, coefficient: float = 1.0) -> Loss:
     signs = jnp.sign(jax.lax.stop_gradient(tokens.log_ratios))
     penalty = jnp.where(statistics, coefficient * signs * tokens.log_ratios, 0.0)
     return losses + penalty, {
-      **clip_metrics(jnp.zeros_like(losses), tokens),
+      **clip_metrics(False, tokens),
       "loss/held_back": mean_metric(statistics, tokens.mask),
     }
 

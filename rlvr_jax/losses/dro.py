@@ -18,8 +18,8 @@ def dro(*, penalty: float = 0.1) -> Loss:
   """
   check_between("dro", "penalty", penalty, low=0.0, open_low=True)
 
-  def per_token(tokens: Tokens) -> tuple[Array, Array]:
+  def per_token(tokens: Tokens) -> tuple[Array, bool]:
     losses = score_function(1.0, tokens) + penalty / 2 * jnp.square(tokens.log_ratios)
-    return losses, jnp.zeros_like(losses)
+    return losses, False
 
   return token_loss(per_token)

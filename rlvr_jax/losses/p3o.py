@@ -94,7 +94,7 @@ def p3o(
     if kl_term:
       losses += (1 - e) * k3
     return losses, {
-      **clip_metrics(ratios > limit, tokens),
+      **clip_metrics(cap != "none" and ratios > limit, tokens),
       "loss/ess": mean_metric(jnp.broadcast_to(e, ratios.shape), tokens.mask),
       "loss/k3_behavior": mean_metric(jax.lax.stop_gradient(k3), tokens.mask),
     }

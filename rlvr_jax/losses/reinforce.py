@@ -20,12 +20,10 @@ def reinforce(*, truncation: float | None = None) -> Loss:
   if truncation is not None:
     check_between("reinforce", "truncation", truncation, low=0.0, open_low=True)
 
-  def per_token(tokens: Tokens) -> tuple[Array, Array]:
-    ratios = tokens.ratios
+  def per_token(tokens: Tokens) -> tuple[Array, Array | bool]:
     if truncation is None:
-      weights, truncated = jnp.ones_like(ratios), jnp.zeros_like(ratios)
-    else:
-      weights, truncated = jnp.minimum(ratios, truncation), ratios > truncation
-    return score_function(weights, tokens), truncated
+      return score_function(1.0, tokens), False
+    ratios = tokens.ratios
+    return score_function(jnp.minimum(ratios, truncation), tokens), ratios > truncation
 
   return token_loss(per_token)._replace(ratio_to="none" if truncation is None else "sampler")

@@ -55,6 +55,17 @@ def for_tokens(coefficients: Array) -> Array:
   return coefficients[..., None] if coefficients.ndim == 2 else coefficients
 
 
+def token_share(marked: Array, mask: Array) -> Mean:
+  """Share of the kept tokens that are marked, with the marks themselves.
+
+  Args:
+    marked: [P, G, T], bool or in [0, 1].
+    mask: [P, G, T].
+  """
+  mean = mean_metric(marked, mask)
+  return Mean(total=mean.total, weight=mean.weight, tokens=marked)
+
+
 def mean_metric(x: Array, mask: Array) -> Mean:
   """The undivided mean of the kept entries of `x`, broadcast to the mask's shape."""
   return Mean(total=masked_sum(x, mask), weight=masked_count(mask))

@@ -6,6 +6,7 @@ function is pure and works under jit.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable
@@ -99,6 +100,14 @@ def empty(metrics: Metrics) -> Metrics:
     return jax.tree.map(lambda x: jnp.full(x.shape, _EMPTY.get(type(metric), 0), x.dtype), metric)
 
   return {name: make_empty(metric) for name, metric in metrics.items()}
+
+
+def without_tokens(metrics: Metrics) -> Metrics:
+  """The records without the marks on tokens that some have, see `types.Mean`."""
+  return {
+    name: dataclasses.replace(metric, tokens=None) if isinstance(metric, Mean) else metric
+    for name, metric in metrics.items()
+  }
 
 
 def values(metrics: Metrics) -> dict[str, Array]:

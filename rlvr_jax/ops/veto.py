@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops.checks import check_between, check_choice
-from rlvr_jax.ops.masked import for_tokens, mean_metric
+from rlvr_jax.ops.masked import for_tokens, mean_metric, token_share
 from rlvr_jax.ops.ratios import log_ratios
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
@@ -106,7 +106,7 @@ def negative_advantage_veto(
     negative = (batch.mask > 0) & for_tokens(coefficients < 0)
     vetoed = vetoed_tokens(triggers, negative, scope=scope)
     metrics: Metrics = {
-      "veto/token_fraction": mean_metric(vetoed, batch.mask),
+      "veto/token_fraction": token_share(vetoed, batch.mask),
       "veto/trigger_rate": mean_metric(triggers, negative),
     }
     mask = jnp.where(vetoed, 0, batch.mask) if renormalize else batch.mask

@@ -22,12 +22,26 @@ from rlvr_jax.ops.expert_load import largest_loads
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.layers import SPARSE, layers_in
 from rlvr_jax.ops.masked import masked_mean
+from rlvr_jax.ops.ratios import log_ratios
 from rlvr_jax.ops.route_changes import changes_by_layer
-from rlvr_jax.types import Array, Params, TrainBatch, TrainState
+from rlvr_jax.types import Array, Mean, Params, TrainBatch, TrainState
 from rlvr_jax.update.accumulate import batch_forward, first_phase, policy_logprobs
-from rlvr_jax.update.objective import Method, estimate_coefficients
+from rlvr_jax.update.objective import (
+  Constants,
+  Method,
+  Scores,
+  estimate_coefficients,
+  policy_losses,
+)
+from rlvr_jax.update.teaching import add_taught
 
 Diagnostics: TypeAlias = tuple[dict[str, Array], dict[str, Array]]  # (metrics, arrays)
+# The array of what befell a token → the metric that is its mean.
+MARKS = {
+  "token_clipped": "loss/clip_fraction",
+  "token_dropped": "correction/dropped",
+  "token_vetoed": "veto/token_fraction",
+}
 
 
 def measure(
@@ -56,7 +70,7 @@ def measure(
     a mixture by layer the largest load and the share of recorded choices that have changed; and
     arrays: the Gram matrices f32[B, B] of rollout gradients (g_i · g_j, not divided by B = P·G),
     f32[P, G] coefficients before and after the reweighting, rewards and lengths, bool[P, G] valid,
-    and of a mixture f32[sparse layers, E] tokens that chose each expert.
+    of a mixture f32[sparse layers, E] tokens that chose each expert, and those of `of_tokens`.
   """
   params, context = state.params, method.gram_context
   estimate = functools.partial(estimate_coefficients, state.advantage_state, method=method)
@@ -66,7 +80,7 @@ def measure(
   # Those of tokens are not reweighted; the geometry is of rollouts.
   reweighted = coefficients if in_loss.ndim == 3 else constants.coefficients
   with_forward = method._replace(gram=gram._replace(needs_forward=True))
-  scores, forward = batch_forward(params, frozen, batch, method=with_forward)
+  scores, forward = batch_forward(params, frozen, batch, method=with_forward, teacher=teacher)
   P = batch.rewards.shape[0]
   diagnose = lambda matrix: diagnostics.diagnose(
     matrix, coefficients, reweighted, P, valid=batch.valid
@@ -91,6 +105,7 @@ def measure(
     scalars |= largest_loads(scores.load, sparse_layers)
     arrays["expert_load"] = scores.load.choices
   arrays |= {"rewards": batch.rewards, "valid": batch.valid, "lengths": batch.mask.sum(axis=-1)}
+  arrays |= of_tokens(scores, batch, constants, method=method)
   if compared:
     compared_matrix = per_rollout(parameters=compared, feature=gram.feature).gram(
       params, frozen, batch, None, context
@@ -101,6 +116,34 @@ def measure(
     scalars |= {f"geometry/agreement_{k}": value for k, value in agreement._asdict().items()}
     arrays["gram_compared"] = compared_matrix
   return scalars, arrays
+
+
+def of_tokens(
+  scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
+) -> dict[str, Array]:
+  """What the update finds at each token, [P, G, T]; only loss tokens' entries have a meaning.
+
+  Returns:
+    token_log_ratio: log π/β, nats.
+    token_log_ratio_proximal: log π/π_prox, nats; only of a batch that has the proximal policy's.
+    token_entropy: of π at `method.temperature`, nats.
+    token_clipped, token_dropped, token_vetoed: bool, whether a bound of the loss took effect, the
+      correction left the token out, the veto did; f32 in [0, 1] of a loss whose bound is smooth.
+      Their means are the metrics in `MARKS`. One that the method cannot do is absent.
+  """
+  logprobs, batch = scores.logprobs, add_taught(batch, scores.taught)
+  arrays = {
+    "token_log_ratio": log_ratios(logprobs, batch.behavior_logprobs, batch.mask),
+    "token_entropy": scores.entropy,
+  }
+  if batch.proximal_logprobs is not None:
+    arrays["token_log_ratio_proximal"] = log_ratios(logprobs, batch.proximal_logprobs, batch.mask)
+  *_, metrics = policy_losses(logprobs, batch, constants, method=method)
+  for name, metric_name in MARKS.items():
+    metric = metrics.get(metric_name)
+    if isinstance(metric, Mean) and metric.tokens is not None:
+      arrays[name] = metric.tokens
+  return arrays
 
 
 def accumulated_update(params: Params, initial: Params, method: Method) -> dict[str, Array]:

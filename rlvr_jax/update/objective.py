@@ -16,6 +16,7 @@ from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.ops.expert_load import Load, balance_weights, expert_load, load_metrics
 from rlvr_jax.ops.logprobs import Taught, token_statistics
 from rlvr_jax.ops.masked import mean_metric
+from rlvr_jax.ops.reductions import without_tokens
 from rlvr_jax.ops.route_changes import RouteChanges, change_metrics, count_changes
 from rlvr_jax.ops.row_blocks import short_row
 from rlvr_jax.ops.update_metrics import policy_metrics
@@ -448,20 +449,30 @@ def loss_statistics(
   return method.loss.statistics(logprobs, batch, coefficients)
 
 
+def policy_losses(
+  logprobs: Array, batch: TrainBatch, constants: Constants, *, method: Method
+) -> tuple[Array, Array, Array, Metrics]:
+  """(coefficients, losses [P, G, T], the mask to aggregate with, metrics) of the loss and the veto.
+
+  Metrics have the marks of tokens, see `types.Mean`; coefficients have a teacher's part.
+  """
+  coefficients = constants.coefficients
+  if method.teaching is not None:
+    coefficients = method.teaching.coefficients(logprobs, batch, coefficients)
+  losses, metrics = method.loss.per_token(logprobs, batch, coefficients, constants.statistics)
+  if method.veto is None:
+    return coefficients, losses, batch.mask, metrics
+  losses, mask, of_veto = method.veto(losses, logprobs, batch, coefficients)
+  return coefficients, losses, mask, {**metrics, **of_veto}
+
+
 def surrogate(
   scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> tuple[Array, tuple[Array, Metrics]]:
   """(Σ total, (Σ weight, metrics)) of one micro-batch, as a function of its scores."""
   logprobs, entropy, load, changes, *_, taught = scores
-  batch = add_taught(batch, taught)
-  coefficients, teaching = constants.coefficients, method.teaching
-  if teaching is not None:
-    coefficients = teaching.coefficients(logprobs, batch, coefficients)
-  losses, metrics = method.loss.per_token(logprobs, batch, coefficients, constants.statistics)
-  mask = batch.mask
-  if method.veto is not None:
-    losses, mask, veto_metrics = method.veto(losses, logprobs, batch, coefficients)
-    metrics = {**metrics, **veto_metrics}
+  batch, teaching = add_taught(batch, taught), method.teaching
+  coefficients, losses, mask, metrics = policy_losses(logprobs, batch, constants, method=method)
   if teaching is not None:
     losses = teaching.losses(logprobs, batch, losses)
     metrics = {**metrics, **teaching.metrics(logprobs, batch)}
@@ -485,5 +496,6 @@ def surrogate(
   if changes is not None:
     metrics = {**metrics, **change_metrics(changes)}
   shared = policy_metrics(logprobs, entropy, batch, coefficients, method.sources)
-  metrics = jax.lax.stop_gradient({**metrics, **constants.metrics, **shared})
+  metrics = {**without_tokens(metrics), **constants.metrics, **shared}
+  metrics = jax.lax.stop_gradient(metrics)
   return total, (jax.lax.stop_gradient(pair.weight), metrics)

@@ -287,7 +287,27 @@ function mark(kind, more = "") {
   return el("i", { class: "mark", title: words + more, style: { "--kind": rgba(colour) } }, sign);
 }
 
-// How tokens can be coloured: title, the array that is needed, colour of a value, legend.
+const ratioTo = (other, of) => ({
+  title: `log ratio to the ${other}`,
+  of,
+  measured: true,
+  note: `log of policy ÷ ${other}`,
+  colour: (x) => diverging(x / 0.7),
+  legend: [-0.7, -0.3, 0, 0.3, 0.7],
+});
+
+const markOf = (title, by, colour) => ({
+  title,
+  of: title,
+  measured: true,
+  note: by,
+  colour: (x) => (x ? tint(colour, 0.3 + 0.4 * x) : ""),
+  legend: [0, 1],
+  words: (x) => (x ? title : "not"),
+});
+
+// How tokens can be coloured: title, the array that is needed, colour of a value, legend; those
+// that are measured stand for one update.
 const COLOURS = {
   none: { title: "none" },
   logprob: {
@@ -297,20 +317,19 @@ const COLOURS = {
     colour: (x) => tint(AMBER, -x / 4),
     legend: [0, -0.5, -1, -2, -3, -4],
   },
-  ratio: {
-    title: "ratio",
-    of: "ratio",
-    note: "log of proximal policy ÷ sampler",
-    colour: (x) => diverging(x / 0.7),
-    legend: [-0.7, -0.3, 0, 0.3, 0.7],
+  ratio: ratioTo("sampler", "ratio"),
+  proximal: ratioTo("proximal policy", "proximal"),
+  entropy: {
+    title: "entropy",
+    of: "entropy",
+    measured: true,
+    note: "of the policy, nats",
+    colour: (x) => tint(CATEGORIES[4], x / 4),
+    legend: [0, 0.5, 1, 2, 3],
   },
-  reference: {
-    title: "ratio of the reference",
-    of: "reference",
-    note: "log of reference ÷ sampler",
-    colour: (x) => diverging(x / 2),
-    legend: [-2, -1, 0, 1, 2],
-  },
+  clipped: markOf("clipped", "by a bound of the loss", ORANGE),
+  dropped: markOf("dropped", "by the correction", PINK),
+  vetoed: markOf("vetoed", "by the veto", AMBER),
   advantage: {
     title: "advantage",
     of: "advantage",
@@ -322,12 +341,12 @@ const COLOURS = {
   coefficient: {
     title: "coefficient in the loss",
     of: "coefficient",
+    measured: true,
     scaled: true,
-    note: "as diagnostics measured it",
+    note: "after the reweighting",
     colour: (x) => diverging(x),
     legend: [-1, -0.5, 0, 0.5, 1],
   },
-  entropy: { title: "entropy", of: "entropy" },
   mask: {
     title: "in the loss",
     of: "mask",
@@ -336,7 +355,6 @@ const COLOURS = {
     legend: [0, 1],
     words: (x) => (x ? "in the loss" : "masked"),
   },
-  clipped: { title: "clipped or vetoed", of: "clipped" },
   version: {
     title: "version",
     of: "version",
@@ -535,29 +553,30 @@ function thin(points, count) {
   return kept;
 }
 
+// What the marks of a figure mean, of [class, colour, words].
+const keysOf = (rows) =>
+  el(
+    "div",
+    { class: "keys" },
+    rows.map(([kind, colour, words]) =>
+      el("span", { class: "key" }, el("i", { class: kind, style: { "--key": colour } }), words),
+    ),
+  );
+
+const figure = (title, note, ...inside) =>
+  el(
+    "figure",
+    { class: "chart" },
+    el("figcaption", {}, title, note ? el("small", {}, note) : null),
+    inside,
+  );
+
 // A chart of lines: [{label, points, colour, dash}]; a pointer reads the values.
 function chart(title, lines, { log = false, note = "" } = {}) {
   const plot = el("div", { class: "plot" }),
     reading = el("output", { class: "reading" });
-  const keys = el(
-    "div",
-    { class: "keys" },
-    lines.map(({ label, colour, dash }) =>
-      el(
-        "span",
-        { class: "key" },
-        el("i", { class: dash ? "dashed" : "", style: { "--key": line(colour) } }),
-        label,
-      ),
-    ),
-  );
-  const figure = el(
-    "figure",
-    { class: "chart" },
-    el("figcaption", {}, title, note ? el("small", {}, note) : null),
-    plot,
-    keys,
-    reading,
+  const keys = keysOf(
+    lines.map(({ label, colour, dash }) => [dash ? "dashed" : "", line(colour), label]),
   );
   const height = 150,
     left = 44,
@@ -598,7 +617,7 @@ function chart(title, lines, { log = false, note = "" } = {}) {
     draw();
   });
   drawLazily(plot, () => draw());
-  return figure;
+  return figure(title, note, plot, keys, reading);
 }
 
 const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
@@ -875,31 +894,14 @@ function timeChart(summary, run) {
     });
   });
   const sum = [...totals.values()].reduce((a, b) => a + b, 0);
-  return el(
-    "figure",
-    { class: "chart" },
-    el(
-      "figcaption",
-      {},
-      `Time by phase${several() ? ` · ${"AB"[run]}` : ""}`,
-      el("small", {}, `seconds per update, ${show(Math.round(sum))} s in all`),
-    ),
-    plot,
-    el(
-      "div",
-      { class: "keys" },
-      PHASES.flatMap((name, p) =>
-        totals.has(name)
-          ? el(
-              "span",
-              { class: "key" },
-              el("i", { class: "box", style: { "--key": line(CATEGORIES[p], 0.85) } }),
-              `${name.replace("_", " ")} ${Math.round((100 * totals.get(name)) / sum)} %`,
-            )
-          : [],
-      ),
+  const share = (name) => `${name.replace("_", " ")} ${Math.round((100 * totals.get(name)) / sum)} %`;
+  const keys = keysOf(
+    PHASES.flatMap((name, p) =>
+      totals.has(name) ? [["box", line(CATEGORIES[p], 0.85), share(name)]] : [],
     ),
   );
+  const title = `Time by phase${several() ? ` · ${"AB"[run]}` : ""}`;
+  return figure(title, `seconds per update, ${show(Math.round(sum))} s in all`, plot, keys);
 }
 
 function moreMetrics() {
@@ -1048,9 +1050,10 @@ function runPicker(run, go) {
 }
 
 function batchPicker(run, number) {
-  const { batches, updates } = state.summaries[run].header;
+  const { batches, updates, measured } = state.summaries[run].header;
   const options = batches.map((n, i) => {
-    const name = `batch ${n}${updates[i] === null ? "" : ` · update ${updates[i]}`}`;
+    const update = updates[i].length ? ` · update ${updates[i][0]}` : "";
+    const name = `batch ${n}${update}${measured[i] ? " · measured" : ""}`;
     const held = isHere(`${run}/batch/${n}`);
     return [n, held ? name : `${name} · not in this file`, !held];
   });
@@ -1071,11 +1074,16 @@ const ORDERS = {
   interest: ["most instructive", (g) => g.interest],
   index: ["as sampled", (g, p) => -p],
   spread: ["reward spread", (g) => g.spread],
-  ratio: ["largest ratio", (g) => g.ratio ?? 0],
+  ratio: ["largest ratio", (g) => g.ratio],
+  bounded: ["most clipped, dropped or vetoed", (g) => g.bounded],
   truncated: ["most truncated", (g) => g.truncated],
   garbled: ["most garbled", (g) => g.garbled],
   length: ["longest", (g, p, batch) => most(groupOf(batch, p).map((r) => r.length))],
 };
+
+// Whether a batch's groups can be in an order: some follow from what was measured.
+const hasOrder = (batch, key) =>
+  !["ratio", "bounded"].includes(key) || key in batch.header.groups[0];
 
 const groupOf = (batch, p) =>
   batch.rollouts.slice(p * batch.header.size[1], (p + 1) * batch.header.size[1]);
@@ -1099,7 +1107,7 @@ function chosenGroups(batch) {
       ([, of]) =>
       ({ group, p }) =>
         of(group, p, batch),
-    rank = key(ORDERS[sort]);
+    rank = key(ORDERS[hasOrder(batch, sort) ? sort : "interest"]);
   const found = batch.header.groups.map((group, p) => ({ group, p })).filter(passes);
   return found.sort((a, b) => rank(b) - rank(a) || a.p - b.p);
 }
@@ -1140,11 +1148,7 @@ function filterBar(batch, update) {
     select(
       "order",
       filter.sort,
-      Object.entries(ORDERS).map(([k, [words]]) => [
-        k,
-        words,
-        k === "ratio" && !batch.arrays.ratio,
-      ]),
+      Object.entries(ORDERS).map(([k, [words]]) => [k, words, !hasOrder(batch, k)]),
       change("sort"),
     ),
   );
@@ -1216,7 +1220,7 @@ function pairedPrompts(run, batch, other) {
 function batchSummary(batch) {
   const {
       size: [P, G],
-      update,
+      updates,
     } = batch.header,
     total = batch.rollouts.length;
   const counts = Object.entries(KINDS).map(([kind, [, , words]]) => [
@@ -1228,7 +1232,7 @@ function batchSummary(batch) {
     "p",
     { class: "summary" },
     `${P} prompts × ${G} rollouts, ${show(batch.arrays.token.length)} tokens`,
-    update === null ? "" : `, first trained on in update ${update}`,
+    updates.length ? `, first trained on in update ${updates[0]}` : "",
     " · ",
     counts
       .filter(([, , n]) => n)
@@ -1263,9 +1267,11 @@ async function batchView(run, number) {
 function colourBar(batch) {
   const isStored = ({ of }) => !of || Boolean(batch.arrays[of]);
   if (!isStored(COLOURS[state.colour])) state.colour = "none";
+  const { measured } = batch.header;
+  const why = (how) => (how.measured ? (measured ? "the method has none" : "not measured") : "not stored");
   const options = Object.entries(COLOURS).map(([key, how]) => [
     key,
-    isStored(how) ? how.title : `${how.title} — not stored`,
+    isStored(how) ? how.title : `${how.title} — ${why(how)}`,
     !isStored(how),
   ]);
   const layers = batch.header.layers.map((layer, n) => [n, layer]);
@@ -1283,7 +1289,16 @@ function colourBar(batch) {
         })
       : null,
     legend(batch),
+    COLOURS[state.colour].measured || !measured ? asMeasured(batch) : null,
   );
+}
+
+// For which update the measured colours stand.
+function asMeasured({ header: { measured, updates } }) {
+  if (!measured)
+    return note("Ratio, entropy, coefficient and bounds: no update on this batch was measured.");
+  const place = updates.length > 1 ? `, ${updates.indexOf(measured) + 1} of ${updates.length} on this batch` : "";
+  return note(`measured before update ${measured}${place}`);
 }
 
 // The text of a token: several tokens may make one character, which the first of them shows.
@@ -1604,23 +1619,12 @@ function heatMap(part, run) {
     reading.textContent = `${name(i)} and ${name(j)}: cosine ${show(cosine[i * B + j])}`;
   });
   canvas.addEventListener("click", (event) => openRollout(run, part.header, at(event)[0]));
-  return el(
-    "figure",
-    { class: "chart" },
-    el(
-      "figcaption",
-      {},
-      "Cosines of gradients",
-      el("small", {}, "orange −1, blue +1; left: reward"),
-    ),
-    plot,
-    reading,
-  );
+  return figure("Cosines of gradients", "orange −1, blue +1; left: reward", plot, reading);
 }
 
 function batchOfStep(run, step) {
   const { batches, updates } = state.summaries[run].header,
-    at = updates.indexOf(step + 1);
+    at = updates.findIndex((those) => those.includes(step + 1));
   return at < 0 || !isHere(`${run}/batch/${batches[at]}`) ? null : batches[at];
 }
 

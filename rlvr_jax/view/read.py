@@ -12,7 +12,7 @@ import pathlib
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import ml_collections
@@ -27,7 +27,7 @@ from rlvr_jax.rollouts.batch import train_batch, with_equal_names
 from rlvr_jax.rollouts.group import Group, join
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.storage.files import JSON, DamagedFileError, JsonObject
-from rlvr_jax.storage.places import parse_path
+from rlvr_jax.storage.places import make_absolute, open_lines, parse_path
 from rlvr_jax.train.checkpointing.claim import WorkdirError
 from rlvr_jax.train.checkpointing.workdir import differing_fields, read_config
 from rlvr_jax.train.reporting import advice
@@ -38,6 +38,16 @@ DEFAULT_BATCHES = "default"  # the first, the last, and eight between
 BETWEEN = 8
 MAX_ROUTE_BYTES = 2**24  # of a batch's routes; with more, only some layers are shown
 _OUTPUT_FILE = "output.log"  # what a run of a sweep has printed
+# What a measurement has of each loss token, by the name that the page has for it.
+_MEASURED = {
+  "ratio": "token_log_ratio",
+  "proximal": "token_log_ratio_proximal",
+  "entropy": "token_entropy",
+  "clipped": "token_clipped",
+  "dropped": "token_dropped",
+  "vetoed": "token_vetoed",
+}
+_BOUNDED = ("clipped", "dropped", "vetoed")
 _WARNING = "warning: "
 _REPEATS = 0.12  # a text that compresses to less than this share of its bytes repeats itself
 _LONG = 200  # characters from which on a text may be called repetitive
@@ -60,9 +70,9 @@ class Run(NamedTuple):
 
   folder: pathlib.Path
   config: JsonObject
-  # batch → its first update, counted from 1; {}: the schedule is its author's code, or needs files
-  # that are gone
-  updates: dict[int, int]
+  # batch → the updates on it, ascending, counted from 1; {}: the schedule is its author's code, or
+  # needs files that are gone
+  updates: dict[int, list[int]]
   tokenizer: Tokenizer | None  # None: its files are elsewhere
   advantage: Advantage | None  # None: rewards alone do not determine it
 
@@ -76,7 +86,7 @@ def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:
   Raises:
     ValueError: the folder is no run's, has no batch yet, or has a store of another format.
   """
-  folder = parse_path(flag, workdir, must_be_on_disk=True)
+  folder = parse_path(flag, workdir)
   if not (folder / "config.json").is_file():
     raise ValueError(f"{flag}={folder} has no config.json: give the --workdir of a run")
   try:
@@ -93,7 +103,7 @@ def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:
     raise ValueError(
       f"{flag}={folder}: its store has no batch, or they were removed (config.store.keep_used)"
     )
-  return Run(folder, config, _first_updates(config), _tokenizer(config), _advantage(config))
+  return Run(folder, config, _updates(config), _tokenizer(config), _advantage(config))
 
 
 def stored_numbers(folder: pathlib.Path) -> list[int]:
@@ -101,13 +111,16 @@ def stored_numbers(folder: pathlib.Path) -> list[int]:
   return RolloutStore(folder / "rollouts", writable=False).numbers()
 
 
-def _first_updates(config: JsonObject) -> dict[int, int]:
-  """The first update on each batch; {} if its author's code decides that: it is not imported."""
+def _updates(config: JsonObject) -> dict[int, list[int]]:
+  """The updates on each batch; {} if its author's code decides that: it is not imported."""
   with contextlib.suppress(KeyError, ValueError, OSError, TypeError):
     name, updates, seed = config["schedule"], config["num_updates"], config["seed"]
     if not any(specs.outside_package(name)):
       schedule = make_schedule(name, num_updates=updates, seed=seed)
-      return {schedule.batch(t): t + 1 for t in reversed(range(updates))}
+      found: dict[int, list[int]] = collections.defaultdict(list)
+      for t in range(updates):
+        found[schedule.batch(t)].append(t + 1)
+      return dict(found)
   return {}
 
 
@@ -152,14 +165,15 @@ def read_summary(run: Run, base: Mapping[str, JSON]) -> Part:
       column = [_number(record.get(name)) for record in of_phase]
       with np.errstate(over="ignore"):
         arrays[f"{phase}|{name}"] = np.array(column, np.float32)
-  numbers = stored_numbers(run.folder)
+  numbers, measured = stored_numbers(run.folder), measured_updates(run)
   header = {
-    "name": run.folder.absolute().name,
+    "name": make_absolute(run.folder).name,
     "folder": str(run.folder),
     "recipe": [[*row] for row in differing_fields(base, run.config, ())],
     "messages": [[step, text] for step, text in messages(run, by_phase["train"])],
     "batches": numbers,
-    "updates": [run.updates.get(number) for number in numbers],
+    "updates": [run.updates.get(number, []) for number in numbers],
+    "measured": [measured.get(number) for number in numbers],
     "geometry": geometry_steps(run.folder),
   }
   return Part(header, arrays)
@@ -176,8 +190,8 @@ def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | No
   of them are in the output of a run that a sweep has started.
   """
   path = run.folder / _OUTPUT_FILE
-  if path.is_file():
-    with open(path, encoding="utf-8", errors="replace") as lines:
+  if path.exists():
+    with open_lines(path) as lines:
       yield from ((None, x.strip()[len(_WARNING) :]) for x in lines if x.startswith(_WARNING))
     return
   said: set[str] = set()
@@ -198,19 +212,24 @@ def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | No
 # --- which batches --------------------------------------------------------------------------------
 
 
-def choose_batches(spec: str, numbers: Sequence[int]) -> list[int]:
+def choose_batches(spec: str, numbers: Sequence[int], preferred: Collection[int] = ()) -> list[int]:
   """The batches that --batches names, the most important first.
 
   Args:
     spec: `DEFAULT_BATCHES`; "all"; or numbers and ranges such as "0,10:20,-1", where -1 is the last
       batch. A range has both of its ends.
     numbers: of the batches in the store, ascending.
+    preferred: those from which `DEFAULT_BATCHES` chooses the ones between, if it has any.
   Raises:
     ValueError: the text has another form, or names a batch that is not in the store.
   """
   if spec == DEFAULT_BATCHES:
-    chosen = np.unique(np.linspace(0, len(numbers) - 1, BETWEEN + 2).round().astype(int)).tolist()
-    return [numbers[i] for i in dict.fromkeys([chosen[0], chosen[-1], *chosen])]
+    inside = [number for number in numbers if number in preferred]
+    if inside:
+      between = _evenly(inside, BETWEEN)
+    else:
+      between = _evenly(numbers, BETWEEN + 2)
+    return [*dict.fromkeys([numbers[0], numbers[-1], *between])]
   if spec == "all":
     return [*numbers]
   found: list[int] = []
@@ -233,6 +252,12 @@ def choose_batches(spec: str, numbers: Sequence[int]) -> list[int]:
   return [*dict.fromkeys(found)]
 
 
+def _evenly(numbers: Sequence[int], count: int) -> list[int]:
+  """At most `count` of the numbers, with both ends."""
+  places = np.unique(np.linspace(0, len(numbers) - 1, count).round().astype(int))
+  return [numbers[place] for place in places.tolist()]
+
+
 def _ends(ends: Sequence[int], numbers: Sequence[int]) -> tuple[int, int]:
   """The ends of a range, where a negative one counts from the last batch."""
   low, high = (numbers[end] if -len(numbers) <= end < 0 else end for end in (ends[0], ends[-1]))
@@ -252,11 +277,17 @@ def read_batch(run: Run, number: int) -> Part:
     token u16|u32[N]: index into the header's "vocabulary"; "characters" has the texts of tokens
       that only together are a character, as [first token, text, number of tokens]
     logprob f16[N]: log β, of the distribution sampled from, nats
-    ratio f16[N]: log of the proximal policy over β;  reference f16[N]: of the reference over β
     mask u8[N]: 1 in the loss;  version, lag i32[N];  turn u16[N];  score f16[N], NaN: none
     expert u8|u16[layers, N]: the first choice in the layers that the header's "layers" names
     advantage f32[B] or f16[N]: of the run's estimator, computed again from the stored rewards
-    coefficient f32[B]: as the loss had it, where diagnostics measured the update
+
+  Where diagnostics measured an update on the batch, and NaN at tokens that are not in its loss:
+
+    coefficient f32[B]: as the loss had it
+    ratio, proximal f16[N]: log of the policy over β, and over the proximal policy;  entropy f16[N]
+    clipped, dropped, vetoed f16[N], in [0, 1]: by the loss, the correction, the veto
+
+  They stand for the header's update "measured", the last one of "updates" that was measured.
 
   Raises:
     TornShardError, StoreError: the batch is missing or cannot be read.
@@ -268,12 +299,13 @@ def read_batch(run: Run, number: int) -> Part:
   P, G, T = arrays["tokens"].shape
   lengths = np.array([sample["tokens"] for group in groups for sample in group.samples])
   within = (np.arange(T) < lengths[:, None]).reshape(P, G, T)
-  update = run.updates.get(number)
-  of_tokens = _token_arrays(groups, arrays, within, update)
+  updates = run.updates.get(number, [])
+  of_tokens = _token_arrays(groups, arrays, within, updates)
   vocabulary, of_tokens["token"] = _vocabulary(arrays["tokens"][within], run.tokenizer)
   header: JsonObject = {
     "number": number,
-    "update": update,
+    "updates": updates,
+    "measured": None,
     "size": [P, G],
     "lengths": lengths.tolist(),
     "vocabulary": vocabulary,
@@ -287,8 +319,12 @@ def read_batch(run: Run, number: int) -> Part:
     layers = _shown_layers(arrays["routes"].shape[3], int(lengths.sum()))
     header["layers"] = layers
     of_tokens["expert"] = np.stack([arrays["routes"][..., n, 0][within] for n in layers])
-  of_tokens |= _coefficients(run, update, groups, within)
-  header |= _records(groups, of_tokens.get("ratio"), lengths, info.get("sources", []))
+  of_tokens |= _advantages(run, groups, within)
+  if measured := measured_updates(run).get(number):
+    with contextlib.suppress(DamagedFileError):
+      of_tokens |= _measured(run.folder, measured - 1, arrays["mask"], within)
+      header["measured"] = measured
+  header |= _records(groups, of_tokens, lengths, info.get("sources", []))
   if "rewards_by_name" in arrays:
     names = ["main grader", *(grader for grader, _ in run.config["grading"]["extra"])]
     rows = arrays["rewards_by_name"].reshape(P * G, -1).tolist()
@@ -298,7 +334,10 @@ def read_batch(run: Run, number: int) -> Part:
 
 
 def _records(
-  groups: Sequence[Group], ratio: np.ndarray | None, lengths: np.ndarray, sources: Sequence[str]
+  groups: Sequence[Group],
+  of_tokens: Mapping[str, np.ndarray],
+  lengths: np.ndarray,
+  sources: Sequence[str],
 ) -> JsonObject:
   """The header's "groups", and "samples" with what they do not share."""
   samples = [
@@ -311,13 +350,14 @@ def _records(
   for group in groups:
     last = first + len(group.samples)
     tokens = slice(int(lengths[:first].sum()), int(lengths[:last].sum()))
+    measured = {name: of_tokens[name][tokens] for name in _MEASURED if name in of_tokens}
     records.append(
       {
         "prompt": group.samples[0]["prompt"],
         "answer": group.samples[0]["answer"],
         "source": sources[group.source] if group.source < len(sources) else str(group.source),
         "versions": sorted(group.versions),
-        **_interest(samples[first:last], None if ratio is None else ratio[tokens]),
+        **_interest(samples[first:last], measured),
       }
     )
     first = last
@@ -328,7 +368,7 @@ def _token_arrays(
   groups: Sequence[Group],
   arrays: Mapping[str, np.ndarray],
   within: np.ndarray,
-  update: int | None,
+  updates: Sequence[int],
 ) -> dict[str, np.ndarray]:
   """What is stored of each token, by the names of `read_batch`."""
   found: dict[str, np.ndarray] = {}
@@ -336,9 +376,6 @@ def _token_arrays(
   behavior = arrays.get("sampled_logprobs", arrays.get("behavior_logprobs"))
   if behavior is not None:
     found["logprob"] = behavior[within].astype(np.float16)
-    for name, of in (("ratio", "proximal_logprobs"), ("reference", "reference_logprobs")):
-      if of in arrays:
-        found[name] = (arrays[of] - arrays["behavior_logprobs"])[within].astype(np.float16)
   for name, of, dtype in (
     ("mask", "mask", np.uint8),
     ("turn", "turns", np.uint16),
@@ -352,8 +389,8 @@ def _token_arrays(
     found["version"] = np.broadcast_to(versions[:, None, None], within.shape)[within]
   if "lags" in arrays:
     found["lag"] = arrays["lags"][within]
-  elif update is not None:
-    lag = np.maximum(update - 1 - found["version"], 0)
+  elif updates:
+    lag = np.maximum(updates[0] - 1 - found["version"], 0)
     found["lag"] = np.where(found["version"] < 0, -1, lag).astype(np.int32)
   return found
 
@@ -407,23 +444,34 @@ def _shown_layers(layers: int, tokens: int) -> list[int]:
   return np.unique(np.linspace(0, layers - 1, count).round().astype(int)).tolist()
 
 
-def _coefficients(
-  run: Run, update: int | None, groups: Sequence[Group], within: np.ndarray
+def _measured(
+  folder: pathlib.Path, step: int, mask: np.ndarray, within: np.ndarray
 ) -> dict[str, np.ndarray]:
-  """The advantages of a batch, and the coefficients in its loss, as far as either is known."""
-  found: dict[str, np.ndarray] = {}
-  if run.advantage is not None and not run.config.get("permute_rewards"):
-    with contextlib.suppress(ValueError, AssertionError):  # what it needs is not stored
-      found["advantage"] = _advantages(run.advantage, train_batch(groups), within)
-  if update is not None and update - 1 in geometry_steps(run.folder):
-    with contextlib.suppress(DamagedFileError):
-      reweighted = _load_geometry(run.folder, update - 1)["reweighted"].reshape(-1)
-      if reweighted.size == within[..., 0].size:
-        found["coefficient"] = reweighted.astype(np.float32)
+  """What a measurement has of a batch's rollouts and tokens.
+
+  Raises:
+    DamagedFileError: the file is damaged, or of other rollouts.
+  """
+  file, counts = _load_geometry(folder, step), mask > 0
+  if not np.array_equal(file["lengths"], counts.sum(axis=-1)):
+    raise DamagedFileError(f"the measurement before update {step + 1} is of other rollouts")
+  found = {"coefficient": file["reweighted"].reshape(-1).astype(np.float32)}
+  for name, of in _MEASURED.items():
+    if of in file:
+      found[name] = np.full(int(within.sum()), np.nan, np.float16)
+      found[name][counts[within]] = file[of]
   return found
 
 
-def _advantages(advantage: Advantage, batch: TrainBatch, within: np.ndarray) -> np.ndarray:
+def _advantages(run: Run, groups: Sequence[Group], within: np.ndarray) -> dict[str, np.ndarray]:
+  """The advantages of a batch; {} if they are not known."""
+  if run.advantage is not None and not run.config.get("permute_rewards"):
+    with contextlib.suppress(ValueError, AssertionError):  # what it needs is not stored
+      return {"advantage": _apply(run.advantage, train_batch(groups), within)}
+  return {}
+
+
+def _apply(advantage: Advantage, batch: TrainBatch, within: np.ndarray) -> np.ndarray:
   """A of each rollout f32[B], or of each token f16[N] where the estimator has those."""
   coefficients = advantage.apply((), batch)
   in_loss = np.asarray(advantage.in_loss((), batch, coefficients))
@@ -432,11 +480,12 @@ def _advantages(advantage: Advantage, batch: TrainBatch, within: np.ndarray) -> 
   return in_loss.reshape(-1).astype(np.float32)
 
 
-def _interest(samples: Sequence[JsonObject], ratio: np.ndarray | None) -> JsonObject:
+def _interest(samples: Sequence[JsonObject], measured: Mapping[str, np.ndarray]) -> JsonObject:
   """Why a group is worth reading: its spread of rewards, and what is odd about its rollouts.
 
-  "interest" adds the spread, the shares of truncated and of garbled rollouts, and the largest
-  |log ratio|, each up to 1; "ratio" is absent where it was not stored.
+  "interest" adds the spread, the shares of truncated and of garbled rollouts, the largest |log
+  ratio|, and "bounded", the share of tokens that are clipped, dropped or vetoed, each up to 1. The
+  last two are absent where they were not measured.
   """
   rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
   found: JsonObject = {
@@ -444,8 +493,11 @@ def _interest(samples: Sequence[JsonObject], ratio: np.ndarray | None) -> JsonOb
     "truncated": sum(not sample["stopped"] for sample in samples) / len(samples),
     "garbled": sum(sample["garbled"] for sample in samples) / len(samples),
   }
-  if ratio is not None:
-    found["ratio"] = float(np.abs(ratio).max(initial=0.0))
+  if "ratio" in measured:
+    found["ratio"] = float(np.nanmax(np.abs(measured["ratio"]), initial=0.0))
+  if marks := [measured[name] for name in _BOUNDED if name in measured]:
+    counted = marks[0] == marks[0]  # NaN: not in the loss
+    found["bounded"] = float(np.maximum.reduce(marks)[counted].mean()) if counted.any() else 0.0
   return found | {"interest": sum(min(value, 1.0) for value in found.values())}
 
 
@@ -466,12 +518,20 @@ def geometry_steps(folder: pathlib.Path) -> list[int]:
   return sorted(int(path.stem) for path in paths if path.stem.isdigit())
 
 
+def measured_updates(run: Run) -> dict[int, int]:
+  """The last update on each batch that was measured, counted from 1; other batches are absent."""
+  steps = set(geometry_steps(run.folder))
+  measured = {n: [t for t in updates if t - 1 in steps] for n, updates in run.updates.items()}
+  return {number: updates[-1] for number, updates in measured.items() if updates}
+
+
 def _load_geometry(folder: pathlib.Path, step: int) -> dict[str, np.ndarray]:
-  """The arrays of a measurement: gram, reweighted, rewards and valid."""
+  """The arrays of a measurement that the page shows."""
   path = folder / GEOMETRY_FOLDER / f"{step:06d}.npz"
   try:
-    with np.load(path) as file:
-      found = {name: file[name] for name in ("gram", "reweighted", "rewards")}
+    with path.open("rb") as stream, np.load(stream) as file:
+      found = {name: file[name] for name in ("gram", "reweighted", "rewards", "lengths")}
+      found |= {name: file[name] for name in _MEASURED.values() if name in file}
       found["valid"] = file["valid"] if "valid" in file else np.ones(found["rewards"].shape, bool)
   except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
     raise DamagedFileError(f"{path} is damaged ({error}); remove it") from error

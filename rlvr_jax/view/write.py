@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from rlvr_jax.rollouts.store import StoreError, TornShardError
 from rlvr_jax.storage.files import JSON, DamagedFileError, replace_file
+from rlvr_jax.storage.places import make_absolute
 from rlvr_jax.view import read
 from rlvr_jax.view.read import Part, Run
 
@@ -123,7 +124,7 @@ def write_page(
     batches: of each run, the most important first.
     max_bytes: of the file; what does not fit is left out, and the page says so.
   """
-  start, end = page_ends([run.folder.absolute().name for run in runs], served=False)
+  start, end = page_ends([make_absolute(run.folder).name for run in runs], served=False)
   left_out: list[str] = []
   with replace_file(path) as file:
     size = file.write(start.encode())
@@ -211,7 +212,7 @@ class Server(http.server.ThreadingHTTPServer):
       StoreError, TornShardError, OSError, ValueError: a file cannot be read.
     """
     if path == "/":
-      names = [run.folder.absolute().name for run in self._runs]
+      names = [make_absolute(run.folder).name for run in self._runs]
       return "text/html; charset=utf-8", "".join(page_ends(names, served=True)).encode()
     match = _REQUEST.fullmatch(path)
     if match is None or int(match[1]) >= len(self._runs):

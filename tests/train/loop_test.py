@@ -252,6 +252,12 @@ def test_salt_with_diagnostics_compiles_once_and_survives_a_kill(workdirs):
     norm = np.sqrt(reweighted @ gram @ reweighted) / 32
     assert norm == pytest.approx(record["geometry/update_norm_reweighted"], rel=1e-3)
     assert abs(record["policy/entropy_change"]) > 0
+    assert arrays["token_entropy"].size == arrays["lengths"].sum()
+    for name, metric in (("entropy", "policy/entropy"), ("clipped", "loss/clip_fraction")):
+      mean = arrays[f"token_{name}"].mean()
+      assert mean == pytest.approx(record[metric], rel=1e-4), name
+    largest = np.exp(arrays["token_log_ratio"].max())
+    assert largest == pytest.approx(record["behavior/ratio_max"], rel=1e-4)
   assert train[0]["geometry/head_share"] == 0  # nothing has moved before the first update
   assert 0 < train[5]["geometry/head_share"] < 1
 

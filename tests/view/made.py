@@ -78,7 +78,8 @@ def write_run(folder, *, batches=None, measured=(), records=None, **fields):
 
   Args:
     batches: groups of each batch; None: four of `batch`.
-    measured: (updates before it, Gram matrix, coefficients, rewards) of each measurement.
+    measured: (updates before it, Gram matrix, coefficients, rewards, and if any the lengths and
+      arrays of tokens by name) of each measurement.
     records: of metrics.jsonl; None: of two updates and an evaluation.
     fields: of `config`, dotted names.
   """
@@ -98,7 +99,8 @@ def write_run(folder, *, batches=None, measured=(), records=None, **fields):
     ]
   lines = "".join(json.dumps(record) + "\n" for record in records)
   (folder / "metrics.jsonl").write_text(lines)
-  for step, gram, coefficients, rewards in measured:
+  for step, gram, coefficients, rewards, *more in measured:
+    lengths, of_tokens = more or (np.ones(np.shape(rewards)), {})
     (folder / "geometry").mkdir(exist_ok=True)
     np.savez(
       folder / "geometry" / f"{step:06d}.npz",
@@ -107,5 +109,7 @@ def write_run(folder, *, batches=None, measured=(), records=None, **fields):
       reweighted=np.asarray(coefficients, np.float32),
       rewards=np.asarray(rewards, np.float32),
       valid=np.ones(np.shape(rewards), bool),
+      lengths=np.asarray(lengths, np.float32),
+      **of_tokens,
     )
   return folder

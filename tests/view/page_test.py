@@ -62,7 +62,6 @@ def dialogue(index):
     turn_scores=np.where(np.arange(5) == 1, np.float32(0.5), np.float32(np.nan))[None].repeat(2, 0),
     mask=(turns % 2 == 0).astype(np.float32),
     token_versions=np.array([[0, 0, -1, 1, 1]] * 2, np.int32),
-    proximal_logprobs=np.full((2, 5), -0.5, np.float32),
     routes=np.arange(20, dtype=np.uint8).reshape(1, 5, 2, 2).repeat(2, 0) % 4,
   )
   for sample in group.samples:
@@ -82,8 +81,16 @@ def page(tmp_path_factory):
   ]  # fmt: skip
   evaluation = {"eval/pass@1": 0.5, "eval/pass@1_low": 0.4, "eval/pass@1_high": 0.6}
   records += [{"step": step, "phase": "eval", **evaluation} for step in (0, 30)]
-  measured = [(0, gram, [[1, -1], [0.5, 0.2]], [[1, 0], [0, 0]])]
   batches = [made.batch(), made.batch(), [dialogue(0)]]
+  lengths = np.stack([group.arrays["mask"].sum(-1) for group in batches[0]])
+  count = int(lengths.sum())
+  of_tokens = dict(
+    token_log_ratio=np.linspace(-0.5, 1, count, dtype=np.float32),
+    token_entropy=np.linspace(0, 3, count, dtype=np.float32),
+    token_clipped=np.arange(count) % 3 == 0,
+    token_vetoed=np.arange(count) == count - 1,  # of the last group
+  )
+  measured = [(0, gram, [[1, -1], [0.5, 0.2]], [[1, 0], [0, 0]], lengths, of_tokens)]
   first = made.write_run(
     folder / "first", batches=batches, measured=measured, records=records, num_updates=9
   )
@@ -143,14 +150,23 @@ def test_colours_are_those_that_were_stored(browser, page, pictures):
   browser.go("#group/0/0/0")
   options = "[...document.querySelectorAll('.colours option')]"
   off = browser.run(f"{options}.filter((o) => o.disabled).map((o) => o.value)")
-  assert off == ["ratio", "reference", "entropy", "clipped", "turn", "expert"]
+  assert off == ["proximal", "dropped", "turn", "expert"]
+  assert "dropped — the method has none" in text(browser, ".colours")
   colours = "[...document.querySelectorAll('.answer .t')].map((t) => t.style.backgroundColor)"
   by_probability = browser.run(colours)
   browser.choose("colour", "advantage")
   browser.wait(f"JSON.stringify({colours}) !== {str(by_probability)!r}")
   browser.wait(f"new Set({colours}).size === 2")  # one for each rollout
+  for name in ("ratio", "entropy", "clipped", "vetoed"):
+    browser.choose("colour", name)
+    browser.wait("document.querySelector('.colours').innerText.includes('before update 1')")
+    browser.picture(pictures / f"{name}.png")
+  browser.click(".answer .t:nth-child(1)")
+  tip = text(browser, "#tip")
+  assert "log ratio to the sampler\t−0.5" in tip and "clipped\t1" in tip and "vetoed\t0" in tip
   browser.go("#group/0/2/0")
-  for name in ("ratio", "expert", "turn", "version", "mask", "coefficient", "logprob"):
+  assert "no update on this batch was measured" in text(browser, ".colours")
+  for name in ("expert", "turn", "version", "mask", "logprob"):
     browser.choose("colour", name)
     browser.wait("document.querySelectorAll('.answer .t').length === 10")
   assert [*browser.run("[...document.querySelectorAll('.turn')].map((t) => t.className)")][:3] == [
@@ -183,11 +199,16 @@ def test_filters_and_keys(browser, page):
   browser.choose("outcome", "correct")
   browser.wait("document.querySelectorAll('.row').length === 1")
   browser.choose("outcome", "")
+  first = "document.querySelector('.row .number')?.innerText"
+  browser.choose("order", "ratio")
+  browser.wait(f"{first} === '1'")
+  browser.choose("order", "index")
+  browser.wait(f"{first} === '0'")
   browser.press("Enter")
   browser.wait("location.hash === '#group/0/0/0'")
   browser.wait("document.getElementById('main').dataset.drawn === '#group/0/0/0'")
   browser.press("c")
-  browser.wait("document.querySelector('.colours select').value === 'advantage'")
+  browser.wait("document.querySelector('.colours select').value === 'ratio'")
   browser.press("j")
   browser.wait("location.hash === '#group/0/0/1'")
   browser.press("Escape")
@@ -256,7 +277,8 @@ def test_text_can_be_read_in_both_themes(browser, page, dark):
     assert min(contrast(colour(ink), colour(ground)) for ground in ("paper", "panel")) >= 4.5, ink
   for name, values in {
     "logprob": [-1, -9], "ratio": [-1, 1], "advantage": [-1, 1], "lag": [1, 99],
-    "version": range(8), "mask": [1],
+    "version": range(8), "mask": [1], "entropy": [1, 9], "clipped": [0.5, 1], "dropped": [1],
+    "vetoed": [1],
   }.items():  # fmt: skip
     for value in values:
       shown = browser.run(f"COLOURS[{name!r}].colour({value})")
@@ -276,7 +298,7 @@ def test_it_works_in_the_frame_of_a_notebook(browser, page, tmp_path):
   browser.wait(f"{inside}.querySelector('.row')")
 
 
-def test_a_served_run_is_followed(browser, tmp_path):
+def test_a_served_run_is_followed(browser, page, tmp_path):
   folder = made.write_run(tmp_path / "run")
   with write.Server([read.open_run(folder)], {}) as server:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -290,6 +312,7 @@ def test_a_served_run_is_followed(browser, tmp_path):
       browser.go("#batch/0/4")
       assert count(browser, ".row") == 2
     finally:
+      browser.open(f"file://{page}/one.html")  # which asks the server for nothing
       server.shutdown()
       thread.join()
 

@@ -42,7 +42,8 @@ def test_a_batch_has_its_tokens_and_nothing_that_was_not_stored(run):
   assert set(part.arrays) == {"token", "logprob", "mask", "version", "lag", "advantage"}
   assert (part.arrays["version"] == 2).all() and not part.arrays["lag"].any()
   assert (read.read_batch(run, 1).arrays["lag"] == 1).all()  # trained on after an update
-  assert part.header["update"] == 3 and part.header["groups"][0]["answer"] == "12"
+  assert part.header["updates"] == [3] and part.header["measured"] is None
+  assert part.header["groups"][0]["answer"] == "12"
   assert [sample["completion"] for sample in part.header["samples"]] == TEXTS
 
 
@@ -61,9 +62,8 @@ def test_what_a_run_may_store_besides(tmp_path):
   T = LENGTHS[0]
   places = np.broadcast_to(np.arange(T, dtype=np.int32), (2, T))
   within = np.arange(T) < np.array(LENGTHS[:2])[:, None]
-  turns, behavior = places // 3 * within, -0.25 * (1 + places) * within
+  turns = places // 3 * within
   arrays = {
-    "proximal_logprobs": (behavior + 0.5 * within).astype(np.float32),
     "token_versions": np.where(within, places % 2, -1).astype(np.int32),
     "turns": turns.astype(np.int32),
     "turn_scores": np.where(places == 2, np.float32(0.5), np.float32(np.nan)),
@@ -74,14 +74,12 @@ def test_what_a_run_may_store_besides(tmp_path):
   run = made.write_run(tmp_path / "run", batches=[groups], advantage="fade")
   part = read.read_batch(read.open_run(run), 0)
   cut = lambda array: array[within]
-  np.testing.assert_allclose(part.arrays["ratio"], 0.5, rtol=1e-2)
   for name, array in {
     "version": cut(arrays["token_versions"]), "turn": cut(turns), "mask": cut(arrays["mask"]),
     "score": cut(arrays["turn_scores"]), "expert": np.stack([cut(places % 4)] * 2),
   }.items():  # fmt: skip
     np.testing.assert_array_equal(part.arrays[name], array.astype(part.arrays[name].dtype))
   assert part.header["layers"] == [0, 1]
-  assert part.header["groups"][0]["ratio"] == pytest.approx(0.5, rel=1e-2)
 
 
 def test_without_a_tokenizer_there_are_ids(tmp_path):
@@ -121,7 +119,7 @@ def test_a_summary_has_all_metrics_and_the_recipe_as_a_difference(run):
   summary = read.read_summary(run, base)
   assert summary.header["recipe"] == [["num_updates", "9", "4"]]
   assert summary.header["batches"] == [0, 1, 2, 3]
-  assert summary.header["updates"] == [1, 2, 3, 4] and summary.header["messages"] == []
+  assert summary.header["updates"] == [[1], [2], [3], [4]] and summary.header["messages"] == []
   np.testing.assert_array_equal(summary.arrays["train|step"], [1, 2])
   np.testing.assert_array_equal(summary.arrays["train|reward/mean"], [0.25, 0.5])
   np.testing.assert_array_equal(summary.arrays["train|policy/entropy"], [1.5, np.nan])
@@ -147,7 +145,7 @@ def test_code_of_a_run_s_author_is_not_imported(tmp_path, monkeypatch):
   run = read.open_run(folder)
   assert run.updates == {} and run.advantage is None
   part = read.read_batch(run, 0)
-  assert part.header["update"] is None and not {"lag", "advantage"} & part.arrays.keys()
+  assert part.header["updates"] == [] and not {"lag", "advantage"} & part.arrays.keys()
 
 
 def test_folders_that_are_no_run(tmp_path):
@@ -165,8 +163,8 @@ def test_folders_that_are_no_run(tmp_path):
   (tmp_path / "rollouts" / "index.jsonl").write_text("")
   with pytest.raises(ValueError, match="has the former format"):
     read.open_run(tmp_path)
-  with pytest.raises(ValueError, match="is a URL"):
-    read.open_run("gs://bucket/run")
+  with pytest.raises(ValueError, match="must be a folder on a disk"):
+    read.open_run("s3://bucket/run")
 
 
 NUMBERS = [*range(3, 43)]
@@ -193,6 +191,12 @@ def test_batches_that_are_not_there(spec):
     read.choose_batches(spec, NUMBERS)
 
 
+def test_measured_batches_are_preferred_between_the_first_and_the_last():
+  choose = lambda preferred: read.choose_batches(read.DEFAULT_BATCHES, NUMBERS, preferred)
+  assert choose({9: 1, 30: 1}) == [3, 42, 9, 30] and choose([99]) == choose(())
+  assert choose(range(4, 24)) == [3, 42, 4, 7, 9, 12, 15, 18, 20, 23]
+
+
 def test_few_batches_are_all_chosen():
   assert sorted(read.choose_batches(read.DEFAULT_BATCHES, [4, 6, 9])) == [4, 6, 9]
 
@@ -217,9 +221,62 @@ def test_geometry_is_that_of_the_gram_matrix(tmp_path):
   np.testing.assert_allclose(part.arrays["share"], singular / singular.sum(), atol=1e-6)
   assert part.arrays["by_reward"].tolist() == [1, 0, 3, 2]
   assert sorted(part.arrays["by_vector"]) == [0, 1, 2, 3]
-  np.testing.assert_array_equal(read.read_batch(run, 2).arrays["coefficient"], A)
-  assert "coefficient" not in read.read_batch(run, 1).arrays
   assert read.read_summary(run, {}).header["geometry"] == [2]
+
+
+def measurement(step, groups, **of_tokens):
+  """A measurement of two groups of two rollouts, whose loss tokens have these arrays."""
+  lengths = np.stack([group.arrays["mask"].sum(-1) for group in groups])
+  A = [[step, -1], [0.5, 0]]
+  return (step, np.eye(4), A, [[1, 0], [0, 0]], lengths, of_tokens)
+
+
+def test_what_an_update_found_at_each_token(tmp_path):
+  """Of two measured updates on a batch the last one counts; tokens without a loss have NaN."""
+  groups = [made.group(0, ["12", "3"], [1, 0]), made.group(1, ["4", "5"], [0, 0])]
+  groups[0].arrays["mask"][0, 1] = 0  # of "12" and its end: the "2"
+  of_tokens = dict(
+    token_log_ratio=np.float32([0.25, 0.5, -1, 0, 0, 0, 0, 0]),
+    token_entropy=np.arange(8, dtype=np.float32),
+    token_clipped=np.arange(8) == 1,
+    token_vetoed=np.arange(8) == 2,
+  )
+  first = measurement(0, groups, token_log_ratio=np.ones(8, np.float32))
+  folder = made.write_run(
+    tmp_path / "run",
+    batches=[groups, groups],
+    measured=[first, measurement(2, groups, **of_tokens)],
+    schedule="updates_per_refresh(batches=2, epochs=2)",
+  )
+  run = read.open_run(folder)
+  assert run.updates == {0: [1, 3], 1: [2, 4]} and read.measured_updates(run) == {0: 3}
+  assert read.read_summary(run, {}).header["measured"] == [3, None]
+  part = read.read_batch(run, 0)
+  assert part.header["updates"] == [1, 3] and part.header["measured"] == 3
+  nan = np.nan
+  for name, expected in {
+    "ratio": [0.25, nan, 0.5, -1, 0, 0, 0, 0, 0],
+    "entropy": [0, nan, 1, 2, 3, 4, 5, 6, 7],
+    "clipped": [0, nan, 1, 0, 0, 0, 0, 0, 0],
+    "vetoed": [0, nan, 0, 1, 0, 0, 0, 0, 0],
+    "coefficient": [2, -1, 0.5, 0],
+  }.items():
+    np.testing.assert_array_equal(part.arrays[name], np.array(expected), err_msg=name)
+  assert not {"dropped", "proximal"} & part.arrays.keys()
+  group, other = part.header["groups"]
+  assert (group["ratio"], group["bounded"]) == (1.0, 0.5)
+  assert (other["ratio"], other["bounded"]) == (0.0, 0.0) and group["interest"] > 2
+  part = read.read_batch(run, 1)
+  assert part.header["measured"] is None and not {"ratio", "coefficient"} & part.arrays.keys()
+  assert "ratio" not in part.header["groups"][0]
+
+
+def test_a_measurement_of_other_rollouts_is_not_shown(tmp_path):
+  groups = made.batch()
+  wrong = (0, np.eye(4), np.ones((2, 2)), np.ones((2, 2)), np.ones((2, 2)), {})
+  folder = made.write_run(tmp_path / "run", batches=[groups], measured=[wrong])
+  part = read.read_batch(read.open_run(folder), 0)
+  assert part.header["measured"] is None and "coefficient" not in part.arrays
 
 
 def test_a_gram_matrix_that_says_nothing(tmp_path):

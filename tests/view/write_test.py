@@ -19,6 +19,8 @@ from view import made
 
 from rlvr_jax.commands.view import view
 from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.storage.bucket import Bucket
+from rlvr_jax.storage.places import parse_path
 from rlvr_jax.view import read, write
 from rlvr_jax.view.read import Part
 
@@ -186,6 +188,24 @@ def test_the_command_says_what_it_wrote(folder, capsys, monkeypatch):
   assert "left out: 0/" in capsys.readouterr().out
   with pytest.raises(ValueError, match="--batches=9: batch 9 is not in the store"):
     view(made.config(), str(folder), batches="9")
+
+
+def test_a_run_in_a_bucket_has_the_page_of_one_on_a_disk(folder, url, tmp_path, monkeypatch):
+  bucket = Bucket(parse_path("", url))
+  for path in folder.rglob("*"):
+    if path.is_file() and path.name not in ("lock", write.PAGE_FILE):
+      bucket.put(path.relative_to(folder).as_posix(), path.read_bytes())
+  monkeypatch.chdir(tmp_path)
+  parts = []
+  for workdir in (str(folder), url):
+    path = view(made.config(), workdir)().path
+    texts = Elements(path.read_text()).texts
+    names = [name for name in texts if name.startswith("0/") and name != "0/summary"]
+    parts.append({name: texts[name] for name in names})
+    summary = decode(base64.b64decode(texts["0/summary"]))
+    assert summary.header["batches"] == [0, 1, 2, 3] and summary.header["geometry"] == [0, 2]
+  assert path.absolute() == tmp_path / write.PAGE_FILE
+  assert parts[0] == parts[1] and "0/geometry/2" in parts[0]
 
 
 # --- the server -----------------------------------------------------------------------------------

@@ -86,6 +86,18 @@ class DispatchedUpdate(NamedTuple):
   geometry: dict[str, jax.Array]  # arrays measured before the update; may be empty
 
 
+def loss_tokens_alone(
+  arrays: Mapping[str, np.ndarray], mask: jax.Array | np.ndarray
+) -> dict[str, np.ndarray]:
+  """The arrays of a measurement, those of tokens [P, G, T] cut to the N loss tokens, [N].
+
+  One rollout follows another, in the order [P, G]; the measurement's "lengths" say how many loss
+  tokens each has.
+  """
+  counts = np.asarray(mask) > 0
+  return {name: x[counts] if x.shape == counts.shape else x for name, x in arrays.items()}
+
+
 class Clock:
   """Times of a run on the host's clock, in seconds.
 
@@ -326,7 +338,8 @@ class RunLog:
         self._advise({"warm start": advice.on_first_update(run.warm_start, values)})
     self.writer.write(step, "train", values)
     if update.geometry:
-      self.writer.write_geometry(step - 1, jax.device_get(update.geometry))
+      arrays = loss_tokens_alone(jax.device_get(update.geometry), update.batch.mask)
+      self.writer.write_geometry(step - 1, arrays)
     left = self._clock.left(step, run.num_updates)
     if step % run.logging.print_every == 0 or step == run.num_updates:
       held_out = str(self._said.get("held-out", ""))
