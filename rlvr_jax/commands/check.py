@@ -43,6 +43,7 @@ from rlvr_jax.train.reporting.advice import on_demonstrations, plan_warm_start
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.session import check_teachers
 from rlvr_jax.train.setup.build import Parts, build, make_task
+from rlvr_jax.train.setup.compiler_options import slow_precision
 from rlvr_jax.train.setup.grading import (
   check_first_dialogue,
   check_first_grade,
@@ -265,20 +266,17 @@ class Preflight:
   def check_data(self) -> Finding:
     """The first problem of each split can be read and encoded."""
     tokenizer = _require(self.tokenizer, "the tokenizer has failed")
-    self.task = make_task(self.config.task)
-    splits = {
-      "training": self.task.train,
-      "warm-start": self.task.warm_start,
-      "held-out": self.task.held_out,
-    }
-    if not len(self.task.train):
+    task = make_task(self.config.task)
+    splits = {"training": task.train, "warm-start": task.warm_start, "held-out": task.held_out}
+    if not len(task.train):
       return Finding(FAIL, "config.task has no training problems; choose a split for training")
     for source in splits.values():
       if len(source):
         encode_prompt(source[0], tokenizer)
+    self.task = task
     text = ", ".join(f"{len(source)} {name} problems" for name, source in splits.items())
     warm_start = plan_warm_start(
-      self.config.warm_start, self.task, checkpoint=self.config.start.checkpoint
+      self.config.warm_start, task, checkpoint=self.config.start.checkpoint
     )
     if warning := on_demonstrations(warm_start):
       return Finding(WARN, f"{text}; {warning}")
@@ -290,9 +288,9 @@ class Preflight:
     self.parts = build(self.config, task=task, tokenizer=tokenizer)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(self.parts.placement.base))
     text = f"{count / 1e6:,.1f} M parameters on a mesh of {dict(self.parts.placement.mesh.shape)}"
-    if warning := _dear_sketch(self.parts):
-      return Finding(WARN, f"{text}; {warning}")
-    return Finding(OK, text)
+    precision = slow_precision(self.parts.model.config.compute_dtype)
+    warnings = [warning for warning in (_dear_sketch(self.parts), precision) if warning]
+    return Finding(WARN if warnings else OK, "; ".join([text, *warnings]))
 
   def check_prompt(self) -> Finding:
     """The first training problem's prompt, as the policy reads it."""

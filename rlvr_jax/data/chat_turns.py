@@ -23,7 +23,7 @@ _THOUGHTS = (
 _THOUGHT = "Six sevens."
 _SHOWN = 40  # characters of a difference
 _REMEDY = (
-  "set chat_template to a variant that keeps earlier turns: 'qwen3_training',"
+  "set config.prompts.template to a variant that keeps earlier turns: 'qwen3_training',"
   " 'deepseek_r1_distill_training', or a file of your own"
 )
 
@@ -143,14 +143,14 @@ class ChatTurns:
       raise ValueError(
         f"the chat template of {self._name} does not write the {missing} as it is, with replies of"
         f" role {role!r}: {text[-160:]!r}; give replies another role, such as 'user', or set"
-        " chat_template to a file with another template"
+        " config.prompts.template to a file with another template"
       )
     ids = self._tokenizer.encode(before, add_special_tokens=False)
     if self._end_id is None or ids[:1] != [self._end_id]:
       raise ValueError(
         f"the chat template of {self._name} writes {before[:_SHOWN]!r} after an assistant's"
-        " message, which does not begin with a token that ends the turn; set chat_template to a"
-        " file with another template"
+        " message, which does not begin with a token that ends the turn; set"
+        " config.prompts.template to a file with another template"
       )
     return _Frame(before, after, trimmed, self._control_tokens(before + after))
 

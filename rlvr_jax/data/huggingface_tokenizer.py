@@ -87,9 +87,9 @@ class HuggingFaceTokenizer:
     self._chat = prompt_format == "chat"
     if not self._chat and (system_prompt or chat_template):
       raise ValueError(
-        f"system_prompt = {system_prompt!r} and chat_template = {os.fspath(chat_template)!r} belong"
-        f" to the chat format, but prompt_format is {prompt_format!r}; leave them empty, or set"
-        ' prompt_format to "chat"'
+        f"config.prompts.system = {system_prompt!r} and template = {os.fspath(chat_template)!r}"
+        f" belong to the chat format, but config.prompts.format is {prompt_format!r}; leave them"
+        " empty, or set it to 'chat'"
       )
     self._directory = os.fspath(directory)
     self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
@@ -139,8 +139,8 @@ class HuggingFaceTokenizer:
     check_messages(messages)
     if self._system and messages[0]["role"] == "system":
       raise ValueError(
-        f"system_prompt = {self._system[0]['content']!r} and a prompt begins with its own system"
-        f" message, {messages[0]['content']!r}; leave system_prompt empty"
+        f"config.prompts.system = {self._system[0]['content']!r}, and a prompt begins with its own"
+        f" system message, {messages[0]['content']!r}; set config.prompts.system = ''"
       )
     texts = [{"role": m["role"], "content": m["content"]} for m in messages]
     return self._encode_prompt(join_messages(messages), [*self._system, *texts])
@@ -256,7 +256,7 @@ class HuggingFaceTokenizer:
     if not self._tokenizer.chat_template:
       raise ValueError(
         f"{self._directory} has no chat template, neither chat_template.jinja nor chat_template in"
-        ' tokenizer_config.json; set prompt_format to "plain", or chat_template to a template file'
+        " tokenizer_config.json; set config.prompts.format to 'plain', or template to a file"
       )
     first, second = (
       self._apply_template(self._messages(text), add_generation_prompt=True, tokenize=False)
@@ -265,12 +265,12 @@ class HuggingFaceTokenizer:
     if first == second:
       raise ValueError(
         f"the chat template of {self._directory} omits the user's message: {first!r}; set"
-        " chat_template to a file with another template"
+        " config.prompts.template to a file with another template"
       )
     if "strftime_now" in str(self._tokenizer.chat_template):
       logging.warning(
         "the chat template of %s may write today's date, so that a run resumed tomorrow would have"
-        " other prompts: set the date in your own chat_template file.",
+        " other prompts: set the date in a file of your own, config.prompts.template.",
         self._directory,
       )
 
@@ -283,10 +283,10 @@ class HuggingFaceTokenizer:
       return self._tokenizer.apply_chat_template(messages, return_dict=False, **options)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
       roles = " and ".join(message["role"] for message in messages)
-      advice = "leave system_prompt empty, or " if self._system else ""
+      advice = "set config.prompts.system = '', or " if self._system else ""
       raise ValueError(
         f"the chat template of {self._directory} fails on messages of {roles}: {error};"
-        f" {advice}set chat_template to a file with another template"
+        f" {advice}set config.prompts.template to a file with another template"
       ) from error
 
   def _end_of_turn_id(self) -> int | None:

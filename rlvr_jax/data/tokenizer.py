@@ -90,7 +90,7 @@ def check_messages(messages: Sequence[Message]) -> None:
         f' {{"role": one of {list(PROMPT_ROLES)}, "content": a text}}'
       )
   if not messages:
-    raise ValueError("a prompt has no messages: give at least one, or None for the problem's own")
+    raise ValueError("a prompt has no messages; give at least one")
   if messages[-1]["role"] == "assistant":
     raise ValueError("a prompt ends with a message of the assistant, whose turn is the policy's")
 

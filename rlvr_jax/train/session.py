@@ -36,7 +36,7 @@ from rlvr_jax.train.reporting.progress import say, warn
 from rlvr_jax.train.reporting.writer import MetricWriter, Tracker, open_writer
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.compiler_options import announce_defaults, announce_precision
+from rlvr_jax.train.setup.compiler_options import announce_defaults, slow_precision
 from rlvr_jax.train.setup.grading import (
   announce_partial_credit,
   check_first_dialogue,
@@ -122,7 +122,8 @@ def open_session(
     raw_logprobs.announce(parts.sources)
     announce_partial_credit(parts.grading.outcome_policy, parts.task, config.environment.name)
     announce_defaults(parts.compiler_options, config.compiler_options)
-    announce_precision(parts.model.config.compute_dtype)
+    if text := slow_precision(parts.model.config.compute_dtype):
+      warn(text)
     announce_data(parts.schedule, logged, parts.sources.num_live, config.dynamic_sampling.enabled)
     frozen = parts.initial.frozen()
     warm_starts = enter(Checkpointer(folder.path / "warm_start", keep=1, workdir=folder))

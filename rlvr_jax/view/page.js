@@ -461,6 +461,16 @@ function ticks(low, high, count = 4) {
   return found;
 }
 
+// With as many digits as tell a tick from the next one.
+function showTick(y, marks) {
+  const decimals =
+    marks.length > 1 ? -Math.floor(Math.log10(marks[1] - marks[0]) + 1e-9) : 0;
+  const digits = Math.floor(Math.log10(Math.abs(y))) + 1 + decimals;
+  return decimals > 0 && digits > 3
+    ? y.toFixed(decimals).replace("-", "−")
+    : show(Number(y.toPrecision(6)));
+}
+
 // Whole logarithms between two; within one decade, logarithms of even values.
 function logTicks(low, high) {
   if (high - low < 1)
@@ -579,7 +589,7 @@ function chart(title, lines, { log = false, note = "" } = {}) {
     lines.map(({ label, colour, dash }) => [dash ? "dashed" : "", line(colour), label]),
   );
   const height = 150,
-    left = 44,
+    left = 54, // room for −2.8e−11
     bottom = 18;
   const draw = (cursor) => {
     const [c, width] = canvasFor(plot, height);
@@ -592,7 +602,8 @@ function chart(title, lines, { log = false, note = "" } = {}) {
     if (!ys.length) return;
     let [x0, x1, y0, y1] = [least(xs), most(xs), least(ys), most(ys)];
     if (x0 === x1) x1 = x0 + 1;
-    if (y0 === y1)
+    const rounding = log ? 0 : 1e-5 * Math.max(Math.abs(y0), Math.abs(y1));
+    if (y1 - y0 <= rounding)
       [y0, y1] = y0 === 0 ? [0, 1] : [y0 - 0.5 * Math.abs(y0), y1 + 0.5 * Math.abs(y1)];
     const X = (x) => left + ((width - left - 6) * (x - x0)) / (x1 - x0);
     const Y = (y) =>
@@ -640,7 +651,7 @@ function axes(c, { width, height, left, bottom, x0, x1, y0, y1, X, Y, log }) {
     c.moveTo(left, at);
     c.lineTo(width - 6, at);
     c.stroke();
-    c.fillText(show(log ? 10 ** y : Number(y.toPrecision(6))), left - 5, at + 4);
+    c.fillText(log ? show(10 ** y) : showTick(y, marks), left - 5, at + 4);
   }
   for (const x of ticks(x0, x1, Math.max(2, width / 90)).filter(Number.isInteger)) {
     c.textAlign = X(x) > width - 24 ? "right" : "center";

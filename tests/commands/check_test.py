@@ -65,25 +65,43 @@ def test_a_mesh_of_all_devices_is_no_false_alarm(fields, tmp_path):
   assert preflight.check_devices() == (OK, "8 of cpu, 8 on each host")
 
 
-def test_a_prompt_is_shown_as_the_model_will_see_it(capsys, tmp_path):
-  """With the tokens of the template, and without its middle if it is long."""
-  save(train_byte_pairs(["one and two are three"] * 9, vocab_size=264), tmp_path)
+def in_chat(folder, lines):
+  """Fields of a run whose tokenizer has a chat template, and whose task has these lines."""
+  save(train_byte_pairs(["one and two are three"] * 9, vocab_size=264), folder)
   template = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}<|assistant|>"
   )
-  (tmp_path / "chat_template.jinja").write_text(template)
-  chat = dict(**MESH, tokenizer=str(tmp_path), prompts__format="chat", warm_start__num_steps=0)
+  (folder / "chat_template.jinja").write_text(template)
+  (folder / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+  kwargs = dict(train=str(folder / "mine.jsonl"), held_out_size=1, grader="gsm8k")
+  task = dict(name="jsonl", kwargs=kwargs)
+  chat = dict(tokenizer=str(folder), prompts__format="chat", warm_start__num_steps=0)
+  return dict(**MESH, **chat, task=task)
+
+
+def test_messages_are_shown_as_the_model_will_see_them(capsys, tmp_path):
+  of = lambda n: [dict(role="system", content="Be brief."), dict(role="user", content=f"{n}?")]
+  fields = in_chat(tmp_path, [{"prompt": of(n), "answer": n} for n in (1, 2)])
+  lines, _ = found(capsys, tmp_path / "run", **fields, max_prompt_length=200)
+  shown = r": '<\|system\|>Be brief.<\|im_end\|><\|user\|>[12]\?<\|im_end\|><\|assistant\|>'$"
+  assert re.search(shown, lines["prompt"][1]), lines
+  fields |= dict(prompts__system="Be long.", max_prompt_length=200)
+  lines, message = found(capsys, tmp_path / "run", **fields)
+  assert message == "1 check failed: data" and lines["config"][0] == WARN
+  assert "its own system message, 'Be brief.'; set config.prompts.system = ''" in lines["data"][1]
+
+
+def test_a_prompt_is_shown_as_the_model_will_see_it(capsys, tmp_path):
+  """With the tokens of the template, and without its middle if it is long."""
+  long = [{"prompt": f"{n}" + "x" * 5000 + "end?", "answer": n} for n in (10, 11)]
+  in_lines = in_chat(tmp_path, long)
+  chat = {name: field for name, field in in_lines.items() if name != "task"}
   lines, _ = found(capsys, tmp_path / "run", **chat, max_prompt_length=200)
   assert lines["prompt"][1].endswith(
     f": '<|user|>{sums().train[0].question}<|im_end|><|assistant|>'"
   )
-  lines_of = dict(
-    name="jsonl",
-    kwargs=dict(train=str(tmp_path / "mine.jsonl"), held_out_size=1, grader="gsm8k"),
-  )
-  long = [{"prompt": f"{n}" + "x" * 5000 + "end?", "answer": n} for n in (10, 11)]
-  (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in long))
-  fields = dict(**MESH, task=lines_of, warm_start__num_steps=0, max_prompt_length=6000)
+  of_bytes = dict(tokenizer="bytes", prompts__format="plain", max_prompt_length=6000)
+  fields = in_lines | of_bytes
   preflight = check.Preflight(tiny.config(**fields), str(tmp_path / "run"))
   for action in (preflight.check_tokenizer, preflight.check_data, preflight.check_config):
     action()
@@ -168,6 +186,17 @@ def test_a_sketch_that_costs_more_than_the_exact_gram_is_warned_of(capsys, tmp_p
   (status, text) = found(capsys, tmp_path / "run", **fields)[0]["config"]
   expected = "config.gram = 'sketch' costs 128.0 of .* at a width of 32, and 'streaming', .* 10.0;"
   assert status == WARN and re.search(expected, text), text
+
+
+@pytest.mark.parametrize(("lacks", "status"), [(True, WARN), (False, OK)])
+def test_bfloat16_that_a_cpu_lacks_is_warned_of(tmp_path, monkeypatch, lacks, status):
+  monkeypatch.setattr("rlvr_jax.train.setup.compiler_options.lacks_bfloat16", lambda: lacks)
+  fields = dict(**MESH, model__overrides__compute_dtype="bfloat16")
+  preflight = check.Preflight(tiny.config(**fields), str(tmp_path))
+  for action in (preflight.check_tokenizer, preflight.check_data):
+    action()
+  found, text = preflight.check_config()
+  assert found == status and ("compute_dtype = 'float32' is faster" in text) == lacks, text
 
 
 def test_a_workdir_that_cannot_be_written(capsys, tmp_path):

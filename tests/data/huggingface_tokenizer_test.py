@@ -146,7 +146,9 @@ def test_gemma_has_no_system_role(folder):
     *("<bos>", "<start_of_turn>", f"user\n{QUESTION}", "<end_of_turn>", "\n"),
     *("<start_of_turn>", "model\n"),
   )
-  with pytest.raises(ValueError, match=r"System role not supported; leave system_prompt empty, or"):
+  with pytest.raises(
+    ValueError, match=r"System role not supported; set config.prompts.system = '', or"
+  ):
     folder.chat(system_prompt="Be brief.")
 
 
@@ -405,10 +407,10 @@ def test_no_code_of_the_folder_is_run(folder, tmp_path, tokenizer_class):
   [
     ("{% for %}", "fails on messages of user"),
     ("{{ messages[0].content }}{{ messages[1].content }}", "fails on messages of user"),
-    ("hello", "omits the user.s message: 'hello'; set chat_template to a file"),
+    ("hello", "omits the user.s message: 'hello'; set config.prompts.template to a file"),
     ("{{ 1 + messages[0].content }}", "unsupported operand"),
     ("{{ ''.__class__.__mro__ }}", "unsafe"),
-    ("{{ raise_exception('only tools') }}", "only tools; set chat_template to a file with another"),
+    ("{{ raise_exception('only tools') }}", "only tools; set config.prompts.template to a file"),
   ],
 )
 def test_bad_templates(folder, template, message):
@@ -420,7 +422,9 @@ def test_bad_templates(folder, template, message):
 
 def test_no_template(folder, tmp_path):
   folder = folder(chat_template=None)
-  with pytest.raises(ValueError, match=r"no chat template.*set prompt_format to \"plain\", or"):
+  with pytest.raises(
+    ValueError, match=r"no chat template.*set config.prompts.format to 'plain', or"
+  ):
     folder.chat()
   with pytest.raises(ValueError, match=r"chat_template = '.*none.jinja' cannot be read"):
     folder.chat(chat_template=str(tmp_path / "none.jinja"))

@@ -240,6 +240,15 @@ def test_a_file_of_held_out_problems_keeps_theirs_out_of_training(write):
   assert questions(some.held_out) == ["0+0=", "0+1="] and len(some.train) == 18
 
 
+@pytest.mark.parametrize(("answers", "is_told"), [((1, 2, 3, 4), False), ((1, 2, 3, 1), True)])
+def test_an_answer_is_common_if_problems_share_it(write, caplog, answers, is_told):
+  lines = [{"prompt": f"{n}?", "answer": answer} for n, answer in enumerate(answers)]
+  train = write([*lines, {"prompt": "other?", "answer": 5}])
+  with caplog.at_level(logging.WARNING):
+    tasks.jsonl(train=train, held_out=write(lines, "test.jsonl"), grader="gsm8k")
+  assert ("one answer is right for 50 %" in caplog.text) == is_told == bool(caplog.records)
+
+
 def test_no_answer_where_the_grader_needs_none(write):
   lines = [{"prompt": f"write {n} words", "words": n} for n in range(4)]
   task = tasks.jsonl(train=write(lines), held_out_size=1, grader="mine:words", answer="")

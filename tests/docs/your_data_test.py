@@ -30,6 +30,16 @@ def test_the_files_make_a_task_and_a_curriculum(folder):
   assert problem.answer == max(problem.reference["numbers"].split())
   assert exact(problem.solution, problem.reference) == 1.0
   assert exact("1" + problem.solution, problem.reference) == 0.0
+  own = importlib.import_module("my_task").sums(size=400)
+  assert [len(problems) for problems in (own.train, own.warm_start, own.held_out)] == [
+    100,
+    100,
+    200,
+  ]
+  assert not {p.question for p in own.held_out} & {
+    p.question for p in [*own.train, *own.warm_start]
+  }
+  assert exact(own.train[0].solution, own.train[0].reference) == 1.0
   sampled = build(importlib.import_module("my_curriculum").get_config().lock()).task.train
   assert isinstance(sampled, Curriculum) and len(sampled) == len(task.train)
 

@@ -135,6 +135,22 @@ def test_a_person_clicks_from_the_run_to_a_token(browser, page, pictures):
   browser.picture(pictures / "rollout.png")
 
 
+@pytest.mark.parametrize(
+  ("low", "high", "shown"),
+  [
+    (0.992, 1.004, "0.995 1.000"),
+    (100.1, 100.7, "100.2 100.4 100.6"),
+    (0.0, 1.0, "0 0.5 1"),
+    (-1200, 900, "−1,000 0"),
+    (1.2e-5, 2.4e-5, "1.5e−5 2e−5"),
+  ],
+)
+def test_ticks_differ(browser, page, low, high, shown):
+  browser.open(f"file://{page}/one.html")
+  found = browser.run(f"((m) => m.map((y) => showTick(y, m)).join(' '))(ticks({low}, {high}))")
+  assert found == shown
+
+
 def test_texts_show_as_text(browser, page):
   browser.open(f"file://{page}/one.html")
   browser.go("#group/0/0/0")

@@ -11,7 +11,7 @@ import ml_collections
 from jax.sharding import Mesh
 
 from rlvr_jax.train.cluster.process import lacks_bfloat16
-from rlvr_jax.train.reporting.progress import say, warn
+from rlvr_jax.train.reporting.progress import say
 
 Options = dict[str, bool | int | float | str]
 
@@ -96,13 +96,14 @@ def announce_defaults(options: CompilerOptions, settings: ml_collections.ConfigD
       say(f"{kind} is compiled with {format_options(added)}; {field} goes first")
 
 
-def announce_precision(compute_dtype: str) -> None:
-  """Warns of a network in bfloat16 on a CPU that has no such arithmetic."""
-  if compute_dtype == "bfloat16" and jax.default_backend() == "cpu" and lacks_bfloat16():
-    warn(
-      "this CPU has no arithmetic in bfloat16, which saves memory on it and takes more time;"
-      " config.model.overrides.compute_dtype = 'float32' is faster"
-    )
+def slow_precision(compute_dtype: str) -> str | None:
+  """Says so where a network is in bfloat16 on a CPU that has no such arithmetic."""
+  if compute_dtype != "bfloat16" or jax.default_backend() != "cpu" or not lacks_bfloat16():
+    return None
+  return (
+    "this CPU has no arithmetic in bfloat16, which saves memory on it and takes more time;"
+    " config.model.overrides.compute_dtype = 'float32' is faster"
+  )
 
 
 def parse_compiler_options(settings: ml_collections.ConfigDict) -> CompilerOptions:
