@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: API reference, links that leave docs/, formulas, the order of search results."""
+"""Hooks of mkdocs.yml: the API reference, links that leave docs/, formulas, ranks in the search."""
 
 from __future__ import annotations
 
