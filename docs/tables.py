@@ -1,4 +1,4 @@
-"""Writes the table of methods into docs/methods/README.md, and a short one into README.md:
+"""Writes the table of methods into docs/methods/README.md, and their names into README.md:
 
   python -m docs.tables
 
@@ -16,7 +16,7 @@ import operator
 import pathlib
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
@@ -27,10 +27,8 @@ from rlvr_jax.configs import base
 ROOT = pathlib.Path(__file__).parents[1]
 CARDS = ROOT / "docs" / "methods"
 COMMAND = "python -m docs.tables"
-DOCUMENTS = {  # their path to the root, and the columns of their table
-  ROOT / "README.md": ("", ("method", "what is new in it", "recipe")),
-  CARDS / "README.md": ("../../", ("method", "what is new in it", "code", "paper", "recipe")),
-}
+COLUMNS = ("method", "what is new in it", "code", "paper", "recipe")
+DOCUMENTS = (ROOT / "README.md", CARDS / "README.md")
 _ACROSS = re.DOTALL | re.MULTILINE
 
 # What a recipe sets in addition to its components: the field, its name in the table ("": its
@@ -134,16 +132,22 @@ def year_and_month(card: pathlib.Path) -> str:
   return number[1] if number else ""
 
 
-def table(to_root: str, columns: Sequence[str]) -> str:
-  """All methods in the order of their papers.
+def cards() -> list[pathlib.Path]:
+  """All cards in the order of their papers."""
+  return sorted((c for c in CARDS.glob("*.md") if c.stem != "README"), key=year_and_month)
 
-  Args:
-    to_root: path from the document to the repository's root: "" or "../../".
-    columns: keys of `cells`, in the order of the table.
-  """
-  cards = sorted((c for c in CARDS.glob("*.md") if c.stem != "README"), key=year_and_month)
-  header = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
-  rows = [[cells(card, to_root)[column] for column in columns] for card in cards]
+
+def names() -> str:
+  """The names of all methods in four columns, each a link from the root to its card."""
+  links = [cells(card, "")["method"] for card in cards()]
+  rows = [links[i : i + 4] for i in range(0, len(links), 4)]
+  return "| | | | |\n|---|---|---|---|\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def table() -> str:
+  """All methods, for a page in docs/methods/."""
+  header = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
+  rows = [[cells(card, "../../")[column] for column in COLUMNS] for card in cards()]
   return header + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -154,9 +158,9 @@ def between_marks(text: str, name: str, content: str) -> str:
 
 
 def written(document: pathlib.Path) -> str:
-  """A document's text with its table up to date."""
+  """A document's text with its methods up to date."""
   text = document.read_text(encoding="utf-8")
-  return between_marks(text, "methods", table(*DOCUMENTS[document]))
+  return between_marks(text, "methods", names() if document.parent == ROOT else table())
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: pages of the API reference, links that leave docs/, and formulas."""
+"""Hooks of mkdocs.yml: the API reference, links that leave docs/, formulas, ranks in the search."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ API = {
   "train": (),
   "evaluate": ("curves", "run_files"),
 }
+# Lists have every word: in the search a guide that explains the word comes before them.
+LISTS = ("api/", "configuration.md", "metrics.md", "terms.md")
+LISTS_BOOST = 0.2
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
 
@@ -152,7 +155,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-  """Turns links that leave docs/ into links to the files of the repository."""
+  """Turns links that leave docs/ into links to the files of the repository, and ranks the page."""
   del files
+  if page.file.src_uri.startswith(LISTS):
+    page.meta["search"] = {"boost": LISTS_BOOST}
   change = lambda m: m[1] + link_from(page.file.src_uri, m[2], config.repo_url or "") + m[3]
   return _LINK.sub(change, markdown)

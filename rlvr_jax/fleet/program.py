@@ -133,7 +133,7 @@ class Pace:
     self._begun.setdefault((place, name), self._clock())
 
   def note_finished(self, place: Place, name: str) -> None:
-    """Notes that the observer, which has this name, has finished a group."""
+    """Notes that this sampler, whose name is `name`, has finished a group."""
     self._times.append(self._clock() - self._begun.pop((place, name)))
 
   def keep(self, numbers: Sequence[int], name: str) -> None:

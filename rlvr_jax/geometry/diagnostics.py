@@ -305,7 +305,8 @@ def _blocks(gram: Array, num_prompts: int) -> Array:
   chex.assert_rank(gram, 2)
   if gram.shape[0] % num_prompts:
     raise ValueError(
-      f"the {gram.shape[0]} rollouts of a Gram cannot be divided into {num_prompts} equal groups"
+      f"the {gram.shape[0]} rollouts of a Gram matrix cannot be divided into {num_prompts} equal"
+      " groups"
     )
   group_size = gram.shape[0] // num_prompts
   return upcast(gram).reshape(num_prompts, group_size, num_prompts, group_size)

@@ -35,7 +35,8 @@ def make_parser() -> argparse.ArgumentParser:
     target = targets.add_parser(name, help=summary, description=module.__doc__, formatter_class=raw)
     add = target.add_argument
     add("verb", choices=VERBS)
-    add("--name", type=parse_name, required=True, help="name of the run")
+    add("--name", type=parse_name, help="name of the run")
+    add("--all", action="store_true", help="for stop, in place of --name: every run, in the zone")
     add("--dry_run", action="store_true", help="print the commands, run nothing")
     add("--retries", type=int, default=20, help="after failures or preemptions")
     add("--env", action="append", default=[], help="NAME=VALUE, set on every host")
@@ -57,13 +58,17 @@ def main(argv: Sequence[str]) -> None:
   args = make_parser().parse_args(argv[:separator])
   flags = tuple(argv[separator + 1 :])
   target, shell = TARGETS[args.target], Shell(dry_run=args.dry_run)
+  if args.all != (args.name is None) or (args.all and args.verb != "stop"):
+    raise LaunchError("give --name=NAME; or, to stop every run, stop --all")
   if args.verb == "start":
     run = Run(args.name, flags, parse_environment(args.env), args.retries)
     target.start(programs_of(run, args.samplers, args.sampler_config), args, shell)
     return
   if flags:
     raise LaunchError(f"{args.verb} takes no flags of the program: {' '.join(flags)}")
-  if args.verb == "logs":
+  if args.all:
+    target.stop_all(args, shell)
+  elif args.verb == "logs":
     name = args.name if args.sampler is None else sampler_name(args.name, args.sampler)
     target.logs(name, args, shell)
   else:

@@ -86,6 +86,15 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
   say(f"{name}: {'stopped' if pid else 'does not run'}")
 
 
+def stop_all(args: argparse.Namespace, shell: Shell) -> None:
+  """Stops all runs of this machine."""
+  base = folder_of("")
+  for folder in sorted(base.iterdir()) if base.exists() else ():
+    if _holder(folder.name):
+      stop(folder.name, args, shell)
+  say("no run of rlvr_jax.launch goes on here")
+
+
 def process_commands(run: Run, count: int, port: str) -> list[list[str]]:
   """The command of each process; a sweep has one process, which starts its runs."""
   places = [

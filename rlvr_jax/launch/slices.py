@@ -52,6 +52,14 @@ class Machines(NamedTuple):
       f" {self.num_slices * self.slice.hosts} hosts{', spot' * self.spot}"
     )
 
+  def price_class(self) -> str:
+    """What is billed for them, in words; prices differ by region and change."""
+    kind = self.slice.name.partition("-")[0]
+    return (
+      f"{self.num_slices * self.slice.chips} chips × hours at the price of"
+      f" {'spot' if self.spot else 'on-demand'} {kind}"
+    )
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
   """Adds the flags of targets whose programs have slices."""

@@ -24,6 +24,7 @@ from rlvr_jax.launch.run import Run, sampler_name
 from rlvr_jax.launch.shell import CommandError, LaunchError, Shell, say, warn
 from rlvr_jax.launch.slices import Machines
 
+_SLICES = "rlvr_jax_slices"  # label of all that this program creates; its value is their number
 _LOST = ("SUSPENDED", "FAILED")  # a preempted queued resource is suspended
 
 
@@ -44,7 +45,7 @@ class QueuedResource:
     self.name = name
     self.shell = shell
     self._num_slices = num_slices
-    self._place = [f"--zone={args.zone}", *[f"--project={args.project}"] * bool(args.project)]
+    self._place = _place(args)
     self._nodes = [name] if num_slices == 1 else [f"{name}-{i}" for i in range(num_slices)]
 
   def state(self) -> str:
@@ -70,6 +71,7 @@ class QueuedResource:
         *(several_nodes if self._num_slices > 1 else one_node),
         *(f"--accelerator-type={kind.name}", f"--runtime-version={kind.runtime}", "--async"),
         *["--spot"] * machines.spot,
+        f"--labels={_SLICES}={self._num_slices}",
         *[f"--service-account={service_account}"] * bool(service_account),
       )
     )
@@ -135,6 +137,7 @@ def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> No
     watches = []
     for program, own in zip(programs, machines, strict=True):
       say(f"{program.name}: asks for {own}, in {args.zone}")
+      say(f"{program.name}: costs {own.price_class()}, from ACTIVE until they are deleted")
       setup = _Setup(program, own, args.service_account, archive, package.version, args.nfs)
       watches.append(_Watch(setup, QueuedResource(program.name, own.num_slices, args, shell)))
     if shell.dry_run:
@@ -174,6 +177,41 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
   """Requests the run's shutdown, before which it saves, then deletes all machines."""
   for resource in _resources(name, args, shell):
     resource.stop()
+
+
+def stop_all(args: argparse.Namespace, shell: Shell) -> None:
+  """Stops and deletes all that this program has created in the zone, and says what else is there.
+
+  Raises:
+    LaunchError: machines of this program are left.
+  """
+  for name, _, num_slices in _listed(args, shell):
+    if num_slices:
+      try:
+        QueuedResource(name, int(num_slices), args, shell).stop()
+      except CommandError as error:  # the others are deleted all the same
+        warn(str(error))
+  if shell.dry_run:
+    return
+  left = _listed(args, shell)
+  for name, state, num_slices in left:
+    if not num_slices:
+      say(f"{name}: {state}, without the label {_SLICES}: not touched")
+  if own := [name for name, _, num_slices in left if num_slices]:
+    raise LaunchError(f"still there, and billed: {', '.join(own)}; run the command again")
+  say(f"no machines of rlvr_jax.launch are left in {args.zone}")
+
+
+def _listed(args: argparse.Namespace, shell: Shell) -> list[list[str]]:
+  """Name, state and label, "" without one, of each queued resource in the zone."""
+  shown = f"value(name.basename(),state.state,tpu.nodeSpec[0].node.labels.{_SLICES})"
+  command = ["gcloud", "compute", "tpus", "queued-resources", "list", f"--format={shown}"]
+  lines = shell.capture([*command, *_place(args), "--quiet"]).splitlines()
+  return [[*line.split("\t"), "", ""][:3] for line in lines if line.strip()]
+
+
+def _place(args: argparse.Namespace) -> list[str]:
+  return [f"--zone={args.zone}", *[f"--project={args.project}"] * bool(args.project)]
 
 
 def _resources(name: str, args: argparse.Namespace, shell: Shell) -> list[QueuedResource]:

@@ -48,6 +48,7 @@ def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> No
         say(f"{program.name} runs already")
         continue
       say(f"{program.name}: creates {own}")
+      say(f"{program.name}: costs {own.price_class()}, while the cluster has their nodes")
       shell.run(create_command(program, own, folder, args))
   for name in runs.keys() - {program.name for program in programs}:
     shell.run(delete_command(name, args))
@@ -76,6 +77,15 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
   """Deletes the workloads; their processes save before they end."""
   for workload in sorted(_workloads(name, args, shell)) or [name]:
     shell.run(delete_command(workload, args))
+
+
+def stop_all(args: argparse.Namespace, shell: Shell) -> None:
+  """Raises LaunchError: others may have workloads in the cluster, which itself is billed."""
+  del shell
+  raise LaunchError(
+    "stop --all is for local and tpu_vm: give --name; machines of a cluster are billed until"
+    f" `xpk cluster delete {' '.join(_place_flags(args))}`"
+  )
 
 
 # --- commands -------------------------------------------------------------------------------------

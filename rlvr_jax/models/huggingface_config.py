@@ -165,7 +165,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   if family.sliding == "delta":
     fields["delta_layers"] = _delta_layers(c, owner)
     if fields["delta_layers"] is None:
-      raise ValueError(f"{owner}: no layer is a linear_attention; such a network is not read here")
+      raise ValueError(f"{owner}: no layer is a linear_attention; that is not supported")
   if "decoder_sparse_step" in family.defaults:
     fields["sparse_layers"] = _sparse_layers(c, owner)
   return fields

@@ -9,8 +9,8 @@ In a gated DeltaNet, queries, keys and values come from causal convolutions of a
 a sequence's state has the last inputs of these as well.
 
 `delta_step` is one token. `delta_rows` computes packed rows, chunk by chunk, with the same result
-up to rounding. There, a rollout goes on from the state behind its prompt, and nothing else passes
-from one sequence to another. A token without effect has g = 0 and β = 0.
+up to rounding. In a packed row a rollout begins with the state that its prompt has left; no other
+state passes from one sequence to another. A token without effect has g = 0 and β = 0.
 
 Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv:2412.06464), §3.
 """

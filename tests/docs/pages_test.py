@@ -92,9 +92,8 @@ def test_a_command_with_a_misspelled_field_is_seen(in_checkout):
 def test_the_first_run_and_what_reads_it(tmp_path, monkeypatch, capsys):
   """The commands of the first run, shortened, and the code that reads their workdirs."""
   monkeypatch.chdir(tmp_path)
-  experts = "rlvr_jax --config=configs/quickstart_experts.py --workdir=runs/experts"
   commands = snippets.page("first_run.md").commands[:2]
-  for command in [*commands, f"{experts} --config.diagnostics.every=1"]:
+  for command in commands:
     arguments = [*shlex.split(PROGRAM.sub("", command)), *QUICK]
     program = [sys.executable, "-m", "rlvr_jax.main", *arguments]
     subprocess.run(program, env=tiny.environment(), check=True, timeout=tiny.TIMEOUT_S)

@@ -319,5 +319,5 @@ def test_diagnose_of_small_and_silent_batches(kind):
 
 
 def test_groups_must_be_equal():
-  with pytest.raises(ValueError, match="the 12 rollouts of a Gram cannot be divided into 5 equal"):
+  with pytest.raises(ValueError, match="the 12 rollouts of a Gram matrix cannot be divided into 5"):
     diagnostics.group_participation_ratios(np.eye(12), 5)

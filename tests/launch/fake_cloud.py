@@ -217,9 +217,8 @@ def queued_resources(verb, arguments):
     for home in homes:
       home.mkdir()
     port = free_port()
-    write(
-      path, {"name": arguments[0], "state": "ACTIVE", "homes": [*map(str, homes)], "port": port}
-    )
+    resource = {"name": arguments[0], "state": "ACTIVE", "homes": [*map(str, homes)], "port": port}
+    write(path, resource | {"label": flag(arguments, "labels", "")})
   elif verb == "describe":
     print("Quota limit exceeded")
   elif verb == "delete":
@@ -228,9 +227,13 @@ def queued_resources(verb, arguments):
 
 
 def list_resources(condition, shown):
-  pattern = condition.removeprefix("name~")
+  pattern = (condition or "").removeprefix("name~")
   for resource in map(read, sorted(root().glob("resource-*.json"))):
-    if re.search(pattern, f"queuedResources/{resource['name']}"):
+    if "labels" in shown:
+      key, _, value = resource.get("label", "").partition("=")
+      value = value if shown.endswith(f".labels.{key})") else ""
+      print(resource["name"], resource["state"], value, sep="\t")
+    elif re.search(pattern, f"queuedResources/{resource['name']}"):
       print(resource["name" if "name" in shown else "state"])
 
 

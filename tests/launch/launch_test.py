@@ -48,6 +48,7 @@ COMMANDS = {
   "tpu_vm_logs": f"tpu_vm logs {PLACE} --num_slices=2",
   "tpu_vm_logs_sampler": f"tpu_vm logs {PLACE} --num_slices=2 --sampler=3",
   "tpu_vm_stop": f"tpu_vm stop {PLACE}",
+  "tpu_vm_stop_all": "tpu_vm stop --all --zone=us-west4-a --project=mine",
   "xpk_start": f"xpk start {CLUSTER} --type=v5p-32 --storage=runs {IMAGE} --env=A=b --retries=3",
   "xpk_start_fleet": f"xpk start {CLUSTER} --type=v5p-32 --num_slices=2 --samplers=2"
   f" --sampler_type=v5litepod-16 --spot=samplers {IMAGE}",
@@ -141,6 +142,10 @@ ON_GKE = f"xpk start {CLUSTER} --type=v5p-32 {IMAGE}"
     (ON_TPU, PROGRAM, "--workdir=/mnt/rlvr_jax/runs/fade is on a file system that is not mounted"),
     (ON_GKE, PROGRAM, "--workdir=/mnt/rlvr_jax/runs/fade is on a file system that is not mounted"),
     (f"{ON_TPU} --env=A", PROGRAM, "--env=A: write --env=NAME=VALUE"),
+    ("tpu_vm stop --zone=a", [], "give --name=NAME; or, to stop every run, stop --all"),
+    (f"tpu_vm stop --all {PLACE}", [], "give --name=NAME; or, to stop every run, stop --all"),
+    ("tpu_vm start --all --zone=a", PROGRAM, "give --name=NAME; or, to stop every run, stop --all"),
+    ("xpk stop --all --zone=a --cluster=b", [], "until `xpk cluster delete --cluster=b --zone=a`"),
     (f"tpu_vm logs {PLACE}", PROGRAM, "logs takes no flags of the program"),
     (f"xpk start {CLUSTER} --type=v5p-32", PROGRAM, "--image is needed"),
     ("local start --name=a --samplers=-1", PROGRAM, "--samplers=-1: give a number of samplers"),
@@ -382,7 +387,7 @@ def test_a_run_is_seen_and_stopped_from_elsewhere(launch, tmp_path, how):
       launch("local start --name=try", PROGRAM)
     left = children(process.pid, str(tmp_path))
     if how == "stop":
-      assert launch("local stop --name=try") == "try: stopped\n"
+      assert launch("local stop --all").startswith("try: stopped\n")
     else:
       process.send_signal(signal.SIGHUP if how == "terminal" else signal.SIGKILL)
     assert process.communicate(timeout=100)[0] == ("" if how == "kill" else "stopped\n")
@@ -562,6 +567,49 @@ def test_machines_that_cloud_does_not_make_are_not_waited_for(cloud, checkout, t
   output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
   assert process.returncode == 1 and "Quota limit exceeded" in output
   assert "error: Cloud did not make the machines of try" in output
+
+
+def test_stop_all_leaves_nothing_of_ours(cloud, checkout, tmp_path):
+  """Programs end, preempted and requested machines go too; what others have made stays."""
+  folder, flags = tmp_path / "cloud", ["--zone=here", "--type=v5litepod-8", "--poll_s=0.5"]
+  program = ["--", f"--config={TINY[0][9:]}", "--workdir=/nowhere/run"]
+  process = subprocess.Popen(
+    [*command("tpu_vm", "start", *flags), *program], cwd=checkout, env=cloud
+  )
+  with ended(process, folder):
+    wait_for(lambda: list(folder.glob("machine-*/units/*.json")))
+    process.send_signal(signal.SIGKILL)  # the laptop is gone
+    for name, state, label in [
+      ("fade-sampler-0", "SUSPENDED", "rlvr_jax_slices=1"),
+      ("wide", "WAITING_FOR_RESOURCES", "rlvr_jax_slices=2"),
+      ("theirs", "ACTIVE", "team=vision"),
+    ]:
+      resource = {"name": name, "state": state, "homes": [], "port": 0, "label": label}
+      fakes().write(folder / f"resource-{name}.json", resource)
+    stopped = subprocess.run(
+      [sys.executable, "-m", "rlvr_jax.launch", "tpu_vm", "stop", "--all", "--zone=here"],
+      cwd=checkout, env=cloud, capture_output=True, text=True,
+    )  # fmt: skip
+    assert [path.stem for path in folder.glob("resource-*.json")] == ["resource-theirs"]
+    assert not list(folder.glob("machine-*/units/*.json"))
+  assert stopped.returncode == 0, stopped.stderr
+  assert "theirs: ACTIVE, without the label rlvr_jax_slices: not touched" in stopped.stdout
+  assert stopped.stdout.endswith("no machines of rlvr_jax.launch are left in here\n")
+
+
+def test_machines_that_stop_all_cannot_delete_are_named(capsys):
+  class Stuck(Shell):
+    def capture(self, command):
+      return "try\tACTIVE\t1\nother\tACTIVE\t1\n"
+
+    def run(self, command):
+      deleted.append(command[5])
+      raise CommandError("no network")
+
+  deleted = []
+  with pytest.raises(LaunchError, match="still there, and billed: try, other"):
+    tpu_vm.stop_all(argparse.Namespace(zone="here", project=""), Stuck())
+  assert deleted == ["try", "try", "other", "other"]  # each is stopped, then deleted
 
 
 class Cloud(Shell):

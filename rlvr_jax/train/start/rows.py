@@ -28,7 +28,7 @@ ROWS_FILE = "rows.json"
 def read_rows(workdir: Path) -> RowTokens | None:
   """What a run began with; None if its first batch has yet to choose it.
 
-  Fields that config.json sets count too: before rows were chosen, every run had such fields.
+  Without rows.json the fields of config.json hold, where older versions have recorded them.
 
   Raises:
     WorkdirError: the record is damaged.
