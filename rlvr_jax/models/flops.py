@@ -103,7 +103,7 @@ def _forward(
       f"forward_flops: predicted{list(of_policy.shape)} must have the shape of response_lengths"
       f"{list(t.shape)}, and no value above it"
     )
-  shortest = s.min(initial=1), t.min(initial=0)
+  shortest = np.min(s, initial=1), np.min(t, initial=0)
   if shortest[0] < 1 or shortest[1] < 0:
     raise ValueError(
       f"forward_flops: the shortest prompt has {shortest[0]} tokens and the shortest response"

@@ -81,9 +81,9 @@ class Tensor:
     rows = self.selected[start:stop]
     if not len(rows):
       return np.empty((0, *self.shape[1:]), dtype)
-    least = int(rows.min())
+    least = int(np.min(rows))
     whole = dataclasses.replace(self, selected=None)
-    return whole.rows(least, int(rows.max()) + 1)[rows - least]
+    return whole.rows(least, int(np.max(rows)) + 1)[rows - least]
 
 
 # --- reading --------------------------------------------------------------------------------------

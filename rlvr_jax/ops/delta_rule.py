@@ -29,7 +29,7 @@ from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.ops.row_blocks import is_visible, sequence_starts
 from rlvr_jax.types import Array, Rows
 
-CHUNK = 64  # tokens, at most; a power of two
+CHUNK = 128  # tokens, at most; a power of two
 _EPSILON = 1e-6  # of the lengths of queries and keys
 
 
@@ -87,9 +87,9 @@ def delta_rows(tokens: Tokens, rows: Rows) -> tuple[Array, Array]:
   parts = jax.tree.map(lambda x: of_chunk(fill(x, 2)), tokens)
   links = jax.lax.map(functools.partial(_link, length=length), chunks)
   R, N, _, d_k = tokens.query.shape
-  start = jnp.zeros((2, R, N, d_k, tokens.value.shape[-1]), tokens.value.dtype)
+  nothing = jnp.zeros((R, N, d_k, tokens.value.shape[-1]), tokens.value.dtype)
   # Only the states between chunks are kept for the backward pass.
-  states, out = jax.lax.scan(jax.checkpoint(_chunk), start, (parts, links))
+  states, out = jax.lax.scan(jax.checkpoint(_chunk), (nothing, nothing), (parts, links))
   out = jnp.moveaxis(out, 0, 2).reshape(R, N, length + pad, -1)
   return out[:, :, :length], states[0]
 
@@ -260,8 +260,10 @@ def _link(chunk: tuple[Rows, Array], length: int) -> _Links:
   return _Links(visible, from_last, from_prompt, last, index == end[:, None] - 1)
 
 
-def _chunk(states: Array, chunk: tuple[Tokens, _Links]) -> tuple[Array, Array]:
-  """Computes a chunk from the states [2, R, N, d_k, d_v] of the last token and the last prompt."""
+def _chunk(
+  states: tuple[Array, Array], chunk: tuple[Tokens, _Links]
+) -> tuple[tuple[Array, Array], Array]:
+  """Computes a chunk from the states [R, N, d_k, d_v] of the last token and of the last prompt."""
   (query, key, value, decay, strength), links = chunk
   by_head = lambda x: x[:, None].astype(decay.dtype)
   visible = by_head(links.visible)
@@ -271,25 +273,29 @@ def _chunk(states: Array, chunk: tuple[Tokens, _Links]) -> tuple[Array, Array]:
   sums = jnp.einsum("rnij,rnj->rni", visible, decay, precision=EXACT)
   between = jnp.where(visible > 0, sums[..., :, None] - sums[..., None, :], -jnp.inf)
   decays, kept = jnp.exp(between), jnp.exp(sums)
-  kept = jnp.stack([kept * by_head(links.from_last), kept * by_head(links.from_prompt)])[..., None]
+  # What is left of either state at each token; it goes on from one of them.
+  of_last, of_prompt = (
+    (kept * by_head(follows))[..., None] for follows in (links.from_last, links.from_prompt)
+  )
+  read = lambda x: (of_last * x) @ states[0] + (of_prompt * x) @ states[1]
 
   products = jnp.where(behind, key @ key.mT * decays, 0) * strength[..., None]
   inverse = _invert(products)
-  earlier = jnp.sum((kept * strength[..., None] * key) @ states, axis=0)
-  changes = inverse @ (strength[..., None] * value - earlier)
-  out = jnp.sum((kept * query) @ states, axis=0) + (query @ key.mT * decays) @ changes
+  changes = inverse @ (strength[..., None] * (value - read(key)))
+  out = read(query) + (query @ key.mT * decays) @ changes
 
   def state_at(token: Array) -> Array:
     """The state behind one token of each row, which `token` bool[R, C] marks; 0 without one."""
     token = by_head(token)
     # These sums select one number each. A rounded decay would act through all later chunks.
-    before = jnp.einsum("rnc,krnc->krn", token, kept[..., 0], precision=EXACT)[..., None, None]
+    before = (jnp.sum(token * x[..., 0], axis=-1)[..., None, None] for x in (of_last, of_prompt))
     weights = jnp.einsum("rnc,rncj->rnj", token, decays, precision=EXACT)
-    return jnp.sum(before * states, axis=0) + (key * weights[..., None]).mT @ changes
+    earlier = sum(x * state for x, state in zip(before, states, strict=True))
+    return earlier + (key * weights[..., None]).mT @ changes
 
   has_end = jnp.any(links.ends, axis=1)[:, None, None, None]
   prompt = jnp.where(has_end, state_at(links.ends), states[1])
-  return jnp.stack([state_at(links.last), prompt]), out
+  return (state_at(links.last), prompt), out
 
 
 @jax.custom_vjp

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import chex
 import jax.numpy as jnp
+import numpy as np
 
 from rlvr_jax.ops.masked import upcast
 from rlvr_jax.types import Array
 
 
-def overlong_penalty(lengths: Array, *, max_response_length: int, overlong_buffer: int) -> Array:
+def overlong_penalty(
+  lengths: Array | np.ndarray, *, max_response_length: int, overlong_buffer: int
+) -> Array:
   """Penalty to subtract from the reward: 0 up to the buffer, then linear to 1 at the limit.
 
   Args:
@@ -31,7 +34,7 @@ def overlong_penalty(lengths: Array, *, max_response_length: int, overlong_buffe
       f"overlong_buffer = {overlong_buffer} tokens is not in [1, {max_response_length}], the"
       " maximum response length; set it within that range, or turn overlong shaping off"
     )
-  over = upcast(lengths) - (max_response_length - overlong_buffer)
+  over = upcast(jnp.asarray(lengths)) - (max_response_length - overlong_buffer)
   return jnp.clip(over / overlong_buffer, 0.0, 1.0)
 
 

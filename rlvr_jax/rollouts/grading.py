@@ -147,7 +147,7 @@ class Grading:
       return rewards
     penalty = np.asarray(
       overlong_penalty(
-        sampled_places(arrays).sum(-1)[None],
+        np.sum(sampled_places(arrays), axis=-1)[None],
         max_response_length=arrays["tokens"].shape[-1],
         overlong_buffer=self.overlong_buffer,
       )[0]

@@ -149,7 +149,7 @@ def encode_versions(versions: np.ndarray) -> EncodedVersions:
 
 
 def _runs(values: np.ndarray) -> list[int]:
-  values = values[: np.flatnonzero(values != -1).max(initial=-1) + 1]
+  values = values[: np.max(np.flatnonzero(values != -1), initial=-1) + 1]
   starts = np.flatnonzero(np.diff(values, prepend=-2))
   return np.stack([values[starts], np.diff(starts, append=len(values))], axis=-1).ravel().tolist()
 

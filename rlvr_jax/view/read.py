@@ -497,7 +497,7 @@ def _interest(samples: Sequence[JsonObject], measured: Mapping[str, np.ndarray])
     found["ratio"] = float(np.nanmax(np.abs(measured["ratio"]), initial=0.0))
   if marks := [measured[name] for name in _BOUNDED if name in measured]:
     counted = marks[0] == marks[0]  # NaN: not in the loss
-    found["bounded"] = float(np.maximum.reduce(marks)[counted].mean()) if counted.any() else 0.0
+    found["bounded"] = float(np.max(marks, axis=0)[counted].mean()) if counted.any() else 0.0
   return found | {"interest": sum(min(value, 1.0) for value in found.values())}
 
 

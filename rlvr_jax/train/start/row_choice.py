@@ -89,7 +89,7 @@ def choose_row_layout(
     scores = 0.0 if kind == "splash" else min(layout.length, _DENSE) / (4 * width)
     passes = 4 if has_first_phase and layout.max_micro_batches > 1 else 3
     cost = passes * (places.mean() * (1 + scores) + overhead * layout.devices * micro_batches)
-    return float(padding.max()), float(cost)
+    return float(np.max(padding)), float(cost)
 
   judged = {layout: judge(layout) for layout in _candidates(shape, kind, mesh)}
   allowed = max(_MOST_PADDING, 1.05 * min(padding for padding, _ in judged.values()))
