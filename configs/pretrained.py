@@ -7,9 +7,9 @@ training problem has.
 
   pip install "rlvr_jax[gguf,hf,plot]"
   python -m rlvr_jax.models.pretrained
-  rlvr_jax --config=pretrained --workdir=runs/pretrained
+  python -m rlvr_jax.main --config=configs/pretrained.py --workdir=runs/pretrained
 
-In a checkout `make pretrained` does all of it. Hardware: 2 CPU cores. Results, time, memory and
+`make pretrained` does all of it in a checkout. Hardware: 2 CPU cores. Results, time, memory and
 controls: experiments/pretrained/README.md.
 """
 

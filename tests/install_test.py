@@ -114,7 +114,7 @@ def test_the_version_is_that_of_the_package():
 def test_the_description_has_no_link_that_an_index_cannot_follow():
   text = distribution().get_long_description()
   assert re.findall(r"\]\((?!https:|#)[^)]*\)", text) == []
-  assert "[experiment]" not in text and "experiment)." in text and "| method |" in text
+  assert "[experiment]" not in text and "experiment)." in text
 
 
 def test_messages_name_extras_and_pages_that_there_are():
