@@ -50,10 +50,8 @@ def view(
   if batches == read.DEFAULT_BATCHES:  # so that those of two runs are pairs
     shared = sorted(set.intersection(*map(set, numbers)))
     numbers = [shared or of_run for of_run in numbers]
-  chosen = [
-    read.choose_batches(batches, of_run, read.measured_updates(run))
-    for run, of_run in zip(runs, numbers, strict=True)
-  ]
+  measured = set[int]().union(*map(read.measured_updates, runs))
+  chosen = [read.choose_batches(batches, of_run, measured) for of_run in numbers]
   folder = Path() if in_bucket(runs[0].folder) else Path(workdir)
   return lambda: _write(folder / write.PAGE_FILE, runs, recipe, chosen)
 

@@ -76,10 +76,13 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
   """Requests the run's shutdown, before which it saves, and waits for its end."""
   del args
   pid = _holder(name)
-  if pid and not shell.dry_run:
+  if pid and shell.dry_run:
+    say(f"{name}: would be asked to stop, process {pid}")
+    return
+  if pid:
     os.kill(pid, signal.SIGTERM)
   deadline = time.monotonic() + _SAVE_S
-  while _holder(name) and not shell.dry_run:
+  while _holder(name):
     if time.monotonic() > deadline:
       raise LaunchError(f"{name} has not saved and ended within {_SAVE_S:.0f} s; see logs")
     time.sleep(0.1)
@@ -87,12 +90,23 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def stop_all(args: argparse.Namespace, shell: Shell) -> None:
-  """Stops all runs of this machine."""
-  base = folder_of("")
-  for folder in sorted(base.iterdir()) if base.exists() else ():
-    if _holder(folder.name):
-      stop(folder.name, args, shell)
-  say("no run of rlvr_jax.launch goes on here")
+  """Stops all runs of this machine.
+
+  Raises:
+    LaunchError: one of them goes on.
+  """
+  base, left = folder_of(""), []
+  for path in sorted(base.glob("*/launcher")):
+    name = path.parent.name
+    if _holder(name):
+      try:
+        stop(name, args, shell)
+      except LaunchError as error:  # the others are stopped all the same
+        left.append(str(error))
+  if left:
+    raise LaunchError("; ".join(left))
+  if not shell.dry_run:
+    say("no run of rlvr_jax.launch goes on here")
 
 
 def process_commands(run: Run, count: int, port: str) -> list[list[str]]:

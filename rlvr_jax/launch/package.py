@@ -60,7 +60,8 @@ def ship(
   values = parse_flags(run.flags)
   for name in ("config", "sweep"):
     path = values.get(name, "").partition(":")[0]
-    if path and path not in package.files:
+    is_recipe = name == "config" and f"configs/{path}.py" in package.files  # named, see main
+    if path and path not in package.files and not is_recipe:
       raise LaunchError(
         f"--{name}={path} is not in the commit: add it with git, and give its path from the root of"
         " the checkout"

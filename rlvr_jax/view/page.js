@@ -1279,7 +1279,9 @@ function colourBar(batch) {
   const isStored = ({ of }) => !of || Boolean(batch.arrays[of]);
   if (!isStored(COLOURS[state.colour])) state.colour = "none";
   const { measured } = batch.header;
-  const why = (how) => (how.measured ? (measured ? "the method has none" : "not measured") : "not stored");
+  // Measurements of before had no tokens.
+  const absent = batch.arrays.ratio ? "the method has none" : "not measured";
+  const why = (how) => (how.measured ? absent : "not stored");
   const options = Object.entries(COLOURS).map(([key, how]) => [
     key,
     isStored(how) ? how.title : `${how.title} — ${why(how)}`,

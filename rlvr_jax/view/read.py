@@ -219,17 +219,15 @@ def choose_batches(spec: str, numbers: Sequence[int], preferred: Collection[int]
     spec: `DEFAULT_BATCHES`; "all"; or numbers and ranges such as "0,10:20,-1", where -1 is the last
       batch. A range has both of its ends.
     numbers: of the batches in the store, ascending.
-    preferred: those from which `DEFAULT_BATCHES` chooses the ones between, if it has any.
+    preferred: those that `DEFAULT_BATCHES` takes first for the ones between.
   Raises:
     ValueError: the text has another form, or names a batch that is not in the store.
   """
   if spec == DEFAULT_BATCHES:
-    inside = [number for number in numbers if number in preferred]
-    if inside:
-      between = _evenly(inside, BETWEEN)
-    else:
-      between = _evenly(numbers, BETWEEN + 2)
-    return [*dict.fromkeys([numbers[0], numbers[-1], *between])]
+    inside = _evenly([number for number in numbers if number in preferred], BETWEEN)
+    first = [*dict.fromkeys([numbers[0], numbers[-1], *inside])]
+    others = [number for number in _evenly(numbers, BETWEEN + 2) if number not in first]
+    return first + _evenly(others, BETWEEN + 2 - len(first))
   if spec == "all":
     return [*numbers]
   found: list[int] = []
@@ -254,8 +252,8 @@ def choose_batches(spec: str, numbers: Sequence[int], preferred: Collection[int]
 
 def _evenly(numbers: Sequence[int], count: int) -> list[int]:
   """At most `count` of the numbers, with both ends."""
-  places = np.unique(np.linspace(0, len(numbers) - 1, count).round().astype(int))
-  return [numbers[place] for place in places.tolist()]
+  places = np.linspace(0, len(numbers) - 1, count if numbers else 0).round().astype(int)
+  return [numbers[place] for place in np.unique(places).tolist()]
 
 
 def _ends(ends: Sequence[int], numbers: Sequence[int]) -> tuple[int, int]:

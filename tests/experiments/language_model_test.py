@@ -23,6 +23,7 @@ def sampled(module, tmp_path_factory):
   config = _config()
   config.schedule = "on_policy"
   config.batch.prompts, config.batch.group_size = 6, 8
+  config.policy_temperature = config.sampling.temperature = 0.5  # as the ground has it
   return module.sample(config, tmp_path_factory.mktemp("run"))
 
 
@@ -33,7 +34,7 @@ def test_products_are_those_of_the_gradients(module, sampled, feature):
   rng = np.random.default_rng(0)
   A = rng.normal(size=(3, 6, 8))
   head = method.model.head(method.model.combine(params, {}))
-  found = module.products(rollouts, head, jnp.asarray(A, jnp.float32), feature, columns=5)
+  found = module.products(rollouts, head, jnp.asarray(A, jnp.float32), feature, 0.5, columns=5)
   batch, _ = module.part_of(rollouts, 6, 8)
   g = np.asarray(per_rollout_features(params, {}, batch, context, feature=feature), np.float64)
   g = g.reshape(6, 8, -1)

@@ -111,6 +111,11 @@ def test_the_commands_are_those_on_record(launch, tmp_path, name):
 SWEEP = ["--", "--mode=sweep", "--config=configs/grpo.py", "--sweep=configs/base.py"]
 
 
+def test_a_recipe_of_the_commit_has_a_name(launch):
+  program = ["--", "--config=full_size/fade_qwen25_7b", *IN_BUCKET[2:]]
+  assert "--config=full_size/fade_qwen25_7b " in launch(f"{ON_TPU} --dry_run", program)
+
+
 def test_a_sweep_is_one_process_that_knows_its_commit(launch):
   output = launch("local start --name=fade --processes=2 --dry_run", [*SWEEP, "--workdir=runs/x"])
   (command,) = [line for line in output.splitlines() if "rlvr_jax.main" in line]
@@ -136,6 +141,7 @@ ON_GKE = f"xpk start {CLUSTER} --type=v5p-32 {IMAGE}"
     (f"tpu_vm start {PLACE} --type=h100-8", PROGRAM, "allowed: v4-…, v5litepod-…"),
     (ON_TPU, [], "--config is missing: give the program's flags"),
     (ON_TPU, ["--", "--config=mine.py"], "--config=mine.py is not in the commit"),
+    (ON_TPU, ["--", "--config=quickstarts"], "--config=quickstarts is not in the commit"),
     (ON_TPU, ["--", "--config=/tmp/mine.py"], "--config=/tmp/mine.py is not in the commit"),
     (ON_TPU, [*SWEEP[:-1], "--sweep=mine.py"], "--sweep=mine.py is not in the commit"),
     (ON_TPU, ["--", PROGRAM[1], "--workdir=runs/a"], "--workdir=runs/a is relative"),
@@ -387,6 +393,9 @@ def test_a_run_is_seen_and_stopped_from_elsewhere(launch, tmp_path, how):
       launch("local start --name=try", PROGRAM)
     left = children(process.pid, str(tmp_path))
     if how == "stop":
+      (tmp_path / "state/rlvr_jax/launch/notes").write_text("of somebody else")
+      (dry,) = launch("local stop --all --dry_run").splitlines()
+      assert dry == f"try: would be asked to stop, process {process.pid}"
       assert launch("local stop --all").startswith("try: stopped\n")
     else:
       process.send_signal(signal.SIGHUP if how == "terminal" else signal.SIGKILL)
@@ -595,6 +604,21 @@ def test_stop_all_leaves_nothing_of_ours(cloud, checkout, tmp_path):
   assert stopped.returncode == 0, stopped.stderr
   assert "theirs: ACTIVE, without the label rlvr_jax_slices: not touched" in stopped.stdout
   assert stopped.stdout.endswith("no machines of rlvr_jax.launch are left in here\n")
+
+
+def test_a_run_that_does_not_end_leaves_no_other_run_alone(monkeypatch, tmp_path):
+  monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+  asked = []
+
+  def stop(name, args, shell):
+    asked.append(name)
+    raise LaunchError(f"{name} has not saved")
+
+  monkeypatch.setattr(local, "stop", stop)
+  with local._lock("a"), local._lock("b"):
+    with pytest.raises(LaunchError, match="a has not saved; b has not saved"):
+      local.stop_all(argparse.Namespace(), Shell())
+  assert asked == ["a", "b"]
 
 
 def test_machines_that_stop_all_cannot_delete_are_named(capsys):

@@ -172,6 +172,17 @@ def test_two_runs_share_a_file(folder, tmp_path):
   }
 
 
+def test_two_runs_share_batches_though_one_was_measured(tmp_path):
+  batches = [made.batch()] * 31
+  measured = [(5, np.eye(4), [1, -1, 0.5, 0], [[1, 0], [0, 0]])]
+  first = made.write_run(tmp_path / "1", batches=batches, measured=measured, num_updates=31)
+  second = made.write_run(tmp_path / "2", batches=batches, num_updates=31)
+  view(made.config(), str(first), beside=str(second))()
+  texts = Elements((first / "view.html").read_text()).texts.keys()
+  of_run = lambda n: {name[2:] for name in texts if name.startswith(f"{n}/batch/")}
+  assert of_run(0) == of_run(1) and "batch/5" in of_run(1) and len(of_run(1)) == 10
+
+
 def test_recipes_are_differences(folder, tmp_path):
   other = made.write_run(tmp_path / "other", num_updates=5)
   view(made.config(), str(folder), beside=str(other), batches="0")()

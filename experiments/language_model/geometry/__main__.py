@@ -138,7 +138,12 @@ def part_of(rollouts: Rollouts, prompts: int, size: int) -> tuple[TrainBatch, Fo
 
 
 def products(
-  rollouts: Rollouts, head: Head, coefficients: Array, feature: str, columns: int = COLUMNS
+  rollouts: Rollouts,
+  head: Head,
+  coefficients: Array,
+  feature: str,
+  temperature: float,
+  columns: int = COLUMNS,
 ) -> Products:
   """Inner products at the output head, `columns` of its kernel at a time, summed in float64.
 
@@ -146,6 +151,7 @@ def products(
     head: its soft cap must be None and its scale 1.
     coefficients: f32[M, P, G], A.
     feature: "score" or "sampled".
+    temperature: of the policy, as in the forward pass.
   """
   if head.soft_cap is not None or head.scale != 1.0:
     raise ValueError("the head has a soft cap or a scale; these products are of a plain one")
@@ -154,7 +160,9 @@ def products(
   within, between = np.zeros((P, G, G)), np.zeros((len(coefficients), P, P))
   for first in progress(range(0, vocabulary, columns), f"products, {feature}", unit="blocks"):
     kernel = head.kernel[:, first : first + columns]
-    parts = _products_of_columns(rollouts, coefficients, kernel, first, feature=feature)
+    parts = _products_of_columns(
+      rollouts, coefficients, kernel, first, temperature, feature=feature
+    )
     within += np.asarray(parts[0], np.float64)
     between += np.asarray(parts[1], np.float64)
   return Products(within, between)
@@ -162,7 +170,13 @@ def products(
 
 @functools.partial(jax.jit, static_argnames="feature")
 def _products_of_columns(
-  rollouts: Rollouts, coefficients: Array, kernel: Array, first: Array, *, feature: str
+  rollouts: Rollouts,
+  coefficients: Array,
+  kernel: Array,
+  first: Array,
+  temperature: Array,
+  *,
+  feature: str,
 ) -> tuple[Array, Array]:
   """`Products` of the entries of g for a part [D, v] of the kernel, from column `first` on."""
   indices = first + jnp.arange(kernel.shape[1])
@@ -171,8 +185,9 @@ def _products_of_columns(
     hidden, log_normalizers, tokens, A = arguments  # [G, T, D], [G, T], [G, T], [M, G]
     d = -(tokens[..., None] == indices).astype(hidden.dtype)
     if feature == "score":
-      d += jnp.exp(head_logits(hidden, Head(kernel)) - log_normalizers[..., None])
-    g = jnp.einsum("gtd,gtv->gdv", hidden, d)
+      logits = head_logits(hidden, Head(kernel))
+      d += jnp.exp(logits / temperature - log_normalizers[..., None])
+    g = jnp.einsum("gtd,gtv->gdv", hidden, d / temperature)
     return jnp.einsum("gdv,hdv->gh", g, g), jnp.einsum("mg,gdv->mdv", A, g)
 
   arrays = rollouts.hidden, rollouts.log_normalizers, rollouts.batch.tokens
@@ -325,7 +340,7 @@ def measure(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
   }
   arrays: dict[str, np.ndarray] = {"rewards": rewards}
   for feature in FEATURES:
-    found = products(rollouts, head, sets, feature)
+    found = products(rollouts, head, sets, feature, context.temperature)
     rows, grams = batch_figures(rollouts, params, context, feature, SIZES, BUDGET)
     results[feature] = {"groups": group_figures(found, rewards, config.seed), "batches": rows}
     arrays |= {**grams, f"within_{feature}": found.within, f"between_{feature}": found.between}
