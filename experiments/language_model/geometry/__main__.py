@@ -155,13 +155,16 @@ def products(
   """
   if head.soft_cap is not None or head.scale != 1.0:
     raise ValueError("the head has a soft cap or a scale; these products are of a plain one")
-  vocabulary = head.kernel.shape[1]
   P, G = rollouts.batch.rewards.shape
   within, between = np.zeros((P, G, G)), np.zeros((len(coefficients), P, P))
-  for first in progress(range(0, vocabulary, columns), f"products, {feature}", unit="blocks"):
-    kernel = head.kernel[:, first : first + columns]
+  indices = np.arange(head.kernel.shape[1])
+  if feature == "sampled":  # all other columns are 0
+    indices = np.unique(np.asarray(rollouts.batch.tokens)[np.asarray(rollouts.batch.mask) > 0])
+  blocks = [indices[first : first + columns] for first in range(0, len(indices), columns)]
+  for block in progress(blocks, f"products, {feature}", unit="blocks"):
+    kernel = head.kernel[:, block]
     parts = _products_of_columns(
-      rollouts, coefficients, kernel, first, temperature, feature=feature
+      rollouts, coefficients, kernel, block, temperature, feature=feature
     )
     within += np.asarray(parts[0], np.float64)
     between += np.asarray(parts[1], np.float64)
@@ -173,13 +176,12 @@ def _products_of_columns(
   rollouts: Rollouts,
   coefficients: Array,
   kernel: Array,
-  first: Array,
+  indices: Array,
   temperature: Array,
   *,
   feature: str,
 ) -> tuple[Array, Array]:
-  """`Products` of the entries of g for a part [D, v] of the kernel, from column `first` on."""
-  indices = first + jnp.arange(kernel.shape[1])
+  """`Products` of the entries of g for some columns [D, v] of the kernel, with their indices."""
 
   def of_prompt(arguments: tuple[Array, ...]) -> tuple[Array, Array]:
     hidden, log_normalizers, tokens, A = arguments  # [G, T, D], [G, T], [G, T], [M, G]
@@ -339,17 +341,24 @@ def measure(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     "tokens": float(rollouts.batch.mask.sum(axis=-1).mean()),
   }
   arrays: dict[str, np.ndarray] = {"rewards": rewards}
-  for feature in FEATURES:
+  for feature in reversed(FEATURES):  # the quick one first
     found = products(rollouts, head, sets, feature, context.temperature)
     rows, grams = batch_figures(rollouts, params, context, feature, SIZES, BUDGET)
     results[feature] = {"groups": group_figures(found, rewards, config.seed), "batches": rows}
     arrays |= {**grams, f"within_{feature}": found.within, f"between_{feature}": found.between}
+    write(workdir, results, arrays)
   results["last block"], arrays["gram_last_block"] = agreement_figures(
     rollouts, params, context, arrays[f"gram_score_{SIZES[0]}"], config.seed
   )
+  write(workdir, results, arrays)
+  return results
+
+
+def write(
+  workdir: pathlib.Path, results: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> None:
   np.savez_compressed(workdir / "geometry.npz", **{k: np.float32(x) for k, x in arrays.items()})
   (workdir / "geometry.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-  return results
 
 
 def table(groups: Sequence[Mapping[str, Any]]) -> str:
