@@ -93,7 +93,9 @@ def test_verdicts(module):
 
 @pytest.mark.slow
 def test_all_figures(module, tmp_path, monkeypatch):
-  for name, value in dict(PROMPTS=8, ROLLOUTS=8, SIZES=(2, 8), BUDGET=16, RESAMPLES=50).items():
+  for name, value in dict(
+    PROMPTS=8, ROLLOUTS=8, SIZES=(2, 8), BUDGET=16, RESAMPLES=50, COMPARED=(4, 4)
+  ).items():
     monkeypatch.setattr(module, name, value)
   config = _config()
   config.schedule = "on_policy"
@@ -105,4 +107,4 @@ def test_all_figures(module, tmp_path, monkeypatch):
     assert [row["G"] for row in rows] == [2, 8]
     assert module.table(rows).count("\n") == 3
   with np.load(tmp_path / "geometry.npz") as file:
-    assert file["gram_last_block"].shape == (16, 16) and file["within_score"].shape == (8, 8, 8)
+    assert file["gram_compared"].shape == (16, 16) and file["within_score"].shape == (8, 8, 8)

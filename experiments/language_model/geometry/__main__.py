@@ -60,6 +60,9 @@ Floats = npt.NDArray[np.float64]
 PROMPTS, ROLLOUTS = 64, 64
 SIZES = (4, 8, 16, 32, 64)  # G
 BUDGET = 256  # rollouts of the batches with a fixed budget
+# Prompts and rollouts of each, compared with the last block: a gradient of one takes that of all
+# layers in memory, 0.4 GB, for each prompt.
+COMPARED = (8, 16)
 PERMUTATIONS = 4  # of the rewards, as null
 RESAMPLES = 2000  # of the bootstrap over prompts
 COLUMNS = 128  # of the output head at a time
@@ -315,18 +318,19 @@ def batch_figures(
 
 
 def agreement_figures(
-  rollouts: Rollouts, params: Params, context: GramContext, head_gram: np.ndarray, seed: int
-) -> tuple[dict[str, float], np.ndarray]:
-  """The head's geometry (`score`) against that of the last block, of the batch with G = 4."""
-  size = SIZES[0]
-  batch, _ = part_of(rollouts, BUDGET // size, size)
-  of_block = per_rollout(parameters="last_block")
-  K = jax.jit(lambda b: of_block.gram(params, {}, b, None, context))(batch)
+  rollouts: Rollouts, params: Params, context: GramContext, seed: int
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+  """The head's geometry (`score`) against that of the last block, and the two Gram matrices."""
+  batch, forward = part_of(rollouts, *COMPARED)
+  of_head, of_block = streaming(), per_rollout(parameters="last_block")
+  gram = jax.jit(lambda b, f: of_head.gram(params, {}, b, f, context))(batch, forward)
+  compared = jax.jit(lambda b: of_block.gram(params, {}, b, None, context))(batch)
   dim = num_selected(params, {}, context, parameters="last_block")
-  found = gram_agreement(jnp.asarray(head_gram), K, jax.random.key(seed), feature_dim=dim)
-  signs, by_chance = sign_agreement([{"gram": head_gram, "gram_compared": np.asarray(K)}])
+  found = gram_agreement(gram, compared, jax.random.key(seed), feature_dim=dim)
+  grams = {"gram": np.asarray(gram), "gram_compared": np.asarray(compared)}
+  signs, by_chance = sign_agreement([grams])
   figures = {name: float(x) for name, x in found._asdict().items()}
-  return figures | {"signs": signs, "signs_by_chance": by_chance}, np.asarray(K)
+  return figures | {"signs": signs, "signs_by_chance": by_chance}, grams
 
 
 def measure(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -347,9 +351,8 @@ def measure(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     results[feature] = {"groups": group_figures(found, rewards, config.seed), "batches": rows}
     arrays |= {**grams, f"within_{feature}": found.within, f"between_{feature}": found.between}
     write(workdir, results, arrays)
-  results["last block"], arrays["gram_last_block"] = agreement_figures(
-    rollouts, params, context, arrays[f"gram_score_{SIZES[0]}"], config.seed
-  )
+  results["last block"], grams = agreement_figures(rollouts, params, context, config.seed)
+  arrays |= grams
   write(workdir, results, arrays)
   return results
 
