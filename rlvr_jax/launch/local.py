@@ -80,7 +80,8 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
     say(f"{name}: would be asked to stop, process {pid}")
     return
   if pid:
-    os.kill(pid, signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+      os.kill(pid, signal.SIGTERM)
   deadline = time.monotonic() + _SAVE_S
   while _holder(name):
     if time.monotonic() > deadline:

@@ -229,4 +229,7 @@ def write_file(
   """Writes one safetensors file."""
   contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
   with open_to_write(system, path) as local:
+    with open(local, "ab"):
+      mode = os.stat(local).st_mode  # as the umask has it; the library's file is its owner's alone
     save_file(contiguous, local, {"format": "pt"})  # required by transformers
+    os.chmod(local, mode)

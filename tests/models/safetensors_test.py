@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import struct
 
 import ml_dtypes
@@ -97,6 +98,16 @@ def test_a_transposed_tensor_is_written_as_it_is(tmp_path):
   with new_directory(tmp_path / "out") as (system, folder):
     write_checkpoint(system, folder, {"x": (3, 2)}, value.dtype, [value])
   assert_same(load_file(tmp_path / "out" / SINGLE), {"x": value})
+
+
+def test_others_may_read_it_if_the_umask_lets_them(tmp_path):
+  before = os.umask(0o022)
+  try:
+    with new_directory(tmp_path / "out") as (system, folder):
+      write_checkpoint(system, folder, {"x": (2,)}, np.dtype(np.float32), [np.zeros(2, np.float32)])
+  finally:
+    os.umask(before)
+  assert (tmp_path / "out" / SINGLE).stat().st_mode & 0o777 == 0o644
 
 
 def test_a_remote_file_leaves_no_copy(tmp_path, monkeypatch):
