@@ -152,11 +152,9 @@ def run() -> int:
 
 def parse_flags(argv: list[str]) -> list[str]:
   """Like `config_file.parse_flags`; without any flag, prints a short help and exits."""
-  return (
-    config_file.parse_flags(argv)
-    if len(argv) > 1
-    else sys.exit(_HELP.format(page=rlvr_jax.page("first_run.md")))
-  )
+  if len(argv) > 1:
+    return config_file.parse_flags(argv)
+  sys.exit(_HELP.format(page=rlvr_jax.page("first_run.md")))
 
 
 if __name__ == "__main__":

@@ -86,9 +86,7 @@ def convert(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -
     ImportError: gguf or tokenizers is not installed.
   """
   import_libraries()
-  system, target = locate(directory)
-  if not isinstance(system, LocalFileSystem):
-    raise ValueError(f"{directory} is not a local folder; convert to one, and copy that")
+  target = local_folder(directory)
   with open(source, "rb") as file:
     sha256 = hashlib.file_digest(file, "sha256").hexdigest()
   if is_made(target, sha256):
@@ -109,6 +107,14 @@ def convert(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -
     record = {"sha256": sha256, "version": VERSION, "sizes": sizes}
     write_bytes(system, str(folder / RECORD), _to_json(record))
   return True
+
+
+def local_folder(directory: str | os.PathLike[str]) -> str:
+  """The path of a local folder; ValueError if it is another's."""
+  system, target = locate(directory)
+  if not isinstance(system, LocalFileSystem):
+    raise ValueError(f"{directory} is not a local folder; convert to one, and copy that")
+  return target
 
 
 def is_made(directory: str | os.PathLike[str], sha256: str) -> bool:

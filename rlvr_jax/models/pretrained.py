@@ -38,7 +38,7 @@ def fetch(folder: str | os.PathLike[str]) -> bool:
     ValueError: the folder is not a local one.
   """
   gguf.import_libraries()
-  if gguf.is_made(folder, SHA256):
+  if gguf.is_made(gguf.local_folder(folder), SHA256):
     return False
   with tempfile.TemporaryDirectory() as place:
     wanted = pathlib.Path(place, "wanted.txt")

@@ -7,13 +7,14 @@ so that they affect neither the value nor the gradient. The sum over an empty ma
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 
 from rlvr_jax.types import Array, Mean
 
 Axis = int | tuple[int, ...] | None
 
 
-def upcast(x: Array) -> Array:
+def upcast(x: Array | np.ndarray) -> Array:
   """`x` in at least float32; float64 stays float64."""
   x = jnp.asarray(x)
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))

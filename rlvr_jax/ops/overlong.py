@@ -34,7 +34,7 @@ def overlong_penalty(
       f"overlong_buffer = {overlong_buffer} tokens is not in [1, {max_response_length}], the"
       " maximum response length; set it within that range, or turn overlong shaping off"
     )
-  over = upcast(jnp.asarray(lengths)) - (max_response_length - overlong_buffer)
+  over = upcast(lengths) - (max_response_length - overlong_buffer)
   return jnp.clip(over / overlong_buffer, 0.0, 1.0)
 
 

