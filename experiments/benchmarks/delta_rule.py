@@ -53,6 +53,7 @@ def costs(topology: str, chunk: int) -> list[str]:
   of_rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), rows())
   lower = lambda: jax.jit(jax.grad(loss)).lower(tokens, of_rows)
   delta_rule.CHUNK = chunk
+  jax.clear_caches()  # a trace with another size would be taken again
   compiled = programs.compile_with_text(f"chunks of {chunk}", lower)
   items = hlo.walk(compiled.text, {})
   sums = (sum(getattr(item, name) for item in items) for name in ("cycles", "flops", "hbm_bytes"))
