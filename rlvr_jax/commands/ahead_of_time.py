@@ -16,7 +16,11 @@ from rlvr_jax.costs.report import Cost, Counts
 from rlvr_jax.models.memory import shard_bytes
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.programs import abstract_teacher, abstract_update_batch
+from rlvr_jax.train.setup.programs import (
+  abstract_taught_batch,
+  abstract_teacher,
+  abstract_update_batch,
+)
 from rlvr_jax.train.setup.teachers import INITIAL
 from rlvr_jax.types import Packed
 from rlvr_jax.workers.pool import default_workers
@@ -62,27 +66,36 @@ def count(run: Parts, lengths: str) -> tuple[Packed, Counts]:
 
 def memory_tables(run: Parts, *, compiled: bool) -> dict[str, Table]:
   """Memory per chip by arithmetic, and if `compiled` also as the compiler states it, by title."""
-  engine = run.programs.engine
+  engine, placement = run.programs.engine, run.placement
+  scores_apart = run.teachers and not run.method.compares  # else the update has its forward pass
   tables = memory.estimated_bytes(
     run.model.config,
-    run.placement,
+    placement,
     engine,
     run.config.fleet,
     run.schedule,
     run.config.num_updates,
   )
-  if compiled:
-    batch = abstract_update_batch(
-      run.method, run.placement, run.shape, has_turns=engine.settings.has_replies
+  if scores_apart:
+    prompts = run.teacher_prompts
+    tables |= memory.teaching_bytes(
+      [teacher.model.config for teacher in run.teachers],
+      placement,
+      placement.row_layout if prompts is None else prompts.row_layout,
     )
+  if compiled:
     lowered = lowerings(run)
-    if not run.method.compares:  # else the update has its forward pass
+    if scores_apart:
+      batch = abstract_taught_batch(
+        run.placement, run.shape, run.teacher_prompts, has_turns=engine.settings.has_replies
+      )
       lowered |= programs.teacher_lowerings(run.programs, run.teachers, run.placement, batch)
     tables |= memory.compiled_bytes(lowered, run.placement, engine)
   if not keeps_first_policy(run):
     return tables
   first = {"first policy": shard_bytes(run.placement.state.params)}
-  of_trainer = lambda title: title.partition(",")[0] in ("update", "generation", "prefill")
+  names = ("update", "generation", "prefill", programs.TEACHER)
+  of_trainer = lambda title: title.partition(",")[0] in names
   return {title: table | (first if of_trainer(title) else {}) for title, table in tables.items()}
 
 

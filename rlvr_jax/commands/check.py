@@ -53,6 +53,7 @@ from rlvr_jax.train.setup.grading import (
   used_graders,
 )
 from rlvr_jax.train.setup.problem_filters import describe_long_texts
+from rlvr_jax.train.setup.teachers import describe_long_teachers
 from rlvr_jax.train.start import parameters
 from rlvr_jax.train.start.every_line import check_every_line
 
@@ -299,11 +300,14 @@ class Preflight:
     return Finding(OK, _describe_prompt(parts.tokenizer, ids))
 
   def check_lengths(self) -> Finding:
-    """The checkpoint's positions suffice for prompts and responses."""
+    """The positions of policy and teachers suffice for prompts and responses."""
     parts = _require(self.parts, "the configuration has failed")
     shape = parts.shape
     if text := describe_long_texts(self.config.model.checkpoint, shape):
       return Finding(WARN, text)
+    of_policy = self.config.model.checkpoint
+    if texts := describe_long_teachers(parts.teachers, parts.teacher_prompts, shape, of_policy):
+      return Finding(WARN, "; ".join(texts))
     most = f"of {shape.max_prompt_length} and responses of {shape.max_response_length} tokens"
     return Finding(OK, f"prompts {most} at most")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import ml_collections
@@ -139,6 +139,28 @@ def estimated_bytes(
       sampler["frozen base"] = memory.shard_bytes(frozen)
     tables["a sampler, estimated"] = sampler | generation | compared
   return tables
+
+
+def teaching_bytes(
+  networks: Sequence[TransformerConfig], placement: Placement, layout: RowLayout
+) -> dict[str, Table]:
+  """As `estimated_bytes`, of the forward pass of teachers that score a batch before its updates.
+
+  Args:
+    networks: of the teachers; the one that takes most counts.
+    placement: of the run.
+    layout: of the rows that they read.
+  """
+  tensor, tokens = placement.mesh.shape["tensor"], layout.device_places
+  of_pass = lambda network: {
+    "activations": memory.forward_bytes(network, tokens, tensor),
+    "output head": memory.forward_head_bytes(network, tokens, tensor),
+  }
+  table = trained_bytes(placement.state, placement.frozen)
+  if placement.teachers:
+    table["teachers"] = memory.shard_bytes(placement.teachers)
+  largest = max(map(of_pass, networks), key=lambda found: sum(found.values()))
+  return {f"{programs.TEACHER}, estimated": table | largest}
 
 
 def trained_bytes(state: TrainState, frozen: Params) -> Table:

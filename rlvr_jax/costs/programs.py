@@ -165,7 +165,8 @@ def teacher_lowerings(
   """Functions that lower the forward pass of the largest teacher, by name; {} without one.
 
   Args:
-    programs, teachers, placement, batch: as for `program_lowerings`.
+    programs, teachers, placement: as for `program_lowerings`.
+    batch: shapes of a batch with the prompts that teachers read, from `abstract_taught_batch`.
   """
   size = lambda pair: shard_bytes(pair[0].params)
   largest = max(zip(teachers, programs.teach, strict=True), key=size, default=None)

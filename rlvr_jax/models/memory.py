@@ -63,6 +63,17 @@ def activation_bytes(config: TransformerConfig, tokens: float, tensor: int) -> f
   return (saved_bytes + delta_layers * _delta_bytes(config, tokens)) / tensor
 
 
+def forward_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
+  """Bytes of a forward pass alone, which saves nothing: twice those of the largest layer.
+
+  Args:
+    config, tokens, tensor: see `activation_bytes`.
+  """
+  largest = max(config.width + _product_widths(config, *kind) for kind in config.kinds)
+  numbers = 2 * tokens * largest * jnp.dtype(config.compute_dtype).itemsize
+  return (numbers + _delta_bytes(config, tokens)) / tensor
+
+
 def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> float:
   """Bytes that a CPU's compiler saves besides `activation_bytes` where nothing is recomputed.
 
@@ -122,6 +133,17 @@ def output_head_bytes(config: TransformerConfig, tokens: float, tensor: int) -> 
   rows = min(default_chunk_rows(config.vocab_size), tokens)
   kernel = config.width * (jnp.dtype(config.compute_dtype).itemsize + 4)
   return float((2 * 4 * rows + kernel) * config.vocab_size / tensor)
+
+
+def forward_head_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
+  """Bytes of a chunk's float32 logits and the kernel, without gradients.
+
+  Args:
+    config, tokens, tensor: see `activation_bytes`.
+  """
+  rows = min(default_chunk_rows(config.vocab_size), tokens)
+  kernel = config.width * jnp.dtype(config.compute_dtype).itemsize
+  return float((4 * rows + kernel) * config.vocab_size / tensor)
 
 
 def sampling_bytes(config: TransformerConfig, slots: int) -> float:

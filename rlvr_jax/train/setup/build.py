@@ -27,6 +27,7 @@ from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.aggregate import AGGREGATIONS
 from rlvr_jax.ops.checks import MAX_INT32, check_between, check_choice, check_integer
+from rlvr_jax.ops.row_attention import longest_row
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.answers import Answers
@@ -86,6 +87,7 @@ from rlvr_jax.train.setup.teachers import (
   Teacher,
   TeacherPrompts,
   check_recorded_texts,
+  describe_long_teachers,
   make_prompts,
   make_teachers,
   make_teaching,
@@ -309,6 +311,19 @@ def build(
     too_long=config.prompts.too_long,
     warm_starts=config.warm_start.num_steps > 0,
   )
+  teacher_prompts, attention = None, model.config.attention
+  if teachers:
+    teacher_prompts = make_prompts(
+      config.teacher,
+      tokenizer,
+      lambda length: make_row_layout(
+        RowTokens(0, 0), shape._replace(max_prompt_length=length), attention, mesh
+      ),
+      # The limit of "whole" is one of memory, which --mode=fits shows.
+      longest_row=math.inf if attention == "whole" else longest_row(attention),
+    )
+  for text in describe_long_teachers(teachers, teacher_prompts, shape, config.model.checkpoint):
+    logging.warning("%s", text)
   return Parts(
     config=config,
     shape=shape,
@@ -329,13 +344,7 @@ def build(
     ),
     method=method,
     teachers=teachers,
-    teacher_prompts=make_prompts(
-      config.teacher,
-      tokenizer,
-      lambda length: make_row_layout(
-        RowTokens(0, 0), shape._replace(max_prompt_length=length), model.config.attention, mesh
-      ),
-    ),
+    teacher_prompts=teacher_prompts,
     schedule=schedule,
     sources=sources,
     make_sources=make_pinned,

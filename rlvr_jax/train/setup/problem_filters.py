@@ -27,20 +27,28 @@ _OF_TRAINING = ("train", "warm_start")
 _MAX_MEASURED = 1_000_000  # problems whose length is measured before a run begins
 
 
-def describe_long_texts(checkpoint: str, shape: BatchShape) -> str:
+def describe_long_texts(
+  checkpoint: str,
+  shape: BatchShape,
+  *,
+  network: str | None = None,
+  prompts: str = "config.max_prompt_length",
+) -> str:
   """Says that prompts and responses may be longer than the checkpoint supports; "" if not.
 
   Args:
-    checkpoint: `config.model.checkpoint`.
-    shape: of the largest batch.
+    checkpoint: a folder in Hugging Face's layout; "": none, which states nothing.
+    shape: of the largest batch, as this network reads it.
+    network: field and value that name the network; None: those of `config.model.checkpoint`.
+    prompts: the field that limits its prompts.
   """
   longest = longest_text(checkpoint) if checkpoint else None
   needed = shape.max_prompt_length + shape.max_response_length
   if longest is None or needed <= longest:
     return ""
   return (
-    f"config.model.checkpoint = {checkpoint!r} was made for {longest} tokens"
-    " (max_position_embeddings), but config.max_prompt_length + config.max_response_length ="
+    f"{network or f'config.model.checkpoint = {checkpoint!r}'} was made for {longest} tokens"
+    f" (max_position_embeddings), but {prompts} + config.max_response_length ="
     f" {needed}. Lower them, or change its config.json, including the rotary settings"
   )
 

@@ -38,7 +38,7 @@ from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.setup.behavior_sources import AT_TEMPERATURE_1
 from rlvr_jax.train.setup.compiler_options import CompilerOptions, Options
 from rlvr_jax.train.setup.engines import Engines
-from rlvr_jax.train.setup.teachers import Teacher
+from rlvr_jax.train.setup.teachers import Teacher, TeacherPrompts
 from rlvr_jax.types import (
   Array,
   BatchShape,
@@ -445,6 +445,27 @@ def abstract_update_batch(
     num_rewards=num_rewards if "rewards_by_name" in needs else 0,
     routes=method.model.config.routes if method.records_routes else None,
   )
+
+
+def abstract_taught_batch(
+  placement: Placement,
+  shape: BatchShape,
+  prompts: TeacherPrompts | None,
+  *,
+  has_turns: bool = False,
+) -> TrainBatch:
+  """`abstract_batch` of what teachers score: with their prompts, and without routes.
+
+  Args:
+    placement: of the run.
+    shape: of a training batch.
+    prompts: of the teachers; None: the policy's.
+    has_turns: whether rollouts are dialogues.
+  """
+  layout = placement.row_layout
+  if prompts is not None:
+    shape, layout = shape._replace(max_prompt_length=prompts.length), prompts.row_layout
+  return abstract_batch(shape, layout, placement.mesh, has_turns=has_turns)
 
 
 def abstract_teacher(

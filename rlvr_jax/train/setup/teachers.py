@@ -31,7 +31,8 @@ from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError, read_params, saved_steps
 from rlvr_jax.train.checkpointing.workdir import read_config
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.types import Params, Prompts
+from rlvr_jax.train.setup.problem_filters import describe_long_texts
+from rlvr_jax.types import BatchShape, Params, Prompts
 from rlvr_jax.update.teaching import Teaching
 
 # In place of a checkpoint: the policy before the first update, the network without adapters, and
@@ -52,6 +53,8 @@ class Teacher(NamedTuple):
     read: reads these; None if the run has them.
     check: raises ValueError unless the checkpoint has them, without reading weights, and another
       ValueError unless its tokenizer is this one's.
+    published: the folder in Hugging Face's layout whose config.json describes its network; "": none
+      does. None: the policy's.
   """
 
   name: str
@@ -60,6 +63,7 @@ class Teacher(NamedTuple):
   params: Params
   read: Callable[[], Params] | None
   check: Callable[[Tokenizer], None]
+  published: str | None = None
 
   def policy(
     self, own: Params, initial: Params, frozen: Params, current: Params
@@ -233,6 +237,8 @@ def make_prompts(
   settings: ml_collections.ConfigDict,
   tokenizer: Tokenizer,
   make_layout: Callable[[int], RowLayout],
+  *,
+  longest_row: float,
 ) -> TeacherPrompts | None:
   """The prompts of a teacher that reads more than the policy; None where it reads the same.
 
@@ -240,12 +246,44 @@ def make_prompts(
     settings: `config.teacher`.
     tokenizer: of the run.
     make_layout: (tokens of a prompt at most) → layout of the rollouts in rows.
+    longest_row: the most places of a row; ∞ without a limit.
+  Raises:
+    ValueError: the teacher's prompts are too long for a row.
   """
   if not settings.privileged:
     return None
   length = settings.max_prompt_length
   check_integer("config.teacher", "max_prompt_length", length, low=1, high=MAX_INT32)
-  return TeacherPrompts(tokenizer, settings.prompt, length, make_layout(length))
+  layout = make_layout(length)
+  if layout.length > longest_row:
+    raise ValueError(
+      f"config.teacher.max_prompt_length = {length} needs rows of {layout.length} places with"
+      f" config.max_response_length; attention takes {longest_row:g}: lower one of them"
+    )
+  return TeacherPrompts(tokenizer, settings.prompt, length, layout)
+
+
+def describe_long_teachers(
+  teachers: Sequence[Teacher], prompts: TeacherPrompts | None, shape: BatchShape, checkpoint: str
+) -> list[str]:
+  """`describe_long_texts` of each network that teaches, where it says something the policy's not.
+
+  Args:
+    teachers, prompts: of the run.
+    shape: of the largest batch.
+    checkpoint: `config.model.checkpoint`, of the policy.
+  """
+  field = "config.max_prompt_length"
+  if prompts is not None:
+    field = "config.teacher.max_prompt_length"
+    shape = shape._replace(max_prompt_length=prompts.length)
+  found = {}
+  for teacher in teachers:
+    folder = checkpoint if teacher.published is None else teacher.published
+    if teacher.published is not None or prompts is not None:
+      network = f"{_FIELD} = {teacher.checkpoint!r}"
+      found[folder] = describe_long_texts(folder, shape, network=network, prompts=field)
+  return [text for text in found.values() if text]
 
 
 def read_problem(settings: ml_collections.ConfigDict, problem: Problem) -> dict[str, str]:
@@ -347,7 +385,10 @@ def make_teacher(
       f" the same teacher: {folder}/checkpoints/STEP, STEP one of"
       f" {saved_steps(folder / 'checkpoints')}"
     )
-  network = _network_of_run(folder) if is_run else _published_network(checkpoint)
+  if is_run:
+    network, published = _network_of_run(folder)
+  else:
+    network, published = _published_network(checkpoint), checkpoint
   if network.vocab_size != model.config.vocab_size:
     raise ValueError(
       f"{_FIELD} = {checkpoint!r} has a vocabulary of {network.vocab_size} tokens, the policy one"
@@ -388,7 +429,7 @@ def make_teacher(
     except ValueError as error:
       raise CheckpointError(f"{_FIELD} = {checkpoint!r}: {error}") from error
 
-  return Teacher(name, own, checkpoint, params, read_checked, check)
+  return Teacher(name, own, checkpoint, params, read_checked, check, published)
 
 
 def _published_network(checkpoint: str) -> TransformerConfig:
@@ -402,8 +443,8 @@ def _published_network(checkpoint: str) -> TransformerConfig:
     ) from error
 
 
-def _network_of_run(folder: Path) -> TransformerConfig:
-  """The network of the run that has saved a checkpoint."""
+def _network_of_run(folder: Path) -> tuple[TransformerConfig, str]:
+  """The network of the run that has saved a checkpoint, and the published one that it is from."""
   config = _config_of_run(folder)
   try:
     rank, network = config["lora"]["rank"], model_settings(config["model"])
@@ -414,7 +455,7 @@ def _network_of_run(folder: Path) -> TransformerConfig:
       f"{_FIELD} = '{folder}' has adapters alone; export that run with --mode=export, and name the"
       " folder of the export"
     )
-  return network
+  return network, config["model"]["checkpoint"]
 
 
 def _tokenizer_of_run(folder: Path) -> Tokenizer:

@@ -9,15 +9,23 @@ import pytest
 from train import tiny
 
 from docs import glossary
+from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.commands.ahead_of_time import memory_tables
 from rlvr_jax.commands.export import export
 from rlvr_jax.commands.train import train
+from rlvr_jax.costs import programs
 from rlvr_jax.data import ByteTokenizer
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
+from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.loop import next_batch
 from rlvr_jax.train.session import check_teachers, open_session
+from rlvr_jax.train.setup import problem_filters
 from rlvr_jax.train.setup.build import build
-from rlvr_jax.train.setup.teachers import check_same_tokens
+from rlvr_jax.train.setup.teachers import (
+  check_same_tokens,
+  describe_long_teachers,
+  make_prompts,
+)
 from rlvr_jax.types import Prompts, Sampling
 from rlvr_jax.update.agreement import response_logprobs
 
@@ -299,3 +307,64 @@ def test_a_policy_that_reads_the_hint_teaches_itself(checkpoint, tmp_path):
         np.asarray(logprobs)[0][mask], prepared.teacher_logprobs[p][mask], atol=2e-4
       )
     assert np.abs(prepared.teacher_logprobs - prepared.behavior_logprobs).max() > 0.01
+
+
+# --- what a teacher takes -------------------------------------------------------------------------
+
+
+def of_prompts(length):
+  """A run whose teacher reads prompts of so many tokens."""
+  return programs.build_shapes_only(
+    tiny.config(**fields(teacher__privileged="hint", teacher__max_prompt_length=length)),
+    sharding.make_mesh(),
+  )
+
+
+def test_memory_is_that_of_the_prompts_that_the_teacher_reads(monkeypatch):
+  """By arithmetic, and in the program that is compiled for the compiler's figure."""
+  monkeypatch.setattr(programs, "compile_program", lambda name, lower: rows.append(lower()))
+  activations, longest = [], []
+  for length in (80, 8000):
+    parts, rows = of_prompts(length), []
+    monkeypatch.setattr(ahead_of_time, "lowerings", lambda parts: {})
+    table = memory_tables(parts, compiled=True)["teacher, estimated"]
+    activations.append(table["activations"])
+    (lowered,) = rows
+    shapes = {x.shape for x in jax.tree.leaves(lowered.in_avals)}
+    longest.append(max(shape[-1] for shape in shapes if len(shape) == 3))
+    assert (8, length) in shapes  # the prompts
+  assert longest[0] < 200 and longest[1] >= 8000
+  assert activations[1] > 5 * activations[0]
+
+
+@pytest.mark.parametrize(
+  ("length", "message"),
+  [
+    (5000, r"max_prompt_length = 5000 needs rows of 5\d\d\d places .*; attention takes 4096: low"),
+    (0, "max_prompt_length = 0"),
+  ],
+)
+def test_a_teacher_s_rows_are_within_what_attention_takes(length, message):
+  settings = tiny.config(teacher__privileged="hint", teacher__max_prompt_length=length).teacher
+  layout = of_prompts(5000).teacher_prompts.row_layout
+  with pytest.raises(ValueError, match=message):
+    make_prompts(settings, ByteTokenizer(), lambda length: layout, longest_row=4096)
+
+
+def test_prompts_beyond_the_positions_of_the_teacher_are_told():
+  """Of the policy's own network too, where the teacher reads more than the policy."""
+  parts = of_prompts(60)
+  tell = describe_long_teachers
+  (teacher,) = parts.teachers
+  folder = "checkpoint folder"
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(problem_filters, "longest_text", lambda path: {folder: 50}[path])
+    (text,) = tell([teacher], parts.teacher_prompts, parts.shape, folder)
+    assert "'initial' was made for 50 tokens" in text
+    assert "config.teacher.max_prompt_length + config.max_response_length = 64" in text
+    assert tell([teacher], None, parts.shape, folder) == []  # as the policy's own prompts
+    short = parts.shape._replace(max_prompt_length=48)
+    other = teacher._replace(checkpoint="there", published=folder)
+    (text,) = tell([other], None, short, "")
+    assert "config.max_prompt_length + config.max_response_length = 52" in text
+    assert tell([other._replace(published="")], None, short, folder) == []
