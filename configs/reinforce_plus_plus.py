@@ -3,8 +3,9 @@
 Source: "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
 Normalization" (arXiv:2501.03262), its variant for groups of rollouts, which reasoning is trained
 with. The KL to the first policy is a term of the loss with the estimator k2, and its coefficient of
-1e-4 that of the authors' examples. Differs from the paper in scale only: groups of 8, and a
-learning rate for a small network.
+1e-4 that of the authors' examples. Differs from the paper in scale: groups of 8, and a learning
+rate for a small network. And the deviation is over the rollouts of the batch, so that a group whose
+rewards are equal has no gradient; over="tokens" is the paper's, where long responses weigh more.
 
   python -m rlvr_jax.main --config=configs/reinforce_plus_plus.py --workdir=runs/reinforce_plus_plus
 

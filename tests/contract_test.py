@@ -87,7 +87,7 @@ ESTIMATORS = _with_defaults(advantages) | {
   "opob-by_deviation": advantages.opob(by_deviation=True),
   "otb-truncated": advantages.otb(truncation=2.0, level="sequence", zero_constant=False),
   "pass_at_k-plug_in": advantages.pass_at_k(form="plug_in"),
-  "reinforce_plus_plus-rollouts": advantages.reinforce_plus_plus(baseline=True, over="rollouts"),
+  "reinforce_plus_plus-tokens": advantages.reinforce_plus_plus(baseline=True, over="tokens"),
 }
 REWEIGHTINGS = _with_defaults(reweighting) | {
   "salt-shared": reweighting.salt(channels="shared"),
@@ -411,7 +411,9 @@ def test_estimator_under_jit(name):
   _estimator_jit(name)(compiled[-1], second, entropy)
   assert TRACES[name] == traces
   if _is_exported(name, advantages):
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    # The difference of two masses has their rounding, where A is 0 in the mean over the batch.
+    atol = 1e-6 * max(1.0, float(np.max(np.abs(compiled[1]["advantage/mass_success"].total))))
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol)
     jax.tree.map(near, compiled, _estimator_run(name)(state, first, entropy))
 
 

@@ -33,15 +33,15 @@ def _cases(methods):
 
 
 def _dppo(params):
-  low = params.get("delta_low", params["delta_high"])
+  symmetric, form = params.get("symmetric", False), params["form"]
   return losses.dppo(
     divergence=params["divergence"],
-    delta_low=low,
+    delta_low=None if symmetric else params.get("delta_low", params["delta_high"]),
     delta_high=params["delta_high"],
-    truncation=params["truncation"],
-    form=params["form"],
+    truncation=params["truncation"] if form == "score" else None,
+    form=form,
     anchor={"behavior": "sampler", "proximal": "proximal"}[params["anchor"]],
-    symmetric=params.get("symmetric", False),
+    symmetric=symmetric,
     log_ratio_penalty=params.get("log_ratio_penalty", 0.0),
   )
 
@@ -113,6 +113,9 @@ def _correction(params):
       reject=() if name is None else ((name, params["reject_low"], params["reject_high"]),),
       veto=params.get("veto") or 0.0,
     )
+  unread = {"bound", "low", "high"} if how["level"] == "none" else set()
+  unread |= {"low"} if how["bound"] == "truncate" else set()
+  how = {name: value for name, value in how.items() if name not in unread}
   if params["anchor"] == "behavior":
     how["policies"] = 2
   if params["loss"] == "reinforce":
@@ -349,7 +352,7 @@ def test_reinforce_plus_plus(case):
   arrays = GOLDEN.arrays(case)
   with jax.enable_x64(True):
     batch = _advantage_batch(arrays)
-    estimator = advantages.reinforce_plus_plus(baseline=case["params"]["baseline"])
+    estimator = advantages.reinforce_plus_plus(baseline=case["params"]["baseline"], over="tokens")
     found = np.asarray(estimator.apply((), batch))[..., None] * batch.mask
     expected = arrays["advantages"].reshape(batch.mask.shape)
     np.testing.assert_allclose(found, expected, rtol=RTOL, atol=ATOL)

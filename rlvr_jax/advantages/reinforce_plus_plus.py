@@ -32,20 +32,20 @@ def normalized_over_batch(x: Array, counts: Array) -> Array:
   return centered / jnp.sqrt(jnp.square(deviation) + EPSILON)
 
 
-def reinforce_plus_plus(*, baseline: bool = False, over: str = "tokens") -> Advantage:
-  """A = (r − μ)/√(σ² + 1e-8), μ and σ over the loss tokens of the batch.
+def reinforce_plus_plus(*, baseline: bool = False, over: str = "rollouts") -> Advantage:
+  """A = (r − μ)/√(σ² + 1e-8), μ and σ over the rollouts of the batch, or over their loss tokens.
 
-  Every token has its rollout's reward, so long responses weigh more in μ and σ. With `baseline` it
-  is r − r̄ that is normalized, r̄ the mean of the group. There μ is 0 over rollouts, but not over
-  tokens, where a constant group gets −μ/√(σ² + 1e-8).
+  With `baseline` it is r − r̄ that is normalized, r̄ the mean of the group. There μ is 0 over
+  rollouts, and a constant group is exactly 0. Over tokens μ is not 0, since every token has its
+  rollout's value and long responses weigh more: a constant group gets −μ/√(σ² + 1e-8). Without a
+  baseline nothing is compared within a group, so that a constant one has the r − μ of the batch.
 
   Rollouts without a loss token have A = 0 over tokens, where they do not count. The paper's KL to a
   reference policy, a part of its reward, is `config.reference` here, a part of the loss.
 
   Args:
     baseline: whether r̄ is subtracted first.
-    over: "tokens", the paper's, or "rollouts", each of which counts once: a constant group is then
-      exactly 0 with the baseline.
+    over: "rollouts", each of which counts once, or "tokens", the paper's.
   Source: "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
     Normalization" (arXiv:2501.03262); as in verl 0.9.1, `core_algos.py`.
   """

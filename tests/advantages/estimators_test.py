@@ -36,8 +36,8 @@ VARIANTS = [
   ("power", {"alpha": 1.0}),
   ("power_asym", {"alpha": 2.5, "delta": 0.7}),
   ("reinforce_plus_plus", {"baseline": True}),
-  ("reinforce_plus_plus", {"baseline": True, "over": "rollouts"}),
-  ("reinforce_plus_plus", {"over": "rollouts"}),
+  ("reinforce_plus_plus", {"baseline": True, "over": "tokens"}),
+  ("reinforce_plus_plus", {"over": "tokens"}),
   ("weighted_reinforce", {"success_weight": 0.7}),
 ]
 
@@ -116,8 +116,8 @@ def test_masses_approach_the_infinite_group(name, hyper):
     ("gdpo", {"over": "tokens"}, False),
     ("otb", {}, True),
     ("otb", {"zero_constant": False}, False),
-    ("reinforce_plus_plus", {"baseline": True, "over": "rollouts"}, True),
-    ("reinforce_plus_plus", {"baseline": True}, False),
+    ("reinforce_plus_plus", {"baseline": True}, True),
+    ("reinforce_plus_plus", {"baseline": True, "over": "tokens"}, False),
     ("reinforce_plus_plus", {}, False),
   ],
 )

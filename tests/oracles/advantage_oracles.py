@@ -128,7 +128,7 @@ def _counts(lengths, over):
   return lengths if over == "tokens" else [[1] * len(of_group) for of_group in lengths]
 
 
-def reinforce_plus_plus(rewards, lengths, baseline=False, over="tokens"):
+def reinforce_plus_plus(rewards, lengths, baseline=False, over="rollouts"):
   values = [_centered(group) for group in rewards] if baseline else rewards
   return _normalized(values, _counts(lengths, over), lambda variance: math.sqrt(variance + 1e-8))
 
