@@ -18,6 +18,7 @@ from rlvr_jax.types import Array
 LEVELS = ("token", "sequence", "geometric", "none")
 BOUNDS = ("truncate", "clip", "mask")
 Rule = tuple[Any, ...]  # ("mean_k1", low, high), ("mean_k3", high)
+_UNSET = {"bound": "truncate", "low": 0.0, "high": 2.0, "batch_normalize": False}  # defaults
 
 _DIVERGENCES: dict[str, Callable[[Array, Array, Array], Array]] = {
   "k1": kl.k1,
@@ -72,11 +73,27 @@ def importance(
   check_choice("importance", "batch_normalize", batch_normalize, (True, False))
   check_between("importance", "veto", veto, low=0.0)
   check_choice("importance", "policies", policies, (2, 3))
+  if not isinstance(reject, (tuple, list)):
+    raise ValueError(
+      f"importance: reject = {reject!r} is no list of rules; write ((statistic, high),) for one"
+    )
   for rule in reject:
     _check_rule(rule)
-  if level == "none" and batch_normalize:
+  unread = {}
+  if level == "none":
+    fields = {"batch_normalize": batch_normalize, "bound": bound, "low": low, "high": high}
+    unread = {name: value for name, value in fields.items() if value != _UNSET[name]}
+  elif bound == "truncate" and low:
+    unread = {"low": low}
+  for name, value in unread.items():
+    owner = "level = 'none'" if level == "none" else "bound = 'truncate'"
     raise ValueError(
-      "importance: batch_normalize = True has no effect with level = 'none'; leave one of them out"
+      f"importance: {name} = {value!r} has no effect with {owner}; leave one of them out"
+    )
+  if level == "none" and not reject and not veto:
+    raise ValueError(
+      "importance: level = 'none' without reject and veto changes nothing; set one of them, or"
+      " config.correction = 'none'"
     )
 
   def weights_of(seen: Mismatch) -> tuple[Array, Array | bool, Array]:
@@ -164,6 +181,20 @@ def _check_rule(rule: Rule) -> None:
 _WEIGHTS = ("none", "token", "sequence")
 
 
+def _rejection(
+  owner: str, rule: Rule, *, weight: str, truncation: float, policies: int = 3
+) -> Correction:
+  """Rejects by a rule; the others have a truncated weight, or none."""
+  check_choice(owner, "weight", weight, _WEIGHTS)
+  check_between(owner, "truncation", truncation, low=0.0, open_low=True)
+  if weight == "none" and truncation != _UNSET["high"]:
+    raise ValueError(
+      f"{owner}: truncation = {truncation} has no effect with weight = 'none'; leave it out, or set"
+      " weight to 'token' or 'sequence'"
+    )
+  return importance(level=weight, high=truncation, reject=(rule,), policies=policies)
+
+
 def tis(*, level: str = "token", high: float = 2.0) -> Correction:
   """Truncated importance sampling: the loss times min(κ, high), of tokens or of the response.
 
@@ -212,8 +243,8 @@ def sequence_rejection(
     truncation: above 0.
   Source: verl 0.9.1, `decoupled_seq_is_rs`.
   """
-  check_choice("sequence_rejection", "weight", weight, _WEIGHTS)
-  return importance(level=weight, high=truncation, reject=(("sum_k1", low, high),))
+  rule = ("sum_k1", low, high)
+  return _rejection("sequence_rejection", rule, weight=weight, truncation=truncation)
 
 
 def geometric_rejection(
@@ -233,9 +264,8 @@ def geometric_rejection(
     policies: 3 or 2, see `importance`.
   Source: verl 0.9.1, `decoupled_geo_rs`, `…_token_tis`, `…_seq_tis`, `bypass_ppo_clip_geo_rs`.
   """
-  check_choice("geometric_rejection", "weight", weight, _WEIGHTS)
-  rules = (("mean_k1", low, high),)
-  return importance(level=weight, high=truncation, reject=rules, policies=policies)
+  rule, how = ("mean_k1", low, high), dict[str, Any](weight=weight, truncation=truncation)
+  return _rejection("geometric_rejection", rule, policies=policies, **how)
 
 
 def k3_rejection(
@@ -250,6 +280,5 @@ def k3_rejection(
     policies: 3 or 2, see `importance`.
   Source: verl 0.9.1, `decoupled_k3_rs`, `…_token_tis`, `…_seq_tis`, `bypass_ppo_clip_k3_rs`.
   """
-  check_choice("k3_rejection", "weight", weight, _WEIGHTS)
-  rules = (("mean_k3", high),)
-  return importance(level=weight, high=truncation, reject=rules, policies=policies)
+  rule, how = ("mean_k3", high), dict[str, Any](weight=weight, truncation=truncation)
+  return _rejection("k3_rejection", rule, policies=policies, **how)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.losses.base import Loss, Tokens, clip_metrics, prepare_tokens
 from rlvr_jax.losses.ppo_clip import clipped_surrogate
-from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.checks import MAX_INT32, check_between, check_integer
 from rlvr_jax.ops.masked import masked_count, masked_mean, mean_metric
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
@@ -72,14 +72,16 @@ def clip_cov(
     low, high: the interval of c; high above low.
     epsilon_low: in [0, 1].
     epsilon_high: ≥ 0.
-    seed: of the draw; the tokens of the batch determine the rest.
+    seed: of the draw, an integer ≥ 0; the tokens of the batch determine the rest.
   Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
     (arXiv:2505.22617). **open**: means and draw are of the full batch, the peers' of a micro-batch.
   """
   check_between("clip_cov", "share", share, low=0.0, high=1.0, open_low=True)
+  check_between("clip_cov", "low", low)
   check_between("clip_cov", "high", high, low=low, open_low=True)
   check_between("clip_cov", "epsilon_low", epsilon_low, low=0.0, high=1.0)
   check_between("clip_cov", "epsilon_high", epsilon_high, low=0.0)
+  check_integer("clip_cov", "seed", seed, low=0, high=MAX_INT32)
 
   def surrogate_of(tokens: Tokens) -> tuple[Array, Array]:
     return clipped_surrogate(

@@ -21,6 +21,12 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 
 # Bounds of the authors' examples, by divergence.
 DELTAS = {"tv": 0.15, "kl": 0.05}
+TRUNCATION = 20.0  # of the score form, unless another one is set
+
+# Least 1 − p that float32 tells from 0: its numbers next to 1 are 1 and 1 − 2⁻²⁴, so that a p which
+# is computed from float32 and comes out as 1, log p = 0, says no more than 1 − p ≤ 2⁻²⁴. Taken as
+# 0 it would be an infinite divergence from any q < 1, also from the next number.
+_LEAST_REST = 2.0**-24
 
 
 def binary_divergence(logprobs: Array, anchor_logprobs: Array, *, kind: str) -> Array:
@@ -31,14 +37,15 @@ def binary_divergence(logprobs: Array, anchor_logprobs: Array, *, kind: str) -> 
     anchor_logprobs: f32[...], log q, nats.
     kind: "tv", |p − q|; or "kl", q·log(q/p) + (1−q)·log((1−q)/(1−p)), nats.
   Returns:
-    f32[...], ≥ 0; infinite for kl where p = 1 and q < 1.
+    f32[...], ≥ 0, and finite where log q is: in kl 1 − p counts as at least 2⁻²⁴.
   """
   log_p, log_q = jnp.minimum(logprobs, 0.0), jnp.minimum(anchor_logprobs, 0.0)
   if kind == "tv":
     return jnp.abs(jnp.exp(log_p) - jnp.exp(log_q))
-  others_p, others_q = -jnp.expm1(log_p), -jnp.expm1(log_q)  # 1 − p, 1 − q
+  others_p, others_q = jnp.maximum(-jnp.expm1(log_p), _LEAST_REST), -jnp.expm1(log_q)
   of_others = jnp.where(others_q > 0, others_q * (jnp.log(others_q) - jnp.log(others_p)), 0.0)
-  return jnp.where(log_p == log_q, 0.0, jnp.exp(log_q) * (log_q - log_p) + of_others)
+  divergence = jnp.exp(log_q) * (log_q - log_p) + of_others
+  return jnp.where(log_p == log_q, 0.0, jnp.maximum(divergence, 0.0))
 
 
 def dppo(
@@ -46,7 +53,7 @@ def dppo(
   divergence: str = "tv",
   delta_low: float | None = None,
   delta_high: float | None = None,
-  truncation: float | None = 20.0,
+  truncation: float | None = TRUNCATION,
   form: str = "score",
   anchor: str = "sampler",
   symmetric: bool = False,
@@ -61,7 +68,8 @@ def dppo(
 
   Args:
     divergence: D, "tv" or "kl".
-    delta_low, delta_high: above 0; None: 0.15 for tv, 0.05 for kl (nats).
+    delta_low, delta_high: above 0; None: 0.15 for tv, 0.05 for kl (nats). `symmetric` reads
+      delta_high alone.
     truncation: c > 0 of the score form; None does not truncate.
     form: "score" or "ratio"; both have the same gradient where ρ < c.
     anchor: the policy that q is of: "sampler", β; or "proximal", the policy when the batch is first
@@ -83,6 +91,16 @@ def dppo(
   check_choice("dppo", "anchor", anchor, ("sampler", "proximal"))
   check_choice("dppo", "symmetric", symmetric, (True, False))
   check_between("dppo", "log_ratio_penalty", log_ratio_penalty, low=0.0)
+  if symmetric and delta_low is not None:
+    raise ValueError(
+      f"dppo: delta_low = {delta_low} has no effect with symmetric = True, where delta_high is the"
+      " bound in either direction; leave one of them out"
+    )
+  if form == "ratio" and truncation not in (None, TRUNCATION):
+    raise ValueError(
+      f"dppo: truncation = {truncation} has no effect with form = 'ratio', whose ratio is not"
+      " truncated; leave it out, or set form = 'score'"
+    )
   low, high = (DELTAS[divergence] if value is None else value for value in bounds.values())
 
   def per_token(

@@ -47,6 +47,8 @@ class Divergence:
     check_choice("divergence", "support", self.support, SUPPORTS)
     check_choice("divergence", "rest", self.rest, RESTS)
     check_integer("divergence", "top_k", self.top_k, low=0)
+    if self.floor is not None:
+      check_between("divergence", "floor", self.floor)
     if (self.support == "all") != (self.top_k == 0):
       raise ValueError(
         f"divergence: top_k = {self.top_k} with support = {self.support!r}; set top_k ≥ 1 beside"

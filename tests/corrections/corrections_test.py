@@ -57,12 +57,13 @@ def _importance(log_kappas, level, bound, low, high, reject=(), veto=0.0):
 RULES = (("mean_k3", 0.1), ("token_k1", 0.3, 2.5), ("max_k2", 0.6), ("sum_k1", 0.2, 6.0))
 VARIANTS = (
   [
-    dict(level=level, bound=bound, low=0.7, high=1.4)
+    dict(level=level, bound=bound, low=0.0 if bound == "truncate" else 0.7, high=1.4)
     for level in ("token", "sequence", "geometric")
     for bound in ("truncate", "clip", "mask")
   ]
   + [
-    dict(level="none", bound="mask", low=0.0, high=1.0, reject=(rule,), veto=0.2) for rule in RULES
+    dict(level="none", bound="truncate", low=0.0, high=2.0, reject=(rule,), veto=0.2)
+    for rule in RULES
   ]
   + [dict(level="token", bound="clip", low=0.8, high=1.2, reject=RULES[:2])]
 )
@@ -175,6 +176,18 @@ def test_log_weights_are_within_20_nats(level, sign):
     ("importance", {"level": "tokens"}, "level = 'tokens'"),
     ("importance", {"low": 3.0}, "high = 2.0"),
     ("importance", {"level": "none", "batch_normalize": True}, "no effect"),
+    (
+      "importance",
+      {"level": "none", "high": 3.0, "veto": 0.1},
+      "high = 3.0 has no effect with",
+    ),
+    ("importance", {"level": "none"}, "changes nothing; set one of them"),
+    ("importance", {"low": 0.5}, "low = 0.5 has no effect with bound = 'truncate'"),
+    ("importance", {"reject": 3}, "reject = 3 is no list of rules"),
+    ("importance", {"reject": ("mean_k3", 0.1)}, "reject has 'mean_k3', which is no rule"),
+    ("sequence_rejection", {"weight": "none", "truncation": 3.0}, "truncation = 3.0 has no effect"),
+    ("k3_rejection", {"truncation": 3.0}, "k3_rejection: truncation = 3.0 has no effect"),
+    ("geometric_rejection", {"truncation": -1.0}, "geometric_rejection: truncation = -1.0"),
     ("importance", {"reject": (("mean_k4", 1.0),)}, "mean_k4.*is no rule"),
     ("importance", {"reject": (("mean_k1", 1.0),)}, "the bounds of κ"),
     ("importance", {"reject": (("mean_k3", 0.1, 0.2),)}, r"write \(statistic, high\)"),

@@ -10,6 +10,7 @@ from oracles.batches import evaluate, make_batch, metric_value, random_case
 from oracles.loss_oracles import LOSSES
 
 from rlvr_jax import losses
+from rlvr_jax.losses.dppo import binary_divergence
 from rlvr_jax.ops.veto import negative_advantage_veto
 
 VARIANTS = [
@@ -204,6 +205,8 @@ def test_decoupled_ppo_without_proximal_logprobs_says_what_to_do():
     ("cispo", {"epsilon_low": 1.5}),
     ("clip_cov", {"share": 0.0}),
     ("clip_cov", {"high": 1.0}),
+    ("clip_cov", {"low": "a"}),
+    ("clip_cov", {"seed": "x"}),
     ("dppo", {"divergence": "js"}),
     ("dppo", {"delta_low": 0.0}),
     ("dppo", {"anchor": "behavior"}),
@@ -229,6 +232,28 @@ def test_a_bad_hyper_parameter_is_named_with_its_value(name, hyper):
   with pytest.raises(ValueError) as error:
     getattr(losses, name)(**hyper)
   assert name in str(error.value) and field in str(error.value) and repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "hyper", [{"delta_low": 0.1, "symmetric": True}, {"truncation": 3.0, "form": "ratio"}]
+)
+def test_a_hyper_parameter_of_dppo_that_would_be_ignored_is_refused(hyper):
+  (field, value), *_ = hyper.items()
+  with pytest.raises(ValueError, match=f"dppo: {field} = {value} has no effect with"):
+    losses.dppo(**hyper)
+
+
+def test_a_rounding_difference_is_no_divergence():
+  """In float32, where the sampler's probability of a certain token is the next number below 1."""
+  batch = make_batch(np.ones((1, 1, 3)), np.log([[[1 - 1e-7, 1 - 2e-4, 0.1]]]))
+  batch = dataclasses.replace(batch, behavior_logprobs=batch.behavior_logprobs.astype(jnp.float32))
+  policy = jnp.zeros((1, 1, 3), jnp.float32)
+  distance = binary_divergence(policy, batch.behavior_logprobs, kind="kl")
+  assert distance.dtype == jnp.float32 and np.all(np.isfinite(distance)) and np.all(distance >= 0)
+  assert distance[0, 0, 0] < 1e-6 and distance[0, 0, 2] > 10
+  loss = losses.dppo(divergence="kl")
+  _, metrics = loss.per_token(policy, batch, jnp.ones((1, 1)), None)
+  assert metric_value(metrics["loss/clip_fraction"]) == pytest.approx(1 / 3)
 
 
 def test_an_unknown_hyper_parameter_fails_when_the_loss_is_made():

@@ -112,6 +112,7 @@ def test_what_does_not_go_together_is_refused():
   for fields, message in (
     (dict(alpha=1.5), "alpha = 1.5"),
     (dict(support="teachers"), "support = 'teachers'"),
+    (dict(floor="x"), "floor = 'x' is not a number"),
     (dict(top_k=3), "top_k = 3 with support = 'all'"),
     (dict(support="student"), "top_k = 0 with support = 'student'"),
     (dict(support="student", top_k=2, rest="score", alpha=0.0), "rest = 'score' with alpha"),

@@ -167,7 +167,6 @@ def test_a_loss_has_marks_unless_it_bounds_nothing(name):
   ("correction", "drops"),
   [
     (corrections.tis(), False),
-    (corrections.importance(level="none"), False),
     (corrections.importance(level="none", reject=(("mean_k1", 0.9, 1.1),)), True),
     (corrections.importance(veto=1e-4), True),
     (corrections.mis(), True),
