@@ -454,12 +454,15 @@ def policy_losses(
 ) -> tuple[Array, Array, Array, Metrics]:
   """(coefficients, losses [P, G, T], the mask to aggregate with, metrics) of the loss and the veto.
 
-  Metrics have the marks of tokens, see `types.Mean`; coefficients have a teacher's part.
+  Metrics have the marks of tokens, see `types.Mean`; coefficients and losses have a teacher's part.
+  The veto takes a token from reward and teacher alike, whether it stays in the denominator or not.
   """
   coefficients = constants.coefficients
   if method.teaching is not None:
     coefficients = method.teaching.coefficients(logprobs, batch, coefficients)
   losses, metrics = method.loss.per_token(logprobs, batch, coefficients, constants.statistics)
+  if method.teaching is not None:
+    losses = method.teaching.losses(logprobs, batch, losses)
   if method.veto is None:
     return coefficients, losses, batch.mask, metrics
   losses, mask, of_veto = method.veto(losses, logprobs, batch, coefficients)
@@ -474,7 +477,6 @@ def surrogate(
   batch, teaching = add_taught(batch, taught), method.teaching
   coefficients, losses, mask, metrics = policy_losses(logprobs, batch, constants, method=method)
   if teaching is not None:
-    losses = teaching.losses(logprobs, batch, losses)
     metrics = {**metrics, **teaching.metrics(logprobs, batch)}
   if method.reference_kl:
     estimate = getattr(kl, method.reference_kl_estimator)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles.updates import (
@@ -25,6 +26,7 @@ from rlvr_jax.ops.reductions import values
 from rlvr_jax.ops.veto import negative_advantage_veto
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import gram_context
+from rlvr_jax.update.objective import Constants, Estimate, Scores, surrogate
 from rlvr_jax.update.step import initial_state, train_step
 from rlvr_jax.update.teaching import Teaching
 
@@ -72,6 +74,27 @@ def test_micro_batches_add_up_to_one_batch(x64, name, loss):
 
 
 _VETO = negative_advantage_veto(threshold=0.8)
+
+
+def test_a_vetoed_token_has_no_gradient_of_its_teacher_either():
+  """Whether or not it stays in the denominator, which is all that `renormalize` changes."""
+  batch = scored(make_batch())
+  rng = np.random.default_rng(3)
+  policy = batch.behavior_logprobs + rng.normal(size=(P, G, T)).astype(np.float32)
+  signs = jnp.where(jnp.arange(G) % 2, 1.0, -1.0) * jnp.ones((P, 1))
+  constants = Constants(signs, None, {}, Estimate(signs, signs, {}))
+  found = {}
+  for renormalize in (False, True):
+    veto = negative_advantage_veto(scope="response", threshold=0.5, renormalize=renormalize)
+    method = make_method(teaching=taught("opd_score"), veto=veto, aggregation="token_mean")
+
+    def total(policy, method=method):
+      scores = Scores(policy, jnp.zeros_like(policy))
+      return surrogate(scores, batch, constants, method=method)[0]
+
+    found[renormalize] = jax.grad(total)(policy)
+  assert 0 < np.sum(found[True] != 0) < np.sum(batch.mask > 0)
+  np.testing.assert_array_equal(found[False], found[True])
 
 
 def test_a_mesh_makes_the_same_update_after_a_reweighting():
