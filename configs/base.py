@@ -155,7 +155,7 @@ def get_config() -> ConfigDict:
     prompt="{question}\n{privileged}\n",  # of such a teacher
     max_prompt_length=0,  # tokens of that
     temperature=placeholder(float),  # None: policy_temperature
-    weight=1.0,  # λ of distillation; 0: the teacher is only measured
+    weight=1.0,  # λ of distillation; 0, with reward_weight = 1: the teacher is only measured
     reward_weight=1.0,  # of the reward's advantages, or of its loss; 0: distillation alone
   )
   c.entropy_bonus = 0.0

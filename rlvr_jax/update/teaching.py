@@ -19,7 +19,7 @@ class Teaching(NamedTuple):
 
   Attributes:
     distillation: see `distillation.Distillation`.
-    weight: λ ≥ 0, of distillation; 0: the teacher is only measured.
+    weight: λ ≥ 0, of distillation; 0: the teacher is only measured, and w is 1.
     reward_weight: w ≥ 0, of the reward's advantages or losses; 0: distillation alone.
     temperature: of the teacher's distribution.
     names: of the teachers.

@@ -39,6 +39,9 @@ from rlvr_jax.update.teaching import Teaching
 # the policy itself.
 INITIAL, BASE, POLICY = "initial", "base", "policy"
 _FIELD = "config.teacher.checkpoint"
+# config.teacher without a teacher; its prompt is read beside `privileged` alone.
+_UNSET = dict(checkpoint="", checkpoints=(), by="", privileged="", max_prompt_length=0)
+_UNSET |= dict(temperature=None, weight=1.0, reward_weight=1.0)
 _OF_PROBLEMS = ("answer", "solution")  # that every problem has, besides the fields of its line
 
 
@@ -46,7 +49,8 @@ class Teacher(NamedTuple):
   """One teacher, before its parameters are read.
 
   Attributes:
-    name: for metrics and messages.
+    field: of the configuration that names its checkpoint, and which of several, for messages.
+    name: for metrics.
     model: its functions, on the mesh of updates.
     checkpoint: a folder; or `INITIAL`, `BASE` or `POLICY`.
     params: shapes, dtypes and shardings of parameters that are kept for it; {} if none are.
@@ -57,6 +61,7 @@ class Teacher(NamedTuple):
       does. None: the policy's.
   """
 
+  field: str
   name: str
   model: Model
   checkpoint: str
@@ -138,27 +143,34 @@ def make_teaching(
       range, or the loss takes one coefficient per response where each token has its own.
   """
   made = specs.make("config.distillation", distillation, name, distillation.Distillation)
+  if not made.distills:
+    for field, unset in _UNSET.items():
+      value = settings[field]
+      if value != unset and value != []:
+        raise ValueError(
+          f"config.teacher.{field} = {value!r} has no effect with config.distillation = {name!r};"
+          " set that to 'opd' or another one, or leave the teacher's fields out"
+        )
+    return None
   for field in ("weight", "reward_weight"):
     check_between("config.teacher", field, settings[field], low=0.0)
+  if not settings.weight and settings.reward_weight != 1:
+    raise ValueError(
+      f"config.teacher: reward_weight = {settings.reward_weight} with weight = 0, which measures a"
+      " teacher beside the reward's own update; set weight above 0, or reward_weight = 1"
+    )
   temperature = settings.temperature
   if temperature is None:
     temperature = policy_temperature
   check_between("config.teacher", "temperature", temperature, low=LEAST_TEMPERATURE)
-  named = dict(settings.checkpoints)
+  named = dict(_pairs(settings.checkpoints))
   _check_fields(settings, named)
-  if made.distills and not settings.checkpoint and not named:
+  if not settings.checkpoint and not named:
     raise ValueError(
       f"config.distillation = {name!r} needs a teacher; set {_FIELD} to WORKDIR/checkpoints/STEP of"
       f" a run, a folder in Hugging Face's layout, or {INITIAL!r}, or set config.distillation ="
       " 'none'"
     )
-  if not made.distills and (settings.checkpoint or named):
-    raise ValueError(
-      f"{_FIELD} = {settings.checkpoint or list(named)!r} has no effect with config.distillation ="
-      f" {name!r}; set that to 'opd' or another one, or name no teacher"
-    )
-  if not made.distills:
-    return None
   if made.divergence is not None and made.divergence.top_k > vocab_size:
     raise ValueError(
       f"config.distillation = {name!r}: top_k = {made.divergence.top_k} is above the vocabulary of"
@@ -179,6 +191,23 @@ def make_teaching(
     )
   names = tuple(named) or ("teacher",)
   return Teaching(made, settings.weight, settings.reward_weight, temperature, names)
+
+
+def _pairs(checkpoints: Any) -> list[tuple[str, str]]:
+  """`config.teacher.checkpoints`.
+
+  Raises:
+    ValueError: it has other items than pairs of texts.
+  """
+  field = "config.teacher.checkpoints"
+  remedy = "write (('math', 'initial'),), with a comma after each pair (name, checkpoint)"
+  if not isinstance(checkpoints, (tuple, list)):
+    raise ValueError(f"{field} = {checkpoints!r} is no tuple of pairs; {remedy}")
+  for pair in checkpoints:
+    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+    if not is_pair or not all(isinstance(text, str) and text for text in pair):
+      raise ValueError(f"{field} has {pair!r}, which is no pair of texts; {remedy}")
+  return [(name, checkpoint) for name, checkpoint in checkpoints]
 
 
 def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str]) -> None:
@@ -281,7 +310,7 @@ def describe_long_teachers(
   for teacher in teachers:
     folder = checkpoint if teacher.published is None else teacher.published
     if teacher.published is not None or prompts is not None:
-      network = f"{_FIELD} = {teacher.checkpoint!r}"
+      network = f"{teacher.field} = {teacher.checkpoint!r}"
       found[folder] = describe_long_texts(folder, shape, network=network, prompts=field)
   return [text for text in found.values() if text]
 
@@ -353,16 +382,20 @@ def make_teachers(
   Raises:
     ValueError: there is no such checkpoint, or its vocabulary is not the policy's.
   """
-  named = settings.checkpoints or [("teacher", settings.checkpoint)] * bool(settings.checkpoint)
-  if BASE in [path for _, path in named] and not has_adapters:
+  named = [(_FIELD, "teacher", settings.checkpoint)] * bool(settings.checkpoint)
+  for name, path in _pairs(settings.checkpoints):
+    named.append((f"config.teacher.checkpoints of {name!r}", name, path))
+  bases = [field for field, _, path in named if path == BASE]
+  if bases and not has_adapters:
     raise ValueError(
-      f"{_FIELD} = {BASE!r} is the network without its adapters, but config.lora.rank = 0 trains"
+      f"{bases[0]} = {BASE!r} is the network without its adapters, but config.lora.rank = 0 trains"
       f" all of it; choose {INITIAL!r}, the policy before the first update, or a checkpoint"
     )
-  return tuple(make_teacher(name, path, model, mesh, make_model, trained) for name, path in named)
+  return tuple(make_teacher(*which, model, mesh, make_model, trained) for which in named)
 
 
 def make_teacher(
+  field: str,
   name: str,
   checkpoint: str,
   model: Model,
@@ -370,28 +403,28 @@ def make_teacher(
   make_model: Callable[[TransformerConfig], Model],
   trained: Params,
 ) -> Teacher:
-  """One teacher; arguments and errors as those of `make_teachers`."""
+  """One teacher; fields as those of `Teacher`, the rest and errors as those of `make_teachers`."""
   if checkpoint in (INITIAL, POLICY):
     kept = trained if checkpoint == INITIAL else {}
-    return Teacher(name, model, checkpoint, kept, None, lambda tokenizer: None)
+    return Teacher(field, name, model, checkpoint, kept, None, lambda tokenizer: None)
   if checkpoint == BASE:
     plain = transformer(model.config, sharding.make_layout(mesh))
-    return Teacher(name, plain, checkpoint, {}, None, lambda tokenizer: None)
-  folder = parse_path(_FIELD, checkpoint)
+    return Teacher(field, name, plain, checkpoint, {}, None, lambda tokenizer: None)
+  folder = parse_path(field, checkpoint)
   is_run = folder.name.isdigit() and folder.parent.name == "checkpoints"
   if not is_run and (folder / "checkpoints").is_dir():
     raise ValueError(
-      f"{_FIELD} = {checkpoint!r} is a run; name one of its checkpoints, so that a resumed run has"
+      f"{field} = {checkpoint!r} is a run; name one of its checkpoints, so that a resumed run has"
       f" the same teacher: {folder}/checkpoints/STEP, STEP one of"
       f" {saved_steps(folder / 'checkpoints')}"
     )
   if is_run:
-    network, published = _network_of_run(folder)
+    network, published = _network_of_run(field, folder)
   else:
-    network, published = _published_network(checkpoint), checkpoint
+    network, published = _published_network(field, checkpoint), checkpoint
   if network.vocab_size != model.config.vocab_size:
     raise ValueError(
-      f"{_FIELD} = {checkpoint!r} has a vocabulary of {network.vocab_size} tokens, the policy one"
+      f"{field} = {checkpoint!r} has a vocabulary of {network.vocab_size} tokens, the policy one"
       f" of {model.config.vocab_size}; choose a teacher of the same vocabulary and tokenizer"
     )
   own = make_model(
@@ -409,7 +442,7 @@ def make_teacher(
   if is_run:
     read: Callable[[], Params] = functools.partial(read_params, folder, params)
     find = lambda: None
-    others = functools.partial(_tokenizer_of_run, folder)
+    others = functools.partial(_tokenizer_of_run, field, folder)
   else:
     read = functools.partial(load_params, checkpoint, params, network)
     find = lambda: open_tensors(checkpoint, params, network)
@@ -420,57 +453,57 @@ def make_teacher(
       find()
       theirs = others()
     except (ImportError, OSError, ValueError) as error:
-      raise ValueError(f"{_FIELD} = {checkpoint!r}: {error}") from error
-    check_same_tokens(f"{_FIELD} = {checkpoint!r}", theirs, tokenizer)
+      raise ValueError(f"{field} = {checkpoint!r}: {error}") from error
+    check_same_tokens(f"{field} = {checkpoint!r}", theirs, tokenizer)
 
   def read_checked() -> Params:
     try:
       return read()
     except ValueError as error:
-      raise CheckpointError(f"{_FIELD} = {checkpoint!r}: {error}") from error
+      raise CheckpointError(f"{field} = {checkpoint!r}: {error}") from error
 
-  return Teacher(name, own, checkpoint, params, read_checked, check, published)
+  return Teacher(field, name, own, checkpoint, params, read_checked, check, published)
 
 
-def _published_network(checkpoint: str) -> TransformerConfig:
+def _published_network(field: str, checkpoint: str) -> TransformerConfig:
   """The network of a folder in Hugging Face's layout."""
   try:
     return checkpoint_config(checkpoint)
   except (OSError, ValueError) as error:
     raise ValueError(
-      f"{_FIELD} = {checkpoint!r} is neither WORKDIR/checkpoints/STEP of a run, nor a folder in"
+      f"{field} = {checkpoint!r} is neither WORKDIR/checkpoints/STEP of a run, nor a folder in"
       f" Hugging Face's layout ({error}), nor {INITIAL!r}, nor {BASE!r}"
     ) from error
 
 
-def _network_of_run(folder: Path) -> tuple[TransformerConfig, str]:
+def _network_of_run(field: str, folder: Path) -> tuple[TransformerConfig, str]:
   """The network of the run that has saved a checkpoint, and the published one that it is from."""
-  config = _config_of_run(folder)
+  config = _config_of_run(field, folder)
   try:
     rank, network = config["lora"]["rank"], model_settings(config["model"])
   except (KeyError, TypeError, ValueError) as error:
-    raise ValueError(f"{_FIELD} = '{folder}': its run's config.json: {error}") from error
+    raise ValueError(f"{field} = '{folder}': its run's config.json: {error}") from error
   if rank:
     raise ValueError(
-      f"{_FIELD} = '{folder}' has adapters alone; export that run with --mode=export, and name the"
+      f"{field} = '{folder}' has adapters alone; export that run with --mode=export, and name the"
       " folder of the export"
     )
   return network, config["model"]["checkpoint"]
 
 
-def _tokenizer_of_run(folder: Path) -> Tokenizer:
+def _tokenizer_of_run(field: str, folder: Path) -> Tokenizer:
   """The tokenizer of the run that has saved a checkpoint."""
-  config = _config_of_run(folder)
+  config = _config_of_run(field, folder)
   prompts = ml_collections.ConfigDict(config["prompts"])
   return make_tokenizer(config["tokenizer"], prompts, config["model"]["checkpoint"])
 
 
-def _config_of_run(folder: Path) -> Mapping[str, Any]:
+def _config_of_run(field: str, folder: Path) -> Mapping[str, Any]:
   path = folder.parent.parent / "config.json"
   if not folder.is_dir() or not path.exists():
     steps = saved_steps(folder.parent) if folder.parent.is_dir() else []
     raise ValueError(
-      f"{_FIELD} = '{folder}' has no checkpoint of a run with a config.json; its steps: {steps}"
+      f"{field} = '{folder}' has no checkpoint of a run with a config.json; its steps: {steps}"
     )
   return read_config(path)
 

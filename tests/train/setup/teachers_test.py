@@ -61,9 +61,20 @@ REFUSED = {
     dict(teacher__checkpoint="initial"),
     r"config\.teacher\.checkpoint = 'initial' has no effect with config\.distillation = 'none'",
   ),
+  **{
+    f"unread {field}": (
+      {f"teacher__{field}": value},
+      rf"config\.teacher\.{field} = {value!r} has no effect with config\.distillation = 'none'",
+    )
+    for field, value in (("privileged", "hint"), ("temperature", 0.5), ("reward_weight", 0.0))
+  },
   "unknown": (fields(distillation="odp"), r"config\.distillation = 'odp'.*opd"),
   "k1": (fields(distillation="kl_estimate(estimator='k1')"), "which is 0; choose 'k2'"),
   "weight": (fields(teacher__weight=-1.0), r"config\.teacher: weight = -1\.0"),
+  "measured beside less": (
+    fields(teacher__weight=0.0, teacher__reward_weight=0.5),
+    r"reward_weight = 0\.5 with weight = 0, .*; set weight above 0, or reward_weight = 1",
+  ),
   "temperature": (fields(teacher__temperature=0.0), r"config\.teacher: temperature = 0\.0"),
   "of responses": (
     fields(loss="topr"),
@@ -207,6 +218,19 @@ def two(first="initial", second="initial"):
 PRIVILEGED = dict(teacher__privileged="hint", teacher__max_prompt_length=24)
 REFUSED |= {  # fields that do not go together
   "both": (two() | dict(teacher__checkpoint="base"), "checkpoint and checkpoints are both set"),
+  "no pair": (
+    two() | dict(teacher__checkpoints=("math", "initial")),
+    r"checkpoints has 'math', which is no pair of texts; write \(\('math', 'initial'\),\), with a",
+  ),
+  "no checkpoint": (
+    two() | dict(teacher__checkpoints=(("math", 3),)),
+    r"config\.teacher\.checkpoints has \('math', 3\), which is no pair of texts",
+  ),
+  "no folder of a pair": (
+    two("initial", "nowhere"),
+    r"config\.teacher\.checkpoints of 'b' = 'nowhere' is neither WORKDIR",
+  ),
+  "base of a pair": (two("base"), r"config\.teacher\.checkpoints of 'a' = 'base' is the network"),
   "by alone": (fields(teacher__by="kind"), r"by = 'kind' with checkpoints = \(\); set both"),
   "itself": (fields("policy"), "checkpoint = 'policy' without privileged is the student itself"),
   "no place": (
