@@ -1344,7 +1344,7 @@ def test_the_own_text_of_an_amount_with_a_unit_is_right(amount):
     assert mathematics(_boxed(text), {"answer": text}).outcome is Outcome.CORRECT, (text, normal)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2, 3))])
 def test_formulas_as_sympy_rewrites_them(seed):
   sympy = pytest.importorskip("sympy")
   draw = random.Random(seed)
@@ -1389,12 +1389,11 @@ SPELLINGS = (
   "@, 7", "7 and @", "a=@, b=7", "b=7, a=@", r"\{x \mid x<@\}", "x<@", r"\sqrt{@}", r"2^{@}", "@m",
   "@ m", r"@\pi", r"@\text{ at most}", "ABC @", "@/1", r"\frac{@}{1}", r"\frac@2", r"@\approx @.0",
 )  # fmt: skip
-QUICK_GOLDS = (
-  "72", "7", "12345", r"7\text{ cm}", "7 cents", r"\$7", r"7^\circ", "x=7", "(7,7)",
-  r"7\text{ K}", "7_2", r"\{7\}", "ABC", r"\text{(B) }7", r"7\%", "B", r"\angle ABC",
-)  # fmt: skip
-# Each spelling is compared with these by values.
+QUICK_GOLDS = ("72", r"7\text{ cm}", r"\$7", "x=7", "(7,7)", "7_2", "ABC")
+# The same ways through the grader; with those from a=7 on each spelling is compared by values.
 SLOW_GOLDS = (
+  "7", "12345", "7 cents", r"7^\circ", r"7\text{ K}", r"\{7\}", r"\text{(B) }7", r"7\%", "B",
+  r"\angle ABC",
   "a=7,b=7",   r"7\pi", "7,7", "7m", "x<7", "xy", "7:30", "7:30 a.m.", r"\sqrt{7}", "[7,8)", "1:7",
   r"\frac{7\pi}{180}",   r"\log_2 7",
 )  # fmt: skip

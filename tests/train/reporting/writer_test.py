@@ -222,7 +222,7 @@ def test_tensorboard_holds_the_values_and_the_purge(tmp_path):
   assert [step for step, _ in scalars(board / "eval")["eval/pass_at_1"]] == [2, 4]
 
 
-@pytest.mark.parametrize("kind", ["rollouts", "metrics"])
+@pytest.mark.parametrize("kind", [pytest.param("rollouts", marks=pytest.mark.slow), "metrics"])
 def test_a_full_disk_has_a_message(tmp_path, kind):
   """A file size limit stands in for a full disk."""
   code = """
