@@ -97,8 +97,8 @@ def test_arrays_with_an_axis_are_refused(tmp_path):
     writer.write(1, "train", {"x": np.zeros(3)})
 
 
-@pytest.mark.parametrize("reached", [4, 5, 9])
-@pytest.mark.parametrize("torn", [b"", b'{"step": 10, "ph', b"{", b'{"step": 4, "phase": "train"}'])
+@pytest.mark.parametrize("reached", [4, 9])
+@pytest.mark.parametrize("torn", [b"", b'{"step": 10, "ph', b'{"step": 4, "phase": "train"}'])
 def test_resumed_run_ends_with_the_same_bytes(tmp_path, reached, torn):
   write_run(tmp_path / "whole", range(1, 11))
   killed = tmp_path / "killed"
