@@ -565,7 +565,9 @@ def test_a_burst_of_longer_responses_is_no_longer_program():
 
 
 @pytest.mark.usefixtures("no_compilation_cache")
-@pytest.mark.parametrize(("cache_format", "dtype"), [("", "f32"), ("int8", "s8")])
+@pytest.mark.parametrize(
+  ("cache_format", "dtype"), [("", "f32"), pytest.param("int8", "s8", marks=pytest.mark.slow)]
+)
 def test_the_caches_are_written_in_place(cache_format, dtype):
   """No instruction of the compiled burst copies a layer's keys or values.
 
