@@ -237,6 +237,7 @@ def test_logprobs_of_all_turns_equal_the_trainers():
   assert sampled.sum() > 100 and difference.max() < 1e-5
 
 
+@pytest.mark.slow
 def test_every_place_of_a_dialogue_has_its_routes():
   """Those of replies too, in a cache that is computed anew or behind it; and delays change none."""
   config = dataclasses.replace(CONFIG, num_experts=8, experts_per_token=2, expert_width=16)

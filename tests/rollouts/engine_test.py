@@ -369,6 +369,7 @@ def test_bits_do_not_depend_on_the_program_that_decodes():
   _assert_equal(_serve(other, long), later)
 
 
+@pytest.mark.slow
 def test_the_next_burst_is_compiled_while_one_runs():
   requests, _, expected = _by_a_long_engine()
   engine = _long_engine(compiles_ahead=True)
