@@ -2,8 +2,8 @@
 
   --config=experiments/language_model/config.py
 
-Chat with numbers from 1 to 20, as configs/pretrained.py asks; the answer is marked as the last
-number of a response of at most 16 tokens. The policy's own temperature is 0.5. 13 of the 20 numbers
+Chat with numbers from 1 to 20, without a system message; the answer is marked as the last number of
+a response of at most 24 tokens. The policy's own temperature is 0.5. 13 of the 20 numbers
 are held out: 260 problems, none of whose numbers is trained on. README.md has the published model's
 pass@1.
 """
@@ -18,6 +18,8 @@ TEMPERATURE = 0.5
 def get_config() -> ConfigDict:
   c = pretrained.get_config()
   c.num_updates = 100
+  c.prompts.system = ""
+  c.max_response_length = 24
   c.task.kwargs = dict(largest=20, held_out_numbers=13)
   c.policy_temperature = c.sampling.temperature = c.evaluation.sampling.temperature = TEMPERATURE
   c.evaluation.every = 20
