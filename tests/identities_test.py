@@ -292,18 +292,12 @@ def test_a_veto_that_nothing_triggers_changes_nothing(scope):
   np.testing.assert_allclose(gradient, plain_gradient, rtol=1e-12)
 
 
-@functools.cache
-def _estimator_jit(name, hyper):
-  estimator = getattr(advantages, name)(**dict(hyper))
-  return jax.jit(lambda batch: estimator.apply(estimator.init(jnp.asarray(1.0)), batch))
-
-
 def _coefficients(name, rewards, lengths=None, **hyper):
-  """In one program: op by op, each small operation would be another one."""
   lengths = np.full(rewards.shape, 3) if lengths is None else lengths
   mask = (np.arange(lengths.max()) < lengths[..., None]).astype(float)
+  estimator = getattr(advantages, name)(**hyper)
   batch = with_needs(make_batch(mask, rewards=rewards))
-  return np.asarray(_estimator_jit(name, tuple(hyper.items()))(batch))
+  return np.asarray(estimator.apply(estimator.init(jnp.asarray(1.0)), batch))
 
 
 def _rewards(group=8, seed=0):
