@@ -243,7 +243,7 @@ def update_candidates(
 
   Args:
     config, network, shape, placement: of the recipe as it stands, on the devices of the slice.
-    lengths: of prompts and responses.
+    lengths: lengths of prompts and responses.
     chip: its peaks.
   """
   found = []
@@ -352,9 +352,9 @@ def _compile_updates(
   """The best of each mesh, by estimate; then the fastest of these with other options and rows.
 
   Args:
-    target: of the search.
+    target: target of the search.
     candidates: that fit by estimate, fastest first.
-    options: of the compiler, the defaults first.
+    options: options of the compiler, the defaults first.
   Returns:
     The programs that fit, fastest first.
   """
@@ -418,11 +418,11 @@ def generation_candidates(
   """Layouts and slots of generation, fastest first; some are too large for the memory.
 
   Args:
-    network: of the policy.
+    network: network of the policy.
     batches: lengths of all batches of a refresh.
-    prompts: of a batch, from each source.
+    prompts: prompts of a batch, from each source.
     placement: with the mesh of updates that was chosen.
-    settings: of the engine.
+    settings: settings of the engine.
     chip: its peaks.
   """
   mesh = placement.mesh
@@ -511,7 +511,7 @@ def _compile_generation(
   """The first candidate that fits beside the trainer, with the seconds of its estimate.
 
   Args:
-    target: of the search.
+    target: target of the search.
     update: the settings of updates that were chosen.
     candidates: fastest first.
     resident: GiB of the optimizer's state, which stays in memory meanwhile.

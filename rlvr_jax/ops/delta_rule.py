@@ -69,7 +69,7 @@ def delta_rows(tokens: Tokens, rows: Rows) -> tuple[Array, Array]:
   """All tokens of packed rows.
 
   Args:
-    tokens: of R rows of L tokens.
+    tokens: the tokens' inputs, R rows of L tokens.
     rows: their sequences. In each row a prompt comes before its rollouts, and these before the next
       prompt.
   Returns:
@@ -178,7 +178,7 @@ def mix_prompts(inputs: DeltaInputs, lengths: Array | None) -> tuple[Array, Delt
   """The results of right-padded sequences, [R, L, N, d_v], and the states behind them.
 
   Args:
-    inputs: of R sequences, each in a row of its own.
+    inputs: inputs of R sequences, one in each row.
     lengths: i32[R]; None: L.
   """
   R, L = inputs.decay.shape[:2]
@@ -212,7 +212,7 @@ def mix_token(inputs: DeltaInputs, state: DeltaState, running: Array) -> tuple[A
 
   Args:
     inputs: with L = 1.
-    state: of the slots.
+    state: state of the slots.
     running: bool[slots]; the states of the others stay.
   """
   first = lambda x: x[:, 0]

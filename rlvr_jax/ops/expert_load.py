@@ -45,7 +45,7 @@ def balance_weights(load: Load) -> Array:
   batch, the losses of micro-batches add up to the batch's.
 
   Args:
-    load: of the full batch.
+    load: load of the full batch.
   Source: "Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient
     Sparsity" (arXiv:2101.03961), §2.2, equations 4 to 6; with k choices per token, each is a k-th.
   """

@@ -178,7 +178,7 @@ def grouped_product(rows: Array, kernels: Array, groups: Groups, kind: str) -> A
   Args:
     rows: [M, D].
     kernels: [E, D, F], of any dtype; cast to the rows'.
-    groups: of the rows.
+    groups: groups of the rows.
     kind: as `choose_products` returned it.
   Returns:
     [M, F].

@@ -257,7 +257,7 @@ def wanted_chunks(places: int, wanted: int, chunk_rows: int) -> int:
 
   Args:
     places: tokens of the device.
-    wanted: of these.
+    wanted: the number of wanted ones among these tokens.
     chunk_rows: tokens whose logits a device holds at once.
   """
   if places <= chunk_rows:

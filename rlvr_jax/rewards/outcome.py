@@ -151,7 +151,7 @@ def rewards_from_grades(grades: Sequence[Grade], outcome_policy: OutcomePolicy) 
   """Rewards of B grades.
 
   Args:
-    grades: of B rollouts.
+    grades: grades of B rollouts.
     outcome_policy: from the function of that name.
   Raises:
     GradingStoppedError: a grade's policy is "stop".

@@ -141,13 +141,13 @@ class _Run(NamedTuple):
     return int(rollout.arrays["tokens"][self.cached - 1] if self.cached else rollout.prompt[-1])
 
   def cached_tokens(self) -> np.ndarray:
-    """i32[n], those of prompt and response in the cache when the rollout gets a slot."""
+    """i32[n], the tokens of prompt and response in the cache when the rollout gets a slot."""
     # With the response's first token, the prompt's last is in the cache of the response.
     prompt = self.rollout.prompt if self.cached else self.rollout.prompt[:-1]
     return np.append(prompt, self.rollout.arrays["tokens"][: max(self.cached - 1, 0)])
 
   def known_tokens(self) -> np.ndarray:
-    """i32[n], those of the response behind the cache."""
+    """i32[n], the tokens of the response behind the cache."""
     return self.rollout.arrays["tokens"][self.cached : self.rollout.length]
 
   def append(self, emitted: Emitted, slot: int, version: int) -> int:
@@ -356,8 +356,8 @@ class Engine:
   again. It may resume a rollout whose turn has ended, with the environment's reply.
 
   Attributes:
-    settings: of the programs.
-    usage: of the slots so far.
+    settings: settings of the programs.
+    usage: usage of the slots so far.
   """
 
   def __init__(

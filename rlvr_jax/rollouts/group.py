@@ -230,7 +230,7 @@ def empty(name: str, group: Group, like: Group) -> np.ndarray:
   """An array of this name that is all padding, of the sizes that a group's other arrays have.
 
   Args:
-    name: of an array that the group lacks.
+    name: name of an array that the group lacks.
     group: whose other arrays these are.
     like: a group that has the array; it has the sizes of axes that the other one lacks.
   """
@@ -243,7 +243,7 @@ def empty(name: str, group: Group, like: Group) -> np.ndarray:
 
 
 class DamagedError(ValueError):
-  """Bytes that are not a file of groups as it was written."""
+  """A file of groups does not have the bytes that were written."""
 
 
 class FormatError(ValueError):

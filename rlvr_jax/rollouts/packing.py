@@ -130,8 +130,8 @@ def layout_of_few(layout: RowLayout, shape: BatchShape, devices: int) -> RowLayo
   """The layout of one group per device, in rows as long as those of a batch; none are short.
 
   Args:
-    layout: of a batch.
-    shape: of the batch, P aside.
+    layout: layout of a batch.
+    shape: shape of the batch, P aside.
     devices: devices that rows are split over.
   """
   prompt = _round_up(shape.max_prompt_length - 1, layout.alignment)
@@ -158,7 +158,7 @@ def _rows_per_group(group_size: int, free: int, rollout: int) -> int:
 
 
 def min_row_length(max_prompt_length: int, max_response_length: int, *, alignment: int) -> int:
-  """Places that the longest prompt and one of its longest rollouts take."""
+  """Places in a row that the longest prompt and one of its longest rollouts take."""
   return _round_up(max_prompt_length - 1, alignment) + _round_up(max_response_length, alignment)
 
 
@@ -307,7 +307,7 @@ def deal(costs: Sequence[float], *, devices: int, rows_per_device: int) -> np.nd
   """Deals rows to micro-batches and devices, so that devices always compute rows of similar cost.
 
   Args:
-    costs: of each row.
+    costs: costs of each row.
   Returns:
     i32[M, devices · rows_per_device], row numbers of each micro-batch, −1 for an empty row. A
     device's rows of a micro-batch are adjacent, as when a leading axis is split over devices.

@@ -70,7 +70,7 @@ class SamplerSettings:
 
   Attributes:
     group_size: G.
-    purpose: of its randomness, see `ops.keys`.
+    purpose: purpose of its randomness, see `ops.keys`.
     new_weights: one of `CHOICES`.
     has_plans: whether draws say which version samples each token.
     oldest_needed: the newest version that was offered → the oldest that later draws may name.
@@ -197,8 +197,8 @@ class LocalSampler:
     Args:
       sources: the policies that sample.
       grading: makes groups of graded rollouts.
-      answers: of graders and environments, for this sampler alone.
-      settings: of this sampler.
+      answers: answers of graders and environments, for this sampler alone.
+      settings: settings of this sampler.
       after_burst: called after every burst.
     """
     self._lanes = [_Lane(source, answers.find_stop) for source in sources]

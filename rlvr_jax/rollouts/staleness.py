@@ -48,8 +48,8 @@ class RecordedRun:
   """What a run has recorded of its batches: versions, and how problems were drawn.
 
   Attributes:
-    name: of the run, for messages.
-    versions: of every batch, ascending, those of dropped groups included; most have one.
+    name: name of the run, for messages.
+    versions: versions of every batch, ascending, those of dropped groups included; most have one.
   """
 
   def __init__(self, name: str, num_batches: int):
@@ -108,10 +108,10 @@ class RecordedRun:
     return min(needed, default=update)
 
   def first_difference(self, number: int, sampled_by: Mapping[int, str | None]) -> str:
-    """Why a batch is not that of the recorded run; "" if it may be, or if an earlier one was not.
+    """How a batch differs from the recorded run's; "" if it may be equal or an earlier one differs.
 
     Args:
-      number: of the batch.
+      number: number of the batch.
       sampled_by: the fingerprints of the versions that have sampled it now.
     """
     recorded = {int(version): x for version, x in self._infos[number]["versions"].items()}

@@ -72,7 +72,7 @@ class RolloutStore:
   One process at a time may open it for writing; any number may read concurrently.
 
   Attributes:
-    directory: of the store.
+    directory: directory of the store.
   """
 
   def __init__(
@@ -119,8 +119,8 @@ class RolloutStore:
     """Writes one batch; it is on disk when this returns.
 
     Args:
-      number: of the batch, ≥ 0.
-      groups: of the batch, in order.
+      number: number of the batch, ≥ 0.
+      groups: groups of the batch, in order.
       info: JSON values, finite; the names "number", "bytes" and "removed" are reserved.
     Raises:
       ValueError, TypeError: the number exists already, or groups or info cannot be stored.

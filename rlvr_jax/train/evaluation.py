@@ -29,8 +29,8 @@ class Evaluation:
   """Evaluates the policies of a run on the task's held-out problems.
 
   Attributes:
-    sampler: of evaluations alone.
-    task: of the run.
+    sampler: a sampler for evaluations alone.
+    task: task of the run.
     settings: `config.evaluation`.
     max_turns: `config.environment.max_turns`.
   """

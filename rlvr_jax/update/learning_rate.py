@@ -30,7 +30,7 @@ def linear(
     warmup: updates until the peak.
     final_fraction: of the peak, which the rate would reach one update after the last: of a rate
       that falls to 0, no update is wasted.
-    num_updates: of the run.
+    num_updates: number of updates of the run.
   """
   _check("linear", peak, warmup, final_fraction)
   rest = max(num_updates - warmup, 1)
@@ -47,7 +47,7 @@ def cosine(
     warmup: updates until the peak.
     final_fraction: of the peak, which the rate would reach one update after the last: of a rate
       that falls to 0, no update is wasted.
-    num_updates: of the run.
+    num_updates: number of updates of the run.
   """
   _check("cosine", peak, warmup, final_fraction)
   rest = max(num_updates - warmup, 1)

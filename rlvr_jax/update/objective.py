@@ -53,7 +53,7 @@ class Method(NamedTuple):
     loss: per-token loss, see `losses.Loss`.
     aggregation: how per-token losses become one number, see `ops.aggregate`.
     max_response_length: tokens; the denominator of the `constant` aggregation.
-    temperature: of the trained policy π.
+    temperature: temperature of the trained policy π.
     reference_kl: coefficient of KL(π‖π_reference); 0 leaves the term out.
     reference_kl_estimator: k1, k2 or k3.
     teaching: the part of a teacher, or None.
@@ -63,7 +63,7 @@ class Method(NamedTuple):
     gram: computes the Gram matrix that a reweighting or an advantage needs, see `geometry.GramFn`;
       or None.
     gram_context: properties of the run that `gram` needs, see `geometry.GramContext`; or None.
-    seed: of the randomness within an update.
+    seed: seed of the randomness within an update.
     sources: names of the policies that the rollouts are sampled from.
     records_routes: whether rollouts have the experts that a mixture chose when it sampled them.
     replays_routes: whether the mixture takes these experts: π is the policy given them.
@@ -383,7 +383,7 @@ def make_constants(
 
   Args:
     estimate: gets the batch with what the advantage needs to know of the policy.
-    key: of the randomness of a reweighting.
+    key: key of the randomness of a reweighting.
   """
   scores, forward = jax.lax.stop_gradient((scores, forward))
   gram = None

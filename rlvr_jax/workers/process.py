@@ -53,7 +53,7 @@ class Service(NamedTuple):
   Attributes:
     name: in messages, such as "the grading worker for 'gsm8k'".
     program: "module:factory" of a `worker.Program`.
-    arguments: of the factory, keywords; JSON-serializable.
+    arguments: arguments of the factory, keywords; JSON-serializable.
     limit_s: wall-clock limit of a request, seconds. `worker.waiting` has limits of its own.
     startup_timeout_s: limit for a worker to start and make its program, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.

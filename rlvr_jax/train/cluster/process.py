@@ -166,9 +166,9 @@ def compilation_cache(workdir: str, backend: str, processes: int) -> str:
   its workdir, which all its hosts access: process 0 writes, all read.
 
   Args:
-    workdir: of the run.
+    workdir: workdir of the run.
     backend: "tpu", "gpu" or "cpu".
-    processes: of the run.
+    processes: processes of the run.
   """
   of_run = os.path.join(workdir, "compilation_cache")
   if backend == "cpu" or processes > 1:

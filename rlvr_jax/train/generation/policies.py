@@ -39,7 +39,7 @@ class Policies:
 
     Args:
       sources: what samples with the policies.
-      schedule: of the run.
+      schedule: schedule of the run.
       frozen: see the attribute.
       checksums: that function of `Programs`.
       sync: from `make_sync`; None for a fleet, whose samplers are other programs: they get the
@@ -121,7 +121,7 @@ class Policies:
 
     Args:
       batch: that is to be trained on.
-      directory: of the store, for the message.
+      directory: directory of the store, for the message.
     """
     for version, fingerprint in batch.fingerprints.items():
       expected = self.fingerprint(version)

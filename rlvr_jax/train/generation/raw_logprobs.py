@@ -45,9 +45,9 @@ def replace_with_raw(
   The groups keep both. What was sampled from has been compared with the trainer before.
 
   Args:
-    groups: of a draw, in the order of their sources.
+    groups: groups of a draw, in the order of their sources.
     params, frozen: of the policy that sampled them, on the devices that generate.
-    sources, placement: of the run.
+    sources, placement: the run's.
     replays_routes: see `Method`.
     logprobs_at_temperature_1: that function of `Programs`.
   Returns:

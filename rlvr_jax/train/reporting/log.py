@@ -151,7 +151,7 @@ class RunLog:
   The loop calls `write_update` and `write_evaluation`; what samples and scores calls the rest.
 
   Attributes:
-    writer: of the records.
+    writer: writer of the records.
     counters: totals of the run so far, by the names in `COUNTERS`.
   """
 
@@ -169,7 +169,7 @@ class RunLog:
       run: that is logged.
       writer: writes the records.
       elapsed: seconds that the run had taken before it was resumed.
-      profile: of some updates; None for none.
+      profile: profile of some updates; None for none.
     """
     self.writer = writer
     self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
@@ -277,8 +277,8 @@ class RunLog:
     Args:
       step: number of updates, this one included.
       batch: it trains on.
-      metrics: of the update, on the devices.
-      statistics: of the batch's sampling and grading.
+      metrics: metrics of the update, on the devices.
+      statistics: statistics of the batch's sampling and grading.
       dispatched: when it was, on the host's clock, in seconds.
       geometry: arrays measured before the update; may be empty.
       adapters: the trained parameters if others are frozen.

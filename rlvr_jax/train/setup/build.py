@@ -444,7 +444,7 @@ def make_network(
   Args:
     settings: `config.model`.
     tokenizer: `config.tokenizer`, for messages.
-    vocab_size: of the tokenizer.
+    vocab_size: number of ids of the tokenizer.
   Raises:
     ValueError: it has no embedding for some tokens.
   """
@@ -477,8 +477,8 @@ def make_model(
   Args:
     network: from `make_network`.
     adapters: from `make_lora`.
-    shape: of a training batch.
-    mesh: of updates, or of generation.
+    shape: shape of a training batch.
+    mesh: mesh of updates, or of generation.
     parameters: the mesh that its parameters are sharded on, of the same devices; None for `mesh`.
     tokens_per_row: `config.batch.tokens_per_row`.
   """
@@ -650,7 +650,7 @@ def _check_routing(
 
   Args:
     settings: `config.model`.
-    network: of the policy.
+    network: network of the policy.
     gram: `config.gram`.
     compared: `config.diagnostics.compared`.
   """

@@ -125,7 +125,7 @@ def check_fleet(
 
   Args:
     name: `config.schedule`.
-    schedule: of the run.
+    schedule: schedule of the run.
     settings: `config.fleet`.
     sources: `config.sources`.
     generation_mesh: `config.generation_mesh`.
@@ -158,7 +158,7 @@ def check_real_time(
 
   Args:
     name: `config.schedule`.
-    schedule: of the run.
+    schedule: schedule of the run.
     mesh, generation_mesh: those sections of the configuration.
   """
   if not schedule.threaded:
@@ -193,7 +193,7 @@ def check_new_weights(
 
   Args:
     name: `config.schedule`.
-    schedule: of the run.
+    schedule: schedule of the run.
     settings: `config.fleet`.
     is_raw: whether a source records raw log-probabilities.
     routing: `config.model.routing`.
@@ -229,7 +229,7 @@ def check_repeats(
 
   Args:
     new_weights: `config.fleet.new_weights`.
-    schedule, sources: of the run.
+    schedule, sources: the run's.
   """
   recorded, engine = schedule.recorded, sources[0].engine
   drawn = recorded.drawn(0) if recorded is not None and recorded.versions else None
@@ -261,7 +261,7 @@ def check_binary(
 
   Args:
     advantage: `config.advantage`.
-    grading, sources: of the run.
+    grading, sources: the run's.
     extra: `config.grading.extra`.
     store: `config.sources.recorded.store`.
     environment: `config.environment.name`.
@@ -369,7 +369,7 @@ def may_differ(schedule: staleness.Schedule, *, learning_rate: str, optimizer: s
   Those of the machine change rounding, which `restore.find_resumable` says.
 
   Args:
-    schedule: of the run.
+    schedule: schedule of the run.
     learning_rate, optimizer: those fields of the configuration.
   """
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]

@@ -401,7 +401,7 @@ def open_task(config: ConfigDict, given: Mapping[str, object]) -> None:
   If the command line chooses another task, the recipe's keywords are dropped.
 
   Args:
-    config: of the recipe; changed in place.
+    config: config of the recipe; changed in place.
     given: see `overrides`.
   Raises:
     ValueError: the task is unknown or does not take the keyword, or only a part of one is set.
@@ -436,7 +436,7 @@ def open_model(config: ConfigDict, given: Mapping[str, object]) -> None:
   Recipes set the overrides as a dict, which has the fields of that recipe alone.
 
   Args:
-    config: of the recipe; changed in place.
+    config: config of the recipe; changed in place.
     given: see `overrides`.
   Raises:
     ValueError: a network has no such field, or none that a command line can set.
