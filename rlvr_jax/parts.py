@@ -262,7 +262,7 @@ def gram_of_head(
     kernel: [D, V].
     tokens: i32[P, G, T].
     mask: [P, G, T].
-    route: of `rlvr_jax.geometry`: `streaming()`, which is exact and the default, or `sketch()`.
+    route: `streaming()` of `rlvr_jax.geometry`, which is exact and the default, or `sketch()`.
     temperature: temperature of the policy.
   Raises:
     ValueError: the route runs the model again, as `per_rollout` does; use `gram_of_gradients`. Or

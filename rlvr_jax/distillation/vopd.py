@@ -1,4 +1,4 @@
-"""On-policy distillation with the divergence of its place as a baseline."""
+"""On-policy distillation whose baseline is the divergence at the token."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Grade:
       the same reference, equal answers have equal outcomes.
     feedback: what a policy that tries again may read, such as the first failing test. The other
       texts may have the reference's answer, and are for people.
-    parts: of `by_name.weighted`, the score of each of its graders, not weighted; () of others.
+    parts: with `by_name.weighted`, the score of each grader, not weighted; otherwise ().
   """
 
   outcome: Outcome

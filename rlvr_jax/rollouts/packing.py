@@ -48,7 +48,7 @@ class RowLayout(NamedTuple):
     return self.rows_per_device * self.length
 
   def count_places(self, micro_batches: int, short: int) -> int:
-    """Places that an update computes in so many micro-batches, some of them of short rows."""
+    """Places that an update computes in a number of micro-batches, some with short rows."""
     lengths = (micro_batches - short) * self.length + short * short_row(self.length)
     return self.devices * self.rows_per_device * lengths
 
@@ -81,7 +81,7 @@ def row_layout(
   tokens_per_micro_batch: int,
   has_short_rows: bool = False,
 ) -> RowLayout:
-  """The layout with room for every batch of these sizes.
+  """The row layout with room for every batch of these sizes.
 
   Args:
     length: places of a row, at least `min_row_length`.
@@ -372,9 +372,9 @@ def pack(
     tokens: i32[P, G, T], right-padded.
     response_lengths: i32[P, G].
     mask: bool[P, G, T], the tokens that are predicted; None: all of them.
-    routes: of prompts [P, S, layers, k] and responses [P, G, T, layers, k]; None: not recorded.
-    own_rows: of a micro-batch, those that this process feeds: routes are large, so that only these
-      rows get theirs; None: all.
+    routes: routes of prompts [P, S, layers, k] and responses [P, G, T, layers, k]; or None.
+    own_rows: the rows of a micro-batch that this process feeds. Routes are large, so that only
+      these rows get routes; None: all rows.
   """
   P, G, T = tokens.shape
   length, alignment = layout.length, layout.alignment

@@ -539,7 +539,7 @@ class _Inbox(NamedTuple):
 
 
 class ThreadSampler:
-  """A sampler that works in a thread of its own, while the trainer does."""
+  """A sampler that works in its own thread, while the trainer works."""
 
   def __init__(
     self,

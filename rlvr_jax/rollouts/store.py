@@ -84,7 +84,7 @@ class RolloutStore:
       directory: has the store and nothing else; a folder, or gs://BUCKET/FOLDER.
       writable: whether to create the folder if needed, lock it, and remove the temporary files of a
         killed writer.
-      workdir: of the run that the store belongs to, whose claim guards writes into a bucket.
+      workdir: the workdir of the store's run, whose claim guards writes into a bucket.
     Raises:
       StoreError: not a store, of another format, or opened for writing by another process.
     """

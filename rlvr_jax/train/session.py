@@ -216,7 +216,7 @@ def open_session(
 
 
 def check_teachers(parts: Parts) -> None:
-  """Raises ValueError unless teachers fit the policy, and all problems have what these ask for."""
+  """Raises ValueError unless teachers fit the policy, and problems have what teachers read."""
   for teacher in parts.teachers:
     teacher.check(parts.tokenizer)
 

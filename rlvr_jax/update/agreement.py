@@ -1,4 +1,4 @@
-"""The distance of a sampler's log-probabilities from an update's, and those of a padded batch."""
+"""Log-probabilities of a padded batch, and the distance of a sampler's from an update's."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def linear(
   Args:
     peak: ≥ 0.
     warmup: updates until the peak.
-    final_fraction: of the peak, which the rate would reach one update after the last: of a rate
-      that falls to 0, no update is wasted.
+    final_fraction: fraction of the peak that the rate would reach one update after the last, so
+      that a rate that falls to 0 wastes no update.
     num_updates: number of updates of the run.
   """
   _check("linear", peak, warmup, final_fraction)
@@ -45,8 +45,8 @@ def cosine(
   Args:
     peak: ≥ 0.
     warmup: updates until the peak.
-    final_fraction: of the peak, which the rate would reach one update after the last: of a rate
-      that falls to 0, no update is wasted.
+    final_fraction: fraction of the peak that the rate would reach one update after the last, so
+      that a rate that falls to 0 wastes no update.
     num_updates: number of updates of the run.
   """
   _check("cosine", peak, warmup, final_fraction)

@@ -99,7 +99,7 @@ class Method(NamedTuple):
 
   @property
   def has_first_phase(self) -> bool:
-    """Whether a batch of several micro-batches needs a forward pass before that of the gradient."""
+    """Whether a batch of several micro-batches needs a forward pass before the gradient's pass."""
     needs_scores = self.loss.statistics is not None or self.expert_balance > 0
     return self.needs_gram or needs_scores or bool(self.measured)
 
@@ -129,7 +129,7 @@ def rows_if_accumulating(batch: TrainBatch) -> Packed | None:
 
 
 class Scores(NamedTuple):
-  """What a forward pass gives the loss; those of disjoint micro-batches add up."""
+  """What a forward pass gives the loss; the scores of disjoint micro-batches add up."""
 
   logprobs: Array  # f32[P, G, T], log π of every response token; 0 for other micro-batches' tokens
   entropy: Array  # f32[P, G, T], nats
@@ -292,7 +292,7 @@ def recorded_routes(
 
 
 def routes_of_inputs(prompt_routes: Array, routes: Array) -> Routes:
-  """Recorded routes, which belong to predicted tokens, as those of the tokens that are read."""
+  """Recorded routes by input token; the sampler records them by predicted token."""
   prompts = jnp.concatenate([prompt_routes[:, :-1], routes[:, 0, :1]], axis=1)
   last = jnp.zeros_like(routes[:, :, :1])  # predicts nothing
   return Routes(prompts, jnp.concatenate([routes[:, :, 1:], last], axis=2))

@@ -1,4 +1,4 @@
-"""Optimizers by name, for `config.optimizer`: those of optax, with our defaults.
+"""Optimizers by name, for `config.optimizer`: optax's optimizers with our defaults.
 
 `learning_rate` is the schedule of `config.learning_rate`. Weight decay is decoupled, multiplied by
 the learning rate, and not applied to norms, biases, and the rates at which states decay.

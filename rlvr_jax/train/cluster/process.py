@@ -98,7 +98,7 @@ def lacks_bfloat16(info: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> bool:
 
 
 def quiet_compiler() -> None:
-  """Silences what XLA logs as errors on a CPU although it is none, such as a slow compilation.
+  """Silences XLA's false error logs on a CPU, such as the one about a slow compilation.
 
   What ends a compilation is raised all the same. TF_CPP_MIN_LOG_LEVEL goes first, and several
   processes keep the log, which says why one has lost the others.

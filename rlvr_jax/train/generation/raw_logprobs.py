@@ -40,7 +40,7 @@ def replace_with_raw(
   replays_routes: bool,
   logprobs_at_temperature_1: Callable[..., Array],
 ) -> tuple[list[Group], dict[str, float]]:
-  """Makes raw log-probabilities the behavior policy's, for the sources that record those.
+  """Makes raw log-probabilities the behavior policy's, for sources that record raw ones.
 
   The groups keep both. What was sampled from has been compared with the trainer before.
 
@@ -83,7 +83,7 @@ def replace_with_raw(
 
 
 def with_both(group: Group, behavior_logprobs: np.ndarray) -> Group:
-  """The group with other log-probabilities of its behavior policy; it keeps those sampled from."""
+  """The group with raw log-probabilities for its behavior policy; it keeps the sampled ones too."""
   arrays = {
     "behavior_logprobs": behavior_logprobs,
     "sampled_logprobs": group.arrays["behavior_logprobs"],

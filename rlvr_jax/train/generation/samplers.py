@@ -65,7 +65,7 @@ def sampler_of_policy(
   answers: Answers,
   settings: SamplerSettings,
 ) -> LocalSampler:
-  """A sampler of the trainer's policy alone, such as that of evaluations.
+  """A sampler of the trainer's policy alone, such as the sampler of evaluations.
 
   Args:
     programs: programs of the sampler's engine.

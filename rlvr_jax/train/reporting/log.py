@@ -89,7 +89,7 @@ class DispatchedUpdate(NamedTuple):
 def loss_tokens_alone(
   arrays: Mapping[str, np.ndarray], mask: jax.Array | np.ndarray
 ) -> dict[str, np.ndarray]:
-  """The arrays of a measurement, those of tokens [P, G, T] cut to the N loss tokens, [N].
+  """The arrays of a measurement, with token arrays [P, G, T] cut to the N loss tokens, [N].
 
   One rollout follows another, in the order [P, G]; the measurement's "lengths" say how many loss
   tokens each has.
@@ -113,7 +113,7 @@ class Clock:
     self._busy: list[float] = []  # by process, up to the last update
 
   def record(self, phases: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of the run so far, and since the last record; these less those in `phases`."""
+    """Seconds of the run so far, and idle seconds since the last record: outside of `phases`."""
     before, self.recorded = self.recorded, time.perf_counter()
     idle = self.recorded - before - sum(phases.values())
     elapsed = self.recorded - self._began

@@ -133,7 +133,7 @@ class MetricWriter:
       self.write(step, "stage", stage_summary(self.workdir, step, length))
 
   def written(self, step: int) -> dict[str, Sequence[int]]:
-    """Syncs the records to disk; returns what a checkpoint stores of those up to a step; JSON.
+    """Syncs the records to disk; returns, as JSON, what a checkpoint says of them up to a step.
 
     Later ones were written in preparing an update that was not made.
     """

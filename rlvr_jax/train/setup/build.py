@@ -391,7 +391,7 @@ def make_sampler(
   mesh: Mesh,
   make_model_on: Callable[..., Model],
 ) -> PlacedModel:
-  """The model and mesh that generate rollouts: the arguments, or those of another layout.
+  """The model and mesh that generate rollouts: the arguments, or a model on another mesh.
 
   Args:
     settings: `config.generation_mesh`.
@@ -411,7 +411,7 @@ def make_sampler(
 def make_compared(
   sampler: PlacedModel, model: Model, mesh: Mesh, make_model_on: Callable[..., Model]
 ) -> PlacedModel:
-  """The model whose log-probabilities the sampler's must equal: that of updates, if possible.
+  """The model that the sampler's log-probabilities are compared with: that of updates, if possible.
 
   Devices of their own have only the sampler's copy of the parameters. The same forward pass then
   runs there, in a layout that splits no key/value head.

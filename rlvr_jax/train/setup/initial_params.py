@@ -75,7 +75,7 @@ class InitialParams:
   identity: Mapping[str, JSON]
 
   def of_network(self) -> Params:
-    """All parameters: those of the published model, or else randomly initialized.
+    """All parameters: the published model's, or random ones.
 
     Raises:
       CheckpointError: the published model does not fit this network.

@@ -332,7 +332,7 @@ def make_teacher(
   make_model: Callable[[TransformerConfig], Model],
   trained: Params,
 ) -> Teacher:
-  """One teacher; arguments and errors as those of `make_teachers`."""
+  """One teacher; arguments and errors are as in `make_teachers`."""
   if checkpoint in (INITIAL, POLICY):
     kept = trained if checkpoint == INITIAL else {}
     return Teacher(name, model, checkpoint, kept, None, lambda tokenizer: None)
