@@ -139,7 +139,7 @@ class WorkerProcess:
     return self._child.process.poll() is None
 
   def has_room(self, share: int) -> bool:
-    """Whether the worker should get one more request; it takes `share` beside its waiting requests."""
+    """Whether the worker should get one more request; it takes `share` beside its waiting ones."""
     num_sent = len(self._sent_bytes)
     if not self.is_ready or num_sent == _MAX_SENT:
       return False
@@ -427,7 +427,7 @@ class Clock:
 
 
 def check_variables(variables: Mapping[str, str], name: str) -> None:
-  """Raises ValueError unless these are valid environment variables; messages have `name`."""
+  """Raises ValueError unless these are valid environment variables. `name` is in messages."""
   for key, value in variables.items():
     are_texts = isinstance(key, str) and isinstance(value, str)
     if not are_texts or not key or "=" in key or "\0" in key + value:
