@@ -242,9 +242,9 @@ def update_candidates(
   """Settings of the update, fastest first by their estimate; some are too large for the memory.
 
   Args:
-    config, network, shape, placement: of the recipe as it stands, on the devices of the slice.
+    config, network, shape, placement: the unchanged recipe's, on the devices of the slice.
     lengths: lengths of prompts and responses.
-    chip: its peaks.
+    chip: the chip's peaks.
   """
   found = []
   batches = [lengths.draw(shape, number) for number in range(_DRAWS)]
@@ -353,7 +353,7 @@ def _compile_updates(
 
   Args:
     target: target of the search.
-    candidates: that fit by estimate, fastest first.
+    candidates: the candidates that fit by estimate, fastest first.
     options: options of the compiler, the defaults first.
   Returns:
     The programs that fit, fastest first.
@@ -423,7 +423,7 @@ def generation_candidates(
     prompts: prompts of a batch, from each source.
     placement: with the mesh of updates that was chosen.
     settings: settings of the engine.
-    chip: its peaks.
+    chip: the chip's peaks.
   """
   mesh = placement.mesh
   resident = sum(memory.trained_bytes(placement.state, placement.frozen).values())
@@ -467,7 +467,7 @@ def generation_seconds(
   Args:
     network, batches, settings, chip: as for `generation_candidates`.
     base: shapes of all parameters, with shardings on `mesh`.
-    mesh: that generates.
+    mesh: the mesh that generates.
     slots: over all devices of the mesh.
   """
   tensor, devices = mesh.shape["tensor"], mesh.shape["data"] * mesh.shape["fsdp"]

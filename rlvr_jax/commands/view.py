@@ -34,7 +34,7 @@ def view(
     base: the configuration that the runs' are compared with.
     workdir: workdir of the run.
     beside: workdir of a second run, which is shown beside the first.
-    batches: that the file holds, see `read.choose_batches`; with `serve`, all can be loaded.
+    batches: the batches in the file, see `read.choose_batches`; with `serve`, all can be loaded.
     serve: whether to serve the page rather than write it.
     port: port of 127.0.0.1; 0: any that is free.
   Raises:

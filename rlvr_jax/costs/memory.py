@@ -188,7 +188,7 @@ def generation_bytes(
     network: network of the policy.
     settings: settings of an engine, for its caches.
     base: shapes of all parameters, with shardings on `mesh`.
-    mesh: that generates.
+    mesh: the mesh that generates.
     slots: over all devices of the mesh.
   """
   on_device = slots // (mesh.shape["data"] * mesh.shape["fsdp"])

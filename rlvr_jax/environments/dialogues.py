@@ -107,7 +107,7 @@ class EnvironmentPool(PoolOwner):
     grade: `GraderPool.submit`, for an environment with a keyword `grade`. A grade that has not come
       within an hour is a timeout; the grader's own limits are shorter.
   Attributes:
-    roles: that replies may have, of "user" and "tool".
+    roles: the roles that replies may have, of "user" and "tool".
   Raises:
     ValueError: an argument out of range, an unknown environment, or variables that are not text.
     EnvironmentStartError: the environment cannot be made.

@@ -45,7 +45,7 @@ def evaluate_problems(
 
   Args:
     sampler: with the purpose "evaluation".
-    policy: that is evaluated.
+    policy: the policy that is evaluated.
     problems: the problems, all used.
     batch_size: number of problems that are drawn, and yielded, together.
     seed: seed of sampling.

@@ -169,7 +169,7 @@ class _Term:
     sign: what last showed that the trainer works, and when it was first seen.
     pace: pace of groups, in all terms.
     newest: policy that was announced.
-    draws: that were read, by number.
+    draws: the draws that were read, by number.
     orders: for each group, the living samplers in the order in which they may sample it.
   """
 

@@ -100,7 +100,7 @@ def find_slice(name: str, flag: str = "--type") -> Slice:
 
   Args:
     name: name of the slice.
-    flag: that gives the name, for the message.
+    flag: the flag that gives the name, for the message.
   Raises:
     LaunchError: the name is unknown; the message has the allowed names.
   """

@@ -316,7 +316,7 @@ def choose_cache(
     wanted: one of `KINDS`, from config.sampling.cache.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
     head_dims: each width of heads in the network's layers, once.
-    dtype: that the network computes in.
+    dtype: the dtype that the network computes in.
     plain: whether no layer has a sliding window or a soft cap.
     cache_format: one of `FORMATS`.
   Returns:

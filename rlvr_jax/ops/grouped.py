@@ -68,7 +68,7 @@ def choose_products(wanted: str, *, platform: str, dtype: str) -> str:
   Args:
     wanted: one of `KINDS`, from config.model.overrides.expert_products.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
-    dtype: that the network computes in.
+    dtype: the dtype that the network computes in.
   Returns:
     "reference", "blocks" or "megablox".
   Raises:

@@ -84,8 +84,8 @@ class AnswerCounts:
   Attributes:
     replies: turns that an environment has answered.
     reply_waits_s: seconds from the end of a turn until its answer was taken, over all replies.
-    environment_wait_seconds: in which the sampler waited for replies.
-    grade_seconds: in which it waited for grades, with nothing to decode.
+    environment_wait_seconds: seconds in which the sampler waited for replies.
+    grade_seconds: seconds in which it waited for grades, with nothing to decode.
     dropped_tokens: sampled behind a stop string.
   """
 
@@ -169,7 +169,7 @@ class Answers:
     """How the rollouts of problems begin, by problem; resets their environments to see that.
 
     Args:
-      problems: that begin now.
+      problems: the problems that begin now.
       seeds: seeds of their environments.
       of: number of problems that are drawn together; some may have begun elsewhere.
     Raises:

@@ -169,7 +169,7 @@ class Dialogues:
     """The text that a grader judges: the policy's last turn, or the whole dialogue.
 
     Args:
-      rollout: that has ended.
+      rollout: the rollout that has ended.
       thought: "<think>" if its prompt ends so, else "".
     """
     if self.settings.grade_all_turns:

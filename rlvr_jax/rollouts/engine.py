@@ -450,7 +450,7 @@ class Engine:
     """Lets a version sample from the next burst on; earlier ones are kept for plans.
 
     Args:
-      version: its number.
+      version: number of the version.
       params: from `EnginePrograms.load`.
       rebuild: whether the caches of running rollouts are computed anew whenever another version
         goes on with them; otherwise they keep the cache that earlier versions have made.

@@ -231,7 +231,7 @@ def empty(name: str, group: Group, like: Group) -> np.ndarray:
 
   Args:
     name: name of an array that the group lacks.
-    group: whose other arrays these are.
+    group: the group to which these arrays belong.
     like: a group that has the array; it has the sizes of axes that the other one lacks.
   """
   kind, sizes = ARRAYS[name], check_arrays(like.arrays) | check_arrays(group.arrays)

@@ -131,7 +131,7 @@ class _Lane:
   """What one source has to sample.
 
   Attributes:
-    source: whose weights.
+    source: name of the source whose weights to load.
     engine: decodes.
     requests: in order.
     prepared: what was wanted with the group that was begun last.

@@ -199,7 +199,7 @@ class Schedule(NamedTuple):
     """The oldest version with which a batch may begin.
 
     Args:
-      batch: its number.
+      batch: number of the batch.
       update: before which it has begun; None: update `batch` trains on it.
     """
     last = batch if update is None else update

@@ -129,7 +129,7 @@ class Bucket:
 
     Args:
       name: name of the object.
-      data: its bytes.
+      data: the bytes to write.
       generation: the generation that it must have; 0: it must not exist; None: any.
       deadline_s: seconds after which the request is cancelled.
     Returns:

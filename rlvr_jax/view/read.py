@@ -82,7 +82,7 @@ def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:
 
   Args:
     workdir: workdir of the run.
-    flag: that names it, for messages.
+    flag: the flag that names it, for messages.
   Raises:
     ValueError: the folder is no run's, has no batch yet, or has a store of another format.
   """

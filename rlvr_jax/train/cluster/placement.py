@@ -17,8 +17,8 @@ class Placement:
   """The devices of a run, and the shapes, dtypes and shardings of what lies on them.
 
   Attributes:
-    mesh: that makes updates and evaluates.
-    generation_mesh: that generates rollouts; `mesh` itself, or that of `config.generation_mesh`.
+    mesh: the mesh that makes updates and evaluates.
+    generation_mesh: the mesh that generates: `mesh` itself, or that of `config.generation_mesh`.
     compared_mesh: where sampler and trainer are compared: `mesh`, if the policy that samples is on
       its devices; otherwise those of `generation_mesh`.
     row_layout: layout of the rows for the rollouts of a training batch.

@@ -287,7 +287,7 @@ def decoding_shardings(params: Params, mesh: Mesh) -> Params:
 
   Args:
     params: shapes of the stacked parameters.
-    mesh: that generates.
+    mesh: the mesh that generates.
   """
   gathered = _replace_fsdp(state_shardings(params, mesh), params, ())
   of_layer = lambda stacked: NamedSharding(mesh, PartitionSpec(*stacked.spec[1:]))

@@ -166,7 +166,7 @@ class PolicyReader:
     """Reads nothing yet.
 
     Args:
-      folder: that the trainer's `PolicyPublisher` has.
+      folder: the folder that the trainer's `PolicyPublisher` has.
       abstract: from `abstract_policy`, on this sampler's mesh.
     """
     silence_orbax()

@@ -216,7 +216,7 @@ class ComparedSampler:
 
     Args:
       inner: samples.
-      policies: that `inner` loads.
+      policies: the policies that `inner` loads.
       sources, task: the run's.
       compare: `agreement.behavior_gaps` with all bound but what one comparison differs in.
     """

@@ -206,7 +206,7 @@ def sampled_by(groups: Sequence[Group], version: int) -> tuple[set[int], np.ndar
 
   Args:
     groups: groups of a draw.
-    version: that the draw began with, for groups without versions of this run.
+    version: the version that the draw began with, for groups without versions of this run.
   """
   versions = {v for group in groups for v in group.versions} or {version}
   has_several = len(versions) > 1 or any("token_versions" in group.arrays for group in groups)

@@ -41,7 +41,7 @@ class Policies:
       sources: what samples with the policies.
       schedule: schedule of the run.
       frozen: see the attribute.
-      checksums: that function of `Programs`.
+      checksums: the function of this name in `Programs`.
       sync: from `make_sync`; None for a fleet, whose samplers are other programs: they get the
         trainer's own parameters.
     """
@@ -120,7 +120,7 @@ class Policies:
     """Raises FingerprintError unless this trainer's policies have sampled a batch.
 
     Args:
-      batch: that is to be trained on.
+      batch: the batch that is to be trained on.
       directory: directory of the store, for the message.
     """
     for version, fingerprint in batch.fingerprints.items():

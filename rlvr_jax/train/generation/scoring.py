@@ -259,7 +259,7 @@ def measure_entropy(
     seed, rows: the run's.
     sampler: for this alone.
     frozen: the parameters that are not trained.
-    score: that function of `Programs`.
+    score: the function of this name in `Programs`.
   """
   problems = next(problem_batches(source, batch_size=batch_size, seed=seed))
   P = len(problems)

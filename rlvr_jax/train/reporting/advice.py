@@ -169,7 +169,7 @@ def on_repetition(recorded: RecordedRun | None, batch: Batch) -> dict[str, str]:
 
   Args:
     recorded: the run that is repeated; None if none is.
-    batch: that is new.
+    batch: the batch that is new.
   """
   why = recorded.first_difference(batch.number, batch.fingerprints) if recorded else ""
   text = (

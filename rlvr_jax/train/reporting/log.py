@@ -166,7 +166,7 @@ class RunLog:
     """Starts with all counters at 0.
 
     Args:
-      run: that is logged.
+      run: the run that is logged.
       writer: writes the records.
       elapsed: seconds that the run had taken before it was resumed.
       profile: profile of some updates; None for none.

@@ -169,8 +169,8 @@ def open_writer(
 
   Args:
     workdir: created if needed.
-    last_step: the last one whose records are kept; `BEFORE_FIRST_STEP`: those of the warm start;
-      None: none.
+    last_step: the last step whose records are kept; `BEFORE_FIRST_STEP`: only the warm start's
+      records are kept; None: no record is.
     written: what `MetricWriter.written` returned when the checkpoint of that step was saved.
     trackers: get a copy of every number.
     publish: see `MetricWriter`.
@@ -202,7 +202,7 @@ class Records:
 
     Args:
       path: path of the file.
-      last_step: the last one whose records are kept; None: no record is.
+      last_step: the last step whose records are kept; None: no record is.
       written: what `written` returned when the checkpoint was saved; None: an empty file.
       shown: path for messages.
     """

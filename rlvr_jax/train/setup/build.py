@@ -395,7 +395,7 @@ def make_sampler(
 
   Args:
     settings: `config.generation_mesh`.
-    model, mesh: those of updates.
+    model, mesh: the model and the mesh of updates.
     make_model_on: (another mesh, the mesh its parameters are sharded on) → the model.
   """
   generation_mesh = make_generation_mesh(settings, mesh)
@@ -418,7 +418,7 @@ def make_compared(
 
   Args:
     sampler, make_model_on: see `make_sampler`.
-    model, mesh: those of updates.
+    model, mesh: the model and the mesh of updates.
   """
   if sharding.has_same_devices(sampler.mesh, mesh):
     return PlacedModel(model, mesh)
@@ -624,7 +624,7 @@ def make_loss(name: str, correction: str, proximal_every: int) -> losses.Loss:
   """The loss of `config.loss`, corrected as `config.correction` says.
 
   Args:
-    name, correction, proximal_every: those fields of the configuration.
+    name, correction, proximal_every: the fields of these names in the configuration.
   """
   loss = specs.make("config.loss", losses, name, losses.Loss)
   made = specs.make("config.correction", corrections, correction, corrections.Correction)

@@ -159,7 +159,7 @@ def check_real_time(
   Args:
     name: `config.schedule`.
     schedule: schedule of the run.
-    mesh, generation_mesh: those sections of the configuration.
+    mesh, generation_mesh: the sections of these names in the configuration.
   """
   if not schedule.threaded:
     return
@@ -326,7 +326,7 @@ def check_advantage_of_tokens(
   """Raises ValueError unless coefficients may be of tokens, and of turns where there are any.
 
   Args:
-    advantage, reweighting, loss: those fields of the configuration.
+    advantage, reweighting, loss: the fields of these names in the configuration.
     lacks_turns: whether the advantage compares turns, and rollouts have one each.
     of_responses: whether the loss is of full responses.
   """
@@ -370,7 +370,7 @@ def may_differ(schedule: staleness.Schedule, *, learning_rate: str, optimizer: s
 
   Args:
     schedule: schedule of the run.
-    learning_rate, optimizer: those fields of the configuration.
+    learning_rate, optimizer: the fields of these names in the configuration.
   """
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]

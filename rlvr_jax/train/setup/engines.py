@@ -75,7 +75,7 @@ class Engines:
     shape: shape of the largest batch.
     tokenizer: tokenizer of the run.
     trainer: trainer of the run.
-    batches: that the stream of a refresh has.
+    batches: the batches that the stream of a refresh has.
     deadline_s: seconds without progress after which the process ends.
     compiler_options: compiler options of generation.
     has_replies: whether rollouts are dialogues.
@@ -101,7 +101,7 @@ class Engines:
       model: on the mesh that generates.
       sampling: the distribution to sample from.
       prompts: in its batches; by default those of the largest batch.
-      batches: that it samples as one stream; by default those of a refresh.
+      batches: the batches that it samples as one stream; by default those of a refresh.
     Raises:
       ValueError: the devices have no memory for a slot.
     """
@@ -179,7 +179,7 @@ def choose_slots(
     model: on the mesh that generates.
     trainer: trainer of the run.
     limit: bytes of a device; None: as the device says.
-    batches: that are sampled as one stream.
+    batches: the batches that are sampled as one stream.
     cache: "blocks" or "pages", as `caches.choose_cache` returned it.
     cache_format: `config.sampling.cache_format`.
     has_replies: whether rollouts are dialogues.

@@ -118,8 +118,8 @@ def make_programs(
     method, placement: the run's.
     sources: the policies that sample.
     teachers: whose log-probabilities of the rollouts an update takes.
-    sampler: that generates rollouts, on the mesh of updates or another one.
-    compared: that the sampler's log-probabilities are compared with, on `Placement.compared_mesh`.
+    sampler: the model that generates rollouts, on the mesh of updates or another one.
+    compared: the model to compare the sampler's with, on `Placement.compared_mesh`.
     engines: makes the engines.
     sampling, held_out_sampling: the distributions of training and of evaluation.
     diagnose: from `make_measure`.
@@ -248,7 +248,7 @@ def choose_row_attention(
 
   Args:
     network: with the implementation that is configured, or "auto".
-    mesh: that makes updates.
+    mesh: the mesh that makes updates.
     shape: shape of the largest batch.
     tokens_per_row: `config.batch.tokens_per_row`.
   """
@@ -282,7 +282,7 @@ def choose_expert_products(network: TransformerConfig, mesh: Mesh) -> str:
 
   Args:
     network: with the implementation that is configured, or "auto".
-    mesh: that makes updates, or generates.
+    mesh: the mesh that makes updates, or generates.
   """
   return choose_products(
     network.expert_products, platform=_platform(mesh), dtype=network.compute_dtype
@@ -316,7 +316,7 @@ def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mes
       most.
     shape: shape of the largest batch.
     kind: implementation of attention, from `choose_row_attention`.
-    mesh: that makes updates.
+    mesh: the mesh that makes updates.
   """
   sizes = shape.max_prompt_length, shape.max_response_length
   finest, longest = row_alignment(kind, 1), least_row_length(kind, shape)

@@ -56,7 +56,7 @@ def choose_row_layout(
   rows whose attention computes all scores; a micro-batch costs as much as some more places.
 
   Args:
-    shape, kind, mesh: as of `make_row_layout`.
+    shape, kind, mesh: as in `make_row_layout`.
     prompt_lengths: i[P], tokens.
     response_lengths: i[P, G], tokens, up to the last one in the loss.
     width: width of the network.
