@@ -167,7 +167,7 @@ def judge(
   Args:
     sandbox: from `open_sandbox`.
     source: the program.
-    tests: of a form above.
+    tests: tests of a form above.
     options: further arguments of `Sandbox.run`, such as `on_asleep`.
   Returns:
     As `Sandbox.run`: "passed" and "total" tests, and "failure", a text about the first failed test;

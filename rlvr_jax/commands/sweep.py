@@ -67,7 +67,7 @@ class Run(NamedTuple):
     return re.sub(r"(?:[^\w.]|_)+", "_", f"{label}_{self.seed}").lstrip("._")
 
   def command(self, workdir: pathlib.Path) -> str:
-    """The command line that repeats the run; `workdir` is that of the sweep."""
+    """The command line that repeats the run; `workdir` is the sweep's workdir."""
     program = ("python", "-m", "rlvr_jax.main", *self.flags, f"--workdir={workdir / self.name}")
     return shlex.join(program)
 

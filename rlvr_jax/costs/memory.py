@@ -41,7 +41,7 @@ def compiled_bytes(
 
   Args:
     lowerings: from `programs.program_lowerings`.
-    placement, engine: of the run.
+    placement, engine: the run's.
   """
   # The optimizer's state stays in memory while rollouts are sampled.
   optimizer = {"optimizer, resident": memory.shard_bytes(placement.state.opt_state)}
@@ -89,7 +89,7 @@ def estimated_bytes(
   """Bytes per chip by arithmetic, without the compiler's temporary buffers.
 
   Args:
-    network, placement, engine, schedule, num_updates: of the run.
+    network, placement, engine, schedule, num_updates: the run's.
     fleet: `config.fleet`.
   """
   state, frozen, settings = placement.state, placement.frozen, engine.settings
@@ -161,8 +161,8 @@ def update_bytes(
   """Bytes of an update, without the compiler's temporary buffers.
 
   Args:
-    network: of the policy.
-    layout: of the rows of a batch.
+    network: network of the policy.
+    layout: layout of the rows of a batch.
     tensor: devices that share a layer.
     state, frozen: as for `trained_bytes`.
   """
@@ -185,10 +185,10 @@ def generation_bytes(
   """Bytes of generation beside the trainer's, without the compiler's temporary buffers.
 
   Args:
-    network: of the policy.
-    settings: of an engine, for its caches.
+    network: network of the policy.
+    settings: settings of an engine, for its caches.
     base: shapes of all parameters, with shardings on `mesh`.
-    mesh: that generates.
+    mesh: the mesh that generates.
     slots: over all devices of the mesh.
   """
   on_device = slots // (mesh.shape["data"] * mesh.shape["fsdp"])
@@ -228,7 +228,7 @@ def resident_bytes(
 
   Args:
     estimated: from `estimated_bytes`.
-    network, placement: of the run.
+    network, placement: the run's.
     keeps_first_policy: whether a copy of it is kept, for a KL or for diagnostics.
     warm_start: (sequences of a batch, tokens of each); None if there is none.
     workers: processes that grade, and those of environments.

@@ -114,7 +114,7 @@ def count(
   Args:
     batch: lengths of an update's batch.
     packed: the same, from `workload.pack_workload`.
-    network, placement, engine: of the run.
+    network, placement, engine: the run's.
   """
   tensor = placement.mesh.shape["tensor"]
   kernels = attention_kernel_costs(network, packed, tensor) | EXPERT_KERNEL_COSTS
@@ -186,7 +186,7 @@ def attention_kernel_costs(
   its rows and the layers, or one token of every slot.
 
   Args:
-    network: of the policy.
+    network: network of the policy.
     packed: a batch of NumPy arrays.
     tensor: devices that share the heads.
   """

@@ -101,7 +101,7 @@ def dialogue(
   no place for a reply and another token, as in `rollouts.dialogues`.
 
   Args:
-    turns: of the policy in every rollout, at least 1.
+    turns: turns of the policy in every rollout, at least 1.
     policy: mean tokens of a turn of the policy, before the cut.
     reply: mean tokens of a reply, with what the template puts around it.
     sigma: standard deviation of the logarithm.

@@ -168,8 +168,8 @@ class HuggingFaceTokenizer:
     """Checks dialogues of three policy turns, token by token, against the chat template.
 
     Args:
-      roles: of replies, "user" or "tool"; all of one run, since they may follow one another.
-      stop_strings: that end a policy's turn.
+      roles: roles of replies, "user" or "tool"; all of one run, since they may follow one another.
+      stop_strings: the stop strings that end a policy's turn.
     Raises:
       ValueError: a role is unknown, the template is not append-only, or a stop string spells a
         special token, which is not in decoded texts.

@@ -224,10 +224,10 @@ def encode_first_turn(
   """The tokens of the prompt that a policy is asked first, one at least.
 
   Args:
-    problem: whose question it is.
+    problem: the problem, whose question is the prompt.
     tokenizer: `encode_prompt` and `encode_messages` are used.
-    max_prompt_length: S, in tokens.
-    first_messages: of an environment that asks in its own words, in place of the question.
+    max_prompt_length: S, the most tokens of a prompt.
+    first_messages: an environment's first messages, in place of the question.
   Raises:
     PromptError: the question is empty, or the prompt has no tokens or more than S.
   """
@@ -248,9 +248,9 @@ def check_prompt(
   Args:
     problem: the problem whose question is the prompt.
     length: tokens in the prompt.
-    max_prompt_length: S, in tokens.
+    max_prompt_length: S, the most tokens of a prompt.
     where: names the problem in the message if it has no file and line of its own.
-    begins: of the environment's first message, which is sampled from in place of the question.
+    begins: an environment's first message, in place of the question; "" if there is none.
   """
   owner = problem.where or where
   owner = owner and f"{owner}: "

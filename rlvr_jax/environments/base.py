@@ -174,7 +174,7 @@ def clean(owner: str, text: Any) -> str:
   """Makes text of str or bytes; what is not valid becomes U+FFFD.
 
   Raises:
-    TypeError: it is neither; the message begins with `owner`.
+    TypeError: `text` is neither; the message begins with `owner`.
   """
   if isinstance(text, bytes | bytearray):
     return text.decode(errors="replace")

@@ -163,14 +163,14 @@ class _Term:
   """What a sampler knows of a trainer's term.
 
   Attributes:
-    number: of the term; −1: there is none yet; `_UNKNOWN`: before the first look.
+    number: number of the term; −1: there is none yet; `_UNKNOWN`: before the first look.
     settles_at: on its clock, when it takes an end or a difference for final.
     differs: why the sampler must not sample for this trainer; "" if it may.
     sign: what last showed that the trainer works, and when it was first seen.
-    pace: of groups, in all terms.
+    pace: pace of groups, in all terms.
     newest: policy that was announced.
-    draws: that were read, by number.
-    orders: of the living, for each group.
+    draws: the draws that were read, by number.
+    orders: for each group, the living samplers in the order in which they may sample it.
   """
 
   number: int
@@ -400,9 +400,9 @@ def run_sampler(
   """Samples for the trainer until it has all its batches.
 
   Args:
-    exchange: of the run.
-    sampler: of this program; it is closed at the end.
-    settings: of this sampler.
+    exchange: exchange of the run.
+    sampler: sampler of this program; it is closed at the end.
+    settings: settings of this sampler.
     restore: (version, fingerprint) → the policy's parameters. Called in a thread, while the sampler
       goes on. It, and the sampler's `offer`, may raise PolicyGoneError.
     ends_run: errors that any sampler would meet, so that they end the run.

@@ -66,7 +66,7 @@ class _State:
 
   Attributes:
     fingerprints: by version, of the policies of this run.
-    watch: of the samplers.
+    watch: watch of the samplers.
     said_at: when something was last printed.
     open: draws with missing groups, by number.
     complete: numbers of draws of which all groups were taken, whose objects are still there.
@@ -90,7 +90,7 @@ class _State:
     return [*self.complete, *self.withdrawn]
 
   def begin(self, number: int, found: _Open | None) -> None:
-    """Notes a draw; None: nothing of it is missing."""
+    """Notes a draw, or None if no group of it is missing."""
     self.next_draw = number + 1
     if found is not None:
       self.open[number] = found
@@ -111,7 +111,7 @@ class _State:
     self.fingerprints = {v: x for v, x in self.fingerprints.items() if v >= oldest}
 
   def is_due(self, now: float) -> bool:
-    """Whether it is time to say something; then not for some time."""
+    """Whether it is time for a message; after True it is False for some time."""
     if now - self.said_at <= SAY_EVERY_S:
       return False
     self.said_at = now
@@ -135,11 +135,11 @@ class RemoteSampler:
     """Begins a term: samplers follow this trainer from now on.
 
     Args:
-      exchange: of the run.
+      exchange: exchange of the run.
       publish: writes a policy where samplers restore it from, and calls the function once they can;
         may do that later, in another thread.
-      settings: of the trainer.
-      fingerprints: of the versions before this start, as far as they are known.
+      settings: settings of the trainer.
+      fingerprints: fingerprints of the versions before this start, as far as they are known.
       clock, sleep: seconds, of this machine.
       say: prints a line.
     """

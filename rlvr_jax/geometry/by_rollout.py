@@ -81,7 +81,7 @@ def outer_sums(
   Args:
     sums: [B, X, Y], by index of the rollout.
     left, right: [R·L, X] and [R·L, Y], 0 at places that do not count.
-    index: of the micro-batch.
+    index: index of the micro-batch.
     tile: from `choose_tile`.
   """
   (width, tiles), size = tile, left.shape[0]

@@ -217,7 +217,7 @@ class Program:
     """Starts the processes; their output is in files of the program's folder.
 
     Args:
-      name: of the program.
+      name: name of the program.
       commands: port, which is free, → the command of each process.
       environment: variables beside those of this process.
       retries: how often to start the processes again.

@@ -46,7 +46,7 @@ def ship(
   """Packs the commit of the current folder for other machines.
 
   Args:
-    programs: of the launch.
+    programs: programs of the launch.
     machines: those of the first program.
     allow_dirty: see `make_package`.
     share: what mounts a file system of all hosts at `SHARED`; "" if nothing does.

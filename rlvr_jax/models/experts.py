@@ -125,7 +125,7 @@ class Experts(nnx.Module):
 
     Args:
       x: [R, L, D].
-      activation: of the gate.
+      activation: activation of the gate.
       routes: int[R, L, k], experts to take in place of the router's choice; their weights are the
         router's.
       real: bool[R, L], where there are tokens; elsewhere no expert is chosen.

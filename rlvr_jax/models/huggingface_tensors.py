@@ -35,7 +35,7 @@ class Leaf(NamedTuple):
     return self.names.ndim
 
   def published(self, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Splits a parameter's shape or index into the stacked axes and those of each tensor."""
+    """Splits a parameter's shape or index into its stacked axes and the axes of each tensor."""
     stacked, rest = index[: self.stacked], index[self.stacked :]
     return stacked, rest[::-1] if self.transposed else rest
 
@@ -117,7 +117,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
 
   Args:
     config: settings of the network.
-    family: of `FAMILIES`, which the checkpoint is of.
+    family: the checkpoint's family, one of `FAMILIES`.
   Raises:
     ValueError: a parameter that no published checkpoint has.
   """
@@ -181,7 +181,7 @@ def find_published(params: Params, config: TransformerConfig, family: str) -> di
 
   Args:
     config: settings of the network.
-    family: of `FAMILIES`, which the checkpoint is of.
+    family: the checkpoint's family, one of `FAMILIES`.
   Raises:
     ValueError: a parameter that no published checkpoint has.
   """

@@ -442,9 +442,9 @@ class Block(_AttentionModule):
     """Applies the layer to x[R, L, D].
 
     Args:
-      tables: of the rotary embedding.
+      tables: tables of the rotary embedding.
       mixers: mix tokens.
-      layout: of the residual stream, and the mesh of experts.
+      layout: layout of the residual stream, and the mesh of experts.
       routes, real: see `Experts`; ignored by an MLP.
     Returns:
       The next x, the mixer's carry, and the choice of experts; None of an MLP.
@@ -572,7 +572,7 @@ class Transformer(nnx.Module):
     Args:
       prompts: the P prompts, left-padded to S.
       tokens: i32[P, G, T], right-padded responses.
-      routes: of a mixture, the experts to take in place of the routers' choice.
+      routes: routes of a mixture, the experts to take in place of the routers' choice.
       lengths: i32[P, G], tokens of each response: in a mixture, the last one, which predicts
         nothing, and those behind have no expert. None: T.
     Returns:
@@ -717,7 +717,7 @@ class Transformer(nnx.Module):
       tokens: i32[R, S], right-padded; results at padding have no meaning.
       lengths: i32[R], tokens of each prompt: padding has no expert, and no effect on a state. None:
         S.
-      attended: of keys or values [R, S, K, H], those that attention reads, if rounded.
+      attended: keys or values [R, S, K, H] that attention reads, if it reads rounded ones.
     Returns:
       Per layer with attention, keys and values [R, S, K, H]; per gated DeltaNet, the states; and
       the routes of a mixture, i32[R, S, sparse layers, k].
@@ -758,7 +758,7 @@ class Transformer(nnx.Module):
     Args:
       blocks: the layers, split once before the decoding loop.
       tokens: i32[slots].
-      tables: of these tokens' positions [slots, 1].
+      tables: tables of these tokens' positions [slots, 1].
       attend: (index of a layer among those with attention, queries [slots, N, H], keys and values
         [slots, K, H], settings of attention) → (out [slots, N, H], carry).
       delta: (index of a layer among the gated DeltaNets, inputs) → (out [slots, 1, N, d_v], carry).
@@ -893,8 +893,8 @@ def _run_loops(
 
   Args:
     apply: (x, a layer's parts of the stacks, its kind) → (x, results or None).
-    stacks: of parameters and other values, by the names that `stack_of` takes.
-    kinds: of the layers.
+    stacks: stacks of parameters and other values, by the names that `stack_of` takes.
+    kinds: kinds of the layers.
     unroll: layers per iteration, where a pattern has fewer.
   Returns:
     The last x, and the results of the layers that have some, stacked.

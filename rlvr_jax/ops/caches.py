@@ -189,10 +189,10 @@ class Cache(NamedTuple):
     return jax.tree.map(lambda x: x[:, :blocks], self)
 
   def flush(self, staged: Cache, start: Array, flushed: Array | None = None) -> Cache:
-    """Copies the cache, writing staged tokens after those of the responses that it has.
+    """A copy of the cache in which the staged tokens follow the response's earlier tokens.
 
     Args:
-      staged: of a burst.
+      staged: keys and values of a burst.
       start: i32[slots], cached tokens of each response.
       flushed: bool[slots], the slots that are written; None: all.
     """
@@ -315,8 +315,8 @@ def choose_cache(
   Args:
     wanted: one of `KINDS`, from config.sampling.cache.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
-    head_dims: of the network's layers, each width of their heads once.
-    dtype: that the network computes in.
+    head_dims: each width of heads in the network's layers, once.
+    dtype: the dtype that the network computes in.
     plain: whether no layer has a sliding window or a soft cap.
     cache_format: one of `FORMATS`.
   Returns:

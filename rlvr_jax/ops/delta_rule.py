@@ -187,7 +187,7 @@ def mix_prompts(inputs: DeltaInputs, lengths: Array | None) -> tuple[Array, Delt
   """The results of right-padded sequences, [R, L, N, d_v], and the states behind them.
 
   Args:
-    inputs: of R sequences, each in a row of its own.
+    inputs: inputs of R sequences, one in each row.
     lengths: i32[R]; None: L.
   """
   R, L = inputs.decay.shape[:2]
@@ -224,7 +224,7 @@ def mix_token(inputs: DeltaInputs, state: DeltaState, running: Array) -> tuple[A
 
   Args:
     inputs: with L = 1.
-    state: of the slots.
+    state: state of the slots.
     running: bool[slots]; the states of the others stay.
   """
   first = lambda x: x[:, 0]

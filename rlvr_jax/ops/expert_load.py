@@ -13,7 +13,7 @@ from rlvr_jax.types import Array, ExpertChoices, Metrics
 
 
 class Load(NamedTuple):
-  """Sums over tokens, prompts included, by layer and expert; those of disjoint tokens add up.
+  """Sums over tokens, prompts included, by layer and expert; the sums of disjoint tokens add up.
 
   A prompt counts once in each row that has rollouts of it: the load, and the balance loss, depend
   a little on how rollouts are packed.
@@ -45,7 +45,7 @@ def balance_weights(load: Load) -> Array:
   batch, the losses of micro-batches add up to the batch's.
 
   Args:
-    load: of the full batch.
+    load: load of the full batch.
   Source: "Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient
     Sparsity" (arXiv:2101.03961), §2.2, equations 4 to 6; with k choices per token, each is a k-th.
   """
@@ -68,7 +68,7 @@ def load_metrics(load: Load) -> Metrics:
 
 
 def largest_loads(load: Load, layers: Sequence[int]) -> dict[str, Array]:
-  """`routing/largest_load`, f32[] by name, of each of the layers with these numbers."""
+  """The metric `routing/largest_load` of each layer with these numbers, f32[] by name."""
   of_layer = [ExpertChoices(choices[None], "largest") for choices in load.choices]
   return {
     f"routing/largest_load_layer_{layer}": value(choices)

@@ -111,7 +111,7 @@ def choose_attention(
     wanted: one of `KINDS`, from config.model.overrides.attention.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
     row_length: L.
-    head_dims: of the network's layers, each width of their heads once.
+    head_dims: each width of heads in the network's layers, once.
     dtype, soft_cap: of the network; dtype is the one it computes in.
   Returns:
     One of `KINDS` but "auto".

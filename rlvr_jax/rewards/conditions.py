@@ -48,7 +48,7 @@ class Region(NamedTuple):
   Attributes:
     ends: where membership may change.
     contains: whether a number is in it.
-    variable: of the condition that describes it; "" for an interval.
+    variable: variable of the condition that describes it; "" for an interval.
   """
 
   ends: tuple[Fraction, ...]

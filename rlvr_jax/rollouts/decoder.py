@@ -404,7 +404,7 @@ def burst(
 
   Args:
     params: from `Model.decoding_params`.
-    state: of the slots.
+    state: state of the slots.
     settings: compiled in.
     read: the blocks of the caches that a running slot may have reached; compiled in.
     has_halted: whether slots that are not running keep their caches, for `resume`.
@@ -493,9 +493,9 @@ def decode(
     params: from `Model.decoding_params`.
     caches: per layer with attention, of the prompts and of the responses; not changed within a
       burst.
-    staged: of these layers, keys and values of the burst's earlier tokens.
+    staged: keys and values of the burst's earlier tokens, in these layers.
     states: per gated DeltaNet, behind these tokens.
-    reach: of the caches.
+    reach: reach of the caches, the tokens that a slot may have.
     tables: from `rotary_tables`.
     token: i32[slots].
     step: i32[], index of the token in its burst.
@@ -683,7 +683,7 @@ def token_bytes(network: NetworkSizes, tensor: int, cache_format: str = "") -> i
 
 
 def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
-  """The dtype of cached keys and values: that of the format, or the one of the network."""
+  """The dtype of cached keys and values: the format's dtype, or the network's."""
   return cache_format or network.compute_dtype
 
 
@@ -691,7 +691,7 @@ def cached_heads(heads: Heads, tensor: int) -> int:
   """Number of key/value heads in the cache: copied if that gives each of `tensor` devices one.
 
   Args:
-    heads: of the layer.
+    heads: heads of the layer.
     tensor: devices that the heads are split over.
   """
   copied = tensor % heads.keys == 0 and heads.queries % tensor == 0

@@ -58,7 +58,7 @@ class SlotUsage(Usage):
 
   Attributes:
     idle_slot_steps: decoding steps of slots without a rollout, while dialogues waited for replies.
-    rebuilt_tokens: of prompts and responses, whose cache was computed anew after a reply.
+    rebuilt_tokens: tokens whose cache was computed anew after a reply, prompts included.
   """
 
   idle_slot_steps: int = 0
@@ -141,13 +141,13 @@ class _Run(NamedTuple):
     return int(rollout.arrays["tokens"][self.cached - 1] if self.cached else rollout.prompt[-1])
 
   def cached_tokens(self) -> np.ndarray:
-    """i32[n], those of prompt and response in the cache when the rollout gets a slot."""
+    """i32[n], the tokens of prompt and response in the cache when the rollout gets a slot."""
     # With the response's first token, the prompt's last is in the cache of the response.
     prompt = self.rollout.prompt if self.cached else self.rollout.prompt[:-1]
     return np.append(prompt, self.rollout.arrays["tokens"][: max(self.cached - 1, 0)])
 
   def known_tokens(self) -> np.ndarray:
-    """i32[n], those of the response behind the cache."""
+    """i32[n], the tokens of the response behind the cache."""
     return self.rollout.arrays["tokens"][self.cached : self.rollout.length]
 
   def append(self, emitted: Emitted, slot: int, version: int) -> int:
@@ -312,7 +312,7 @@ class _Queue:
     return pending, left
 
   def put_back(self) -> None:
-    """Puts back rollouts that were prefilled with other weights than will sample them."""
+    """Puts back rollouts that were prefilled with other weights than those that will sample."""
     is_stale = lambda of: self._weights.version(of.run.rollout) != of.run.version
     stale = [of for of in self.prefilled if is_stale(of)]
     if not stale:
@@ -356,8 +356,8 @@ class Engine:
   again. It may resume a rollout whose turn has ended, with the environment's reply.
 
   Attributes:
-    settings: of the programs.
-    usage: of the slots so far.
+    settings: settings of the programs.
+    usage: usage of the slots so far.
   """
 
   def __init__(
@@ -450,7 +450,7 @@ class Engine:
     """Lets a version sample from the next burst on; earlier ones are kept for plans.
 
     Args:
-      version: its number.
+      version: number of the version.
       params: from `EnginePrograms.load`.
       rebuild: whether the caches of running rollouts are computed anew whenever another version
         goes on with them; otherwise they keep the cache that earlier versions have made.
@@ -459,7 +459,7 @@ class Engine:
     self._queue.put_back()
 
   def release(self, before: int) -> None:
-    """Lets the weights of all versions before this one go; no plan names them any more."""
+    """Releases the weights of all earlier versions, which no plan names any more."""
     for version in [version for version in self._weights.loaded if version < before]:
       del self._weights.loaded[version]
 

@@ -53,7 +53,7 @@ class Ahead(Generic[Result]):
     self._compiled[key] = self._thread.submit(compile_it)
 
   def find(self, key: Hashable) -> Callable[..., Result] | None:
-    """What was begun, as soon as it is compiled; None if nothing was."""
+    """The program whose compilation was begun, once it is compiled; None if none was begun."""
     begun = self._compiled.get(key)
     return None if begun is None else begun.result()
 
@@ -81,7 +81,7 @@ class Bursts:
 
     Args:
       burst: `decoder.burst`, jitted.
-      settings: of the engine.
+      settings: settings of the engine.
       compiles_ahead: whether a thread compiles the program for more blocks of the responses while
         one runs, so that responses that grow do not wait for it. On CPUs it would slow that one.
     """
@@ -203,7 +203,7 @@ class EnginePrograms:
     """Binds the functions; nothing is compiled yet.
 
     Args:
-      model: of the policy, on the mesh that generates.
+      model: model of the policy, on the mesh that generates.
       sampling: the distribution.
       slots: responses decoded at a time; rounded up to a multiple of the mesh's batch devices, and
         of their cores if a kernel splits slots over them.
@@ -216,7 +216,7 @@ class EnginePrograms:
       has_replies: whether responses may be dialogues.
       records_routes: whether rollouts have the routes of a mixture.
       to_host: a tree of device arrays → NumPy; called once per burst.
-      compiler_options: of all programs, as `jax.jit` takes them.
+      compiler_options: options for the compiler of all programs, as `jax.jit` takes them.
       compiles_ahead: whether a thread compiles programs that will be needed while others run: the
         prefills of shorter and longer prompts, and the next burst, see `Bursts`.
     """
@@ -399,7 +399,7 @@ class EnginePrograms:
     Args:
       params: from `load`.
       contexts: i32[n] each, tokens of prompt and response.
-      prompts: of each, the number of tokens that are the prompt's.
+      prompts: for each row, the number of tokens that belong to the prompt.
       length: to which all are padded, from `padded_length`.
       has_response: whether they have tokens of responses.
     """

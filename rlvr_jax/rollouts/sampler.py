@@ -70,7 +70,7 @@ class SamplerSettings:
 
   Attributes:
     group_size: G.
-    purpose: of its randomness, see `ops.keys`.
+    purpose: purpose of its randomness, see `ops.keys`.
     new_weights: one of `CHOICES`.
     has_plans: whether draws say which version samples each token.
     oldest_needed: the newest version that was offered → the oldest that later draws may name.
@@ -131,7 +131,7 @@ class _Lane:
   """What one source has to sample.
 
   Attributes:
-    source: whose weights.
+    source: name of the source whose weights to load.
     engine: decodes.
     requests: in order.
     prepared: what was wanted with the group that was begun last.
@@ -197,8 +197,8 @@ class LocalSampler:
     Args:
       sources: the policies that sample.
       grading: makes groups of graded rollouts.
-      answers: of graders and environments, for this sampler alone.
-      settings: of this sampler.
+      answers: answers of graders and environments, for this sampler alone.
+      settings: settings of this sampler.
       after_burst: called after every burst.
     """
     self._lanes = [_Lane(source, answers.find_stop) for source in sources]
@@ -539,7 +539,7 @@ class _Inbox(NamedTuple):
 
 
 class ThreadSampler:
-  """A sampler that works in a thread of its own, while the trainer does."""
+  """A sampler that works in its own thread, while the trainer works."""
 
   def __init__(
     self,

@@ -32,7 +32,7 @@ EncodedVersions: TypeAlias = list[int] | list[list[list[int]]]  # see `encode_ve
 
 
 class Drawn(NamedTuple):
-  """How a draw of prompts was made and sampled, as far as it is not in its batch; JSON."""
+  """How a draw of prompts was made and sampled, as JSON: what the draw's batch does not say."""
 
   draw: int  # its number
   problems: dict[str, JSON]  # state of the problems' order before it
@@ -48,8 +48,8 @@ class RecordedRun:
   """What a run has recorded of its batches: versions, and how problems were drawn.
 
   Attributes:
-    name: of the run, for messages.
-    versions: of every batch, ascending, those of dropped groups included; most have one.
+    name: name of the run, for messages.
+    versions: versions of every batch, ascending, those of dropped groups included; most have one.
   """
 
   def __init__(self, name: str, num_batches: int):
@@ -108,10 +108,10 @@ class RecordedRun:
     return min(needed, default=update)
 
   def first_difference(self, number: int, sampled_by: Mapping[int, str | None]) -> str:
-    """Why a batch is not that of the recorded run; "" if it may be, or if an earlier one was not.
+    """How a batch differs from the recorded run's; "" if it may be equal or an earlier one differs.
 
     Args:
-      number: of the batch.
+      number: number of the batch.
       sampled_by: the fingerprints of the versions that have sampled it now.
     """
     recorded = {int(version): x for version, x in self._infos[number]["versions"].items()}
@@ -199,7 +199,7 @@ class Schedule(NamedTuple):
     """The oldest version with which a batch may begin.
 
     Args:
-      batch: its number.
+      batch: number of the batch.
       update: before which it has begun; None: update `batch` trains on it.
     """
     last = batch if update is None else update

@@ -310,7 +310,7 @@ def read_lines(path: pathlib.Path) -> list[bytes]:
 
 
 def replace_lines(path: pathlib.Path, lines: Sequence[bytes]) -> None:
-  """Replaces the lines of a file atomically; does not write if it has these already."""
+  """Replaces the lines of a file atomically; does not write if the lines are the same."""
   if not path.exists() or read_lines(path) != list(lines):
     with replace_file(path) as file:
       file.writelines(lines)
@@ -335,8 +335,8 @@ def parse_records(lines: Iterable[str], path: str | os.PathLike[str]) -> Iterato
   """Parses the records of a .jsonl file; an incomplete last line is skipped.
 
   Args:
-    lines: of the file.
-    path: of the file, for messages.
+    lines: lines of the file.
+    path: path of the file, for messages.
   Raises:
     DamagedFileError: a complete line is not a JSON object.
   """

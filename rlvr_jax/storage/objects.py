@@ -259,7 +259,7 @@ def open_objects(
 
   Args:
     folder: from `parse_path`.
-    guard: of the writes into a bucket, see `Bucket`; None: none.
+    guard: guard of the writes into a bucket, see `Bucket`; None: none.
     unreachable_s: seconds for which a bucket that does not respond is asked again.
   """
   if not in_bucket(folder):

@@ -80,13 +80,13 @@ class Run:
     policies: makes policies to sample with.
     sampler: samples and grades.
     batches: in order, of the groups that the sampler gives.
-    store: of batches.
+    store: store of batches.
     scorer: computes log-probabilities of batches.
     first_entropy: (parameters) → their entropy on the first prompts, nats per token.
     evaluation: measures held-out accuracy.
     log: counts, and writes records.
     checkpointer: saves checkpoints.
-    layout: of this start, from `restore.describe_layout`.
+    layout: layout of this start, from `restore.describe_layout`.
   """
 
   plan: Plan

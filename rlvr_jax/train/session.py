@@ -216,7 +216,7 @@ def open_session(
 
 
 def check_teachers(parts: Parts) -> None:
-  """Raises ValueError unless teachers fit the policy, and all problems have what these ask for."""
+  """Raises ValueError unless teachers fit the policy, and problems have what teachers read."""
   for teacher in parts.teachers:
     teacher.check(parts.tokenizer)
 
@@ -236,7 +236,7 @@ def announce_data(
   """Prints how often a run will see its problems, and whether its demonstrations too often.
 
   Args:
-    schedule: of the run.
+    schedule: schedule of the run.
     logged: from `logged_run`.
     groups: number of groups that this run samples for a batch.
     dynamic_sampling: whether it replaces some of them.
@@ -337,7 +337,7 @@ def _open_writer(
   """The writer of metrics.
 
   Args:
-    workdir: of the run.
+    workdir: workdir of the run.
     records: after which it continues, see `restore.last_records`.
     tracked_by: names of `writer.TRACKERS`.
     config: for them, as JSON.

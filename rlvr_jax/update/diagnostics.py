@@ -126,7 +126,7 @@ def of_tokens(
   Returns:
     token_log_ratio: log π/β, nats.
     token_log_ratio_proximal: log π/π_prox, nats; only of a batch that has the proximal policy's.
-    token_entropy: of π at `method.temperature`, nats.
+    token_entropy: entropy of π at each token, at `method.temperature`, nats.
     token_clipped, token_dropped, token_vetoed: bool, whether a bound of the loss took effect, the
       correction left the token out, the veto did; f32 in [0, 1] of a loss whose bound is smooth.
       Their means are the metrics in `MARKS`. One that the method cannot do is absent.

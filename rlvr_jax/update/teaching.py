@@ -21,9 +21,9 @@ class Teaching(NamedTuple):
     distillation: see `distillation.Distillation`.
     weight: λ ≥ 0, of distillation; 0: the teacher is only measured.
     reward_weight: w ≥ 0, of the reward's advantages or losses; 0: distillation alone.
-    temperature: of the teacher's distribution.
-    names: of the teachers.
-    model: of the teacher whose forward pass is a part of the update; None: scored before.
+    temperature: temperature of the teacher's distribution.
+    names: names of the teachers.
+    model: model of the teacher whose forward pass is a part of the update; None: scored before.
   """
 
   distillation: Any

@@ -81,8 +81,8 @@ def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:
   """Opens the folder of a run that has stored at least one batch.
 
   Args:
-    workdir: of the run.
-    flag: that names it, for messages.
+    workdir: workdir of the run.
+    flag: the flag that names it, for messages.
   Raises:
     ValueError: the folder is no run's, has no batch yet, or has a store of another format.
   """
@@ -218,7 +218,7 @@ def choose_batches(spec: str, numbers: Sequence[int], preferred: Collection[int]
   Args:
     spec: `DEFAULT_BATCHES`; "all"; or numbers and ranges such as "0,10:20,-1", where -1 is the last
       batch. A range has both of its ends.
-    numbers: of the batches in the store, ascending.
+    numbers: numbers of the batches in the store, ascending.
     preferred: those that `DEFAULT_BATCHES` takes first for the ones between.
   Raises:
     ValueError: the text has another form, or names a batch that is not in the store.

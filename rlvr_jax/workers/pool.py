@@ -137,7 +137,7 @@ class _Crew:
     return f"{self.service.name} did not start: {problem}"
 
   def close(self) -> None:
-    """Kills all of them."""
+    """Kills all workers."""
     for worker in (*self.workers, *self._spares.values()):
       worker.close()
 

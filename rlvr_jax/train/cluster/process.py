@@ -98,7 +98,7 @@ def lacks_bfloat16(info: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> bool:
 
 
 def quiet_compiler() -> None:
-  """Silences what XLA logs as errors on a CPU although it is none, such as a slow compilation.
+  """Silences XLA's false error logs on a CPU, such as the one about a slow compilation.
 
   What ends a compilation is raised all the same. TF_CPP_MIN_LOG_LEVEL goes first, and several
   processes keep the log, which says why one has lost the others.
@@ -166,9 +166,9 @@ def compilation_cache(workdir: str, backend: str, processes: int) -> str:
   its workdir, which all its hosts access: process 0 writes, all read.
 
   Args:
-    workdir: of the run.
+    workdir: workdir of the run.
     backend: "tpu", "gpu" or "cpu".
-    processes: of the run.
+    processes: processes of the run.
   """
   of_run = os.path.join(workdir, "compilation_cache")
   if backend == "cpu" or processes > 1:

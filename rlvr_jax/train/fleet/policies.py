@@ -68,11 +68,11 @@ class PolicyPublisher:
     """Opens the folder.
 
     Args:
-      folder: of the policies alone; may be in a bucket.
+      folder: a folder for the policies alone; may be in a bucket.
       network: settings of the policy's network.
       adapters_only: whether only adapters are trained.
       keep: number of policies, ≥ 1.
-      workdir: of the run, which guards writes into a bucket.
+      workdir: workdir of the run, which guards writes into a bucket.
       beside: writes the run's checkpoints. Several processes write one thing at a time: orbax's
         barriers do not tell two saves apart.
     """
@@ -125,7 +125,7 @@ class PolicyPublisher:
     return [*self._published.values()]
 
   def failure(self) -> str:
-    """Why the last policy could not be published; "" if it is, or may still be."""
+    """Why the last policy could not be published; "" if it was, or is still being published."""
     try:
       self._checkpointer.check()
     except (CheckpointError, DiskFullError) as error:
@@ -166,7 +166,7 @@ class PolicyReader:
     """Reads nothing yet.
 
     Args:
-      folder: that the trainer's `PolicyPublisher` has.
+      folder: the folder that the trainer's `PolicyPublisher` has.
       abstract: from `abstract_policy`, on this sampler's mesh.
     """
     silence_orbax()
@@ -248,7 +248,7 @@ def abstract_policy(
   Args:
     trained: shapes and dtypes of the trained parameters.
     network: settings of the policy's network.
-    mesh: of the sampler.
+    mesh: mesh of the sampler.
     adapters_only: whether only adapters are trained.
   """
   return sharding.add_shardings(published_params(trained, network, adapters_only), mesh)

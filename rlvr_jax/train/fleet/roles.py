@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 
 class FleetSampler:
-  """The samplers of a fleet, as all processes of a trainer see them; the first one meets them."""
+  """A fleet as the sampler of all processes of a trainer; the first process exchanges the files."""
 
   def __init__(
     self,
@@ -97,7 +97,7 @@ class FleetSampler:
     Args:
       settings: from `trainer_settings`.
       publisher: into the folder `WEIGHTS` of the workdir.
-      policies, workdir: of the run.
+      policies, workdir: the run's.
       has_all: whether all batches of the run are sampled.
     """
     self._publisher, self._has_all, self._poll_s = publisher, has_all, settings.poll_s
@@ -216,8 +216,8 @@ class ComparedSampler:
 
     Args:
       inner: samples.
-      policies: that `inner` loads.
-      sources, task: of the run.
+      policies: the policies that `inner` loads.
+      sources, task: the run's.
       compare: `agreement.behavior_gaps` with all bound but what one comparison differs in.
     """
     self._inner, self._policies, self._sources, self._task = inner, policies, sources, task
@@ -380,7 +380,7 @@ def sample_for(
 
   Args:
     folder: the workdir, from `parse_path`.
-    sampler: of this program.
+    sampler: sampler of this program.
     settings: from `sampler_settings`.
     policy: shapes, dtypes and shardings of a published policy, from `abstract_policy`.
   Raises:
@@ -457,7 +457,7 @@ def sampler_settings(
   Args:
     folder: the workdir.
     fleet: `config.fleet`.
-    sources: of the run, on this program's devices.
+    sources: sources of the run, on this program's devices.
     identity: from `identify`.
     group_size: G.
     deadline_s: `config.generation_deadline_s`.
@@ -482,8 +482,8 @@ def identify(
   Args:
     config: the run's, as JSON.
     may_differ: fields that a resumed run may change.
-    source: of training problems.
-    tokenizer: of the run.
+    source: source of training problems.
+    tokenizer: tokenizer of the run.
   """
   commit = current_commit()
   followed = {name: config[name] for name in _SETTINGS}

@@ -40,7 +40,7 @@ class Agreement:
   """Compares the log-probabilities of sampler and trainer, on the first draw of every policy.
 
   Attributes:
-    sources, programs, rows, policies: of the run.
+    sources, programs, rows, policies: the run's.
     replays_routes: see `Method`.
     mixes_caches: whether a token's cache may be of several versions.
     samplers_compare: whether the programs that sample compare themselves with the trainer.
@@ -58,9 +58,9 @@ class Agreement:
     """Compares a draw with the trainer, unless its policies have been compared.
 
     Args:
-      groups: of the draw, in order.
-      version: of the policy that the draw began with.
-      checked_version: of the policy that was compared last.
+      groups: groups of the draw, in order.
+      version: version of the policy that the draw began with.
+      checked_version: version of the policy that was compared last.
     Returns:
       The groups, with raw log-probabilities where a source records those; metrics of the gaps; and
       the version that was compared last.
@@ -128,7 +128,7 @@ def behavior_gaps(
     of_tokens: i32[P, G, T], the version of each token, or i32[P]; None: one has sampled all.
     policies: those whose tokens are compared; without versions of tokens, the one that sampled all.
     frozen: the parameters that are not trained, on the devices that generate.
-    sources, placement, programs: of the run.
+    sources, placement, programs: the run's.
     mixes_caches: whether a token's cache may be of several versions. The gap of such a token is
       more than rounding: it is a metric of its own, and is not checked.
   Returns:
@@ -205,8 +205,8 @@ def sampled_by(groups: Sequence[Group], version: int) -> tuple[set[int], np.ndar
   In real time all may be later than the version that their draw began with.
 
   Args:
-    groups: of a draw.
-    version: that the draw began with, for groups without versions of this run.
+    groups: groups of a draw.
+    version: the version that the draw began with, for groups without versions of this run.
   """
   versions = {v for group in groups for v in group.versions} or {version}
   has_several = len(versions) > 1 or any("token_versions" in group.arrays for group in groups)

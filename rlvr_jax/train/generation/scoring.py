@@ -27,7 +27,7 @@ class ScorerSettings(NamedTuple):
   """What the updates of a run need.
 
   Attributes:
-    seed: of the run.
+    seed: seed of the run.
     permutes_rewards: whether this is a control run, whose rewards are permuted.
     has_reference: whether the loss has a term of the reference policy, the initial one.
     has_proximal: whether the loss has a proximal policy.
@@ -54,8 +54,8 @@ class _OtherPolicies:
   Attributes:
     frozen: the parameters that are not trained.
     initial: the trained parameters before the first update; None if nothing needs them.
-    teachers: of the run, each with its own parameters; {} if it has the policy's.
-    prompts: of the teachers; None: they have the policy's.
+    teachers: teachers of the run, each with its own parameters; {} if it has the policy's.
+    prompts: prompts of the teachers; None: they have the policy's.
   """
 
   frozen: Params
@@ -86,11 +86,11 @@ class Scorer:
     """Reads the teachers' parameters. Keeps `initial` only if it is needed.
 
     Args:
-      settings, rows, programs: of the run.
+      settings, rows, programs: the run's.
       frozen: the parameters that are not trained.
       initial: the trained parameters before the first update.
       log: counts the forward passes.
-      teachers, teacher_prompts: of the run.
+      teachers, teacher_prompts: the run's.
     """
     self._settings, self._rows = settings, rows
     self._programs, self._log = programs, log
@@ -179,8 +179,8 @@ class Scorer:
     """The teachers' log-probabilities of the responses, and entropies, at their temperature.
 
     Args:
-      batch: of these groups.
-      groups: of a problem each, which may name its teacher and have a text for it.
+      batch: batch of these groups.
+      groups: groups of a problem each, which may name its teacher and have a text for it.
       current: the trained parameters now.
     Returns:
       f32[P, G, T] by field of the batch; of several teachers also i32[P], their numbers.
@@ -215,7 +215,7 @@ class Scorer:
     Args:
       program: `Programs.score` or one of `Programs.teach`.
       policy: its trained and frozen parameters.
-      batch: of the host.
+      batch: batch of the host.
     """
     self._log.count_scored(batch)
     placement = self._rows.placement(lambda: batch)
@@ -254,12 +254,12 @@ def measure_entropy(
 
   Args:
     params: the trained parameters.
-    source: of training problems.
+    source: source of training problems.
     batch_size: number of prompts, P.
-    seed, rows: of the run.
+    seed, rows: the run's.
     sampler: for this alone.
     frozen: the parameters that are not trained.
-    score: that function of `Programs`.
+    score: the function of this name in `Programs`.
   """
   problems = next(problem_batches(source, batch_size=batch_size, seed=seed))
   P = len(problems)

@@ -391,11 +391,11 @@ def make_sampler(
   mesh: Mesh,
   make_model_on: Callable[..., Model],
 ) -> PlacedModel:
-  """The model and mesh that generate rollouts: the arguments, or those of another layout.
+  """The model and mesh that generate rollouts: the arguments, or a model on another mesh.
 
   Args:
     settings: `config.generation_mesh`.
-    model, mesh: those of updates.
+    model, mesh: the model and the mesh of updates.
     make_model_on: (another mesh, the mesh its parameters are sharded on) → the model.
   """
   generation_mesh = make_generation_mesh(settings, mesh)
@@ -411,14 +411,14 @@ def make_sampler(
 def make_compared(
   sampler: PlacedModel, model: Model, mesh: Mesh, make_model_on: Callable[..., Model]
 ) -> PlacedModel:
-  """The model whose log-probabilities the sampler's must equal: that of updates, if possible.
+  """The model that the sampler's log-probabilities are compared with: that of updates, if possible.
 
   Devices of their own have only the sampler's copy of the parameters. The same forward pass then
   runs there, in a layout that splits no key/value head.
 
   Args:
     sampler, make_model_on: see `make_sampler`.
-    model, mesh: those of updates.
+    model, mesh: the model and the mesh of updates.
   """
   if sharding.has_same_devices(sampler.mesh, mesh):
     return PlacedModel(model, mesh)
@@ -444,7 +444,7 @@ def make_network(
   Args:
     settings: `config.model`.
     tokenizer: `config.tokenizer`, for messages.
-    vocab_size: of the tokenizer.
+    vocab_size: number of ids of the tokenizer.
   Raises:
     ValueError: it has no embedding for some tokens.
   """
@@ -477,8 +477,8 @@ def make_model(
   Args:
     network: from `make_network`.
     adapters: from `make_lora`.
-    shape: of a training batch.
-    mesh: of updates, or of generation.
+    shape: shape of a training batch.
+    mesh: mesh of updates, or of generation.
     parameters: the mesh that its parameters are sharded on, of the same devices; None for `mesh`.
     tokens_per_row: `config.batch.tokens_per_row`.
   """
@@ -624,7 +624,7 @@ def make_loss(name: str, correction: str, proximal_every: int) -> losses.Loss:
   """The loss of `config.loss`, corrected as `config.correction` says.
 
   Args:
-    name, correction, proximal_every: those fields of the configuration.
+    name, correction, proximal_every: the fields of these names in the configuration.
   """
   loss = specs.make("config.loss", losses, name, losses.Loss)
   made = specs.make("config.correction", corrections, correction, corrections.Correction)
@@ -650,7 +650,7 @@ def _check_routing(
 
   Args:
     settings: `config.model`.
-    network: of the policy.
+    network: network of the policy.
     gram: `config.gram`.
     compared: `config.diagnostics.compared`.
   """

@@ -75,8 +75,8 @@ def check_update(
   """Traces one update on shapes, so that errors in components are raised before compilation.
 
   Args:
-    method, placement: of the run.
-    shape: of a training batch.
+    method, placement: the run's.
+    shape: shape of a training batch.
     advantage, loss: `config.advantage` and `config.loss`, for messages.
     diagnose: `programs.make_measure`, if the run measures its gradient geometry.
     teacher: shapes, from `programs.abstract_teacher`.

@@ -136,7 +136,7 @@ def _wait_for_run(folder: pathlib.Path) -> pathlib.Path:
 
 
 def read(arguments: Sequence[str], *, trusting: bool = False) -> ConfigDict:
-  """The configuration that flags stand for, by itself: apart from those of this process.
+  """The configuration that a command line's flags give, without this process's own flags.
 
   Args:
     arguments: --config=FILE, then --config.FIELD=VALUE of any fields.
@@ -391,7 +391,7 @@ def overrides(name: str, argv: Sequence[str]) -> dict[str, object]:
 
 
 def recipe_path(argv: Sequence[str]) -> str:
-  """The configuration file that a command line names, as it has it."""
+  """The configuration file as a command line names it."""
   return _file_flag(argv).partition("=")[2]
 
 
@@ -401,7 +401,7 @@ def open_task(config: ConfigDict, given: Mapping[str, object]) -> None:
   If the command line chooses another task, the recipe's keywords are dropped.
 
   Args:
-    config: of the recipe; changed in place.
+    config: config of the recipe; changed in place.
     given: see `overrides`.
   Raises:
     ValueError: the task is unknown or does not take the keyword, or only a part of one is set.
@@ -436,7 +436,7 @@ def open_model(config: ConfigDict, given: Mapping[str, object]) -> None:
   Recipes set the overrides as a dict, which has the fields of that recipe alone.
 
   Args:
-    config: of the recipe; changed in place.
+    config: config of the recipe; changed in place.
     given: see `overrides`.
   Raises:
     ValueError: a network has no such field, or none that a command line can set.

@@ -161,7 +161,7 @@ def grader_pool(settings: ml_collections.ConfigDict, task: Task) -> GraderPool:
 
   Args:
     settings: `config.grading`.
-    task: of the run.
+    task: task of the run.
   Raises:
     GraderStartError: a grader cannot work here.
   """
@@ -209,7 +209,7 @@ def announce_partial_credit(
 
   Args:
     outcome_policy: the rewards of outcomes.
-    task: of the run.
+    task: task of the run.
     environment: `config.environment.name`.
   """
   reward = outcome_policy[Outcome.WRONG]
@@ -250,7 +250,7 @@ def _graders_of(grader: str, sources: Sequence[ProblemSource]) -> list[str]:
 
 
 def named_graders(grader: str, reference: Mapping[str, Any]) -> list[str]:
-  """The graders that `grader` reads from a reference; of any other grader it is a line as it is."""
+  """The graders that a reference names, if `grader` reads them there."""
   if grader not in (BY_REFERENCE, WEIGHTED):
     return []
   parts = [reference] if grader == BY_REFERENCE else reference["parts"]
@@ -263,7 +263,7 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
 
   Args:
     settings: `config.environment`.
-    tokenizer: of the run.
+    tokenizer: tokenizer of the run.
   """
   if not settings.name:
     return
@@ -304,7 +304,7 @@ def start_pools(
   Args:
     grading: `config.grading`.
     environment: `config.environment`.
-    task, tokenizer: of the run.
+    task, tokenizer: the run's.
     enter: registers a pool to be closed, and returns it.
   Raises:
     GraderStartError, EnvironmentStartError: a grader or the environment cannot work here.
@@ -351,7 +351,7 @@ def check_first_dialogue(
   Args:
     outcome_policy: the rewards of outcomes.
     pool: from `start_pools`; None except on the first process.
-    task: of the run.
+    task: task of the run.
   Returns:
     What the environment did, for people; "" without a pool.
   Raises:
@@ -388,7 +388,7 @@ def make_answers(
 
   Args:
     settings: `config.environment`.
-    tokenizer: of the run.
+    tokenizer: tokenizer of the run.
     graders, environments: from `start_pools`.
   """
   limits = DialogueSettings(
@@ -412,8 +412,8 @@ def check_first_messages(
 
   Args:
     answers: from `make_answers`.
-    tokenizer, max_prompt_length: of the run.
-    sources: of problems.
+    tokenizer, max_prompt_length: the run's.
+    sources: sources of problems.
   """
   for source in sources:
     problems = [source[index] for index in range(min(len(source), _NUM_BEGUN))]
@@ -434,8 +434,8 @@ def make_grading(
   Args:
     outcomes: `config.grading.outcomes`.
     overlong: `config.overlong`.
-    tokenizer: of the run.
-    shape: of a training batch.
+    tokenizer: tokenizer of the run.
+    shape: shape of a training batch.
   Raises:
     ValueError: an unknown outcome or action, or a buffer beyond the limit on length.
   """

@@ -79,10 +79,10 @@ class TeacherPrompts(NamedTuple):
   """The prompts of a teacher that reads more than the policy, before the same responses.
 
   Attributes:
-    tokenizer: of the run.
-    template: of the prompt's text, with {question} and {privileged}.
+    tokenizer: tokenizer of the run.
+    template: template of the prompt's text, with {question} and {privileged}.
     length: tokens of a prompt at most.
-    row_layout: of the rollouts with these prompts.
+    row_layout: layout of the rows for the rollouts with these prompts.
   """
 
   tokenizer: Tokenizer
@@ -238,7 +238,7 @@ def make_prompts(
 
   Args:
     settings: `config.teacher`.
-    tokenizer: of the run.
+    tokenizer: tokenizer of the run.
     make_layout: (tokens of a prompt at most) → layout of the rollouts in rows.
   """
   if not settings.privileged:
@@ -253,7 +253,7 @@ def read_problem(settings: ml_collections.ConfigDict, problem: Problem) -> dict[
 
   Args:
     settings: `config.teacher`.
-    problem: of a training batch.
+    problem: problem of a training batch.
   Raises:
     ValueError: the problem has no such text, or names no teacher of the run.
   """
@@ -307,8 +307,8 @@ def make_teachers(
 
   Args:
     settings: `config.teacher`.
-    model: of the policy, on `mesh`.
-    mesh: of updates.
+    model: model of the policy, on `mesh`.
+    mesh: mesh of updates.
     make_model: a network → its functions on `mesh`.
     trained: shapes, dtypes and shardings of the trained parameters.
     has_adapters: whether these are adapters.
@@ -332,7 +332,7 @@ def make_teacher(
   make_model: Callable[[TransformerConfig], Model],
   trained: Params,
 ) -> Teacher:
-  """One teacher; arguments and errors as those of `make_teachers`."""
+  """One teacher; arguments and errors are as in `make_teachers`."""
   if checkpoint in (INITIAL, POLICY):
     kept = trained if checkpoint == INITIAL else {}
     return Teacher(name, model, checkpoint, kept, None, lambda tokenizer: None)

@@ -36,9 +36,9 @@ def load_from_other_run(
 
   Args:
     start: `config.start`.
-    initial: of this run.
-    writer: of its records.
-    checkpointer: of policies before the first update.
+    initial: first parameters of this run.
+    writer: writer of this run's records.
+    checkpointer: checkpointer of policies before the first update.
   """
   folder = parameters.start_folder(start.checkpoint)
   params, step = parameters.load_policy(initial, folder)
@@ -66,9 +66,9 @@ def warm_start(
     frozen: the parameters that are not trained.
     batches: from `parameters.supervised_batches`.
     num_steps: number of the phase's updates.
-    programs, placement: of the run.
-    writer: of the run's records.
-    checkpointer: of policies before the first update.
+    programs, placement: the run's.
+    writer: writer of the run's records.
+    checkpointer: checkpointer of policies before the first update.
   Raises:
     EndRequestedError: shutdown was requested meanwhile; the phase starts again in the next process.
   """

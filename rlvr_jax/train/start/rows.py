@@ -81,8 +81,8 @@ class RunRows:
     """Takes the rows that are configured, or else recorded.
 
     Args:
-      placement: of the run, with the rows that are configured, or those of any batch.
-      shape: of a training batch.
+      placement: placement of the run, with the rows that are configured, or those of any batch.
+      shape: shape of a training batch.
       network: settings of the policy's network.
       has_first_phase: see `Method`.
       configured: the fields of `config.batch`.
