@@ -92,7 +92,7 @@ setuptools.setup(
   packages=setuptools.find_packages(include=["rlvr_jax", "rlvr_jax.*"]),
   package_data={
     "rlvr_jax": ["py.typed", "docs/*.md", "docs/methods/*.md"],
-    "rlvr_jax.data": ["chat_templates/*"],
+    "rlvr_jax.data": ["chat_templates/*", "tools/*"],
     "rlvr_jax.view": ["page.*"],
   },
   entry_points={"console_scripts": ["rlvr_jax = rlvr_jax.console:run"]},

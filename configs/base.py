@@ -37,6 +37,7 @@ def get_config() -> ConfigDict:
     format="plain",  # plain; chat: through the tokenizer's chat template
     system="",  # message of the chat format
     template="",  # file with a Jinja chat template, in place of the tokenizer's
+    tools="",  # file with the JSON schemas of tools that the template shows, or "python"
     # error; drop: skip such training problems, of data sets with a fixed size; drop_everywhere:
     # held-out ones too, so that scores are those of the rest
     too_long="error",

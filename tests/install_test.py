@@ -131,7 +131,8 @@ def test_it_holds_every_module_and_recipe(installed):
   found = {str(path.relative_to(installed)) for path in installed.rglob("*.*")}
   modules = {str(path.relative_to(tiny.ROOT)) for path in (tiny.ROOT / "rlvr_jax").rglob("*.py")}
   recipes = {f"rlvr_jax/{path.relative_to(tiny.ROOT)}" for path in CONFIGS.rglob("*.py")}
-  templates = (tiny.ROOT / "rlvr_jax" / "data" / "chat_templates").iterdir()
+  data = tiny.ROOT / "rlvr_jax" / "data"
+  templates = [*(data / "chat_templates").iterdir(), *(data / "tools").iterdir()]
   pages = (tiny.ROOT / "rlvr_jax" / "view").glob("page.*")
   documents = (tiny.ROOT / "docs").rglob("*.md")
   others = {f"rlvr_jax/{path.relative_to(tiny.ROOT)}" for path in documents}
