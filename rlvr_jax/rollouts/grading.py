@@ -107,7 +107,7 @@ class Grading:
       version: version of the oldest policy that has sampled it.
       arrays: from `arrays`.
       grades: grades of the rollouts.
-      first_messages: messages of an environment that asks in its own words, in place of the question.
+      first_messages: messages of an environment that asks in its own words, if any.
     """
     rewards, valid, *_ = rewards_from_grades(grades, self.outcome_policy)
     found: list[JsonObject] = []
