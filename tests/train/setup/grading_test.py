@@ -199,7 +199,13 @@ def test_a_thought_that_the_prompt_opens_is_no_answer():
         graded |= {rollout.place[2]: grade for rollout, _, grade in found}
       grades = [graded[0], graded[1]]
       arrays = parts.grading.arrays(rollouts, grades)
+      said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "4?"}]
+      chat = dataclasses.replace(asked, messages=tuple(said))
+      for of, messages in ((asked, said), (chat, None)):
+        (first, _) = parts.grading.samples(of, 0, arrays, grades, messages)
+        assert first["messages"] == said and first["prompt"] == asked.question
       samples += parts.grading.samples(asked, 0, arrays, grades)
+      assert "messages" not in samples[-1]
   assert [s["outcome"] for s in samples] == ["unparseable", "correct", "correct", "correct"]
   assert [s["reward"] for s in samples] == [0.0, 1.5, 1.0, 1.0]
   assert [s["completion"] for s in samples] == texts * 2
