@@ -49,7 +49,7 @@ def importance(
   w = min(eᵘ, high) to truncate, clip(eᵘ, low, high) to clip, eᵘ·1[low ≤ eᵘ ≤ high] to mask.
 
   Args:
-    level: of the weight, one of `LEVELS`; "none": all weights are 1.
+    level: the level of the weight, one of `LEVELS`; "none": all weights are 1.
     bound: one of `BOUNDS`.
     low, high: bounds of eᵘ, inclusive; 0 ≤ low < high. `truncate` reads `high` alone.
     batch_normalize: whether weights are divided by their mean over the batch: of loss tokens at

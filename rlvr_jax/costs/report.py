@@ -89,7 +89,7 @@ not tuned, for which the device is needed: where a run tunes them, its kernels m
 
 
 class Counts(NamedTuple):
-  """What is known of a run's programs before they are compiled."""
+  """Counts of a run's programs that are known before compilation."""
 
   useful_flops: Mapping[str, float] = {}  # per chip, by program
   kernels: Mapping[str, KernelCost] = {}  # by pattern of the name
@@ -111,7 +111,7 @@ def count(
   Args:
     batch: lengths of an update's batch.
     packed: the same, from `workload.pack_workload`.
-    network, placement, engine: of the run.
+    network, placement, engine: network, placement and engine of the run.
   """
   tensor = placement.mesh.shape["tensor"]
   kernels = attention_kernel_costs(network, packed, tensor) | EXPERT_KERNEL_COSTS
@@ -183,7 +183,7 @@ def attention_kernel_costs(
   its rows and the layers, or one token of every slot.
 
   Args:
-    network: of the policy.
+    network: the network of the policy.
     packed: a batch of NumPy arrays.
     tensor: devices that share the heads.
   """
@@ -257,9 +257,9 @@ def program_cost(
   """The costs of a program that is compiled for a slice; None if it does not fit into memory.
 
   Args:
-    name, lower: of `programs.program_lowerings`.
+    name, lower: an item of `programs.program_lowerings`.
     topology: kind and shape of the slice, such as "v5p:2x2x4".
-    counts: from `count`.
+    counts: the result of `count`.
   Raises:
     CostsError: the program was not understood.
   """

@@ -146,7 +146,7 @@ class HuggingFaceTokenizer:
     return self._encode_prompt(join_messages(messages), [*self._system, *texts])
 
   def encode_reply(self, reply: str, role: str, last_id: int) -> list[int]:
-    """Encodes what follows a policy's turn, up to the start of its next.
+    """Encodes the text between a policy's turn and the start of its next turn.
 
     In the chat format: the token that ends a turn, unless `last_id` is it, then the separator, the
     role's header, the reply, its end, and the next turn's start. A reply that spells a control
@@ -168,8 +168,9 @@ class HuggingFaceTokenizer:
     """Checks dialogues of three policy turns, token by token, against the chat template.
 
     Args:
-      roles: of replies, "user" or "tool"; all of one run, since they may follow one another.
-      stop_strings: that end a policy's turn.
+      roles: the roles of replies, "user" or "tool"; all of one run, since they may follow one
+        another.
+      stop_strings: the stop strings that end a policy's turn.
     Raises:
       ValueError: a role is unknown, the template is not append-only, or a stop string spells a
         special token, which is not in decoded texts.

@@ -39,7 +39,7 @@ def find_field(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def as_text(name: str, value: Any) -> str:
-  """A field's value as text; raises TypeError for null, NaN, lists and objects, which are none."""
+  """A field's value as text; raises TypeError for null, NaN, lists and objects."""
   is_number = isinstance(value, numbers.Number) and not (
     isinstance(value, float) and not math.isfinite(value)
   )

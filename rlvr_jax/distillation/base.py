@@ -23,8 +23,8 @@ class Distillation(NamedTuple):
       differentiation: what every token's coefficient gets in addition, for any loss. None: nothing.
     per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats, which are added to those of the
       reward. None: none are. Both are 0 where masked.
-    divergence: of the whole distributions, which the forward pass computes at each place, so that
-      the batch has `teacher_divergence`; None: sampled tokens are enough.
+    divergence: the divergence of the whole distributions, which the forward pass computes at each
+      place, so that the batch has `teacher_divergence`; None: sampled tokens are enough.
   """
 
   advantage: Callable[[Array, TrainBatch], Array] | None = None

@@ -80,7 +80,7 @@ class TimedOut(Stopped):
 
 
 class Environment(Protocol):
-  """What answers the policy in one rollout."""
+  """An environment, which answers the policy in one rollout."""
 
   def reset(self, problem: Problem, seed: int) -> Sequence[Message] | None:
     """Starts the dialogue; returns the prompt's messages, or None for the problem's own prompt."""
@@ -111,7 +111,7 @@ def check_turn(turn: Any, roles: Sequence[str]) -> Turn:
 
   Args:
     turn: what it returned.
-    roles: from `declared_roles`.
+    roles: the result of `declared_roles`.
   Raises:
     Refused: see `check_score`.
     TypeError: it is not a Turn, or a field has a wrong type.
@@ -171,7 +171,7 @@ def check_messages(messages: Any) -> list[dict[str, str]] | None:
 
 
 def clean(owner: str, text: Any) -> str:
-  """Makes text of str or bytes; what is not valid becomes U+FFFD.
+  """Makes text of str or bytes; invalid parts become U+FFFD.
 
   Raises:
     TypeError: it is neither; the message begins with `owner`.

@@ -61,7 +61,7 @@ def curve(
   """The curve of a metric: its values, and the position of each on an axis.
 
   Args:
-    records: from `read_metrics`.
+    records: the result of `read_metrics`.
     metric: for example "eval/pass@1"; records without it are skipped.
     over: one of `AXES`.
     phase: phase of the records to use, "train" or "eval".

@@ -26,7 +26,7 @@ class FleetError(RuntimeError):
 
 
 class Allowed(NamedTuple):
-  """What a group may be, in a run."""
+  """The groups that a run allows."""
 
   examples: Sequence[Group]  # by source: its groups have these arrays; versions if it has any
   vocabulary: int
@@ -49,7 +49,7 @@ class _Open:
   """A draw whose groups are not all taken.
 
   Attributes:
-    draw, digest: of it.
+    draw, digest: the draw and its digest.
     missing: indices of the groups that are still to come.
     early: groups by policies that this trainer has not offered yet.
   """
@@ -66,7 +66,7 @@ class _State:
 
   Attributes:
     fingerprints: by version, of the policies of this run.
-    watch: of the samplers.
+    watch: tells which samplers live.
     said_at: when something was last printed.
     open: draws with missing groups, by number.
     complete: numbers of draws of which all groups were taken, whose objects are still there.
@@ -135,11 +135,11 @@ class RemoteSampler:
     """Begins a term: samplers follow this trainer from now on.
 
     Args:
-      exchange: of the run.
+      exchange: the exchange of the run.
       publish: writes a policy where samplers restore it from, and calls the function once they can;
         may do that later, in another thread.
-      settings: of the trainer.
-      fingerprints: of the versions before this start, as far as they are known.
+      settings: the settings of the trainer.
+      fingerprints: the fingerprints of the versions before this start, as far as they are known.
       clock, sleep: seconds, of this machine.
       say: prints a line.
     """
@@ -168,7 +168,7 @@ class RemoteSampler:
     self._state.begin(draw.number, found)
 
   def take(self) -> list[Group]:
-    """Waits for groups; returns at least one. What was returned before is in the store by now.
+    """Waits for groups; returns at least one. Groups returned before must be in the store by now.
 
     Raises:
       FleetError: see `look`.
@@ -179,7 +179,7 @@ class RemoteSampler:
     return groups
 
   def look(self, waited_s: float) -> list[Group]:
-    """The groups that have come. What was returned before is in the store by now.
+    """The groups that have come. Groups returned before must be in the store by now.
 
     Args:
       waited_s: seconds since a call has returned groups.

@@ -81,8 +81,8 @@ def outer_sums(
   Args:
     sums: [B, X, Y], by index of the rollout.
     left, right: [R·L, X] and [R·L, Y], 0 at places that do not count.
-    index: of the micro-batch.
-    tile: from `choose_tile`.
+    index: the index of the micro-batch.
+    tile: the result of `choose_tile`.
   """
   (width, tiles), size = tile, left.shape[0]
   width = min(width, size)

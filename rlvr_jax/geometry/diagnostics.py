@@ -173,7 +173,7 @@ def energies(coefficients: Array, spectrum: spectral.Spectrum, rank: Array) -> t
 
   Args:
     coefficients: f32[B], A.
-    spectrum: of the Gram matrix, `ops.spectral.spectrum`.
+    spectrum: the spectrum of the Gram matrix, `ops.spectral.spectrum`.
     rank: i32[], k.
   Returns:
     shared and residual energy, f32[] in [0, 1]. Both are 0 if AᵀKA is zero up to rounding: below
@@ -203,7 +203,7 @@ def update_norms(
 
   Args:
     coefficients: f32[B], A.
-    spectrum: of the Gram matrix g_i · g_j, not divided by B, `ops.spectral.spectrum`.
+    spectrum: the spectrum of the Gram matrix g_i · g_j, not divided by B, `ops.spectral.spectrum`.
     rank: i32[], k.
     count: f32[], B: the number of valid rollouts.
   Returns:

@@ -217,7 +217,7 @@ class Program:
     """Starts the processes; their output is in files of the program's folder.
 
     Args:
-      name: of the program.
+      name: the name of the program.
       commands: port, which is free, → the command of each process.
       environment: variables beside those of this process.
       retries: how often to start the processes again.
@@ -241,7 +241,7 @@ class Program:
         process.send_signal(signal.SIGTERM)
 
   def step(self) -> None:
-    """Notes which processes have ended, and does what is due."""
+    """Notes which processes have ended, and restarts or ends processes as needed."""
     if self.state != "running":
       return
     statuses = [process.poll() for process in self._processes]

@@ -73,7 +73,7 @@ def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
   """log π_prox f32[P, G, T], nats, constant: of the policy when the batch is first trained on.
 
   Args:
-    name: of the loss or correction that needs them.
+    name: the name of the loss or correction that needs them.
   Raises:
     ValueError: the batch has none.
   """
@@ -135,7 +135,7 @@ def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: A
   That of all has the marks of the tokens, see `types.Mean`.
 
   Args:
-    name: of the metric of all tokens; the others are name_positive and name_negative.
+    name: the name of the metric of all tokens; the others are name_positive and name_negative.
     marked: [P, G, T] or [P, G, 1], 1 where a token counts; False: none ever does, and there are no
       marks.
     coefficients: A, f32[P, G, 1] or f32[P, G, T].

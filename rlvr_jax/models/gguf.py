@@ -204,8 +204,8 @@ def _network(metadata: Mapping[str, Any], names: Collection[str], source: Any) -
   """The settings of the network.
 
   Args:
-    metadata: of the file.
-    names: of its tensors.
+    metadata: the metadata of the file.
+    names: the names of its tensors.
     source: the file, for messages.
   """
   architecture = _require(metadata, "general.architecture", source)

@@ -35,7 +35,7 @@ class Leaf(NamedTuple):
     return self.names.ndim
 
   def published(self, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Splits a parameter's shape or index into the stacked axes and those of each tensor."""
+    """Splits a parameter's shape or index into stacked axes and axes of each tensor."""
     stacked, rest = index[: self.stacked], index[self.stacked :]
     return stacked, rest[::-1] if self.transposed else rest
 
@@ -117,7 +117,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
 
   Args:
     config: settings of the network.
-    family: of `FAMILIES`, which the checkpoint is of.
+    family: the checkpoint's family, one of `FAMILIES`.
   Raises:
     ValueError: a parameter that no published checkpoint has.
   """
@@ -181,7 +181,7 @@ def find_published(params: Params, config: TransformerConfig, family: str) -> di
 
   Args:
     config: settings of the network.
-    family: of `FAMILIES`, which the checkpoint is of.
+    family: the checkpoint's family, one of `FAMILIES`.
   Raises:
     ValueError: a parameter that no published checkpoint has.
   """
@@ -297,7 +297,7 @@ def published_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, Tensor]:
   """Gives tensors the names that they have in most checkpoints, and drops unused ones.
 
-  Experts of a layer that are saved as one tensor become one tensor each.
+  If all experts of a layer are saved as one tensor, each expert gets a tensor of its own.
 
   Raises:
     ValueError: two names are those of the same tensor.
@@ -319,7 +319,7 @@ def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, T
 
 
 def outside_tensors(names: Iterable[str]) -> list[str]:
-  """Those of a checkpoint's tensors that are not of its text model, and so not read."""
+  """A checkpoint's tensors outside of its text model, which are not read."""
   return [name for name in names if _OUTSIDE.search(name)]
 
 

@@ -13,7 +13,7 @@ from rlvr_jax.types import Array, ExpertChoices, Metrics
 
 
 class Load(NamedTuple):
-  """Sums over tokens, prompts included, by layer and expert; those of disjoint tokens add up.
+  """Sums over tokens, prompts included, by layer and expert; sums over disjoint tokens add up.
 
   A prompt counts once in each row that has rollouts of it: the load, and the balance loss, depend
   a little on how rollouts are packed.
@@ -45,7 +45,7 @@ def balance_weights(load: Load) -> Array:
   batch, the losses of micro-batches add up to the batch's.
 
   Args:
-    load: of the full batch.
+    load: the load of the full batch.
   Source: "Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient
     Sparsity" (arXiv:2101.03961), §2.2, equations 4 to 6; with k choices per token, each is a k-th.
   """

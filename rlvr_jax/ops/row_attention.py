@@ -111,8 +111,8 @@ def choose_attention(
     wanted: one of `KINDS`, from config.model.overrides.attention.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
     row_length: L.
-    head_dims: of the network's layers, each width of their heads once.
-    dtype, soft_cap: of the network; dtype is the one it computes in.
+    head_dims: the head widths in the network's layers, each width once.
+    dtype, soft_cap: dtype and soft cap of the network; dtype is the one it computes in.
   Returns:
     One of `KINDS` but "auto".
   Raises:

@@ -49,7 +49,7 @@ def salt_coefficients(
   channels: str,
   random_subspace: bool,
 ) -> SaltResult:
-  """A' of one block, by default P_k A + α (I − P_k) A⁺; the hyper-parameters are those of `salt`.
+  """A' of one block, by default P_k A + α (I − P_k) A⁺; hyper-parameters as in `salt`.
 
   Args:
     coefficients: f32[b], A, b ≥ 2.

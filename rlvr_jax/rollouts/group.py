@@ -230,7 +230,7 @@ def empty(name: str, group: Group, like: Group) -> np.ndarray:
   """An array of this name that is all padding, of the sizes that a group's other arrays have.
 
   Args:
-    name: of an array that the group lacks.
+    name: the name of an array that the group lacks.
     group: whose other arrays these are.
     like: a group that has the array; it has the sizes of axes that the other one lacks.
   """
@@ -247,7 +247,7 @@ class DamagedError(ValueError):
 
 
 class FormatError(ValueError):
-  """A file of groups, undamaged, with what this version does not read or does not allow."""
+  """An undamaged file of groups has a format that this version does not read or allow."""
 
 
 def encode(groups: Sequence[Group], info: Mapping[str, JSON]) -> bytes:

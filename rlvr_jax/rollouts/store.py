@@ -72,7 +72,7 @@ class RolloutStore:
   One process at a time may open it for writing; any number may read concurrently.
 
   Attributes:
-    directory: of the store.
+    directory: the directory of the store.
   """
 
   def __init__(
@@ -84,7 +84,8 @@ class RolloutStore:
       directory: has the store and nothing else; a folder, or gs://BUCKET/FOLDER.
       writable: whether to create the folder if needed, lock it, and remove the temporary files of a
         killed writer.
-      workdir: of the run that the store belongs to, whose claim guards writes into a bucket.
+      workdir: the workdir of the run that the store belongs to, whose claim guards writes into a
+        bucket.
     Raises:
       StoreError: not a store, of another format, or opened for writing by another process.
     """
@@ -119,8 +120,8 @@ class RolloutStore:
     """Writes one batch; it is on disk when this returns.
 
     Args:
-      number: of the batch, ≥ 0.
-      groups: of the batch, in order.
+      number: the number of the batch, ≥ 0.
+      groups: the groups of the batch, in order.
       info: JSON values, finite; the names "number", "bytes" and "removed" are reserved.
     Raises:
       ValueError, TypeError: the number exists already, or groups or info cannot be stored.

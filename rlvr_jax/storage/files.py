@@ -335,8 +335,8 @@ def parse_records(lines: Iterable[str], path: str | os.PathLike[str]) -> Iterato
   """Parses the records of a .jsonl file; an incomplete last line is skipped.
 
   Args:
-    lines: of the file.
-    path: of the file, for messages.
+    lines: the lines of the file.
+    path: the path of the file, for messages.
   Raises:
     DamagedFileError: a complete line is not a JSON object.
   """

@@ -57,7 +57,7 @@ class Draws(NamedTuple):
 
 
 class Gap(NamedTuple):
-  """What a sampler did, by the forward pass of updates."""
+  """A sampler's deviation from the forward pass of updates."""
 
   mean: Array  # f32[], of |log p − behavior_logprobs| over tokens, nats
   largest: Array  # f32[], nats
@@ -100,7 +100,7 @@ def behavior_gap(
   Args:
     trained, frozen: parameters of the policy that sampled the rollouts.
     batch: packed rollouts; its mask is 1 for every sampled token.
-    method: of the updates.
+    method: the method of the updates.
     sampling: the distribution that the tokens were sampled from.
   """
   scores, _ = batch_forward(

@@ -56,7 +56,7 @@ class Stopped(Exception):
 
 
 class Program(Protocol):
-  """What a worker runs; made once in each. May have `close(session)`, called after its end.
+  """The program of a worker; made once in each. May have `close(session)`, called after its end.
 
   Attributes:
     ready: what the pool learns of it at the start; JSON.
@@ -353,7 +353,7 @@ def find_processes(mark: str) -> set[int]:
 
 
 def kill(pids: Iterable[int]) -> None:
-  """Kills processes; those that have ended are fine."""
+  """Kills processes; ignores processes that have ended."""
   for pid in pids:
     with contextlib.suppress(ProcessLookupError, PermissionError):
       os.kill(pid, signal.SIGKILL)

@@ -204,7 +204,7 @@ class Checkpointer:
         raise
 
   def wait(self) -> None:
-    """Blocks until the current save is committed, and removes those that are not kept any more.
+    """Blocks until the current save is committed, and removes checkpoints that are not kept.
 
     Raises:
       DiskFullError, CheckpointError: the save has failed.

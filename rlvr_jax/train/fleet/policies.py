@@ -68,11 +68,11 @@ class PolicyPublisher:
     """Opens the folder.
 
     Args:
-      folder: of the policies alone; may be in a bucket.
+      folder: the folder of the policies alone; may be in a bucket.
       network: settings of the policy's network.
       adapters_only: whether only adapters are trained.
       keep: number of policies, ≥ 1.
-      workdir: of the run, which guards writes into a bucket.
+      workdir: the workdir of the run, which guards writes into a bucket.
       beside: writes the run's checkpoints. Several processes write one thing at a time: orbax's
         barriers do not tell two saves apart.
     """
@@ -166,8 +166,8 @@ class PolicyReader:
     """Reads nothing yet.
 
     Args:
-      folder: that the trainer's `PolicyPublisher` has.
-      abstract: from `abstract_policy`, on this sampler's mesh.
+      folder: the folder that the trainer's `PolicyPublisher` has.
+      abstract: the result of `abstract_policy`, on this sampler's mesh.
     """
     silence_orbax()
     self._folder = make_absolute(parse_path("the folder of policies", folder))
@@ -248,7 +248,7 @@ def abstract_policy(
   Args:
     trained: shapes and dtypes of the trained parameters.
     network: settings of the policy's network.
-    mesh: of the sampler.
+    mesh: the mesh of the sampler.
     adapters_only: whether only adapters are trained.
   """
   return sharding.add_shardings(published_params(trained, network, adapters_only), mesh)
