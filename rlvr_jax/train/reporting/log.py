@@ -113,7 +113,7 @@ class Clock:
     self._busy: list[float] = []  # by process, up to the last update
 
   def record(self, phases: Mapping[str, float]) -> dict[str, float]:
-    """Metrics: idle seconds since the last record, outside of `phases`; seconds of the run so far."""
+    """Metrics: idle seconds since the last record, not in `phases`; seconds of the run so far."""
     before, self.recorded = self.recorded, time.perf_counter()
     idle = self.recorded - before - sum(phases.values())
     elapsed = self.recorded - self._began
