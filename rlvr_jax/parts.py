@@ -149,8 +149,8 @@ def advantages_of(
 ) -> Array:
   """Coefficients f32[P, G] by an estimator of `rlvr_jax.advantages`.
 
-  With the scores of turns, those of `mt_grpo` are f32[P, G, T], which `loss_of` takes, too; so are
-  those of `otb`.
+  The coefficients of `otb`, and with scores of turns those of `mt_grpo`, are f32[P, G, T], which
+  `loss_of` takes, too.
 
   Args:
     estimator: such as `grpo()`.

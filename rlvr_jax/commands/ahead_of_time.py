@@ -48,7 +48,7 @@ def lowerings(run: Parts, packed: Packed | None = None) -> dict[str, Lower]:
 
 
 def count(run: Parts, lengths: str) -> tuple[Packed, Counts]:
-  """A typical batch of an update, and what is known of a run's programs from lengths.
+  """A typical batch of an update, and counts of a run's programs that follow from lengths.
 
   Args:
     run: result of `build`.

@@ -31,7 +31,7 @@ def view(
   The page of a run in a bucket is written to the current folder.
 
   Args:
-    base: the configuration that the runs' are compared with.
+    base: the configuration that each run's configuration is compared with.
     workdir: the workdir of the run.
     beside: the workdir of a second run, which is shown beside the first.
     batches: the batches that the file holds, see `read.choose_batches`; with `serve`, all can be

@@ -232,7 +232,7 @@ def resident_bytes(
     network, placement: network and placement of the run.
     keeps_first_policy: whether a copy of it is kept, for a KL or for diagnostics.
     warm_start: (sequences of a batch, tokens of each); None if there is none.
-    workers: processes that grade, and those of environments.
+    workers: processes of graders and environments.
   """
   layout = placement.row_layout
   tables = {name.removesuffix(", estimated"): dict(table) for name, table in estimated.items()}

@@ -152,7 +152,7 @@ def loop_lengths(
 ) -> dict[str, int]:
   """Iterations of loops that end as the data say, by pattern of their name, in the mean.
 
-  Those of the Gram matrix over rollouts and tiles, and of dialogues those of the head over the
+  Loops of the Gram matrix over rollouts and tiles, and in dialogues loops of the head over the
   policy's tokens.
   """
   P, G, T = packed.places.shape

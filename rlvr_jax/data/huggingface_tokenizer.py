@@ -349,7 +349,7 @@ def _import_libraries() -> tuple[ModuleType, ModuleType]:
 
 
 def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
-  """Returns the tokenizer and its stop ids: end of text, then those of generation_config.json."""
+  """Returns the tokenizer and its stop ids: end of text, then generation_config.json's."""
   transformers, _ = _import_libraries()
   filesystem, source = locate(directory)
   with tempfile.TemporaryDirectory() as temporary:
@@ -377,7 +377,7 @@ def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
 
 
 def _check_eos_token(eos: str | None, folder: pathlib.Path) -> None:
-  """Raises ValueError for an end of text that the library adds to those of the vocabulary."""
+  """Raises ValueError for an end of text that the library adds to the vocabulary."""
   import tokenizers
 
   path = folder / "tokenizer_config.json"

@@ -21,8 +21,8 @@ class Distillation(NamedTuple):
   Attributes:
     advantage: (policy_logprobs f32[P, G, T], batch) → f32[P, G, T], nats, constant for
       differentiation: what every token's coefficient gets in addition, for any loss. None: nothing.
-    per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats, which are added to those of the
-      reward. None: none are. Both are 0 where masked.
+    per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats, which are added to the losses
+      of the reward. None: none are. Both are 0 where masked.
     divergence: the divergence of the whole distributions, which the forward pass computes at each
       place, so that the batch has `teacher_divergence`; None: sampled tokens are enough.
   """

@@ -412,7 +412,7 @@ def openenv(
   Bits repeat as far as the server does: it gets the seed, and its replies may depend on seed,
   `reset` and actions only. What an answer means:
 
-  * an observation is a reply, or with done the end. Its score is that of the rewards; the task's
+  * an observation is a reply, or with done the end. Its score comes from the rewards; the task's
     grader judges where there were none.
   * VALIDATION_ERROR refuses the policy's text; so do a reward that is not finite, and a text
     without a match of `pattern`.

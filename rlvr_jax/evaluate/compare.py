@@ -279,7 +279,7 @@ def comparison_table(
   Args:
     results: the result of `read_results`.
     metric: the metric whose last value is compared.
-    baseline: a label; None for that of the first result.
+    baseline: a label; None for the first result's label.
     difference: the difference that the number of seeds in the last column would detect.
     phase: phase of the records with the metric; "train" needs the workdirs of the runs.
   Raises:

@@ -243,7 +243,7 @@ def plot_curves(
   Args:
     axes, metric, over: as for `plot`.
     curves: label → (x, y) of its seeds, f64[N] each.
-    colors: a color per label; None for those of `figures.method_style`.
+    colors: a color per label; None for the colors of `figures.method_style`.
   """
   for index, (label, seeds) in enumerate(curves.items()):
     style = method_style(index) if colors is None else {"color": colors[index]}

@@ -86,7 +86,7 @@ def accuracy(
 ) -> dict[str, float]:
   """pass@k, mean and, of three samples or more, majority, with 95 % intervals over problems.
 
-  The intervals are those of `pass_at_k.interval_over_problems`. A sample whose grading failed
+  The intervals come from `pass_at_k.interval_over_problems`. A sample whose grading failed
   counts as incorrect. Majorities are omitted where graders extract no answers, and, with a
   warning, if a grader gives the same answer different grades.
 

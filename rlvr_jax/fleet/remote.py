@@ -229,7 +229,7 @@ class RemoteSampler:
   # --- groups -------------------------------------------------------------------------------------
 
   def _collect(self, view: View) -> list[Group]:
-    """The groups that have come for open draws, checked; removes those that come too late."""
+    """The groups that have come for open draws, checked; removes groups that come too late."""
     taken: list[Group] = []
     size = 0
     for place, listed in view.groups.items():
@@ -273,7 +273,7 @@ class RemoteSampler:
     """Whether a version of a group is still to be offered again, after a restart.
 
     Raises:
-      RecordError: the group's policies are not those of this trainer.
+      RecordError: the group's policies are not this trainer's.
     """
     known = self._state.fingerprints
     for version, fingerprint in group.versions.items():

@@ -24,7 +24,7 @@ class Places(NamedTuple):
 
 
 class Spans(NamedTuple):
-  """The rollouts in the order of their places; those without a place come last."""
+  """The rollouts in the order of their places; rollouts without a place come last."""
 
   firsts: Array  # i32[B], place of the first token in the loss, of M·R·L
   ends: Array  # i32[B], place after the last one; an environment's tokens may lie between

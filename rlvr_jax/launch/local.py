@@ -219,7 +219,7 @@ class Program:
     Args:
       name: the name of the program.
       commands: port, which is free, → the command of each process.
-      environment: variables beside those of this process.
+      environment: variables in addition to this process's.
       retries: how often to start the processes again.
     """
     for log in folder_of(name).glob("process_*.log"):  # of an earlier launch

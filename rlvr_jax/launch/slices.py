@@ -75,7 +75,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def machines_of(args: argparse.Namespace, *, count: int) -> list[Machines]:
-  """The machines of a run, and then those of each of its samplers.
+  """The machines of a run, and then each sampler's machines.
 
   Args:
     args: flags of `add_flags`.

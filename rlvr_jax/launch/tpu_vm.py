@@ -215,7 +215,7 @@ def _place(args: argparse.Namespace) -> list[str]:
 
 
 def _resources(name: str, args: argparse.Namespace, shell: Shell) -> list[QueuedResource]:
-  """The run's machines, and then those of its samplers."""
+  """The run's machines, and then its samplers' machines."""
   run = QueuedResource(name, args.num_slices, args, shell)
   return [run, *(QueuedResource(name, 1, args, shell) for name in run.samplers())]
 

@@ -132,7 +132,7 @@ def clip_metrics(clipped: Array | bool, tokens: Tokens) -> Metrics:
 def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: Array) -> Metrics:
   """Share of loss tokens that are marked: of all, with A > 0, and with A < 0.
 
-  That of all has the marks of the tokens, see `types.Mean`.
+  The metric of all tokens has the tokens' marks, see `types.Mean`.
 
   Args:
     name: the name of the metric of all tokens; the others are name_positive and name_negative.

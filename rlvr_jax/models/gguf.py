@@ -344,7 +344,7 @@ def _small_files(
 def _tokenizer(
   metadata: Mapping[str, Any], ids: Mapping[str, int], source: Any
 ) -> tokenizers.Tokenizer:
-  """The byte-level byte-pair encoding of a file; `ids` are those of tokens with a role."""
+  """The byte-level byte-pair encoding of a file; `ids`: ids of tokens with a role."""
   require = lambda name: _require(metadata, f"tokenizer.ggml.{name}", source)
   _check_known(source, "tokenizer.ggml.model", require("model"), ("gpt2",))
   _check_known(source, "tokenizer.ggml.pre", require("pre"), PRE_TOKENIZERS)

@@ -1,6 +1,6 @@
 """The families of networks in Hugging Face checkpoints: one entry each, to read and to write.
 
-Facts about the families, including defaults, are those of the configuration classes of the
+Facts about the families, including defaults, come from the configuration classes of the
 `transformers` library; a test compares them.
 """
 

@@ -113,7 +113,7 @@ def kernel_modules(config: TransformerConfig) -> dict[str, str]:
 def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[Leaf]:
   """Finds the leaves of all parameters, in the order in which they are written.
 
-  Their tensors are those of single kernels, which `find_published` combines.
+  Their tensors belong to single kernels, which `find_published` combines.
 
   Args:
     config: settings of the network.
@@ -300,7 +300,7 @@ def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, T
   If all experts of a layer are saved as one tensor, each expert gets a tensor of its own.
 
   Raises:
-    ValueError: two names are those of the same tensor.
+    ValueError: two names name the same tensor.
   """
   renamed: dict[str, Tensor] = {}
   for name, tensor in _split_experts(tensors):
@@ -328,7 +328,7 @@ _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 def _split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-  """Yields usual names and tensors: of a mixture, those of single experts."""
+  """Yields usual names and tensors; a mixture gives one tensor per expert."""
   for name, tensor in tensors.items():
     match = _FUSED.fullmatch(name)
     if match is None or len(tensor.shape) != 3:

@@ -67,7 +67,7 @@ def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> 
   """Bytes that a CPU's compiler saves besides `activation_bytes` where nothing is recomputed.
 
   These are further operands of a layer's element-wise operations, about as many as results of
-  products, and the scores of attention: of short rows, those of all pairs of their places.
+  products, and the scores of attention, in short rows for all pairs of their places.
 
   Args:
     config, tokens: see `activation_bytes`.

@@ -928,7 +928,7 @@ def _run_loops(
 
 
 def _cut(stacked: Array, *, first: int, count: int, size: int) -> Array:
-  """The layers of a loop from those of a stack, [count, size, …]; [count, …] if `size` is 1.
+  """The layers of a loop, taken from a stack, [count, size, …]; [count, …] if `size` is 1.
 
   A stack of alike layers is not reshaped: compiled for a TPU, that would need memory.
   """

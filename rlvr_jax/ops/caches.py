@@ -189,7 +189,7 @@ class Cache(NamedTuple):
     return jax.tree.map(lambda x: x[:, :blocks], self)
 
   def flush(self, staged: Cache, start: Array, flushed: Array | None = None) -> Cache:
-    """Copies the cache, writing staged tokens after those of the responses that it has.
+    """Copies the cache, writing staged tokens after the responses' tokens that it has.
 
     Args:
       staged: the staged keys and values of a burst.

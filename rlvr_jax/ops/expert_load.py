@@ -41,8 +41,8 @@ def balance_weights(load: Load) -> Array:
     loss = mean over layers of E · Σ_e f_e · P_e
 
   f_e is the share of choices that expert e has, constant for differentiation, and P_e its mean
-  probability over the same tokens. The loss is 1 where both are even. As f is that of the full
-  batch, the losses of micro-batches add up to the batch's.
+  probability over the same tokens. The loss is 1 where both are even. As f is computed over the
+  full batch, the losses of micro-batches add up to the batch's.
 
   Args:
     load: the load of the full batch.

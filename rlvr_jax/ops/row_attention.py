@@ -2,8 +2,8 @@
 
 `reference` uses XLA's operations on any platform: float32 scores, block by block, in long rows only
 for blocks with a visible key. `whole` computes all scores of a row in one product: few kernels, for
-GPUs. `splash` is the flash kernel for TPUs; `cudnn` is that of NVIDIA GPUs, which computes a row's
-full triangle of scores under a mask.
+GPUs. `splash` is the flash kernel for TPUs; `cudnn` is the kernel for NVIDIA GPUs, which computes a
+row's full triangle of scores under a mask.
 """
 
 from __future__ import annotations

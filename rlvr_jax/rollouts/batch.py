@@ -102,7 +102,7 @@ def train_batch(groups: Sequence[Group]) -> TrainBatch:
 def with_equal_names(groups: Sequence[Group]) -> list[Group]:
   """The groups; where one lacks an array that another has, it has its padding.
 
-  So groups of one turn join those of dialogues, and recorded ones those of several versions.
+  So groups of one turn join dialogues, and recorded groups join groups of several versions.
   """
   having = {name: group for group in groups for name in group.arrays}
   return [

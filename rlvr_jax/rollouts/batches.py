@@ -61,7 +61,7 @@ class Batch:
     groups: P groups, in the order of their sources.
     after: where drawing stands behind it.
     draws: number of draws of problems that it took, more than one with dynamic sampling.
-    prompts, tokens: sampled for it, those of dropped groups included.
+    prompts, tokens: sampled for the batch, including dropped groups.
     statistics: metrics of its sampling and grading.
     timings: seconds and counts of sampling since the last batch; {} if it was read from the store.
     flops: model FLOPs of sampling it.
@@ -278,7 +278,7 @@ class Batches:
     return self._place.position
 
   def open(self, until: int, version: int) -> None:
-    """Begins the batches below `until`; those that the store has are not sampled again.
+    """Begins the batches below `until`; batches that the store has are not sampled again.
 
     Args:
       until: one past the number of the last batch that may begin.

@@ -129,7 +129,7 @@ class Settings(NamedTuple):
 
   @property
   def routes(self) -> jax.ShapeDtypeStruct | None:
-    """Those of a token, if they are recorded."""
+    """The shape and dtype of a token's routes, if they are recorded."""
     return self.model.config.routes if self.records_routes else None
 
 
@@ -298,7 +298,7 @@ def prefill(
     tokens: i32[R, S], right-padded; S is a multiple of the block. Of dialogues that go on, each
       row has the prompt and what the response has so far.
     lengths: i32[R], tokens of each row; None: S.
-    prompt: i32[R], of these dialogues, the tokens before those that the response's cache gets.
+    prompt: i32[R], of these dialogues, the tokens before the ones that the response's cache gets.
   """
   # Prompts attend to what their caches will hold, as tokens that are decoded do.
   attended = (read_back,) if settings.cache_format else ()

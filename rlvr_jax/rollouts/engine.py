@@ -30,7 +30,7 @@ class Usage:
 
   Attributes:
     slot_steps: decoding steps times slots, idle slots included.
-    slot_tokens: tokens of the policy; not those that a burst of a dialogue repeats.
+    slot_tokens: tokens of the policy, without tokens that a burst of a dialogue repeats.
     drain_slot_steps, drain_tokens: the same, in bursts when requests had run out, and fewer
       responses than slots had not ended.
   """

@@ -163,7 +163,7 @@ def prompt_arrays(prompt: np.ndarray, length: int, pad_token: int) -> dict[str, 
 
 
 def sampled_places(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-  """bool[..., T], the tokens of the policy, without those of an environment."""
+  """bool[..., T], the tokens of the policy, without an environment's tokens."""
   places = np.arange(arrays["tokens"].shape[-1]) < arrays["lengths"][..., None]
   return places & (arrays["turns"] % 2 == 0) if "turns" in arrays else places
 

@@ -254,7 +254,7 @@ def encode(groups: Sequence[Group], info: Mapping[str, JSON]) -> bytes:
   """The bytes of a file of groups.
 
   Args:
-    groups: one group, or those of a batch.
+    groups: one group, or the groups of a batch.
     info: JSON values, finite.
   Raises:
     ValueError, TypeError: the message says what cannot be stored.
@@ -286,7 +286,7 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES) -> tuple[list[Group], Jso
     data: the bytes of the file.
     max_bytes: most bytes that all arrays may have, padding included.
   Raises:
-    DamagedError: the bytes differ from those that were written.
+    DamagedError: the bytes differ from the written bytes.
     FormatError: the file has another format, an array that `ARRAYS` does not allow, or too much.
   """
   view = memoryview(data)

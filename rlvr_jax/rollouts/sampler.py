@@ -523,7 +523,7 @@ class _Meter:
     self.burst_s = min(time.monotonic() - began, PATIENCE_S)
 
   def take(self, usage: SlotUsage, counts: AnswerCounts) -> dict[str, float]:
-    """The sums since the last call, by metric."""
+    """Sums of seconds and counts since the last call, by metric."""
     sums = {"generate_seconds": self._generate_s, **vars(usage), **vars(counts)}
     new = {name: value - self._taken.get(name, 0.0) for name, value in sums.items()}
     self._taken = sums

@@ -49,7 +49,7 @@ class RecordedRun:
 
   Attributes:
     name: the name of the run, for messages.
-    versions: the versions of every batch, ascending, those of dropped groups included; most have
+    versions: the versions of every batch, ascending, with dropped groups' versions; most have
       one.
   """
 

@@ -178,7 +178,7 @@ class RolloutStore:
   def info(self, number: int) -> JsonObject:
     """The info of a batch, with its file's size as "bytes"; does not read its arrays.
 
-    That of a batch that has been removed also has "removed": True.
+    The info of a removed batch also has "removed": True.
 
     Raises:
       KeyError: the store has no batch of this number, and has removed none.
@@ -308,7 +308,7 @@ class RolloutStore:
     self.close()
 
   def _check_is_store(self) -> bool:
-    """Whether the folder has files; raises StoreError if they are not those of a store."""
+    """Whether the folder has files; raises StoreError if they are not a store's."""
     names = sorted({name.partition("/")[0] for name in self._objects.list()})
     if former := next(filter(_FORMER.fullmatch, names), None):
       raise StoreError(
@@ -356,7 +356,7 @@ class RolloutStore:
 
   @contextlib.contextmanager
   def _explain_damage(self, number: int) -> Iterator[None]:
-    """Converts errors from reading a batch into those that say what to do."""
+    """Converts errors from reading a batch into errors that say what to do."""
     path = f"{self.directory}/{_name(number)}"
     try:
       yield

@@ -121,7 +121,7 @@ def gradient_function(
 ) -> Callable[[TrainBatch, Params], tuple[dict[str, float], np.ndarray]]:
   """(batch, parameters) → a recipe's metrics there and its gradient as one vector f32[parameters].
 
-  The proximal policy is that of the parameters, as when the batch is trained on for the first time.
+  The parameters are also the proximal policy, as when the batch is trained on for the first time.
 
   Args:
     config: the recipe's.

@@ -1,4 +1,4 @@
-"""The distance of a sampler's log-probabilities from an update's, and those of a padded batch."""
+"""The distance of a sampler's log-probabilities from an update's; scores of a padded batch."""
 
 from __future__ import annotations
 

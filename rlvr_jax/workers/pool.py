@@ -75,7 +75,7 @@ def encode(request: object) -> bytes:
 
 
 class _Crew:
-  """The workers of a pool, and those that are to replace slow ones."""
+  """The workers of a pool, and spare workers that replace slow ones."""
 
   def __init__(self, service: Service, size: int):
     self.service = service

@@ -308,7 +308,7 @@ def main() -> None:
 
 
 def _protect_streams() -> tuple[BinaryIO, _Channel]:
-  """Duplicates stdin and stdout for the protocol, and redirects those of others to /dev/null."""
+  """Duplicates stdin and stdout for the protocol, and redirects both to /dev/null for others."""
   requests = os.fdopen(os.dup(0), "rb")
   replies = os.fdopen(os.dup(1), "wb")
   null = os.open(os.devnull, os.O_RDWR)

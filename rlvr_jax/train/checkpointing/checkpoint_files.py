@@ -203,7 +203,7 @@ def read_field(field: str, directory: pathlib.Path, abstract: Tree) -> Tree:
   Args:
     field: such as "params"; a checkpoint may consist of parameters alone.
     directory: the directory of one step.
-    abstract: the field's structure, as that of the state in `Checkpointer.restore`.
+    abstract: the field's structure, as for the state in `Checkpointer.restore`.
   Returns:
     The field, with the shardings of `abstract`.
   Raises:

@@ -18,10 +18,10 @@ class Placement:
 
   Attributes:
     mesh: the mesh that makes updates and evaluates.
-    generation_mesh: the generation mesh that generates rollouts; `mesh` itself, or that of
+    generation_mesh: the generation mesh that generates rollouts; `mesh` itself, or the mesh of
       `config.generation_mesh`.
     compared_mesh: where sampler and trainer are compared: `mesh`, if the policy that samples is on
-      its devices; otherwise those of `generation_mesh`.
+      its devices; otherwise the devices of `generation_mesh`.
     row_layout: the row layout of the rollouts of a training batch.
     compared_layout: the compared layout of the rows in which sampler and trainer are compared.
     state: the train state, as shapes, dtypes and shardings.

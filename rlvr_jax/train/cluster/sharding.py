@@ -78,7 +78,7 @@ def make_mesh(
       devices.
     field: name of the configuration field, for messages.
     skipped: number of devices that belong to another mesh.
-    devices: devices to choose from, which need not exist; None: those of this run.
+    devices: devices to choose from, which need not exist; None: this run's devices.
   Raises:
     ValueError: the sizes are not allowed, need more devices than available, do not fit the slice's
       torus, or `data` is not a multiple of the number of slices.

@@ -88,8 +88,8 @@ class PolicyPublisher:
   def publish(self, params: Params, policy: Policy) -> dict[str, float]:
     """Copies a policy's parameters; they are written in the background.
 
-    Waits for the policy before it to be written. Those of this version and of later ones, which an
-    earlier trainer has written, are removed: they may be damaged, or of updates that were lost.
+    Waits for the policy before it to be written. Policies of this version and of later ones, which
+    an earlier trainer has written, are removed: they may be damaged, or of updates that were lost.
 
     Args:
       params: the trained parameters, which may be donated when this returns.

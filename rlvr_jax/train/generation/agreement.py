@@ -117,7 +117,7 @@ def behavior_gaps(
 ) -> Compared:
   """Gaps of log-probabilities between sampler and trainer, nats per token, by source.
 
-  The trainer's are those of the forward pass of updates, over packed rows, see
+  The trainer's log-probabilities come from the forward pass of updates, over packed rows, see
   `update.agreement.behavior_gap`. Each token is computed under the version that it bears. In a
   group of several versions a mixture's routers choose anew, since each version had its own routes
   of all that stands before.

@@ -249,7 +249,7 @@ def measure_entropy(
 ) -> float:
   """Mean entropy, in nats per token, on responses to the first training prompts.
 
-  All sampled tokens count, also those that the loss would leave out: it may leave out all. They
+  All sampled tokens count, also tokens that the loss leaves out, since it may leave out all. They
   are sampled with separate keys, so that measuring does not affect the run.
 
   Args:

@@ -147,7 +147,7 @@ def build(
     task: instead of `config.task`, for problems made by the caller.
     tokenizer: instead of `config.tokenizer`.
     mesh: instead of `config.mesh` on the available devices; for shapes and compilation only.
-    only_samples: whether they are those of a sampler of a fleet, which has no optimizer beside its
+    only_samples: whether they belong to a sampler of a fleet, which has no optimizer beside its
       slots, but two copies of the policy while it restores one.
   Raises:
     ValueError: an invalid setting, with the field, its value, what is allowed and how to fix it.
@@ -606,7 +606,8 @@ def make_needed_gram(
     name, advantage_name: `config.gram` and `config.advantage`.
     reweighter, advantage: reweighter and advantage of the method.
   Raises:
-    ValueError: the advantage needs norms of gradients, and those of `name` are of something else.
+    ValueError: the advantage needs norms of gradients, and the norms of `name` are of something
+      else.
   """
   needs_norms = "squared_norms" in advantage.needs
   if not (reweighter.needs_gram or needs_norms):

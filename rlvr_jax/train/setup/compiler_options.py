@@ -65,7 +65,7 @@ def add_defaults(configured: CompilerOptions, training: Mesh, generation: Mesh) 
 
   Args:
     configured: the result of `parse_compiler_options`; they replace defaults of the same name.
-    training, generation: the meshes; those without devices have no defaults.
+    training, generation: the meshes; meshes without devices have no defaults.
   """
 
   def add(options: Options | None, defaults: Options | None, mesh: Mesh) -> Options | None:

@@ -100,8 +100,8 @@ class Engines:
     Args:
       model: on the mesh that generates.
       sampling: the distribution to sample from.
-      prompts: in its batches; by default those of the largest batch.
-      batches: the batches that it samples as one stream; by default those of a refresh.
+      prompts: the number of prompts in its batches; by default the largest batch's.
+      batches: the batches that it samples as one stream; by default a refresh's.
     Raises:
       ValueError: the devices have no memory for a slot.
     """

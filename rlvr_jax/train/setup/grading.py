@@ -101,8 +101,8 @@ class _Graders(NamedTuple):
 def with_graders(settings: ml_collections.ConfigDict, held_out_grader: str, task: Task) -> Task:
   """The task with the graders of the configuration.
 
-  If those of training and of held-out problems differ, the references name them, so that one pool
-  serves both.
+  If the graders of training and of held-out problems differ, the references name them, so that one
+  pool serves both.
 
   Args:
     settings: `config.grading`, of training.

@@ -62,7 +62,7 @@ def first_state(
 
 
 def _with_first_rate(moments: optax.OptState, first: optax.OptState) -> optax.OptState:
-  """An optimizer's state whose learning rate is that of the first update, as metrics report it."""
+  """An optimizer's state with the first update's learning rate, as metrics report it."""
   scheduled = lambda node: isinstance(node, optax.ScaleByScheduleState)
   choose = lambda node, new: new if scheduled(node) else node
   return jax.tree.map(choose, moments, first, is_leaf=scheduled)

@@ -81,7 +81,7 @@ class RunRows:
     """Takes the rows that are configured, or else recorded.
 
     Args:
-      placement: the placement of the run, with the rows that are configured, or those of any batch.
+      placement: the placement of the run, with the rows that are configured, or rows for any batch.
       shape: the shape of a training batch.
       network: settings of the policy's network.
       has_first_phase: see `Method`.
