@@ -134,7 +134,7 @@ def get_config() -> ConfigDict:
   )
   c.reference = dict(  # KL to the policy before the first update
     kl_coefficient=0.0,
-    # Its gradient in the loss. k2: of KL(π‖reference); k3: of KL(reference‖π); k1: none
+    # The gradient of the KL term. k2: of KL(π‖reference); k3: of KL(reference‖π); k1: none
     estimator="k3",
   )
   # How a teacher's distribution over the policy's own tokens enters: opd, opd_score, opd_ratio,
@@ -173,8 +173,8 @@ def get_config() -> ConfigDict:
   # Options of XLA's compiler as "name=value name=value", such as
   # "xla_tpu_enable_windowed_einsum_for_all_gather=false"; they may change rounding.
   c.compiler_options = dict(
-    training="",  # for updates, and for other programs on the same devices
-    generation="",  # for sampling
+    training="",  # options of updates, and of other programs on the same devices
+    generation="",  # options of sampling
   )
 
   c.fleet = dict(  # schedules in real time, and samplers as programs: docs/fleet.md

@@ -82,7 +82,7 @@ def needed(name: str, batch: TrainBatch, field: str) -> Array:
     name: the name of the estimator.
     field: one of `NEEDS`.
   Raises:
-    ValueError: the batch has none.
+    ValueError: the batch lacks the field.
   """
   found = getattr(batch, field)
   if found is None:

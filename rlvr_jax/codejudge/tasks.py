@@ -102,8 +102,8 @@ def _parse_statements(kind: str, text: str) -> list[ast.stmt]:
   """Parses a text of the tests.
 
   Raises:
-    ValueError: it is not Python, or imports a missing module, for which a program could provide its
-      own.
+    ValueError: the text is not Python, or imports a missing module, for which a program could
+      provide its own.
   """
   try:
     tree = ast.parse(text)

@@ -120,7 +120,7 @@ def _check_labels(owner: str, runs: Sequence[Run]) -> None:
   """Checks that runs of one label differ only by the seed, and by folders that may belong to it.
 
   Raises:
-    ValueError: they differ by more, so that a table would mix two methods.
+    ValueError: runs of one label differ by more than that.
   """
   first: dict[str, Run] = {}
   for run in runs:

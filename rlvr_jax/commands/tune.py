@@ -223,7 +223,7 @@ def tune(
 
 
 def compiler_options(topology: str) -> list[str]:
-  """The options to compare, the defaults first: alone on GPUs, since the others are for TPUs."""
+  """The options to compare, the defaults first: on GPUs only the defaults."""
   first, *others = COMPILER_OPTIONS.values()
   return [first] if is_gpu(topology) else [first, *others]
 

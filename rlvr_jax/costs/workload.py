@@ -52,7 +52,7 @@ def parse_lengths(text: str, environment: ml_collections.ConfigDict) -> Lengths:
     text: component of this module.
     environment: `config.environment`.
   Raises:
-    ValueError: it is unknown, or a run with this configuration has no such dialogues.
+    ValueError: the distribution is unknown, or a run with this configuration has no such dialogues.
   """
   lengths = specs.make("--lengths", sys.modules[__name__], text, Lengths)
   if lengths.max_turns > 1 and not environment.name:

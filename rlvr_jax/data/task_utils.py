@@ -25,7 +25,7 @@ def find_field(fields: Mapping[str, Any], name: str) -> Any:
   """The value of a field, or of one within others: "reward_model.ground_truth", "choices.0".
 
   Raises:
-    KeyError: there is none.
+    KeyError: there is no such field.
   """
   if name in fields:
     return fields[name]

@@ -80,7 +80,7 @@ def divergences(batch: TrainBatch) -> Array:
   """The divergence of each place, f32[P, G, T], nats; 0 where masked.
 
   Raises:
-    ValueError: the batch has none.
+    ValueError: the batch has no divergences.
   """
   if batch.teacher_divergence is None:
     raise ValueError(

@@ -154,7 +154,7 @@ class Exchange:
     """A group and the digest of its draw; None if it was removed meanwhile.
 
     Raises:
-      RecordError: it is damaged, too large, or not of this place.
+      RecordError: the group is damaged, too large, or not of this place.
     """
     name = _group_name(place)
     if listed.size > MAX_GROUP_BYTES:

@@ -111,7 +111,7 @@ class _State:
     self.fingerprints = {v: x for v, x in self.fingerprints.items() if v >= oldest}
 
   def is_due(self, now: float) -> bool:
-    """Whether it is time to say something; then not for some time."""
+    """Whether a message about the wait is due, which it is at most every `SAY_EVERY_S` seconds."""
     if now - self.said_at <= SAY_EVERY_S:
       return False
     self.said_at = now
@@ -335,7 +335,7 @@ class RemoteSampler:
     """The errors of samplers of this term, as text; "" if there are none.
 
     Raises:
-      FleetError: one of them ends the run.
+      FleetError: a sampler's error ends the run.
     """
     found = []
     for name in view.samplers:

@@ -94,7 +94,7 @@ def stop_all(args: argparse.Namespace, shell: Shell) -> None:
   """Stops all runs of this machine.
 
   Raises:
-    LaunchError: one of them goes on.
+    LaunchError: a run does not end.
   """
   base, left = folder_of(""), []
   for path in sorted(base.glob("*/launcher")):

@@ -75,7 +75,7 @@ def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
   Args:
     name: the name of the loss or correction that needs them.
   Raises:
-    ValueError: the batch has none.
+    ValueError: the batch has no proximal log-probabilities.
   """
   if batch.proximal_logprobs is None:
     raise ValueError(

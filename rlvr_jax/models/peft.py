@@ -118,7 +118,7 @@ def load_adapters(
   Raises:
     ValueError: the adapters are for another model, or not of the form W + (α/R)·A·B in every layer,
       or NaN or infinite.
-    FileNotFoundError: one of the two files is missing.
+    FileNotFoundError: adapters or settings are missing.
   """
   system, folder = locate(directory)
   path, weights = (posixpath.join(folder, name) for name in (CONFIG_FILE, WEIGHTS_FILE))

@@ -68,7 +68,7 @@ def cached_attention(
 ) -> Array:
   """softmax(q·kᵀ·scale) v over a slot's prompt, its response, and its staged keys.
 
-  Scores and sums are at least float32. Of keys and values in int8 the products read the 8-bit
+  Scores and sums are at least float32. If keys and values are int8, the products read the 8-bit
   numbers, which every dtype has exactly; scales are factors on scores and on the softmax.
 
   Args:

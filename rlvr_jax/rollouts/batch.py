@@ -84,7 +84,7 @@ def read_batch(path: pathlib.Path) -> TrainBatch:
   """The inverse of `write_batch`.
 
   Raises:
-    DamagedError, FormatError: it is no such file, or damaged.
+    DamagedError, FormatError: the file has another format, or is damaged.
   """
   return train_batch(decode(path.read_bytes())[0])
 

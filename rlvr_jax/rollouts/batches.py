@@ -115,7 +115,7 @@ def read_batch(store: RolloutStore, number: int) -> Batch:
   """A batch of a store.
 
   Raises:
-    TornShardError: it is missing or damaged.
+    TornShardError: the batch is missing or damaged.
   """
   groups, info = store.read(number)
   names = ("draws", "prompts", "tokens", "statistics", "flops", "drawn")

@@ -214,7 +214,7 @@ class _Weights:
   rebuilds: bool = False
 
   def swap(self, version: int, params: Params, *, rebuild: bool) -> None:
-    """Lets a version be the newest."""
+    """Makes a version the newest one, whose weights new rollouts get."""
     self.loaded[version] = params
     self.newest, self.rebuilds = version, rebuild
 

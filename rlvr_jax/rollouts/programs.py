@@ -59,7 +59,7 @@ class Ahead(Generic[Result]):
 
   @property
   def is_idle(self) -> bool:
-    """Whether all that was begun is compiled: then the end of the program waits for nothing."""
+    """Whether all compilations have ended, so that the end of the program need not wait."""
     return all(begun.done() for begun in self._compiled.values())
 
 

@@ -582,7 +582,7 @@ class ThreadSampler:
     """Waits for groups.
 
     Raises:
-      SamplerStoppedError: there was none within the deadline, or the thread has failed.
+      SamplerStoppedError: no group came within the deadline, or the thread has failed.
     """
     raise_if_ending, _ = self._calls
     deadline = time.monotonic() + self._deadline_s

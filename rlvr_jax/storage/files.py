@@ -133,7 +133,7 @@ def open_own(path: pathlib.Path, mode: str, *, buffering: int = -1) -> IO[Any]:
   """Opens a file of a run to write it, which is created if needed; arguments as of `open`.
 
   Raises:
-    OSError: it is a symbolic link, by which another's workdir could reach files of this user.
+    OSError: the file is a symbolic link, by which another's workdir could reach files of this user.
   """
   try:
     return open(

@@ -129,7 +129,7 @@ def of_tokens(
     token_entropy: the token entropy of π at `method.temperature`, nats.
     token_clipped, token_dropped, token_vetoed: bool, whether a bound of the loss took effect, the
       correction left the token out, the veto did; f32 in [0, 1] of a loss whose bound is smooth.
-      Their means are the metrics in `MARKS`. One that the method cannot do is absent.
+      Their means are the metrics in `MARKS`. A mark that the method cannot make is absent.
   """
   logprobs, batch = scores.logprobs, add_taught(batch, scores.taught)
   arrays = {

@@ -178,9 +178,10 @@ class PolicyReader:
     """Restores a policy, and verifies every leaf; with several processes, `verify` does that.
 
     Raises:
-      PolicyGoneError: it is not published any more, was removed meanwhile, or cannot be read now.
-      PolicyDamagedError: it is there, and was damaged for some time.
-      CheckpointError: it is of another network, so that this sampler cannot use it.
+      PolicyGoneError: the policy is not published any more, was removed meanwhile, or cannot be
+        read now.
+      PolicyDamagedError: the policy is there, but was damaged for some time.
+      CheckpointError: the policy has another network, so that this sampler cannot use it.
       UnreachableError: the bucket does not respond.
     """
     began = time.perf_counter()
@@ -214,8 +215,8 @@ class PolicyReader:
     """Verifies every leaf of a restored policy; all processes call it together.
 
     Raises:
-      PolicyGoneError: it was removed meanwhile, or cannot be read now.
-      PolicyDamagedError: it is there, and was damaged for some time.
+      PolicyGoneError: the policy was removed meanwhile, or cannot be read now.
+      PolicyDamagedError: the policy is there, but was damaged for some time.
     """
     try:
       verify_state(self._folder / str(policy.version), params)

@@ -413,8 +413,8 @@ def make_compared(
 ) -> PlacedModel:
   """The model whose log-probabilities the sampler's must equal: the updates', if possible.
 
-  Devices of their own have only the sampler's copy of the parameters. The same forward pass then
-  runs there, in a layout that splits no key/value head.
+  Devices of their own have only the sampler's copy of the parameters. The updates' forward pass
+  then runs on these devices, in a layout that splits no key/value head.
 
   Args:
     sampler, make_model_on: see `make_sampler`.
@@ -446,7 +446,7 @@ def make_network(
     tokenizer: `config.tokenizer`, for messages.
     vocab_size: the vocab size of the tokenizer.
   Raises:
-    ValueError: it has no embedding for some tokens.
+    ValueError: the network has no embedding for some tokens.
   """
   network = model_settings(settings)
   if network.vocab_size < vocab_size and settings.checkpoint:

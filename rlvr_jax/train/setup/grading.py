@@ -355,7 +355,8 @@ def check_first_dialogue(
   Returns:
     What the environment did, for people; "" without a pool.
   Raises:
-    EnvironmentStartError: it failed, and config.grading.outcomes gives failures no reward.
+    EnvironmentStartError: the environment failed, and config.grading.outcomes gives failures no
+      reward.
   """
   if pool is None:
     return ""

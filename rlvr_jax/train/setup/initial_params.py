@@ -167,7 +167,7 @@ def network_identity(config: JsonObject) -> dict[str, JSON]:
   Args:
     config: a run's configuration, as read from its JSON.
   Raises:
-    AttributeError, KeyError, TypeError, ValueError: it is not the configuration of a run.
+    AttributeError, KeyError, TypeError, ValueError: `config` is not the configuration of a run.
   """
   fields = [("model", name) for name in ("preset", "checkpoint")]
   fields += [("lora", name) for name in ("rank", "alpha", "targets")]

@@ -44,7 +44,7 @@ def restore_sources(
     make_sources: (pins: `Source.pin` by name) → the sources with these.
     workdir: the workdir of the run.
   Raises:
-    StoreError: they no longer exist.
+    StoreError: a checkpoint or batch no longer exists.
     WorkdirError: this run began before, and which ones these are is not known any more.
   """
   path = workdir / SOURCES_FILE
