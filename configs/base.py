@@ -41,8 +41,8 @@ def get_config() -> ConfigDict:
     # training, in data sets of a fixed size; drop_everywhere: is also left out of evaluation.
     too_long="error",
   )
-  c.max_prompt_length = 96  # tokens
-  c.max_response_length = 16  # tokens, stop token included
+  c.max_prompt_length = 96  # tokens of a prompt
+  c.max_response_length = 16  # tokens of a response, stop token included
 
   # checkpoint: folder in Hugging Face's layout, local or gs://, with the weights, and with the
   # shape if preset is "". The overrides replace fields of TransformerConfig; with a checkpoint
@@ -78,7 +78,7 @@ def get_config() -> ConfigDict:
   )
 
   c.batch = dict(
-    prompts=32,  # P, per update
+    prompts=32,  # P, prompts per update
     group_size=8,  # G, rollouts per prompt
     # Rollouts are packed into rows of tokens, and rows into micro-batches whose gradients add up.
     # With 0 for both fields, the first batch chooses their values, which the run then keeps.
@@ -90,7 +90,7 @@ def get_config() -> ConfigDict:
   c.schedule = "updates_per_refresh"
   # Seconds that sampling may take without progress; with asynchronous, that a batch may take.
   c.generation_deadline_s = 600.0
-  c.proximal_every = 0  # updates until the proximal policy scores a batch again; 0: only once
+  c.proximal_every = 0  # updates until the proximal policy scores a batch again; 0: never again
   c.sources = dict(  # fractions of a batch's groups; the policy samples the remaining groups
     # The policy at another temperature. recorded: the behavior log-probabilities. sampled: exact;
     # raw: at temperature 1, so that the ratio does not see the temperature.
@@ -106,7 +106,7 @@ def get_config() -> ConfigDict:
   )
   c.overlong = dict(  # responses at the length limit (DAPO)
     buffer=0,  # tokens before the limit over which the reward falls by up to 1; 0: off
-    filter=False,  # responses without a stop token: out of the loss, still in the baseline
+    filter=False,  # whether truncated responses leave the loss; they stay in the baseline
   )
   # How the behavior policy samples. slots: responses sampled at a time, over all devices; 0: all
   # responses of a refresh that memory allows (on a CPU, of a batch). cache: auto, blocks or pages
@@ -121,7 +121,7 @@ def get_config() -> ConfigDict:
   # docs/methods/README.md.
   c.advantage = "grpo"
   c.reweighting = "none"  # none, salt
-  c.gram = "streaming"  # streaming, sketch, per_rollout; "streaming(feature='sampled')"
+  c.gram = "streaming"  # Gram matrix by streaming, sketch, per_rollout
   c.loss = "ppo_clip"
   c.correction = "none"  # for the sampler's mismatch: tis, mis, icepop, opsm, …
   c.aggregation = "token_mean"  # how losses add up: or sequence_mean, sequence_sum, constant
@@ -130,7 +130,7 @@ def get_config() -> ConfigDict:
     scope="suffix",  # suffix, trigger, trigger_and_suffix, response
     threshold=0.01,  # κ, the ratio that triggers the veto
     trigger="below",  # below, above
-    renormalize=False,  # vetoed tokens leave the aggregation's denominator as well
+    renormalize=False,  # whether vetoed tokens leave the aggregation's denominator too
   )
   c.reference = dict(  # KL to the policy before the first update
     kl_coefficient=0.0,
@@ -158,10 +158,10 @@ def get_config() -> ConfigDict:
     reward_weight=1.0,  # weight of the reward's advantages or loss; 0: distillation alone
   )
   c.entropy_bonus = 0.0
-  c.expert_balance = 0.0  # coefficient of the loss that evens the load of a mixture's experts
+  c.expert_balance = 0.0  # coefficient of the loss that evens the load of experts
 
   c.optimizer = "adamw"  # adamw, lion, muon, sgd, or one of optax's such as "optax:adafactor"
-  # learning rate: constant, linear, cosine; warmup is in updates
+  # constant, linear, cosine; warmup is in updates
   c.learning_rate = "constant(peak=3e-4)"
   c.max_gradient_norm = 1.0
   c.max_skipped_in_a_row = 5  # non-finite updates in a row at which the run stops
@@ -191,7 +191,7 @@ def get_config() -> ConfigDict:
   )
   c.warm_start = dict(  # supervised training on the task's demonstrations
     num_steps=200,
-    batch_size=64,  # problems
+    batch_size=64,  # demonstrations
     optimizer="adamw",
     learning_rate="constant(peak=1e-3)",
     max_gradient_norm=1.0,

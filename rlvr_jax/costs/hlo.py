@@ -1,10 +1,10 @@
 """What a compiled program does on every device, counted from the compiler's text of it.
 
 XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as zero. `walk` reads
-the text of the optimized program, of one device, from its entry. The body of a loop counts once for
-each iteration that the compiler states, or else the caller; otherwise once, and the loop is an item
-of its own. A conditional counts as its most expensive branch: the one with the most FLOPs, then the
-most bytes.
+the text of the optimized program, of one device, from its entry. The body of a loop counts as
+often as the loop runs, by the compiler's number or else the caller's. Without a number it counts
+once, and the report lists the loop. A conditional counts as its most expensive branch: the branch
+with the most FLOPs, then the most bytes.
 """
 
 from __future__ import annotations

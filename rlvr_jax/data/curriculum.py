@@ -32,7 +32,7 @@ def curriculum(
   floor: float = 0.05,
   seed: int = 0,
 ) -> Task:
-  """Samples problems that the policy sometimes solves more often than those always or never solved.
+  """Samples problems that are sometimes solved more often than problems always or never solved.
 
   A cell is a problem, or a part (a level, for instance) with all of its problems. Every cell has an
   estimate p of its solve rate, which begins at `first`. A group of rollouts with the solve rate s

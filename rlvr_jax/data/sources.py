@@ -64,7 +64,7 @@ class Chosen(_Indexed):
     Args:
       read: index in the larger source → problem.
       indices: i64[n], of the chosen problems in `read`, in order.
-      keys: U16[n], `question_key` of each.
+      keys: U16[n], `question_key` of each problem's question.
     """
     self._read, self._indices, self._keys = read, indices, keys
 

@@ -224,7 +224,7 @@ def encode_first_turn(
   """The tokens of the prompt that a policy is asked first, one at least.
 
   Args:
-    problem: whose question it is.
+    problem: the problem, whose question is the prompt.
     tokenizer: `encode_prompt` and `encode_messages` are used.
     max_prompt_length: S, in tokens.
     first_messages: the first messages of an environment that asks in its own words, in place of the
@@ -249,7 +249,7 @@ def check_prompt(
   Args:
     problem: the problem whose question is the prompt.
     length: tokens in the prompt.
-    max_prompt_length: S, in tokens.
+    max_prompt_length: S, the most tokens of a prompt.
     where: names the problem in the message if it has no file and line of its own.
     begins: beginnings of the environment's first message, which is sampled from in place of the
       question.

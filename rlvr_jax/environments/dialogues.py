@@ -40,7 +40,7 @@ class EnvironmentStartError(StartError):
 
 
 class Environments:
-  """The program of a worker: the environments of its dialogues. See `workers.worker.Program`.
+  """A worker process's `workers.worker.Program`: it keeps the environments of the dialogues.
 
   Makes the environment once at the start, so that a mistake ends the worker's start.
   """

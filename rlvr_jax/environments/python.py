@@ -17,8 +17,8 @@ _NO_OUTPUT = "[no output]"
 def extract_program(text: str) -> str | None:
   """Extracts the last fenced block of Python, after any "</think>"; None if there is none.
 
-  An unclosed block extends to the end, for a stop string that ends it. There is no program in a
-  "<think>" that is never closed.
+  An unclosed block extends to the end of the text, since a stop string may have cut its fence.
+  There is no program in a "<think>" that is never closed.
   """
   _, closing, answer = text.rpartition("</think>")
   if not closing and answer.lstrip().startswith("<think>"):

@@ -7,8 +7,8 @@
   samplers/NAME    a counter, and what the sampler does; nothing else is overwritten
   ends/E           the trainer has all its batches
 
-All but groups are a line of JSON with a checksum. What is read may be of any author: names that do
-not have these forms are not seen, and contents are checked here. Nothing is unpickled.
+All but groups are a line of JSON with a checksum. Anybody may have written the files: names
+of another form are ignored, and contents are checked here. Nothing is unpickled.
 """
 
 from __future__ import annotations

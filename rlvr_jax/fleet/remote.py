@@ -90,7 +90,7 @@ class _State:
     return [*self.complete, *self.withdrawn]
 
   def begin(self, number: int, found: _Open | None) -> None:
-    """Notes a draw; None: nothing of it is missing."""
+    """Notes a draw, or None if no group of it is missing."""
     self.next_draw = number + 1
     if found is not None:
       self.open[number] = found

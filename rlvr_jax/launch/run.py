@@ -22,7 +22,7 @@ class Run(NamedTuple):
 
   @property
   def is_sweep(self) -> bool:
-    """Whether it is a sweep, whose one process starts a process for each of its runs."""
+    """Whether the program is a sweep, whose one process starts a process for each run."""
     return parse_flags(self.flags).get("mode") == "sweep"
 
   def command(self, python: str, *place: str) -> list[str]:

@@ -110,7 +110,7 @@ def convert(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -
 
 
 def local_folder(directory: str | os.PathLike[str]) -> str:
-  """The path of a local folder; ValueError if it is another's."""
+  """The path of a local folder; raises ValueError for a path on another file system."""
   system, target = locate(directory)
   if not isinstance(system, LocalFileSystem):
     raise ValueError(f"{directory} is not a local folder; convert to one, and copy that")

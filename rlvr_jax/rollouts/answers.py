@@ -84,8 +84,8 @@ class AnswerCounts:
   Attributes:
     replies: turns that an environment has answered.
     reply_waits_s: seconds from the end of a turn until its answer was taken, over all replies.
-    environment_wait_seconds: in which the sampler waited for replies.
-    grade_seconds: in which it waited for grades, with nothing to decode.
+    environment_wait_seconds: seconds in which the sampler waited for replies.
+    grade_seconds: seconds in which it waited for grades, with nothing to decode.
     dropped_tokens: sampled behind a stop string.
   """
 

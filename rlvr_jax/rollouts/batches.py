@@ -146,7 +146,7 @@ class BatchSettings:
     max_draws: the most draws of problems for a batch, with dynamic sampling; 0: without.
     waits_for_all: whether all batches that have begun are sampled before the next update: then a
       checkpoint has no batch of an older policy in progress, and a resumed run repeats this one.
-    repeats: the run that is sampled again; None: none.
+    repeats: the recorded run that this run repeats; None: no run.
     how_drawn: what a later run needs to repeat draws that depend on the clock, as a `Drawn` without
       its draw, problems and version; {}: nothing does.
     about: JSON values about the run, for runs that use its store.

@@ -89,7 +89,7 @@ class Dialogues:
 
   @property
   def pool(self) -> EnvironmentPool:
-    """The processes of environments, of the first process of a run."""
+    """The pool of environment processes; only the first process of a run has it."""
     if self._pool is None:
       raise RuntimeError("only the first process of a run has environments")
     return self._pool

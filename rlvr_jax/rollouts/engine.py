@@ -313,7 +313,7 @@ class _Queue:
     return pending, left
 
   def put_back(self) -> None:
-    """Puts back rollouts that were prefilled with other weights than will sample them."""
+    """Puts back rollouts that were prefilled with other weights than those that will sample."""
     is_stale = lambda of: self._weights.version(of.run.rollout) != of.run.version
     stale = [of for of in self.prefilled if is_stale(of)]
     if not stale:
@@ -460,7 +460,7 @@ class Engine:
     self._queue.put_back()
 
   def release(self, before: int) -> None:
-    """Lets the weights of all versions before this one go; no plan names them any more."""
+    """Releases the weights of all earlier versions, which no plan names any more."""
     for version in [version for version in self._weights.loaded if version < before]:
       del self._weights.loaded[version]
 

@@ -75,7 +75,7 @@ class Sampler(Protocol):
   """Samples and grades groups: in this thread, in another one, or in other programs."""
 
   def offer(self, policy: Policy) -> None:
-    """Gives newer weights; draws wanted from now on are sampled by these or newer ones."""
+    """Gives newer weights; draws wanted from now on are sampled with these or later weights."""
     ...
 
   def want(self, draw: Draw, indices: Collection[int]) -> None:
@@ -243,7 +243,7 @@ def empty(name: str, group: Group, like: Group) -> np.ndarray:
 
 
 class DamagedError(ValueError):
-  """Bytes that are not a file of groups as it was written."""
+  """A file of groups does not have the bytes that were written."""
 
 
 class FormatError(ValueError):

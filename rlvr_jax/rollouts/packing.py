@@ -48,7 +48,7 @@ class RowLayout(NamedTuple):
     return self.rows_per_device * self.length
 
   def count_places(self, micro_batches: int, short: int) -> int:
-    """Places that an update computes in so many micro-batches, some of them of short rows."""
+    """Places that an update computes in a number of micro-batches, some with short rows."""
     lengths = (micro_batches - short) * self.length + short * short_row(self.length)
     return self.devices * self.rows_per_device * lengths
 
@@ -81,7 +81,7 @@ def row_layout(
   tokens_per_micro_batch: int,
   has_short_rows: bool = False,
 ) -> RowLayout:
-  """The layout with room for every batch of these sizes.
+  """The row layout with room for every batch of these sizes.
 
   Args:
     length: places of a row, at least `min_row_length`.
@@ -158,7 +158,7 @@ def _rows_per_group(group_size: int, free: int, rollout: int) -> int:
 
 
 def min_row_length(max_prompt_length: int, max_response_length: int, *, alignment: int) -> int:
-  """Places that the longest prompt and one of its longest rollouts take."""
+  """Places in a row that the longest prompt and one of its longest rollouts take."""
   return _round_up(max_prompt_length - 1, alignment) + _round_up(max_response_length, alignment)
 
 

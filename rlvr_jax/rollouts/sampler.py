@@ -131,7 +131,7 @@ class _Lane:
   """What one source has to sample.
 
   Attributes:
-    source: whose weights.
+    source: name of the source whose weights to load.
     engine: decodes.
     requests: in order.
     prepared: what was wanted with the group that was begun last.
@@ -539,7 +539,7 @@ class _Inbox(NamedTuple):
 
 
 class ThreadSampler:
-  """A sampler that works in a thread of its own, while the trainer does."""
+  """A sampler that works in its own thread, while the trainer works."""
 
   def __init__(
     self,

@@ -32,7 +32,7 @@ EncodedVersions: TypeAlias = list[int] | list[list[list[int]]]  # see `encode_ve
 
 
 class Drawn(NamedTuple):
-  """How a draw of prompts was made and sampled, as far as it is not in its batch; JSON."""
+  """How a draw of prompts was made and sampled, as JSON: what the draw's batch does not say."""
 
   draw: int  # its number
   problems: dict[str, JSON]  # state of the problems' order before it
@@ -200,7 +200,7 @@ class Schedule(NamedTuple):
     """The oldest version with which a batch may begin.
 
     Args:
-      batch: its number.
+      batch: number of the batch.
       update: before which it has begun; None: update `batch` trains on it.
     """
     last = batch if update is None else update

@@ -310,7 +310,7 @@ def read_lines(path: pathlib.Path) -> list[bytes]:
 
 
 def replace_lines(path: pathlib.Path, lines: Sequence[bytes]) -> None:
-  """Replaces the lines of a file atomically; does not write if it has these already."""
+  """Replaces the lines of a file atomically; does not write if the lines are the same."""
   if not path.exists() or read_lines(path) != list(lines):
     with replace_file(path) as file:
       file.writelines(lines)

@@ -189,7 +189,7 @@ def _size_and_time(path: pathlib.Path) -> tuple[int, int]:
 
 
 def open_bucket(folder: pathlib.Path, workdir: Workdir | None = None) -> Bucket | None:
-  """The objects of a folder; None if it is on a disk.
+  """The bucket that holds a folder; None if the folder is on a disk.
 
   Args:
     folder: the result of `parse_path`.

@@ -198,7 +198,7 @@ def how_drawn(sources: Sources, new_weights: str) -> JsonObject:
 
 
 def in_a_thread(run: Run, deadline_s: float) -> Run:
-  """The run, whose sampler works in a thread of its own.
+  """The same run with a sampler that works in its own thread.
 
   Args:
     run: with the sampler of this program.

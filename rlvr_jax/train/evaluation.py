@@ -46,7 +46,7 @@ class Evaluation:
     return f"eval/pass@{self.settings.ks[0]}"
 
   def is_due(self, step: int, num_updates: int) -> bool:
-    """Whether a run of so many updates is evaluated after this one."""
+    """Whether a run of `num_updates` updates is evaluated after this update."""
     return step == num_updates or step % self.settings.every == 0
 
   def measure(self, params: Params, step: int) -> Evaluated:

@@ -82,7 +82,8 @@ def count_draws(logprobs: Array, masses: tuple[Array, ...], counted: Array) -> D
 def draw_z(draws: Draws) -> Array:
   """f32[], the largest |drawn − expected|/√variance of a bin with a variance of 5 or more; or 0.
 
-  Draws are independent given what stands before them, so that it is about a normal deviate's.
+  Draws are independent given the tokens before them, so without a bug each bin's term is about the
+  absolute value of a standard normal variable.
   """
   z = jnp.abs(draws.drawn - draws.expected) / jnp.sqrt(jnp.maximum(draws.variance, 1e-30))
   return jnp.max(jnp.where(draws.variance >= 5, z, 0.0))

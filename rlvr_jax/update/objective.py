@@ -184,7 +184,7 @@ def policy_forward(
   """Runs one forward pass over one micro-batch.
 
   Args:
-    micro_batch: its index; a batch that is not packed is one micro-batch.
+    micro_batch: index of the micro-batch; a batch that is not packed is one micro-batch.
     sampling: the distribution; None: π, the policy's at `method.temperature`.
     masses: whether to compute the masses of bins of probability.
     squares: whether to compute the sums of squared probabilities.

@@ -81,7 +81,7 @@ def _hash(text: str) -> str:
 
 
 def page_ends(names: Sequence[str], *, served: bool) -> tuple[str, str]:
-  """The page of the runs with these names, before its data and after them.
+  """The parts of a page before and after its data, for runs with these names.
 
   Its policy lets a browser run only the page's own script and style, and load nothing; of a served
   page, data from the same server.

@@ -139,7 +139,7 @@ class WorkerProcess:
     return self._child.process.poll() is None
 
   def has_room(self, share: int) -> bool:
-    """Whether the worker should get one more request; it takes `share`, beside those that wait."""
+    """Whether the worker should get one more request; it takes `share` beside its waiting ones."""
     num_sent = len(self._sent_bytes)
     if not self.is_ready or num_sent == _MAX_SENT:
       return False
@@ -285,7 +285,7 @@ class _Pending(NamedTuple):
 
 
 class Session:
-  """Requests that one process answers, in order, and how far it is with them.
+  """Requests that one process answers in order, and which request it has reached.
 
   If the process ends, another one repeats the session: each reply has to be the same.
 
@@ -427,7 +427,7 @@ class Clock:
 
 
 def check_variables(variables: Mapping[str, str], name: str) -> None:
-  """Raises ValueError unless these can be variables of a process; `name` is theirs in messages."""
+  """Raises ValueError unless these are valid environment variables. `name` is in messages."""
   for key, value in variables.items():
     are_texts = isinstance(key, str) and isinstance(value, str)
     if not are_texts or not key or "=" in key or "\0" in key + value:

@@ -234,7 +234,7 @@ def silence_all_but_first() -> Iterator[None]:
 
 
 def leave(failure: str = "") -> None:
-  """Announces the end of this process to the others, which end too if it is a failure."""
+  """Announces the end of this process to the other processes, which end too after a failure."""
   _left.set()
   _channel.leave(failure)
 

@@ -125,7 +125,7 @@ class PolicyPublisher:
     return [*self._published.values()]
 
   def failure(self) -> str:
-    """Why the last policy could not be published; "" if it is, or may still be."""
+    """Why the last policy could not be published; "" if it was, or is still being published."""
     try:
       self._checkpointer.check()
     except (CheckpointError, DiskFullError) as error:

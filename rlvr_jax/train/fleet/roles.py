@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 
 class FleetSampler:
-  """The samplers of a fleet, as all processes of a trainer see them; the first one meets them."""
+  """A fleet as the sampler of all processes of a trainer; the first process exchanges the files."""
 
   def __init__(
     self,

@@ -71,7 +71,7 @@ class Policies:
     return policy
 
   def load(self, source: Source, policy: Policy) -> Params:
-    """The weights of a source under a policy, as its engine takes them."""
+    """A source's weights under a policy, in the form that the source's engine takes."""
     self._use(policy)
     return source.programs.load(*source.params_of(policy.params, self.frozen))
 

@@ -1,6 +1,6 @@
 """Behavior log-probabilities at temperature 1, as some inference servers record them.
 
-A deliberate violation for experiments: the ratio to them does not see the temperature of sampling.
+A deliberate error for experiments: ratios to these values ignore the temperature of sampling.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def replace_with_raw(
     params, frozen: parameters of the policy that sampled the groups, on the devices that generate.
     sources, placement: sources and placement of the run.
     replays_routes: see `Method`.
-    logprobs_at_temperature_1: that function of `Programs`.
+    logprobs_at_temperature_1: the function of this name in `Programs`.
   Returns:
     (the groups, metrics of the differences by source).
   """

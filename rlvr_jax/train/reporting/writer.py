@@ -169,8 +169,8 @@ def open_writer(
 
   Args:
     workdir: created if needed.
-    last_step: the last one whose records are kept; `BEFORE_FIRST_STEP`: those of the warm start;
-      None: none.
+    last_step: the last step whose records are kept; `BEFORE_FIRST_STEP`: only the warm start's
+      records are kept; None: no record is.
     written: what `MetricWriter.written` returned when the checkpoint of that step was saved.
     trackers: get a copy of every number.
     publish: see `MetricWriter`.

@@ -147,9 +147,9 @@ def check_compiler_options(field: str, options: Options | None, mesh: Mesh) -> N
   """Raises ValueError if the compiler for the devices of a mesh does not accept the options.
 
   Args:
-    field: its name, for messages.
+    field: name of the field, for messages.
     options: to try; None needs no trial.
-    mesh: whose first device is compiled for. One without devices is not checked.
+    mesh: the mesh whose first device is compiled for. One without devices is not checked.
   """
   if options is None or not isinstance(mesh, Mesh):
     return

@@ -391,7 +391,7 @@ def overrides(name: str, argv: Sequence[str]) -> dict[str, object]:
 
 
 def recipe_path(argv: Sequence[str]) -> str:
-  """The configuration file that a command line names, as it has it."""
+  """The configuration file as a command line names it."""
   return _file_flag(argv).partition("=")[2]
 
 

@@ -250,7 +250,7 @@ def _graders_of(grader: str, sources: Sequence[ProblemSource]) -> list[str]:
 
 
 def named_graders(grader: str, reference: Mapping[str, Any]) -> list[str]:
-  """The graders that `grader` reads from a reference; of any other grader it is a line as it is."""
+  """The graders that a reference names, if `grader` reads them there."""
   if grader not in (BY_REFERENCE, WEIGHTED):
     return []
   parts = [reference] if grader == BY_REFERENCE else reference["parts"]
