@@ -68,7 +68,7 @@ def load_metrics(load: Load) -> Metrics:
 
 
 def largest_loads(load: Load, layers: Sequence[int]) -> dict[str, Array]:
-  """The metric `routing/largest_load` of each layer with these numbers, f32[] by name."""
+  """The metrics `routing/largest_load_layer_K`, f32[] by name, of the layers numbered K."""
   of_layer = [ExpertChoices(choices[None], "largest") for choices in load.choices]
   return {
     f"routing/largest_load_layer_{layer}": value(choices)

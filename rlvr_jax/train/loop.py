@@ -46,7 +46,7 @@ class RunState(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """What a run does when."""
+  """The schedule of a run: when it evaluates, saves and ends."""
 
   num_updates: int
   schedule: Schedule

@@ -210,7 +210,7 @@ def on_padding(filled: float, update: int, batch: ml_collections.ConfigDict) -> 
   """Says that most positions of an update are padding.
 
   Args:
-    filled: share of the positions that are not.
+    filled: share of the computed places that hold a token.
     update: number of the update.
     batch: `config.batch`.
   """
