@@ -37,8 +37,9 @@ def get_config() -> ConfigDict:
     format="plain",  # plain; chat: through the tokenizer's chat template
     system="",  # system message of the chat format
     template="",  # file with a Jinja chat template, in place of the tokenizer's
-    # What a prompt above max_prompt_length does. error: ends the start; drop: is left out of
-    # training, in data sets of a fixed size; drop_everywhere: is also left out of evaluation.
+    tools="",  # file with the JSON schemas of tools that the template shows, or "python"
+    # error; drop: leave out training problems with a longer prompt, in data sets of a fixed size;
+    # drop_everywhere: leave out such held-out problems too
     too_long="error",
   )
   c.max_prompt_length = 96  # tokens of a prompt

@@ -5,7 +5,7 @@ that all tokens share, and states instead of keys in three layers of four. **ope
 besides, no paper states a recipe for this model.
 
   python -m rlvr_jax.main --distributed \\
-    --config=configs/full_size/gspo_qwen35_35b_a3b.py \\
+    --config=configs/full_size/gspo_qwen35_35b_a3b.py:v5p:2x4x4 \\
     --workdir=/mnt/rlvr_jax/runs/qwen35_moe \\
     --config.model.checkpoint=gs://BUCKET/Qwen3.5-35B-A3B \\
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
@@ -16,10 +16,18 @@ Two key/value heads: `generation_mesh.tensor` is 2 at most. Card: docs/methods/g
 
 from ml_collections import ConfigDict
 
-from rlvr_jax.configs.full_size import gspo_qwen3_30b_a3b
+from rlvr_jax.configs.full_size import base, gspo_qwen3_30b_a3b
+
+SLICES = {  # those of gspo_qwen3_30b_a3b, with heads that two chips can share; not searched for
+  "v5p:2x4x4": {
+    **gspo_qwen3_30b_a3b.SLICES["v5p:2x4x4"],
+    "generation_mesh.data": 16,
+    "generation_mesh.tensor": 2,
+  },
+}
 
 
-def get_config() -> ConfigDict:
+def get_config(topology: str = "") -> ConfigDict:
   c = gspo_qwen3_30b_a3b.get_config()
   c.model.preset = "qwen3.5_35b_a3b"
-  return c
+  return base.set_for_slice(c, SLICES, topology)

@@ -14,7 +14,7 @@ from rlvr_jax.launch.run import Run, parse_flags
 from rlvr_jax.launch.shell import LaunchError
 from rlvr_jax.launch.slices import Machines
 
-EXTRAS = "tpu,hf,gcs,math,reasoning_gym"  # of setup.py; installed on TPU machines
+EXTRAS = "tpu,hf,gcs,math,reasoning-gym"  # of setup.py; installed on TPU machines
 SHARED = "/mnt/rlvr_jax"  # mount point of a file system that all hosts share
 
 

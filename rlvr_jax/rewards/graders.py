@@ -116,7 +116,7 @@ def _load_reasoning_gym_scorer(dataset: str, settings: str) -> Callable[[str, di
     from reasoning_gym.factory import create_dataset
   except ImportError as error:
     raise ImportError(
-      f'the grader reasoning_gym needs {error.name}: pip install "rlvr_jax[reasoning_gym]"'
+      f'the grader reasoning_gym needs {error.name}: pip install "rlvr_jax[reasoning-gym]"'
     ) from error
   return create_dataset(dataset, **json.loads(settings)).score_answer
 

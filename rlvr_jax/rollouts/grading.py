@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlvr_jax.data import Problem, Tokenizer
+from rlvr_jax.data.tokenizer import Message
 from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
 from rlvr_jax.rewards.outcome import (
   DIALOGUE_OUTCOMES,
@@ -97,6 +98,7 @@ class Grading:
     version: int,
     arrays: Mapping[str, np.ndarray],
     grades: Sequence[Grade],
+    first_messages: Sequence[Message] | None = None,
   ) -> list[JsonObject]:
     """A human-readable record of every rollout; rewards are None for a rollout without a grade.
 
@@ -105,9 +107,13 @@ class Grading:
       version: the version of the oldest policy that has sampled it.
       arrays: the result of `arrays`.
       grades: the grades of the rollouts.
+      first_messages: messages of an environment that asks in its own words, if any.
     """
     rewards, valid, *_ = rewards_from_grades(grades, self.outcome_policy)
-    found, more = [], self.more_of(problem)
+    found: list[JsonObject] = []
+    more: JsonObject = {**self.more_of(problem)}
+    if asked := first_messages or problem.messages:
+      more["messages"] = [dict(message) for message in asked]
     for g, grade in enumerate(grades):
       length = arrays["lengths"][g]
       reward = float(rewards[g]) if valid[g] else None

@@ -455,7 +455,11 @@ class LocalSampler:
     of_tokens = {v for rollout in rollouts for v in np.unique(rollout.arrays["versions"]).tolist()}
     versions = sorted(of_tokens - {NOT_SAMPLED})
     samples = self._grading.samples(
-      begun.asked.problem, min(versions, default=NOT_SAMPLED), arrays, grades
+      begun.asked.problem,
+      min(versions, default=NOT_SAMPLED),
+      arrays,
+      grades,
+      begun.asked.beginning.messages,
     )
     fingerprints = {version: self._policies[version].fingerprint() for version in versions}
     return Group(draw.number, index, draw.sources[index], fingerprints, arrays, samples, {})

@@ -52,7 +52,7 @@ _WARNING = "warning: "
 _REPEATS = 0.12  # a text that compresses to less than this share of its bytes repeats itself
 _LONG = 200  # characters from which on a text may be called repetitive
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_SHARED = ("prompt", "answer", "tokens")  # fields of samples that groups or arrays have
+_SHARED = ("prompt", "messages", "answer", "tokens")  # fields of samples that groups or arrays have
 _ODD = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ue000-\uf8ff\ufffd]")
 _MOST_BYTES = 4  # of a character in UTF-8
 _FIELD = re.compile(r"(-?\d+)(?::(-?\d+))?")
@@ -285,7 +285,8 @@ def read_batch(run: Run, number: int) -> Part:
     ratio, proximal f16[N]: log of the policy over β, and over the proximal policy;  entropy f16[N]
     clipped, dropped, vetoed f16[N], in [0, 1]: by the loss, the correction, the veto
 
-  They stand for the header's update "measured", the last one of "updates" that was measured.
+  They stand for the header's update "measured", the last one of "updates" that was measured;
+  "unread" says why that measurement cannot be read.
 
   Raises:
     TornShardError, StoreError: the batch is missing or cannot be read.
@@ -319,10 +320,14 @@ def read_batch(run: Run, number: int) -> Part:
     of_tokens["expert"] = np.stack([arrays["routes"][..., n, 0][within] for n in layers])
   of_tokens |= _advantages(run, groups, within)
   if measured := measured_updates(run).get(number):
-    with contextlib.suppress(DamagedFileError):
+    try:
       of_tokens |= _measured(run.folder, measured - 1, arrays["mask"], within)
       header["measured"] = measured
+    except DamagedFileError as error:
+      header["unread"] = str(error)
   header |= _records(groups, of_tokens, lengths, info.get("sources", []))
+  for group, record in zip(groups, header["groups"], strict=True):
+    record |= _as_chat(run, group)
   if "rewards_by_name" in arrays:
     names = ["main grader", *(grader for grader, _ in run.config["grading"]["extra"])]
     rows = arrays["rewards_by_name"].reshape(P * G, -1).tolist()
@@ -360,6 +365,26 @@ def _records(
     )
     first = last
   return {"groups": records, "samples": samples}
+
+
+def _as_chat(run: Run, group: Group) -> JsonObject:
+  """The "messages" of a prompt with their roles, and the prompt "as_read" by the policy.
+
+  {} if it was no chat. Without a tokenizer, or stored tokens, only the messages.
+  """
+  prompts = run.config.get("prompts", {})
+  first = group.samples[0]
+  messages = first.get("messages", [{"role": "user", "content": first["prompt"]}])
+  if prompts.get("format") != "chat":
+    return {"messages": messages} if "messages" in first else {}
+  if prompts.get("system"):
+    messages = [{"role": "system", "content": prompts["system"]}, *messages]
+  found: JsonObject = {"messages": messages}
+  if run.tokenizer is not None and "prompts.tokens" in group.arrays:
+    length = int(group.arrays["prompts.lengths"])
+    ids = group.arrays["prompts.tokens"][-length:].tolist()
+    found["as_read"] = run.tokenizer.decode(ids, with_special=True)
+  return found
 
 
 def _token_arrays(

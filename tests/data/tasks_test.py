@@ -353,7 +353,7 @@ def test_reasoning_gym_is_an_extra(monkeypatch):
   monkeypatch.delitem(sys.modules, "reasoning_gym.factory", raising=False)
   graders._load_reasoning_gym_scorer.cache_clear()
   for kind, call in (("task", _reasoning_gym), ("grader", graders.reasoning_gym_self_test)):
-    told = rf'the {kind} reasoning_gym needs .*: pip install "rlvr_jax\[reasoning_gym\]"$'
+    told = rf'the {kind} reasoning_gym needs .*: pip install "rlvr_jax\[reasoning-gym\]"$'
     with pytest.raises(ImportError, match=told):
       call()
 

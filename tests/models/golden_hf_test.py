@@ -64,7 +64,14 @@ def test_logits_of_a_prompt_and_its_response_equal_the_published_models(case):
     _close(logits, expected["logits"][:, split - 1 :])
 
 
-@pytest.mark.parametrize("case", _MIXTURES, ids=lambda folder: folder.name, indirect=True)
+@pytest.mark.parametrize(
+  "case",
+  [
+    pytest.param(f, id=f.name, marks=() if f.name == "mixtral" else pytest.mark.slow)
+    for f in _MIXTURES
+  ],
+  indirect=True,
+)
 def test_every_place_has_the_published_models_experts(case):
   """In a forward pass, in prefill and in decoding; at padding there are none."""
   model, params, expected = case
