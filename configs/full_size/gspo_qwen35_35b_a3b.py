@@ -16,18 +16,14 @@ Two key/value heads: `generation_mesh.tensor` is 2 at most. Card: docs/methods/g
 
 from ml_collections import ConfigDict
 
-from rlvr_jax.configs.full_size import base, gspo_qwen3_30b_a3b
+from rlvr_jax.configs.full_size import gspo_qwen3_30b_a3b
 
-SLICES = {  # those of gspo_qwen3_30b_a3b, with heads that two chips can share; not searched for
-  "v5p:2x4x4": {
-    **gspo_qwen3_30b_a3b.SLICES["v5p:2x4x4"],
-    "generation_mesh.data": 16,
-    "generation_mesh.tensor": 2,
-  },
-}
+SLICES = gspo_qwen3_30b_a3b.SLICES  # but for generation's mesh; not searched for
 
 
 def get_config(topology: str = "") -> ConfigDict:
-  c = gspo_qwen3_30b_a3b.get_config()
+  c = gspo_qwen3_30b_a3b.get_config(topology)
   c.model.preset = "qwen3.5_35b_a3b"
-  return base.set_for_slice(c, SLICES, topology)
+  if topology:
+    c.generation_mesh.data, c.generation_mesh.tensor = 16, 2
+  return c
