@@ -155,7 +155,7 @@ def find_called(
   Args:
     owner: start of messages.
     package: as in `make`.
-    spec: from `parse`.
+    spec: the result of `parse`.
     of_run: names of the parameters that the run sets.
     kind: class of what it should return, for messages.
   Raises:

@@ -160,7 +160,7 @@ def plot_correct(axes: Any, rollouts: Iterable[Rollout], name: str, least: int =
 
   Args:
     axes: axes of matplotlib.
-    rollouts: from `load`.
+    rollouts: the result of `load`.
     name: field with integers, such as "length" or "age".
     least: values with fewer rollouts are omitted.
   """

@@ -47,7 +47,7 @@ _UNKNOWN_CYCLES = 2.0**62  # newer compilers write the largest integer if there 
 
 
 class CostsError(ValueError):
-  """What a program costs cannot be said."""
+  """The cost of a program cannot be determined."""
 
 
 class Item(NamedTuple):
@@ -164,7 +164,7 @@ class Instruction(NamedTuple):
 
   @property
   def target(self) -> str:
-    """What a custom call calls."""
+    """The target of a custom call."""
     return self.attribute(r'custom_call_target="([^"]*)"')
 
 
@@ -278,7 +278,7 @@ class _Program:
         yield self._item(computation, i, times, here)
 
   def loops_within(self, computation: str) -> Iterator[LoopLength]:
-    """Yields the loops of a computation, each before those of its body."""
+    """Yields the loops of a computation, each before the loops within its body."""
     for i in self.computations[computation].values():
       if i.opcode == "while":
         yield LoopLength(self._length(computation, i), bool(i.attribute(_TRIP_COUNT)))

@@ -23,7 +23,7 @@ _TO_HOST = re.compile(r"DeviceToHost|Outfeed|HostSend|HostExecute")
 
 
 class Body(NamedTuple):
-  """What one iteration of a loop, or the program itself, launches; inner loops left out."""
+  """The launches of one iteration of a loop, or of the program itself, without inner loops."""
 
   depth: int  # 0: the program itself
   kernels: int  # kernels, copies and products of libraries, in command buffers or not
@@ -40,7 +40,7 @@ def read_launches(text: str, loops: Sequence[LoopLength]) -> list[Body]:
 
   Args:
     text: XLA's dump of the thunks, "thunk_sequence_after_thunk_passes".
-    loops: from `hlo.find_loops`, in the same order.
+    loops: the result of `hlo.find_loops`, in the same order.
   Raises:
     ValueError: the program has another number of loops.
   """

@@ -92,7 +92,7 @@ not tuned, for which the device is needed: where a run tunes them, its kernels m
 
 
 class Counts(NamedTuple):
-  """What is known of a run's programs before they are compiled."""
+  """Counts of a run's programs that are known before compilation."""
 
   useful_flops: Mapping[str, float] = {}  # per chip, by program
   kernels: Mapping[str, KernelCost] = {}  # by pattern of the name
@@ -114,7 +114,7 @@ def count(
   Args:
     batch: lengths of an update's batch.
     packed: the same, from `workload.pack_workload`.
-    network, placement, engine: the run's.
+    network, placement, engine: network, placement and engine of the run.
   """
   tensor = placement.mesh.shape["tensor"]
   kernels = attention_kernel_costs(network, packed, tensor) | EXPERT_KERNEL_COSTS
@@ -155,7 +155,7 @@ def loop_lengths(
 ) -> dict[str, int]:
   """Iterations of loops that end as the data say, by pattern of their name, in the mean.
 
-  Those of the Gram matrix over rollouts and tiles, and of dialogues those of the head over the
+  Loops of the Gram matrix over rollouts and tiles, and in dialogues loops of the head over the
   policy's tokens.
   """
   P, G, T = packed.places.shape
@@ -186,7 +186,7 @@ def attention_kernel_costs(
   its rows and the layers, or one token of every slot.
 
   Args:
-    network: network of the policy.
+    network: the network of the policy.
     packed: a batch of NumPy arrays.
     tensor: devices that share the heads.
   """
@@ -260,9 +260,9 @@ def program_cost(
   """The costs of a program that is compiled for a slice; None if it does not fit into memory.
 
   Args:
-    name, lower: of `programs.program_lowerings`.
+    name, lower: an item of `programs.program_lowerings`.
     topology: kind and shape of the slice, such as "v5p:2x2x4".
-    counts: from `count`.
+    counts: the result of `count`.
   Raises:
     CostsError: the program was not understood.
   """

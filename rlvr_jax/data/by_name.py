@@ -17,7 +17,7 @@ def make_tokenizer(name: str, prompts: Mapping[str, str], checkpoint: str) -> To
     prompts: `config.prompts`.
     checkpoint: `config.model.checkpoint`.
   Raises:
-    ValueError: it does not exist, or has no chat template although one is needed.
+    ValueError: the tokenizer does not exist, or has no chat template although one is needed.
   """
   check_choice("config.prompts", "format", prompts["format"], ("plain", "chat"))
   if name == "bytes":

@@ -47,7 +47,7 @@ class _Frame(NamedTuple):
 
 
 class ChatTurns:
-  """Encodes what follows a policy's turn in a dialogue of a chat template."""
+  """Encodes the text that follows a policy's turn in a dialogue with a chat template."""
 
   def __init__(
     self,
@@ -60,7 +60,7 @@ class ChatTurns:
     """Learns nothing yet: `learn` does, for a role.
 
     Args:
-      tokenizer: tokenizer of transformers, with a chat template.
+      tokenizer: the tokenizer of transformers, with a chat template.
       apply_template: its `apply_chat_template`, with an error that names the folder.
       control_tokens: text that the template writes → pattern of all control tokens, the text's too.
       end_of_turn_id: what the template writes after an assistant's message; None if no token.
@@ -79,7 +79,7 @@ class ChatTurns:
     The role follows, and is followed by, itself and each role known so far.
 
     Args:
-      role: role of the replies, such as "user" or "tool".
+      role: the role of the replies, such as "user" or "tool".
       prompt: messages before the first policy turn.
     Raises:
       ValueError: the template rejects the role, or is not append-only.

@@ -110,7 +110,7 @@ class CurriculumDraws:
   """Batches of a curriculum's problems, and the estimates by which they are sampled."""
 
   def __init__(self, source: Curriculum, *, batch_size: int, seed: int):
-    """Initializes the draws; the arguments are those of `problem_batches`.
+    """Initializes the draws; arguments as in `problem_batches`.
 
     Raises:
       ValueError: there are fewer problems than a batch takes.
@@ -134,8 +134,8 @@ class CurriculumDraws:
   def draw(self, draw: int, version: int) -> list[Problem]:
     """Samples a draw, see `Draws`.
 
-    Observations of earlier versions update the estimates first. Those of the same version do not,
-    so that a draw does not depend on the progress of grading.
+    Observations of earlier versions update the estimates first. Observations of the same version do
+    not, so that a draw does not depend on the progress of grading.
     """
     for _, cells, rates in (entry for entry in self._observed if entry[0] < version):
       for cell, rate in zip(cells, rates, strict=True):

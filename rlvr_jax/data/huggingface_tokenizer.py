@@ -153,7 +153,7 @@ class HuggingFaceTokenizer:
     return self._encode_prompt(join_messages(messages), [*self._system, *texts])
 
   def encode_reply(self, reply: str, role: str, last_id: int) -> list[int]:
-    """Encodes what follows a policy's turn, up to the start of its next.
+    """Encodes the text between a policy's turn and the start of its next turn.
 
     In the chat format: the token that ends a turn, unless `last_id` is it, then the separator, the
     role's header, the reply, its end, and the next turn's start. A reply that spells a control
@@ -175,7 +175,8 @@ class HuggingFaceTokenizer:
     """Checks dialogues of three policy turns, token by token, against the chat template.
 
     Args:
-      roles: roles of replies, "user" or "tool"; all of one run, since they may follow one another.
+      roles: the roles of replies, "user" or "tool"; all of one run, since they may follow one
+        another.
       stop_strings: the stop strings that end a policy's turn.
     Raises:
       ValueError: a role is unknown, the template is not append-only, or a stop string spells a
@@ -372,7 +373,7 @@ def _import_libraries() -> tuple[ModuleType, ModuleType]:
 
 
 def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
-  """Returns the tokenizer and its stop ids: end of text, then those of generation_config.json."""
+  """Returns the tokenizer and its stop ids: end of text, then generation_config.json's."""
   transformers, _ = _import_libraries()
   filesystem, source = locate(directory)
   with tempfile.TemporaryDirectory() as temporary:
@@ -400,7 +401,7 @@ def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
 
 
 def _check_eos_token(eos: str | None, folder: pathlib.Path) -> None:
-  """Raises ValueError for an end of text that the library adds to those of the vocabulary."""
+  """Raises ValueError for an end of text that the library adds to the vocabulary."""
   import tokenizers
 
   path = folder / "tokenizer_config.json"

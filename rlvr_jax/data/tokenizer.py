@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
     ...
 
   def encode_reply(self, reply: str, role: str, last_id: int) -> list[int]:
-    """Encodes what follows a policy's turn, up to the start of its next.
+    """Encodes the text between a policy's turn and the start of its next turn.
 
     Args:
       reply: the environment's text.
@@ -226,8 +226,9 @@ def encode_first_turn(
   Args:
     problem: the problem, whose question is the prompt.
     tokenizer: `encode_prompt` and `encode_messages` are used.
-    max_prompt_length: S, the most tokens of a prompt.
-    first_messages: an environment's first messages, in place of the question.
+    max_prompt_length: S, in tokens.
+    first_messages: the first messages of an environment that asks in its own words, in place of the
+      question.
   Raises:
     PromptError: the question is empty, or the prompt has no tokens or more than S.
   """
@@ -250,7 +251,8 @@ def check_prompt(
     length: tokens in the prompt.
     max_prompt_length: S, the most tokens of a prompt.
     where: names the problem in the message if it has no file and line of its own.
-    begins: an environment's first message, in place of the question; "" if there is none.
+    begins: beginnings of the environment's first message, which is sampled from in place of the
+      question.
   """
   owner = problem.where or where
   owner = owner and f"{owner}: "

@@ -172,7 +172,7 @@ class EnvironmentPool(PoolOwner):
     """Gives the policy's text to a dialogue's environment.
 
     Args:
-      dialogue: from `Started`. Its previous result has come; `done` or a failure ends it.
+      dialogue: the result of `Started`. Its previous result has come; `done` or a failure ends it.
       text: the policy's.
     Raises:
       ValueError: the dialogue has ended or has a step under way.

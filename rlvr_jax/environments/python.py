@@ -121,8 +121,8 @@ def python(
   the task's grader judges it.
 
   With `state`, the dialogue's earlier programs that ended without an error run again before each
-  program, in the same namespace and with their output dropped. So what they do besides output is
-  repeated, a random number that they drew may differ, and their time counts towards the limit.
+  program, in the same namespace and with their output dropped. So their other effects are repeated,
+  a random number that they drew may differ, and their time counts towards the limit.
 
   Programs of one worker that use a core take turns; up to 3 that sleep wait beside them.
 

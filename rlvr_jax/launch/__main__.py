@@ -7,7 +7,7 @@
   python -m rlvr_jax.launch tpu_vm status --name=fade --zone=us-west4-a
   python -m rlvr_jax.launch local start --name=fleet --processes=1 --samplers=2 -- …
 
-The flags after -- are those of rlvr_jax.main. --dry_run prints the commands without running them;
+The flags after -- are flags of rlvr_jax.main. --dry_run prints the commands without running them;
 of `tpu_vm stop --all` it runs the one that lists machines.
 The guide is docs/launch.md.
 """

@@ -46,8 +46,8 @@ def ship(
   """Packs the commit of the current folder for other machines.
 
   Args:
-    programs: programs of the launch.
-    machines: those of the first program.
+    programs: the programs of the launch.
+    machines: the machines of the first program.
     allow_dirty: see `make_package`.
     share: what mounts a file system of all hosts at `SHARED`; "" if nothing does.
   Returns:

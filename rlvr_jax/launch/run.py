@@ -72,7 +72,7 @@ def programs_of(run: Run, samplers: int | None, sampler_config: Sequence[str]) -
 
 
 def sampler_name(name: str, number: int | str) -> str:
-  """The name of a sampler of a run; `number`: from 0, or what stands for any."""
+  """The name of a run's sampler; `number`: from 0, or a placeholder for any number."""
   return f"{name}-sampler-{number}"
 
 

@@ -54,7 +54,7 @@ class QueuedResource:
     return self.shell.capture(self._command("queued-resources", "list", *shown)).strip()
 
   def samplers(self) -> list[str]:
-    """The names of those samplers of the run that have machines."""
+    """The names of the run's samplers that have machines."""
     pattern = sampler_name(self.name, "[0-9]+")
     shown = (f"--filter=name~/{pattern}$", "--format=value(name.basename())")
     names = self.shell.capture(self._command("queued-resources", "list", *shown)).split()
@@ -222,7 +222,7 @@ def _place(args: argparse.Namespace) -> list[str]:
 
 
 def _resources(name: str, args: argparse.Namespace, shell: Shell) -> list[QueuedResource]:
-  """The run's machines, and then those of its samplers."""
+  """The run's machines, and then its samplers' machines."""
   run = QueuedResource(name, args.num_slices, args, shell)
   return [run, *(QueuedResource(name, 1, args, shell) for name in run.samplers())]
 
@@ -300,7 +300,7 @@ class _Watch:
     self._state = ""  # of the queued resource, when last seen
 
   def step(self) -> bool:
-    """Polls once, and does what is due.
+    """Polls the machines once, and acts on changes.
 
     Returns:
       Whether the program has finished on all hosts.

@@ -204,8 +204,8 @@ def _network(metadata: Mapping[str, Any], names: Collection[str], source: Any) -
   """The settings of the network.
 
   Args:
-    metadata: metadata of the file.
-    names: names of its tensors.
+    metadata: the metadata of the file.
+    names: the names of its tensors.
     source: the file, for messages.
   """
   architecture = _require(metadata, "general.architecture", source)
@@ -344,7 +344,7 @@ def _small_files(
 def _tokenizer(
   metadata: Mapping[str, Any], ids: Mapping[str, int], source: Any
 ) -> tokenizers.Tokenizer:
-  """The byte-level byte-pair encoding of a file; `ids` are those of tokens with a role."""
+  """The byte-level byte-pair encoding of a file; `ids`: ids of tokens with a role."""
   require = lambda name: _require(metadata, f"tokenizer.ggml.{name}", source)
   _check_known(source, "tokenizer.ggml.model", require("model"), ("gpt2",))
   _check_known(source, "tokenizer.ggml.pre", require("pre"), PRE_TOKENIZERS)

@@ -118,7 +118,7 @@ def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
 
 
 def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
-  """The network's parameters: the base's, with a `LowRank` in place of each adapted kernel.
+  """Combines base parameters and adapters into the network's parameters, with `LowRank` kernels.
 
   Scoring adds (α/R)·(x·A)·B to each targeted product and never forms a merged kernel, so that
   gradients are as small as the adapters. Decoding merges once, see `Model.decoding_params`.

@@ -38,7 +38,7 @@ Inputs = TypeVar("Inputs")
 
 
 class Tokens(NamedTuple):
-  """What the rule reads of tokens, at least float32."""
+  """The rule's inputs of tokens, at least float32; heads N are before the tokens L of a row."""
 
   query: Array  # [R, L, N, d_k]
   key: Array  # [R, L, N, d_k]
@@ -73,7 +73,7 @@ def delta_rows(inputs: Inputs, rows: Rows, read: Callable[[Inputs], Tokens]) -> 
   """All tokens of packed rows.
 
   Args:
-    inputs: arrays [R, L, ...] of R rows of L tokens.
+    tokens: the tokens of R rows of L tokens.
     rows: their sequences. In each row a prompt comes before its rollouts, and these before the next
       prompt.
     read: inputs of some tokens → what the rule reads of them. It is called for each chunk, so that
@@ -146,7 +146,7 @@ def _sum_taps(inputs: Sequence[Array], taps: Array) -> Array:
 
 
 class DeltaState(NamedTuple):
-  """What a gated DeltaNet keeps of the tokens of a sequence."""
+  """The state of a gated DeltaNet behind the tokens of a sequence."""
 
   memory: Array  # S [R, N, d_k, d_v], at least float32
   windows: tuple[Array, Array, Array]  # the last T − 1 inputs of the convolutions, [R, T − 1, C]
@@ -187,7 +187,7 @@ def mix_prompts(inputs: DeltaInputs, lengths: Array | None) -> tuple[Array, Delt
   """The results of right-padded sequences, [R, L, N, d_v], and the states behind them.
 
   Args:
-    inputs: inputs of R sequences, one in each row.
+    inputs: the inputs of R sequences, each in a row of its own.
     lengths: i32[R]; None: L.
   """
   R, L = inputs.decay.shape[:2]
@@ -224,7 +224,7 @@ def mix_token(inputs: DeltaInputs, state: DeltaState, running: Array) -> tuple[A
 
   Args:
     inputs: with L = 1.
-    state: state of the slots.
+    state: the state of the slots.
     running: bool[slots]; the states of the others stay.
   """
   first = lambda x: x[:, 0]

@@ -191,7 +191,7 @@ def _parse_gold(answer: Any) -> decimal.Decimal:
   """The value of a reference's answer: a number of JSON, or a text as `gsm8k` reads it.
 
   Raises:
-    ValueError: it is not one number.
+    ValueError: the answer is not one number.
   """
   if isinstance(answer, str):
     value = _parse_line(answer.rpartition(ANSWER_MARK)[2].strip())

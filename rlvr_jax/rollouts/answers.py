@@ -51,11 +51,11 @@ def in_this_process(action: Callable[[], JSON]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-  """The processes of a run.
+  """The grading and environment processes of a run.
 
   Attributes:
-    index: index of this process.
-    count: count of the processes.
+    index: the index of this process.
+    count: the count of the processes.
     gather: an action whose result is JSON → the results of all processes, in order. All call it
       together, and all raise if the action raises in one.
   """
@@ -69,7 +69,7 @@ ALONE = Processes()
 
 
 class Asked(NamedTuple):
-  """What a turn belongs to."""
+  """The rollout that a turn belongs to."""
 
   problem: Problem
   beginning: Beginning
@@ -126,7 +126,7 @@ class Answers:
   """Asks graders, and environments if rollouts are dialogues.
 
   Attributes:
-    counts: counts of the answers so far.
+    counts: the counts of the answers so far.
   """
 
   def __init__(
@@ -139,10 +139,10 @@ class Answers:
     """Binds the pools of a run; nobody is asked yet.
 
     Args:
-      tokenizer: tokenizer of the run.
+      tokenizer: the tokenizer of the run.
       grade: (completions, references) → a future of grades.
-      dialogues: dialogues of one sampler; None: a rollout is one turn.
-      processes: processes of the run.
+      dialogues: the dialogues of one sampler; None: a rollout is one turn.
+      processes: the processes of the run.
     """
     self.counts = AnswerCounts()
     self._tokenizer, self._grade = tokenizer, grade
@@ -170,7 +170,7 @@ class Answers:
 
     Args:
       problems: the problems that begin now.
-      seeds: seeds of their environments.
+      seeds: the seeds of their environments.
       of: number of problems that are drawn together; some may have begun elsewhere.
     Raises:
       EnvironmentStoppedError: the environments of all problems of a draw failed at their reset.
@@ -196,7 +196,7 @@ class Answers:
 
     Args:
       rollout: up to its newest token.
-      start: start of the tokens that are new.
+      start: the start of the tokens that are new.
     """
     if self._dialogues is None:
       return None

@@ -127,11 +127,11 @@ def row_layout(
 
 
 def layout_of_few(layout: RowLayout, shape: BatchShape, devices: int) -> RowLayout:
-  """The layout of one group per device, in rows as long as those of a batch; none are short.
+  """The layout of one group per device, in rows as long as a batch's; none are short.
 
   Args:
-    layout: layout of a batch.
-    shape: shape of the batch, P aside.
+    layout: the layout of a batch.
+    shape: the shape of the batch, P aside.
     devices: devices that rows are split over.
   """
   prompt = _round_up(shape.max_prompt_length - 1, layout.alignment)
@@ -307,7 +307,7 @@ def deal(costs: Sequence[float], *, devices: int, rows_per_device: int) -> np.nd
   """Deals rows to micro-batches and devices, so that devices always compute rows of similar cost.
 
   Args:
-    costs: costs of each row.
+    costs: the costs of each row.
   Returns:
     i32[M, devices · rows_per_device], row numbers of each micro-batch, −1 for an empty row. A
     device's rows of a micro-batch are adjacent, as when a leading axis is split over devices.
@@ -372,9 +372,10 @@ def pack(
     tokens: i32[P, G, T], right-padded.
     response_lengths: i32[P, G].
     mask: bool[P, G, T], the tokens that are predicted; None: all of them.
-    routes: routes of prompts [P, S, layers, k] and responses [P, G, T, layers, k]; or None.
-    own_rows: the rows of a micro-batch that this process feeds. Routes are large, so that only
-      these rows get routes; None: all rows.
+    routes: the routes of prompts [P, S, layers, k] and responses [P, G, T, layers, k]; None: not
+      recorded.
+    own_rows: the rows of a micro-batch that this process feeds: routes are large, so
+      that only these rows get theirs; None: all.
   """
   P, G, T = tokens.shape
   length, alignment = layout.length, layout.alignment

@@ -65,7 +65,7 @@ class Bucket:
     """Makes no request yet.
 
     Args:
-      folder: from `parse_path`.
+      folder: the result of `parse_path`.
       guard: called before every write; raises if this process may no longer write, and returns the
         seconds for which it certainly may. A write that takes longer is cancelled.
     """

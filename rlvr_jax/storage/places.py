@@ -81,7 +81,7 @@ def open_lines(path: pathlib.Path) -> Iterator[TextIO]:
   """Opens a file of lines for reading.
 
   Args:
-    path: from `parse_path`.
+    path: the result of `parse_path`.
   Raises:
     FileNotFoundError: the file does not exist.
   """
@@ -192,7 +192,7 @@ def open_bucket(folder: pathlib.Path, workdir: Workdir | None = None) -> Bucket 
   """The bucket that holds a folder; None if the folder is on a disk.
 
   Args:
-    folder: from `parse_path`.
+    folder: the result of `parse_path`.
     workdir: the workdir that contains the folder and guards its writes, if any.
   """
   if not in_bucket(folder):

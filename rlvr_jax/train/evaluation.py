@@ -17,7 +17,7 @@ from rlvr_jax.types import Params
 
 
 class Evaluated(NamedTuple):
-  """What an evaluation has found."""
+  """The results of an evaluation."""
 
   values: dict[str, float]  # see `evaluate.held_out.accuracy`
   samples: list[list[Sample]]  # [problems][samples]
@@ -29,8 +29,8 @@ class Evaluation:
   """Evaluates the policies of a run on the task's held-out problems.
 
   Attributes:
-    sampler: a sampler for evaluations alone.
-    task: task of the run.
+    sampler: the sampler of evaluations alone.
+    task: the task of the run.
     settings: `config.evaluation`.
     max_turns: `config.environment.max_turns`.
   """

@@ -1,4 +1,4 @@
-"""Log-probabilities of a padded batch, and the distance of a sampler's from an update's."""
+"""The distance of a sampler's log-probabilities from an update's; scores of a padded batch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Draws(NamedTuple):
 
 
 class Gap(NamedTuple):
-  """What a sampler did, by the forward pass of updates."""
+  """A sampler's deviation from the forward pass of updates."""
 
   mean: Array  # f32[], of |log p − behavior_logprobs| over tokens, nats
   largest: Array  # f32[], nats
@@ -101,7 +101,7 @@ def behavior_gap(
   Args:
     trained, frozen: parameters of the policy that sampled the rollouts.
     batch: packed rollouts; its mask is 1 for every sampled token.
-    method: method of the updates.
+    method: the method of the updates.
     sampling: the distribution that the tokens were sampled from.
   """
   scores, _ = batch_forward(

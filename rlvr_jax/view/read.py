@@ -1,4 +1,4 @@
-"""What the page shows of a run: read from the files in its folder, one batch at a time.
+"""Reads the contents of a run's page from the files in its folder, one batch at a time.
 
 Every reader returns a `Part`: JSON and NumPy arrays. An array that the run did not store is absent.
 """
@@ -81,7 +81,7 @@ def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:
   """Opens the folder of a run that has stored at least one batch.
 
   Args:
-    workdir: workdir of the run.
+    workdir: the workdir of the run.
     flag: the flag that names it, for messages.
   Raises:
     ValueError: the folder is no run's, has no batch yet, or has a store of another format.
@@ -146,10 +146,10 @@ def _advantage(config: JsonObject) -> Advantage | None:
 
 
 def read_summary(run: Run, base: Mapping[str, JSON]) -> Part:
-  """All metrics of a run, its recipe as a difference, its messages, and what else can be loaded.
+  """All metrics of a run, its recipe as a difference, its messages, and the batches to load.
 
   Args:
-    run: from `open_run`.
+    run: the result of `open_run`.
     base: the configuration that the run's is compared with, JSON.
   Returns:
     Arrays "PHASE|step" f64[n] and "PHASE|METRIC" f32[n], NaN where a record lacks the metric.
@@ -184,7 +184,7 @@ def _number(value: object) -> float:
 
 
 def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | None, str]]:
-  """(update, text) of what a run has warned of.
+  """(update, text) of each of a run's warnings.
 
   A run prints its warnings. Those about responses and padding are made again from its metrics; all
   of them are in the output of a run that a sweep has started.
@@ -218,8 +218,8 @@ def choose_batches(spec: str, numbers: Sequence[int], preferred: Collection[int]
   Args:
     spec: `DEFAULT_BATCHES`; "all"; or numbers and ranges such as "0,10:20,-1", where -1 is the last
       batch. A range has both of its ends.
-    numbers: numbers of the batches in the store, ascending.
-    preferred: those that `DEFAULT_BATCHES` takes first for the ones between.
+    numbers: the numbers of the batches in the store, ascending.
+    preferred: batches that `DEFAULT_BATCHES` prefers between the first and the last.
   Raises:
     ValueError: the text has another form, or names a batch that is not in the store.
   """

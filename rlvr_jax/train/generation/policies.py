@@ -20,7 +20,7 @@ from rlvr_jax.types import Array, Params
 
 
 class Policies:
-  """Makes policies, and keeps those that have sampled until they are compared with the trainer.
+  """Makes policies, and keeps each until its samples are compared with the trainer.
 
   Attributes:
     frozen: the parameters that are not trained, on the devices that generate.
@@ -39,11 +39,11 @@ class Policies:
 
     Args:
       sources: what samples with the policies.
-      schedule: schedule of the run.
+      schedule: the schedule of the run.
       frozen: see the attribute.
-      checksums: the function of this name in `Programs`.
-      sync: from `make_sync`; None for a fleet, whose samplers are other programs: they get the
-        trainer's own parameters.
+      checksums: the checksums that function of `Programs`.
+      sync: the result of `make_sync`; None for a fleet, whose samplers are other programs: they get
+        the trainer's own parameters.
     """
     self.frozen = frozen
     self._sources, self._schedule = sources, schedule
@@ -91,7 +91,7 @@ class Policies:
       self._used = {}
 
   def used(self, versions: Collection[int]) -> list[Policy]:
-    """The versions among these that have sampled and are kept, ascending."""
+    """The versions, of these, that have sampled and are kept, ascending."""
     return [policy for version, policy in sorted(self._used.items()) if version in versions]
 
   def newest_used(self) -> list[Policy]:
@@ -121,7 +121,7 @@ class Policies:
 
     Args:
       batch: the batch that is to be trained on.
-      directory: directory of the store, for the message.
+      directory: the directory of the store, for the message.
     """
     for version, fingerprint in batch.fingerprints.items():
       expected = self.fingerprint(version)
@@ -141,7 +141,7 @@ class Policies:
     return {str(version): compute() for version, compute in self._trained.items()}
 
   def restore(self, state: Mapping[str, str]) -> None:
-    """Restores what `state` returned."""
+    """Restores the state that `state` returned."""
     self._trained = {int(v): functools.partial(str, x) for v, x in state.items()}
 
 

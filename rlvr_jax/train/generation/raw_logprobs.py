@@ -1,4 +1,4 @@
-"""Behavior log-probabilities as some inference servers record them: of the policy, not the sampler.
+"""Behavior log-probabilities at temperature 1, as some inference servers record them.
 
 A deliberate error for experiments: ratios to these values ignore the temperature of sampling.
 """
@@ -40,14 +40,14 @@ def replace_with_raw(
   replays_routes: bool,
   logprobs_at_temperature_1: Callable[..., Array],
 ) -> tuple[list[Group], dict[str, float]]:
-  """Makes raw log-probabilities the behavior policy's, for sources that record raw ones.
+  """Makes raw log-probabilities the behavior policy's, for sources with recorded = "raw".
 
   The groups keep both. What was sampled from has been compared with the trainer before.
 
   Args:
-    groups: groups of a draw, in the order of their sources.
-    params, frozen: of the policy that sampled them, on the devices that generate.
-    sources, placement: the run's.
+    groups: the groups of a draw, in the order of their sources.
+    params, frozen: parameters of the policy that sampled the groups, on the devices that generate.
+    sources, placement: sources and placement of the run.
     replays_routes: see `Method`.
     logprobs_at_temperature_1: the function of this name in `Programs`.
   Returns:
@@ -83,7 +83,7 @@ def replace_with_raw(
 
 
 def with_both(group: Group, behavior_logprobs: np.ndarray) -> Group:
-  """The group with raw log-probabilities for its behavior policy; it keeps the sampled ones too."""
+  """The group with other behavior log-probabilities; it also keeps the sampler's."""
   arrays = {
     "behavior_logprobs": behavior_logprobs,
     "sampled_logprobs": group.arrays["behavior_logprobs"],

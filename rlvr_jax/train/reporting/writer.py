@@ -78,7 +78,7 @@ class MetricWriter:
     """Takes the writers of `open_writer`, and closes them.
 
     Args:
-      workdir: workdir of the run.
+      workdir: the workdir of the run.
       lines: files of records by name, METRICS_FILE and ROLLOUTS_FILE; None: nothing is written.
       others: get every record.
       publish: puts the files where they stay; called when a checkpoint will name their records.
@@ -90,7 +90,7 @@ class MetricWriter:
     """Writes one record {"step", "phase", values…}, which is in its file when this returns.
 
     Args:
-      step: step of the phase's own counter.
+      step: the step of the phase's own counter.
       phase: "train", "eval", "stage" or "warm_start".
       values: numbers (also 0-d arrays) or strings; a float reads back exactly, and a non-finite
         one is written as "nan", "inf" or "-inf".
@@ -133,7 +133,7 @@ class MetricWriter:
       self.write(step, "stage", stage_summary(self.workdir, step, length))
 
   def written(self, step: int) -> dict[str, Sequence[int]]:
-    """Syncs the records to disk; returns, as JSON, what a checkpoint says of them up to a step.
+    """Syncs the records to disk; returns a checkpoint's note of records up to a step; JSON.
 
     Later ones were written in preparing an update that was not made.
     """
@@ -201,8 +201,8 @@ class Records:
     """Opens or creates the file; if it was damaged, says so and keeps the records that are left.
 
     Args:
-      path: path of the file.
-      last_step: the last step whose records are kept; None: no record is.
+      path: the path of the file.
+      last_step: the last one whose records are kept; None: no record is.
       written: what `written` returned when the checkpoint was saved; None: an empty file.
       shown: path for messages.
     """
@@ -318,8 +318,8 @@ class Tracker:
     """Opens the run of this workdir, or resumes it.
 
     Args:
-      name: name of the tracker.
-      workdir: workdir of the run.
+      name: the name of the tracker.
+      workdir: the workdir of the run.
       config: the run's configuration; JSON.
 
     Raises:

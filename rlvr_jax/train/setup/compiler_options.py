@@ -61,11 +61,11 @@ def make_compiler_options(
 
 
 def add_defaults(configured: CompilerOptions, training: Mesh, generation: Mesh) -> CompilerOptions:
-  """The configured options, and those that suit the devices where none are configured.
+  """The configured options, or the devices' default options where none are configured.
 
   Args:
-    configured: from `parse_compiler_options`; they replace defaults of the same name.
-    training, generation: the meshes; those without devices have no defaults.
+    configured: the result of `parse_compiler_options`; they replace defaults of the same name.
+    training, generation: the meshes; meshes without devices have no defaults.
   """
 
   def add(options: Options | None, defaults: Options | None, mesh: Mesh) -> Options | None:

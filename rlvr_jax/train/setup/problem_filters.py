@@ -32,7 +32,7 @@ def describe_long_texts(checkpoint: str, shape: BatchShape) -> str:
 
   Args:
     checkpoint: `config.model.checkpoint`.
-    shape: shape of the largest batch.
+    shape: the shape of the largest batch.
   """
   longest = longest_text(checkpoint) if checkpoint else None
   needed = shape.max_prompt_length + shape.max_response_length
@@ -53,7 +53,7 @@ def limit_lengths(
   Held-out problems are dropped by "drop_everywhere" only, since that changes the benchmark.
 
   Args:
-    task, tokenizer: the run's.
+    task, tokenizer: task and tokenizer of the run.
     shape: with the limits on length.
     too_long: `config.prompts.too_long`.
     warm_starts: whether the run trains on demonstrations.

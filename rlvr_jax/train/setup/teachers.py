@@ -67,7 +67,7 @@ class Teacher(NamedTuple):
     """(trained, frozen) parameters, as `model.combine` takes them.
 
     Args:
-      own: from `read`.
+      own: the result of `read`.
       initial, current: the trained parameters before the first update, and now.
       frozen: the parameters that are not trained.
     """
@@ -79,10 +79,10 @@ class TeacherPrompts(NamedTuple):
   """The prompts of a teacher that reads more than the policy, before the same responses.
 
   Attributes:
-    tokenizer: tokenizer of the run.
-    template: template of the prompt's text, with {question} and {privileged}.
+    tokenizer: the tokenizer of the run.
+    template: the template of the prompt's text, with {question} and {privileged}.
     length: tokens of a prompt at most.
-    row_layout: layout of the rows for the rollouts with these prompts.
+    row_layout: the row layout of the rollouts with these prompts.
   """
 
   tokenizer: Tokenizer
@@ -209,7 +209,7 @@ def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str])
 def check_recorded_texts(
   settings: ml_collections.ConfigDict, *, environment: str, recorded: float
 ) -> None:
-  """Raises ValueError if groups of a run would lack what their teacher is told by.
+  """Raises ValueError if groups of a run lack the fields that their teacher reads.
 
   Args:
     settings: `config.teacher`.
@@ -238,7 +238,7 @@ def make_prompts(
 
   Args:
     settings: `config.teacher`.
-    tokenizer: tokenizer of the run.
+    tokenizer: the tokenizer of the run.
     make_layout: (tokens of a prompt at most) → layout of the rollouts in rows.
   """
   if not settings.privileged:
@@ -249,11 +249,11 @@ def make_prompts(
 
 
 def read_problem(settings: ml_collections.ConfigDict, problem: Problem) -> dict[str, str]:
-  """What a problem's records tell its teacher by: "teacher", its name, and "privileged", a text.
+  """The record fields for a problem's teacher: "teacher", its name, and "privileged", a text.
 
   Args:
     settings: `config.teacher`.
-    problem: problem of a training batch.
+    problem: the problem of a training batch.
   Raises:
     ValueError: the problem has no such text, or names no teacher of the run.
   """
@@ -307,8 +307,8 @@ def make_teachers(
 
   Args:
     settings: `config.teacher`.
-    model: model of the policy, on `mesh`.
-    mesh: mesh of updates.
+    model: the model of the policy, on `mesh`.
+    mesh: the mesh of updates.
     make_model: a network → its functions on `mesh`.
     trained: shapes, dtypes and shardings of the trained parameters.
     has_adapters: whether these are adapters.

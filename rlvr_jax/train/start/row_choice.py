@@ -59,7 +59,7 @@ def choose_row_layout(
     shape, kind, mesh: as in `make_row_layout`.
     prompt_lengths: i[P], tokens.
     response_lengths: i[P, G], tokens, up to the last one in the loss.
-    width: width of the network.
+    width: the width of the network.
     has_first_phase: whether the method needs a forward pass of its own where a batch may have
       several micro-batches, see `update.accumulate`.
   """
