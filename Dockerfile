@@ -9,7 +9,7 @@ RUN apt-get update \
 WORKDIR /app
 COPY setup.py ./
 COPY rlvr_jax/__init__.py rlvr_jax/
-RUN pip install --no-cache-dir ".[tpu,hf,gcs,math,reasoning_gym]"
+RUN pip install --no-cache-dir ".[tpu,hf,gcs,math,reasoning-gym]"
 
 # Modules of the commit are found before the package without modules that was installed above.
 ENV PYTHONPATH=/app PYTHONUNBUFFERED=1

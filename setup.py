@@ -1,9 +1,12 @@
 """The package's metadata; its version is in rlvr_jax/__init__.py."""
 
 import pathlib
+import posixpath
 import re
+from collections.abc import Callable
 
 import setuptools
+from setuptools.command.build_py import build_py
 
 # Lower bounds are what Colab has installed, or else what the tests have passed with: an install
 # replaces nothing that works. `make test-lowest` runs them with exactly these.
@@ -33,7 +36,7 @@ EXTRAS = {
   "torch": ["peft>=0.21", "torch==2.13.0"],  # tests against transformers' own networks
   "tunix": ["google-tunix>=0.1.7"],  # its safetensors < 0.8 is too old for hf and dev
   "plot": PLOT,
-  "reasoning_gym": REASONING_GYM,
+  "reasoning-gym": REASONING_GYM,  # pip before 23.3 knows a name with hyphens only
   "docs": ["latex2mathml>=3.81", "mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
   "dev": [
     *GCS,
@@ -62,9 +65,38 @@ INIT = (HERE / "rlvr_jax" / "__init__.py").read_text(encoding="utf-8")
 def description() -> str:
   """The README as an index shows it, where paths of the repository lead nowhere: without them."""
   readme = HERE / "README.md"
-  text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-  text = re.sub(r"^!\[.*\]\((?!https:).*\)\n\n", "", text, flags=re.MULTILINE)
-  return re.sub(r"\[([^\]]+)\]\((?!https:|#)[^)]+\)", r"\1", text)
+  return relinked(readme.read_text(encoding="utf-8"), lambda _: "") if readme.exists() else ""
+
+
+def relinked(text: str, place: Callable[[str], str]) -> str:
+  """A page with other links to files; `place` says where one leads, "" makes it plain text."""
+
+  def link(match: re.Match[str]) -> str:
+    path, mark, heading = match[2].partition("#")
+    target = place(path)
+    return f"[{match[1]}]({target}{mark}{heading})" if target else match[1]
+
+  text = re.sub(r"^!\[.*\]\((?!https:).*\)\n\n", "", text, flags=re.MULTILINE)  # pictures
+  return re.sub(r"\[((?:[^][`]|`[^`]*`)+)\]\((?!https?:|#)([^)\s]+)\)", link, text)
+
+
+class Build(build_py):
+  """Pages in the package lead to what it holds: other pages, modules and recipes."""
+
+  def build_package_data(self) -> None:
+    super().build_package_data()
+    for page in [] if self.editable_mode else (HERE / "rlvr_jax" / "docs").rglob("*.md"):
+      folder = page.relative_to(HERE / "rlvr_jax").parent
+
+      def place(path: str, folder: pathlib.PurePath = folder) -> str:
+        found = posixpath.normpath(folder / path).removeprefix("rlvr_jax/")  # in the package
+        held = (HERE / "rlvr_jax" / found).exists()
+        held &= found.endswith(".md") or not found.startswith("docs/")  # only pages are packaged
+        return posixpath.relpath(found, folder) if held else ""
+
+      text = relinked(page.read_text(encoding="utf-8"), place)
+      built = pathlib.Path(self.build_lib, page.relative_to(HERE))
+      built.write_text(text, encoding="utf-8")
 
 
 setuptools.setup(
@@ -89,10 +121,12 @@ setuptools.setup(
     "Typing :: Typed",
   ],
   python_requires=">=3.11",
+  cmdclass={"build_py": Build},
   packages=setuptools.find_packages(include=["rlvr_jax", "rlvr_jax.*"]),
   package_data={
     "rlvr_jax": ["py.typed", "docs/*.md", "docs/methods/*.md"],
-    "rlvr_jax.data": ["chat_templates/*"],
+    "rlvr_jax.data": ["chat_templates/*", "tools/*"],
+    "rlvr_jax.codejudge": ["README.md"],
     "rlvr_jax.view": ["page.*"],
   },
   entry_points={"console_scripts": ["rlvr_jax = rlvr_jax.console:run"]},

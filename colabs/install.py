@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 CHECKOUT = pathlib.Path(__file__).parents[1]
 PACKAGE = "rlvr_jax"
-EXTRAS = ("plot", "reasoning_gym")
+EXTRAS = ("plot", "reasoning-gym")
 
 
 def installed() -> dict[str, str]:

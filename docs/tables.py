@@ -66,9 +66,14 @@ def component(package: types.ModuleType, name: str) -> tuple[str, str]:
   return f"`{name}`", str(path)
 
 
+@functools.cache
+def _default() -> ConfigDict:
+  return base.get_config()
+
+
 def used(config: ConfigDict) -> Iterator[tuple[str, str]]:
   """The components and settings of a recipe, as (text, file)."""
-  default = base.get_config()
+  default = _default()
   packages = {
     "advantage": advantages,
     "reweighting": reweighting,
@@ -96,13 +101,24 @@ def namesake(card: str) -> tuple[types.ModuleType, types.ModuleType]:
   return package, module
 
 
+@functools.cache
+def named_by_recipes(field: str) -> set[str]:
+  return {specs.parse(field, recipe_module(r).get_config()[field]).name for r in RECIPES}
+
+
 def without_recipe(card: str) -> list[str]:
   """The components of a card that no recipe names: those of the module of its namesake."""
   package, module = namesake(card)
-  field = {advantages: "advantage", losses: "loss"}[package]
-  named = {specs.parse(field, recipe_module(r).get_config()[field]).name for r in RECIPES}
+  named = named_by_recipes({advantages: "advantage", losses: "loss"}[package])
   of_module = [n for n in package.__all__ if inspect.getmodule(getattr(package, n)) is module]
   return [name for name in of_module if name not in named]
+
+
+def linked(card: pathlib.Path, to_root: str) -> str:
+  """A method's name, as a link to its card."""
+  title = re.match(r"# ([^:\n]+)", card.read_text(encoding="utf-8"))
+  assert title is not None, card
+  return f"[{title[1]}]({to_root}{card.relative_to(ROOT)})"
 
 
 def cells(card: pathlib.Path, to_root: str) -> dict[str, str]:
@@ -116,9 +132,8 @@ def cells(card: pathlib.Path, to_root: str) -> dict[str, str]:
     parts = [component(package, name) for name in without_recipe(card.stem)]
   new = described.__doc__.split("\n\n")[0].replace("\n", " ").split(": ", 1)[-1].rstrip(".")
   link = lambda name, path: f"[{name}]({to_root}{path})"
-  title = re.match(r"# ([^:\n]+)", card.read_text(encoding="utf-8"))[1]
   return {
-    "method": link(title, card.relative_to(ROOT)),
+    "method": linked(card, to_root),
     "what is new in it": new[0].upper() + new[1:],
     "code": ", ".join(link(*part) for part in parts),
     "paper": paper_of(card),
@@ -139,7 +154,7 @@ def cards() -> list[pathlib.Path]:
 
 def names() -> str:
   """The names of all methods in four columns, each a link from the root to its card."""
-  links = [cells(card, "")["method"] for card in cards()]
+  links = [linked(card, "") for card in cards()]
   rows = [links[i : i + 4] for i in range(0, len(links), 4)]
   return "| | | | |\n|---|---|---|---|\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 

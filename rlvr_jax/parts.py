@@ -149,8 +149,8 @@ def advantages_of(
 ) -> Array:
   """Coefficients f32[P, G] by an estimator of `rlvr_jax.advantages`.
 
-  With the scores of turns, those of `mt_grpo` are f32[P, G, T], which `loss_of` takes, too; so are
-  those of `otb`.
+  The coefficients of `otb`, and with scores of turns those of `mt_grpo`, are f32[P, G, T], which
+  `loss_of` takes, too.
 
   Args:
     estimator: such as `grpo()`.
@@ -204,7 +204,7 @@ def loss_of(
   """(loss f32[], metrics f32[] by name) of one batch; differentiate by `policy_logprobs`.
 
   Args:
-    loss: of `rlvr_jax.losses`, such as `p3o()`, or `rlvr_jax.corrections.corrected` of one.
+    loss: a loss of `rlvr_jax.losses`, such as `p3o()`, or `rlvr_jax.corrections.corrected` of one.
     policy_logprobs: f32[P, G, T], nats, of the trained policy, by `token_logprobs` or your own
       model.
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
@@ -213,7 +213,7 @@ def loss_of(
     aggregation: one of `rlvr_jax.ops.aggregate.AGGREGATIONS`.
     max_response_length: tokens; 0 for T. Read by the aggregation "constant" only.
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` and most corrections need them.
-    veto: of `negative_advantage_veto`.
+    veto: the result of `negative_advantage_veto`.
   Raises:
     ValueError: the loss is not a component or needs `proximal_logprobs`, an array has another
       shape, or the aggregation is unknown.
@@ -262,8 +262,8 @@ def gram_of_head(
     kernel: [D, V].
     tokens: i32[P, G, T].
     mask: [P, G, T].
-    route: of `rlvr_jax.geometry`: `streaming()`, which is exact and the default, or `sketch()`.
-    temperature: of the policy.
+    route: a route of `rlvr_jax.geometry`: `streaming()`, exact and the default, or `sketch()`.
+    temperature: the temperature of the policy.
   Raises:
     ValueError: the route runs the model again, as `per_rollout` does; use `gram_of_gradients`. Or
       it is not a component, or an array has another shape.

@@ -84,7 +84,7 @@ def outside_package(value: Any, field: str = "config") -> Iterator[tuple[str, st
 
   Args:
     value: the configuration, or a part of it: what JSON can have, with tuples.
-    field: its dotted name.
+    field: dotted name of the field.
   """
   if isinstance(value, Mapping):
     for name, part in value.items():
@@ -155,7 +155,7 @@ def find_called(
   Args:
     owner: start of messages.
     package: as in `make`.
-    spec: from `parse`.
+    spec: the result of `parse`.
     of_run: names of the parameters that the run sets.
     kind: class of what it should return, for messages.
   Raises:

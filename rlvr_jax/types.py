@@ -1,6 +1,6 @@
 """The records that cross rooms, with a shape on every field.
 
-Those of what is being sampled are in `rollouts.group` and `rollouts.batches`.
+Records of sampling are in `rollouts.group` and `rollouts.batches`.
 
 Axis legend, used in comments and as suffixes throughout the package:
 

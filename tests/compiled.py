@@ -28,12 +28,13 @@ def open_session(kept: pathlib.Path) -> pathlib.Path:
     if path.stat().st_mtime < oldest:
       shutil.rmtree(path, ignore_errors=True)
   folder = pathlib.Path(tempfile.mkdtemp(prefix="session-", dir=kept.parent))
-  for path in kept.iterdir():
+  for entry in os.scandir(kept):  # tens of thousands
     try:
-      if max(path.stat().st_atime, path.stat().st_mtime) < oldest:
-        path.unlink()
+      found = entry.stat()
+      if max(found.st_atime, found.st_mtime) < oldest:
+        os.unlink(entry.path)
       else:
-        os.link(path, folder / path.name)
+        os.link(entry.path, f"{folder}/{entry.name}")
     except FileNotFoundError:  # another session removed it
       pass
   return folder
@@ -52,10 +53,11 @@ def is_whole(path: pathlib.Path) -> bool:
 
 def close_session(folder: pathlib.Path, kept: pathlib.Path) -> None:
   """Keeps the whole entries that a session added, and removes its folder."""
-  for path in folder.glob("*-cache"):
-    if not (kept / path.name).exists() and is_whole(path):
+  known = set(os.listdir(kept))
+  for name in os.listdir(folder):
+    if name.endswith("-cache") and name not in known and is_whole(folder / name):
       try:
-        os.link(path, kept / path.name)
+        os.link(folder / name, kept / name)
       except FileExistsError:  # of another session, at the same time
         pass
   shutil.rmtree(folder, ignore_errors=True)

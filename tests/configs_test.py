@@ -84,7 +84,7 @@ def _with_sample_data(config, folder):
 
 @pytest.mark.parametrize(
   "name",
-  [x if x in ("grpo", "quickstart") else pytest.param(x, marks=pytest.mark.slow) for x in NAMES],
+  [x if x == "quickstart" else pytest.param(x, marks=pytest.mark.slow) for x in NAMES],
 )
 def test_builds_with_locked_fields(name, tmp_path):
   if _is_full_size(name):

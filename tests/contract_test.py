@@ -80,6 +80,7 @@ LOSSES = _with_defaults(losses) | {
   "dppo-proximal": losses.dppo(anchor="proximal", symmetric=True, truncation=None),
   "vespo-truncated": losses.vespo(token_truncation=1.2),
 }
+BRANCHES = LOSSES.keys() - {*losses.__all__} - {"p3o-sequence", "p3o-blocks"}
 ESTIMATORS = _with_defaults(advantages) | {
   "fade-entropy": advantages.fade(schedule="entropy"),
   "fade-logarithmic": advantages.fade(schedule="logarithmic"),
@@ -287,7 +288,14 @@ def test_what_is_masked_changes_neither_value_nor_gradient(name):
   assert np.all(np.asarray(clean[1])[np.asarray(batch.mask) == 0] == 0)
 
 
-@each_loss
+# A loss is differentiated anew for these: exports, corrections and teachers, and, slow, branches.
+each_loss_or_slow = pytest.mark.parametrize(
+  "name",
+  [pytest.param(x, marks=[pytest.mark.slow] if x in BRANCHES else []) for x in LOSSES],
+)
+
+
+@each_loss_or_slow
 @remedy(
   "what depends on other prompts belongs in Loss.statistics, computed once per global batch and"
   " given to per_token (see losses/p3o.py); metrics carry a reduction (Mean, Max, … of types.py)"
@@ -322,7 +330,7 @@ def test_micro_batches_with_the_batch_s_statistics_equal_one_batch(name):
     jax.tree.map(near, merged, reductions.values(metrics))
 
 
-@each_loss
+@each_loss_or_slow
 @remedy(
   "wrap what Loss.statistics returns in jax.lax.stop_gradient; losses.base.prepare does it for the"
   " coefficients."
@@ -453,12 +461,13 @@ def test_estimator_is_finite_on_any_group(name, dtype):
 @each_estimator
 @remedy("A of a success must be ≥ A of a failure in each mixed group; is the sign right?")
 def test_solving_is_never_worse_than_failing(name):
-  batch = with_needs(random_case(1, (16, 8, 2), dtype=np.float32)[1])
-  estimator = ESTIMATORS[name]
-  coefficients = np.asarray(jax.jit(estimator.apply)(estimator.init(jnp.float32(1.0)), batch))
-  for group, rewards in zip(coefficients, np.asarray(batch.rewards), strict=True):
-    if 0 < rewards.mean() < 1:
-      assert group[rewards == 1].min() >= group[rewards == 0].max()
+  for seed in range(5):  # of the shape that is compiled already
+    batch = with_needs(random_case(seed, (4, 5, 3), dtype=np.float32)[1])
+    state = ESTIMATORS[name].init(jnp.float32(1.0))
+    coefficients = np.asarray(_estimator_jit(name)(state, batch, jnp.float32(0.4))[0])
+    for group, rewards in zip(coefficients, np.asarray(batch.rewards), strict=True):
+      if 0 < rewards.mean() < 1:
+        assert group[rewards == 1].min() >= group[rewards == 0].max()
 
 
 def _reweighting_case(seed, dtype=np.float32):

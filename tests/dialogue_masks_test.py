@@ -31,6 +31,7 @@ from rlvr_jax.update.objective import Constants, Estimate, Scores, surrogate
 REMEDY = "mask by batch.mask before any arithmetic: ops.masked.masked_fill, ops.ratios.log_ratios"
 ESTIMATORS = {name: getattr(advantages, name)() for name in advantages.__all__}
 ESTIMATORS["pass_at_k"] = advantages.pass_at_k(k=2)  # groups here have four
+ESTIMATORS_OF_EACH_KIND = ("grpo", "mt_grpo", "otb")  # one number of a rollout, turn and token
 LOSSES = {name: getattr(losses, name)() for name in losses.__all__} | {
   "p3o-sequence": losses.p3o(ess="sequence", cap="inverse_ess"),
   "ppo_clip-dual": losses.ppo_clip(dual_clip=3.0),
@@ -154,7 +155,7 @@ def every_loss():
 
 @pytest.mark.parametrize(("name", "vetoes"), [*every_loss()])
 def test_losses_are_those_of_the_policy_tokens(x64, name, vetoes):
-  """With every aggregation and advantage; their gradients and metrics too."""
+  """With every aggregation, and advantages of each kind; their gradients and metrics too."""
   loss = LOSSES[name]
 
   @jax.jit
@@ -179,8 +180,9 @@ def test_losses_are_those_of_the_policy_tokens(x64, name, vetoes):
     return found, reductions.values(metrics), gradients
 
   # Of the same width, one program is compiled for both.
-  plain = side_by_side(LONGEST if len(vetoes) == len(VETOES) else T)
-  for number, estimator in enumerate(ESTIMATORS):
+  is_long = len(vetoes) == len(VETOES)
+  plain = side_by_side(LONGEST if is_long else T)
+  for number, estimator in enumerate(ESTIMATORS if is_long else ESTIMATORS_OF_EACH_KIND):
     coefficients = coefficients_of(estimator, not loss.of_responses)
     expected = run(plain[0], plain[-1], coefficients(plain[-1]))
     fills = FILLS if number == 0 else {"nan": np.nan}
@@ -213,7 +215,9 @@ def test_coefficients_of_tokens_are_those_of_their_turns(x64, name):
   assert np.any(np.asarray(first[1]) != np.asarray(second[1]))
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize(
+  "estimator", ["k3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("k1", "k2"))]
+)
 def test_reference_and_entropy_are_those_of_the_policy_tokens(x64, estimator):
   """In the objective of a micro-batch, with a veto, both gradients, and every shared metric."""
   method = updates.make_method(

@@ -19,6 +19,9 @@ from rlvr_jax.storage.folders import list_files
 
 hub = pytest.importorskip("huggingface_hub", reason='pip install "rlvr_jax[hf]"')
 SHA = "0" * 40  # of the only commit
+# Long: fsspec's part. Folders of any of its file systems: storage/folders_test.py, and a remote
+# tokenizer, checkpoint and data set by memory:// beside each of them.
+pytestmark = pytest.mark.slow
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -25,6 +25,12 @@ def _assert_same(one, other, case, *, value=True):
     np.testing.assert_allclose(value_one, value_other, rtol=1e-10, atol=1e-14)
 
 
+@functools.cache
+def _default(name):
+  """The loss with its defaults, made once, so that one program is traced for it."""
+  return getattr(losses, name)()
+
+
 def _on_policy(seed=0):
   policy, batch, coefficients = random_case(seed)
   batch = dataclasses.replace(batch, behavior_logprobs=policy, proximal_logprobs=policy)
@@ -32,13 +38,13 @@ def _on_policy(seed=0):
 
 
 def test_p3o_on_policy_is_reinforce():
-  _assert_same(losses.p3o(), losses.reinforce(), _on_policy())
+  _assert_same(_default("p3o"), _default("reinforce"), _on_policy())
 
 
 # `clip_cov` drops a token on-policy too.
 @pytest.mark.parametrize("name", [n for n in losses.__all__ if n not in ("reinforce", "clip_cov")])
 def test_every_loss_on_policy_has_the_gradient_of_reinforce(name):
-  _assert_same(getattr(losses, name)(), losses.reinforce(), _on_policy(), value=False)
+  _assert_same(_default(name), _default("reinforce"), _on_policy(), value=False)
 
 
 def test_gspo_of_single_tokens_is_ppo_clip():
@@ -61,7 +67,7 @@ def test_cispo_without_a_lower_bound_is_truncated_reinforce():
 def test_decoupled_ppo_is_ppo_clip_where_the_proximal_policy_sampled():
   policy, batch, coefficients = random_case(3)
   batch = dataclasses.replace(batch, proximal_logprobs=batch.behavior_logprobs)
-  _assert_same(losses.decoupled_ppo(), losses.ppo_clip(), (policy, batch, coefficients))
+  _assert_same(_default("decoupled_ppo"), _default("ppo_clip"), (policy, batch, coefficients))
 
 
 def _distilled(made, policy, batch, *, loss):
@@ -82,7 +88,9 @@ def test_a_teacher_that_is_the_student_gives_zero(name):
   policy, batch, _ = _on_policy()
   same = dict(teacher_logprobs=policy, teacher_divergence=jnp.zeros_like(policy))
   batch = dataclasses.replace(batch, **same)
-  value, gradient = _distilled(getattr(distillation, name)(), policy, batch, loss=losses.ppo_clip())
+  value, gradient = _distilled(
+    getattr(distillation, name)(), policy, batch, loss=_default("ppo_clip")
+  )
   assert value == 0 and np.all(gradient == 0)
 
 
@@ -99,7 +107,7 @@ def test_forms_of_sampled_distillation_coincide():
   np.testing.assert_allclose(ratio, as_advantage, rtol=1e-10, atol=1e-14)
   _, weighted = _distilled(distillation.iw_opd(gamma=0.0), policy, batch, loss=None)
   stale = distillation.opd(student="behavior")
-  _, as_advantage = _distilled(stale, policy, batch, loss=losses.reinforce())
+  _, as_advantage = _distilled(stale, policy, batch, loss=_default("reinforce"))
   np.testing.assert_allclose(weighted, as_advantage, rtol=1e-10, atol=1e-14)
 
 
@@ -132,7 +140,7 @@ def test_luspo_is_gspo_summed_over_each_response():
 
 def test_vespo_without_powers_is_reinforce():
   zero = dict.fromkeys(("k_positive", "lambda_positive", "k_negative", "lambda_negative"), 0.0)
-  _assert_same(losses.vespo(**zero), losses.reinforce(), random_case(23))
+  _assert_same(losses.vespo(**zero), _default("reinforce"), random_case(23))
 
 
 def test_dro_is_reinforce_with_the_k2_penalty():
@@ -149,7 +157,7 @@ def test_dro_is_reinforce_with_the_k2_penalty():
 
 def test_clip_cov_of_an_empty_interval_is_ppo_clip_and_kl_cov_without_penalty_is_unclipped():
   case = random_case(25)
-  _assert_same(losses.clip_cov(low=1e8, high=1e9), losses.ppo_clip(), case)
+  _assert_same(losses.clip_cov(low=1e8, high=1e9), _default("ppo_clip"), case)
   _assert_same(losses.kl_cov(coefficient=0.0), losses.ppo_clip(**UNCLIPPED), case)
 
 
@@ -172,7 +180,7 @@ def _pairs():
 @pytest.mark.parametrize(("name", "correction"), _pairs())
 def test_a_correction_composes_with_a_loss_or_is_refused(name, correction):
   """With an exact sampler and one version every correction changes nothing."""
-  loss, made = getattr(losses, name)(), getattr(corrections, correction)()
+  loss, made = _default(name), getattr(corrections, correction)()
   if loss.ratio_to == "sampler":
     with pytest.raises(ValueError, match="would do so twice"):
       corrections.corrected(loss, made)
@@ -195,13 +203,13 @@ def test_a_correction_with_unbounded_weights_where_the_trainer_is_the_sampler_is
   """π_prox = β: κ is 1, and the ratio is the loss's own."""
   policy, batch, coefficients = random_case(26)
   batch = dataclasses.replace(batch, proximal_logprobs=batch.behavior_logprobs)
-  corrected = corrections.corrected(getattr(losses, name)(), corrections.tis())
-  _assert_same(corrected, getattr(losses, name)(), (policy, batch, coefficients))
+  corrected = corrections.corrected(_default(name), corrections.tis())
+  _assert_same(corrected, _default(name), (policy, batch, coefficients))
 
 
 def test_corrections_of_ppo_clip_are_decoupled_ppo():
   case = random_case(27)
-  of = lambda correction: corrections.corrected(losses.ppo_clip(), correction)
+  of = lambda correction: corrections.corrected(_default("ppo_clip"), correction)
   uncapped = losses.decoupled_ppo(behavior_weight_cap=1e9)
   _assert_same(of(corrections.icepop(low=0.0, high=1e9)), uncapped, case)
   _assert_same(of(corrections.tis(high=1.3)), losses.decoupled_ppo(behavior_weight_cap=1.3), case)
@@ -212,13 +220,15 @@ def test_corrections_of_ppo_clip_are_decoupled_ppo():
 def test_a_sequence_weight_of_at_most_1_of_failures_is_topr():
   policy, batch, coefficients = random_case(28)
   failed = -jnp.abs(coefficients)
-  corrected = corrections.corrected(losses.reinforce(), corrections.tis(level="sequence", high=1.0))
-  _assert_same(corrected, losses.topr(), (policy, batch, failed))
+  corrected = corrections.corrected(
+    _default("reinforce"), corrections.tis(level="sequence", high=1.0)
+  )
+  _assert_same(corrected, _default("topr"), (policy, batch, failed))
 
 
 def test_opsm_that_masks_nothing_is_the_loss():
-  corrected = corrections.corrected(losses.ppo_clip(), corrections.opsm(delta=1e9))
-  _assert_same(corrected, losses.ppo_clip(), random_case(29))
+  corrected = corrections.corrected(_default("ppo_clip"), corrections.opsm(delta=1e9))
+  _assert_same(corrected, _default("ppo_clip"), random_case(29))
 
 
 def test_estimators_of_the_kl_as_losses_have_these_gradients():
@@ -241,7 +251,7 @@ def test_estimators_of_the_kl_as_losses_have_these_gradients():
 
 
 def test_dual_clip_beyond_every_ratio_is_ppo_clip():
-  _assert_same(losses.ppo_clip(dual_clip=1e9), losses.ppo_clip(), random_case(4))
+  _assert_same(losses.ppo_clip(dual_clip=1e9), _default("ppo_clip"), random_case(4))
 
 
 def test_m2po_within_its_budget_is_unclipped_and_p3o_bare_is_its_gradient():
@@ -258,7 +268,7 @@ def test_m2po_of_a_tiny_budget_is_ppo_clip_with_the_smallest_interval():
 
 def test_topr_of_positive_coefficients_is_reinforce():
   policy, batch, coefficients = random_case(7)
-  _assert_same(losses.topr(), losses.reinforce(), (policy, batch, jnp.abs(coefficients)))
+  _assert_same(_default("topr"), _default("reinforce"), (policy, batch, jnp.abs(coefficients)))
 
 
 def test_p3o_frozen_at_one_is_reinforce_truncated_at_one():
@@ -268,15 +278,15 @@ def test_p3o_frozen_at_one_is_reinforce_truncated_at_one():
 def test_p3o_per_sequence_is_per_batch_for_one_rollout():
   case = random_case(9, (1, 1, 6), full=True)
   case = (*case[:2], jnp.ones((1, 1)))  # the first rollout's coefficient is 0
-  _assert_same(losses.p3o(ess="sequence"), losses.p3o(), case)
+  _assert_same(losses.p3o(ess="sequence"), _default("p3o"), case)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_veto_that_nothing_triggers_changes_nothing(scope):
   case = random_case(10)
   veto = negative_advantage_veto(scope=scope, threshold=1e-12)
-  (value, _), gradient = evaluate(losses.ppo_clip(), *case, veto=veto)
-  (plain_value, _), plain_gradient = evaluate(losses.ppo_clip(), *case)
+  (value, _), gradient = evaluate(_default("ppo_clip"), *case, veto=veto)
+  (plain_value, _), plain_gradient = evaluate(_default("ppo_clip"), *case)
   np.testing.assert_allclose(value, plain_value, rtol=1e-12)
   np.testing.assert_allclose(gradient, plain_gradient, rtol=1e-12)
 

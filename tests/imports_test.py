@@ -1,6 +1,7 @@
 """Enforces the design: who may import whom, and that no files or rooms do so in a circle."""
 
 import ast
+import functools
 import graphlib
 import pathlib
 import subprocess
@@ -95,13 +96,17 @@ def room(name):
   return own if own in ALLOWED else (parts or [""])[0]
 
 
+# Several tests read the package; a text has one tree.
+parse = functools.cache(ast.parse)
+
+
 def modules(root):
   """(dotted name, syntax tree, names it imports) of all under `root`, laid out as rlvr_jax."""
   for path in sorted(root.rglob("*.py")):
     relative = path.relative_to(root).with_suffix("")
     is_package = relative.name == "__init__"
     module = ".".join(("rlvr_jax", *(relative.parts[:-1] if is_package else relative.parts)))
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parse(path.read_text(encoding="utf-8"))
     yield module, tree, set(imported_names(tree, module, is_package))
 
 

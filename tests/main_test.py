@@ -40,7 +40,6 @@ MISTAKES = [
   # sizes
   (dict(batch__prompts=7, mesh__data=2), r"batch\.prompts = 7 .* 2 batch devices .* example 8"),
   (dict(batch__tokens_per_micro_batch=-1), r"config\.batch: tokens_per_micro_batch = -1 is not an"),
-  (dict(batch__tokens_per_row=-1), r"config\.batch: tokens_per_row = -1 is not an integer in \[0"),
   (dict(batch__tokens_per_row=512, mesh__fsdp=4),
    r"8 prompts with 4 rollouts each fill at most 3 rows of 512 tokens, fewer than the 4 devices"),
   (dict(evaluation__batch_prompts=5, mesh__fsdp=2), r"config\.evaluation\.batch_prompts = 5"),
@@ -54,7 +53,6 @@ MISTAKES = [
   (dict(evaluation__ks=()), r"config\.evaluation\.ks = \[\]: pass@k needs at least one"),
   (dict(evaluation__ks=(1.5,)), r"config\.evaluation\.ks = \[1\.5\]"),
   (dict(seed=-1), r"config: seed = -1 is not an integer in \[0"),
-  (dict(evaluation__seed=2**32), r"config\.evaluation: seed = 4294967296"),
   (dict(grading__timeout_s=float("inf")), r"config\.grading: timeout_s = inf"),
   (dict(entropy_bonus=float("inf")), r"entropy_bonus = inf"),
   (dict(policy_temperature=1e-38), r"policy_temperature = 1e-38 is not a number in \[0\.001"),
@@ -66,12 +64,10 @@ MISTAKES = [
   (dict(schedule="stages(count=5)"), r"count = 5 does not divide"),
   (dict(max_behavior_gap=-1.0), r"config: max_behavior_gap = -1\.0 is not a number in \[0"),
   (dict(checkpoint__every=0), r"config\.checkpoint: every = 0"),
-  (dict(checkpoint__keep=0), r"config\.checkpoint: keep = 0"),
   (dict(evaluation__every=0), r"config\.evaluation: every = 0"),
   (dict(logging__print_every=0), r"config\.logging: print_every = 0"),
   (dict(max_skipped_in_a_row=0), r"config: max_skipped_in_a_row = 0"),
   (dict(grading__num_workers=-1), r"config\.grading: num_workers = -1"),
-  (dict(grading__timeout_s=-1.0), r"config\.grading: timeout_s = -1\.0"),
   (dict(num_updates=10**12), r"num_updates = 10{12} is not an integer in \[0, 10{7}\]"),
   (dict(batch={"prompts": "8", "group_size": 4, "tokens_per_micro_batch": 64, "tokens_per_row": 0}),
    r"config\.batch: prompts = '8' is not an integer in \[1, "),
@@ -83,7 +79,6 @@ MISTAKES = [
   (dict(model__overrides={"num_layers": "two"}), r"num_layers='two' must be .* a whole number"),
   (dict(model__overrides={"vocab_size": 10**12}), r"vocab_size=1000000000000 must be .* below 2"),
   (dict(advantage="grpo(3)"), r"config\.advantage = 'grpo\(3\)'"),
-  (dict(loss="None"), r"config\.loss = 'None'"),
   (dict(task__kwargs__prompt="{expression:>3000000000}"), r"has a width of 30+; at most 100000"),
   # texts
   (dict(max_prompt_length=4), r"a prompt has \d tokens but config\.max_prompt_length is 4: raise"),
@@ -92,8 +87,6 @@ MISTAKES = [
   (dict(task__kwargs__warm_start_size=0), r"no demonstrations; set the task's warm_start_size"),
   # names
   (dict(task__name="reasoning_gim"), r"task\.name = 'reasoning_gim': .* 'reasoning_gym'\?"),
-  (dict(task__kwargs__dataset="chain_sums"), r"unknown .* dataset 'chain_sums'.*'chain_sum'"),
-  (dict(task__kwargs__settings={"max_term": 2}), r"no setting 'max_term'; .*'max_terms'"),
   (dict(tokenizer="byte"), r"tokenizer = 'byte' is not 'bytes', .*byte is not a directory"),
   (dict(tokenizer="checkpoint"), r"config\.model\.checkpoint is empty; set it to a folder"),
   (dict(prompts__format="chat"), r"prompts\.format = 'chat' needs a chat template"),
@@ -103,23 +96,16 @@ MISTAKES = [
   (dict(model__checkpoint="nowhere"), r"model\.checkpoint = 'nowhere'"),
   (dict(grading__grader="mathematic"), r"grading\.grader = 'mathematic': .*'mathematics'\?"),
   (dict(evaluation__grader="code(rewrd='all')"), r"evaluation\.grader = .*'rewrd'; .*'reward'"),
-  (dict(grading__grader="pattern"), r"grading\.grader = 'pattern': .* required .* 'regex'"),
-  (dict(grading__extra=(("boxd", 0.1),)), r"config\.grading\.extra = 'boxd': .*'boxed'\?"),
   (dict(grading__unsandboxed_code="yes"), r"unsandboxed_code = 'yes': leave it empty, or set"),
   (dict(grading__extra=(("a:b",),)), r"grading\.extra has \('a:b',\), expected pairs"),
   (dict(grading__extra=(("a:b", 0.1),), advantage="fade"), r"'fade' .*grading\.extra"),
   (dict(grading__outcomes={"wrong": "score"}, advantage="fade"), r"'wrong': 'score'"),
   (dict(model__preset="tinny"), r"(?s)tinny.*tiny"),
   (dict(model__overrides={"widht": 3}), r"(?s)widht.*width"),
-  (dict(advantage="grop"), r"config\.advantage = 'grop': 'grop' is unknown; .*'grpo'"),
-  (dict(loss="ppo"), r"config\.loss = 'ppo': 'ppo' is unknown; .*'ppo_clip'"),
-  (dict(correction="icepopp"), r"config\.correction = 'icepopp': .* unknown; .*'icepop'"),
   (dict(correction="icepop", loss="p3o"), r"config\.loss = 'p3o': .*would do so twice"),
   (dict(correction="tis(high=0.0)"), r"high = 0\.0 is not a number in \(0"),
   (dict(aggregation="mean"), r"aggregation = 'mean' .*'token_mean'"),
   (dict(reference__estimator="k4"), r"estimator = 'k4' .*'k3'"),
-  (dict(learning_rate="cosin(peak=1.0)"), r"'cosin' is unknown; .*'cosine'\?"),
-  (dict(optimizer="adam"), r"config\.optimizer = 'adam': 'adam' is unknown; .*'adamw'\?"),
   (dict(grading__outcomes={"wrogn": "0"}), r"unknown outcome 'wrogn'.*did you mean 'wrong'"),
   (dict(grading__outcomes={"wrong": "half"}), r"'wrong' is 'half', allowed: a number within"),
   # hyper-parameters
@@ -132,16 +118,11 @@ MISTAKES = [
   (dict(generation_deadline_s=0.0), r"config: generation_deadline_s = 0\.0 is not a number in \("),
   (dict(generation_deadline_s=float("inf")), r"config: generation_deadline_s = inf"),
   (dict(loss="ppo_clip(epsilon_low=2.0)"), r"epsilon_low = 2\.0 is not a number in"),
-  (dict(learning_rate="constant(peak=-1.0)"), r"peak = -1\.0 is not a number in \[0"),
-  (dict(learning_rate="constant(peak=1e999)"), r"peak = inf"),
   (dict(reference__kl_coefficient=-0.1), r"kl_coefficient = -0\.1"),
   (dict(sampling__temperature=0.0), r"temperature = 0: greedy .* set it > 0"),
-  (dict(sampling__temperature=-1.0), r"temperature"),
   (dict(sampling__top_p=0.9), r"top_p = 0\.9: .* config\.allow_truncated_behavior = True"),
-  (dict(sampling__top_k=5), r"top_k = 5: .* config\.allow_truncated_behavior = True"),
   (dict(evaluation__sampling__top_p=1.5), r"^config\.evaluation\.sampling.*top_p"),
   # geometry
-  (dict(gram="stream", reweighting="salt"), r"gram = 'stream': .* unknown; .*'streaming'"),
   (dict(reweighting="salt(alpha_min=2.0)"),
    r"alpha_min = 2\.0 is above alpha_max = 1\.0; lower alpha_min or raise alpha_max"),
   (dict(reweighting="salt(scope='group')", batch__group_size=1, advantage="reinforce"),
@@ -219,16 +200,8 @@ def assert_error(output, message):
   assert "rlvr_jax/" not in "".join(re.findall(r'  File "(.*?)", line', output))
 
 
-def test_a_misspelled_field_lists_the_near_one(tmp_path):
-  output = tiny.run(tmp_path / "run", "--config.batch.promtps=3", expect=1)
-  assert_error(output, "no field 'promtps'; did you mean \"prompts\"")
-  assert not (tmp_path / "run").exists()
-
-
 CONFIG_FILES = [  # get_config's body, what follows --config=FILE, the message
   ("raise ValueError('an odd seed')", [""], r"wrong\.py: ValueError: an odd seed \(.*, line 3"),
-  ("return 1 / 0", [""], r"wrong\.py: ZeroDivisionError: division by zero \(.*, line 3"),
-  ("import no_such_module", [""], r"ModuleNotFoundError: No module named 'no_such_module' \("),
   ("c.width = 3", [""], r"AttributeError: no field 'width' \(.*, line 3"),
   ("(", [""], r"SyntaxError: '\(' was never closed \(wrong\.py, line 3"),
   ("return 5", [""], r"get_config\(\) of --config returns is 5; start from rlvr_jax\.configs"),
@@ -237,7 +210,6 @@ CONFIG_FILES = [  # get_config's body, what follows --config=FILE, the message
   ("", [":unknown"], r"wrong\.py:unknown: TypeError: get_config\(\) takes 0 .* 1 was given"),
   ("", ["x"], r"--config=.*wrong\.pyx: there is no such file\. It is your own FILE\.py or the "),
   ("", ["", "--config.batch.prompts=abc"], r"batch\.prompts=abc: needs an integer, such"),
-  ("", ["", "--config.model.overrides.widht=3"], r"overrides\.widht is not a field; .*'width'"),
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Enforces the design: how much state a class has, who changes it, and how large a room is."""
 
 import ast
+import functools
 import pathlib
 
 import pytest
@@ -62,12 +63,21 @@ def attributes(node):
   return names
 
 
+@functools.cache
+def trees(root):
+  """Place of a file below the root → its syntax tree."""
+  return {
+    path.relative_to(root).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    for path in root.rglob("*.py")
+  }
+
+
 def large_classes(root):
   """Classes that change after they are made and have too many attributes, as in `LARGE`."""
   return {
-    f"{path.relative_to(root).as_posix()}: {node.name}"
-    for path in root.rglob("*.py")
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    f"{file}: {node.name}"
+    for file, tree in trees(root).items()
+    for node in ast.walk(tree)
     if isinstance(node, ast.ClassDef)
     and not is_frozen(node)
     and len(attributes(node)) > MAX_ATTRIBUTES
@@ -77,10 +87,9 @@ def large_classes(root):
 def set_from_outside(root):
   """Assignments to attributes of anything but `self` or `cls`, those in `OUTSIDE` left out."""
   found = []
-  for path in root.rglob("*.py"):
-    file = path.relative_to(root).as_posix()
+  for file, tree in trees(root).items():
     allowed = {n for place, names in OUTSIDE.items() if file.startswith(place) for n in names}
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
       if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
         owner = ast.unparse(node.value)
         root_name = owner.partition(".")[0]

@@ -11,8 +11,8 @@ problems per refresh with 4 rollouts each, prompts up to 4096 tokens, responses 
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
 A slot takes 51.5 MB for its states, whatever its length, and 32 KB for the keys and values of each
-token. With settings for a slice: grpo_qwen35_4b.py:v5p:2x2x4. On v5e:8x8 those of p3o_qwen3_4b take
-16.1 GiB of a chip's 15.75. Card: docs/methods/grpo.md.
+token. With settings for a slice: grpo_qwen35_4b.py:v5p:2x2x4 and grpo_qwen35_4b.py:v5e:8x8. On v5e
+remat="dots" would take 16.1 GiB of a chip's 15.75. Card: docs/methods/grpo.md.
 """
 
 from ml_collections import ConfigDict
@@ -30,6 +30,14 @@ SLICES = {  # those of p3o_qwen3_4b, for lognormal(mean=800, prompt=150); not se
     "generation_mesh.same_devices": True,
     "sampling.slots": 1024,
     "model.overrides.remat": "dots",
+    "compiler_options.training": base.FUSED_GATHERS,
+  },
+  "v5e:8x8": {
+    "mesh.data": 4,
+    "mesh.fsdp": 4,
+    "mesh.tensor": 4,
+    "sampling.slots": 512,
+    "model.overrides.remat": "full",
     "compiler_options.training": base.FUSED_GATHERS,
   },
 }

@@ -5,7 +5,7 @@ that all tokens share, and states instead of keys in three layers of four. **ope
 besides, no paper states a recipe for this model.
 
   python -m rlvr_jax.main --distributed \\
-    --config=configs/full_size/gspo_qwen35_35b_a3b.py \\
+    --config=configs/full_size/gspo_qwen35_35b_a3b.py:v5p:2x4x4 \\
     --workdir=/mnt/rlvr_jax/runs/qwen35_moe \\
     --config.model.checkpoint=gs://BUCKET/Qwen3.5-35B-A3B \\
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
@@ -18,8 +18,12 @@ from ml_collections import ConfigDict
 
 from rlvr_jax.configs.full_size import gspo_qwen3_30b_a3b
 
+SLICES = gspo_qwen3_30b_a3b.SLICES  # but for generation's mesh; not searched for
 
-def get_config() -> ConfigDict:
-  c = gspo_qwen3_30b_a3b.get_config()
+
+def get_config(topology: str = "") -> ConfigDict:
+  c = gspo_qwen3_30b_a3b.get_config(topology)
   c.model.preset = "qwen3.5_35b_a3b"
+  if topology:
+    c.generation_mesh.data, c.generation_mesh.tensor = 16, 2
   return c

@@ -2,15 +2,17 @@
 
   python -m experiments.benchmarks.delta_rule --topology=v5e:1x1
 
-Compiles value and gradient of `ops.delta_rule.delta_rows`, recomputed in the backward pass, for a
-row of 9,216 tokens (a prompt of 1,024 and four responses of 2,048) with the heads of a layer of
-Qwen3.5-4B, 32 of width 128, and prints for each size the compiler's estimate of cycles, products of
-matrices, and bytes of HBM. Needs the extra `tpu`, and no TPU.
+Compiles the gradient of `ops.delta_rule.mix_rows`, recomputed in the backward pass: what a gated
+DeltaNet does between its projections. Sizes are those of a layer of Qwen3.5-4B with bfloat16
+channels, for a row of 9,216 tokens (a prompt of 1,024 and four responses of 2,048). Prints for each
+size of a chunk the compiler's estimate of cycles, products of matrices, and bytes of HBM. Needs the
+extra `tpu`, and no TPU.
 """
 
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
@@ -27,12 +29,21 @@ from rlvr_jax.types import Array, Rows
 _TOPOLOGY = flags.DEFINE_string("topology", "v5e:1x1", "Kind of the chip.")
 _CHUNKS = flags.DEFINE_list("chunks", ["32", "64", "128"], "Tokens of a chunk.")
 PROMPT, RESPONSES, RESPONSE = 1024, 4, 2048
-HEADS, WIDTH = 32, 128
+HEADS, KEY_HEADS, WIDTH, TAPS = 32, 16, 128, 4
 
 
-def loss(tokens: delta_rule.Tokens, rows: Rows) -> Array:
-  out, _ = jax.checkpoint(delta_rule.delta_rows)(tokens, rows)
-  return jnp.sum(out.astype(jnp.float32) ** 2)
+class Arguments(NamedTuple):
+  """The arrays of `delta_rule.DeltaInputs`."""
+
+  channels: tuple[Array, Array, Array]
+  taps: tuple[Array, Array, Array]
+  decay: Array
+  strength: Array
+
+
+def loss(arguments: Arguments, rows: Rows) -> Array:
+  mix = lambda x: delta_rule.mix_rows(delta_rule.DeltaInputs(*x, WIDTH, WIDTH), rows)
+  return jnp.sum(jax.checkpoint(mix)(arguments).astype(jnp.bfloat16).astype(jnp.float32) ** 2)
 
 
 def rows() -> Rows:
@@ -48,10 +59,14 @@ def costs(topology: str, chunk: int) -> list[str]:
   """Cells of a row: 10⁶ cycles, GFLOPs of products, GB of HBM."""
   on = SingleDeviceSharding(programs.topology_devices(topology)[0])
   length = PROMPT + RESPONSES * RESPONSE
-  shape = lambda *sizes: jax.ShapeDtypeStruct((1, HEADS, length, *sizes), jnp.float32, sharding=on)
-  tokens = delta_rule.Tokens(shape(WIDTH), shape(WIDTH), shape(WIDTH), shape(), shape())
+  shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=on)
+  sizes = KEY_HEADS * WIDTH, KEY_HEADS * WIDTH, HEADS * WIDTH
+  channels = tuple(shape(jnp.bfloat16, 1, length, size) for size in sizes)
+  taps = tuple(shape(jnp.bfloat16, size, TAPS) for size in sizes)
+  gate = shape(jnp.float32, 1, length, HEADS)
+  arguments = Arguments(channels, taps, decay=gate, strength=gate)
   of_rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), rows())
-  lower = lambda: jax.jit(jax.grad(loss)).lower(tokens, of_rows)
+  lower = lambda: jax.jit(jax.grad(loss)).lower(arguments, of_rows)
   delta_rule.CHUNK = chunk
   jax.clear_caches()  # a trace with another size would be taken again
   compiled = programs.compile_with_text(f"chunks of {chunk}", lower)

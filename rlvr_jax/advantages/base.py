@@ -79,10 +79,10 @@ def needed(name: str, batch: TrainBatch, field: str) -> Array:
   """A field of the batch, constant for differentiation, that an estimator needs.
 
   Args:
-    name: of the estimator.
+    name: the name of the estimator.
     field: one of `NEEDS`.
   Raises:
-    ValueError: the batch has none.
+    ValueError: the batch lacks the field.
   """
   found = getattr(batch, field)
   if found is None:

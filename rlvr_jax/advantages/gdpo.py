@@ -67,7 +67,7 @@ def gdpo_advantages(
     valid: bool[P, G].
     weights: ω, K numbers; () for 1 each.
     epsilon, batch_epsilon: ε and ε_B, ≥ 0.
-    leave_one_out: whether r̄_k and std_k are those of the other rollouts.
+    leave_one_out: whether r̄_k and std_k are taken over the other rollouts.
   Returns:
     f32[P, G]; −μ/(σ + ε_B) in a group that is constant in all rewards.
   Raises:
@@ -110,9 +110,9 @@ def gdpo(
     weights: ω, a number for each reward; () for 1 each. The weights of `config.grading.extra` are
       those of the sum, and have no effect here.
     epsilon: ≥ 0, added to the deviations of the group; 1e-4 in the authors' code, 1e-6 elsewhere.
-    batch_epsilon: ≥ 0, added to that of the batch; 1e-4 in the authors' code, 0 in NeMo-RL.
+    batch_epsilon: ≥ 0, added to the batch's deviation; 1e-4 in the authors' code, 0 in NeMo-RL.
     over: what μ and σ count: "rollouts", or loss "tokens" (verl).
-    leave_one_out: whether r̄_k and std_k are those of the other rollouts of the group (NeMo-RL).
+    leave_one_out: whether r̄_k and std_k are taken over the group's other rollouts (NeMo-RL).
   Source: "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
     Optimization" (arXiv:2601.05242) and the authors' code.
   """

@@ -41,9 +41,9 @@ def mt_grpo(*, turn_weight: float = 1.0, epsilon: float = 1e-6) -> Advantage:
   """A = A_dialogue + λ·A_turn, both (x − x̄)/(std + ε): of the rewards, and of scores of a turn.
 
   A_turn compares the score that an environment gives a turn of the policy (`Turn.score`, where the
-  dialogue goes on) with those of the same turn, the first with the first, in the other dialogues of
-  the group. It falls on that turn's tokens. A turn without a score has A_dialogue alone, as has one
-  that ends the dialogue, whose score is the reward. Without scores of turns this is `grpo`.
+  dialogue goes on) with scores of the same turn, the first with the first, in the other dialogues
+  of the group. It falls on that turn's tokens. A turn without a score has A_dialogue alone, as has
+  one that ends the dialogue, whose score is the reward. Without scores of turns this is `grpo`.
 
   The paper has two turns, of which the first has a score; **open**: with more of them, each is
   compared by itself. In the authors' code, whose λ is `turn_advantage_coef`, a dialogue without a

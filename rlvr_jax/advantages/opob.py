@@ -56,9 +56,9 @@ def opob_advantages(
 def opob(*, by_deviation: bool = False) -> Advantage:
   """A = r − Σ W²‖g‖²·r/Σ W²‖g‖² over the group, W = Π_t π/β of a response, not truncated.
 
-  ‖g‖² is the diagonal of `config.gram`: of the output head's gradient with "streaming", of all
-  parameters' with "per_rollout(parameters='all')". With W = 1 and ‖g‖² the length it is `opo`. π is
-  the policy before the update.
+  ‖g‖² is the diagonal of the Gram matrix of `config.gram`: for the output head with "streaming",
+  for all parameters with "per_rollout(parameters='all')". With W = 1 and ‖g‖² the length it is
+  `opo`. π is the policy before the update.
 
   Args:
     by_deviation: whether A is divided by the group's deviation of the rewards, as in the authors'

@@ -73,7 +73,7 @@ def otb_advantages(
 
 
 def in_tail(counted: Array) -> Array:
-  """Whether only a token's own rollout has so many loss tokens, of those of its group.
+  """Whether no other rollout of the token's group has so many loss tokens.
 
   Args:
     counted: bool[P, G, T], loss tokens of valid rollouts.

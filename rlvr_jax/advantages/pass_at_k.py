@@ -17,11 +17,11 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
   """A = k(w − w̄), w = 1 if correct else 1 − C(n−1−c, k−1)/C(n−1, k−1), at finite n.
 
   w is the probability that k rollouts, this one and k−1 others sampled without replacement, contain
-  a correct one; n is the number of valid rollouts of the group and c that of correct ones.
+  a correct one; n is the number of valid rollouts of the group, c the number of correct ones.
 
   k·w is unbiased: E[k·w ∇log π] = ∇pass@k. Its mean w̄ has the rollout's own share in it, hence
-  E[A ∇log π] = (1 − k/n)·∇pass@k: the direction is right and the length is not, as that of
-  `grpo_mean`, which is k = 1. A group with n ≤ k gets 0: at n = k all w are equal, below it they
+  E[A ∇log π] = (1 − k/n)·∇pass@k: the right direction, but shorter. For k = 1 this is
+  `grpo_mean`. A group with n ≤ k gets 0: at n = k all w are equal, below it they
   are undefined.
 
   Args:

@@ -26,7 +26,7 @@ def normalized_over_batch(x: Array, counts: Array) -> Array:
 
   Args:
     x: rewards, or rewards less a baseline.
-    counts: from `base.counts_over`.
+    counts: the result of `base.counts_over`.
   """
   centered, deviation = batch_moments(x, counts)
   return centered / jnp.sqrt(jnp.square(deviation) + EPSILON)

@@ -73,7 +73,7 @@ class Sandbox:
   Args:
     mechanism: "namespaces" or "none".
   Raises:
-    SandboxError: it does not work here.
+    SandboxError: the sandbox does not work here.
   """
 
   def __init__(self, mechanism: str):
@@ -284,7 +284,7 @@ def open_sandbox() -> Sandbox:
   """Opens a sandbox whose isolation has been tested.
 
   Raises:
-    SandboxError: it does not work here, and `UNSANDBOXED` does not permit running without it.
+    SandboxError: the sandbox does not work here, and `UNSANDBOXED` is not given.
   """
   try:
     sandbox = Sandbox(NAMESPACES)

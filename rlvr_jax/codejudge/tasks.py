@@ -102,8 +102,8 @@ def _parse_statements(kind: str, text: str) -> list[ast.stmt]:
   """Parses a text of the tests.
 
   Raises:
-    ValueError: it is not Python, or imports a missing module, for which a program could provide its
-      own.
+    ValueError: the text is not Python, or imports a missing module, for which a program could
+      provide its own.
   """
   try:
     tree = ast.parse(text)
@@ -165,9 +165,9 @@ def judge(
   """Runs a program against tests that `check` accepts.
 
   Args:
-    sandbox: from `open_sandbox`.
+    sandbox: the result of `open_sandbox`.
     source: the program.
-    tests: of a form above.
+    tests: tests in one of the forms above.
     options: further arguments of `Sandbox.run`, such as `on_asleep`.
   Returns:
     As `Sandbox.run`: "passed" and "total" tests, and "failure", a text about the first failed test;
@@ -197,7 +197,7 @@ def run(
   """Runs a program for its output, without tests and with an empty standard input.
 
   Args:
-    sandbox: from `open_sandbox`.
+    sandbox: the result of `open_sandbox`.
     source: the program.
     earlier: programs that run before it in the same namespace, each up to its exit, with their
       output dropped; if one raises an exception, that is the result.

@@ -145,7 +145,7 @@ def _batch_rollouts(batch: Batch, update: int) -> list[Rollout]:
 
 
 def rollout_kind(sample: dict[str, Any]) -> str:
-  """The kind of a stored rollout, one of KINDS."""
+  """The kind of a stored rollout: one of KINDS."""
   if not sample["stopped"]:
     return "cut off"
   kind = _KIND_OF_OUTCOME.get(sample["outcome"], sample["outcome"])
@@ -160,7 +160,7 @@ def plot_correct(axes: Any, rollouts: Iterable[Rollout], name: str, least: int =
 
   Args:
     axes: axes of matplotlib.
-    rollouts: from `load`.
+    rollouts: the result of `load`.
     name: field with integers, such as "length" or "age".
     least: values with fewer rollouts are omitted.
   """

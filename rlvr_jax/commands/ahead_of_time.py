@@ -52,7 +52,7 @@ def lowerings(run: Parts, packed: Packed | None = None) -> dict[str, Lower]:
 
 
 def count(run: Parts, lengths: str) -> tuple[Packed, Counts]:
-  """A typical batch of an update, and what is known of a run's programs from lengths.
+  """A typical batch of an update, and counts of a run's programs that follow from lengths.
 
   Args:
     run: result of `build`.
@@ -132,7 +132,7 @@ def fits(config: ml_collections.ConfigDict, topology: str | None) -> Callable[[]
   TPU.
 
   Args:
-    config: of the run.
+    config: the config of the run.
     topology: kind and shape of the slice, such as "v5e:4x4"; None for the estimate only.
   Returns:
     A function that returns the tables that it printed, by title.
@@ -161,7 +161,7 @@ def costs(
   have a prefill after each reply.
 
   Args:
-    config: of the run.
+    config: the config of the run.
     topology: kind and shape of the slice, such as "v5p:2x2x4".
     folder: for costs_TOPOLOGY.json and .md; None writes nothing.
     lengths: component of `costs.workload`: lengths of the prompts and responses of an update.

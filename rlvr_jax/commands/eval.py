@@ -150,6 +150,7 @@ def _make_record(number: int, samples: list[Sample]) -> dict[str, Any]:
   record = {
     "problem": number,
     "prompt": first["prompt"],
+    **({"messages": first["messages"]} if "messages" in first else {}),
     "answer": first["answer"],
     "samples": [
       {name: sample[name] for name in sample_fields if name in sample} for sample in samples

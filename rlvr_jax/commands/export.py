@@ -27,7 +27,7 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 def export(parts: Parts, directory: str, folder: Path | None) -> None:
   """Writes a policy as a folder that `transformers` loads, in its compute dtype.
 
-  The folder includes the tokenizer: a copy of that of `config.model.checkpoint`, or the byte
+  The folder includes the tokenizer: a copy of `config.model.checkpoint`'s, or the byte
   tokenizer. Trained adapters are merged, and also written separately, in PEFT's format, to the
   subfolder `adapter`. What the source has beside its text model is left out, as a line says.
 

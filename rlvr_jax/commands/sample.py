@@ -37,8 +37,8 @@ def sample(parts: Parts, workdir: str | Path) -> None:
   """Samples, grades and writes groups for the trainer of a workdir.
 
   Args:
-    parts: of the run's configuration, on this program's devices.
-    workdir: of the run.
+    parts: the parts of the run's configuration, on this program's devices.
+    workdir: the workdir of the run.
   Raises:
     EndRequestedError: a signal requested shutdown; its groups are others' now.
     WorkdirError: the workdir has no run, or one that samples by itself.
@@ -73,7 +73,7 @@ def sample_with(parts: Parts, folder: Path, frozen: Params, answers: Answers) ->
   """Samples for the trainer of a workdir, with open processes of graders and environments.
 
   Args:
-    parts: of the run's configuration, on this program's devices.
+    parts: the parts of the run's configuration, on this program's devices.
     folder: the workdir.
     frozen: the parameters that are not trained.
     answers: what answers the turns of rollouts.

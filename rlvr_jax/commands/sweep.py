@@ -67,7 +67,7 @@ class Run(NamedTuple):
     return re.sub(r"(?:[^\w.]|_)+", "_", f"{label}_{self.seed}").lstrip("._")
 
   def command(self, workdir: pathlib.Path) -> str:
-    """The command line that repeats the run; `workdir` is that of the sweep."""
+    """The command line that repeats the run; `workdir` is the sweep's."""
     program = ("python", "-m", "rlvr_jax.main", *self.flags, f"--workdir={workdir / self.name}")
     return shlex.join(program)
 
@@ -120,7 +120,7 @@ def _check_labels(owner: str, runs: Sequence[Run]) -> None:
   """Checks that runs of one label differ only by the seed, and by folders that may belong to it.
 
   Raises:
-    ValueError: they differ by more, so that a table would mix two methods.
+    ValueError: runs of one label differ by more than that.
   """
   first: dict[str, Run] = {}
   for run in runs:
@@ -198,7 +198,7 @@ def sweep(
   """Executes the runs that have not finished, in order.
 
   Args:
-    runs: from `read_runs`.
+    runs: the result of `read_runs`.
     workdir: workdir of the sweep; local, or gs://BUCKET/FOLDER.
     more: further flags for every run, which do not affect its results.
     minutes: time limit, at which the current run saves and ends; None: no limit.

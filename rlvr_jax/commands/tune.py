@@ -102,7 +102,7 @@ class Measured(NamedTuple):
 
 
 class Target(NamedTuple):
-  """What is tuned, and for what."""
+  """The recipe and the slice of a search."""
 
   config: ml_collections.ConfigDict
   topology: str  # of the slice
@@ -223,7 +223,7 @@ def tune(
 
 
 def compiler_options(topology: str) -> list[str]:
-  """The options to compare, the defaults first: alone on GPUs, since the others are for TPUs."""
+  """The options to compare, the defaults first: on GPUs only the defaults."""
   first, *others = COMPILER_OPTIONS.values()
   return [first] if is_gpu(topology) else [first, *others]
 
@@ -242,8 +242,9 @@ def update_candidates(
   """Settings of the update, fastest first by their estimate; some are too large for the memory.
 
   Args:
-    config, network, shape, placement: of the recipe as it stands, on the devices of the slice.
-    lengths: of prompts and responses.
+    config, network, shape, placement: config, network, shape and placement of the recipe as it
+      stands, on the devices of the slice.
+    lengths: the lengths of prompts and responses.
     chip: its peaks.
   """
   found = []
@@ -352,9 +353,9 @@ def _compile_updates(
   """The best of each mesh, by estimate; then the fastest of these with other options and rows.
 
   Args:
-    target: of the search.
-    candidates: that fit by estimate, fastest first.
-    options: of the compiler, the defaults first.
+    target: the target of the search.
+    candidates: the candidates that fit by estimate, fastest first.
+    options: the options of the compiler, the defaults first.
   Returns:
     The programs that fit, fastest first.
   """
@@ -418,11 +419,11 @@ def generation_candidates(
   """Layouts and slots of generation, fastest first; some are too large for the memory.
 
   Args:
-    network: of the policy.
+    network: the network of the policy.
     batches: lengths of all batches of a refresh.
-    prompts: of a batch, from each source.
+    prompts: the prompts of a batch, from each source.
     placement: with the mesh of updates that was chosen.
-    settings: of the engine.
+    settings: the settings of the engine.
     chip: its peaks.
   """
   mesh = placement.mesh
@@ -467,7 +468,7 @@ def generation_seconds(
   Args:
     network, batches, settings, chip: as for `generation_candidates`.
     base: shapes of all parameters, with shardings on `mesh`.
-    mesh: that generates.
+    mesh: the mesh that generates.
     slots: over all devices of the mesh.
   """
   tensor, devices = mesh.shape["tensor"], mesh.shape["data"] * mesh.shape["fsdp"]
@@ -511,7 +512,7 @@ def _compile_generation(
   """The first candidate that fits beside the trainer, with the seconds of its estimate.
 
   Args:
-    target: of the search.
+    target: the target of the search.
     update: the settings of updates that were chosen.
     candidates: fastest first.
     resident: GiB of the optimizer's state, which stays in memory meanwhile.

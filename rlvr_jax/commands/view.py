@@ -31,12 +31,13 @@ def view(
   The page of a run in a bucket is written to the current folder.
 
   Args:
-    base: the configuration that the runs' are compared with.
-    workdir: of the run.
-    beside: of a second run, which is shown beside the first.
-    batches: that the file holds, see `read.choose_batches`; with `serve`, all can be loaded.
+    base: the configuration that each run's configuration is compared with.
+    workdir: the workdir of the run.
+    beside: the workdir of a second run, which is shown beside the first.
+    batches: the batches that the file holds, see `read.choose_batches`; with `serve`, all can be
+      loaded.
     serve: whether to serve the page rather than write it.
-    port: of 127.0.0.1; 0: any that is free.
+    port: the port of 127.0.0.1; 0: any that is free.
   Raises:
     ValueError: a folder is no run's, or does not have the batches; the port cannot be used.
   """

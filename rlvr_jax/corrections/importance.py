@@ -50,21 +50,21 @@ def importance(
   w = min(eᵘ, high) to truncate, clip(eᵘ, low, high) to clip, eᵘ·1[low ≤ eᵘ ≤ high] to mask.
 
   Args:
-    level: of the weight, one of `LEVELS`; "none": all weights are 1.
+    level: the level of the weight, one of `LEVELS`; "none": all weights are 1.
     bound: one of `BOUNDS`.
     low, high: bounds of eᵘ, inclusive; 0 ≤ low < high. `truncate` reads `high` alone.
     batch_normalize: whether weights are divided by their mean over the batch: of loss tokens at
       level token, of responses else.
     reject: rules that all must pass, each (statistic, low, high) or (statistic, high). A statistic
       is one of k1 = −log κ, k2 = (log κ)²/2, k3 = κ − 1 − log κ, as "token_k1" of each token, or as
-      "sum_…", "mean_…", "max_…" over the response. The bounds of k1 are those of κ, (low, high):
+      "sum_…", "mean_…", "max_…" over the response. The bounds of k1 are bounds of κ, (low, high):
       e to the power of minus the statistic lies between them. k2 and k3 have an upper bound.
     veto: a response with a token of κ < veto is dropped; 0 drops none.
     policies: 3: κ = π_prox/β, and the ratio of the loss is π/π_prox. 2: κ = π/β, and the loss stays
       as it is; a loss with a ratio may then only reject. A loss without a ratio always has two.
   Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al. 2025)
     for truncation; IcePop in "Every Step Evolves" (arXiv:2510.18855); verl 0.9.1
-    `rollout_corr_helper.py`, whose rules and presets these are. Its bounds of k1 are those of 1/κ.
+    `rollout_corr_helper.py`, whose rules and presets these are. Its bounds of k1 are bounds of 1/κ.
   """
   check_choice("importance", "level", level, LEVELS)
   check_choice("importance", "bound", bound, BOUNDS)

@@ -17,7 +17,7 @@ _WITHOUT_DRIVER = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # the plugin else looks for
 
 
 class Gpu(NamedTuple):
-  """What XLA asks of a device; published figures, and those of CUDA's tables by its capability."""
+  """Figures of a device that XLA asks for: published ones, and CUDA's tables by capability."""
 
   name: str
   capability: tuple[int, int]

@@ -1,10 +1,10 @@
 """What a compiled program does on every device, counted from the compiler's text of it.
 
 XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as zero. `walk` reads
-the text of the optimized program, of one device, from its entry. The body of a loop counts once for
-each iteration that the compiler states, or else the caller; otherwise once, and the loop is an item
-of its own. A conditional counts as its most expensive branch: the one with the most FLOPs, then the
-most bytes.
+the text of the optimized program, of one device, from its entry. The body of a loop counts as
+often as the loop runs, by the compiler's number or else the caller's. Without a number it counts
+once, and the report lists the loop. A conditional counts as its most expensive branch: the branch
+with the most FLOPs, then the most bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _UNKNOWN_CYCLES = 2.0**62  # newer compilers write the largest integer if there 
 
 
 class CostsError(ValueError):
-  """What a program costs cannot be said."""
+  """The cost of a program cannot be determined."""
 
 
 class Item(NamedTuple):
@@ -164,7 +164,7 @@ class Instruction(NamedTuple):
 
   @property
   def target(self) -> str:
-    """What a custom call calls."""
+    """The target of a custom call."""
     return self.attribute(r'custom_call_target="([^"]*)"')
 
 
@@ -278,7 +278,7 @@ class _Program:
         yield self._item(computation, i, times, here)
 
   def loops_within(self, computation: str) -> Iterator[LoopLength]:
-    """Yields the loops of a computation, each before those of its body."""
+    """Yields the loops of a computation, each before the loops within its body."""
     for i in self.computations[computation].values():
       if i.opcode == "while":
         yield LoopLength(self._length(computation, i), bool(i.attribute(_TRIP_COUNT)))

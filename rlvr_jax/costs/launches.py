@@ -23,7 +23,7 @@ _TO_HOST = re.compile(r"DeviceToHost|Outfeed|HostSend|HostExecute")
 
 
 class Body(NamedTuple):
-  """What one iteration of a loop, or the program itself, launches; inner loops left out."""
+  """The launches of one iteration of a loop, or of the program itself, without inner loops."""
 
   depth: int  # 0: the program itself
   kernels: int  # kernels, copies and products of libraries, in command buffers or not
@@ -40,7 +40,7 @@ def read_launches(text: str, loops: Sequence[LoopLength]) -> list[Body]:
 
   Args:
     text: XLA's dump of the thunks, "thunk_sequence_after_thunk_passes".
-    loops: from `hlo.find_loops`, in the same order.
+    loops: the result of `hlo.find_loops`, in the same order.
   Raises:
     ValueError: the program has another number of loops.
   """
@@ -80,7 +80,7 @@ def read_launches(text: str, loops: Sequence[LoopLength]) -> list[Body]:
         now["launches"] += buffer_indent is None
         now["copies_to_host"] += bool(_TO_HOST.search(kind))
   if len(counts) - 1 != len(loops):
-    raise ValueError(f"the program has {len(loops)} loops, its list of thunks {len(counts) - 1}")
+    raise ValueError(f"the program has {len(loops)} loops, its thunks have {len(counts) - 1}")
   bodies = list[Body]()
   for number, (count, around) in enumerate(zip(counts, outer, strict=True)):
     loop = loops[number - 1] if number else LoopLength(1, is_fixed=True)

@@ -40,8 +40,8 @@ def compiled_bytes(
   """Bytes per chip of a run's programs, as XLA compiles them for the mesh.
 
   Args:
-    lowerings: from `programs.program_lowerings`.
-    placement, engine: of the run.
+    lowerings: the result of `programs.program_lowerings`.
+    placement, engine: placement and engine of the run.
   """
   # The optimizer's state stays in memory while rollouts are sampled.
   optimizer = {"optimizer, resident": memory.shard_bytes(placement.state.opt_state)}
@@ -89,7 +89,8 @@ def estimated_bytes(
   """Bytes per chip by arithmetic, without the compiler's temporary buffers.
 
   Args:
-    network, placement, engine, schedule, num_updates: of the run.
+    network, placement, engine, schedule, num_updates: network, placement, engine, schedule and
+      number of updates of the run.
     fleet: `config.fleet`.
   """
   state, frozen, settings = placement.state, placement.frozen, engine.settings
@@ -164,7 +165,7 @@ def teaching_bytes(
 
 
 def trained_bytes(state: TrainState, frozen: Params) -> Table:
-  """Bytes of what stays in memory between updates.
+  """Bytes of all arrays that stay in memory between updates.
 
   Args:
     state: the train state, as arrays or as shapes with shardings.
@@ -183,8 +184,8 @@ def update_bytes(
   """Bytes of an update, without the compiler's temporary buffers.
 
   Args:
-    network: of the policy.
-    layout: of the rows of a batch.
+    network: the network of the policy.
+    layout: the layout of the rows of a batch.
     tensor: devices that share a layer.
     state, frozen: as for `trained_bytes`.
   """
@@ -207,10 +208,10 @@ def generation_bytes(
   """Bytes of generation beside the trainer's, without the compiler's temporary buffers.
 
   Args:
-    network: of the policy.
-    settings: of an engine, for its caches.
+    network: the network of the policy.
+    settings: the settings of an engine, for its caches.
     base: shapes of all parameters, with shardings on `mesh`.
-    mesh: that generates.
+    mesh: the mesh that generates.
     slots: over all devices of the mesh.
   """
   on_device = slots // (mesh.shape["data"] * mesh.shape["fsdp"])
@@ -249,11 +250,11 @@ def resident_bytes(
   The largest phase is what the run takes at its peak, within 1.3 times of what was measured.
 
   Args:
-    estimated: from `estimated_bytes`.
-    network, placement: of the run.
+    estimated: the result of `estimated_bytes`.
+    network, placement: network and placement of the run.
     keeps_first_policy: whether a copy of it is kept, for a KL or for diagnostics.
     warm_start: (sequences of a batch, tokens of each); None if there is none.
-    workers: processes that grade, and those of environments.
+    workers: processes of graders and environments.
   """
   layout = placement.row_layout
   tables = {name.removesuffix(", estimated"): dict(table) for name, table in estimated.items()}

@@ -121,10 +121,10 @@ def program_lowerings(
   prompt with its response.
 
   Args:
-    programs, placement: of the run.
+    programs, placement: programs and placement of the run.
     batch: shapes of an update's batch, from `abstract_update_batch`.
     packed: a batch, for the numbers of its micro-batches.
-    options: of the compiler, for the update.
+    options: the options of the compiler, for the update.
     rebuilds: whether caches are computed anew under new weights.
     teacher: shapes, from `abstract_teacher`.
   """

@@ -52,7 +52,7 @@ def parse_lengths(text: str, environment: ml_collections.ConfigDict) -> Lengths:
     text: component of this module.
     environment: `config.environment`.
   Raises:
-    ValueError: it is unknown, or a run with this configuration has no such dialogues.
+    ValueError: the distribution is unknown, or a run with this configuration has no such dialogues.
   """
   lengths = specs.make("--lengths", sys.modules[__name__], text, Lengths)
   if lengths.max_turns > 1 and not environment.name:
@@ -101,7 +101,7 @@ def dialogue(
   no place for a reply and another token, as in `rollouts.dialogues`.
 
   Args:
-    turns: of the policy in every rollout, at least 1.
+    turns: the turns of the policy in every rollout, at least 1.
     policy: mean tokens of a turn of the policy, before the cut.
     reply: mean tokens of a reply, with what the template puts around it.
     sigma: standard deviation of the logarithm.
@@ -184,7 +184,7 @@ def count_packing(batch: Workload, layout: RowLayout) -> Packing:
 
 
 def typical_batch(lengths: Lengths, shape: BatchShape, layout: RowLayout) -> Workload:
-  """Of several batches the one with the median number of places."""
+  """The batch with the median number of places, of several drawn batches."""
   batches = [lengths.draw(shape, number) for number in range(_DRAWS)]
   if all(np.array_equal(batches[0].turns, batch.turns) for batch in batches):
     return batches[0]

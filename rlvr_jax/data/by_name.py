@@ -17,12 +17,12 @@ def make_tokenizer(name: str, prompts: Mapping[str, str], checkpoint: str) -> To
     prompts: `config.prompts`.
     checkpoint: `config.model.checkpoint`.
   Raises:
-    ValueError: it does not exist, or has no chat template although one is needed.
+    ValueError: the tokenizer does not exist, or has no chat template although one is needed.
   """
   check_choice("config.prompts", "format", prompts["format"], ("plain", "chat"))
   if name == "bytes":
-    for field, plain in (("format", "plain"), ("system", ""), ("template", "")):
-      if prompts[field] != plain:
+    for field, plain in (("format", "plain"), ("system", ""), ("template", ""), ("tools", "")):
+      if prompts.get(field, plain) != plain:
         raise ValueError(
           f"config.prompts.{field} = {prompts[field]!r} needs a chat template, but"
           f" config.tokenizer = 'bytes' has none; set it to {plain!r}, or choose another tokenizer"
@@ -39,6 +39,7 @@ def make_tokenizer(name: str, prompts: Mapping[str, str], checkpoint: str) -> To
       prompt_format=prompts["format"],
       system_prompt=prompts["system"],
       chat_template=prompts["template"],
+      tools=prompts.get("tools", ""),  # absent in runs of before
     )
   except (ImportError, OSError, ValueError) as error:
     raise ValueError(

@@ -6,6 +6,7 @@ longer dialogue begins with the shorter one, token by token: the template is the
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,17 +29,25 @@ _REMEDY = (
 )
 
 
+def _as_json(reply: str) -> str:
+  """As Llama 3's templates write what a tool has said."""
+  return json.dumps(reply, ensure_ascii=False)
+
+
+_FORMS: tuple[Callable[[str], str], ...] = (str, _as_json, str.strip)
+
+
 class _Frame(NamedTuple):
   """Texts around a reply: from the policy's end of turn on, and up to its next turn."""
 
   before: str
   after: str
-  trimmed: bool
+  written: Callable[[str], str]  # a reply as the template writes it, one of `_FORMS`
   control: re.Pattern[str]  # tokens that a reply cannot insert
 
 
 class ChatTurns:
-  """Encodes what follows a policy's turn in a dialogue of a chat template."""
+  """Encodes the text that follows a policy's turn in a dialogue with a chat template."""
 
   def __init__(
     self,
@@ -51,7 +60,7 @@ class ChatTurns:
     """Learns nothing yet: `learn` does, for a role.
 
     Args:
-      tokenizer: of transformers, with a chat template.
+      tokenizer: the tokenizer of transformers, with a chat template.
       apply_template: its `apply_chat_template`, with an error that names the folder.
       control_tokens: text that the template writes → pattern of all control tokens, the text's too.
       end_of_turn_id: what the template writes after an assistant's message; None if no token.
@@ -70,7 +79,7 @@ class ChatTurns:
     The role follows, and is followed by, itself and each role known so far.
 
     Args:
-      role: of the replies, such as "user" or "tool".
+      role: the role of the replies, such as "user" or "tool".
       prompt: messages before the first policy turn.
     Raises:
       ValueError: the template rejects the role, or is not append-only.
@@ -91,7 +100,7 @@ class ChatTurns:
   def _encode(self, frame: _Frame, reply: str, last_id: int | None) -> list[int]:
     from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
-    reply = reply.strip() if frame.trimmed else reply
+    reply = frame.written(reply)
     if frame.control.search(reply):
       marked = mark_control_tokens(reply, frame.control)
       ids = encode_marked_chat(self._tokenizer, frame.before + marked + frame.after)
@@ -135,8 +144,8 @@ class ChatTurns:
       raise ValueError(
         f"replies of role {role!r}: {error}; or give replies another role"
       ) from error
-    trimmed = _REPLY not in text
-    rest, found, after = text.rpartition(_REPLY.strip() if trimmed else _REPLY)
+    written = next((form for form in _FORMS if form(_REPLY) in text), str)
+    rest, found, after = text.rpartition(written(_REPLY))
     _, found_turn, before = rest.rpartition(ANSWER)
     if not (found and found_turn):
       missing = "assistant's message" if found else "reply"
@@ -152,7 +161,7 @@ class ChatTurns:
         " message, which does not begin with a token that ends the turn; set"
         " config.prompts.template to a file with another template"
       )
-    return _Frame(before, after, trimmed, self._control_tokens(before + after))
+    return _Frame(before, after, written, self._control_tokens(before + after))
 
   def _check(
     self,

@@ -32,7 +32,7 @@ def curriculum(
   floor: float = 0.05,
   seed: int = 0,
 ) -> Task:
-  """Samples problems that the policy sometimes solves more often than those always or never solved.
+  """Samples problems that are sometimes solved more often than problems always or never solved.
 
   A cell is a problem, or a part (a level, for instance) with all of its problems. Every cell has an
   estimate p of its solve rate, which begins at `first`. A group of rollouts with the solve rate s
@@ -110,7 +110,7 @@ class CurriculumDraws:
   """Batches of a curriculum's problems, and the estimates by which they are sampled."""
 
   def __init__(self, source: Curriculum, *, batch_size: int, seed: int):
-    """Initializes the draws; the arguments are those of `problem_batches`.
+    """Initializes the draws; arguments as in `problem_batches`.
 
     Raises:
       ValueError: there are fewer problems than a batch takes.
@@ -134,8 +134,8 @@ class CurriculumDraws:
   def draw(self, draw: int, version: int) -> list[Problem]:
     """Samples a draw, see `Draws`.
 
-    Observations of earlier versions update the estimates first. Those of the same version do not,
-    so that a draw does not depend on the progress of grading.
+    Observations of earlier versions update the estimates first. Observations of the same version do
+    not, so that a draw does not depend on the progress of grading.
     """
     for _, cells, rates in (entry for entry in self._observed if entry[0] < version):
       for cell, rate in zip(cells, rates, strict=True):

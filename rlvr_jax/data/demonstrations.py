@@ -56,7 +56,7 @@ def letter_counting(entry: Entry) -> str:
 
 
 def number_sorting(entry: Entry) -> str:
-  """Selection sort, one line per number: the number, then those not yet taken, in input order."""
+  """Selection sort, one line per number: the number, then the remaining numbers in input order."""
   remaining = list(entry["metadata"]["original_numbers"])
   steps = []
   for number in entry["metadata"]["sorted_numbers"]:

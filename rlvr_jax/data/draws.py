@@ -59,6 +59,6 @@ class ShuffledDraws:
 
 
 def problem_draws(source: ProblemSource, *, batch_size: int, seed: int) -> Draws:
-  """The batches of problems of a run; the arguments are those of `problem_batches`."""
+  """The batches of problems of a run; arguments as in `problem_batches`."""
   draws_class = CurriculumDraws if isinstance(source, Curriculum) else ShuffledDraws
   return draws_class(source, batch_size=batch_size, seed=seed)  # type: ignore[arg-type]

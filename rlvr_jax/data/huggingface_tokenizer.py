@@ -32,6 +32,7 @@ _FILES = (
 _THOUGHTS = ("<think>", "</think>")  # decoded even if special, because graders look for them
 # Templates for dialogues, by name: README.md there says where they are from.
 _TEMPLATES = pathlib.Path(__file__).parent / "chat_templates"
+_TOOLS = pathlib.Path(__file__).parent / "tools"  # of the package's environments, by their names
 
 
 class HuggingFaceTokenizer:
@@ -62,6 +63,7 @@ class HuggingFaceTokenizer:
     prompt_format: str = "plain",
     system_prompt: str = "",
     chat_template: str | os.PathLike[str] = "",
+    tools: str | os.PathLike[str] = "",
   ):
     """Reads the folder. Nothing is downloaded; only the chat template is run, in a sandbox.
 
@@ -74,10 +76,13 @@ class HuggingFaceTokenizer:
       chat_template: file, local or a URL, with a Jinja template that replaces the folder's. It can
         set variables, such as {% set enable_thinking = false %} in its first line. Or the name of
         a template for dialogues, "qwen3_training" or "deepseek_r1_distill_training".
+      tools: file, local or a URL, with a JSON list of the tools' schemas, as transformers'
+        `apply_chat_template(tools=…)` takes them: the template shows them in every prompt. Or the
+        name of an environment that has a tool, "python".
     Raises:
       OSError: the folder does not exist, or cannot be reached.
       ValueError: tokenizer.json, a stop token or the chat template is missing, a file is invalid,
-        or the template rejects the messages.
+        the template rejects the messages, or it shows no tools although there are some.
       ImportError: transformers or jinja2 is not installed.
     """
     if prompt_format not in PROMPT_FORMATS:
@@ -85,19 +90,21 @@ class HuggingFaceTokenizer:
         f"prompt_format = {prompt_format!r} is unknown; choose one of {list(PROMPT_FORMATS)}"
       )
     self._chat = prompt_format == "chat"
-    if not self._chat and (system_prompt or chat_template):
+    if not self._chat and (system_prompt or chat_template or tools):
       raise ValueError(
-        f"config.prompts.system = {system_prompt!r} and template = {os.fspath(chat_template)!r}"
-        f" belong to the chat format, but config.prompts.format is {prompt_format!r}; leave them"
-        " empty, or set it to 'chat'"
+        f"config.prompts.system = {system_prompt!r}, template = {os.fspath(chat_template)!r} and"
+        f" tools = {os.fspath(tools)!r} belong to the chat format, but config.prompts.format is"
+        f" {prompt_format!r}; leave them empty, or set it to 'chat'"
       )
     self._directory = os.fspath(directory)
     self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     self._tokenizer, stop_ids = _read_folder(self._directory)
     ids = set(self._tokenizer.get_vocab().values())
     self.vocab_size = 1 + max(ids)
+    self._tools: dict[str, Any] = {}  # what the template gets besides messages
     if self._chat:
       self._choose_template(chat_template)
+      self._show_tools(tools)
       stop_ids = [self._end_of_turn_id(), *stop_ids]
     self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in stop_ids if i is not None))
     self._check_stop_ids(ids)
@@ -146,7 +153,7 @@ class HuggingFaceTokenizer:
     return self._encode_prompt(join_messages(messages), [*self._system, *texts])
 
   def encode_reply(self, reply: str, role: str, last_id: int) -> list[int]:
-    """Encodes what follows a policy's turn, up to the start of its next.
+    """Encodes the text between a policy's turn and the start of its next turn.
 
     In the chat format: the token that ends a turn, unless `last_id` is it, then the separator, the
     role's header, the reply, its end, and the next turn's start. A reply that spells a control
@@ -168,8 +175,9 @@ class HuggingFaceTokenizer:
     """Checks dialogues of three policy turns, token by token, against the chat template.
 
     Args:
-      roles: of replies, "user" or "tool"; all of one run, since they may follow one another.
-      stop_strings: that end a policy's turn.
+      roles: the roles of replies, "user" or "tool"; all of one run, since they may follow one
+        another.
+      stop_strings: the stop strings that end a policy's turn.
     Raises:
       ValueError: a role is unknown, the template is not append-only, or a stop string spells a
         special token, which is not in decoded texts.
@@ -274,11 +282,25 @@ class HuggingFaceTokenizer:
         self._directory,
       )
 
+  def _show_tools(self, path: str | os.PathLike[str]) -> None:
+    if not path:
+      return
+    tools = _read_tools(path)
+    without = self._apply_template(self._messages("1"), tokenize=False)
+    self._tools = {"tools": tools, "xml_tools": tools}  # SmolLM3's template calls them the latter
+    if self._apply_template(self._messages("1"), tokenize=False) == without:
+      raise ValueError(
+        f"the chat template of {self._directory} shows no tools, but config.prompts.tools ="
+        f" {os.fspath(path)!r}: set tools = '' and say in config.prompts.system how they are"
+        " called, or set config.prompts.template to a file with another template"
+      )
+
   def _messages(self, text: str) -> list[dict[str, str]]:
     return [*self._system, {"role": "user", "content": text}]
 
   def _apply_template(self, messages: list[dict[str, str]], **options: Any) -> Any:
     _, jinja2 = _import_libraries()
+    options = {**self._tools, **options}
     try:
       return self._tokenizer.apply_chat_template(messages, return_dict=False, **options)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
@@ -315,7 +337,10 @@ class HuggingFaceTokenizer:
       return []
     turns = [{"role": "assistant", "content": ANSWER}, *self._messages("6 times 8?")[-1:]]
     try:
-      text = self._apply_template([*self._messages("6 times 7?"), *turns], tokenize=False)
+      # Without tools: it is the policy that writes <tool_call>, for the environment to read.
+      no_tools = dict.fromkeys(self._tools)
+      messages = [*self._messages("6 times 7?"), *turns]
+      text = self._apply_template(messages, tokenize=False, **no_tools)
     except ValueError:  # the template supports only one turn
       return []
     return [name for name in self._added_in(text) if name not in _THOUGHTS]
@@ -348,7 +373,7 @@ def _import_libraries() -> tuple[ModuleType, ModuleType]:
 
 
 def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
-  """Returns the tokenizer and its stop ids: end of text, then those of generation_config.json."""
+  """Returns the tokenizer and its stop ids: end of text, then generation_config.json's."""
   transformers, _ = _import_libraries()
   filesystem, source = locate(directory)
   with tempfile.TemporaryDirectory() as temporary:
@@ -376,7 +401,7 @@ def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
 
 
 def _check_eos_token(eos: str | None, folder: pathlib.Path) -> None:
-  """Raises ValueError for an end of text that the library adds to those of the vocabulary."""
+  """Raises ValueError for an end of text that the library adds to the vocabulary."""
   import tokenizers
 
   path = folder / "tokenizer_config.json"
@@ -401,7 +426,26 @@ def _read_eos_ids(path: pathlib.Path) -> list[int]:
   return ids
 
 
-def _read_text(path: str | os.PathLike[str]) -> str:
+def _read_tools(path: str | os.PathLike[str]) -> list[Any]:
+  """Reads the schemas of tools: a JSON list of objects with a name."""
+  named = _TOOLS / f"{os.fspath(path)}.json"
+  text = _read_text(named if named.parent == _TOOLS and named.exists() else path, "tools")
+  try:
+    tools = json.loads(text)
+  except ValueError as error:
+    raise ValueError(f"tools = {os.fspath(path)!r} is not JSON: {error}") from error
+  is_list = isinstance(tools, list) and len(tools) > 0
+  for tool in tools if is_list else [tools]:
+    function = tool.get("function") if is_list and isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+      raise ValueError(
+        f"tools = {os.fspath(path)!r} has {json.dumps(tool)[:100]}; it is a JSON list of schemas,"
+        ' [{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}]'
+      )
+  return tools
+
+
+def _read_text(path: str | os.PathLike[str], argument: str = "chat_template") -> str:
   named = _TEMPLATES / f"{os.fspath(path)}.jinja"
   if named.parent == _TEMPLATES and named.exists():
     return named.read_text(encoding="utf-8")
@@ -409,4 +453,4 @@ def _read_text(path: str | os.PathLike[str]) -> str:
   try:
     return filesystem.read_text(name, encoding="utf-8")
   except OSError as error:
-    raise ValueError(f"chat_template = {os.fspath(path)!r} cannot be read: {error}") from error
+    raise ValueError(f"{argument} = {os.fspath(path)!r} cannot be read: {error}") from error

@@ -130,7 +130,7 @@ def _import_library() -> ModuleType:
     from reasoning_gym import factory
   except ImportError as error:
     raise ImportError(
-      f'the task reasoning_gym needs {error.name}: pip install "rlvr_jax[reasoning_gym]"'
+      f'the task reasoning_gym needs {error.name}: pip install "rlvr_jax[reasoning-gym]"'
     ) from error
   return factory
 

@@ -64,7 +64,7 @@ class Chosen(_Indexed):
     Args:
       read: index in the larger source → problem.
       indices: i64[n], of the chosen problems in `read`, in order.
-      keys: U16[n], `question_key` of each.
+      keys: U16[n], `question_key` of each problem's question.
     """
     self._read, self._indices, self._keys = read, indices, keys
 
@@ -158,7 +158,7 @@ class Generated(_Indexed):
     return self._change(self._candidates.first_not_in(self._excluded, index))
 
   def without(self, questions: QuestionKeys) -> Generated:
-    """The same source that excludes `questions`, which must include those excluded so far."""
+    """The same source without `questions`, which must include the questions excluded so far."""
     return Generated(self._candidates, questions, self._change)
 
   def map(self, change: Change) -> Generated:
@@ -184,7 +184,7 @@ class Concatenated(_Indexed):
 
 
 def shuffle_endlessly(source: ProblemSource, seed: int) -> grain.MapDataset[Problem]:
-  """Repeats the problems without end, in another random order in each pass."""
+  """Repeats the problems without end, in a new random order in each pass."""
   return grain.MapDataset.source(source).shuffle(seed=seed).repeat()
 
 

@@ -25,7 +25,7 @@ def find_field(fields: Mapping[str, Any], name: str) -> Any:
   """The value of a field, or of one within others: "reward_model.ground_truth", "choices.0".
 
   Raises:
-    KeyError: there is none.
+    KeyError: there is no such field.
   """
   if name in fields:
     return fields[name]
@@ -39,7 +39,7 @@ def find_field(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def as_text(name: str, value: Any) -> str:
-  """A field's value as text; raises TypeError for null, NaN, lists and objects, which are none."""
+  """A field's value as text; raises TypeError for null, NaN, lists and objects."""
   is_number = isinstance(value, numbers.Number) and not (
     isinstance(value, float) and not math.isfinite(value)
   )

@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
     ...
 
   def encode_reply(self, reply: str, role: str, last_id: int) -> list[int]:
-    """Encodes what follows a policy's turn, up to the start of its next.
+    """Encodes the text between a policy's turn and the start of its next turn.
 
     Args:
       reply: the environment's text.
@@ -224,10 +224,11 @@ def encode_first_turn(
   """The tokens of the prompt that a policy is asked first, one at least.
 
   Args:
-    problem: whose question it is.
+    problem: the problem, whose question is the prompt.
     tokenizer: `encode_prompt` and `encode_messages` are used.
     max_prompt_length: S, in tokens.
-    first_messages: of an environment that asks in its own words, in place of the question.
+    first_messages: the first messages of an environment that asks in its own words, in place of the
+      question.
   Raises:
     PromptError: the question is empty, or the prompt has no tokens or more than S.
   """
@@ -248,9 +249,10 @@ def check_prompt(
   Args:
     problem: the problem whose question is the prompt.
     length: tokens in the prompt.
-    max_prompt_length: S, in tokens.
+    max_prompt_length: S, the most tokens of a prompt.
     where: names the problem in the message if it has no file and line of its own.
-    begins: of the environment's first message, which is sampled from in place of the question.
+    begins: beginnings of the environment's first message, which is sampled from in place of the
+      question.
   """
   owner = problem.where or where
   owner = owner and f"{owner}: "

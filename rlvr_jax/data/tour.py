@@ -43,7 +43,7 @@ def tour(
     width: width of the grid in cells, 3 … 8.
     walls: number of cells that cannot be entered, ≥ 0.
     goals: number of goals, ≥ 1.
-    slack: largest ratio of a right walk's cells to those of a shortest one, 1 … 60.
+    slack: largest ratio of a right walk's number of cells to a shortest walk's, 1 … 60.
     longest: largest number of cells in a response.
     detour_share: probability in [0, 0.9] that a step of a demonstration goes to a random neighbor.
     train_size, warm_start_size, held_out_size, train_seed, warm_start_seed, held_out_seed: see

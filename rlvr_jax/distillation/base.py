@@ -21,10 +21,10 @@ class Distillation(NamedTuple):
   Attributes:
     advantage: (policy_logprobs f32[P, G, T], batch) → f32[P, G, T], nats, constant for
       differentiation: what every token's coefficient gets in addition, for any loss. None: nothing.
-    per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats, which are added to those of the
-      reward. None: none are. Both are 0 where masked.
-    divergence: of the whole distributions, which the forward pass computes at each place, so that
-      the batch has `teacher_divergence`; None: sampled tokens are enough.
+    per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats, which are added to the losses
+      of the reward. None: none are. Both are 0 where masked.
+    divergence: the divergence of the whole distributions, which the forward pass computes at each
+      place, so that the batch has `teacher_divergence`; None: sampled tokens are enough.
   """
 
   advantage: Callable[[Array, TrainBatch], Array] | None = None
@@ -80,7 +80,7 @@ def divergences(batch: TrainBatch) -> Array:
   """The divergence of each place, f32[P, G, T], nats; 0 where masked.
 
   Raises:
-    ValueError: the batch has none.
+    ValueError: the batch has no divergences.
   """
   if batch.teacher_divergence is None:
     raise ValueError(

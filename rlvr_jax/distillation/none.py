@@ -4,5 +4,5 @@ from rlvr_jax.distillation.base import Distillation
 
 
 def none() -> Distillation:
-  """There is no teacher: the update is that of the reward alone."""
+  """No teacher: the reward alone decides the update."""
   return Distillation()

@@ -1,4 +1,4 @@
-"""On-policy distillation with the divergence of its place as a baseline."""
+"""On-policy distillation whose baseline is the divergence at the token."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def vopd(*, top_k: int = 0) -> Distillation:
   staleness, with less variance.
 
   Args:
-    top_k: 0: KL of the whole distributions; k: of both conditioned on the student's top k, another
-      function of the prefix.
+    top_k: 0: the baseline is the KL of the whole distributions; k: the KL of both distributions
+      conditioned on the student's top k tokens.
   Source: vOPD (arXiv:2605.07865), authors' `opd_trainer.py`; 100 tokens there.
   """
   support = "student" if top_k else "all"

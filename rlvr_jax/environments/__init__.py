@@ -1,4 +1,6 @@
-"""What answers a policy within a rollout, turn by turn. One factory per environment, found by name.
+"""Environments, which answer a policy within a rollout, turn by turn.
+
+One factory per environment, found by name.
 
 `base` has the interface, `dialogues.EnvironmentPool` runs dialogues in worker processes.
 """

@@ -80,7 +80,7 @@ class TimedOut(Stopped):
 
 
 class Environment(Protocol):
-  """What answers the policy in one rollout."""
+  """An environment, which answers the policy in one rollout."""
 
   def reset(self, problem: Problem, seed: int) -> Sequence[Message] | None:
     """Starts the dialogue; returns the prompt's messages, or None for the problem's own prompt."""
@@ -111,10 +111,10 @@ def check_turn(turn: Any, roles: Sequence[str]) -> Turn:
 
   Args:
     turn: what it returned.
-    roles: from `declared_roles`.
+    roles: the result of `declared_roles`.
   Raises:
     Refused: see `check_score`.
-    TypeError: it is not a Turn, or a field has a wrong type.
+    TypeError: `turn` is not a Turn, or a field has a wrong type.
     ValueError: the reply's role is not declared.
   """
   if not isinstance(turn, Turn):
@@ -139,7 +139,7 @@ def check_score(owner: str, score: numbers.Real) -> float:
   """The score as a float. One that is no reward, such as NaN, refuses the text that led to it.
 
   Raises:
-    Refused: it is not finite, or too large; the message begins with `owner`.
+    Refused: the score is not finite, or too large; the message begins with `owner`.
   """
   if not is_score(score):
     raise Refused(f"{owner} = {score!r:.100}, expected a number within ±{MAX_SCORE:g}")
@@ -150,7 +150,7 @@ def check_messages(messages: Any) -> list[dict[str, str]] | None:
   """Checks what `reset` returned.
 
   Raises:
-    TypeError: it is neither None nor a sequence of messages.
+    TypeError: `messages` is neither None nor a sequence of messages.
   """
   if messages is None:
     return None
@@ -171,10 +171,10 @@ def check_messages(messages: Any) -> list[dict[str, str]] | None:
 
 
 def clean(owner: str, text: Any) -> str:
-  """Makes text of str or bytes; what is not valid becomes U+FFFD.
+  """Makes text of str or bytes; invalid parts become U+FFFD.
 
   Raises:
-    TypeError: it is neither; the message begins with `owner`.
+    TypeError: the text is neither str nor bytes; the message begins with `owner`.
   """
   if isinstance(text, bytes | bytearray):
     return text.decode(errors="replace")

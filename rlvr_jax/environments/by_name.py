@@ -18,8 +18,8 @@ def parse_environment(field: str, text: str) -> specs.Spec:
     field: start of the error messages, such as "config.environment.name".
     text: the string.
   Raises:
-    ValueError: it is not a component's string, or has an unknown name, or hyper-parameters that the
-      factory does not take.
+    ValueError: the text is not a component's string, or has an unknown name, or hyper-parameters
+      that the factory does not take.
   """
   spec = specs.parse(field, text)
   if ":" not in spec.name:

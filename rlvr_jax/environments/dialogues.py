@@ -40,7 +40,7 @@ class EnvironmentStartError(StartError):
 
 
 class Environments:
-  """The program of a worker: the environments of its dialogues. See `workers.worker.Program`.
+  """A worker process's `workers.worker.Program`: it keeps the environments of the dialogues.
 
   Makes the environment once at the start, so that a mistake ends the worker's start.
   """
@@ -107,7 +107,7 @@ class EnvironmentPool(PoolOwner):
     grade: `GraderPool.submit`, for an environment with a keyword `grade`. A grade that has not come
       within an hour is a timeout; the grader's own limits are shorter.
   Attributes:
-    roles: that replies may have, of "user" and "tool".
+    roles: the roles that replies may have, of "user" and "tool".
   Raises:
     ValueError: an argument out of range, an unknown environment, or variables that are not text.
     EnvironmentStartError: the environment cannot be made.
@@ -172,7 +172,7 @@ class EnvironmentPool(PoolOwner):
     """Gives the policy's text to a dialogue's environment.
 
     Args:
-      dialogue: from `Started`. Its previous result has come; `done` or a failure ends it.
+      dialogue: the result of `Started`. Its previous result has come; `done` or a failure ends it.
       text: the policy's.
     Raises:
       ValueError: the dialogue has ended or has a step under way.

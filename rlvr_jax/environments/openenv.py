@@ -53,7 +53,7 @@ Result = TypeVar("Result")
 
 
 class ServerError(Exception):
-  """The server failed, or has sent what is not its protocol."""
+  """The server failed, or violated the protocol."""
 
 
 class _NoSessionError(ServerError):
@@ -412,7 +412,7 @@ def openenv(
   Bits repeat as far as the server does: it gets the seed, and its replies may depend on seed,
   `reset` and actions only. What an answer means:
 
-  * an observation is a reply, or with done the end. Its score is that of the rewards; the task's
+  * an observation is a reply, or with done the end. Its score comes from the rewards; the task's
     grader judges where there were none.
   * VALIDATION_ERROR refuses the policy's text; so do a reward that is not finite, and a text
     without a match of `pattern`.
@@ -421,7 +421,7 @@ def openenv(
   * any other error, a lost connection, or what is not the protocol is the environment's fault.
 
   Args:
-    url: of the server, "http://HOST:PORT" or https.
+    url: the url of the server, "http://HOST:PORT" or https.
     action: the action as JSON, in which "{text}" stands for the policy's text, such as
       {"code": "{text}"}.
     reply: template of the reply, in which "{field}" stands for a field of the observation, such as
@@ -432,7 +432,7 @@ def openenv(
     pattern: regular expression; the text of the action is its last match's first group, or the
       match. "": the policy's complete turn.
     score: "sum" of the rewards, or the "last" one.
-    role: of replies, "user" or "tool".
+    role: the role of replies, "user" or "tool".
     deadline_s: limit of the run for a reset or step, seconds.
   Raises:
     ValueError: a hyper-parameter is invalid, or the server does not answer or has other actions.

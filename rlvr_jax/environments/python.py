@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from rlvr_jax.codejudge import fences, tasks
 from rlvr_jax.codejudge.sandboxes import Sandboxes
 from rlvr_jax.environments.base import Environment, Problem, Refused, Turn
+from rlvr_jax.environments.calls import Call, find_call, without_thoughts
 from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.workers.worker import waiting
 
@@ -17,13 +18,10 @@ _NO_OUTPUT = "[no output]"
 def extract_program(text: str) -> str | None:
   """Extracts the last fenced block of Python, after any "</think>"; None if there is none.
 
-  An unclosed block extends to the end, for a stop string that ends it. There is no program in a
-  "<think>" that is never closed.
+  An unclosed block extends to the end of the text, since a stop string may have cut its fence.
+  There is no program in a "<think>" that is never closed.
   """
-  _, closing, answer = text.rpartition("</think>")
-  if not closing and answer.lstrip().startswith("<think>"):
-    return None
-  blocks = fences.find_blocks(answer.replace("\r\n", "\n"))
+  blocks = fences.find_blocks(without_thoughts(text).replace("\r\n", "\n"))
   return next((block.text for block in reversed(blocks) if block.is_python), None)
 
 
@@ -53,7 +51,11 @@ class _Python:
 
   def step(self, text: str) -> Turn:
     """Runs the program of the policy's text."""
-    source = extract_program(text)
+    try:
+      call = find_call(text)
+      source = extract_program(text) if call is None else _program_of(call)
+    except ValueError as error:
+      return Turn(f"[{error}]", role="tool")
     if source is None:
       return Turn(done=True)
     options = self._options
@@ -67,6 +69,18 @@ class _Python:
     if self._options.state and result.get("status") == 0:
       self._earlier.append(source)
     return Turn(_describe(result, self._options), role="tool")
+
+
+def _program_of(call: Call) -> str:
+  """The program of a tool call.
+
+  Raises:
+    ValueError: it calls another tool, or has no program.
+  """
+  source = call.arguments.get("code")
+  if call.name != "python" or not isinstance(source, str):
+    raise ValueError('the tool is called "python", and its argument "code" is a text')
+  return source
 
 
 def _describe(result: dict[str, Any], options: _Options) -> str:
@@ -96,15 +110,19 @@ def python(
 ) -> Environment:
   """Runs the policy's last fenced program (```python), and replies with its output, as a tool.
 
+  If the turn has a tool call, see `calls.find_call`, its `code` is run instead: with
+  `config.prompts.tools = "python"` the chat template says how to write one. A call that cannot be
+  read gets a reply that says so.
+
   The program runs in the sandbox of `rlvr_jax.codejudge`, with the limits of generated programs and
   the standard library only; its standard input is empty. The reply is its standard output, then the
   end of its standard error, which has the traceback. A limit that it exceeds is a reply, too. A
-  program that breaks its sandbox is refused. Text without a fenced program ends the dialogue, and
+  program that breaks its sandbox is refused. Text without a program ends the dialogue, and
   the task's grader judges it.
 
   With `state`, the dialogue's earlier programs that ended without an error run again before each
-  program, in the same namespace and with their output dropped. So what they do besides output is
-  repeated, a random number that they drew may differ, and their time counts towards the limit.
+  program, in the same namespace and with their output dropped. So their other effects are repeated,
+  a random number that they drew may differ, and their time counts towards the limit.
 
   Programs of one worker that use a core take turns; up to 3 that sleep wait beside them.
 

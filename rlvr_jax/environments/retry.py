@@ -41,8 +41,8 @@ def retry(*, grade: Grade, tries: int = 3, discount: float = 1.0) -> Environment
 
   A right answer ends the dialogue with the grade's score · discount^(earlier tries). So does the
   last try if it is wrong, with the score that its grader gives to wrong answers, normally 0. A
-  reply has the outcome and the grader's feedback, if it gives one. That of programs is the first
-  failing test, with its expected output: k tries show at most k − 1 tests.
+  reply has the outcome and the grader's feedback, if it gives one. The feedback for programs is the
+  first failing test, with its expected output: k tries show at most k − 1 tests.
 
   Args:
     grade: the task's grader for the problem, from the run.

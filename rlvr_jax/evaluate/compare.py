@@ -48,7 +48,7 @@ def evaluations(records: Iterable[curves.Record]) -> dict[str, list[float]]:
   """The evaluations of a run: the values of every axis and held-out metric, in order.
 
   Args:
-    records: from `read_metrics`.
+    records: the result of `read_metrics`.
   """
   held_out = [record for record in records if record["phase"] == "eval"]
   if not held_out:
@@ -217,7 +217,7 @@ def differences(
   """Label → difference to the baseline, paired by seed; None if they share fewer than two seeds.
 
   Args:
-    results: from `read_results`.
+    results: the result of `read_results`.
     baseline: a label.
     value_of: result → the value to compare.
   Raises:
@@ -277,9 +277,9 @@ def comparison_table(
   """A Markdown table with a row per label and its difference to the baseline, paired by seed.
 
   Args:
-    results: from `read_results`.
+    results: the result of `read_results`.
     metric: the metric whose last value is compared.
-    baseline: a label; None for that of the first result.
+    baseline: a label; None for the first result's label.
     difference: the difference that the number of seeds in the last column would detect.
     phase: phase of the records with the metric; "train" needs the workdirs of the runs.
   Raises:
@@ -352,7 +352,7 @@ def plot_differences(
 
   Args:
     axes: axes of matplotlib.
-    results: from `read_results`.
+    results: the result of `read_results`.
     baseline: a label.
     value_of: result → the value to compare.
     name: name of this value, for the axis.

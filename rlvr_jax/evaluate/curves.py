@@ -61,7 +61,7 @@ def curve(
   """The curve of a metric: its values, and the position of each on an axis.
 
   Args:
-    records: from `read_metrics`.
+    records: the result of `read_metrics`.
     metric: for example "eval/pass@1"; records without it are skipped.
     over: one of `AXES`.
     phase: phase of the records to use, "train" or "eval".
@@ -243,7 +243,7 @@ def plot_curves(
   Args:
     axes, metric, over: as for `plot`.
     curves: label → (x, y) of its seeds, f64[N] each.
-    colors: a color per label; None for those of `figures.method_style`.
+    colors: a color per label; None for the colors of `figures.method_style`.
   """
   for index, (label, seeds) in enumerate(curves.items()):
     style = method_style(index) if colors is None else {"color": colors[index]}

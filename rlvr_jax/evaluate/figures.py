@@ -64,7 +64,7 @@ def method_style(index: int) -> dict[str, Any]:
 
 
 def legend_outside(axes: Any, **options: Any) -> None:
-  """Puts the legend of `axes` to its right, off the data; `options` are those of `legend`."""
+  """Puts the legend of `axes` to its right, off the data; `options` go to `legend`."""
   axes.legend(
     **{
       "loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0, "frameon": False,

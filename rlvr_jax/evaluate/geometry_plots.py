@@ -2,7 +2,7 @@
 
 A run writes a measurement every `config.diagnostics.every` updates. Functions without `axes`
 compute arrays; functions with matplotlib's `axes` plot them. A denotes a measurement's
-coefficients, and A' those that SALT computes from them, whether or not the run used SALT.
+coefficients, and A' the coefficients that SALT computes from A, whether or not the run used SALT.
 """
 
 from __future__ import annotations

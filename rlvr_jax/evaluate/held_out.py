@@ -45,7 +45,7 @@ def evaluate_problems(
 
   Args:
     sampler: with the purpose "evaluation".
-    policy: that is evaluated.
+    policy: the policy that is evaluated.
     problems: the problems, all used.
     batch_size: number of problems that are drawn, and yielded, together.
     seed: seed of sampling.
@@ -86,7 +86,7 @@ def accuracy(
 ) -> dict[str, float]:
   """pass@k, mean and, of three samples or more, majority, with 95 % intervals over problems.
 
-  The intervals are those of `pass_at_k.interval_over_problems`. A sample whose grading failed
+  The intervals come from `pass_at_k.interval_over_problems`. A sample whose grading failed
   counts as incorrect. Majorities are omitted where graders extract no answers, and, with a
   warning, if a grader gives the same answer different grades.
 
@@ -94,7 +94,7 @@ def accuracy(
     samples: [problems][n].
     ks: the values of k of pass@k.
     seed: seed of the bootstrap.
-    max_turns: of the policy, in dialogues.
+    max_turns: the most turns of the policy, in dialogues.
     best_play: `Task.best_play`.
   Returns:
     {"eval/pass@1": …, "eval/pass@1_low": …, …}, the fractions of outcomes, and the fraction of

@@ -52,7 +52,7 @@ def paired_difference(values: BySeed, baseline: BySeed) -> Difference:
   """The difference `values` − `baseline`, over the seeds that both have.
 
   Raises:
-    ValueError: they share fewer than two seeds.
+    ValueError: the two arguments share fewer than two seeds.
   """
   seeds = sorted(values.keys() & baseline.keys())
   if len(seeds) < 2:

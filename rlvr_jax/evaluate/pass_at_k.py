@@ -151,7 +151,7 @@ def wilson_interval(
 def interval_over_problems(scores: npt.ArrayLike, *, seed: int) -> tuple[float, float]:
   """The 95 % interval of a mean of scores in [0, 1].
 
-  The interval is that of the bootstrap over problems, which accounts for the spread of the scores.
+  The interval comes from the bootstrap over problems, which accounts for the spread of the scores.
   If all problems have the same score, such as 0 of n or n of n, all resamples are equal and the
   bootstrap would report no uncertainty; then the interval is Wilson's.
 

@@ -7,8 +7,8 @@
   samplers/NAME    a counter, and what the sampler does; nothing else is overwritten
   ends/E           the trainer has all its batches
 
-All but groups are a line of JSON with a checksum. What is read may be of any author: names that do
-not have these forms are not seen, and contents are checked here. Nothing is unpickled.
+All but groups are a line of JSON with a checksum. Anybody may have written the files: names
+of another form are ignored, and contents are checked here. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RecordError(ValueError):
 
 
 class View(NamedTuple):
-  """What a listing of the exchange shows, of the newest term."""
+  """The contents of a listing of the exchange, for the newest term."""
 
   term: int  # −1: there is none yet
   policies: list[int]  # versions, ascending
@@ -89,7 +89,7 @@ class Exchange:
     self._objects = objects
 
   def look(self) -> View:
-    """What there is now; one listing."""
+    """The present contents of the exchange, by one listing."""
     found: dict[str, dict[Any, Listed]] = {kind: {} for kind in _NAMES}
     for path, listed in self._objects.list().items():
       kind, name = _parse_name(path)
@@ -154,7 +154,7 @@ class Exchange:
     """A group and the digest of its draw; None if it was removed meanwhile.
 
     Raises:
-      RecordError: it is damaged, too large, or not of this place.
+      RecordError: the group is damaged, too large, or not of this place.
     """
     name = _group_name(place)
     if listed.size > MAX_GROUP_BYTES:
@@ -170,7 +170,7 @@ class Exchange:
     return groups[0], str(info.get("draw"))
 
   def remove_sampler(self, name: str) -> None:
-    """Removes what a sampler said."""
+    """Removes a sampler's record."""
     self._objects.remove(f"samplers/{name}")
 
   def end(self, term: int) -> None:
@@ -180,7 +180,7 @@ class Exchange:
   # --- samplers -----------------------------------------------------------------------------------
 
   def identity(self, term: int) -> dict[str, str] | None:
-    """What the trainer of a term needs of its samplers; None if a later term has begun."""
+    """The identity that a term's trainer demands of samplers; None if a later term has begun."""
     content = self._get(f"terms/{term}", {"identity": _is_texts})
     return None if content is None else content["identity"]
 
@@ -211,11 +211,11 @@ class Exchange:
   # --- what samplers say --------------------------------------------------------------------------
 
   def beat(self, name: str, record: SamplerRecord) -> None:
-    """Overwrites what a sampler says of itself."""
+    """Overwrites a sampler's record."""
     self._objects.replace(f"samplers/{check_sampler_name(name)}", _to_line(record._asdict()))
 
   def sampler(self, name: str) -> SamplerRecord | None:
-    """What a sampler says; None if it has left, or its record is damaged."""
+    """A sampler's record; None if the sampler has left, or the record is damaged."""
     try:
       content = self._get(f"samplers/{check_sampler_name(name)}", _SAMPLER)
     except RecordError:
@@ -254,14 +254,14 @@ def _parse_name(path: str) -> tuple[str, Any]:
 
 
 def check_sampler_name(name: str) -> str:
-  """Returns a sampler's name; raises ValueError if it does not have the form of one."""
+  """Returns a sampler's name; raises ValueError if it has another form than samplers' names."""
   if not _NAMES["samplers"].fullmatch(name):
     raise ValueError(f"a sampler named {name!r}: use letters, digits, - and _, at most 80")
   return name
 
 
 def digest_draw(draw: Draw) -> str:
-  """16 hexadecimal digits of what a draw samples: number, problems, seed and sources."""
+  """A digest of a draw, 16 hexadecimal digits: of its number, problems, seed and sources."""
   text = json.dumps(draw_to_json(draw._replace(version=0)), sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -364,7 +364,7 @@ _SAMPLER: Fields = {
 
 
 class Watch:
-  """Which samplers are alive: those whose objects an observer has seen change, by its own clock."""
+  """Which samplers are alive: an observer saw their records change, by its own clock."""
 
   def __init__(self, limit_s: float, clock: Callable[[], float]):
     """`limit_s`: seconds without a change after which a sampler is dead."""

@@ -72,7 +72,7 @@ class Known(NamedTuple):
 
 
 class Step(NamedTuple):
-  """What a sampler does next."""
+  """The next step of a sampler."""
 
   ended: bool = False
   restore: Known | None = None  # a newer policy
@@ -137,7 +137,7 @@ class Pace:
     self._times.append(self._clock() - self._begun.pop((place, name)))
 
   def keep(self, numbers: Sequence[int], name: str) -> None:
-    """Forgets what other samplers have begun of draws with other numbers."""
+    """Forgets groups that other samplers have begun, except in draws with these numbers."""
     self._begun = {
       key: since for key, since in self._begun.items() if key[0][0] in numbers or key[1] == name
     }
@@ -163,14 +163,14 @@ class _Term:
   """What a sampler knows of a trainer's term.
 
   Attributes:
-    number: of the term; −1: there is none yet; `_UNKNOWN`: before the first look.
+    number: the number of the term; −1: there is none yet; `_UNKNOWN`: before the first look.
     settles_at: on its clock, when it takes an end or a difference for final.
     differs: why the sampler must not sample for this trainer; "" if it may.
     sign: what last showed that the trainer works, and when it was first seen.
-    pace: of groups, in all terms.
+    pace: the pace of groups, in all terms.
     newest: policy that was announced.
-    draws: that were read, by number.
-    orders: of the living, for each group.
+    draws: the draws that were read, by number.
+    orders: the order of the living samplers, for each group.
   """
 
   number: int
@@ -183,7 +183,7 @@ class _Term:
   orders: Orders = dataclasses.field(default_factory=lambda: Orders([]))
 
   def see(self, sign: object, now: float) -> None:
-    """Notes what there is of the trainer. When that changes, the trainer is at work."""
+    """Notes the trainer's objects. When they change, the trainer is at work."""
     if sign != self.sign[0]:
       if self.sign[0] is not None:
         self.settles_at = min(self.settles_at, now)
@@ -400,9 +400,9 @@ def run_sampler(
   """Samples for the trainer until it has all its batches.
 
   Args:
-    exchange: of the run.
-    sampler: of this program; it is closed at the end.
-    settings: of this sampler.
+    exchange: the exchange of the run.
+    sampler: the sampler of this program; it is closed at the end.
+    settings: the settings of this sampler.
     restore: (version, fingerprint) → the policy's parameters. Called in a thread, while the sampler
       goes on. It, and the sampler's `offer`, may raise PolicyGoneError.
     ends_run: errors that any sampler would meet, so that they end the run.
@@ -448,7 +448,7 @@ def policy_of(known: Known, params: Params) -> Policy:
 
 
 class Speaker:
-  """Prints what a program waits for when that changes, and now and then."""
+  """Prints what a program waits for, at each change and now and then."""
 
   def __init__(self, who: str, say: Callable[[str], None], clock: Callable[[], float]):
     self._who, self._say, self._clock = who, say, clock

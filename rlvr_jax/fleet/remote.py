@@ -26,7 +26,7 @@ class FleetError(RuntimeError):
 
 
 class Allowed(NamedTuple):
-  """What a group may be, in a run."""
+  """The groups that a run allows."""
 
   examples: Sequence[Group]  # by source: its groups have these arrays; versions if it has any
   vocabulary: int
@@ -49,7 +49,7 @@ class _Open:
   """A draw whose groups are not all taken.
 
   Attributes:
-    draw, digest: of it.
+    draw, digest: the draw and its digest.
     missing: indices of the groups that are still to come.
     early: groups by policies that this trainer has not offered yet.
   """
@@ -66,7 +66,7 @@ class _State:
 
   Attributes:
     fingerprints: by version, of the policies of this run.
-    watch: of the samplers.
+    watch: tells which samplers live.
     said_at: when something was last printed.
     open: draws with missing groups, by number.
     complete: numbers of draws of which all groups were taken, whose objects are still there.
@@ -90,7 +90,7 @@ class _State:
     return [*self.complete, *self.withdrawn]
 
   def begin(self, number: int, found: _Open | None) -> None:
-    """Notes a draw; None: nothing of it is missing."""
+    """Notes a draw, or None if no group of it is missing."""
     self.next_draw = number + 1
     if found is not None:
       self.open[number] = found
@@ -111,7 +111,7 @@ class _State:
     self.fingerprints = {v: x for v, x in self.fingerprints.items() if v >= oldest}
 
   def is_due(self, now: float) -> bool:
-    """Whether it is time to say something; then not for some time."""
+    """Whether a message about the wait is due, which it is at most every `SAY_EVERY_S` seconds."""
     if now - self.said_at <= SAY_EVERY_S:
       return False
     self.said_at = now
@@ -135,11 +135,11 @@ class RemoteSampler:
     """Begins a term: samplers follow this trainer from now on.
 
     Args:
-      exchange: of the run.
+      exchange: the exchange of the run.
       publish: writes a policy where samplers restore it from, and calls the function once they can;
         may do that later, in another thread.
-      settings: of the trainer.
-      fingerprints: of the versions before this start, as far as they are known.
+      settings: the settings of the trainer.
+      fingerprints: the fingerprints of the versions before this start, as far as they are known.
       clock, sleep: seconds, of this machine.
       say: prints a line.
     """
@@ -168,7 +168,7 @@ class RemoteSampler:
     self._state.begin(draw.number, found)
 
   def take(self) -> list[Group]:
-    """Waits for groups; returns at least one. What was returned before is in the store by now.
+    """Waits for groups; returns at least one. Groups returned before must be in the store by now.
 
     Raises:
       FleetError: see `look`.
@@ -179,7 +179,7 @@ class RemoteSampler:
     return groups
 
   def look(self, waited_s: float) -> list[Group]:
-    """The groups that have come. What was returned before is in the store by now.
+    """The groups that have come. Groups returned before must be in the store by now.
 
     Args:
       waited_s: seconds since a call has returned groups.
@@ -229,7 +229,7 @@ class RemoteSampler:
   # --- groups -------------------------------------------------------------------------------------
 
   def _collect(self, view: View) -> list[Group]:
-    """The groups that have come for open draws, checked; removes those that come too late."""
+    """The groups that have come for open draws, checked; removes groups that come too late."""
     taken: list[Group] = []
     size = 0
     for place, listed in view.groups.items():
@@ -273,7 +273,7 @@ class RemoteSampler:
     """Whether a version of a group is still to be offered again, after a restart.
 
     Raises:
-      RecordError: the group's policies are not those of this trainer.
+      RecordError: the group's policies are not this trainer's.
     """
     known = self._state.fingerprints
     for version, fingerprint in group.versions.items():
@@ -335,7 +335,7 @@ class RemoteSampler:
     """The errors of samplers of this term, as text; "" if there are none.
 
     Raises:
-      FleetError: one of them ends the run.
+      FleetError: a sampler's error ends the run.
     """
     found = []
     for name in view.samplers:

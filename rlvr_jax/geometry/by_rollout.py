@@ -24,7 +24,7 @@ class Places(NamedTuple):
 
 
 class Spans(NamedTuple):
-  """The rollouts in the order of their places; those without a place come last."""
+  """The rollouts in the order of their places; rollouts without a place come last."""
 
   firsts: Array  # i32[B], place of the first token in the loss, of M·R·L
   ends: Array  # i32[B], place after the last one; an environment's tokens may lie between
@@ -81,8 +81,8 @@ def outer_sums(
   Args:
     sums: [B, X, Y], by index of the rollout.
     left, right: [R·L, X] and [R·L, Y], 0 at places that do not count.
-    index: of the micro-batch.
-    tile: from `choose_tile`.
+    index: the index of the micro-batch.
+    tile: the result of `choose_tile`.
   """
   (width, tiles), size = tile, left.shape[0]
   width = min(width, size)

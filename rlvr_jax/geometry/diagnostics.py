@@ -76,7 +76,7 @@ def diagnose(
       geometry/update_norm, …_reweighted, geometry/update_norm_bound: see `update_norms`; the bound
         is under A.
       geometry/group_update_norm, …_bound: their means over groups, each with its own Gram matrix, k
-        and number of rollouts; geometry/group_norm_correlation: that of the two, over groups.
+        and number of rollouts; geometry/group_norm_correlation: of the two, over groups.
   """
   coefficients, reweighted = coefficients.reshape(-1), reweighted.reshape(-1)
   chex.assert_shape([coefficients, reweighted], gram.shape[:1])
@@ -173,7 +173,7 @@ def energies(coefficients: Array, spectrum: spectral.Spectrum, rank: Array) -> t
 
   Args:
     coefficients: f32[B], A.
-    spectrum: of the Gram matrix, `ops.spectral.spectrum`.
+    spectrum: the spectrum of the Gram matrix, `ops.spectral.spectrum`.
     rank: i32[], k.
   Returns:
     shared and residual energy, f32[] in [0, 1]. Both are 0 if AᵀKA is zero up to rounding: below
@@ -195,15 +195,15 @@ def update_norms(
   """Norm ‖Σ A_i g_i‖/B of the update, and a bound on the part of it outside the top-k subspace.
 
   With K = (g_i · g_j)/B, ‖Σ A_i g_i‖/B = √(AᵀKA/B), and the residual part is at most
-  √(λ_{k+1}(K)/B)·‖(I − P_k)A‖. The spectrum here is that of B·K, whose eigenvalues are B times
+  √(λ_{k+1}(K)/B)·‖(I − P_k)A‖. The spectrum here belongs to B·K, whose eigenvalues are B times
   larger: √(λ_{k+1}(B·K))/B·‖(I − P_k)A‖ is the same number. If the bound is far below the norm, the
   update is shared; if the norm is far below the bound, A cancels in the shared directions and the
-  residuals of the rollouts cancel one another too. The norm is that of the policy gradient with
+  residuals of the rollouts cancel one another too. The norm is the policy gradient's with
   respect to the parameters of the Gram, at ratio 1, summed over tokens and averaged over rollouts.
 
   Args:
     coefficients: f32[B], A.
-    spectrum: of the Gram matrix g_i · g_j, not divided by B, `ops.spectral.spectrum`.
+    spectrum: the spectrum of the Gram matrix g_i · g_j, not divided by B, `ops.spectral.spectrum`.
     rank: i32[], k.
     count: f32[], B: the number of valid rollouts.
   Returns:

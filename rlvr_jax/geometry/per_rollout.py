@@ -155,7 +155,7 @@ def _select_leaves(
 ) -> tuple[list[Array], Callable[[list[Array]], Params]]:
   """The leaves that `parameters` names, in at least float32, and a function that inserts them.
 
-  `kinds` are those of the layers.
+  `kinds` are the layers' kinds.
   """
   pattern = _PATTERNS.get(parameters, parameters)
   leaves, tree = jax.tree_util.tree_flatten_with_path(params)

@@ -34,7 +34,7 @@ _VOCABULARY_AXES = (*_COLUMN_AXES, "fsdp")
 
 
 class _Tokens(NamedTuple):
-  """Tokens of M micro-batches of R rows; those of one micro-batch are flat, [R·L, ...]."""
+  """Tokens of M micro-batches of R rows; tokens of one micro-batch are flat, [R·L, ...]."""
 
   hidden: Array  # [M, R, L, D]
   log_normalizers: Array  # f32[M, R, L]
@@ -223,7 +223,7 @@ def _sum_over_blocks(
 
   Args:
     count: micro-batches that are not empty.
-    gather: one device's rows → those of all devices.
+    gather: one device's rows → all devices' rows.
   """
   M, _, _, D = tokens.hidden.shape
   B = spans.firsts.shape[0]

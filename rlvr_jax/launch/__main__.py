@@ -7,7 +7,8 @@
   python -m rlvr_jax.launch tpu_vm status --name=fade --zone=us-west4-a
   python -m rlvr_jax.launch local start --name=fleet --processes=1 --samplers=2 -- …
 
-The flags after -- are those of rlvr_jax.main. --dry_run prints the commands without running them.
+The flags after -- are flags of rlvr_jax.main. --dry_run prints the commands without running them;
+of `tpu_vm stop --all` it runs the one that lists machines.
 The guide is docs/launch.md.
 """
 
@@ -37,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("verb", choices=VERBS)
     add("--name", type=parse_name, help="name of the run")
     add("--all", action="store_true", help="for stop, in place of --name: every run, in the zone")
-    add("--dry_run", action="store_true", help="print the commands, run nothing")
+    add("--dry_run", action="store_true", help="print the commands; at most list machines")
     add("--retries", type=int, default=20, help="after failures or preemptions")
     add("--env", action="append", default=[], help="NAME=VALUE, set on every host")
     add("--samplers", type=int, help="number of programs that sample for this run; for start")

@@ -94,7 +94,7 @@ def stop_all(args: argparse.Namespace, shell: Shell) -> None:
   """Stops all runs of this machine.
 
   Raises:
-    LaunchError: one of them goes on.
+    LaunchError: a run does not end.
   """
   base, left = folder_of(""), []
   for path in sorted(base.glob("*/launcher")):
@@ -217,9 +217,9 @@ class Program:
     """Starts the processes; their output is in files of the program's folder.
 
     Args:
-      name: of the program.
+      name: the name of the program.
       commands: port, which is free, → the command of each process.
-      environment: variables beside those of this process.
+      environment: variables in addition to this process's.
       retries: how often to start the processes again.
     """
     for log in folder_of(name).glob("process_*.log"):  # of an earlier launch
@@ -241,7 +241,7 @@ class Program:
         process.send_signal(signal.SIGTERM)
 
   def step(self) -> None:
-    """Notes which processes have ended, and does what is due."""
+    """Notes which processes have ended, and restarts or ends processes as needed."""
     if self.state != "running":
       return
     statuses = [process.poll() for process in self._processes]

@@ -14,7 +14,7 @@ from rlvr_jax.launch.run import Run, parse_flags
 from rlvr_jax.launch.shell import LaunchError
 from rlvr_jax.launch.slices import Machines
 
-EXTRAS = "tpu,hf,gcs,math,reasoning_gym"  # of setup.py; installed on TPU machines
+EXTRAS = "tpu,hf,gcs,math,reasoning-gym"  # of setup.py; installed on TPU machines
 SHARED = "/mnt/rlvr_jax"  # mount point of a file system that all hosts share
 
 
@@ -46,8 +46,8 @@ def ship(
   """Packs the commit of the current folder for other machines.
 
   Args:
-    programs: of the launch.
-    machines: those of the first program.
+    programs: the programs of the launch.
+    machines: the machines of the first program.
     allow_dirty: see `make_package`.
     share: what mounts a file system of all hosts at `SHARED`; "" if nothing does.
   Returns:

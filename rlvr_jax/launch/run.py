@@ -22,7 +22,7 @@ class Run(NamedTuple):
 
   @property
   def is_sweep(self) -> bool:
-    """Whether it is a sweep, whose one process starts a process for each of its runs."""
+    """Whether the program is a sweep, whose one process starts a process for each run."""
     return parse_flags(self.flags).get("mode") == "sweep"
 
   def command(self, python: str, *place: str) -> list[str]:
@@ -72,7 +72,7 @@ def programs_of(run: Run, samplers: int | None, sampler_config: Sequence[str]) -
 
 
 def sampler_name(name: str, number: int | str) -> str:
-  """The name of a sampler of a run; `number`: from 0, or what stands for any."""
+  """The name of a run's sampler; `number`: from 0, or a placeholder for any number."""
   return f"{name}-sampler-{number}"
 
 

@@ -53,7 +53,7 @@ class Machines(NamedTuple):
     )
 
   def price_class(self) -> str:
-    """What is billed for them, in words; prices differ by region and change."""
+    """How the chips are billed, in words; prices differ by region and change."""
     kind = self.slice.name.partition("-")[0]
     return (
       f"{self.num_slices * self.slice.chips} chips × hours at the price of"
@@ -75,7 +75,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def machines_of(args: argparse.Namespace, *, count: int) -> list[Machines]:
-  """The machines of a run, and then those of each of its samplers.
+  """The machines of a run, and then each sampler's machines.
 
   Args:
     args: flags of `add_flags`.
@@ -99,8 +99,8 @@ def find_slice(name: str, flag: str = "--type") -> Slice:
   """The slice with a name in Cloud's spelling, such as v5litepod-64 or v5p-32.
 
   Args:
-    name: of the slice.
-    flag: that gives the name, for the message.
+    name: the name of the slice.
+    flag: the flag that gives the name, for the message.
   Raises:
     LaunchError: the name is unknown; the message has the allowed names.
   """

@@ -19,7 +19,7 @@ def start_script(run: Run, version: str, share: str) -> str:
 
   Args:
     run: the program.
-    version: of the package.
+    version: the version of the package.
     share: IP:/SHARE of a file system to mount; "" for none.
   """
   unit = unit_name(run.name)

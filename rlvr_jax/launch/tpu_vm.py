@@ -54,7 +54,7 @@ class QueuedResource:
     return self.shell.capture(self._command("queued-resources", "list", *shown)).strip()
 
   def samplers(self) -> list[str]:
-    """The names of those samplers of the run that have machines."""
+    """The names of the run's samplers that have machines."""
     pattern = sampler_name(self.name, "[0-9]+")
     shown = (f"--filter=name~/{pattern}$", "--format=value(name.basename())")
     names = self.shell.capture(self._command("queued-resources", "list", *shown)).split()
@@ -182,11 +182,14 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
 def stop_all(args: argparse.Namespace, shell: Shell) -> None:
   """Stops and deletes all that this program has created in the zone, and says what else is there.
 
+  A dry run reads the list as well, and prints the commands for what is on it.
+
   Raises:
     LaunchError: machines of this program are left.
   """
-  for name, _, num_slices in _listed(args, shell):
+  for name, state, num_slices in _listed(args, shell):
     if num_slices:
+      say(f"{name}: {state}")
       try:
         QueuedResource(name, int(num_slices), args, shell).stop()
       except CommandError as error:  # the others are deleted all the same
@@ -206,7 +209,11 @@ def _listed(args: argparse.Namespace, shell: Shell) -> list[list[str]]:
   """Name, state and label, "" without one, of each queued resource in the zone."""
   shown = f"value(name.basename(),state.state,tpu.nodeSpec[0].node.labels.{_SLICES})"
   command = ["gcloud", "compute", "tpus", "queued-resources", "list", f"--format={shown}"]
-  lines = shell.capture([*command, *_place(args), "--quiet"]).splitlines()
+  command += [*_place(args), "--quiet"]
+  if shell.dry_run:  # it changes nothing, and only it says what there is
+    shell.capture(command)  # prints it
+    shell = Shell()
+  lines = shell.capture(command).splitlines()
   return [[*line.split("\t"), "", ""][:3] for line in lines if line.strip()]
 
 
@@ -215,7 +222,7 @@ def _place(args: argparse.Namespace) -> list[str]:
 
 
 def _resources(name: str, args: argparse.Namespace, shell: Shell) -> list[QueuedResource]:
-  """The run's machines, and then those of its samplers."""
+  """The run's machines, and then its samplers' machines."""
   run = QueuedResource(name, args.num_slices, args, shell)
   return [run, *(QueuedResource(name, 1, args, shell) for name in run.samplers())]
 
@@ -293,7 +300,7 @@ class _Watch:
     self._state = ""  # of the queued resource, when last seen
 
   def step(self) -> bool:
-    """Polls once, and does what is due.
+    """Polls the machines once, and acts on changes.
 
     Returns:
       Whether the program has finished on all hosts.
@@ -305,7 +312,7 @@ class _Watch:
     state = self._state = self.resource.state()
     if state != previous:
       say(f"{name}: {state or 'no queued resource yet'}")
-    if state == "" and previous not in ("", *_LOST):
+    if state == "" and previous:  # by `stop`: what this program deletes, it asks for at once
       raise LaunchError(f"the machines of {name} were deleted during the run")
     if state == "":
       self.create()
@@ -328,7 +335,7 @@ class _Watch:
     self.is_prepared = True
 
   def _replace_machines(self, state: str) -> None:
-    """Deletes preempted machines, so that the next step requests new ones."""
+    """Deletes preempted machines and requests new ones, or, if that fails, the next step does."""
     name, retries = self.resource.name, self.setup.run.retries
     if state == "FAILED" and not self._was_active:
       self.resource.describe()
@@ -343,7 +350,9 @@ class _Watch:
       )
     self._preemptions += 1
     self.is_prepared = False
-    self.resource.delete()
+    self.resource.delete()  # fails where `stop` was faster
+    self._state = ""
+    self.create()
 
   def _maintain_hosts(self) -> bool:
     """Starts the program on hosts where it is missing; returns whether it has finished on all."""

@@ -2,8 +2,8 @@
 
 xpk lays the commit's files over an image that has what they need. Each sampler of a fleet is a
 workload of its own, so that one that fails restarts by itself. `start` returns once the workloads
-are there; given again, with another number of samplers too, it creates those that are missing and
-deletes those that are too many.
+are there; given again, with another number of samplers too, it creates missing workloads and
+deletes surplus ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> None:
-  """Creates the workloads that do not run yet, and deletes samplers beyond those of `programs`."""
+  """Creates the workloads that do not run yet, and deletes samplers that are not in `programs`."""
   if not args.image:
     raise LaunchError("--image is needed to start: docs/launch.md says how to make it")
   run = programs[0]

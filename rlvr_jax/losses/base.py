@@ -73,9 +73,9 @@ def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
   """log π_prox f32[P, G, T], nats, constant: of the policy when the batch is first trained on.
 
   Args:
-    name: of the loss or correction that needs them.
+    name: the name of the loss or correction that needs them.
   Raises:
-    ValueError: the batch has none.
+    ValueError: the batch has no proximal log-probabilities.
   """
   if batch.proximal_logprobs is None:
     raise ValueError(
@@ -132,10 +132,10 @@ def clip_metrics(clipped: Array | bool, tokens: Tokens) -> Metrics:
 def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: Array) -> Metrics:
   """Share of loss tokens that are marked: of all, with A > 0, and with A < 0.
 
-  That of all has the marks of the tokens, see `types.Mean`.
+  The metric of all tokens has the tokens' marks, see `types.Mean`.
 
   Args:
-    name: of the metric of all tokens; the others are name_positive and name_negative.
+    name: the name of the metric of all tokens; the others are name_positive and name_negative.
     marked: [P, G, T] or [P, G, 1], 1 where a token counts; False: none ever does, and there are no
       marks.
     coefficients: A, f32[P, G, 1] or f32[P, G, T].

@@ -72,7 +72,7 @@ def clip_cov(
     low, high: the interval of c; high above low.
     epsilon_low: in [0, 1].
     epsilon_high: ≥ 0.
-    seed: of the draw, an integer ≥ 0; the tokens of the batch determine the rest.
+    seed: the seed of the draw, an integer ≥ 0; the tokens of the batch determine the rest.
   Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
     (arXiv:2505.22617). **open**: means and draw are of the full batch, the peers' of a micro-batch.
   """

@@ -59,7 +59,7 @@ def dppo(
   symmetric: bool = False,
   log_ratio_penalty: float = 0.0,
 ) -> Loss:
-  """ℓ = −sg(min(ρ, c))·A·log π, or −A·ρ, at the tokens that are kept; 0 at the others.
+  """ℓ = −sg(min(ρ, c))·A·log π, or −A·ρ, at the kept tokens; 0 at dropped tokens.
 
   ρ = π/β. A token is dropped if its probability has moved further than allowed in the direction
   that A pushes it: A > 0, p > q and D(p, q) > δ_high, or A < 0, p < q and D(p, q) > δ_low. Here p

@@ -38,9 +38,10 @@ def p3o(
   Args:
     ess: the set that e is computed over: "batch" (global), "sequence" (each response), or "one"
       (e = 1).
-    ess_scope: the rollouts that share an e of ess="batch": "batch", all of the update's, or a
-      number of consecutive ones, which divides them. The authors' code has 16, those of a
-      micro-batch over all ranks: a few large ratios then lower the e of their own block alone.
+    ess_scope: the rollouts that share an e of ess="batch": "batch" for all rollouts of the
+      update, or the size of a block of consecutive rollouts, which must divide the batch. The
+      authors' code has blocks of 16, a micro-batch over all ranks: a few large ratios then lower
+      the e of their own block alone.
     cap: the weight is min(ρ, e) for "ess", min(ρ, 1/e) for "inverse_ess", ρ for "none".
     kl_term: whether (1 − e)·k3 is added.
   Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training"

@@ -41,7 +41,7 @@ class DeltaSettings:
 
   @property
   def channels(self) -> tuple[int, int, int]:
-    """Those of queries, keys and values."""
+    """The numbers of channels of queries, of keys and of values."""
     keys = self.key_heads * self.key_dim
     return keys, keys, self.value_heads * self.value_dim
 

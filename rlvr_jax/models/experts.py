@@ -42,7 +42,7 @@ _TOKENS = ("data", "fsdp")  # axes of the mesh over which tokens are split
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertSettings:
-  """Settings of a mixture, from those of its network."""
+  """Settings of a mixture, made from the settings of its network."""
 
   number: int  # E
   per_token: int  # k
@@ -125,7 +125,7 @@ class Experts(nnx.Module):
 
     Args:
       x: [R, L, D].
-      activation: of the gate.
+      activation: the activation of the gate.
       routes: int[R, L, k], experts to take in place of the router's choice; their weights are the
         router's.
       real: bool[R, L], where there are tokens; elsewhere no expert is chosen.

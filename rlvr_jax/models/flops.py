@@ -131,7 +131,7 @@ def _forward(
 
 
 def _layer_flops_per_token(c: TransformerConfig, mixer: str, mlp: str) -> float:
-  """FLOPs per token of the projections of one layer; of experts, those that a token chooses."""
+  """FLOPs per token of one layer's projections; of experts only those that a token chooses."""
   if mixer != DELTA:
     heads = c.heads_of(mixer)
     queries, keys = heads.queries * heads.width, heads.keys * heads.width

@@ -110,7 +110,7 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
 
 
 def cast_to_decode(params: Params, config: TransformerConfig) -> Params:
-  """Parameters in the dtypes that decode: `compute_dtype`, but for those of `_WIDE`."""
+  """Parameters in the dtypes for decoding: `compute_dtype`, except parameters of `_WIDE`."""
 
   def cast(path, w):
     is_wide = jax.tree_util.keystr(path[-1:], simple=True) in _WIDE

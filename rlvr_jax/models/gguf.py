@@ -110,7 +110,7 @@ def convert(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -
 
 
 def local_folder(directory: str | os.PathLike[str]) -> str:
-  """The path of a local folder; ValueError if it is another's."""
+  """The path of a local folder; raises ValueError for a path on another file system."""
   system, target = locate(directory)
   if not isinstance(system, LocalFileSystem):
     raise ValueError(f"{directory} is not a local folder; convert to one, and copy that")
@@ -204,8 +204,8 @@ def _network(metadata: Mapping[str, Any], names: Collection[str], source: Any) -
   """The settings of the network.
 
   Args:
-    metadata: of the file.
-    names: of its tensors.
+    metadata: the metadata of the file.
+    names: the names of its tensors.
     source: the file, for messages.
   """
   architecture = _require(metadata, "general.architecture", source)
@@ -344,7 +344,7 @@ def _small_files(
 def _tokenizer(
   metadata: Mapping[str, Any], ids: Mapping[str, int], source: Any
 ) -> tokenizers.Tokenizer:
-  """The byte-level byte-pair encoding of a file; `ids` are those of tokens with a role."""
+  """The byte-level byte-pair encoding of a file; `ids`: ids of tokens with a role."""
   require = lambda name: _require(metadata, f"tokenizer.ggml.{name}", source)
   _check_known(source, "tokenizer.ggml.model", require("model"), ("gpt2",))
   _check_known(source, "tokenizer.ggml.pre", require("pre"), PRE_TOKENIZERS)

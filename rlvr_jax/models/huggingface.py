@@ -86,7 +86,7 @@ def load_params(
   Args:
     directory: local or a URL such as gs://bucket/folder.
     abstract_params: nested dict of `jax.ShapeDtypeStruct`s with shardings.
-    config: settings of the network, such as those of `checkpoint_config`.
+    config: settings of the network, such as the result of `checkpoint_config`.
     block_bytes: bytes of a tensor that are on the host at a time; at least one row.
   Raises:
     FileNotFoundError: there are no weights, or a shard is missing.
@@ -119,7 +119,7 @@ def open_tensors(
 ) -> dict[str, Tensor]:
   """Opens and checks the tensors of a checkpoint directory, by their usual names.
 
-  Reads no weights yet, but those of a tied head that was saved beside the embedding.
+  Reads no weights yet, except a tied head that was saved beside the embedding.
 
   Raises:
     FileNotFoundError, ValueError: as `load_params`, before it reads the weights.

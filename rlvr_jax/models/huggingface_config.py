@@ -81,7 +81,7 @@ def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> Tr
 
   Args:
     directory: local or a URL such as gs://bucket/folder.
-    overrides: fields of `TransformerConfig` that replace those of the file, such as the dtypes,
+    overrides: fields of `TransformerConfig` that replace the file's, such as the dtypes,
       which are not read from the file.
   Raises:
     FileNotFoundError: the directory has no config.json.

@@ -1,6 +1,6 @@
 """The families of networks in Hugging Face checkpoints: one entry each, to read and to write.
 
-Facts about the families, including defaults, are those of the configuration classes of the
+Facts about the families, including defaults, come from the configuration classes of the
 `transformers` library; a test compares them.
 """
 
@@ -46,7 +46,7 @@ _FOUR_NORMS = _NORMS_BEHIND | {
 
 
 class Family(NamedTuple):
-  """What the networks of one family have in common, and how their config.json says the rest."""
+  """The common settings of a family's networks, and how config.json gives the other settings."""
 
   architectures: tuple[str, ...]  # names of its classes; exports have the first
   defaults: Mapping[str, Any]  # of fields that a config.json may omit

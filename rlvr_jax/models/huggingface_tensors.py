@@ -35,7 +35,7 @@ class Leaf(NamedTuple):
     return self.names.ndim
 
   def published(self, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Splits a parameter's shape or index into the stacked axes and those of each tensor."""
+    """Splits a parameter's shape or index into stacked axes and axes of each tensor."""
     stacked, rest = index[: self.stacked], index[self.stacked :]
     return stacked, rest[::-1] if self.transposed else rest
 
@@ -113,11 +113,11 @@ def kernel_modules(config: TransformerConfig) -> dict[str, str]:
 def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[Leaf]:
   """Finds the leaves of all parameters, in the order in which they are written.
 
-  Their tensors are those of single kernels, which `find_published` combines.
+  Their tensors belong to single kernels, which `find_published` combines.
 
   Args:
     config: settings of the network.
-    family: of `FAMILIES`, which the checkpoint is of.
+    family: the checkpoint's family, one of `FAMILIES`.
   Raises:
     ValueError: a parameter that no published checkpoint has.
   """
@@ -181,7 +181,7 @@ def find_published(params: Params, config: TransformerConfig, family: str) -> di
 
   Args:
     config: settings of the network.
-    family: of `FAMILIES`, which the checkpoint is of.
+    family: the checkpoint's family, one of `FAMILIES`.
   Raises:
     ValueError: a parameter that no published checkpoint has.
   """
@@ -297,10 +297,10 @@ def published_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, Tensor]:
   """Gives tensors the names that they have in most checkpoints, and drops unused ones.
 
-  Experts of a layer that are saved as one tensor become one tensor each.
+  If all experts of a layer are saved as one tensor, each expert gets a tensor of its own.
 
   Raises:
-    ValueError: two names are those of the same tensor.
+    ValueError: two names name the same tensor.
   """
   renamed: dict[str, Tensor] = {}
   for name, tensor in _split_experts(tensors):
@@ -319,7 +319,7 @@ def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, T
 
 
 def outside_tensors(names: Iterable[str]) -> list[str]:
-  """Those of a checkpoint's tensors that are not of its text model, and so not read."""
+  """A checkpoint's tensors outside of its text model, which are not read."""
   return [name for name in names if _OUTSIDE.search(name)]
 
 
@@ -328,7 +328,7 @@ _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 def _split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-  """Yields usual names and tensors: of a mixture, those of single experts."""
+  """Yields usual names and tensors; a mixture gives one tensor per expert."""
   for name, tensor in tensors.items():
     match = _FUSED.fullmatch(name)
     if match is None or len(tensor.shape) != 3:

@@ -25,7 +25,7 @@ class Residual(NamedTuple):
 class Layout(NamedTuple):
   """Placement of a network on devices; by default on one device.
 
-  `train.cluster.sharding.make_layout` makes one.
+  `train.cluster.sharding.make_layout` makes a layout.
   """
 
   mesh: Mesh | None = None  # with axes (data, fsdp, tensor); batches are split over the first two

@@ -118,7 +118,7 @@ def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
 
 
 def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
-  """Combines the network's parameters: those of the base, with `LowRank`s for adapted kernels.
+  """Combines base parameters and adapters into the network's parameters, with `LowRank` kernels.
 
   Scoring adds (α/R)·(x·A)·B to each targeted product and never forms a merged kernel, so that
   gradients are as small as the adapters. Decoding merges once, see `Model.decoding_params`.

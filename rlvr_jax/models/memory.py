@@ -22,7 +22,7 @@ def shard_bytes(tree: Any) -> float:
   """Bytes of the shards of all leaves on one device.
 
   Args:
-    tree: of arrays, or of `jax.ShapeDtypeStruct`s with shardings.
+    tree: the tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings.
   """
   leaves = jax.tree.leaves(tree)
   return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
@@ -46,13 +46,13 @@ def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
 
 
 def activation_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
-  """Bytes that the forward pass saves for the backward pass, plus twice those of one layer.
+  """Bytes that the forward pass saves for the backward pass, plus twice one layer's activations.
 
   Of gated DeltaNets, also what `_delta_bytes` says, of one layer or, without remat, of all.
 
   Args:
     config: the network's settings.
-    tokens: of a micro-batch on one device.
+    tokens: the tokens of a micro-batch on one device.
     tensor: devices that share a layer.
   """
   layers = [config.width + _product_widths(config, *kind) for kind in config.kinds]
@@ -78,11 +78,11 @@ def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> 
   """Bytes that a CPU's compiler saves besides `activation_bytes` where nothing is recomputed.
 
   These are further operands of a layer's element-wise operations, about as many as results of
-  products, and the scores of attention: of short rows, those of all pairs of their places.
+  products, and the scores of attention, in short rows for all pairs of their places.
 
   Args:
     config, tokens: see `activation_bytes`.
-    row_length: of the rows, tokens.
+    row_length: the row length of the rows, tokens.
   """
   if config.remat != "none":
     return 0.0

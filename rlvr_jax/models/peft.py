@@ -118,7 +118,7 @@ def load_adapters(
   Raises:
     ValueError: the adapters are for another model, or not of the form W + (α/R)·A·B in every layer,
       or NaN or infinite.
-    FileNotFoundError: one of the two files is missing.
+    FileNotFoundError: adapters or settings are missing.
   """
   system, folder = locate(directory)
   path, weights = (posixpath.join(folder, name) for name in (CONFIG_FILE, WEIGHTS_FILE))
@@ -222,10 +222,10 @@ def _modules(config: TransformerConfig) -> dict[Module, Parts]:
 
 
 def _join(pairs: Mapping[str, Matrices], parts: Parts) -> Matrices:
-  """PEFT's matrices of a module in a layer, from those of its adapted kernels.
+  """PEFT's matrices of a module in a layer, made from its kernels' matrices.
 
-  Those of one kernel are A [R, D] and B [rows, R]. Of several, each of the module's k kernels has a
-  block of A [k·R, D] and B [rows, k·R], which is 0 if the kernel is not adapted.
+  The matrices of one kernel are A [R, D] and B [rows, R]. Of several, each of the module's k
+  kernels has a block of A [k·R, D] and B [rows, k·R], which is 0 if the kernel is not adapted.
   """
   some = next(iter(pairs.values()))
   none = np.zeros_like(some["a"]).T
@@ -251,7 +251,7 @@ def _split(pair: Matrices, parts: Parts, rank: Any, owner: str) -> dict[str, Mat
   Args:
     pair: A [layers, D, R or k·R] and B [layers, R or k·R, rows].
   Raises:
-    ValueError: an adapter of another rank than R is not made of those of single kernels.
+    ValueError: an adapter of another rank than R is not made of single kernels' adapters.
   """
   a, b = pair["a"], pair["b"]
   of_kernels = {name: b if rows is None else b[:, :, rows] for name, rows in parts.items()}

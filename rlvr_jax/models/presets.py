@@ -256,7 +256,7 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
   """The settings of the network that a configuration's `model` section describes.
 
   Args:
-    model: `preset`, the name of a shape, "" for that of the checkpoint; `checkpoint`, a folder in
+    model: `preset`, the name of a shape, "" for the checkpoint's; `checkpoint`, a folder in
       Hugging Face's layout, "" for none; `overrides`, fields to replace in either.
   Raises:
     ValueError: a name or field is unknown, the checkpoint cannot be read, or the preset has another

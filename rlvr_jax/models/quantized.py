@@ -85,7 +85,7 @@ def adapt_to_quantized(model: Model, format: str, *, decode_rounded: bool) -> Mo
   """Adapts `model` to quantized parameters.
 
   Args:
-    model: of the parameters that were quantized.
+    model: the model of the parameters that were quantized.
     format: one of `FORMATS`.
     decode_rounded: whether decoding reads 8-bit numbers, half as many bytes as bfloat16; otherwise
       s·q in the compute dtype, dequantized once before, which is faster on CPUs.

@@ -17,7 +17,7 @@ class RopeScaling:
   """Context extension of the rotary frequencies.
 
   With `factor` only, all frequencies are divided by it (Gemma 3). With `low_frequency_factor`,
-  Llama 3's rule applies: low frequencies are divided, high ones kept, those between interpolated.
+  Llama 3's rule applies: it divides low frequencies, keeps high ones, and interpolates between.
   """
 
   factor: float

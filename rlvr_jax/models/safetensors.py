@@ -72,7 +72,7 @@ class Tensor:
   def rows(self, start: int, stop: int) -> np.ndarray:
     """Reads rows [start, stop) of the first axis; raises ValueError as `dtype` does.
 
-    Of selected rows, those between them are read as well.
+    Rows between selected rows are read as well.
     """
     dtype = self.dtype
     if self.selected is None:

@@ -294,7 +294,7 @@ class TransformerConfig:
 
   @property
   def mixture(self) -> tuple[int, ...]:
-    """What recorded routes must fit: layers with experts, experts, and experts per token.
+    """The sizes that recorded routes must fit: layers with experts, experts, experts per token.
 
     The numbers of the layers follow if not all have experts.
     """
@@ -304,7 +304,7 @@ class TransformerConfig:
 
   @property
   def routes(self) -> jax.ShapeDtypeStruct | None:
-    """What is recorded of a token's experts: [sparse layers, k], unsigned; None without experts."""
+    """Shape and dtype of a token's routes: [sparse layers, k], unsigned; None without experts."""
     if not self.num_experts:
       return None
     dtype = jnp.uint8 if self.num_experts <= 2**8 else jnp.uint16
@@ -313,7 +313,7 @@ class TransformerConfig:
 
   @property
   def precision(self) -> str:
-    """Precision of all products in programs that use the network, of `ops.precision.PRECISIONS`."""
+    """The precision of all products of the network: one of `ops.precision.PRECISIONS`."""
     default = "default" if self.compute_dtype == "bfloat16" else "highest"
     return default if self.matmul_precision == "auto" else self.matmul_precision
 
@@ -425,7 +425,7 @@ class Block(_AttentionModule):
 
   @property
   def heads(self) -> Heads:
-    """Of its attention."""
+    """The heads of its attention."""
     return self.config.heads_of(FULL if self.is_full else ATTENTION)
 
   @jax.named_scope("layers")
@@ -442,9 +442,9 @@ class Block(_AttentionModule):
     """Applies the layer to x[R, L, D].
 
     Args:
-      tables: of the rotary embedding.
+      tables: the tables of the rotary embedding.
       mixers: mix tokens.
-      layout: of the residual stream, and the mesh of experts.
+      layout: the layout of the residual stream, and the mesh of experts.
       routes, real: see `Experts`; ignored by an MLP.
     Returns:
       The next x, the mixer's carry, and the choice of experts; None of an MLP.
@@ -572,7 +572,7 @@ class Transformer(nnx.Module):
     Args:
       prompts: the P prompts, left-padded to S.
       tokens: i32[P, G, T], right-padded responses.
-      routes: of a mixture, the experts to take in place of the routers' choice.
+      routes: the routes of a mixture, the experts to take in place of the routers' choice.
       lengths: i32[P, G], tokens of each response: in a mixture, the last one, which predicts
         nothing, and those behind have no expert. None: T.
     Returns:
@@ -717,7 +717,7 @@ class Transformer(nnx.Module):
       tokens: i32[R, S], right-padded; results at padding have no meaning.
       lengths: i32[R], tokens of each prompt: padding has no expert, and no effect on a state. None:
         S.
-      attended: of keys or values [R, S, K, H], those that attention reads, if rounded.
+      attended: the keys or values [R, S, K, H] that attention reads, if rounded.
     Returns:
       Per layer with attention, keys and values [R, S, K, H]; per gated DeltaNet, the states; and
       the routes of a mixture, i32[R, S, sparse layers, k].
@@ -758,7 +758,7 @@ class Transformer(nnx.Module):
     Args:
       blocks: the layers, split once before the decoding loop.
       tokens: i32[slots].
-      tables: of these tokens' positions [slots, 1].
+      tables: rotary tables of these tokens' positions [slots, 1].
       attend: (index of a layer among those with attention, queries [slots, N, H], keys and values
         [slots, K, H], settings of attention) → (out [slots, N, H], carry).
       delta: (index of a layer among the gated DeltaNets, inputs) → (out [slots, 1, N, d_v], carry).
@@ -893,8 +893,8 @@ def _run_loops(
 
   Args:
     apply: (x, a layer's parts of the stacks, its kind) → (x, results or None).
-    stacks: of parameters and other values, by the names that `stack_of` takes.
-    kinds: of the layers.
+    stacks: the stacks of parameters and other values, by the names that `stack_of` takes.
+    kinds: the kinds of the layers.
     unroll: layers per iteration, where a pattern has fewer.
   Returns:
     The last x, and the results of the layers that have some, stacked.
@@ -928,7 +928,7 @@ def _run_loops(
 
 
 def _cut(stacked: Array, *, first: int, count: int, size: int) -> Array:
-  """The layers of a loop from those of a stack, [count, size, …]; [count, …] if `size` is 1.
+  """The layers of a loop, taken from a stack, [count, size, …]; [count, …] if `size` is 1.
 
   A stack of alike layers is not reshaped: compiled for a TPU, that would need memory.
   """

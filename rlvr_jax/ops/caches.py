@@ -178,7 +178,7 @@ class Cache(NamedTuple):
     return cls.of(by_block(keys), by_block(values), dtype)
 
   def stage(self, key: Array, value: Array, step: Array) -> Cache:
-    """Copies staged keys and values, adding those of one more token, both [slots, K, H]."""
+    """Copies staged keys and values, adding one more token's, both [slots, K, H]."""
     by_head = lambda x: jnp.swapaxes(x, 0, 1)[:, :, None]
     token = Cache.of(by_head(key), by_head(value), self.keys.dtype)
     put = lambda x, new, axis: jax.lax.dynamic_update_slice_in_dim(x, new, step, axis)
@@ -189,10 +189,10 @@ class Cache(NamedTuple):
     return jax.tree.map(lambda x: x[:, :blocks], self)
 
   def flush(self, staged: Cache, start: Array, flushed: Array | None = None) -> Cache:
-    """Copies the cache, writing staged tokens after those of the responses that it has.
+    """Copies the cache, writing staged tokens after the responses' tokens that it has.
 
     Args:
-      staged: of a burst.
+      staged: the staged keys and values of a burst.
       start: i32[slots], cached tokens of each response.
       flushed: bool[slots], the slots that are written; None: all.
     """
@@ -315,8 +315,8 @@ def choose_cache(
   Args:
     wanted: one of `KINDS`, from config.sampling.cache.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
-    head_dims: of the network's layers, each width of their heads once.
-    dtype: that the network computes in.
+    head_dims: the head widths in the network's layers, each width once.
+    dtype: the dtype that the network computes in.
     plain: whether no layer has a sliding window or a soft cap.
     cache_format: one of `FORMATS`.
   Returns:

@@ -68,19 +68,20 @@ def cached_attention(
 ) -> Array:
   """softmax(q·kᵀ·scale) v over a slot's prompt, its response, and its staged keys.
 
-  Scores and sums are at least float32. Of keys and values in int8 the products read the 8-bit
+  Scores and sums are at least float32. If keys and values are int8, the products read the 8-bit
   numbers, which every dtype has exactly; scales are factors on scores and on the softmax.
 
   Args:
     queries: [slots, N, H].
-    prompt, response: of the layer; all their blocks are read, of pages those with tokens.
+    prompt, response: prompt and response of the layer; all their blocks are read, of pages those
+      with tokens.
     staged: keys and values of the burst's tokens 0 … step.
-    reach: of all slots at the start of the burst.
+    reach: the reach of all slots at the start of the burst.
     step: i32[], index of the query's token in the burst.
     scale: factor on the scores, usually 1/√H.
     window: tokens that a query attends to, itself included.
     soft_cap: c of c·tanh(score/c) (Gemma 2); None for no cap.
-    cores: of a device, over which a kernel splits the slots.
+    cores: the cores of a device, over which a kernel splits the slots.
   Returns:
     [slots, N, H] in the queries' dtype.
   """

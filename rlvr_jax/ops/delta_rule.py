@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.ops.row_blocks import is_visible, sequence_starts
@@ -31,16 +33,18 @@ from rlvr_jax.types import Array, Rows
 
 CHUNK = 128  # tokens, at most; a power of two
 _EPSILON = 1e-6  # of the lengths of queries and keys
+_INVERSE, _CHANGES = "inverse", "changes"  # names of what the backward pass does not compute again
+Inputs = TypeVar("Inputs")
 
 
 class Tokens(NamedTuple):
-  """What the rule reads of tokens, at least float32; heads N are before the tokens L of a row."""
+  """The rule's inputs of tokens, at least float32; heads N are before the tokens L of a row."""
 
-  query: Array  # [R, N, L, d_k]
-  key: Array  # [R, N, L, d_k]
-  value: Array  # [R, N, L, d_v]
-  decay: Array  # g [R, N, L]
-  strength: Array  # β [R, N, L]
+  query: Array  # [R, L, N, d_k]
+  key: Array  # [R, L, N, d_k]
+  value: Array  # [R, L, N, d_v]
+  decay: Array  # g [R, L, N]
+  strength: Array  # β [R, L, N]
 
 
 def delta_step(
@@ -65,33 +69,38 @@ def delta_step(
   return out, kept[..., None] * state + key[..., :, None] * change[..., None, :]
 
 
-def delta_rows(tokens: Tokens, rows: Rows) -> tuple[Array, Array]:
+def delta_rows(inputs: Inputs, rows: Rows, read: Callable[[Inputs], Tokens]) -> tuple[Array, Array]:
   """All tokens of packed rows.
 
   Args:
-    tokens: of R rows of L tokens.
+    tokens: the tokens of R rows of L tokens.
     rows: their sequences. In each row a prompt comes before its rollouts, and these before the next
       prompt.
+    read: inputs of some tokens → what the rule reads of them. It is called for each chunk, so that
+      heads are made and brought into order where they are needed.
   Returns:
-    o [R, N, L, d_v], without meaning at padding; and the states [R, N, d_k, d_v] behind the
+    o [R, L, N, d_v], without meaning at padding; and the states [R, N, d_k, d_v] behind the
     sequences of the last tokens.
   """
   length = rows.prompts.shape[1]
   size = min(CHUNK, 1 << max(length - 1, 0).bit_length())
   pad = -length % size
-  fill = lambda x, axis: jnp.pad(x, [(0, pad if i == axis else 0) for i in range(x.ndim)])
-  padded = Rows(*(fill(x, 1) for x in rows))
+  fill = lambda x: jnp.pad(x, [(0, pad if axis == 1 else 0) for axis in range(x.ndim)])
+  padded = jax.tree.map(fill, rows)
   is_place = jnp.arange(length + pad) < length
   chunks = _split_rows(padded._replace(prompts=jnp.where(is_place, padded.prompts, -1)), size)
-  of_chunk = lambda x: jnp.moveaxis(x.reshape(*x.shape[:2], -1, size, *x.shape[3:]), 2, 0)
-  parts = jax.tree.map(lambda x: of_chunk(fill(x, 2)), tokens)
+  of_chunk = lambda x: jnp.moveaxis(fill(x).reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
   links = jax.lax.map(functools.partial(_link, length=length), chunks)
-  R, N, _, d_k = tokens.query.shape
-  nothing = jnp.zeros((R, N, d_k, tokens.value.shape[-1]), tokens.value.dtype)
-  # Only the states between chunks are kept for the backward pass.
-  states, out = jax.lax.scan(jax.checkpoint(_chunk), (nothing, nothing), (parts, links))
-  out = jnp.moveaxis(out, 0, 2).reshape(R, N, length + pad, -1)
-  return out[:, :, :length], states[0]
+  shapes = jax.eval_shape(read, inputs)
+  R, _, N, d_k = shapes.key.shape
+  nothing = jnp.zeros((R, N, d_k, shapes.value.shape[-1]), shapes.value.dtype)
+
+  # Kept for the backward pass: the states between chunks, and what takes many products in turn.
+  keep = jax.checkpoint_policies.save_only_these_names(_INVERSE, _CHANGES)
+  step = jax.checkpoint(functools.partial(_chunk, read=read), policy=keep)
+  states, out = jax.lax.scan(step, (nothing, nothing), (jax.tree.map(of_chunk, inputs), links))
+  out = jnp.moveaxis(out, 0, 1).reshape(R, length + pad, N, -1)
+  return out[:, :length], states[0]
 
 
 def conv_rows(x: Array, taps: Array, rows: Rows) -> Array:
@@ -137,7 +146,7 @@ def _sum_taps(inputs: Sequence[Array], taps: Array) -> Array:
 
 
 class DeltaState(NamedTuple):
-  """What a gated DeltaNet keeps of the tokens of a sequence."""
+  """The state of a gated DeltaNet behind the tokens of a sequence."""
 
   memory: Array  # S [R, N, d_k, d_v], at least float32
   windows: tuple[Array, Array, Array]  # the last T − 1 inputs of the convolutions, [R, T − 1, C]
@@ -178,7 +187,7 @@ def mix_prompts(inputs: DeltaInputs, lengths: Array | None) -> tuple[Array, Delt
   """The results of right-padded sequences, [R, L, N, d_v], and the states behind them.
 
   Args:
-    inputs: of R sequences, each in a row of its own.
+    inputs: the inputs of R sequences, each in a row of its own.
     lengths: i32[R]; None: L.
   """
   R, L = inputs.decay.shape[:2]
@@ -200,11 +209,14 @@ def mix_prompts(inputs: DeltaInputs, lengths: Array | None) -> tuple[Array, Delt
 def _mix(inputs: DeltaInputs, rows: Rows, real: Array) -> tuple[Array, Array]:
   """(results [R, L, N, d_v], the last states); tokens that are not real have no effect."""
   pairs = zip(inputs.channels, inputs.taps, strict=True)
-  by_head = lambda x: jnp.moveaxis(x, 2, 1)
-  heads = map(by_head, inputs.heads([conv_rows(x, taps, rows) for x, taps in pairs]))
-  gates = (by_head(jnp.where(real, x, 0)) for x in (inputs.decay, inputs.strength))
-  out, states = delta_rows(Tokens(*heads, *gates), rows)
-  return jnp.moveaxis(out, 1, 2), states
+  channels = tuple(conv_rows(x, taps, rows) for x, taps in pairs)
+  decay, strength = (jnp.where(real, x, 0) for x in (inputs.decay, inputs.strength))
+
+  def read(x: tuple[tuple[Array, ...], Array, Array]) -> Tokens:
+    channels, decay, strength = x
+    return Tokens(*inputs.heads(channels), decay, strength)
+
+  return delta_rows((channels, decay, strength), rows, read)
 
 
 def mix_token(inputs: DeltaInputs, state: DeltaState, running: Array) -> tuple[Array, DeltaState]:
@@ -212,7 +224,7 @@ def mix_token(inputs: DeltaInputs, state: DeltaState, running: Array) -> tuple[A
 
   Args:
     inputs: with L = 1.
-    state: of the slots.
+    state: the state of the slots.
     running: bool[slots]; the states of the others stay.
   """
   first = lambda x: x[:, 0]
@@ -261,10 +273,18 @@ def _link(chunk: tuple[Rows, Array], length: int) -> _Links:
 
 
 def _chunk(
-  states: tuple[Array, Array], chunk: tuple[Tokens, _Links]
+  states: tuple[Array, Array],
+  chunk: tuple[Inputs, _Links],
+  read: Callable[[Inputs], Tokens],
 ) -> tuple[tuple[Array, Array], Array]:
-  """Computes a chunk from the states [R, N, d_k, d_v] of the last token and of the last prompt."""
-  (query, key, value, decay, strength), links = chunk
+  """Computes a chunk from the states [R, N, d_k, d_v] of the last token and of the last prompt.
+
+  Returns:
+    Both states behind the chunk, and o [R, C, N, d_v].
+  """
+  inputs, links = chunk
+  # [R, N, C, …], so that a product of matrices is of one head.
+  query, key, value, decay, strength = (jnp.moveaxis(x, 2, 1) for x in read(inputs))
   by_head = lambda x: x[:, None].astype(decay.dtype)
   visible = by_head(links.visible)
   size = decay.shape[-1]
@@ -277,25 +297,27 @@ def _chunk(
   of_last, of_prompt = (
     (kept * by_head(follows))[..., None] for follows in (links.from_last, links.from_prompt)
   )
-  read = lambda x: (of_last * x) @ states[0] + (of_prompt * x) @ states[1]
+  recall = lambda x: (of_last * x) @ states[0] + (of_prompt * x) @ states[1]
 
   products = jnp.where(behind, key @ key.mT * decays, 0) * strength[..., None]
   inverse = _invert(products)
-  changes = inverse @ (strength[..., None] * (value - read(key)))
-  out = read(query) + (query @ key.mT * decays) @ changes
+  targets = strength[..., None] * (value - recall(key))
+  changes = checkpoint_name(inverse @ targets, _CHANGES)
+  out = recall(query) + (query @ key.mT * decays) @ changes
 
   def state_at(token: Array) -> Array:
     """The state behind one token of each row, which `token` bool[R, C] marks; 0 without one."""
-    token = by_head(token)
     # These sums select one number each. A rounded decay would act through all later chunks.
-    before = (jnp.sum(token * x[..., 0], axis=-1)[..., None, None] for x in (of_last, of_prompt))
-    weights = jnp.einsum("rnc,rncj->rnj", token, decays, precision=EXACT)
-    earlier = sum(x * state for x, state in zip(before, states, strict=True))
+    at = lambda x: jnp.sum(by_head(token) * x, axis=-1)[..., None]
+    seen = jnp.any(token[..., None] & links.visible, axis=1)[:, None]  # by that token
+    weights = jnp.exp(jnp.where(seen, at(sums) - sums, -jnp.inf))
+    left = (at(x[..., 0])[..., None] for x in (of_last, of_prompt))
+    earlier = sum(x * state for x, state in zip(left, states, strict=True))
     return earlier + (key * weights[..., None]).mT @ changes
 
   has_end = jnp.any(links.ends, axis=1)[:, None, None, None]
   prompt = jnp.where(has_end, state_at(links.ends), states[1])
-  return (state_at(links.last), prompt), out
+  return (state_at(links.last), prompt), jnp.moveaxis(out, 1, 2)
 
 
 @jax.custom_vjp
@@ -304,23 +326,24 @@ def _invert(x: Array) -> Array:
 
   By substitution over blocks whose size doubles: stable, and products alone.
   """
+  x = jax.lax.optimization_barrier(x)  # else it is made again for every product
   size = x.shape[-1]
-  index = jnp.arange(size)
+  index = np.arange(size)
   product = functools.partial(jnp.matmul, precision=EXACT)
   below = lambda block: (
     (index[:, None] // block // 2 == index // block // 2)
     & (index[:, None] // block > index // block)
   )
-  inverse = jnp.eye(size, dtype=x.dtype) - jnp.where(below(1), x, 0)
+  inverse = jnp.eye(size, dtype=x.dtype) - x * below(1).astype(x.dtype)
   block = 2
   while block < size:
-    inverse -= product(product(inverse, jnp.where(below(block), x, 0)), inverse)
+    inverse -= product(product(inverse, x * below(block).astype(x.dtype)), inverse)
     block *= 2
   return inverse
 
 
 def _invert_forward(x: Array) -> tuple[Array, Array]:
-  inverse = _invert(x)
+  inverse = checkpoint_name(_invert(x), _INVERSE)
   return inverse, inverse
 
 

@@ -34,7 +34,7 @@ def draw_tokens(
 
   The share of the 2⁶⁴ values of `bits` that give a token is its recorded probability, but for a
   relative error of 1e-5 down to probabilities of 1e-7. Tokens less probable than 2⁻⁴⁴ times the
-  most probable one are never drawn, nor are those that top-k, top-p or min-p exclude.
+  most probable one are never drawn, nor are tokens that top-k, top-p or min-p exclude.
 
   Args:
     logits: f32[R, V], V at most 2²⁰; other float types likewise.

@@ -13,7 +13,7 @@ from rlvr_jax.types import Array, ExpertChoices, Metrics
 
 
 class Load(NamedTuple):
-  """Sums over tokens, prompts included, by layer and expert; those of disjoint tokens add up.
+  """Sums over tokens, prompts included, by layer and expert; sums over disjoint tokens add up.
 
   A prompt counts once in each row that has rollouts of it: the load, and the balance loss, depend
   a little on how rollouts are packed.
@@ -41,11 +41,11 @@ def balance_weights(load: Load) -> Array:
     loss = mean over layers of E · Σ_e f_e · P_e
 
   f_e is the share of choices that expert e has, constant for differentiation, and P_e its mean
-  probability over the same tokens. The loss is 1 where both are even. As f is that of the full
-  batch, the losses of micro-batches add up to the batch's.
+  probability over the same tokens. The loss is 1 where both are even. As f is computed over the
+  full batch, the losses of micro-batches add up to the batch's.
 
   Args:
-    load: of the full batch.
+    load: the load of the full batch.
   Source: "Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient
     Sparsity" (arXiv:2101.03961), §2.2, equations 4 to 6; with k choices per token, each is a k-th.
   """
@@ -68,7 +68,7 @@ def load_metrics(load: Load) -> Metrics:
 
 
 def largest_loads(load: Load, layers: Sequence[int]) -> dict[str, Array]:
-  """`routing/largest_load`, f32[] by name, of each of the layers with these numbers."""
+  """The metrics `routing/largest_load_layer_K`, f32[] by name, of the layers numbered K."""
   of_layer = [ExpertChoices(choices[None], "largest") for choices in load.choices]
   return {
     f"routing/largest_load_layer_{layer}": value(choices)

@@ -63,12 +63,12 @@ class Order:
 
 
 def choose_products(wanted: str, *, platform: str, dtype: str) -> str:
-  """Chooses the implementation; `auto` chooses that of the platform.
+  """Chooses the implementation; `auto` chooses the platform's.
 
   Args:
     wanted: one of `KINDS`, from config.model.overrides.expert_products.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
-    dtype: that the network computes in.
+    dtype: the dtype that the network computes in.
   Returns:
     "reference", "blocks" or "megablox".
   Raises:
@@ -178,7 +178,7 @@ def grouped_product(rows: Array, kernels: Array, groups: Groups, kind: str) -> A
   Args:
     rows: [M, D].
     kernels: [E, D, F], of any dtype; cast to the rows'.
-    groups: of the rows.
+    groups: the groups of the rows.
     kind: as `choose_products` returned it.
   Returns:
     [M, F].

@@ -29,11 +29,11 @@ def key_for(seed: int, purpose: str, counter: int | Array = 0) -> Array:
 
 
 def seeds_for(seed: int, purpose: str, counter: int, count: int) -> list[int]:
-  """Seeds below 2³² for the host's use, such as those of environments.
+  """Seeds below 2³² for the host's use, such as seeds of environments.
 
   Args:
     seed, purpose, counter: as for `key_for`.
-    count: of the seeds.
+    count: the count of the seeds.
   """
   words = np.random.SeedSequence((seed, _number(purpose), counter)).generate_state(count)
   return words.tolist()

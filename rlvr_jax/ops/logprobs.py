@@ -227,7 +227,8 @@ def token_statistics(
       sum over tokens in the kernel's gradient takes their order. None: all.
     masses: whether to compute the masses of bins.
     squares: whether to compute the sums of squared probabilities.
-    teacher: whose logits are computed beside the student's, chunk by chunk; None omits `taught`.
+    teacher: the teacher whose logits are computed beside the student's, by chunks; None omits
+      `taught`.
   """
   chex.assert_shape(hidden, (*tokens.shape, None))
   if sampling.temperature == 0:
@@ -257,7 +258,7 @@ def wanted_chunks(places: int, wanted: int, chunk_rows: int) -> int:
 
   Args:
     places: tokens of the device.
-    wanted: of these.
+    wanted: the number of wanted ones among these tokens.
     chunk_rows: tokens whose logits a device holds at once.
   """
   if places <= chunk_rows:

@@ -66,7 +66,7 @@ def multiply_outer(
     rows: [M, D].
     columns: [M, F].
     sizes, interpret: as for `multiply`.
-    dtype: of the sums.
+    dtype: the dtype of the sums.
   """
   sizes_of_tile = map(_tile_size, (rows.shape[1], columns.shape[1]), _SUMS)
   return tgmm(

@@ -40,7 +40,7 @@ def paged_sums(
     queries: [slots, N, H], times the scale of the scores.
     pages: on this device.
     lengths: i32[slots], tokens to read.
-    cores: of the device, which share the slots; one does all if they do not divide them.
+    cores: the cores of the device, which share the slots; one does all if they do not divide them.
   Returns:
     f32 [K, slots, N/K], the largest score, −∞ without a token; f32 [K, slots, N/K], Σ exp(score −
     largest); f32 [K, slots, N/K, H], Σ exp(score − largest)·v.

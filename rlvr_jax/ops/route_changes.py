@@ -11,7 +11,7 @@ from rlvr_jax.types import Array, Mean, Metrics
 
 
 class RouteChanges(NamedTuple):
-  """Sums over tokens, prompts included; those of disjoint tokens add up."""
+  """Sums over tokens, prompts included; sums over disjoint tokens add up."""
 
   choices: Array  # f32[layers], of the sampler's experts, those that the router does not choose
   tokens: Array  # f32[], tokens with such a choice in at least one layer

@@ -2,8 +2,8 @@
 
 `reference` uses XLA's operations on any platform: float32 scores, block by block, in long rows only
 for blocks with a visible key. `whole` computes all scores of a row in one product: few kernels, for
-GPUs. `splash` is the flash kernel for TPUs; `cudnn` is that of NVIDIA GPUs, which computes a row's
-full triangle of scores under a mask.
+GPUs. `splash` is the flash kernel for TPUs; `cudnn` is the kernel for NVIDIA GPUs, which computes a
+row's full triangle of scores under a mask.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def choose_attention(
     wanted: one of `KINDS`, from config.model.overrides.attention.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
     row_length: L.
-    head_dims: of the network's layers, each width of their heads once.
-    dtype, soft_cap: of the network; dtype is the one it computes in.
+    head_dims: the head widths in the network's layers, each width once.
+    dtype, soft_cap: dtype and soft cap of the network; dtype is the one it computes in.
   Returns:
     One of `KINDS` but "auto".
   Raises:

@@ -23,7 +23,7 @@ def splash_alignment(length: int) -> int:
   1024 to 131,072.
 
   Args:
-    length: of the row, tokens, at most `LONGEST_ROW`.
+    length: the length of the row, tokens, at most `LONGEST_ROW`.
   """
   bits = (length - 1).bit_length()
   return 2 ** max(3, -(-(3 * bits - 32) // 2))

@@ -45,7 +45,7 @@ def normalized_gram(gram: Array) -> Array:
 
 
 def spectrum(gram: Array) -> Spectrum:
-  """Eigenvalues and eigenvectors of a Gram matrix f32[B, B]; those of I if it is not usable."""
+  """Eigenvalues and eigenvectors of a Gram matrix f32[B, B]; of the identity if it is unusable."""
   usable = is_usable(gram)
   eigenvalues, vectors = jnp.linalg.eigh(normalized_gram(gram))
   mean_diagonal = jnp.where(usable, jnp.trace(upcast(gram)) / gram.shape[0], 1.0)

@@ -196,8 +196,8 @@ def splash_cost(
   Args:
     rows: arrays i32[R, L].
     num_heads, num_kv_heads, head_dim: N, K and H, of one device.
-    window: of the layer.
-    item_bytes: of an element of queries, keys and values.
+    window: the window of the layer.
+    item_bytes: bytes of an element of queries, keys and values.
   """
   plans = [jax.jit(jax.vmap(lambda row, f=f: f(row, window)[2:])) for f in _PLANS]
   forward, backward = (jax.device_get(plan(rows)) for plan in plans)

@@ -45,7 +45,7 @@ def trigger_tokens(
 
 
 def vetoed_tokens(triggers: Array, negative: Array, *, scope: str) -> Array:
-  """The tokens that the triggers exclude, of those that count and have A < 0.
+  """The loss tokens with A < 0 that the triggers exclude.
 
   With after_t = max_{s<t} trigger_s: `suffix` after·(1 − trigger), `trigger` the triggers only,
   `trigger_and_suffix` both, `response` all tokens of a response with a trigger.

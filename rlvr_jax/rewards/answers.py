@@ -156,7 +156,7 @@ class Answer(NamedTuple):
 
   @property
   def is_condition(self) -> bool:
-    """Whether it is an inequality, or several that are joined by "and" or "or"."""
+    """Whether the answer is an inequality, or several joined by "and" or "or"."""
     if self.items:
       return not self.brackets and any(item.is_condition for item in self.items)
     return not self.words and re.search(r"[<>]|\\[lgn]eq(?![A-Za-z])", self.value) is not None

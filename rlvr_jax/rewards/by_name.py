@@ -83,8 +83,8 @@ def parse_grader(field: str, text: str) -> specs.Spec:
     field: start of the error messages, such as "config.grading.grader".
     text: the string.
   Raises:
-    ValueError: it is not a component's string, or has an unknown name, or hyper-parameters that the
-      grader does not take.
+    ValueError: the text is not a component's string, or has an unknown name, or hyper-parameters
+      that the grader does not take.
   """
   spec = specs.parse(field, text)
   if ":" not in spec.name:
@@ -117,7 +117,7 @@ def _find_function(owner: str, spec: specs.Spec) -> Callable[..., Any]:
   """Finds the function that a spec names.
 
   Raises:
-    ValueError: it cannot grade; the message begins with `owner`.
+    ValueError: the function cannot grade; the message begins with `owner`.
   """
   function = specs.find_factory(owner, sys.modules[__name__], spec.name)
   if any(is_kind(function) for is_kind in _NOT_PLAIN):
@@ -155,7 +155,7 @@ def convert_to_grade(value: Any) -> Grade:
   """Converts a grader's return value; a number is a score: correct at 1 or more, wrong below.
 
   Raises:
-    TypeError: it is neither a Grade with an Outcome nor a number.
+    TypeError: the value is neither a Grade with an Outcome nor a number.
     ValueError: the score is not a number within ±1e30.
   """
   if isinstance(value, numbers.Real | np.bool_):

@@ -48,7 +48,7 @@ class Region(NamedTuple):
   Attributes:
     ends: where membership may change.
     contains: whether a number is in it.
-    variable: of the condition that describes it; "" for an interval.
+    variable: the variable of the condition that describes it; "" for an interval.
   """
 
   ends: tuple[Fraction, ...]
@@ -135,7 +135,7 @@ def _region_of_items(answer: Answer) -> Region | None:
 
 
 def regions_match(gold: Answer, answer: Answer) -> bool | None:
-  """Whether two answers are the same set of real numbers; None if one of them is no such set.
+  """Whether two answers are the same set of real numbers; None if an answer is no such set.
 
   If both name their variable, the names are equal too.
   """

@@ -88,7 +88,7 @@ _BASES = {r"\log": _number(10), r"\lg": _number(10), "log": _ANY_BASE}  # log(x)
 
 @functools.lru_cache(maxsize=1024)
 def parse_formula(text: str) -> Node | None:
-  """Parses a formula without relations; None if the text is none, or has what is not evaluated."""
+  """Parses a formula without relations; None if the text is no formula that is evaluated."""
   if _UNEVALUATED.search(text):
     return None
   try:

@@ -116,7 +116,7 @@ def _load_reasoning_gym_scorer(dataset: str, settings: str) -> Callable[[str, di
     from reasoning_gym.factory import create_dataset
   except ImportError as error:
     raise ImportError(
-      f'the grader reasoning_gym needs {error.name}: pip install "rlvr_jax[reasoning_gym]"'
+      f'the grader reasoning_gym needs {error.name}: pip install "rlvr_jax[reasoning-gym]"'
     ) from error
   return create_dataset(dataset, **json.loads(settings)).score_answer
 
@@ -191,7 +191,7 @@ def _parse_gold(answer: Any) -> decimal.Decimal:
   """The value of a reference's answer: a number of JSON, or a text as `gsm8k` reads it.
 
   Raises:
-    ValueError: it is not one number.
+    ValueError: the answer is not one number.
   """
   if isinstance(answer, str):
     value = _parse_line(answer.rpartition(ANSWER_MARK)[2].strip())

@@ -1,4 +1,4 @@
-r"""One notation for what looks different: fonts, colors, spaces, Unicode and plain text → LaTeX.
+r"""One notation for equal texts that differ in fonts, colors, spaces, Unicode and LaTeX.
 
 Words are in \text{…}, whatever the font; "and" and "or" are \land and \lor; formulas have no fonts.
 """

@@ -48,7 +48,7 @@ class Grade:
       the same reference, equal answers have equal outcomes.
     feedback: what a policy that tries again may read, such as the first failing test. The other
       texts may have the reference's answer, and are for people.
-    parts: of `by_name.weighted`, the score of each of its graders, not weighted; () of others.
+    parts: with `by_name.weighted`, the unweighted score of each grader; otherwise ().
   """
 
   outcome: Outcome
@@ -151,8 +151,8 @@ def rewards_from_grades(grades: Sequence[Grade], outcome_policy: OutcomePolicy) 
   """Rewards of B grades.
 
   Args:
-    grades: of B rollouts.
-    outcome_policy: from the function of that name.
+    grades: the grades of B rollouts.
+    outcome_policy: the result of `outcome_policy`.
   Raises:
     GradingStoppedError: a grade's policy is "stop".
   """

@@ -49,7 +49,7 @@ def salt_coefficients(
   channels: str,
   random_subspace: bool,
 ) -> SaltResult:
-  """A' of one block, by default P_k A + α (I − P_k) A⁺; the hyper-parameters are those of `salt`.
+  """A' of one block, by default P_k A + α (I − P_k) A⁺; hyper-parameters as in `salt`.
 
   Args:
     coefficients: f32[b], A, b ≥ 2.
@@ -153,7 +153,7 @@ def salt(
     max_rank: ≥ min_rank.
     alpha_min: ≥ 0.
     alpha_max: ≥ alpha_min; since n_eff ≥ 0, a value above 1 only permits an alpha_min above 1.
-    positive_part: whether the residual is that of A⁺; otherwise it is that of A.
+    positive_part: whether the residual is computed from A⁺; otherwise from A.
     channels: "both", the authors' released form; "shared": P_k A only; "residual": α (I − P_k) A⁺
       only; "amplified": A + α (I − P_k) A⁺. The paper says that the residual is amplified, but
       α ≤ 1 attenuates it in the released form, which takes (I − P_k) A out (**open**).

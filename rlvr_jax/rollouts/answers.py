@@ -51,11 +51,11 @@ def in_this_process(action: Callable[[], JSON]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-  """The processes of a run.
+  """The grading and environment processes of a run.
 
   Attributes:
-    index: of this process.
-    count: of the processes.
+    index: the index of this process.
+    count: the count of the processes.
     gather: an action whose result is JSON → the results of all processes, in order. All call it
       together, and all raise if the action raises in one.
   """
@@ -69,7 +69,7 @@ ALONE = Processes()
 
 
 class Asked(NamedTuple):
-  """What a turn belongs to."""
+  """The rollout that a turn belongs to."""
 
   problem: Problem
   beginning: Beginning
@@ -84,8 +84,8 @@ class AnswerCounts:
   Attributes:
     replies: turns that an environment has answered.
     reply_waits_s: seconds from the end of a turn until its answer was taken, over all replies.
-    environment_wait_seconds: in which the sampler waited for replies.
-    grade_seconds: in which it waited for grades, with nothing to decode.
+    environment_wait_seconds: seconds in which the sampler waited for replies.
+    grade_seconds: seconds in which it waited for grades, with nothing to decode.
     dropped_tokens: sampled behind a stop string.
   """
 
@@ -126,7 +126,7 @@ class Answers:
   """Asks graders, and environments if rollouts are dialogues.
 
   Attributes:
-    counts: of the answers so far.
+    counts: the counts of the answers so far.
   """
 
   def __init__(
@@ -139,10 +139,10 @@ class Answers:
     """Binds the pools of a run; nobody is asked yet.
 
     Args:
-      tokenizer: of the run.
+      tokenizer: the tokenizer of the run.
       grade: (completions, references) → a future of grades.
-      dialogues: of one sampler; None: a rollout is one turn.
-      processes: of the run.
+      dialogues: the dialogues of one sampler; None: a rollout is one turn.
+      processes: the processes of the run.
     """
     self.counts = AnswerCounts()
     self._tokenizer, self._grade = tokenizer, grade
@@ -169,8 +169,8 @@ class Answers:
     """How the rollouts of problems begin, by problem; resets their environments to see that.
 
     Args:
-      problems: that begin now.
-      seeds: of their environments.
+      problems: the problems that begin now.
+      seeds: the seeds of their environments.
       of: number of problems that are drawn together; some may have begun elsewhere.
     Raises:
       EnvironmentStoppedError: the environments of all problems of a draw failed at their reset.
@@ -196,7 +196,7 @@ class Answers:
 
     Args:
       rollout: up to its newest token.
-      start: of the tokens that are new.
+      start: the start of the tokens that are new.
     """
     if self._dialogues is None:
       return None

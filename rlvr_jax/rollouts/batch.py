@@ -84,7 +84,7 @@ def read_batch(path: pathlib.Path) -> TrainBatch:
   """The inverse of `write_batch`.
 
   Raises:
-    DamagedError, FormatError: it is no such file, or damaged.
+    DamagedError, FormatError: the file has another format, or is damaged.
   """
   return train_batch(decode(path.read_bytes())[0])
 
@@ -102,7 +102,7 @@ def train_batch(groups: Sequence[Group]) -> TrainBatch:
 def with_equal_names(groups: Sequence[Group]) -> list[Group]:
   """The groups; where one lacks an array that another has, it has its padding.
 
-  So groups of one turn join those of dialogues, and recorded ones those of several versions.
+  So groups of one turn join dialogues, and recorded groups join groups of several versions.
   """
   having = {name: group for group in groups for name in group.arrays}
   return [

@@ -61,11 +61,11 @@ class Batch:
     groups: P groups, in the order of their sources.
     after: where drawing stands behind it.
     draws: number of draws of problems that it took, more than one with dynamic sampling.
-    prompts, tokens: sampled for it, those of dropped groups included.
+    prompts, tokens: sampled for the batch, including dropped groups.
     statistics: metrics of its sampling and grading.
     timings: seconds and counts of sampling since the last batch; {} if it was read from the store.
     flops: model FLOPs of sampling it.
-    drawn: of each of its draws, how it was drawn, where the clock decided that.
+    drawn: how each of its draws was drawn, where the clock decided that.
   """
 
   number: int
@@ -81,7 +81,7 @@ class Batch:
 
   @functools.cached_property
   def train(self) -> TrainBatch:
-    """Its arrays, for an update."""
+    """The batch's arrays, for an update."""
     return train_batch(self.groups)
 
   @property
@@ -101,7 +101,7 @@ class Batch:
     return dict(sorted(found.items()))
 
   def info(self) -> dict[str, JSON]:
-    """What the store keeps beside the groups; JSON."""
+    """The fields that the store keeps beside the groups; JSON."""
     names = ("draws", "prompts", "tokens", "statistics", "flops", "drawn")
     fingerprints = {str(version): x for version, x in self.fingerprints.items()}
     return {name: getattr(self, name) for name in names} | {
@@ -115,7 +115,7 @@ def read_batch(store: RolloutStore, number: int) -> Batch:
   """A batch of a store.
 
   Raises:
-    TornShardError: it is missing or damaged.
+    TornShardError: the batch is missing or damaged.
   """
   groups, info = store.read(number)
   names = ("draws", "prompts", "tokens", "statistics", "flops", "drawn")
@@ -142,11 +142,11 @@ class BatchSettings:
 
   Attributes:
     quotas: groups of a batch, by source; recorded groups have the last one.
-    seed: of the rollouts.
-    max_draws: of problems for a batch, with dynamic sampling; 0: without.
+    seed: the seed of the rollouts.
+    max_draws: the most draws of problems for a batch, with dynamic sampling; 0: without.
     waits_for_all: whether all batches that have begun are sampled before the next update: then a
       checkpoint has no batch of an older policy in progress, and a resumed run repeats this one.
-    repeats: the run that is sampled again; None: none.
+    repeats: the recorded run that this run repeats; None: no run.
     how_drawn: what a later run needs to repeat draws that depend on the clock, as a `Drawn` without
       its draw, problems and version; {}: nothing does.
     about: JSON values about the run, for runs that use its store.
@@ -210,14 +210,14 @@ class _Complete(NamedTuple):
 
 
 class MeasuredSampler(Sampler, Protocol):
-  """A sampler that says what sampling takes, and what is finished."""
+  """A sampler that reports seconds and counts of sampling, and finished groups."""
 
   def poll(self) -> list[Group]:
     """Returns groups that are finished, as `take`, but does not wait."""
     ...
 
   def measure(self) -> dict[str, float]:
-    """What sampling has taken since the last call, by metric."""
+    """Seconds and counts of sampling since the last call, by metric."""
     ...
 
 
@@ -249,7 +249,7 @@ class Batches:
     Args:
       inputs: where groups come from.
       store: gets every group and batch; written by the first process.
-      settings, run: of the run.
+      settings, run: the settings of batches, and the run's functions.
     """
     self._inputs, self._store, self._settings, self._run = inputs, store, settings, run
     self._open: dict[int, _Open] = {}  # draws that are not complete, by number, in order
@@ -278,11 +278,11 @@ class Batches:
     return self._place.position
 
   def open(self, until: int, version: int) -> None:
-    """Begins the batches below `until`; those that the store has are not sampled again.
+    """Begins the batches below `until`; batches that the store has are not sampled again.
 
     Args:
       until: one past the number of the last batch that may begin.
-      version: of the newest policy that was offered.
+      version: the version of the newest policy that was offered.
     """
     self._place = self._place._replace(version=version)
     while (number := self._place.begun) < until:
@@ -304,7 +304,7 @@ class Batches:
     """The batch with this number; waits for it, or for all that have begun.
 
     Args:
-      number: of the batch.
+      number: the number of the batch.
       before_waiting: called once if the batch is not there yet.
     """
     until = self._place.begun if self._settings.waits_for_all else number + 1
@@ -605,7 +605,7 @@ def mean_statistics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def join_timings(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """The sum of each time, and the maximum of what is no time."""
+  """The sums of times, and the maxima of all other metrics."""
   names = dict.fromkeys(name for part in parts for name in part)
   values = {name: [part[name] for part in parts if name in part] for name in names}
   return {name: sum(x) if name.startswith("time/") else max(x) for name, x in values.items()}

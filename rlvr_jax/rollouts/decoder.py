@@ -44,7 +44,7 @@ _States: TypeAlias = tuple[DeltaState, ...]  # one per gated DeltaNet
 
 
 class DeltaSizes(Protocol):
-  """What decoding reads of a `models.delta_net.DeltaSettings`."""
+  """The fields of a `models.delta_net.DeltaSettings` that decoding reads."""
 
   @property
   def value_heads(self) -> int: ...
@@ -61,7 +61,7 @@ class DeltaSizes(Protocol):
 
 
 class NetworkSizes(Protocol):
-  """What decoding reads of a `models.transformer.TransformerConfig`."""
+  """The fields of a `models.transformer.TransformerConfig` that decoding reads."""
 
   @property
   def heads(self) -> tuple[Heads, ...]: ...
@@ -86,7 +86,7 @@ class Tables(Protocol):
 
 
 class DecodedModel(Protocol):
-  """What decoding calls of a `models.functional.Model`; see there."""
+  """The functions of a `models.functional.Model` that decoding calls; see there."""
 
   @property
   def config(self) -> NetworkSizes: ...
@@ -129,7 +129,7 @@ class Settings(NamedTuple):
 
   @property
   def routes(self) -> jax.ShapeDtypeStruct | None:
-    """Those of a token, if they are recorded."""
+    """The shape and dtype of a token's routes, if they are recorded."""
     return self.model.config.routes if self.records_routes else None
 
 
@@ -294,11 +294,11 @@ def prefill(
   """Computes the KV cache of prompts, per layer [K, blocks, R, block, H], and their states.
 
   Args:
-    params: from `Model.decoding_params`.
+    params: the result of `Model.decoding_params`.
     tokens: i32[R, S], right-padded; S is a multiple of the block. Of dialogues that go on, each
       row has the prompt and what the response has so far.
     lengths: i32[R], tokens of each row; None: S.
-    prompt: i32[R], of these dialogues, the tokens before those that the response's cache gets.
+    prompt: i32[R], of these dialogues, the tokens before the ones that the response's cache gets.
   """
   # Prompts attend to what their caches will hold, as tokens that are decoded do.
   attended = (read_back,) if settings.cache_format else ()
@@ -343,7 +343,7 @@ def _to_caches(
 
 
 def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settings) -> State:
-  """Puts prompts, and what dialogues have so far, into slots, which run on; donate `state`."""
+  """Puts prompts, and earlier turns of dialogues, into slots, which run on; donate `state`."""
   new = jnp.asarray(fresh.row >= 0)
 
   def put(cached: Array, prompts: Array) -> Array:
@@ -403,8 +403,8 @@ def burst(
   little, and nothing is copied. Donate `state`.
 
   Args:
-    params: from `Model.decoding_params`.
-    state: of the slots.
+    params: the result of `Model.decoding_params`.
+    state: the state of the slots.
     settings: compiled in.
     read: the blocks of the caches that a running slot may have reached; compiled in.
     has_halted: whether slots that are not running keep their caches, for `resume`.
@@ -490,13 +490,13 @@ def decode(
   """Runs one token of every slot through the network.
 
   Args:
-    params: from `Model.decoding_params`.
+    params: the result of `Model.decoding_params`.
     caches: per layer with attention, of the prompts and of the responses; not changed within a
       burst.
-    staged: of these layers, keys and values of the burst's earlier tokens.
+    staged: keys and values of the burst's earlier tokens in these layers.
     states: per gated DeltaNet, behind these tokens.
-    reach: of the caches.
-    tables: from `rotary_tables`.
+    reach: the reach of the caches.
+    tables: the result of `rotary_tables`.
     token: i32[slots].
     step: i32[], index of the token in its burst.
     running: bool[slots], the slots whose result is used; the states of the others stay.
@@ -683,7 +683,7 @@ def token_bytes(network: NetworkSizes, tensor: int, cache_format: str = "") -> i
 
 
 def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
-  """The dtype of cached keys and values: that of the format, or the one of the network."""
+  """The dtype of cached keys and values: the format's, or the network's."""
   return cache_format or network.compute_dtype
 
 
@@ -691,7 +691,7 @@ def cached_heads(heads: Heads, tensor: int) -> int:
   """Number of key/value heads in the cache: copied if that gives each of `tensor` devices one.
 
   Args:
-    heads: of the layer.
+    heads: the heads of the layer.
     tensor: devices that the heads are split over.
   """
   copied = tensor % heads.keys == 0 and heads.queries % tensor == 0

@@ -28,7 +28,7 @@ class DialogueSettings:
   """Limits of a run's dialogues.
 
   Attributes:
-    max_turns: of the policy, ≥ 1.
+    max_turns: the most turns of the policy, ≥ 1.
     max_reply_length: tokens of a reply's text, without what the template puts around it; a longer
       one is cut. 0: no limit.
     cut: which part of a reply is cut off: "tail", "head" or "middle".
@@ -54,7 +54,7 @@ class Dialogues:
   """The environments of one sampler's dialogues.
 
   Attributes:
-    settings: of the run.
+    settings: the settings of the run.
   """
 
   def __init__(
@@ -63,7 +63,7 @@ class Dialogues:
     """Binds the objects of a run; no dialogue begins yet.
 
     Args:
-      settings, tokenizer: of the run.
+      settings, tokenizer: settings and tokenizer of the run.
       pool: the processes of environments; None except on the first process of a run.
     """
     self.settings = settings
@@ -89,7 +89,7 @@ class Dialogues:
 
   @property
   def pool(self) -> EnvironmentPool:
-    """The processes of environments, of the first process of a run."""
+    """The pool of environment processes; only the first process of a run has it."""
     if self._pool is None:
       raise RuntimeError("only the first process of a run has environments")
     return self._pool
@@ -99,7 +99,7 @@ class Dialogues:
 
     Args:
       rollout: up to its newest token.
-      start: of the tokens that are new.
+      start: the start of the tokens that are new.
     """
     strings = self.settings.stop_strings
     if not strings:
@@ -143,7 +143,7 @@ class Dialogues:
     return answer
 
   def answer(self, rollout: Rollout, turn: Turn) -> np.ndarray | Grade | None:
-    """What an environment's turn means: i32[n] tokens of a reply, or the dialogue's grade.
+    """The answer to an environment's turn: i32[n] tokens of a reply, or the dialogue's grade.
 
     None: a grader judges the dialogue, which has ended.
     """
@@ -169,7 +169,7 @@ class Dialogues:
     """The text that a grader judges: the policy's last turn, or the whole dialogue.
 
     Args:
-      rollout: that has ended.
+      rollout: the rollout that has ended.
       thought: "<think>" if its prompt ends so, else "".
     """
     if self.settings.grade_all_turns:

@@ -30,7 +30,7 @@ class Usage:
 
   Attributes:
     slot_steps: decoding steps times slots, idle slots included.
-    slot_tokens: tokens of the policy; not those that a burst of a dialogue repeats.
+    slot_tokens: tokens of the policy, without tokens that a burst of a dialogue repeats.
     drain_slot_steps, drain_tokens: the same, in bursts when requests had run out, and fewer
       responses than slots had not ended.
   """
@@ -54,18 +54,19 @@ class Usage:
 
 @dataclasses.dataclass
 class SlotUsage(Usage):
-  """Counts of an engine's slots, with what replies cost.
+  """Counts of an engine's slots, with the costs of replies.
 
   Attributes:
     idle_slot_steps: decoding steps of slots without a rollout, while dialogues waited for replies.
-    rebuilt_tokens: of prompts and responses, whose cache was computed anew after a reply.
+    rebuilt_tokens: tokens of prompts and responses whose cache was computed anew after
+      a reply.
   """
 
   idle_slot_steps: int = 0
   rebuilt_tokens: int = 0
 
   def add_costs(self, *, idle_slot_steps: int = 0, rebuilt_tokens: int = 0) -> None:
-    """Counts what dialogues cost."""
+    """Adds the costs of dialogues."""
     self.idle_slot_steps += idle_slot_steps
     self.rebuilt_tokens += rebuilt_tokens
 
@@ -119,7 +120,7 @@ class Rollout:
     self.stopped = not is_cut_off
 
   def cut(self, length: int, pad_token: int) -> None:
-    """Ends the policy's turn after `length` tokens of the response; drops those after them."""
+    """Ends the policy's turn after `length` tokens of the response; drops later tokens."""
     empty = {"tokens": pad_token, "behavior_logprobs": 0, "versions": NOT_SAMPLED}
     for name, value in {**empty, "turns": 0, "routes": 0}.items():
       if name in self.arrays:
@@ -141,13 +142,13 @@ class _Run(NamedTuple):
     return int(rollout.arrays["tokens"][self.cached - 1] if self.cached else rollout.prompt[-1])
 
   def cached_tokens(self) -> np.ndarray:
-    """i32[n], those of prompt and response in the cache when the rollout gets a slot."""
+    """i32[n], tokens of prompt and response in the cache when the rollout gets a slot."""
     # With the response's first token, the prompt's last is in the cache of the response.
     prompt = self.rollout.prompt if self.cached else self.rollout.prompt[:-1]
     return np.append(prompt, self.rollout.arrays["tokens"][: max(self.cached - 1, 0)])
 
   def known_tokens(self) -> np.ndarray:
-    """i32[n], those of the response behind the cache."""
+    """i32[n], tokens of the response behind the cache."""
     return self.rollout.arrays["tokens"][self.cached : self.rollout.length]
 
   def append(self, emitted: Emitted, slot: int, version: int) -> int:
@@ -213,7 +214,7 @@ class _Weights:
   rebuilds: bool = False
 
   def swap(self, version: int, params: Params, *, rebuild: bool) -> None:
-    """Lets a version be the newest."""
+    """Makes a version the newest one, whose weights new rollouts get."""
     self.loaded[version] = params
     self.newest, self.rebuilds = version, rebuild
 
@@ -312,7 +313,7 @@ class _Queue:
     return pending, left
 
   def put_back(self) -> None:
-    """Puts back rollouts that were prefilled with other weights than will sample them."""
+    """Puts back rollouts that were prefilled with other weights than those that will sample."""
     is_stale = lambda of: self._weights.version(of.run.rollout) != of.run.version
     stale = [of for of in self.prefilled if is_stale(of)]
     if not stale:
@@ -356,8 +357,8 @@ class Engine:
   again. It may resume a rollout whose turn has ended, with the environment's reply.
 
   Attributes:
-    settings: of the programs.
-    usage: of the slots so far.
+    settings: the settings of the programs.
+    usage: the usage of the slots so far.
   """
 
   def __init__(
@@ -437,7 +438,7 @@ class Engine:
     """Appends the environment's reply to a turn that has ended; the policy's next turn follows.
 
     Args:
-      rollout: from `burst`.
+      rollout: the result of `burst`.
       reply: i32[n], n ≥ 1 tokens, and fewer than there is room for.
     """
     steps, before = self.settings.shape.steps, rollout.length
@@ -451,7 +452,7 @@ class Engine:
 
     Args:
       version: its number.
-      params: from `EnginePrograms.load`.
+      params: the result of `EnginePrograms.load`.
       rebuild: whether the caches of running rollouts are computed anew whenever another version
         goes on with them; otherwise they keep the cache that earlier versions have made.
     """
@@ -459,7 +460,7 @@ class Engine:
     self._queue.put_back()
 
   def release(self, before: int) -> None:
-    """Lets the weights of all versions before this one go; no plan names them any more."""
+    """Releases the weights of all earlier versions, which no plan names any more."""
     for version in [version for version in self._weights.loaded if version < before]:
       del self._weights.loaded[version]
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlvr_jax.data import Problem, Tokenizer
+from rlvr_jax.data.tokenizer import Message
 from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
 from rlvr_jax.rewards.outcome import (
   DIALOGUE_OUTCOMES,
@@ -34,13 +35,13 @@ class Grading:
   """How grades become rewards.
 
   Attributes:
-    tokenizer: of the run.
+    tokenizer: the tokenizer of the run.
     max_prompt_length: S, tokens.
     outcome_policy: the reward of each outcome of grading.
     overlong_buffer: tokens before the limit over which the reward decreases; 0 turns this off.
     overlong_filter: whether the loss excludes responses without a stop token.
     num_rewards: K of `TrainBatch.rewards_by_name`, the graders whose scores are kept; 0: none are.
-    more_of: of a problem, what else its samples' records have.
+    more_of: from a problem to further fields of its samples' records.
   """
 
   tokenizer: Tokenizer
@@ -56,7 +57,7 @@ class Grading:
 
     Args:
       rollouts: G rollouts of one prompt.
-      grades: of each.
+      grades: the grades of each.
     Raises:
       GradingStoppedError: the reward policy of an outcome is "stop".
     """
@@ -97,17 +98,22 @@ class Grading:
     version: int,
     arrays: Mapping[str, np.ndarray],
     grades: Sequence[Grade],
+    first_messages: Sequence[Message] | None = None,
   ) -> list[JsonObject]:
     """A human-readable record of every rollout; rewards are None for a rollout without a grade.
 
     Args:
-      problem: of the group.
-      version: of the oldest policy that has sampled it.
-      arrays: from `arrays`.
-      grades: of the rollouts.
+      problem: the problem of the group.
+      version: the version of the oldest policy that has sampled it.
+      arrays: the result of `arrays`.
+      grades: the grades of the rollouts.
+      first_messages: messages of an environment that asks in its own words, if any.
     """
     rewards, valid, *_ = rewards_from_grades(grades, self.outcome_policy)
-    found, more = [], self.more_of(problem)
+    found: list[JsonObject] = []
+    more: JsonObject = {**self.more_of(problem)}
+    if asked := first_messages or problem.messages:
+      more["messages"] = [dict(message) for message in asked]
     for g, grade in enumerate(grades):
       length = arrays["lengths"][g]
       reward = float(rewards[g]) if valid[g] else None
@@ -163,7 +169,7 @@ def prompt_arrays(prompt: np.ndarray, length: int, pad_token: int) -> dict[str, 
 
 
 def sampled_places(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-  """bool[..., T], the tokens of the policy, without those of an environment."""
+  """bool[..., T], the tokens of the policy, without an environment's tokens."""
   places = np.arange(arrays["tokens"].shape[-1]) < arrays["lengths"][..., None]
   return places & (arrays["turns"] % 2 == 0) if "turns" in arrays else places
 
@@ -185,7 +191,7 @@ def mean_solve_rate(arrays: Mapping[str, np.ndarray], versions: np.ndarray) -> f
   without a valid rollout do not count; NaN if no group counts.
 
   Args:
-    arrays: of P groups.
+    arrays: the arrays of P groups.
     versions: i32[P], `FOREIGN` for groups that this run did not sample.
   """
   from_this_run = versions != FOREIGN
@@ -200,8 +206,8 @@ def draw_statistics(
   """Metrics of the groups of a draw.
 
   Args:
-    arrays: of P groups.
-    samples: of their rollouts.
+    arrays: the arrays of P groups.
+    samples: the samples of their rollouts.
   """
   outcomes = [sample["outcome"] for sample in samples]
   statistics = {
@@ -228,7 +234,7 @@ def length_statistics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def turn_statistics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
-  """Of dialogues, per rollout: the policy's turns, tokens of both sides, and scores of turns."""
+  """Metrics of dialogues per rollout: the policy's turns, tokens of both sides, scores of turns."""
   sampled = sampled_places(arrays)
   turns = np.max(arrays["turns"], axis=-1) // 2 + 1
   replies = arrays["lengths"] - sampled.sum(-1)

@@ -75,7 +75,7 @@ class Sampler(Protocol):
   """Samples and grades groups: in this thread, in another one, or in other programs."""
 
   def offer(self, policy: Policy) -> None:
-    """Gives newer weights; draws wanted from now on are sampled by these or newer ones."""
+    """Gives newer weights; draws wanted from now on are sampled with these or later weights."""
     ...
 
   def want(self, draw: Draw, indices: Collection[int]) -> None:
@@ -230,7 +230,7 @@ def empty(name: str, group: Group, like: Group) -> np.ndarray:
   """An array of this name that is all padding, of the sizes that a group's other arrays have.
 
   Args:
-    name: of an array that the group lacks.
+    name: the name of an array that the group lacks.
     group: whose other arrays these are.
     like: a group that has the array; it has the sizes of axes that the other one lacks.
   """
@@ -243,18 +243,18 @@ def empty(name: str, group: Group, like: Group) -> np.ndarray:
 
 
 class DamagedError(ValueError):
-  """Bytes that are not a file of groups as it was written."""
+  """A file of groups does not have the bytes that were written."""
 
 
 class FormatError(ValueError):
-  """A file of groups, undamaged, with what this version does not read or does not allow."""
+  """An undamaged file of groups has a format that this version does not read or allow."""
 
 
 def encode(groups: Sequence[Group], info: Mapping[str, JSON]) -> bytes:
   """The bytes of a file of groups.
 
   Args:
-    groups: one group, or those of a batch.
+    groups: one group, or the groups of a batch.
     info: JSON values, finite.
   Raises:
     ValueError, TypeError: the message says what cannot be stored.
@@ -286,7 +286,7 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES) -> tuple[list[Group], Jso
     data: the bytes of the file.
     max_bytes: most bytes that all arrays may have, padding included.
   Raises:
-    DamagedError: the bytes differ from those that were written.
+    DamagedError: the bytes differ from the written bytes.
     FormatError: the file has another format, an array that `ARRAYS` does not allow, or too much.
   """
   view = memoryview(data)

@@ -48,7 +48,7 @@ class RowLayout(NamedTuple):
     return self.rows_per_device * self.length
 
   def count_places(self, micro_batches: int, short: int) -> int:
-    """Places that an update computes in so many micro-batches, some of them of short rows."""
+    """Places that an update computes in a number of micro-batches, some with short rows."""
     lengths = (micro_batches - short) * self.length + short * short_row(self.length)
     return self.devices * self.rows_per_device * lengths
 
@@ -81,7 +81,7 @@ def row_layout(
   tokens_per_micro_batch: int,
   has_short_rows: bool = False,
 ) -> RowLayout:
-  """The layout with room for every batch of these sizes.
+  """The row layout with room for every batch of these sizes.
 
   Args:
     length: places of a row, at least `min_row_length`.
@@ -127,11 +127,11 @@ def row_layout(
 
 
 def layout_of_few(layout: RowLayout, shape: BatchShape, devices: int) -> RowLayout:
-  """The layout of one group per device, in rows as long as those of a batch; none are short.
+  """The layout of one group per device, in rows as long as a batch's; none are short.
 
   Args:
-    layout: of a batch.
-    shape: of the batch, P aside.
+    layout: the layout of a batch.
+    shape: the shape of the batch, P aside.
     devices: devices that rows are split over.
   """
   prompt = _round_up(shape.max_prompt_length - 1, layout.alignment)
@@ -158,7 +158,7 @@ def _rows_per_group(group_size: int, free: int, rollout: int) -> int:
 
 
 def min_row_length(max_prompt_length: int, max_response_length: int, *, alignment: int) -> int:
-  """Places that the longest prompt and one of its longest rollouts take."""
+  """Places in a row that the longest prompt and one of its longest rollouts take."""
   return _round_up(max_prompt_length - 1, alignment) + _round_up(max_response_length, alignment)
 
 
@@ -307,7 +307,7 @@ def deal(costs: Sequence[float], *, devices: int, rows_per_device: int) -> np.nd
   """Deals rows to micro-batches and devices, so that devices always compute rows of similar cost.
 
   Args:
-    costs: of each row.
+    costs: the costs of each row.
   Returns:
     i32[M, devices · rows_per_device], row numbers of each micro-batch, −1 for an empty row. A
     device's rows of a micro-batch are adjacent, as when a leading axis is split over devices.
@@ -372,9 +372,10 @@ def pack(
     tokens: i32[P, G, T], right-padded.
     response_lengths: i32[P, G].
     mask: bool[P, G, T], the tokens that are predicted; None: all of them.
-    routes: of prompts [P, S, layers, k] and responses [P, G, T, layers, k]; None: not recorded.
-    own_rows: of a micro-batch, those that this process feeds: routes are large, so that only these
-      rows get theirs; None: all.
+    routes: the routes of prompts [P, S, layers, k] and responses [P, G, T, layers, k]; None: not
+      recorded.
+    own_rows: the rows of a micro-batch that this process feeds: routes are large, so
+      that only these rows get theirs; None: all.
   """
   P, G, T = tokens.shape
   length, alignment = layout.length, layout.alignment

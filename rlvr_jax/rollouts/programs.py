@@ -53,13 +53,13 @@ class Ahead(Generic[Result]):
     self._compiled[key] = self._thread.submit(compile_it)
 
   def find(self, key: Hashable) -> Callable[..., Result] | None:
-    """What was begun, as soon as it is compiled; None if nothing was."""
+    """The program that was begun, as soon as it is compiled; None if none was begun."""
     begun = self._compiled.get(key)
     return None if begun is None else begun.result()
 
   @property
   def is_idle(self) -> bool:
-    """Whether all that was begun is compiled: then the end of the program waits for nothing."""
+    """Whether all compilations have ended, so that the end of the program need not wait."""
     return all(begun.done() for begun in self._compiled.values())
 
 
@@ -81,7 +81,7 @@ class Bursts:
 
     Args:
       burst: `decoder.burst`, jitted.
-      settings: of the engine.
+      settings: the settings of the engine.
       compiles_ahead: whether a thread compiles the program for more blocks of the responses while
         one runs, so that responses that grow do not wait for it. On CPUs it would slow that one.
     """
@@ -160,7 +160,7 @@ def _padded_lengths(block: int, longest: int) -> list[int]:
 
 
 class Compiled(NamedTuple):
-  """What compiles an engine's programs."""
+  """The compiler of an engine's programs."""
 
   jit: Callable[..., jax.stages.Wrapped]
   bursts: Bursts
@@ -203,7 +203,7 @@ class EnginePrograms:
     """Binds the functions; nothing is compiled yet.
 
     Args:
-      model: of the policy, on the mesh that generates.
+      model: the model of the policy, on the mesh that generates.
       sampling: the distribution.
       slots: responses decoded at a time; rounded up to a multiple of the mesh's batch devices, and
         of their cores if a kernel splits slots over them.
@@ -216,7 +216,7 @@ class EnginePrograms:
       has_replies: whether responses may be dialogues.
       records_routes: whether rollouts have the routes of a mixture.
       to_host: a tree of device arrays → NumPy; called once per burst.
-      compiler_options: of all programs, as `jax.jit` takes them.
+      compiler_options: the compiler options of all programs, as `jax.jit` takes them.
       compiles_ahead: whether a thread compiles programs that will be needed while others run: the
         prefills of shorter and longer prompts, and the next burst, see `Bursts`.
     """
@@ -280,7 +280,7 @@ class EnginePrograms:
     )
 
   def load(self, trained: Params, frozen: Params) -> Params:
-    """Converts parameters to those that `Engine.swap` takes, on the mesh that generates."""
+    """Converts parameters for `Engine.swap`, on the mesh that generates."""
     kinds, programs = self.settings.model.config.kinds, self.programs
     blocks = (programs.take_layer(trained, frozen, rows_of(i, kinds)) for i in range(len(kinds)))
     loaded = tuple(
@@ -397,9 +397,9 @@ class EnginePrograms:
     """Prefills contexts of like length; the number of rows depends only on this length.
 
     Args:
-      params: from `load`.
+      params: the result of `load`.
       contexts: i32[n] each, tokens of prompt and response.
-      prompts: of each, the number of tokens that are the prompt's.
+      prompts: the prompts of each, the number of tokens that are the prompt's.
       length: to which all are padded, from `padded_length`.
       has_response: whether they have tokens of responses.
     """

@@ -18,7 +18,7 @@ class RecordedGroups:
   """The groups of a store, in order, starting again after the last one.
 
   Attributes:
-    numbers: of the batches.
+    numbers: the numbers of the batches.
     truncated: whether top-k, top-p or min-p truncated a distribution that sampled them.
     shaped: whether rewards may differ from 0 and 1.
   """
@@ -39,7 +39,7 @@ class RecordedGroups:
 
     Args:
       directory: WORKDIR/rollouts of the run that sampled them.
-      numbers: of the batches to use; None for all that the store has now.
+      numbers: the numbers of the batches to use; None for all that the store has now.
       tokenizer: name of the tokenizer that the rollouts must have been encoded with.
       pad_token: pads shorter prompts and responses.
       group_size: G.

@@ -70,7 +70,7 @@ class SamplerSettings:
 
   Attributes:
     group_size: G.
-    purpose: of its randomness, see `ops.keys`.
+    purpose: the purpose of its randomness, see `ops.keys`.
     new_weights: one of `CHOICES`.
     has_plans: whether draws say which version samples each token.
     oldest_needed: the newest version that was offered → the oldest that later draws may name.
@@ -131,7 +131,7 @@ class _Lane:
   """What one source has to sample.
 
   Attributes:
-    source: whose weights.
+    source: name of the source whose weights to load.
     engine: decodes.
     requests: in order.
     prepared: what was wanted with the group that was begun last.
@@ -147,7 +147,7 @@ class _Lane:
     self.loaded: set[int] = set()
 
   def prepare(self, request: _Request, prepare: Callable[[_Request], _Prepared]) -> _Prepared:
-    """Prompts and keys of what was wanted with a group, made once."""
+    """Prompts and keys of all groups that were wanted together, made once."""
     if self.prepared is None or self.prepared.wanted is not request.wanted:
       self.prepared = prepare(request)
     return self.prepared
@@ -197,8 +197,8 @@ class LocalSampler:
     Args:
       sources: the policies that sample.
       grading: makes groups of graded rollouts.
-      answers: of graders and environments, for this sampler alone.
-      settings: of this sampler.
+      answers: the answers of graders and environments, for this sampler alone.
+      settings: the settings of this sampler.
       after_burst: called after every burst.
     """
     self._lanes = [_Lane(source, answers.find_stop) for source in sources]
@@ -211,7 +211,7 @@ class LocalSampler:
   # --- as a `Sampler` -----------------------------------------------------------------------------
 
   def offer(self, policy: Policy) -> None:
-    """Lets a newer policy sample what has not begun, or everything from the next burst on."""
+    """Lets a newer policy sample unbegun groups, or everything from the next burst on."""
     settings = self._settings
     needed = settings.oldest_needed(policy.version)
     oldest = min([needed, *(begun.draw.version for begun in self._begun.values())])
@@ -283,7 +283,7 @@ class LocalSampler:
       self._policies = {v: policy._replace(params={}) for v, policy in self._policies.items()}
 
   def measure(self) -> dict[str, float]:
-    """What sampling has taken since the last call, by metric; all are sums."""
+    """Seconds and counts of sampling since the last call, by metric; all are sums."""
     return self._meter.take(self._usage(), self._answers.counts)
 
   def close(self) -> None:
@@ -455,7 +455,11 @@ class LocalSampler:
     of_tokens = {v for rollout in rollouts for v in np.unique(rollout.arrays["versions"]).tolist()}
     versions = sorted(of_tokens - {NOT_SAMPLED})
     samples = self._grading.samples(
-      begun.asked.problem, min(versions, default=NOT_SAMPLED), arrays, grades
+      begun.asked.problem,
+      min(versions, default=NOT_SAMPLED),
+      arrays,
+      grades,
+      begun.asked.beginning.messages,
     )
     fingerprints = {version: self._policies[version].fingerprint() for version in versions}
     return Group(draw.number, index, draw.sources[index], fingerprints, arrays, samples, {})
@@ -510,7 +514,7 @@ class _Meter:
 
   @contextlib.contextmanager
   def step(self, counts: AnswerCounts) -> Iterator[None]:
-    """Context of a step, whose time is that of sampling but for waits for grades."""
+    """Context of a step, whose time counts as sampling, except waits for grades."""
     began, waited_s = time.perf_counter(), counts.grade_seconds
     yield
     self._generate_s += time.perf_counter() - began - (counts.grade_seconds - waited_s)
@@ -523,7 +527,7 @@ class _Meter:
     self.burst_s = min(time.monotonic() - began, PATIENCE_S)
 
   def take(self, usage: SlotUsage, counts: AnswerCounts) -> dict[str, float]:
-    """The sums since the last call, by metric."""
+    """Sums of seconds and counts since the last call, by metric."""
     sums = {"generate_seconds": self._generate_s, **vars(usage), **vars(counts)}
     new = {name: value - self._taken.get(name, 0.0) for name, value in sums.items()}
     self._taken = sums
@@ -539,7 +543,7 @@ class _Inbox(NamedTuple):
 
 
 class ThreadSampler:
-  """A sampler that works in a thread of its own, while the trainer does."""
+  """A sampler that works in its own thread, while the trainer works."""
 
   def __init__(
     self,
@@ -582,7 +586,7 @@ class ThreadSampler:
     """Waits for groups.
 
     Raises:
-      SamplerStoppedError: there was none within the deadline, or the thread has failed.
+      SamplerStoppedError: no group came within the deadline, or the thread has failed.
     """
     raise_if_ending, _ = self._calls
     deadline = time.monotonic() + self._deadline_s
@@ -611,7 +615,7 @@ class ThreadSampler:
     return graded
 
   def measure(self) -> dict[str, float]:
-    """What sampling has taken since the last call, by metric; all are sums."""
+    """Seconds and counts of sampling since the last call, by metric; all are sums."""
     return self._inner.measure()
 
   def close(self) -> None:

@@ -52,7 +52,7 @@ class Source(NamedTuple):
 
   @property
   def programs(self) -> EnginePrograms:
-    """What samples from it.
+    """The programs that sample from the source.
 
     Raises:
       ValueError: its rollouts are recorded.
@@ -82,7 +82,7 @@ class Sources(tuple[Source, ...]):
 
   @property
   def live(self) -> list[Source]:
-    """Those that sample."""
+    """The sources that sample."""
     return [source for source in self if source.recorded is None]
 
   @property

@@ -32,7 +32,7 @@ EncodedVersions: TypeAlias = list[int] | list[list[list[int]]]  # see `encode_ve
 
 
 class Drawn(NamedTuple):
-  """How a draw of prompts was made and sampled, as far as it is not in its batch; JSON."""
+  """How a draw of prompts was made and sampled, as JSON: what the draw's batch does not say."""
 
   draw: int  # its number
   problems: dict[str, JSON]  # state of the problems' order before it
@@ -45,11 +45,12 @@ class Drawn(NamedTuple):
 
 
 class RecordedRun:
-  """What a run has recorded of its batches: versions, and how problems were drawn.
+  """A run's record of its batches: versions, and how problems were drawn.
 
   Attributes:
-    name: of the run, for messages.
-    versions: of every batch, ascending, those of dropped groups included; most have one.
+    name: the name of the run, for messages.
+    versions: the versions of every batch, ascending, with dropped groups' versions; most have
+      one.
   """
 
   def __init__(self, name: str, num_batches: int):
@@ -108,10 +109,10 @@ class RecordedRun:
     return min(needed, default=update)
 
   def first_difference(self, number: int, sampled_by: Mapping[int, str | None]) -> str:
-    """Why a batch is not that of the recorded run; "" if it may be, or if an earlier one was not.
+    """Why a batch differs from the recorded run's; "" if it may not, or an earlier one differed.
 
     Args:
-      number: of the batch.
+      number: the number of the batch.
       sampled_by: the fingerprints of the versions that have sampled it now.
     """
     recorded = {int(version): x for version, x in self._infos[number]["versions"].items()}
@@ -127,7 +128,7 @@ class RecordedRun:
     return self._draws[draw][1] if draw in self._draws else None
 
   def token_versions(self, draw: int) -> np.ndarray:
-    """Of a draw: i32[P, G, T], −1 where no policy samples; i32[P, 1, 1] with one for each group."""
+    """Versions of a draw's tokens, i32[P, G, T], −1 where no policy samples; or i32[P, 1, 1]."""
     number, drawn = self._draws[draw]
     if drawn.token_versions is not None:
       return decode_versions(drawn.token_versions)
@@ -199,7 +200,7 @@ class Schedule(NamedTuple):
     """The oldest version with which a batch may begin.
 
     Args:
-      batch: its number.
+      batch: number of the batch.
       update: before which it has begun; None: update `batch` trains on it.
     """
     last = batch if update is None else update
@@ -209,7 +210,7 @@ class Schedule(NamedTuple):
     raise ValueError(f"batch {batch} may not begin before update {last}; raise the limit")
 
   def oldest_trained(self, update: int) -> int:
-    """The oldest version that has sampled what this update or a later one trains on."""
+    """The oldest version that sampled a token for this update or a later one."""
     first = self.first(update)
     if self.recorded is not None:  # a batch may have versions that are older than one before it
       return min((versions[0] for versions in self.recorded.versions[first:]), default=update)

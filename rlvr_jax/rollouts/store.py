@@ -72,7 +72,7 @@ class RolloutStore:
   One process at a time may open it for writing; any number may read concurrently.
 
   Attributes:
-    directory: of the store.
+    directory: the directory of the store.
   """
 
   def __init__(
@@ -84,7 +84,8 @@ class RolloutStore:
       directory: has the store and nothing else; a folder, or gs://BUCKET/FOLDER.
       writable: whether to create the folder if needed, lock it, and remove the temporary files of a
         killed writer.
-      workdir: of the run that the store belongs to, whose claim guards writes into a bucket.
+      workdir: the workdir of the run that the store belongs to, whose claim guards writes into a
+        bucket.
     Raises:
       StoreError: not a store, of another format, or opened for writing by another process.
     """
@@ -119,8 +120,8 @@ class RolloutStore:
     """Writes one batch; it is on disk when this returns.
 
     Args:
-      number: of the batch, ≥ 0.
-      groups: of the batch, in order.
+      number: the number of the batch, ≥ 0.
+      groups: the groups of the batch, in order.
       info: JSON values, finite; the names "number", "bytes" and "removed" are reserved.
     Raises:
       ValueError, TypeError: the number exists already, or groups or info cannot be stored.
@@ -177,7 +178,7 @@ class RolloutStore:
   def info(self, number: int) -> JsonObject:
     """The info of a batch, with its file's size as "bytes"; does not read its arrays.
 
-    That of a batch that has been removed also has "removed": True.
+    The info of a removed batch also has "removed": True.
 
     Raises:
       KeyError: the store has no batch of this number, and has removed none.
@@ -307,7 +308,7 @@ class RolloutStore:
     self.close()
 
   def _check_is_store(self) -> bool:
-    """Whether the folder has files; raises StoreError if they are not those of a store."""
+    """Whether the folder has files; raises StoreError if they are not a store's."""
     names = sorted({name.partition("/")[0] for name in self._objects.list()})
     if former := next(filter(_FORMER.fullmatch, names), None):
       raise StoreError(
@@ -355,7 +356,7 @@ class RolloutStore:
 
   @contextlib.contextmanager
   def _explain_damage(self, number: int) -> Iterator[None]:
-    """Converts errors from reading a batch into those that say what to do."""
+    """Converts errors from reading a batch into errors that say what to do."""
     path = f"{self.directory}/{_name(number)}"
     try:
       yield

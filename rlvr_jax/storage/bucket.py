@@ -65,7 +65,7 @@ class Bucket:
     """Makes no request yet.
 
     Args:
-      folder: from `parse_path`.
+      folder: the result of `parse_path`.
       guard: called before every write; raises if this process may no longer write, and returns the
         seconds for which it certainly may. A write that takes longer is cancelled.
     """
@@ -112,7 +112,7 @@ class Bucket:
     return data, int(headers["X-Goog-Generation"])
 
   def read_start(self, name: str, size: int) -> bytes:
-    """Reads so many bytes of an object from its beginning on; all if it is shorter."""
+    """Reads the first bytes of an object; the whole object if it is shorter."""
     with _explain_errors(f"{self.url}/{name}"):
       data: bytes = self._system.cat_file("/".join(self._key(name)), start=0, end=size)
     return data
@@ -129,7 +129,7 @@ class Bucket:
 
     Args:
       name: name of the object.
-      data: its bytes.
+      data: the bytes to write.
       generation: the generation that it must have; 0: it must not exist; None: any.
       deadline_s: seconds after which the request is cancelled.
     Returns:
@@ -184,7 +184,7 @@ class Bucket:
       )
 
   def delete_all(self, names: Iterable[str]) -> None:
-    """Removes these objects, in any order."""
+    """Removes the objects, in any order."""
     with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
       list(pool.map(self.delete, names))
 

@@ -133,7 +133,7 @@ def open_own(path: pathlib.Path, mode: str, *, buffering: int = -1) -> IO[Any]:
   """Opens a file of a run to write it, which is created if needed; arguments as of `open`.
 
   Raises:
-    OSError: it is a symbolic link, by which another's workdir could reach files of this user.
+    OSError: the file is a symbolic link, by which another's workdir could reach files of this user.
   """
   try:
     return open(
@@ -310,7 +310,7 @@ def read_lines(path: pathlib.Path) -> list[bytes]:
 
 
 def replace_lines(path: pathlib.Path, lines: Sequence[bytes]) -> None:
-  """Replaces the lines of a file atomically; does not write if it has these already."""
+  """Replaces the lines of a file atomically; does not write if the lines are the same."""
   if not path.exists() or read_lines(path) != list(lines):
     with replace_file(path) as file:
       file.writelines(lines)
@@ -335,8 +335,8 @@ def parse_records(lines: Iterable[str], path: str | os.PathLike[str]) -> Iterato
   """Parses the records of a .jsonl file; an incomplete last line is skipped.
 
   Args:
-    lines: of the file.
-    path: of the file, for messages.
+    lines: the lines of the file.
+    path: the path of the file, for messages.
   Raises:
     DamagedFileError: a complete line is not a JSON object.
   """

@@ -258,8 +258,8 @@ def open_objects(
   """The objects of a folder, which is created on a disk.
 
   Args:
-    folder: from `parse_path`.
-    guard: of the writes into a bucket, see `Bucket`; None: none.
+    folder: the result of `parse_path`.
+    guard: what must hold before a write into a bucket, see `Bucket`; None: none.
     unreachable_s: seconds for which a bucket that does not respond is asked again.
   """
   if not in_bucket(folder):

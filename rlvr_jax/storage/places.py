@@ -81,7 +81,7 @@ def open_lines(path: pathlib.Path) -> Iterator[TextIO]:
   """Opens a file of lines for reading.
 
   Args:
-    path: from `parse_path`.
+    path: the result of `parse_path`.
   Raises:
     FileNotFoundError: the file does not exist.
   """
@@ -189,10 +189,10 @@ def _size_and_time(path: pathlib.Path) -> tuple[int, int]:
 
 
 def open_bucket(folder: pathlib.Path, workdir: Workdir | None = None) -> Bucket | None:
-  """The objects of a folder; None if it is on a disk.
+  """The bucket that holds a folder; None if the folder is on a disk.
 
   Args:
-    folder: from `parse_path`.
+    folder: the result of `parse_path`.
     workdir: the workdir that contains the folder and guards its writes, if any.
   """
   if not in_bucket(folder):

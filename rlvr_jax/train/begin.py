@@ -50,8 +50,8 @@ def make_run(
   """The objects of a run.
 
   Args:
-    parts, rows, log, checkpointer, store: of the run.
-    frozen: from `InitialParams.frozen`.
+    parts, rows, log, checkpointer, store: parts, rows, log, checkpointer and store of the run.
+    frozen: the result of `InitialParams.frozen`.
     make_answers: what answers the turns of one sampler's rollouts.
     initial: trained parameters before the first update.
   """
@@ -186,7 +186,7 @@ def make_run(
 
 
 def how_drawn(sources: Sources, new_weights: str) -> JsonObject:
-  """What a later run needs to repeat draws that depend on the clock, see `BatchSettings`."""
+  """The record that repeats draws that depend on the clock, see `BatchSettings`."""
   if not sources.live:
     return {}
   settings = sources.live[0].programs.settings
@@ -198,7 +198,7 @@ def how_drawn(sources: Sources, new_weights: str) -> JsonObject:
 
 
 def in_a_thread(run: Run, deadline_s: float) -> Run:
-  """The run, whose sampler works in a thread of its own.
+  """The same run with a sampler that works in its own thread.
 
   Args:
     run: with the sampler of this program.
@@ -217,7 +217,7 @@ def in_a_thread(run: Run, deadline_s: float) -> Run:
 
 
 def with_fleet(run: Run, sampler: FleetSampler) -> Run:
-  """The run, whose rollouts other programs sample."""
+  """A run whose rollouts the samplers of a fleet sample."""
   run.batches.sample_with(sampler, are_kept=False)
   return dataclasses.replace(run, sampler=sampler)
 

@@ -17,7 +17,7 @@ from rlvr_jax.types import Params
 
 
 class Evaluated(NamedTuple):
-  """What an evaluation has found."""
+  """The results of an evaluation."""
 
   values: dict[str, float]  # see `evaluate.held_out.accuracy`
   samples: list[list[Sample]]  # [problems][samples]
@@ -29,8 +29,8 @@ class Evaluation:
   """Evaluates the policies of a run on the task's held-out problems.
 
   Attributes:
-    sampler: of evaluations alone.
-    task: of the run.
+    sampler: the sampler of evaluations alone.
+    task: the task of the run.
     settings: `config.evaluation`.
     max_turns: `config.environment.max_turns`.
   """
@@ -46,7 +46,7 @@ class Evaluation:
     return f"eval/pass@{self.settings.ks[0]}"
 
   def is_due(self, step: int, num_updates: int) -> bool:
-    """Whether a run of so many updates is evaluated after this one."""
+    """Whether a run of `num_updates` updates is evaluated after this update."""
     return step == num_updates or step % self.settings.every == 0
 
   def measure(self, params: Params, step: int) -> Evaluated:

@@ -46,7 +46,7 @@ class RunState(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """What a run does when."""
+  """The schedule of a run: when it evaluates, saves and ends."""
 
   num_updates: int
   schedule: Schedule
@@ -80,13 +80,13 @@ class Run:
     policies: makes policies to sample with.
     sampler: samples and grades.
     batches: in order, of the groups that the sampler gives.
-    store: of batches.
+    store: the store of batches.
     scorer: computes log-probabilities of batches.
     first_entropy: (parameters) → their entropy on the first prompts, nats per token.
     evaluation: measures held-out accuracy.
     log: counts, and writes records.
     checkpointer: saves checkpoints.
-    layout: of this start, from `restore.describe_layout`.
+    layout: the layout of this start, from `restore.describe_layout`.
   """
 
   plan: Plan
@@ -186,7 +186,7 @@ def update(run: Run, now: RunState, batch: Batch) -> RunState:
 
 
 def end_update(log: RunLog) -> None:
-  """Waits for the last update; its buffer is then free for what comes next."""
+  """Waits for the last update; its buffer is then free."""
   log.finish_update()
   return_freed_memory()
 

@@ -100,9 +100,9 @@ def sample_batches(
   """Fresh batches that one policy samples.
 
   Args:
-    config: of a run on that policy's problems, with its sampler; nothing is trained.
+    config: the config of a run on that policy's problems, with its sampler; nothing is trained.
     workdir: folder of the run's files, empty.
-    params: of the policy.
+    params: the params of the policy.
     count: number of batches.
   """
   copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
@@ -121,14 +121,14 @@ def gradient_function(
 ) -> Callable[[TrainBatch, Params], tuple[dict[str, float], np.ndarray]]:
   """(batch, parameters) → a recipe's metrics there and its gradient as one vector f32[parameters].
 
-  The proximal policy is that of the parameters, as when the batch is trained on for the first time.
+  The parameters are also the proximal policy, as when the batch is trained on for the first time.
 
   Args:
     config: the recipe's.
     trained: method of the run that has recorded the batches.
     mesh: on which it made updates.
     reference: parameters of the reference policy, for recipes that have one.
-    entropy: of the first policy, nats per token, for FADE's state.
+    entropy: the entropy of the first policy, nats per token, for FADE's state.
   """
   method = make_method(config, trained.model, mesh)
   if method.teaching is not None:
@@ -180,7 +180,7 @@ def cosines(vectors: Sequence[np.ndarray]) -> np.ndarray:
 
 
 class Comparison(NamedTuple):
-  """What several recipes do with one batch of rollouts."""
+  """Metrics of several recipes, each applied to the same batch of rollouts."""
 
   names: list[str]  # of the recipes, grpo first
   lags: list[int]  # updates between recording and gradient, ascending

@@ -216,7 +216,7 @@ def open_session(
 
 
 def check_teachers(parts: Parts) -> None:
-  """Raises ValueError unless teachers fit the policy, and all problems have what these ask for."""
+  """Raises ValueError unless teachers fit the policy, and problems have the fields they ask for."""
   for teacher in parts.teachers:
     teacher.check(parts.tokenizer)
 
@@ -236,8 +236,8 @@ def announce_data(
   """Prints how often a run will see its problems, and whether its demonstrations too often.
 
   Args:
-    schedule: of the run.
-    logged: from `logged_run`.
+    schedule: the schedule of the run.
+    logged: the result of `logged_run`.
     groups: number of groups that this run samples for a batch.
     dynamic_sampling: whether it replaces some of them.
   """
@@ -255,7 +255,7 @@ def announce_data(
 
 
 def logged_run(parts: Parts) -> LoggedRun:
-  """What the log has to know about a run."""
+  """The facts about a run that its log needs."""
   config = parts.config
   warm_start = advice.plan_warm_start(
     config.warm_start, parts.task, checkpoint=config.start.checkpoint
@@ -290,7 +290,7 @@ def _check_workdir(
   """Raises WorkdirError unless the workdir is new or its run has this configuration.
 
   Args:
-    workdir, files: from `open_workdir`.
+    workdir, files: results of `open_workdir`.
     config_json: the configuration.
     may_differ: fields that a resumed run may change.
   Returns:
@@ -337,7 +337,7 @@ def _open_writer(
   """The writer of metrics.
 
   Args:
-    workdir: of the run.
+    workdir: the workdir of the run.
     records: after which it continues, see `restore.last_records`.
     tracked_by: names of `writer.TRACKERS`.
     config: for them, as JSON.

@@ -48,7 +48,7 @@ def update_gradient(
     trained: the gradient is with respect to these.
     frozen: the network's other parameters; {} if all are trained.
     estimate: the coefficients before a reweighting, see `objective.estimate_coefficients`.
-    key: of the randomness of a reweighting.
+    key: the key for the randomness of a reweighting.
     teacher: as for `policy_forward`.
   """
   packed = rows_if_accumulating(batch)
@@ -106,7 +106,7 @@ def policy_logprobs(
   """log π and entropy (nats) of every response token that counts, each f32[P, G, T].
 
   Args:
-    sampling: of another distribution; None: of π.
+    sampling: the sampling of another distribution; None: of π.
   """
   method = method._replace(gram=None)
   scores, _ = batch_forward(trained, frozen, batch, method=method, sampling=sampling)
@@ -233,7 +233,7 @@ def micro_gradient(
 
   Args:
     batch: its mask is 0 for the tokens of other micro-batches.
-    index: of the micro-batch.
+    index: the index of the micro-batch.
     constants_of: (scores, the forward pass that the Gram matrix needs or None) → constants.
     length, squares, teacher: as for `policy_forward`.
   """

@@ -1,4 +1,4 @@
-"""The distance of a sampler's log-probabilities from an update's, and those of a padded batch."""
+"""The distance of a sampler's log-probabilities from an update's; scores of a padded batch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Draws(NamedTuple):
 
 
 class Gap(NamedTuple):
-  """What a sampler did, by the forward pass of updates."""
+  """A sampler's deviation from the forward pass of updates."""
 
   mean: Array  # f32[], of |log p − behavior_logprobs| over tokens, nats
   largest: Array  # f32[], nats
@@ -82,7 +82,8 @@ def count_draws(logprobs: Array, masses: tuple[Array, ...], counted: Array) -> D
 def draw_z(draws: Draws) -> Array:
   """f32[], the largest |drawn − expected|/√variance of a bin with a variance of 5 or more; or 0.
 
-  Draws are independent given what stands before them, so that it is about a normal deviate's.
+  Draws are independent given the tokens before them, so without a bug each bin's term is about the
+  absolute value of a standard normal variable.
   """
   z = jnp.abs(draws.drawn - draws.expected) / jnp.sqrt(jnp.maximum(draws.variance, 1e-30))
   return jnp.max(jnp.where(draws.variance >= 5, z, 0.0))
@@ -100,7 +101,7 @@ def behavior_gap(
   Args:
     trained, frozen: parameters of the policy that sampled the rollouts.
     batch: packed rollouts; its mask is 1 for every sampled token.
-    method: of the updates.
+    method: the method of the updates.
     sampling: the distribution that the tokens were sampled from.
   """
   scores, _ = batch_forward(

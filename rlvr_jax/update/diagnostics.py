@@ -121,15 +121,15 @@ def measure(
 def of_tokens(
   scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> dict[str, Array]:
-  """What the update finds at each token, [P, G, T]; only loss tokens' entries have a meaning.
+  """Measurements of the update at each token, [P, G, T]; only loss tokens' entries have a meaning.
 
   Returns:
     token_log_ratio: log π/β, nats.
     token_log_ratio_proximal: log π/π_prox, nats; only of a batch that has the proximal policy's.
-    token_entropy: of π at `method.temperature`, nats.
+    token_entropy: the token entropy of π at `method.temperature`, nats.
     token_clipped, token_dropped, token_vetoed: bool, whether a bound of the loss took effect, the
       correction left the token out, the veto did; f32 in [0, 1] of a loss whose bound is smooth.
-      Their means are the metrics in `MARKS`. One that the method cannot do is absent.
+      Their means are the metrics in `MARKS`. A mark that the method cannot make is absent.
   """
   logprobs, batch = scores.logprobs, add_taught(batch, scores.taught)
   arrays = {

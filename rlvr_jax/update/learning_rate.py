@@ -28,9 +28,9 @@ def linear(
   Args:
     peak: ≥ 0.
     warmup: updates until the peak.
-    final_fraction: of the peak, which the rate would reach one update after the last: of a rate
-      that falls to 0, no update is wasted.
-    num_updates: of the run.
+    final_fraction: the fraction of the peak that the rate would reach one update after the
+      last: of a rate that falls to 0, no update is wasted.
+    num_updates: the number of updates of the run.
   """
   _check("linear", peak, warmup, final_fraction)
   rest = max(num_updates - warmup, 1)
@@ -45,9 +45,9 @@ def cosine(
   Args:
     peak: ≥ 0.
     warmup: updates until the peak.
-    final_fraction: of the peak, which the rate would reach one update after the last: of a rate
-      that falls to 0, no update is wasted.
-    num_updates: of the run.
+    final_fraction: the fraction of the peak that the rate would reach one update after the
+      last: of a rate that falls to 0, no update is wasted.
+    num_updates: the number of updates of the run.
   """
   _check("cosine", peak, warmup, final_fraction)
   rest = max(num_updates - warmup, 1)

@@ -53,7 +53,7 @@ class Method(NamedTuple):
     loss: per-token loss, see `losses.Loss`.
     aggregation: how per-token losses become one number, see `ops.aggregate`.
     max_response_length: tokens; the denominator of the `constant` aggregation.
-    temperature: of the trained policy π.
+    temperature: the temperature of the trained policy π.
     reference_kl: coefficient of KL(π‖π_reference); 0 leaves the term out.
     reference_kl_estimator: k1, k2 or k3.
     teaching: the part of a teacher, or None.
@@ -63,7 +63,7 @@ class Method(NamedTuple):
     gram: computes the Gram matrix that a reweighting or an advantage needs, see `geometry.GramFn`;
       or None.
     gram_context: properties of the run that `gram` needs, see `geometry.GramContext`; or None.
-    seed: of the randomness within an update.
+    seed: the seed of the randomness within an update.
     sources: names of the policies that the rollouts are sampled from.
     records_routes: whether rollouts have the experts that a mixture chose when it sampled them.
     replays_routes: whether the mixture takes these experts: π is the policy given them.
@@ -99,7 +99,7 @@ class Method(NamedTuple):
 
   @property
   def has_first_phase(self) -> bool:
-    """Whether a batch of several micro-batches needs a forward pass before that of the gradient."""
+    """Whether a batch of several micro-batches needs a forward pass before the gradient's."""
     needs_scores = self.loss.statistics is not None or self.expert_balance > 0
     return self.needs_gram or needs_scores or bool(self.measured)
 
@@ -129,7 +129,7 @@ def rows_if_accumulating(batch: TrainBatch) -> Packed | None:
 
 
 class Scores(NamedTuple):
-  """What a forward pass gives the loss; those of disjoint micro-batches add up."""
+  """A forward pass's results for the loss; results of disjoint micro-batches add up."""
 
   logprobs: Array  # f32[P, G, T], log π of every response token; 0 for other micro-batches' tokens
   entropy: Array  # f32[P, G, T], nats
@@ -141,7 +141,7 @@ class Scores(NamedTuple):
 
 
 class Estimate(NamedTuple):
-  """What the advantage makes of a batch; constant for differentiation."""
+  """The advantage's results for a batch; constant for differentiation."""
 
   coefficients: Array  # f32[P, G]
   in_loss: Array  # f32[P, G] or f32[P, G, T], what the loss gets before a reweighting
@@ -184,7 +184,7 @@ def policy_forward(
   """Runs one forward pass over one micro-batch.
 
   Args:
-    micro_batch: its index; a batch that is not packed is one micro-batch.
+    micro_batch: index of the micro-batch; a batch that is not packed is one micro-batch.
     sampling: the distribution; None: π, the policy's at `method.temperature`.
     masses: whether to compute the masses of bins of probability.
     squares: whether to compute the sums of squared probabilities.
@@ -281,7 +281,7 @@ def recorded_routes(
 ) -> Array | Routes | None:
   """The sampler's routes as the network takes them; None: not recorded.
 
-  Those of the first places of a micro-batch's rows, [R, length, layers, k], or of a padded batch.
+  Routes at the first places of a micro-batch's rows, [R, length, layers, k], or of a padded batch.
   """
   if batch.packed is not None and batch.packed.routes is not None:
     routes = jax.lax.dynamic_index_in_dim(batch.packed.routes, micro_batch, keepdims=False)
@@ -292,7 +292,7 @@ def recorded_routes(
 
 
 def routes_of_inputs(prompt_routes: Array, routes: Array) -> Routes:
-  """Recorded routes, which belong to predicted tokens, as those of the tokens that are read."""
+  """Recorded routes, moved from the predicted tokens to the tokens that are read."""
   prompts = jnp.concatenate([prompt_routes[:, :-1], routes[:, 0, :1]], axis=1)
   last = jnp.zeros_like(routes[:, :, :1])  # predicts nothing
   return Routes(prompts, jnp.concatenate([routes[:, :, 1:], last], axis=2))
@@ -360,7 +360,7 @@ def fold_micro_batches(packed: Packed, step: Callable[..., Any], start: Any) -> 
 
 
 def estimate_coefficients(advantage_state: Any, batch: TrainBatch, *, method: Method) -> Estimate:
-  """The advantage's coefficients of a batch that has what it needs, and their metrics."""
+  """The advantage's coefficients for a batch with all needed arrays, and their metrics."""
   coefficients = jax.lax.stop_gradient(method.advantage.apply(advantage_state, batch))
   in_loss = method.advantage.in_loss(advantage_state, batch, coefficients)
   masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
@@ -383,7 +383,7 @@ def make_constants(
 
   Args:
     estimate: gets the batch with what the advantage needs to know of the policy.
-    key: of the randomness of a reweighting.
+    key: the key for the randomness of a reweighting.
   """
   scores, forward = jax.lax.stop_gradient((scores, forward))
   gram = None

@@ -1,4 +1,4 @@
-"""Optimizers by name, for `config.optimizer`: those of optax, with our defaults.
+"""Optimizers by name, for `config.optimizer`: optax's, with our defaults.
 
 `learning_rate` is the schedule of `config.learning_rate`. Weight decay is decoupled, multiplied by
 the learning rate, and not applied to norms, biases, and the rates at which states decay.
@@ -36,7 +36,7 @@ def adamw(
   """Adam with decoupled weight decay.
 
   Args:
-    learning_rate: of the run.
+    learning_rate: the learning rate of the run.
     b1: in [0, 1), decay of the mean of the gradient.
     b2: in [0, 1), decay of the mean of the squared gradient.
     epsilon: above 0, added to the square root of that mean.
@@ -60,7 +60,7 @@ def lion(
   """The sign of an interpolated momentum; use 1/3 to 1/10 of AdamW's learning rate.
 
   Args:
-    learning_rate: of the run.
+    learning_rate: the learning rate of the run.
     b1: in [0, 1), weight of the momentum in the step.
     b2: in [0, 1), decay of the momentum.
     weight_decay: ≥ 0.
@@ -88,7 +88,7 @@ def muon(
   about UVᵀ, by the quintic Newton–Schulz iteration. Embedding, head, norms and biases use AdamW.
 
   Args:
-    learning_rate: of the run, for both optimizers.
+    learning_rate: the learning rate of the run, for both optimizers.
     momentum: in [0, 1), decay of the mean of the gradient.
     nesterov: whether to use Nesterov momentum.
     steps: ≥ 1, Newton–Schulz iterations.
@@ -97,7 +97,7 @@ def muon(
       learning rate is near 0.02.
     b1: of `adamw`.
     b2: of `adamw`.
-    epsilon: of `adamw`.
+    epsilon: the epsilon of `adamw`.
     weight_decay: ≥ 0, for both optimizers.
   Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024; `update_rms`:
     "Muon is Scalable for LLM Training" (arXiv:2502.16982), §2.2.
@@ -132,7 +132,7 @@ def sgd(
   """Gradient descent; without momentum it keeps no state.
 
   Args:
-    learning_rate: of the run.
+    learning_rate: the learning rate of the run.
     momentum: in [0, 1), decay of the sum of the gradients; 0 turns it off.
     nesterov: whether to use Nesterov momentum.
   """

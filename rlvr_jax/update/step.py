@@ -1,6 +1,6 @@
 """One update of the policy, as a pure function.
 
-Rewards become coefficients. The loss and its gradient are those of the full batch: `accumulate`
+Rewards become coefficients. The loss and its gradient equal the full batch's: `accumulate`
 sums over micro-batches, `objective` computes one micro-batch's part. The optimizer proposes new
 parameters, which are applied if loss and gradient are finite.
 """

@@ -21,9 +21,9 @@ class Teaching(NamedTuple):
     distillation: see `distillation.Distillation`.
     weight: λ ≥ 0, of distillation; 0: the teacher is only measured, and w is 1.
     reward_weight: w ≥ 0, of the reward's advantages or losses; 0: distillation alone.
-    temperature: of the teacher's distribution.
-    names: of the teachers.
-    model: of the teacher whose forward pass is a part of the update; None: scored before.
+    temperature: the temperature of the teacher's distribution.
+    names: the names of the teachers.
+    model: the model of the teacher whose forward pass is a part of the update; None: scored before.
   """
 
   distillation: Any
@@ -93,7 +93,7 @@ class Teaching(NamedTuple):
 
 
 def add_taught(batch: TrainBatch, taught: Taught | None) -> TrainBatch:
-  """The batch with what a forward pass of the update has computed of the teacher, if it has."""
+  """The batch with the teacher's values from the update's forward pass, if it computed them."""
   if taught is None:
     return batch
   logprobs, entropy = jax.lax.stop_gradient((taught.logprobs, taught.entropy))

@@ -1112,7 +1112,7 @@ function chosenGroups(batch) {
       (r) =>
         (!outcome || r.kind === outcome) &&
         isLong(r) &&
-        (!needle || has(group.prompt) || has(r.sample.completion)),
+        (!needle || has(group.prompt) || group.messages?.some((m) => has(m.content)) || has(r.sample.completion)),
     );
   const key =
       ([, of]) =>
@@ -1307,7 +1307,8 @@ function colourBar(batch) {
 }
 
 // For which update the measured colours stand.
-function asMeasured({ header: { measured, updates } }) {
+function asMeasured({ header: { measured, updates, unread } }) {
+  if (unread) return note("Ratio, entropy, coefficient and bounds are not shown: ", text(unread));
   if (!measured)
     return note("Ratio, entropy, coefficient and bounds: no update on this batch was measured.");
   const place = updates.length > 1 ? `, ${updates.indexOf(measured) + 1} of ${updates.length} on this batch` : "";
@@ -1445,13 +1446,18 @@ function answerCard(run, batch, rollout, { open = false } = {}) {
   );
 }
 
-function promptBox({ prompt, answer, source, versions }) {
+function promptBox({ prompt, messages, as_read, answer, source, versions }) {
   const sampled = ` · source ${source} · versions ${versions.join(", ") || "of another run"}`;
   return el(
     "section",
     { class: "question" },
     el("h2", {}, "Prompt"),
-    el("div", { class: "tokens" }, text(prompt)),
+    messages
+      ? el("div", { class: "tokens dialogue" }, messages.map(messageNode))
+      : el("div", { class: "tokens" }, text(prompt)),
+    as_read
+      ? el("details", {}, el("summary", {}, "as the model reads it"), el("div", { class: "tokens" }, text(as_read)))
+      : null,
     note("reference: ", text(answer || "unknown", "code"), sampled),
   );
 }
@@ -1465,6 +1471,12 @@ function crumbs(run, number, p) {
   const group =
     p === undefined ? "" : [" › ", el("a", { href: `#group/${run}/${number}/${p}` }, `group ${p}`)];
   return el("p", { class: "crumbs" }, batch, group);
+}
+
+// A message of a prompt: the policy's of an earlier turn, or another role's.
+function messageNode({ role, content }) {
+  const kind = role === "assistant" ? "policy" : "environment";
+  return el("div", { class: `turn ${kind}` }, el("b", { class: "who" }, text(role)), text(content));
 }
 
 // Buttons to the group or rollout before and after this one, and the colours.

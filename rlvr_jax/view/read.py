@@ -1,4 +1,4 @@
-"""What the page shows of a run: read from the files in its folder, one batch at a time.
+"""Reads the contents of a run's page from the files in its folder, one batch at a time.
 
 Every reader returns a `Part`: JSON and NumPy arrays. An array that the run did not store is absent.
 """
@@ -52,7 +52,7 @@ _WARNING = "warning: "
 _REPEATS = 0.12  # a text that compresses to less than this share of its bytes repeats itself
 _LONG = 200  # characters from which on a text may be called repetitive
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_SHARED = ("prompt", "answer", "tokens")  # fields of samples that groups or arrays have
+_SHARED = ("prompt", "messages", "answer", "tokens")  # fields of samples that groups or arrays have
 _ODD = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ue000-\uf8ff\ufffd]")
 _MOST_BYTES = 4  # of a character in UTF-8
 _FIELD = re.compile(r"(-?\d+)(?::(-?\d+))?")
@@ -81,8 +81,8 @@ def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:
   """Opens the folder of a run that has stored at least one batch.
 
   Args:
-    workdir: of the run.
-    flag: that names it, for messages.
+    workdir: the workdir of the run.
+    flag: the flag that names it, for messages.
   Raises:
     ValueError: the folder is no run's, has no batch yet, or has a store of another format.
   """
@@ -146,10 +146,10 @@ def _advantage(config: JsonObject) -> Advantage | None:
 
 
 def read_summary(run: Run, base: Mapping[str, JSON]) -> Part:
-  """All metrics of a run, its recipe as a difference, its messages, and what else can be loaded.
+  """All metrics of a run, its recipe as a difference, its messages, and the batches to load.
 
   Args:
-    run: from `open_run`.
+    run: the result of `open_run`.
     base: the configuration that the run's is compared with, JSON.
   Returns:
     Arrays "PHASE|step" f64[n] and "PHASE|METRIC" f32[n], NaN where a record lacks the metric.
@@ -184,7 +184,7 @@ def _number(value: object) -> float:
 
 
 def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | None, str]]:
-  """(update, text) of what a run has warned of.
+  """(update, text) of each of a run's warnings.
 
   A run prints its warnings. Those about responses and padding are made again from its metrics; all
   of them are in the output of a run that a sweep has started.
@@ -218,8 +218,8 @@ def choose_batches(spec: str, numbers: Sequence[int], preferred: Collection[int]
   Args:
     spec: `DEFAULT_BATCHES`; "all"; or numbers and ranges such as "0,10:20,-1", where -1 is the last
       batch. A range has both of its ends.
-    numbers: of the batches in the store, ascending.
-    preferred: those that `DEFAULT_BATCHES` takes first for the ones between.
+    numbers: the numbers of the batches in the store, ascending.
+    preferred: batches that `DEFAULT_BATCHES` prefers between the first and the last.
   Raises:
     ValueError: the text has another form, or names a batch that is not in the store.
   """
@@ -285,7 +285,8 @@ def read_batch(run: Run, number: int) -> Part:
     ratio, proximal f16[N]: log of the policy over β, and over the proximal policy;  entropy f16[N]
     clipped, dropped, vetoed f16[N], in [0, 1]: by the loss, the correction, the veto
 
-  They stand for the header's update "measured", the last one of "updates" that was measured.
+  They stand for the header's update "measured", the last one of "updates" that was measured;
+  "unread" says why that measurement cannot be read.
 
   Raises:
     TornShardError, StoreError: the batch is missing or cannot be read.
@@ -319,10 +320,14 @@ def read_batch(run: Run, number: int) -> Part:
     of_tokens["expert"] = np.stack([arrays["routes"][..., n, 0][within] for n in layers])
   of_tokens |= _advantages(run, groups, within)
   if measured := measured_updates(run).get(number):
-    with contextlib.suppress(DamagedFileError):
+    try:
       of_tokens |= _measured(run.folder, measured - 1, arrays["mask"], within)
       header["measured"] = measured
+    except DamagedFileError as error:
+      header["unread"] = str(error)
   header |= _records(groups, of_tokens, lengths, info.get("sources", []))
+  for group, record in zip(groups, header["groups"], strict=True):
+    record |= _as_chat(run, group)
   if "rewards_by_name" in arrays:
     names = ["main grader", *(grader for grader, _ in run.config["grading"]["extra"])]
     rows = arrays["rewards_by_name"].reshape(P * G, -1).tolist()
@@ -360,6 +365,26 @@ def _records(
     )
     first = last
   return {"groups": records, "samples": samples}
+
+
+def _as_chat(run: Run, group: Group) -> JsonObject:
+  """The "messages" of a prompt with their roles, and the prompt "as_read" by the policy.
+
+  {} if it was no chat. Without a tokenizer, or stored tokens, only the messages.
+  """
+  prompts = run.config.get("prompts", {})
+  first = group.samples[0]
+  messages = first.get("messages", [{"role": "user", "content": first["prompt"]}])
+  if prompts.get("format") != "chat":
+    return {"messages": messages} if "messages" in first else {}
+  if prompts.get("system"):
+    messages = [{"role": "system", "content": prompts["system"]}, *messages]
+  found: JsonObject = {"messages": messages}
+  if run.tokenizer is not None and "prompts.tokens" in group.arrays:
+    length = int(group.arrays["prompts.lengths"])
+    ids = group.arrays["prompts.tokens"][-length:].tolist()
+    found["as_read"] = run.tokenizer.decode(ids, with_special=True)
+  return found
 
 
 def _token_arrays(

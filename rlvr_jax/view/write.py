@@ -38,7 +38,7 @@ _MIB = 2**20
 
 
 class Written(NamedTuple):
-  """What a file holds."""
+  """The contents of a file."""
 
   path: pathlib.Path
   size: int  # bytes
@@ -81,7 +81,7 @@ def _hash(text: str) -> str:
 
 
 def page_ends(names: Sequence[str], *, served: bool) -> tuple[str, str]:
-  """The page of the runs with these names, before its data and after them.
+  """The parts of a page before and after its data, for runs with these names.
 
   Its policy lets a browser run only the page's own script and style, and load nothing; of a served
   page, data from the same server.
@@ -118,11 +118,11 @@ def write_page(
   """Writes one file with the metrics of runs and some of their batches; needs memory for one batch.
 
   Args:
-    path: of the file, which is complete or as before.
+    path: the path of the file, which is complete or as before.
     runs: one, or two that are shown beside each other.
     base: the configuration that recipes are compared with.
-    batches: of each run, the most important first.
-    max_bytes: of the file; what does not fit is left out, and the page says so.
+    batches: the batches of each run, the most important first.
+    max_bytes: the most bytes of the file; what does not fit is left out, and the page says so.
   """
   start, end = page_ends([make_absolute(run.folder).name for run in runs], served=False)
   left_out: list[str] = []
@@ -206,7 +206,7 @@ class Server(http.server.ThreadingHTTPServer):
     return f"http://{HOST}:{self.server_address[1]}/"
 
   def answer(self, path: str) -> tuple[str, bytes] | None:
-    """(content type, bytes) of what a path names; None if that is nothing.
+    """(content type, bytes) of the page's part with this path; None if there is none.
 
     Raises:
       StoreError, TornShardError, OSError, ValueError: a file cannot be read.

@@ -1,6 +1,6 @@
 """One pool of worker processes: start, limit, replace; a message is a line of JSON.
 
-What runs in them is a program of the room that uses them: graders (`rewards.grading`), environments
+The workers run a program of the room that uses them: graders (`rewards.grading`), environments
 (`environments.dialogues`). A grader is an environment of one turn.
 """
 

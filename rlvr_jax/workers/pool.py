@@ -75,7 +75,7 @@ def encode(request: object) -> bytes:
 
 
 class _Crew:
-  """The workers of a pool, and those that are to replace slow ones."""
+  """The workers of a pool, and spare workers that replace slow ones."""
 
   def __init__(self, service: Service, size: int):
     self.service = service
@@ -137,7 +137,7 @@ class _Crew:
     return f"{self.service.name} did not start: {problem}"
 
   def close(self) -> None:
-    """Kills all of them."""
+    """Kills all workers."""
     for worker in (*self.workers, *self._spares.values()):
       worker.close()
 
@@ -210,7 +210,7 @@ class Pool:
 
   @property
   def ready(self) -> Any:
-    """What a worker's program returned when it started."""
+    """The value that a worker's program returned when it started."""
     return self._ready.result(0)
 
   def num_unanswered(self) -> int:
@@ -229,7 +229,7 @@ class Pool:
 
     Args:
       session: a new one, or one whose earlier requests have replies.
-      request: from `encode`.
+      request: the result of `encode`.
       convert: makes the future's result of the reply.
     Returns:
       A future of the result, or of a Failure. It cannot be canceled.
@@ -486,7 +486,7 @@ class Pool:
 
 
 class PoolOwner:
-  """What graders and environments have in common: a pool that ends with them."""
+  """The base of graders and environments: it owns a pool and closes it."""
 
   _pool: Pool
 

@@ -48,12 +48,12 @@ class StartError(RuntimeError):
 
 
 class Service(NamedTuple):
-  """What the workers of a pool run, and its limits.
+  """The program of a pool's workers, and its limits.
 
   Attributes:
     name: in messages, such as "the grading worker for 'gsm8k'".
     program: "module:factory" of a `worker.Program`.
-    arguments: of the factory, keywords; JSON-serializable.
+    arguments: the arguments of the factory, keywords; JSON-serializable.
     limit_s: wall-clock limit of a request, seconds. `worker.waiting` has limits of its own.
     startup_timeout_s: limit for a worker to start and make its program, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
@@ -139,7 +139,7 @@ class WorkerProcess:
     return self._child.process.poll() is None
 
   def has_room(self, share: int) -> bool:
-    """Whether the worker should get one more request; it takes `share`, beside those that wait."""
+    """Whether the worker should get one more request; it takes `share` beside its waiting ones."""
     num_sent = len(self._sent_bytes)
     if not self.is_ready or num_sent == _MAX_SENT:
       return False
@@ -166,7 +166,7 @@ class WorkerProcess:
     self._sent_bytes.pop(number, None)
 
   def flush(self) -> None:
-    """Sends what the pipe takes now."""
+    """Sends as many bytes as the pipe takes now."""
     try:
       del self._outgoing[: os.write(self.stdin.fileno(), self._outgoing[:_PART])]
     except BlockingIOError:
@@ -175,7 +175,7 @@ class WorkerProcess:
       self._outgoing.clear()  # the worker has died or is dying; reading will report it
 
   def receive(self) -> Iterator[Message]:
-    """Reads what is there, when there is something; yields the complete lines.
+    """Reads all output that is there; yields the complete lines.
 
     Raises:
       BrokenWorkerError: the worker has ended, or has sent what is not its protocol. Lines before
@@ -203,13 +203,13 @@ class WorkerProcess:
   # --- its end
 
   def ended_by_text(self) -> bool:
-    """Whether the process, which has ended, did so for what a text can cause."""
+    """Whether the process has ended for a reason that a text can cause."""
     status = self._child.process.returncode
     has_limit = self._service.memory_mib is not None
     return status in _CAUSED_BY_TEXT or (has_limit and status == MEMORY_STATUS)
 
   def last_output(self) -> str:
-    """The end of what a worker that did not start has written."""
+    """The last output of a worker that did not start."""
     self._child.stderr.seek(0)
     return self._child.stderr.read().decode(errors="replace").strip()[-_LAST_OUTPUT:]
 
@@ -285,7 +285,7 @@ class _Pending(NamedTuple):
 
 
 class Session:
-  """Requests that one process answers, in order, and how far it is with them.
+  """Requests that one process answers in order, and which request it has reached.
 
   If the process ends, another one repeats the session: each reply has to be the same.
 
@@ -427,7 +427,7 @@ class Clock:
 
 
 def check_variables(variables: Mapping[str, str], name: str) -> None:
-  """Raises ValueError unless these can be variables of a process; `name` is theirs in messages."""
+  """Raises ValueError unless these are valid environment variables. `name` is in messages."""
   for key, value in variables.items():
     are_texts = isinstance(key, str) and isinstance(value, str)
     if not are_texts or not key or "=" in key or "\0" in key + value:

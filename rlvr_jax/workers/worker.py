@@ -56,7 +56,7 @@ class Stopped(Exception):
 
 
 class Program(Protocol):
-  """What a worker runs; made once in each. May have `close(session)`, called after its end.
+  """The program of a worker; made once in each. May have `close(session)`, called after its end.
 
   Attributes:
     ready: what the pool learns of it at the start; JSON.
@@ -308,7 +308,7 @@ def main() -> None:
 
 
 def _protect_streams() -> tuple[BinaryIO, _Channel]:
-  """Duplicates stdin and stdout for the protocol, and redirects those of others to /dev/null."""
+  """Duplicates stdin and stdout for the protocol, and redirects both to /dev/null for others."""
   requests = os.fdopen(os.dup(0), "rb")
   replies = os.fdopen(os.dup(1), "wb")
   null = os.open(os.devnull, os.O_RDWR)
@@ -353,7 +353,7 @@ def find_processes(mark: str) -> set[int]:
 
 
 def kill(pids: Iterable[int]) -> None:
-  """Kills processes; those that have ended are fine."""
+  """Kills processes; ignores processes that have ended."""
   for pid in pids:
     with contextlib.suppress(ProcessLookupError, PermissionError):
       os.kill(pid, signal.SIGKILL)

@@ -496,7 +496,7 @@ FORBIDDEN = (
 )
 
 
-@pytest.mark.parametrize("words", [None, "yes", ACCEPTED])
+@pytest.mark.parametrize("words", ["yes", ACCEPTED])
 def test_no_sandbox_no_run_unless_in_words(words):
   environment = {name: value for name, value in os.environ.items() if name != UNSANDBOXED}
   environment |= {} if words is None else {UNSANDBOXED: words}

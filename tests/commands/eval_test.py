@@ -109,6 +109,7 @@ def test_a_run_is_evaluated_as_the_network_it_was(run):
   assert folder == checkpoint_folder(str(workdir / "checkpoints")) == workdir / "checkpoints" / "1"
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_lacks(tmp_path):
   said = tiny.run(tmp_path / "a", "--mode=eval", f"--checkpoint={tmp_path}", expect=1)
   assert "has no checkpoint; give the --workdir of a run" in said

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -29,6 +29,7 @@ def _tokenizer(folder):
   return HuggingFaceTokenizer(folder)
 
 
+@settings(max_examples=25, deadline=None)
 @given(text=st.text())
 @example(text="<|im_end|> and <|endoftext|>")
 @example(text="  two  spaces, \r\n\t\n\n lines ,  .\u00a0")

@@ -7,9 +7,11 @@ import random
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
+from transformers.utils import get_json_schema
 
 from rlvr_jax.data import ByteTokenizer, HuggingFaceTokenizer
 from rlvr_jax.data.byte_pairs import train_byte_pairs
+from rlvr_jax.environments import python
 
 COPIES = pathlib.Path(__file__).parent / "chat_templates"
 PACKAGED = ("qwen3_training", "deepseek_r1_distill_training")
@@ -42,10 +44,14 @@ ACCEPTED = [
   ("qwen3", "qwen3_training", "tool"),
   ("llama3", "", "user"),
   ("llama3_2", "", "user"),
+  ("llama3_2", "", "tool"),  # replies as JSON
   ("gemma", "", "user"),
   ("gemma3", "", "user"),
   ("deepseek_r1_distill", "deepseek_r1_distill_training", "user"),
 ]
+MESSAGES = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CONTENT = MESSAGES + "{{ m.content }}<|im_end|>\n{% endfor %}" + START
 PIECES = [
   "a",
   "user",
@@ -199,11 +205,125 @@ def test_messages_of_system_and_user(load):
   assert ids.count(tokenizer.stop_ids[0]) == 1
 
 
-# --- templates that are refused -------------------------------------------------------------------
+# --- tools ---------------------------------------------------------------------------------------
 
-MESSAGES = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-CONTENT = MESSAGES + "{{ m.content }}<|im_end|>\n{% endfor %}" + START
+SMOLLM3 = (  # as its template takes them, in short
+  "{% if xml_tools %}<|im_start|>system\n{% for t in xml_tools[:] %}{{ t | string }}\n{% endfor %}"
+  "<|im_end|>\n{% endif %}"
+)
+SHOWN = [
+  ("qwen2_5", "", ""),
+  ("qwen3", "", ""),
+  ("qwen3", "qwen3_training", ""),
+  ("llama3_2", "", ""),
+  ("qwen2_5", "", "smollm3"),
+]
+
+
+@pytest.fixture(name="schemas")
+def _schemas(tmp_path):
+  """Two tools, as transformers makes them of functions."""
+
+  def weather(city: str) -> str:
+    """Says how the weather is.
+
+    Args:
+      city: its "name", such as Zürich.
+    """
+    return city
+
+  def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+      a: a number.
+      b: another.
+    """
+    return a + b
+
+  schemas = [get_json_schema(weather), get_json_schema(add)]
+  path = tmp_path / "tools.json"
+  path.write_text(json.dumps(schemas))
+  return schemas, str(path)
+
+
+@pytest.mark.parametrize(("family", "template", "text"), SHOWN)
+def test_the_template_shows_tools(load, schemas, family, template, text):
+  tools, path = schemas
+  tokenizer = load(family, template, SMOLLM3 + CONTENT if text else "", tools=path)
+  library = load(family, template, SMOLLM3 + CONTENT if text else "")._tokenizer
+  for content in ("6 times 7?", "What does <|im_start|> or <|eot_id|> mean?"):
+    messages = [{"role": "user", "content": content}]
+    expected = library.apply_chat_template(
+      messages, return_dict=False, add_generation_prompt=True, sanitize_control_tokens=True,
+      **{"xml_tools" if text else "tools": tools},
+    )  # fmt: skip
+    assert tokenizer.encode_prompt(content) == expected == tokenizer.encode_messages(messages)
+  shown = library.decode(expected)
+  assert "weather" in shown and "Zürich" in shown and "add" in shown
+  assert not {"weather", "Zürich"} & set(library.decode(load(family).encode_prompt("a")).split('"'))
+
+
+@pytest.mark.parametrize(("family", "template", "text"), SHOWN)
+def test_dialogues_with_tools(load, schemas, family, template, text):
+  """Their tokens are the template's own, and the policy's calls can be read."""
+  tools, path = schemas
+  tokenizer = load(family, template, SMOLLM3 + CONTENT if text else "", tools=path)
+  tokenizer.check_turns(["tool"])
+  call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+  thought = "<think>\nHm\n</think>\n\n" if thought_of(family) else ""
+  ids, end = tokenizer.encode(thought + call), tokenizer.stop_ids[0]
+  assert tokenizer.decode([*ids, end]) == thought + call
+  dialogue = [*tokenizer.encode_prompt("1 + 2?"), *ids, end]
+  dialogue += tokenizer.encode_reply('It is "3".\n\té', "tool", end)
+  messages = [
+    {"role": "user", "content": "1 + 2?"},
+    {"role": "assistant", "content": thought + call},
+    {"role": "tool", "content": 'It is "3".\n\té'},
+  ]
+  expected = tokenizer._tokenizer.apply_chat_template(
+    messages, return_dict=False, add_generation_prompt=True, tools=tools, xml_tools=tools
+  )
+  assert dialogue == expected
+
+
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_r1_distill", "llama3"])
+def test_a_template_without_tools_is_refused(load, schemas, family):
+  with pytest.raises(ValueError, match=r"shows no tools, but .*tools\.json'.* set tools = '' and"):
+    load(family, tools=schemas[1])
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("{", "is not JSON"),
+    ("[]", r"has \[\]; it is a JSON list of schemas"),
+    ('{"name": "f"}', r'has {"name": "f"}; it is a JSON list of schemas'),
+    ('[{"name": "f"}]', r'has {"name": "f"}; it is a JSON list'),
+    ('[{"function": {"name": 5}}]', "it is a JSON list"),
+  ],
+)
+def test_tools_that_are_none(load, tmp_path, text, message):
+  (tmp_path / "t.json").write_text(text)
+  with pytest.raises(ValueError, match=message):
+    load("qwen2_5", tools=str(tmp_path / "t.json"))
+  with pytest.raises(ValueError, match=r"tools = '.*absent.json' cannot be read"):
+    load("qwen2_5", tools=str(tmp_path / "absent.json"))
+
+
+def test_the_python_environment_takes_what_its_schema_says(load):
+  packaged = pathlib.Path(HuggingFaceTokenizer.__init__.__code__.co_filename).parent
+  (schema,) = json.loads((packaged / "tools" / "python.json").read_text(encoding="utf-8"))
+  shown = load("qwen2_5", tools="python")
+  assert json.dumps(schema) in shown.decode(shown.encode_prompt("6 times 7?"))
+  (argument,) = schema["function"]["parameters"]["properties"]
+  call = {"name": schema["function"]["name"], "arguments": {argument: "print(6 * 7)"}}
+  environment = python()
+  environment.reset({}, 0)
+  assert environment.step(f"<tool_call>{json.dumps(call)}</tool_call>").reply == "42"
+
+
+# --- templates that are refused -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -219,7 +339,6 @@ CONTENT = MESSAGES + "{{ m.content }}<|im_end|>\n{% endfor %}" + START
     ),
     ("deepseek_r1_distill", "", "user", "drops thoughts: .*'deepseek_r1_distill_training'"),
     ("gemma", "", "tool", r"replies of role 'tool': .* must alternate .*; or give replies another"),
-    ("llama3_2", "", "tool", "does not write the reply as it is, with replies of role 'tool'"),
     # no separator after earlier turns
     ("qwen2_5", CONTENT.replace("|>\n{% end", "|>{{ '\n' if loop.last }}{% end"), "user", None),
     # another generation prompt after a reply

@@ -440,8 +440,9 @@ def test_a_template_with_today_in_it(folder, caplog):
   ("kwargs", "message"),
   [
     ({"prompt_format": "Chat"}, r"prompt_format = 'Chat' is unknown; choose one of .'plain', 'ch"),
-    ({"system_prompt": "Be brief."}, "'Be brief.' .* belong to the chat format, but .* 'plain'"),
-    ({"chat_template": "a.jinja"}, "'a.jinja' belong to the chat format"),
+    ({"system_prompt": "Be brief."}, "'Be brief.', .* belong to the chat format, but .* 'plain'"),
+    ({"chat_template": "a.jinja"}, "'a.jinja' and tools = '' belong to the chat format"),
+    ({"tools": "python"}, "tools = 'python' belong to the chat format"),
   ],
 )
 def test_bad_arguments(tmp_path, kwargs, message):

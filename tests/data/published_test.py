@@ -242,7 +242,6 @@ HIDDEN = [{"input": "[]\n0\n", "output": "null", "testtype": "functional"}]
   [
     json.dumps(HIDDEN),
     _encoded(HIDDEN),
-    *(_encoded(HIDDEN, lambda cases, p=p: pickle.dumps(json.dumps(cases), p)) for p in (2, 3, 5)),
     _encoded(HIDDEN, lambda cases: json.dumps(cases).encode()),
     HIDDEN,
   ],
@@ -329,7 +328,6 @@ def test_a_pickle_of_anything_but_a_text_is_never_loaded(tmp_path, protocol):
   ("name", "row", "message"),
   [
     ("gsm8k", b'{"question": "How ma', r"line 2 is truncated or not JSON .*Fetch the file again"),
-    ("gsm8k", b"\xff\xfe", "line 2 is truncated or not JSON"),
     ("gsm8k", [1], r"line 2 is not a JSON object: '\[1\]'"),
     ("gsm8k", {"question": "q"}, r"line 2 has no field 'answer', only \['question'\]"),
     ("gsm8k", {"question": " ", "answer": "#### 1"}, "line 2 has question = ' ', expected a text"),
@@ -338,8 +336,6 @@ def test_a_pickle_of_anything_but_a_text_is_never_loaded(tmp_path, protocol):
     ("gsm8k", {"question": "q", "answer": None}, "line 2 has answer = null, expected a value"),
     ("gsm8k", {"question": "\ud83d", "answer": "#### 1"}, "line 2 has half of a surrogate pair"),
     ("math", BOXED | {"level": "hard"}, "line 2 has level = 'hard', expected a number"),
-    ("math", BOXED | {"level": None, "difficulty": "5/8"}, "line 2 has difficulty = '5/8'"),
-    ("math", BOXED | {"problem": ["p"]}, r"line 2 has problem = \"\['p'\]\", expected a text"),
     (
       "aime_2024",
       {"problem": "p", "answer": "1/2"},
@@ -348,22 +344,18 @@ def test_a_pickle_of_anything_but_a_text_is_never_loaded(tmp_path, protocol):
     ("aime_2024", {"problem": "p", "answer": 1, "year": 2023}, "line 2 is from 2023, not 2024"),
     ("mbpp", MBPP | {"task_id": 975}, "line 2 has task_id = 975, expected .* 1 to 974"),
     ("mbpp", MBPP | {"test_list": []}, "line 2 has an empty test_list"),
-    ("mbpp", MBPP | {"test_list": "assert"}, "line 2 has test_list = 'assert', expected a list"),
     ("mbpp", MBPP | {"test_list": ["assert ("]}, "line 2 has a test that is not Python"),
     ("humaneval", HUMANEVAL | {"test": "assert f()"}, r"line 2 has a test without .* check"),
     ("humaneval", HUMANEVAL | {"entry_point": "g"}, "line 2 has a prompt that does not .*'g'"),
     ("livecodebench", _livecodebench("", public_test_cases=[]), "line 2 has no test cases"),
     ("livecodebench", _livecodebench("%"), "line 2 has private_test_.* neither JSON nor base"),
     ("livecodebench", _livecodebench(_encoded(HIDDEN)[:40]), "line 2 has private_.* cut off"),
-    ("livecodebench", _livecodebench('[{"in'), "line 2 has private_test_cases that cannot be deco"),
-    ("livecodebench", _livecodebench("[1]"), "line 2 has private_test_cases that is not a list of"),
     ("livecodebench", _livecodebench("", metadata="{}"), "line 2 .* metadata lacks func_name"),
     (
       "livecodebench",
       _livecodebench([{"input": "", "output": "", "testtype": "stdin"}]),
       "line 2 has tests of types",
     ),
-    ("livecodebench", _livecodebench("", difficulty="hell"), "line 2 has difficulty = 'hell'"),
   ],
 )
 def test_bad_rows_are_named_by_file_and_line(tmp_path, name, row, message):

@@ -128,16 +128,11 @@ def test_a_dataset_for_which_one_answer_is_right_is_warned_of(caplog):
     ({"settings": {"seed": 3}}, "settings has 'seed': set train_seed"),
     ({"settings": {"min_terms": 5, "max_terms": 2}}, "rejects settings .*max_terms must be >="),
     ({"held_out_seed": 1}, "held_out_seed is 1, train_seed 1 .*must differ"),
-    ({"held_out_seed": 2}, "held_out_seed is 2.*warm_start_seed 2"),
-    ({"train_size": 0}, "train_size = 0 is not an integer ≥ 1"),
-    ({"held_out_size": 0}, "held_out_size = 0"),
     ({"warm_start_size": -1}, "warm_start_size = -1"),
     ({"prompt": "{qestion}"}, "no field 'qestion', only .*; did you mean 'question'"),
-    ({"prompt": "{answer}"}, "prompt is '{answer}'"),
     ({"solution": "{"}, "solution is '{', a template"),
     ({"dataset": "maze", "solution": "steps"}, "'maze' has no step-by-step.*chain_sum"),
     ({"dataset": "rush_hour"}, "'rush_hour' gives no answers.*warm_start_size to 0"),
-    ({"dataset": "arc_agi"}, "'arc_agi' cannot be graded in another process"),
   ],
 )
 def test_bad_arguments(kwargs, message):
@@ -353,7 +348,7 @@ def test_reasoning_gym_is_an_extra(monkeypatch):
   monkeypatch.delitem(sys.modules, "reasoning_gym.factory", raising=False)
   graders._load_reasoning_gym_scorer.cache_clear()
   for kind, call in (("task", _reasoning_gym), ("grader", graders.reasoning_gym_self_test)):
-    told = rf'the {kind} reasoning_gym needs .*: pip install "rlvr_jax\[reasoning_gym\]"$'
+    told = rf'the {kind} reasoning_gym needs .*: pip install "rlvr_jax\[reasoning-gym\]"$'
     with pytest.raises(ImportError, match=told):
       call()
 

@@ -69,7 +69,7 @@ def test_the_program_takes_the_command(page, command, in_checkout):
     assert set(base.get_config()) <= set(parsed(command))
     assert flags.FLAGS["workdir"].value.startswith("runs/")
   elif "pip install" in command:
-    extras = re.search(r"\[([\w,]+)\]", command)[1].split(",")
+    extras = re.search(r"\[([\w,-]+)\]", command)[1].split(",")
     assert set(extras) <= set(install_test.distribution().extras_require)
   else:
     program, option, code = shlex.split(command)

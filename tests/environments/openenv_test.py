@@ -22,7 +22,7 @@ from train.dialogues_test import config
 
 from rlvr_jax.commands.train import train
 from rlvr_jax.environments import Turn
-from rlvr_jax.environments.by_name import parse_environment
+from rlvr_jax.environments.by_name import make_environment, parse_environment
 from rlvr_jax.environments.dialogues import EnvironmentPool, EnvironmentStartError, Started
 from rlvr_jax.environments.openenv import fill_in, make_action
 from rlvr_jax.train.setup.build import build
@@ -423,8 +423,12 @@ def test_wrong_arguments_are_told_in_one_line(options, message):
     listening.bind(("127.0.0.1", 0))
     listening.listen()
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    with pytest.raises(EnvironmentStartError, match=re.escape(message)) as error:
-      EnvironmentPool(name(**{"url": url, **options}), deadline_s=1.0)
+    text = name(**{"url": url, **options})
+    with pytest.raises((ValueError, EnvironmentStartError), match=re.escape(message)) as error:
+      if options:
+        make_environment("environment", text)
+      else:
+        EnvironmentPool(text, deadline_s=1.0)
   assert "\n" not in str(error.value)
 
 

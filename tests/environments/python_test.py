@@ -75,6 +75,35 @@ def test_text_without_a_program_ends_the_dialogue(pool):
   assert pool.step(dialogue, "It is 1.").result(WAIT_S) == Turn(done=True)
 
 
+CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(6 * 7)"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+  ("text", "reply"),
+  [
+    (CALL, "42"),
+    ("<think>\n" + CALL.replace("6", "8") + "\n</think>\n\nSo:\n" + CALL, "42"),
+    (CALL.replace("6", "8") + "\n" + CALL, "42"),  # the last of two
+    (CALL.removesuffix("</tool_call>"), "42"),  # a stop string of that name may have ended it
+    (fenced("print(7)") + CALL, "42"),
+    (' {"name": "python", "parameters": {"code": "print(6 * 7)"}}\n', "42"),  # Llama 3
+    ("<tool_call>print(7)</tool_call>", "[the tool call cannot be read: write <tool_call>{"),
+    ("<tool_call>" + "[" * 10**5, "[the tool call cannot be read: write <tool_call>{"),
+    (CALL.replace('"python"', '"bash"'), '[the tool is called "python", and its argument "code"'),
+    (CALL.replace('"code"', '"cmd"'), '[the tool is called "python", and its argument "code"'),
+    ('{"answer": 42}', None),
+    ("<think>\n" + CALL + "\n</think>\n\n42", None),
+    ("<think>\n" + CALL, None),
+  ],
+)
+def test_tool_calls(pool, text, reply):
+  turn = pool.step(start(pool), text).result(WAIT_S)
+  if reply is None:
+    assert turn == Turn(done=True)
+  else:
+    assert turn.role == "tool" and turn.reply.startswith(reply) and not turn.done
+
+
 @pytest.mark.parametrize(
   ("text", "program"),
   [

@@ -1,4 +1,7 @@
-"""What a fleet promises, with threads, toy samplers and objects in memory or in a folder."""
+"""What a fleet promises, with threads and toy samplers that meet in memory; one run in a folder.
+
+Objects in a folder and in a bucket promise the same: see tests/storage/objects_test.py.
+"""
 
 import math
 import threading
@@ -52,9 +55,10 @@ class Fleet:
       assert not thread.is_alive()
 
 
-@pytest.fixture(params=["memory", "folder"])
+@pytest.fixture
 def objects(request, tmp_path):
-  return toy.MemoryObjects() if request.param == "memory" else FolderObjects(tmp_path / "fleet")
+  in_folder = getattr(request, "param", "memory") == "folder"
+  return FolderObjects(tmp_path / "fleet") if in_folder else toy.MemoryObjects()
 
 
 @pytest.fixture
@@ -72,6 +76,7 @@ def assert_complete(store, updates=UPDATES, lag=LAG):
     assert group.samples[0]["prompt"] == f"{number} + {index}?"
 
 
+@pytest.mark.parametrize("objects", ["memory", "folder"], indirect=True)
 def test_samplers_share_a_run_and_end_with_it(fleet, objects):
   samplers = [fleet.start(name) for name in ("a", "b")]
   store = toy.train(toy.trainer(fleet.exchange, fleet.weights), updates=UPDATES)

@@ -52,7 +52,11 @@ FEATURES = pytest.mark.parametrize("feature", ["score", "sampled"])
   ("case", "routes"),
   [
     (dict(make=make_transformer, final_soft_cap=1.5), [dict()]),
-    (dict(make=make_transformer, tied_head=False, temperature=0.6), [dict()]),
+    pytest.param(
+      dict(make=make_transformer, tied_head=False, temperature=0.6),
+      [dict()],
+      marks=pytest.mark.slow,
+    ),
     (dict(soft_cap=2.0, scale=0.3, temperature=1.7), [dict()]),
     # Blocks of 128, the last of them narrower; 256 and a last one; the whole.
     (

@@ -82,8 +82,17 @@ def git(root, *arguments):
 
 @pytest.fixture
 def launch(checkout, monkeypatch, tmp_path, capsys):
-  """Calls the command line in the checkout; returns what it printed."""
+  """Calls the command line in the checkout; returns what it printed.
+
+  A dry run may call gcloud for the list of machines only.
+  """
   monkeypatch.chdir(checkout)
+  gcloud = tmp_path / "bin" / "gcloud"
+  gcloud.parent.mkdir()
+  listed = r"fade\tACTIVE\t1\ntheirs\tACTIVE\t\nwide\tSUSPENDED\t2\n"
+  gcloud.write_text(f"#!/bin/sh\n[ $4 = list ] && printf '{listed}'\n")
+  gcloud.chmod(0o755)
+  monkeypatch.setenv("PATH", str(gcloud.parent), prepend=os.pathsep)
   monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
   def call(arguments, program=()):
@@ -679,7 +688,7 @@ def supervise(states, retries=1, samplers=0):
 
 
 def test_preempted_machines_are_replaced_and_hosts_prepared_again():
-  states = "none WAITING ACTIVE ACTIVE SUSPENDED offline none ACTIVE ACTIVE ACTIVE"
+  states = "none WAITING ACTIVE ACTIVE SUSPENDED offline WAITING ACTIVE ACTIVE ACTIVE"
   told = supervise({"try": states, "try hosts": "running missing finished"})
   begin = ["create try", "scp a.tgz", "ssh try"]
   assert told == [*begin, "delete try", *begin, *begin[1:], "end"]
@@ -688,7 +697,7 @@ def test_preempted_machines_are_replaced_and_hosts_prepared_again():
 def test_a_sampler_that_fails_is_left_alone(capsys):
   states = {"try": "none " + "ACTIVE " * 4, "try hosts": "running running finished"}
   states["try-sampler-0"] = "none FAILED"  # Cloud does not make it
-  states["try-sampler-1"] = "none SUSPENDED none SUSPENDED"  # once more than it is retried
+  states["try-sampler-1"] = "none SUSPENDED SUSPENDED"  # once more than it is retried
   told = supervise(states, samplers=2)
   assert told.count("create try-sampler-1") == 2 and told.count("create try-sampler-0") == 1
   assert "describe try-sampler-0" in told and told[-1] == "end"
@@ -699,9 +708,10 @@ def test_a_sampler_that_fails_is_left_alone(capsys):
   ("states", "hosts", "message"),
   [
     ("none FAILED", "", "Cloud did not make the machines of try"),
-    ("none SUSPENDED none FAILED", "", "Cloud did not make the machines of try"),
-    ("none SUSPENDED none SUSPENDED", "", "after --retries = 1 replacements"),
+    ("none SUSPENDED FAILED", "", "Cloud did not make the machines of try"),
+    ("none SUSPENDED SUSPENDED", "", "after --retries = 1 replacements"),
     ("none WAITING none", "", "were deleted during the run"),
+    ("none SUSPENDED WAITING none", "", "were deleted during the run"),
     ("none ACTIVE ACTIVE", "failed", "try has failed 2 times"),
     ("none ACTIVE ACTIVE", "stopped", "try was stopped: run the same command again"),
     ("offline", "", "no network"),
@@ -710,6 +720,30 @@ def test_a_sampler_that_fails_is_left_alone(capsys):
 def test_a_run_that_cannot_go_on_has_a_message(states, hosts, message):
   with pytest.raises(LaunchError, match=message):
     supervise({"try": states, "try hosts": hosts})
+
+
+def test_preempted_machines_that_stop_deletes_first_do_not_come_back(monkeypatch):
+  def run(self, command):
+    if command[4] == "delete":
+      raise CommandError("NOT_FOUND")
+    self.told.append(command[4])
+
+  monkeypatch.setattr(Cloud, "run", run)
+  with pytest.raises(LaunchError, match="the machines of try were deleted during the run"):
+    supervise({"try": "none ACTIVE SUSPENDED none", "try hosts": "running"})
+
+
+def test_machines_are_requested_again_until_that_works(monkeypatch):
+  fails, create = iter([False, True, False]), tpu_vm.QueuedResource.create
+
+  def create_or_fail(*arguments):
+    if next(fails):
+      raise CommandError("no network")
+    create(*arguments)
+
+  monkeypatch.setattr(tpu_vm.QueuedResource, "create", create_or_fail)
+  told = supervise({"try": "none ACTIVE SUSPENDED none ACTIVE ACTIVE", "try hosts": "finished"})
+  assert told.count("create try") == 2 and told.count("delete try") == 1
 
 
 @pytest.mark.parametrize("text", ["", "Warning: no output"])

@@ -291,6 +291,7 @@ def test_logprobs_of_all_turns_equal_the_trainers():
   )
 
 
+@pytest.mark.slow
 def test_late_replies_and_the_order_of_requests_change_no_bit():
   idle = 0
   for seed in (1, 2, 3):

@@ -119,8 +119,8 @@ def plain_hidden(c, params, tokens):
 @pytest.mark.parametrize(
   "changes",
   [
-    dict(sliding_layers=(SLIDES, FULL), num_layers=2),
-    pytest.param(dict(full_keys_as_values=False), marks=pytest.mark.slow),
+    dict(full_keys_as_values=False),
+    pytest.param(dict(sliding_layers=(SLIDES, FULL), num_layers=2), marks=pytest.mark.slow),
     pytest.param(dict(remat="full", **LONGER), marks=pytest.mark.slow),
   ],
   ids=str,

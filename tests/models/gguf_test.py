@@ -241,6 +241,7 @@ def test_a_full_disk_leaves_no_folder(tmp_path, file, capsys):
   assert said == f"{out} is made from {file}\n{out} was already made from {file}\n"
 
 
+@pytest.mark.slow
 def test_it_is_a_program(tmp_path, file):
   command = [sys.executable, "-m", "rlvr_jax.models.gguf", tmp_path / "none", tmp_path / "out"]
   process = subprocess.run(command, capture_output=True, text=True)

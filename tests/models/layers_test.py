@@ -96,9 +96,10 @@ def test_layers_that_contradict_the_network_are_refused(changes, message):
 # --- values ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "pattern",
-  [CONFIG.sparse_layers, *(pytest.param(x, marks=pytest.mark.slow) for x in PATTERNS.values())],
+  [CONFIG.sparse_layers, *PATTERNS.values()],
   ids=str,
 )
 def test_decoding_layer_by_layer_agrees_with_the_loops(pattern):

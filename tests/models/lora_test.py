@@ -299,6 +299,7 @@ def test_adapters_are_sharded_as_their_kernels():
       assert tuple(pair["b"].spec) == (None, None, columns), name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_a_gradient_holds_neither_gradients_of_kernels_nor_low_rank_products():
   """As the program's products say, and its memory under remat beside that of a full gradient."""

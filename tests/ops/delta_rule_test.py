@@ -45,7 +45,7 @@ def rows(request):
 
 
 def make_tokens(length, heads=2, d_k=4, d_v=3):
-  shape = (len(ROWS), heads, length)
+  shape = (len(ROWS), length, heads)
   keys = jax.random.split(jax.random.key(0), 5)
   unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
   return Tokens(
@@ -57,20 +57,23 @@ def make_tokens(length, heads=2, d_k=4, d_v=3):
   )
 
 
+def packed(tokens, rows):
+  return delta_rows(tokens, rows, lambda tokens: tokens)
+
+
 def one_by_one(tokens, sequences):
-  """o [R, N, L, d_v] by the recurrence, 0 at padding."""
+  """o [R, L, N, d_v] by the recurrence, 0 at padding."""
   longest = max(len(index) for _, index, _ in sequences)
   row = jnp.array([row for row, _, _ in sequences])
   padded = [np.pad(index, (0, longest - len(index))) for _, index, _ in sequences]
-  index = jnp.array(padded)[:, None]
-  of_sequences = lambda x: jax.vmap(lambda x, i: x[:, i[0]])(x[row], index)
-  parts = jax.tree.map(lambda x: jnp.moveaxis(of_sequences(x), 2, 0), tuple(tokens))
+  index = jnp.array(padded)
+  of_sequences = lambda x: jax.vmap(lambda x, i: x[i])(x[row], index)
+  parts = jax.tree.map(lambda x: jnp.moveaxis(of_sequences(x), 1, 0), tuple(tokens))
   state = jnp.zeros((*parts[1].shape[1:], tokens.value.shape[-1]), tokens.value.dtype)
   _, found = jax.lax.scan(lambda s, t: delta_step(s, *t)[::-1], state, parts)
   out = jnp.zeros_like(tokens.value)
   for number, (row, index, first) in enumerate(sequences):
-    of_sequence = jnp.swapaxes(found[first : len(index), number], 0, 1)
-    out = out.at[row, :, index[first:]].set(jnp.swapaxes(of_sequence, 0, 1))
+    out = out.at[row, index[first:]].set(found[first : len(index), number])
   return out
 
 
@@ -78,7 +81,7 @@ def test_rows_equal_the_recurrence_in_value_and_gradient(x64, rows, monkeypatch)
   rows, sequences, length = rows
   monkeypatch.setattr(delta_rule, "CHUNK", 8 if length == 80 else 64)
   tokens = make_tokens(length)
-  real = (rows.prompts >= 0)[:, None, :, None]
+  real = (rows.prompts >= 0)[:, :, None, None]
   weights = jax.random.normal(jax.random.key(1), tokens.value.shape) * real
 
   def value_and_gradient(compute):
@@ -86,7 +89,7 @@ def test_rows_equal_the_recurrence_in_value_and_gradient(x64, rows, monkeypatch)
     gradient, out = jax.jit(jax.grad(loss, has_aux=True))(tokens)
     return jnp.where(real, out, 0), gradient
 
-  found, gradient = value_and_gradient(lambda t: delta_rows(t, rows)[0])
+  found, gradient = value_and_gradient(lambda t: packed(t, rows)[0])
   expected, by_steps = value_and_gradient(lambda t: one_by_one(t, sequences))
   np.testing.assert_allclose(found, expected, atol=1e-12)
   for name in Tokens._fields:
@@ -96,16 +99,16 @@ def test_rows_equal_the_recurrence_in_value_and_gradient(x64, rows, monkeypatch)
 def test_a_last_state_is_that_of_the_last_token_with_an_effect(x64):
   rows, _ = make_rows((((0, 37, ()),), ((0, 37, ()),)), 37)
   lengths = jnp.array([37, 21])
-  real = (jnp.arange(37) < lengths[:, None])[:, None]
+  real = (jnp.arange(37) < lengths[:, None])[..., None]
   tokens = make_tokens(37)
   tokens = tokens._replace(
     decay=jnp.where(real, tokens.decay, 0), strength=jnp.where(real, tokens.strength, 0)
   )
-  _, states = delta_rows(tokens, rows)
+  _, states = packed(tokens, rows)
   for row, length in enumerate(lengths.tolist()):
     state = jnp.zeros_like(states[row])
     for t in range(length):
-      _, state = delta_step(state, *(x[row, :, t] for x in tokens))
+      _, state = delta_step(state, *(x[row, t] for x in tokens))
     np.testing.assert_allclose(states[row], state, atol=1e-12)
 
 
@@ -126,8 +129,8 @@ def test_equal_keys_of_full_strength_keep_their_digits():
   """The inverse of a matrix of ones, whose powers have entries up to 10^18."""
   length = 64
   rows, _ = make_rows((((0, length, ()),),), length)
-  ones = jnp.ones((1, 1, length))
-  key = jnp.ones((1, 1, length, 1))
-  value = jnp.arange(length, dtype=jnp.float32).reshape(1, 1, length, 1)
-  out, _ = delta_rows(Tokens(key, key, value, 0 * ones, ones), rows)
+  ones = jnp.ones((1, length, 1))
+  key = jnp.ones((1, length, 1, 1))
+  value = jnp.arange(length, dtype=jnp.float32).reshape(1, length, 1, 1)
+  out, _ = packed(Tokens(key, key, value, 0 * ones, ones), rows)
   np.testing.assert_allclose(out, value, atol=1e-4)  # each value takes the place of the one before

@@ -137,8 +137,7 @@ def head_case(seed, P=8, T=3, D=8, of_teacher=16, vocabulary=32):
   return student, teacher, tokens, normal(3, P, T)
 
 
-@pytest.mark.parametrize("wanted", [False, True])
-@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize(("on_mesh", "wanted"), [(False, False), (True, True)])
 def test_chunks_and_meshes_give_the_value_and_the_gradient_of_all_at_once(on_mesh, wanted):
   """Beside log-probabilities and entropies; the teacher has another width, cap and temperature."""
   (hidden, kernel), (of_teacher, teacher_kernel), tokens, weights = head_case(4)

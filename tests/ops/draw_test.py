@@ -147,8 +147,10 @@ def test_one_probable_token_beside_many_rare_ones(rare, logit):
 @pytest.mark.parametrize(
   ("sampling", "vocabulary"),
   [
-    *((x, 300) for x in (Sampling(top_k=3), Sampling(top_p=0.6), Sampling(min_p=0.2), PLAIN)),
-    (PLAIN, 512),  # whole blocks
+    *((x, 300) for x in (Sampling(top_k=3), Sampling(min_p=0.2))),
+    pytest.param(Sampling(top_p=0.6), 300, marks=pytest.mark.slow),
+    pytest.param(PLAIN, 300, marks=pytest.mark.slow),
+    pytest.param(PLAIN, 512, marks=pytest.mark.slow),  # whole blocks
   ],
 )
 def test_excluded_tokens_are_never_drawn(sampling, vocabulary):

@@ -1,6 +1,7 @@
 """Random batches, metric values, and one way to run a loss, for all tests."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,11 @@ def poison(policy_logprobs, batch, fill):
 
 def evaluate(loss, policy_logprobs, batch, coefficients, *, how="token_mean", veto=None):
   """One update's loss as the step computes it: ((value, metrics), gradient), in one program."""
+  return _program(loss, how, veto)(policy_logprobs, batch, coefficients)
 
+
+@functools.lru_cache(maxsize=64)
+def _program(loss, how, veto):
   def value(policy_logprobs, batch, coefficients, statistics):
     losses, metrics = loss.per_token(policy_logprobs, batch, coefficients, statistics)
     mask = batch.mask
@@ -109,7 +114,7 @@ def evaluate(loss, policy_logprobs, batch, coefficients, *, how="token_mean", ve
     statistics = loss.statistics and loss.statistics(*case)
     return jax.value_and_grad(value, has_aux=True)(*case, statistics)
 
-  return run(policy_logprobs, batch, coefficients)
+  return run
 
 
 def metric_value(metric):

@@ -50,8 +50,6 @@ def test_hyper_parameters_reach_a_grader_and_its_self_test_in_the_workers(own):
   [
     ("near(tolerence=1)", r"near takes no 'tolerence'; .*near takes \['tolerance'\]"),
     ("near(completion='7')", "completion of .*near comes from the run; leave it out"),
-    ("neer", "has no function 'neer'; did you mean one of .*'near'"),
-    ("factory(tolerance=1)", r"is called with \(completion, reference\) .* too many positional"),
   ],
 )
 def test_what_a_user_s_module_lacks_is_told_when_workers_start(own, text, message):

@@ -100,7 +100,7 @@ KILLED = {name: (name, {}) for name in SCHEDULES} | {
 }
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [13, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KILLED)
 def test_a_killed_run_repeats_itself(tmp_path, name, every):
   """Killed before or after any call of the store, it goes on from an earlier checkpoint."""
@@ -174,8 +174,9 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("is_missing", [False, True])
-@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize(
+  ("name", "is_missing"), [*((name, False) for name in DAMAGED), ("stages", True)]
+)
 def test_of_a_damaged_batch_and_all_later_ones_the_damaged_one_is_sampled_again(
   tmp_path, name, is_missing
 ):
@@ -249,8 +250,9 @@ def test_take_says_once_that_it_begins_to_wait(tmp_path):
 # --- a thread -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("new_weights", CHOICES)
-@pytest.mark.parametrize("max_lag", [0, 1, 4])
+@pytest.mark.parametrize(
+  ("max_lag", "new_weights"), [(0, FINISH), *((4, choice) for choice in CHOICES)]
+)
 def test_a_thread_keeps_the_bound_of_the_lag(tmp_path, max_lag, new_weights):
   sampler = dict(new_weights=new_weights)
   world = World(tmp_path, threaded=True, waits_for_all=False, sampler=sampler)
@@ -279,8 +281,9 @@ def test_a_killed_run_with_a_thread_goes_on(tmp_path):
   assert at > 20
 
 
-@pytest.mark.parametrize("new_weights", CHOICES)
-@pytest.mark.parametrize("max_draws", [0, 9])
+@pytest.mark.parametrize(
+  ("max_draws", "new_weights"), [(9, FINISH), *((0, choice) for choice in CHOICES)]
+)
 def test_a_recorded_run_is_repeated_bit_for_bit(tmp_path, new_weights, max_draws):
   """With the versions that the clock has given to its tokens.
 

@@ -163,15 +163,16 @@ def test_the_first_turn_is_that_of_a_run_without_dialogues():
       assert first == other.lengths[g]
 
 
-@pytest.mark.parametrize(("delays", "cache_format"), [(1, ""), (2, ""), (1, "int8")])
+@pytest.mark.parametrize(
+  ("delays", "cache_format"), [(1, ""), pytest.param(1, "int8", marks=pytest.mark.slow)]
+)
 def test_a_reply_may_come_at_any_time(delays, cache_format):
   found = _serve(128, 12, Dialogue(delays=delays), cache_format=cache_format)
   _assert_equal(found, _dialogues(cache_format=cache_format))
 
 
-@pytest.mark.parametrize(
-  "slots", [4, pytest.param(1, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 4, 64])
 def test_the_record_does_not_depend_on_delays_at_other_numbers_of_slots(slots):
   expected = _serve(128, slots, Dialogue())
   _assert_equal(_serve(128, slots, Dialogue(delays=3)), expected)
@@ -236,6 +237,7 @@ def test_logprobs_of_all_turns_equal_the_trainers():
   assert sampled.sum() > 100 and difference.max() < 1e-5
 
 
+@pytest.mark.slow
 def test_every_place_of_a_dialogue_has_its_routes():
   """Those of replies too, in a cache that is computed anew or behind it; and delays change none."""
   config = dataclasses.replace(CONFIG, num_experts=8, experts_per_token=2, expert_width=16)

@@ -369,6 +369,7 @@ def test_bits_do_not_depend_on_the_program_that_decodes():
   _assert_equal(_serve(other, long), later)
 
 
+@pytest.mark.slow
 def test_the_next_burst_is_compiled_while_one_runs():
   requests, _, expected = _by_a_long_engine()
   engine = _long_engine(compiles_ahead=True)
@@ -565,7 +566,9 @@ def test_a_burst_of_longer_responses_is_no_longer_program():
 
 
 @pytest.mark.usefixtures("no_compilation_cache")
-@pytest.mark.parametrize(("cache_format", "dtype"), [("", "f32"), ("int8", "s8")])
+@pytest.mark.parametrize(
+  ("cache_format", "dtype"), [("", "f32"), pytest.param("int8", "s8", marks=pytest.mark.slow)]
+)
 def test_the_caches_are_written_in_place(cache_format, dtype):
   """No instruction of the compiled burst copies a layer's keys or values.
 

@@ -10,6 +10,7 @@ NUMBER = "pattern(regex='^[0-9]+$')"
 FIELDS = dict(advantage="gdpo(weights=(1.0, 0.5))", grading__extra=((NUMBER, 0.1),), num_updates=2)
 
 
+@pytest.mark.slow
 def test_updates_get_the_scores_of_each_grader(tmp_path):
   train(build(tiny.config(**FIELDS)), tmp_path)
   for record in tiny.records(tmp_path, "train"):

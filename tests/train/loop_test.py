@@ -156,16 +156,6 @@ def test_the_seed_decides_everything(run, parts, workdirs):
 
 
 @pytest.mark.slow
-def test_another_seed_is_another_run(run, parts, workdirs):
-  workdir = workdirs / "seed"
-  train(dataclasses.replace(parts, config=tiny.config(seed=1, num_updates=4)), workdir)
-  ours, other = tiny.records(run[0], "train"), tiny.records(workdir, "train")
-  for a, b in zip(ours[:4], other, strict=True):
-    assert a["policy/entropy"] != b["policy/entropy"]
-  assert tiny.rollouts(workdir) != tiny.rollouts(run[0])
-
-
-@pytest.mark.slow
 def test_a_mesh_gives_the_metrics_of_one_device(run, mesh_run):
   ours, theirs = tiny.records(run[0]), tiny.records(mesh_run[0])
   assert [r["step"] for r in ours] == [r["step"] for r in theirs]

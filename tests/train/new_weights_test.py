@@ -1,10 +1,7 @@
 """Runs whose weights change within responses: versions, lags and checks are per token."""
 
 import functools
-import json
-import pathlib
 import shutil
-import tempfile
 
 import numpy as np
 import pytest
@@ -128,40 +125,9 @@ def test_a_run_is_repeated_without_the_clock(setting, run, tmp_path):
   assert_repeats(tmp_path / "again", run(setting))
 
 
-def with_sources(**fields):
-  sources = dict(fraction=0.5, temperature=1.5, recorded="sampled")
-  return config(sources__temperature=sources, **fields)
-
-
 def with_replayed_routes(**fields):
   mixture = routes_test.MIXTURE
   return config(model__overrides=mixture, model__routing="replayed", **fields)
-
-
-@functools.cache
-def own_lines():
-  """A folder with problems of one's own."""
-  folder = tempfile.TemporaryDirectory()
-  lines = [dict(prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(6) for b in range(6)]
-  path = pathlib.Path(folder.name) / "sums.jsonl"
-  path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-  return folder  # which removes it at the end
-
-
-def with_curriculum(**fields):
-  """Which problems a batch has depends on which batches had been graded by then."""
-  own = dict(train=f"{own_lines().name}/sums.jsonl", held_out_size=4, solution="{answer}",
-             grader="rewards.user_graders:unhurried", warm_start_size=20)  # fmt: skip
-  changed = config(**fields)
-  parts = dict(mine=dict(name="jsonl", kwargs=own))
-  with changed.unlocked():
-    changed.task = dict(name="curriculum", kwargs=dict(parts=parts, rate=1.0, floor=0.5))
-  return changed
-
-
-def with_dynamic_sampling(**fields):
-  """Groups that are all right or all wrong are dropped, whatever versions they have."""
-  return config(dynamic_sampling__enabled=True, warm_start__num_steps=40, **fields)
 
 
 def with_dialogues(**fields):
@@ -173,12 +139,8 @@ def with_dialogues(**fields):
 @pytest.mark.parametrize(
   ("setting", "make"),
   [
-    ("switch", with_sources),
     ("recompute", with_replayed_routes),
-    ("recompute", with_curriculum),
-    ("switch", with_dynamic_sampling),
     ("switch", with_dialogues),
-    ("recompute", with_dialogues),
   ],
 )
 def test_other_kinds_of_runs_are_repeated(setting, make, tmp_path):
@@ -190,8 +152,6 @@ def test_other_kinds_of_runs_are_repeated(setting, make, tmp_path):
   with RolloutStore(tmp_path / "run" / "rollouts", writable=False) as store:
     infos = [store.info(number) for number in store.numbers()]
   assert any(len(info["versions"]) > 1 for info in infos)
-  if make is with_dynamic_sampling:
-    assert any(info["draws"] > 1 for info in infos)
 
 
 def lose(workdir, *, checkpoints_after, batches_from):
@@ -213,15 +173,6 @@ def test_after_a_kill_the_newest_policies_go_on(tmp_path):
   train(build(config(**again)), tmp_path / "run")
   assert [path.read_bytes() for path in kept] == before
   assert check_store(tmp_path / "run")[0] == UPDATES
-
-
-@pytest.mark.slow
-def test_after_a_kill_a_repeated_run_begins_again_and_reads_its_store(run, tmp_path):
-  again = lambda: build(repeated(run("switch"), "switch", checkpoint__every=1))
-  train(again(), tmp_path / "again")
-  lose(tmp_path / "again", checkpoints_after=4, batches_from=5)
-  train(again(), tmp_path / "again")
-  assert_repeats(tmp_path / "again", run("switch"))
 
 
 @pytest.mark.slow

@@ -134,6 +134,7 @@ def test_a_reweighting_beside_it_reads_the_same_gram_matrix():
   assert relative_distance(gradient, other) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_step_reports_the_estimator_s_metrics():
   method, batch = _method("otb"), make_batch(np.float64)
   state = initial_state(method, _params(), jnp.float64(1.0))

@@ -159,12 +159,10 @@ def test_replay_removes_what_routing_adds_to_rounding():
 # --- rows and updates -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("normalized", "rows"),
-  [
-    (True, dict(rows=2, alignment=2)),
-    pytest.param(False, dict(several=False), marks=pytest.mark.slow),
-  ],
+  [(True, dict(rows=2, alignment=2)), (False, dict(several=False))],
   ids=str,
 )
 def test_replaying_the_own_routes_is_recomputing(normalized, rows):

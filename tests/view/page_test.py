@@ -82,6 +82,11 @@ def page(tmp_path_factory):
   evaluation = {"eval/pass@1": 0.5, "eval/pass@1_low": 0.4, "eval/pass@1_high": 0.6}
   records += [{"step": step, "phase": "eval", **evaluation} for step in (0, 30)]
   batches = [made.batch(), made.batch(), [dialogue(0)]]
+  for sample in batches[2][0].samples:
+    sample["messages"] = [
+      {"role": "system", "content": f"Find it. {made.ATTACK}"},
+      {"role": "user", "content": "Go."},
+    ]
   lengths = np.stack([group.arrays["mask"].sum(-1) for group in batches[0]])
   count = int(lengths.sum())
   of_tokens = dict(
@@ -99,6 +104,10 @@ def page(tmp_path_factory):
   base = {"num_updates": 9}
   write.write_page(folder / "one.html", runs[:1], base, [[0, 2]])
   write.write_page(folder / "two.html", runs, base, [[0, 1, 2], [0, 1]])
+  damaged = made.write_run(folder / "damaged", measured=measured, records=records)
+  path = damaged / "geometry" / "000000.npz"
+  path.write_bytes(path.read_bytes()[:99])
+  write.write_page(folder / "damaged.html", [read.open_run(damaged)], base, [[0]])
   return folder
 
 
@@ -185,13 +194,30 @@ def test_colours_are_those_that_were_stored(browser, page, pictures):
   for name in ("expert", "turn", "version", "mask", "logprob"):
     browser.choose("colour", name)
     browser.wait("document.querySelectorAll('.answer .t').length === 10")
-  assert [*browser.run("[...document.querySelectorAll('.turn')].map((t) => t.className)")][:3] == [
-    "turn policy", "turn environment", "turn policy"
-  ]  # fmt: skip
-  assert "score 0.5" in text(browser, ".turn")
+  turns = browser.run("[...document.querySelectorAll('.answer .turn')].map((t) => t.className)")
+  assert turns[:3] == ["turn policy", "turn environment", "turn policy"]
+  assert "score 0.5" in text(browser, ".answer .turn")
   browser.choose("colour", "expert")
   browser.choose("layer", "1")
   browser.picture(pictures / "dialogue.png")
+
+
+def test_a_prompt_of_messages_is_a_conversation(browser, page, pictures):
+  browser.open(f"file://{page}/one.html")
+  browser.go("#group/0/2/0")
+  roles = browser.run("[...document.querySelectorAll('.question .who')].map((n) => n.innerText)")
+  assert roles == ["system", "user"] and made.ATTACK in text(browser, ".question .turn")
+  browser.picture(pictures / "messages.png")
+  browser.go("#batch/0/2")
+  browser.run("(() => { const s = document.getElementById('search'); s.value = 'go.';"
+              " s.dispatchEvent(new Event('input')); })()")  # fmt: skip
+  browser.wait("document.querySelectorAll('.row').length === 1")
+
+
+def test_a_damaged_measurement_is_said(browser, page):
+  browser.open(f"file://{page}/damaged.html")
+  browser.go("#group/0/0/0")
+  assert "are not shown: " in text(browser, ".colours") and "damaged" in text(browser, ".colours")
 
 
 def test_filters_and_keys(browser, page):

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from view import made
 
+from rlvr_jax.data import ByteTokenizer
+from rlvr_jax.data.by_name import make_tokenizer
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.view import read
 
@@ -272,12 +274,53 @@ def test_what_an_update_found_at_each_token(tmp_path):
   assert "ratio" not in part.header["groups"][0]
 
 
+@pytest.fixture(name="chat_model")
+def _chat_model(tmp_path):
+  """The folder of a tokenizer of bytes with a chat template."""
+  (tmp_path / "model").mkdir()
+  for name, content in ByteTokenizer().huggingface_files().items():
+    (tmp_path / "model" / name).write_bytes(content)
+  template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}[assistant]"
+  (tmp_path / "model" / "chat_template.jinja").write_text(template)
+  return str(tmp_path / "model")
+
+
+def test_prompts_of_a_chat_have_their_roles(tmp_path, chat_model):
+  """Messages as they were given, a question as the user's, and what the policy read of them."""
+  told = [{"role": "user", "content": "3 *"}, {"role": "assistant", "content": "And?"}]
+  told.append({"role": "user", "content": "4 ="})
+  groups = made.batch()
+  for sample in groups[1].samples:
+    sample |= {"prompt": "3 *\nAnd?\n4 =", "messages": told}
+  text = "[system]Be brief.<|end|>[user]3 * 4 =<|end|>[assistant]"
+  fields = {"tokenizer": chat_model, "prompts.format": "chat", "prompts.system": "Be brief."}
+  tokenizer = make_tokenizer(chat_model, made.config(**fields).prompts, "")
+  ids = np.array([256, *tokenizer.encode_prompt("3 * 4 =")], np.int32)  # the first one is padding
+  arrays = {"prompts.tokens": ids, "prompts.lengths": np.array(len(ids) - 1, np.int32)}
+  groups[0] = groups[0]._replace(arrays=groups[0].arrays | arrays)
+  groups[1] = groups[1]._replace(arrays=groups[1].arrays | arrays)
+  run = read.open_run(made.write_run(tmp_path / "run", batches=[groups], **fields))
+  first, second = read.read_batch(run, 0).header["groups"]
+  system = {"role": "system", "content": "Be brief."}
+  assert first["messages"] == [system, {"role": "user", "content": "3 * 4 ="}]
+  assert first["as_read"] == text and second["messages"] == [system, *told]
+  assert all("messages" not in x for x in read.read_batch(run, 0).header["samples"])
+  plain = read.open_run(made.write_run(tmp_path / "plain", batches=[groups]))
+  first, second = read.read_batch(plain, 0).header["groups"]
+  assert "messages" not in first and second["messages"] == told and "as_read" not in second
+
+
 def test_a_measurement_of_other_rollouts_is_not_shown(tmp_path):
   groups = made.batch()
   wrong = (0, np.eye(4), np.ones((2, 2)), np.ones((2, 2)), np.ones((2, 2)), {})
   folder = made.write_run(tmp_path / "run", batches=[groups], measured=[wrong])
   part = read.read_batch(read.open_run(folder), 0)
   assert part.header["measured"] is None and "coefficient" not in part.arrays
+  assert part.header["unread"] == "the measurement before update 1 is of other rollouts"
+  path = folder / "geometry" / "000000.npz"
+  path.write_bytes(path.read_bytes()[:99])
+  part = read.read_batch(read.open_run(folder), 0)
+  assert part.header["unread"].startswith(f"{path} is damaged (") and "ratio" not in part.arrays
 
 
 def test_a_gram_matrix_that_says_nothing(tmp_path):

@@ -75,10 +75,7 @@ def test_a_failure_ends_its_session():
         _ask(pool, session, "add", 1)
 
 
-@pytest.mark.parametrize(
-  "line",
-  ["[1]", "junk", '{"event": "ask"}', '{"event": "result", "session": 1000000}', '"x"', "{}"],
-)
+@pytest.mark.parametrize("line", ["junk", '{"event": "result", "session": 1000000}', "{}"])
 def test_a_broken_protocol_costs_its_request(line):
   with _pool() as pool:
     other = Session()

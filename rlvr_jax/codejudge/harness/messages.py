@@ -163,7 +163,7 @@ def error_message(error: BaseException) -> dict[str, Any]:
 
 
 def as_builtin(name: Any, text: Any) -> Exception:
-  """The builtin exception of a name; RuntimeError for other names, and for those that end loops."""
+  """The builtin exception of a name; RuntimeError for other names and for ends of loops."""
   kind = getattr(builtins, str(name), None)
   ends_a_loop = (StopIteration, StopAsyncIteration)
   if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends_a_loop):

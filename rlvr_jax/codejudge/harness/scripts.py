@@ -32,7 +32,7 @@ def serve_cases(channel: socket.socket, sources: Sequence[str]) -> None:
 
 
 def serve_last(channel: socket.socket, sources: Sequence[str]) -> None:
-  """As `serve_cases`, for the last source; those before it run first, with no output."""
+  """Serves cases of the last source, as `serve_cases`; earlier ones run first, without output."""
   _serve(channel, sources[:-1], sources[-1:])
 
 

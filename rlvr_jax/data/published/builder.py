@@ -114,7 +114,7 @@ class Records:
   Attributes:
     dataset: data set of the records.
     split: name of the split.
-    keys: U16[N], `question_key` of each.
+    keys: U16[N], `question_key` of each question.
     difficulty: f64[N]; NaN where unknown.
     characters: i64[N], length of the question in characters.
     has_solution: bool[N], whether a solution is published.

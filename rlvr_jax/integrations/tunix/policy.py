@@ -28,15 +28,15 @@ def policy_loss(loss: Loss, *, negative_veto: Veto | None = None) -> PolicyLoss:
   `kl_clamp_value` like Tunix's own loss; `epsilon` and `loss_algo` have no effect. The behavior
   policy is that of `old_per_token_logps`, which Tunix records if num_iterations > 1. Without these
   log-probabilities it is the policy itself, so that all ratios are 1. Batch statistics, such as
-  P3O's effective sample size, are those of the batch that Tunix passes to the loss: leave
+  P3O's effective sample size, are computed on the batch that Tunix passes to the loss: leave
   `train_micro_batch_size` unset, or set it to `mini_batch_size`.
 
   Args:
     loss: policy loss, such as `losses.p3o()`.
     negative_veto: veto, such as `ops.veto.negative_advantage_veto()`; None for none.
   Returns:
-    A function for Tunix's `register_policy_loss_fn`. Its metrics are those of Tunix's learner and
-    those of the loss.
+    A function for Tunix's `register_policy_loss_fn`. Its metrics are the learner's of Tunix
+    and the loss's.
   Raises:
     ValueError: the loss needs log-probabilities that Tunix does not record; at trace time, the
       batch is packed, has importance weights, or does not consist of complete groups.

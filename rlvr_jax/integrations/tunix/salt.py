@@ -107,7 +107,7 @@ def salt_coefficients(
 ) -> tuple[Array, Metrics]:
   """SALT's coefficients for a batch of Tunix, which replace its advantages.
 
-  Runs the model once without a gradient. The Gram matrix is that of the head's per-rollout
+  Runs the model once without a gradient. The Gram matrix is computed from the head's per-rollout
   gradients at the parameters of `model`, over the rollouts of `train_example`.
 
   Args:

@@ -60,7 +60,7 @@ class Checkpointer:
     """Opens or creates `directory`, and removes what a killed save left behind.
 
     Args:
-      directory: contains one directory per saved step, and those of damaged ones; may be in a
+      directory: contains one directory per saved step, damaged steps included; may be in a
         bucket.
       keep: number of latest checkpoints to keep, ≥ 1; the one with the highest `metric` is kept
         too, as is that of `keep_at_or_before` in `save`.
@@ -153,7 +153,7 @@ class Checkpointer:
 
     Args:
       abstract_state: the state's structure: a pytree of `jax.ShapeDtypeStruct` with shardings
-        (or of arrays), which may differ from those of the saved state.
+        (or of arrays), which may differ from the saved state's.
     Raises:
       TornCheckpointError: there are checkpoints, and all are damaged.
       ForeignCheckpointError: a checkpoint is of another program, or of a state with another
@@ -204,7 +204,7 @@ class Checkpointer:
         raise
 
   def wait(self) -> None:
-    """Blocks until the current save is committed, and removes those that are not kept any more.
+    """Blocks until the current save is committed, and removes checkpoints that are not kept.
 
     Raises:
       DiskFullError, CheckpointError: the save has failed.
@@ -253,7 +253,7 @@ class Checkpointer:
   def _open(self) -> list[tuple[int, float | None]]:
     """Removes what killed saves and removals left; returns (step, metric) of the checkpoints.
 
-    Those whose manifest cannot be read have no metric; `intact` reports them.
+    Checkpoints whose manifest cannot be read have no metric; `intact` reports them.
     """
     if self._bucket is not None:
       names = self._bucket.names()

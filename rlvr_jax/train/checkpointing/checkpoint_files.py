@@ -153,7 +153,7 @@ def read_state(
   """Loads a checkpoint and verifies every array.
 
   Args:
-    directory: of one step.
+    directory: the directory of one step.
     abstract_state: see `Checkpointer.restore`.
     if_other: remedy for a ForeignCheckpointError, a sentence.
     verifies: False: the state is left to `verify_state`. A thread of one of several processes must
@@ -180,7 +180,7 @@ def read_state(
 
 
 def verify_state(directory: pathlib.Path, state: object) -> None:
-  """Verifies every leaf of what `read_state` has loaded; all processes call it together.
+  """Verifies every leaf of the state that `read_state` loaded; all processes call it together.
 
   Raises:
     TornCheckpointError: files are truncated, changed or missing.
@@ -202,8 +202,8 @@ def read_field(field: str, directory: pathlib.Path, abstract: Tree) -> Tree:
 
   Args:
     field: such as "params"; a checkpoint may consist of parameters alone.
-    directory: of one step.
-    abstract: the field's structure, as that of the state in `Checkpointer.restore`.
+    directory: the directory of one step.
+    abstract: the field's structure, as for the state in `Checkpointer.restore`.
   Returns:
     The field, with the shardings of `abstract`.
   Raises:

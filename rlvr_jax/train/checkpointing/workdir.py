@@ -18,6 +18,8 @@ from rlvr_jax.train.checkpointing.claim import BucketClaim, WorkdirError
 from rlvr_jax.train.cluster import multihost
 
 LAYOUT_FILE = "layout.json"  # the machine of the process that last started or resumed a run
+_EMPTY = '""'  # an empty text, as JSON
+_RENAMED_TASK = "experiments.pretrained.task:sums"
 # Files that a run writes after its configuration; without warm_start, which users may copy.
 _RUN_FILES = ("checkpoints", "rollouts", "metrics.jsonl", "problems.jsonl")
 
@@ -166,10 +168,15 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
     for name, before, now in differing_fields(old, new, may_differ)
   ]
   if lines:
+    renamed = ""
+    if _RENAMED_TASK in json.dumps(old.get("task")):
+      renamed = (
+        f"\n{_RENAMED_TASK} is called sums now: write sums in its place in {folder}/config.json."
+      )
     raise WorkdirError(
       f"{folder} belongs to a run with another configuration:\n" + "\n".join(lines) + "\n"
       "Use another --workdir, or the configuration of that run. A field that is absent in the"
-      " workdir is newer than that run, which only its own version can resume."
+      f" workdir is newer than that run, which only its own version can resume.{renamed}"
     )
   if new != old and new.get("fleet", {}).get("samplers", False):
     _write_config(path, new)
@@ -186,14 +193,15 @@ def differing_fields(
   """(dotted name, old value, new value) of the fields of a configuration that differ.
 
   Args:
-    old, new: JSON objects.
+    old, new: JSON objects. A field that one of them lacks is equal to an empty text, by which the
+      configuration says that something is not used.
     may_differ: dotted names of fields, or of groups of fields, that are left out.
   """
   old_fields, new_fields = dict(_flatten(old)), dict(_flatten(new))
   return [
     (name, old_fields.get(name, "absent"), new_fields.get(name, "absent"))
     for name in sorted(old_fields.keys() | new_fields.keys())
-    if old_fields.get(name) != new_fields.get(name)
+    if old_fields.get(name, _EMPTY) != new_fields.get(name, _EMPTY)
     and not any(name == field or name.startswith(f"{field}.") for field in may_differ)
   ]
 

@@ -72,7 +72,7 @@ class _Ended:
     self._lock, self._processes = threading.Lock(), set[int]()
 
   def add(self, *processes: int, unless: int | None = None) -> bool:
-    """Adds processes; returns whether one of them, or `unless`, was known before."""
+    """Adds processes; returns whether one of these, or `unless`, was known before."""
     with self._lock:
       known = not self._processes.isdisjoint({*processes, unless})
       self._processes |= {*processes}
@@ -256,7 +256,7 @@ def connect(address: Address, process: int) -> _Connection:
 
 
 def _shake_hands(connected: socket.socket, token: str, process: int) -> int | None:
-  """Sends the index of this process; returns that of the peer, None if it is not of this run."""
+  """Sends the index of this process; returns the peer's, None if the peer is of another run."""
   connected.settimeout(_HANDSHAKE_S)
   line = b""
   with contextlib.suppress(OSError):

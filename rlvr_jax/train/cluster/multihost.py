@@ -53,7 +53,7 @@ _phase = contextvars.ContextVar("phase", default="the start")
 
 
 class OtherProcessError(RuntimeError):
-  """Another process of the run failed; the message is that of its error."""
+  """Another process of the run failed; the message is its error's."""
 
 
 def initialize(
@@ -142,7 +142,7 @@ def exchange(value: JSON) -> list[Any]:
   Args:
     value: a JSON value; floats are exchanged exactly. One process keeps any object.
   Returns:
-    The values of all processes, in order of process id.
+    Gathers a value from every process; returns the values in order of process id.
   Raises:
     ControlError: another process did not call it in time; the message names the phase.
   """
@@ -234,7 +234,7 @@ def silence_all_but_first() -> Iterator[None]:
 
 
 def leave(failure: str = "") -> None:
-  """Announces the end of this process to the others, which end too if it is a failure."""
+  """Announces the end of this process to the other processes, which end too after a failure."""
   _left.set()
   _channel.leave(failure)
 

@@ -14,19 +14,20 @@ from rlvr_jax.types import Params, TrainBatch, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """The devices of a run, and the shapes, dtypes and shardings of what lies on them.
+  """The devices of a run, and the shapes, dtypes and shardings of its arrays.
 
   Attributes:
-    mesh: that makes updates and evaluates.
-    generation_mesh: that generates rollouts; `mesh` itself, or that of `config.generation_mesh`.
+    mesh: the mesh that makes updates and evaluates.
+    generation_mesh: the generation mesh that generates rollouts; `mesh` itself, or the mesh of
+      `config.generation_mesh`.
     compared_mesh: where sampler and trainer are compared: `mesh`, if the policy that samples is on
-      its devices; otherwise those of `generation_mesh`.
-    row_layout: of the rollouts of a training batch.
-    compared_layout: of the rows in which sampler and trainer are compared.
+      its devices; otherwise the devices of `generation_mesh`.
+    row_layout: the row layout of the rollouts of a training batch.
+    compared_layout: the compared layout of the rows in which sampler and trainer are compared.
     state: the train state, as shapes, dtypes and shardings.
     base: all parameters of the network, likewise.
     frozen: the parameters that are not trained, likewise; {} if all are trained.
-    teachers: of each teacher, likewise, the parameters that only it has.
+    teachers: by teacher, likewise, the parameters that only this teacher has.
     scored_groups: groups that a forward pass on the devices that generate takes at most.
   """
 

@@ -64,7 +64,7 @@ class _Malloc(ctypes.Structure):
 
 
 def return_freed_memory() -> None:
-  """Returns what `keep_freed_memory` has kept to the kernel, if that is much.
+  """Returns memory that `keep_freed_memory` has kept to the kernel, if it is much.
 
   The buffer of a program is one piece, which may find no place between what other programs have
   left, so that kept memory adds up over the phases of an update. Small networks keep all of it: at
@@ -98,7 +98,7 @@ def lacks_bfloat16(info: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> bool:
 
 
 def quiet_compiler() -> None:
-  """Silences what XLA logs as errors on a CPU although it is none, such as a slow compilation.
+  """Silences messages that XLA logs as errors on a CPU wrongly, such as a slow compilation.
 
   What ends a compilation is raised all the same. TF_CPP_MIN_LOG_LEVEL goes first, and several
   processes keep the log, which says why one has lost the others.
@@ -145,7 +145,7 @@ def memory_limit() -> int:
 
 
 def enable_compilation_cache(workdir: str) -> None:
-  """Keeps what jax compiles, so that a resumed run does not compile again.
+  """Caches compiled programs, so that a resumed run does not compile again.
 
   JAX_COMPILATION_CACHE_DIR goes before the folder of `compilation_cache`.
   JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
@@ -166,9 +166,9 @@ def compilation_cache(workdir: str, backend: str, processes: int) -> str:
   its workdir, which all its hosts access: process 0 writes, all read.
 
   Args:
-    workdir: of the run.
+    workdir: the workdir of the run.
     backend: "tpu", "gpu" or "cpu".
-    processes: of the run.
+    processes: the processes of the run.
   """
   of_run = os.path.join(workdir, "compilation_cache")
   if backend == "cpu" or processes > 1:

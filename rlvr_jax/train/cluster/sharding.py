@@ -78,7 +78,7 @@ def make_mesh(
       devices.
     field: name of the configuration field, for messages.
     skipped: number of devices that belong to another mesh.
-    devices: devices to choose from, which need not exist; None: those of this run.
+    devices: devices to choose from, which need not exist; None: this run's devices.
   Raises:
     ValueError: the sizes are not allowed, need more devices than available, do not fit the slice's
       torus, or `data` is not a multiple of the number of slices.
@@ -200,7 +200,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def rows_of_process(mesh: Mesh, number: int) -> set[int]:
-  """Those of a micro-batch's rows, `number` in all, that lie on devices of this process."""
+  """The rows of a micro-batch, of `number` in all, that lie on this process's devices."""
   parts = batch_sharding(mesh).addressable_devices_indices_map((number,)).values()
   return {row for part in parts if part for row in range(number)[part[0]]}
 
@@ -266,7 +266,7 @@ def fsdp_gather(mesh: Mesh, *, rearranged: bool = False) -> Callable[[Params], P
   They stay sharded along tensor.
 
   Args:
-    mesh: of the result.
+    mesh: the mesh of the result.
     rearranged: whether they come from another layout of the same devices. Then a device first gets
       a part of what it will have, so that none gathers what only others need.
   """
@@ -283,11 +283,11 @@ def fsdp_gather(mesh: Mesh, *, rearranged: bool = False) -> Callable[[Params], P
 
 
 def decoding_shardings(params: Params, mesh: Mesh) -> Params:
-  """The shardings of the parameters to decode with, those of one layer in "blocks".
+  """The shardings of the parameters for decoding, with one layer's in "blocks".
 
   Args:
     params: shapes of the stacked parameters.
-    mesh: that generates.
+    mesh: the mesh that generates.
   """
   gathered = _replace_fsdp(state_shardings(params, mesh), params, ())
   of_layer = lambda stacked: NamedSharding(mesh, PartitionSpec(*stacked.spec[1:]))

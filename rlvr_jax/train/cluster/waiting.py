@@ -1,4 +1,4 @@
-"""What the processes of a run do together while they wait for rollouts."""
+"""Steps that the processes of a run take together while they wait for rollouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlvr_jax.types import Tree
 
 
 def burst_to_host(tree: Tree, *, deadline_s: float) -> Tree:
-  """What a burst has sampled, as NumPy arrays; waits for the devices.
+  """The tokens that a burst has sampled, as NumPy arrays; waits for the devices.
 
   Ends the process if that takes longer than `deadline_s` seconds.
 
@@ -30,7 +30,7 @@ def burst_to_host(tree: Tree, *, deadline_s: float) -> Tree:
 
 
 def gather_answers(action: Callable[[], JSON]) -> list[Any]:
-  """What an action returns in each of the processes; an error in one ends all.
+  """The results of an action in all processes; an error in one process ends all.
 
   Raises:
     EndRequestedError: shutdown was requested. All rollouts may wait, so that no burst notices it.

@@ -68,11 +68,11 @@ class PolicyPublisher:
     """Opens the folder.
 
     Args:
-      folder: of the policies alone; may be in a bucket.
+      folder: the folder of the policies alone; may be in a bucket.
       network: settings of the policy's network.
       adapters_only: whether only adapters are trained.
       keep: number of policies, ≥ 1.
-      workdir: of the run, which guards writes into a bucket.
+      workdir: the workdir of the run, which guards writes into a bucket.
       beside: writes the run's checkpoints. Several processes write one thing at a time: orbax's
         barriers do not tell two saves apart.
     """
@@ -88,8 +88,8 @@ class PolicyPublisher:
   def publish(self, params: Params, policy: Policy) -> dict[str, float]:
     """Copies a policy's parameters; they are written in the background.
 
-    Waits for the policy before it to be written. Those of this version and of later ones, which an
-    earlier trainer has written, are removed: they may be damaged, or of updates that were lost.
+    Waits for the policy before it to be written. Policies of this version and of later ones, which
+    an earlier trainer has written, are removed: they may be damaged, or of updates that were lost.
 
     Args:
       params: the trained parameters, which may be donated when this returns.
@@ -125,7 +125,7 @@ class PolicyPublisher:
     return [*self._published.values()]
 
   def failure(self) -> str:
-    """Why the last policy could not be published; "" if it is, or may still be."""
+    """Why the last policy could not be published; "" if it was, or is still being published."""
     try:
       self._checkpointer.check()
     except (CheckpointError, DiskFullError) as error:
@@ -166,8 +166,8 @@ class PolicyReader:
     """Reads nothing yet.
 
     Args:
-      folder: that the trainer's `PolicyPublisher` has.
-      abstract: from `abstract_policy`, on this sampler's mesh.
+      folder: the folder that the trainer's `PolicyPublisher` has.
+      abstract: the result of `abstract_policy`, on this sampler's mesh.
     """
     silence_orbax()
     self._folder = make_absolute(parse_path("the folder of policies", folder))
@@ -178,9 +178,10 @@ class PolicyReader:
     """Restores a policy, and verifies every leaf; with several processes, `verify` does that.
 
     Raises:
-      PolicyGoneError: it is not published any more, was removed meanwhile, or cannot be read now.
-      PolicyDamagedError: it is there, and was damaged for some time.
-      CheckpointError: it is of another network, so that this sampler cannot use it.
+      PolicyGoneError: the policy is not published any more, was removed meanwhile, or cannot be
+        read now.
+      PolicyDamagedError: the policy is there, but was damaged for some time.
+      CheckpointError: the policy has another network, so that this sampler cannot use it.
       UnreachableError: the bucket does not respond.
     """
     began = time.perf_counter()
@@ -214,8 +215,8 @@ class PolicyReader:
     """Verifies every leaf of a restored policy; all processes call it together.
 
     Raises:
-      PolicyGoneError: it was removed meanwhile, or cannot be read now.
-      PolicyDamagedError: it is there, and was damaged for some time.
+      PolicyGoneError: the policy was removed meanwhile, or cannot be read now.
+      PolicyDamagedError: the policy is there, but was damaged for some time.
     """
     try:
       verify_state(self._folder / str(policy.version), params)
@@ -248,7 +249,7 @@ def abstract_policy(
   Args:
     trained: shapes and dtypes of the trained parameters.
     network: settings of the policy's network.
-    mesh: of the sampler.
+    mesh: the mesh of the sampler.
     adapters_only: whether only adapters are trained.
   """
   return sharding.add_shardings(published_params(trained, network, adapters_only), mesh)

@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 
 class FleetSampler:
-  """The samplers of a fleet, as all processes of a trainer see them; the first one meets them."""
+  """A fleet as the sampler of all processes of a trainer; the first process exchanges the files."""
 
   def __init__(
     self,
@@ -95,9 +95,9 @@ class FleetSampler:
     """Begins the term of this trainer.
 
     Args:
-      settings: from `trainer_settings`.
+      settings: the result of `trainer_settings`.
       publisher: into the folder `WEIGHTS` of the workdir.
-      policies, workdir: of the run.
+      policies, workdir: policies and workdir of the run.
       has_all: whether all batches of the run are sampled.
     """
     self._publisher, self._has_all, self._poll_s = publisher, has_all, settings.poll_s
@@ -167,7 +167,7 @@ class FleetSampler:
     return "", base64.b64encode(encode(groups, {})).decode() if groups else ""
 
   def measure(self) -> dict[str, float]:
-    """What happened since the last call, and what the samplers do; by metric."""
+    """Metrics of the fleet since the last call, and of its samplers now."""
     measured, self._measured = self._measured, {}
     return measured | (self._remote.statistics() if self._remote is not None else {})
 
@@ -216,8 +216,8 @@ class ComparedSampler:
 
     Args:
       inner: samples.
-      policies: that `inner` loads.
-      sources, task: of the run.
+      policies: the policies that `inner` loads.
+      sources, task: sources and task of the run.
       compare: `agreement.behavior_gaps` with all bound but what one comparison differs in.
     """
     self._inner, self._policies, self._sources, self._task = inner, policies, sources, task
@@ -380,8 +380,8 @@ def sample_for(
 
   Args:
     folder: the workdir, from `parse_path`.
-    sampler: of this program.
-    settings: from `sampler_settings`.
+    sampler: the sampler of this program.
+    settings: the result of `sampler_settings`.
     policy: shapes, dtypes and shardings of a published policy, from `abstract_policy`.
   Raises:
     EndRequestedError: a signal requested shutdown.
@@ -430,7 +430,7 @@ def trainer_settings(
     folder: the workdir.
     fleet: `config.fleet`.
     allowed: what its groups may be.
-    identity: from `identify`.
+    identity: the result of `identify`.
     deadline_s: `config.generation_deadline_s`.
   """
   return remote.Settings(
@@ -457,8 +457,8 @@ def sampler_settings(
   Args:
     folder: the workdir.
     fleet: `config.fleet`.
-    sources: of the run, on this program's devices.
-    identity: from `identify`.
+    sources: the sources of the run, on this program's devices.
+    identity: the result of `identify`.
     group_size: G.
     deadline_s: `config.generation_deadline_s`.
   """
@@ -477,13 +477,13 @@ def sampler_settings(
 def identify(
   config: Mapping[str, JSON], may_differ: Sequence[str], source: ProblemSource, tokenizer: Tokenizer
 ) -> dict[str, str]:
-  """What all programs of a fleet must have in common, by name.
+  """The identity that all programs of a fleet must share, by name.
 
   Args:
     config: the run's, as JSON.
     may_differ: fields that a resumed run may change.
-    source: of training problems.
-    tokenizer: of the run.
+    source: the source of training problems.
+    tokenizer: the tokenizer of the run.
   """
   commit = current_commit()
   followed = {name: config[name] for name in _SETTINGS}

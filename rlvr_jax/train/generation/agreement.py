@@ -29,7 +29,7 @@ class AgreementError(RuntimeError):
 
 
 class Compared(NamedTuple):
-  """What a comparison has found."""
+  """The result of a comparison."""
 
   gaps: dict[str, float]  # metrics
   versions: list[int]  # of which tokens of all sources were compared and checked
@@ -40,7 +40,7 @@ class Agreement:
   """Compares the log-probabilities of sampler and trainer, on the first draw of every policy.
 
   Attributes:
-    sources, programs, rows, policies: of the run.
+    sources, programs, rows, policies: sources, programs, rows and policies of the run.
     replays_routes: see `Method`.
     mixes_caches: whether a token's cache may be of several versions.
     samplers_compare: whether the programs that sample compare themselves with the trainer.
@@ -58,9 +58,9 @@ class Agreement:
     """Compares a draw with the trainer, unless its policies have been compared.
 
     Args:
-      groups: of the draw, in order.
-      version: of the policy that the draw began with.
-      checked_version: of the policy that was compared last.
+      groups: the groups of the draw, in order.
+      version: the version of the policy that the draw began with.
+      checked_version: the version of the policy that was compared last.
     Returns:
       The groups, with raw log-probabilities where a source records those; metrics of the gaps; and
       the version that was compared last.
@@ -117,7 +117,7 @@ def behavior_gaps(
 ) -> Compared:
   """Gaps of log-probabilities between sampler and trainer, nats per token, by source.
 
-  The trainer's are those of the forward pass of updates, over packed rows, see
+  The trainer's log-probabilities come from the forward pass of updates, over packed rows, see
   `update.agreement.behavior_gap`. Each token is computed under the version that it bears. In a
   group of several versions a mixture's routers choose anew, since each version had its own routes
   of all that stands before.
@@ -126,9 +126,9 @@ def behavior_gaps(
     groups: P groups; a few of every source are compared, of which alone a batch is made.
     mask: f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
     of_tokens: i32[P, G, T], the version of each token, or i32[P]; None: one has sampled all.
-    policies: those whose tokens are compared; without versions of tokens, the one that sampled all.
+    policies: policies whose tokens are compared; without versions of tokens, the sampler of all.
     frozen: the parameters that are not trained, on the devices that generate.
-    sources, placement, programs: of the run.
+    sources, placement, programs: sources, placement and programs of the run.
     mixes_caches: whether a token's cache may be of several versions. The gap of such a token is
       more than rounding: it is a metric of its own, and is not checked.
   Returns:
@@ -200,13 +200,13 @@ def _check_gap(source: Source, gap: float, version: int) -> None:
 
 
 def sampled_by(groups: Sequence[Group], version: int) -> tuple[set[int], np.ndarray | None]:
-  """(versions that have sampled groups, that of each token or group; None: one has sampled all).
+  """(versions that sampled the groups, version of each token or group; None: one sampled all).
 
   In real time all may be later than the version that their draw began with.
 
   Args:
-    groups: of a draw.
-    version: that the draw began with, for groups without versions of this run.
+    groups: the groups of a draw.
+    version: the version that the draw began with, for groups without versions of this run.
   """
   versions = {v for group in groups for v in group.versions} or {version}
   has_several = len(versions) > 1 or any("token_versions" in group.arrays for group in groups)

@@ -20,7 +20,7 @@ from rlvr_jax.types import Array, Params
 
 
 class Policies:
-  """Makes policies, and keeps those that have sampled until they are compared with the trainer.
+  """Makes policies, and keeps each until its samples are compared with the trainer.
 
   Attributes:
     frozen: the parameters that are not trained, on the devices that generate.
@@ -39,11 +39,11 @@ class Policies:
 
     Args:
       sources: what samples with the policies.
-      schedule: of the run.
+      schedule: the schedule of the run.
       frozen: see the attribute.
-      checksums: that function of `Programs`.
-      sync: from `make_sync`; None for a fleet, whose samplers are other programs: they get the
-        trainer's own parameters.
+      checksums: the checksums that function of `Programs`.
+      sync: the result of `make_sync`; None for a fleet, whose samplers are other programs: they get
+        the trainer's own parameters.
     """
     self.frozen = frozen
     self._sources, self._schedule = sources, schedule
@@ -71,7 +71,7 @@ class Policies:
     return policy
 
   def load(self, source: Source, policy: Policy) -> Params:
-    """The weights of a source under a policy, as its engine takes them."""
+    """A source's weights under a policy, in the form that the source's engine takes."""
     self._use(policy)
     return source.programs.load(*source.params_of(policy.params, self.frozen))
 
@@ -91,7 +91,7 @@ class Policies:
       self._used = {}
 
   def used(self, versions: Collection[int]) -> list[Policy]:
-    """Those of these versions that have sampled and are kept, ascending."""
+    """The versions, of these, that have sampled and are kept, ascending."""
     return [policy for version, policy in sorted(self._used.items()) if version in versions]
 
   def newest_used(self) -> list[Policy]:
@@ -120,8 +120,8 @@ class Policies:
     """Raises FingerprintError unless this trainer's policies have sampled a batch.
 
     Args:
-      batch: that is to be trained on.
-      directory: of the store, for the message.
+      batch: the batch that is to be trained on.
+      directory: the directory of the store, for the message.
     """
     for version, fingerprint in batch.fingerprints.items():
       expected = self.fingerprint(version)
@@ -141,7 +141,7 @@ class Policies:
     return {str(version): compute() for version, compute in self._trained.items()}
 
   def restore(self, state: Mapping[str, str]) -> None:
-    """Restores what `state` returned."""
+    """Restores the state that `state` returned."""
     self._trained = {int(v): functools.partial(str, x) for v, x in state.items()}
 
 

@@ -1,6 +1,6 @@
-"""Behavior log-probabilities as some inference servers record them: of the policy, not the sampler.
+"""Behavior log-probabilities at temperature 1, as some inference servers record them.
 
-A deliberate violation for experiments: the ratio to them does not see the temperature of sampling.
+A deliberate error for experiments: ratios to these values ignore the temperature of sampling.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def replace_with_raw(
   replays_routes: bool,
   logprobs_at_temperature_1: Callable[..., Array],
 ) -> tuple[list[Group], dict[str, float]]:
-  """Makes raw log-probabilities the behavior policy's, for the sources that record those.
+  """Makes raw log-probabilities the behavior policy's, for sources with recorded = "raw".
 
   The groups keep both. What was sampled from has been compared with the trainer before.
 
   Args:
-    groups: of a draw, in the order of their sources.
-    params, frozen: of the policy that sampled them, on the devices that generate.
-    sources, placement: of the run.
+    groups: the groups of a draw, in the order of their sources.
+    params, frozen: parameters of the policy that sampled the groups, on the devices that generate.
+    sources, placement: sources and placement of the run.
     replays_routes: see `Method`.
-    logprobs_at_temperature_1: that function of `Programs`.
+    logprobs_at_temperature_1: the function of this name in `Programs`.
   Returns:
     (the groups, metrics of the differences by source).
   """
@@ -83,7 +83,7 @@ def replace_with_raw(
 
 
 def with_both(group: Group, behavior_logprobs: np.ndarray) -> Group:
-  """The group with other log-probabilities of its behavior policy; it keeps those sampled from."""
+  """The group with other behavior log-probabilities; it also keeps the sampler's."""
   arrays = {
     "behavior_logprobs": behavior_logprobs,
     "sampled_logprobs": group.arrays["behavior_logprobs"],

@@ -40,7 +40,7 @@ def training_sampler(
   """The sampler of a run's rollouts.
 
   Args:
-    sources, policies, grading, schedule: of the run.
+    sources, policies, grading, schedule: sources, policies, grading and schedule of the run.
     answers: for this sampler alone.
     group_size: G.
     new_weights: `config.fleet.new_weights`.
@@ -65,14 +65,14 @@ def sampler_of_policy(
   answers: Answers,
   settings: SamplerSettings,
 ) -> LocalSampler:
-  """A sampler of the trainer's policy alone, such as that of evaluations.
+  """A sampler of the trainer's policy alone, such as the sampler of evaluations.
 
   Args:
-    programs: of its engine.
+    programs: the programs of its engine.
     frozen: the parameters that are not trained.
-    grading: of the run.
+    grading: the grading of the run.
     answers: for this sampler alone.
-    settings: of the sampler.
+    settings: the settings of the sampler.
   """
   source = SamplingSource(programs, functools.partial(_load, programs, frozen))
   return LocalSampler([source], grading, answers, settings, keep_alive)
@@ -88,7 +88,7 @@ def sampling_flops(network: TransformerConfig, arrays: Mapping[str, np.ndarray])
 
   Args:
     network: settings of the policy's network.
-    arrays: of groups, by name.
+    arrays: the arrays of groups, by name.
   """
   # Every sampled token, whether or not it is in the loss.
   predicted = sampled_places(arrays).sum(-1)

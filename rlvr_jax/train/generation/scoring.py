@@ -27,7 +27,7 @@ class ScorerSettings(NamedTuple):
   """What the updates of a run need.
 
   Attributes:
-    seed: of the run.
+    seed: the seed of the run.
     permutes_rewards: whether this is a control run, whose rewards are permuted.
     has_reference: whether the loss has a term of the reference policy, the initial one.
     has_proximal: whether the loss has a proximal policy.
@@ -54,8 +54,8 @@ class _OtherPolicies:
   Attributes:
     frozen: the parameters that are not trained.
     initial: the trained parameters before the first update; None if nothing needs them.
-    teachers: of the run, each with its own parameters; {} if it has the policy's.
-    prompts: of the teachers; None: they have the policy's.
+    teachers: the teachers of the run, each with its own parameters; {} if it has the policy's.
+    prompts: the prompts of the teachers; None: they have the policy's.
   """
 
   frozen: Params
@@ -86,11 +86,11 @@ class Scorer:
     """Reads the teachers' parameters. Keeps `initial` only if it is needed.
 
     Args:
-      settings, rows, programs: of the run.
+      settings, rows, programs: settings, rows and programs of the run.
       frozen: the parameters that are not trained.
       initial: the trained parameters before the first update.
       log: counts the forward passes.
-      teachers, teacher_prompts: of the run.
+      teachers, teacher_prompts: teachers and teacher prompts of the run.
     """
     self._settings, self._rows = settings, rows
     self._programs, self._log = programs, log
@@ -111,7 +111,7 @@ class Scorer:
     return self._others.teacher(0, None) if self._settings.compares else None
 
   def prepare(self, sampled: Batch, state: TrainState, step: int) -> TrainBatch:
-    """The batch of an update, with the log-probabilities that it needs.
+    """The batch of an update, with all log-probabilities that the update needs.
 
     In a control run rewards are permuted.
 
@@ -153,7 +153,7 @@ class Scorer:
     )
 
   def forget(self, before: int) -> None:
-    """Forgets what was computed of batches with a lower number."""
+    """Forgets scores of batches with a lower number."""
     self._scores = {n: scores for n, scores in self._scores.items() if n >= before}
     self._scored_at = {n: step for n, step in self._scored_at.items() if n >= before}
 
@@ -163,7 +163,7 @@ class Scorer:
     return {str(number): step for number, step in sorted(self._scored_at.items())}, arrays
 
   def restore(self, scored_at: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -> None:
-    """Restores what `state` returned."""
+    """Restores the state that `state` returned."""
     self._scored_at = {int(number): step for number, step in scored_at.items()}
     for name, array in arrays.items():
       number, _, score = name.partition("-")
@@ -179,11 +179,11 @@ class Scorer:
     """The teachers' log-probabilities of the responses, and entropies, at their temperature.
 
     Args:
-      batch: of these groups.
-      groups: of a problem each, which may name its teacher and have a text for it.
+      batch: the batch of these groups.
+      groups: the groups of a problem each, which may name its teacher and have a text for it.
       current: the trained parameters now.
     Returns:
-      f32[P, G, T] by field of the batch; of several teachers also i32[P], their numbers.
+      Arrays f32[P, G, T] by field of the batch; with several teachers also their numbers, i32[P].
     """
     # Routes are of the policy's experts.
     batch = dataclasses.replace(batch, routes=None, prompt_routes=None)
@@ -215,7 +215,7 @@ class Scorer:
     Args:
       program: `Programs.score` or one of `Programs.teach`.
       policy: its trained and frozen parameters.
-      batch: of the host.
+      batch: the batch of the host.
     """
     self._log.count_scored(batch)
     placement = self._rows.placement(lambda: batch)
@@ -249,17 +249,17 @@ def measure_entropy(
 ) -> float:
   """Mean entropy, in nats per token, on responses to the first training prompts.
 
-  All sampled tokens count, also those that the loss would leave out: it may leave out all. They
+  All sampled tokens count, also tokens that the loss leaves out, since it may leave out all. They
   are sampled with separate keys, so that measuring does not affect the run.
 
   Args:
     params: the trained parameters.
-    source: of training problems.
+    source: the source of training problems.
     batch_size: number of prompts, P.
-    seed, rows: of the run.
+    seed, rows: seed and rows of the run.
     sampler: for this alone.
     frozen: the parameters that are not trained.
-    score: that function of `Programs`.
+    score: the score that function of `Programs`.
   """
   problems = next(problem_batches(source, batch_size=batch_size, seed=seed))
   P = len(problems)

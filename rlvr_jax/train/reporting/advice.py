@@ -46,7 +46,7 @@ def plan_warm_start(
 
   Args:
     settings: `config.warm_start`.
-    task: of the run.
+    task: the task of the run.
     checkpoint: `config.start.checkpoint`, a policy that needs no warm start.
   """
   num_steps = 0 if checkpoint else settings.num_steps
@@ -59,7 +59,7 @@ def planned_passes(
   """A line on how often the updates see each training problem.
 
   Args:
-    schedule, num_updates: of the run.
+    schedule, num_updates: schedule and number of updates of the run.
     groups: sampled per batch.
     problems: number of training problems.
     dynamic_sampling: whether more groups are sampled where groups do not count.
@@ -92,7 +92,7 @@ def on_first_update(warm_start: WarmStart, values: Mapping[str, float]) -> str:
   """Says that the warm start has left little to learn from.
 
   Args:
-    warm_start: of the run.
+    warm_start: the warm start of the run.
     values: metrics of the first update, whose rollouts are of the policy after the warm start.
   """
   passes = warm_start.passes
@@ -126,7 +126,7 @@ def on_responses(statistics: Mapping[str, float], update: int, limit: int) -> di
   """Says why most responses of a batch have ended, by the name of the cause.
 
   Args:
-    statistics: of the batch.
+    statistics: the statistics of the batch.
     update: the first one that trains on it.
     limit: `config.max_response_length`, tokens.
   """
@@ -169,7 +169,7 @@ def on_repetition(recorded: RecordedRun | None, batch: Batch) -> dict[str, str]:
 
   Args:
     recorded: the run that is repeated; None if none is.
-    batch: that is new.
+    batch: the batch that is new.
   """
   why = recorded.first_difference(batch.number, batch.fingerprints) if recorded else ""
   text = (
@@ -210,7 +210,7 @@ def on_padding(filled: float, update: int, batch: ml_collections.ConfigDict) -> 
   """Says that most positions of an update are padding.
 
   Args:
-    filled: share of the positions that are not.
+    filled: share of the computed places that hold a token.
     update: number of the update.
     batch: `config.batch`.
   """

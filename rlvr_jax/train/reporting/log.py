@@ -61,7 +61,7 @@ class NonFiniteError(FloatingPointError):
 
 
 class LoggedRun(NamedTuple):
-  """What the log of a run has to know about it."""
+  """The facts about a run that its log needs."""
 
   task: Task
   network: TransformerConfig
@@ -89,7 +89,7 @@ class DispatchedUpdate(NamedTuple):
 def loss_tokens_alone(
   arrays: Mapping[str, np.ndarray], mask: jax.Array | np.ndarray
 ) -> dict[str, np.ndarray]:
-  """The arrays of a measurement, those of tokens [P, G, T] cut to the N loss tokens, [N].
+  """The arrays of a measurement; arrays of tokens [P, G, T] are cut to the N loss tokens, [N].
 
   One rollout follows another, in the order [P, G]; the measurement's "lengths" say how many loss
   tokens each has.
@@ -113,7 +113,7 @@ class Clock:
     self._busy: list[float] = []  # by process, up to the last update
 
   def record(self, phases: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of the run so far, and since the last record; these less those in `phases`."""
+    """Metrics: idle seconds since the last record, not in `phases`; seconds of the run so far."""
     before, self.recorded = self.recorded, time.perf_counter()
     idle = self.recorded - before - sum(phases.values())
     elapsed = self.recorded - self._began
@@ -151,7 +151,7 @@ class RunLog:
   The loop calls `write_update` and `write_evaluation`; what samples and scores calls the rest.
 
   Attributes:
-    writer: of the records.
+    writer: the writer of the records.
     counters: totals of the run so far, by the names in `COUNTERS`.
   """
 
@@ -166,10 +166,10 @@ class RunLog:
     """Starts with all counters at 0.
 
     Args:
-      run: that is logged.
+      run: the run that is logged.
       writer: writes the records.
       elapsed: seconds that the run had taken before it was resumed.
-      profile: of some updates; None for none.
+      profile: the profile of some updates; None for none.
     """
     self.writer = writer
     self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
@@ -277,8 +277,8 @@ class RunLog:
     Args:
       step: number of updates, this one included.
       batch: it trains on.
-      metrics: of the update, on the devices.
-      statistics: of the batch's sampling and grading.
+      metrics: the metrics of the update, on the devices.
+      statistics: the statistics of the batch's sampling and grading.
       dispatched: when it was, on the host's clock, in seconds.
       geometry: arrays measured before the update; may be empty.
       adapters: the trained parameters if others are frozen.

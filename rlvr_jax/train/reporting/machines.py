@@ -51,7 +51,7 @@ class Profile:
       kept: folder or bucket that keeps it, for the message; None for `workdir`.
 
     Raises:
-      ValueError: it is not of that form.
+      ValueError: the text has another form.
     """
     first, _, last = (updates or "0:-1").partition(":")
     if updates and not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):

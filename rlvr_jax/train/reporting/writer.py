@@ -78,7 +78,7 @@ class MetricWriter:
     """Takes the writers of `open_writer`, and closes them.
 
     Args:
-      workdir: of the run.
+      workdir: the workdir of the run.
       lines: files of records by name, METRICS_FILE and ROLLOUTS_FILE; None: nothing is written.
       others: get every record.
       publish: puts the files where they stay; called when a checkpoint will name their records.
@@ -90,7 +90,7 @@ class MetricWriter:
     """Writes one record {"step", "phase", values…}, which is in its file when this returns.
 
     Args:
-      step: of the phase's own counter.
+      step: the step of the phase's own counter.
       phase: "train", "eval", "stage" or "warm_start".
       values: numbers (also 0-d arrays) or strings; a float reads back exactly, and a non-finite
         one is written as "nan", "inf" or "-inf".
@@ -133,7 +133,7 @@ class MetricWriter:
       self.write(step, "stage", stage_summary(self.workdir, step, length))
 
   def written(self, step: int) -> dict[str, Sequence[int]]:
-    """Syncs the records to disk; returns what a checkpoint stores of those up to a step; JSON.
+    """Syncs the records to disk; returns a checkpoint's note of records up to a step; JSON.
 
     Later ones were written in preparing an update that was not made.
     """
@@ -169,8 +169,8 @@ def open_writer(
 
   Args:
     workdir: created if needed.
-    last_step: the last one whose records are kept; `BEFORE_FIRST_STEP`: those of the warm start;
-      None: none.
+    last_step: the last step whose records are kept; `BEFORE_FIRST_STEP`: only the warm start's
+      records are kept; None: no record is.
     written: what `MetricWriter.written` returned when the checkpoint of that step was saved.
     trackers: get a copy of every number.
     publish: see `MetricWriter`.
@@ -201,7 +201,7 @@ class Records:
     """Opens or creates the file; if it was damaged, says so and keeps the records that are left.
 
     Args:
-      path: of the file.
+      path: the path of the file.
       last_step: the last one whose records are kept; None: no record is.
       written: what `written` returned when the checkpoint was saved; None: an empty file.
       shown: path for messages.
@@ -318,8 +318,8 @@ class Tracker:
     """Opens the run of this workdir, or resumes it.
 
     Args:
-      name: of the tracker.
-      workdir: of the run.
+      name: the name of the tracker.
+      workdir: the workdir of the run.
       config: the run's configuration; JSON.
 
     Raises:

@@ -86,7 +86,7 @@ def groups_by_source(fractions: Mapping[str, float], num_prompts: int) -> dict[s
   """Number of groups of a batch by source, the trained policy first; without sources that have 0.
 
   Args:
-    fractions: of the groups of a batch, by name of the other sources.
+    fractions: the fractions of the groups of a batch, by name of the other sources.
     num_prompts: P.
   Raises:
     ValueError: a fraction of P is not an integer, or the fractions sum to more than 1.
@@ -121,11 +121,11 @@ def make_sources(
   """The sources that `config.sources` describes; all errors are found before compilation.
 
   Args:
-    config: of the run.
-    model: of the trained policy, as functions on `mesh`.
-    mesh: of generation.
-    tokenizer: of the run.
-    shape: of a training batch.
+    config: the config of the run.
+    model: the model of the trained policy, as functions on `mesh`.
+    mesh: the mesh of generation.
+    tokenizer: the tokenizer of the run.
+    shape: the shape of a training batch.
     engines: makes their engines.
     pins: `Source.pin` by name when the run began; empty for a new run.
   Raises:
@@ -242,9 +242,9 @@ def recorded_groups(
   Args:
     store: `config.sources.recorded.store`.
     tokenizer: `config.tokenizer`, and the token that pads.
-    shape: of this run's largest batch.
+    shape: the shape of this run's largest batch.
     allow_truncated: `config.allow_truncated_behavior`.
-    numbers: of the batches to use; None for all that the store has now.
+    numbers: the numbers of the batches to use; None for all that the store has now.
     routes: see `RecordedGroups`.
   Raises:
     ValueError: there is no store, or its rollouts do not fit this run.
@@ -282,8 +282,8 @@ def other_policy(
     settings: `config.sources.checkpoint`, with the `workdir` of that run, and the `step`, −1 for
       the last one.
     tokenizer: `config.tokenizer`, which both runs must have.
-    model: of this run.
-    mesh: of generation.
+    model: the model of this run.
+    mesh: the mesh of generation.
     step: the step when this run began; None for a new run.
   Raises:
     ValueError: no run in that folder, no checkpoint of that step, or another tokenizer.

@@ -103,7 +103,7 @@ _MAX_PLANNED = 10_000  # updates for which a schedule is checked at the start
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-  """What `build` makes of a configuration, by name. Nothing is placed on a device yet.
+  """The components that `build` makes of a configuration. Nothing is placed on a device yet.
 
   For the programs' entry points, which hand each function what it uses.
   """
@@ -129,7 +129,7 @@ class Parts:
 
   @property
   def training_grading(self) -> Grading:
-    """That of training rollouts, whose records have what a teacher asks for."""
+    """The grading of training rollouts, whose records have the fields that a teacher asks for."""
     more_of = functools.partial(read_problem, self.config.teacher)
     return dataclasses.replace(self.grading, more_of=more_of)
 
@@ -149,7 +149,7 @@ def build(
     task: instead of `config.task`, for problems made by the caller.
     tokenizer: instead of `config.tokenizer`.
     mesh: instead of `config.mesh` on the available devices; for shapes and compilation only.
-    only_samples: whether they are those of a sampler of a fleet, which has no optimizer beside its
+    only_samples: whether they belong to a sampler of a fleet, which has no optimizer beside its
       slots, but two copies of the policy while it restores one.
   Raises:
     ValueError: an invalid setting, with the field, its value, what is allowed and how to fix it.
@@ -400,11 +400,11 @@ def make_sampler(
   mesh: Mesh,
   make_model_on: Callable[..., Model],
 ) -> PlacedModel:
-  """The model and mesh that generate rollouts: the arguments, or those of another layout.
+  """The model and mesh that generate rollouts: the arguments, or another layout's.
 
   Args:
     settings: `config.generation_mesh`.
-    model, mesh: those of updates.
+    model, mesh: model and mesh of updates.
     make_model_on: (another mesh, the mesh its parameters are sharded on) → the model.
   """
   generation_mesh = make_generation_mesh(settings, mesh)
@@ -420,14 +420,14 @@ def make_sampler(
 def make_compared(
   sampler: PlacedModel, model: Model, mesh: Mesh, make_model_on: Callable[..., Model]
 ) -> PlacedModel:
-  """The model whose log-probabilities the sampler's must equal: that of updates, if possible.
+  """The model whose log-probabilities the sampler's must equal: the updates', if possible.
 
-  Devices of their own have only the sampler's copy of the parameters. The same forward pass then
-  runs there, in a layout that splits no key/value head.
+  Devices of their own have only the sampler's copy of the parameters. The updates' forward pass
+  then runs on these devices, in a layout that splits no key/value head.
 
   Args:
     sampler, make_model_on: see `make_sampler`.
-    model, mesh: those of updates.
+    model, mesh: model and mesh of updates.
   """
   if sharding.has_same_devices(sampler.mesh, mesh):
     return PlacedModel(model, mesh)
@@ -453,9 +453,9 @@ def make_network(
   Args:
     settings: `config.model`.
     tokenizer: `config.tokenizer`, for messages.
-    vocab_size: of the tokenizer.
+    vocab_size: the vocab size of the tokenizer.
   Raises:
-    ValueError: it has no embedding for some tokens.
+    ValueError: the network has no embedding for some tokens.
   """
   network = model_settings(settings)
   if network.vocab_size < vocab_size and settings.checkpoint:
@@ -484,10 +484,10 @@ def make_model(
   """The policy's functions on a mesh.
 
   Args:
-    network: from `make_network`.
-    adapters: from `make_lora`.
-    shape: of a training batch.
-    mesh: of updates, or of generation.
+    network: the result of `make_network`.
+    adapters: the result of `make_lora`.
+    shape: the shape of a training batch.
+    mesh: the mesh of updates, or of generation.
     parameters: the mesh that its parameters are sharded on, of the same devices; None for `mesh`.
     tokens_per_row: `config.batch.tokens_per_row`.
   """
@@ -613,9 +613,10 @@ def make_needed_gram(
 
   Args:
     name, advantage_name: `config.gram` and `config.advantage`.
-    reweighter, advantage: of the method.
+    reweighter, advantage: reweighter and advantage of the method.
   Raises:
-    ValueError: the advantage needs norms of gradients, and those of `name` are of something else.
+    ValueError: the advantage needs norms of gradients, and the norms of `name` are of something
+      else.
   """
   needs_norms = "squared_norms" in advantage.needs
   if not (reweighter.needs_gram or needs_norms):
@@ -633,7 +634,7 @@ def make_loss(name: str, correction: str, proximal_every: int) -> losses.Loss:
   """The loss of `config.loss`, corrected as `config.correction` says.
 
   Args:
-    name, correction, proximal_every: those fields of the configuration.
+    name, correction, proximal_every: fields of the configuration.
   """
   loss = specs.make("config.loss", losses, name, losses.Loss)
   made = specs.make("config.correction", corrections, correction, corrections.Correction)
@@ -659,7 +660,7 @@ def _check_routing(
 
   Args:
     settings: `config.model`.
-    network: of the policy.
+    network: the network of the policy.
     gram: `config.gram`.
     compared: `config.diagnostics.compared`.
   """

@@ -125,7 +125,7 @@ def check_fleet(
 
   Args:
     name: `config.schedule`.
-    schedule: of the run.
+    schedule: the schedule of the run.
     settings: `config.fleet`.
     sources: `config.sources`.
     generation_mesh: `config.generation_mesh`.
@@ -158,8 +158,8 @@ def check_real_time(
 
   Args:
     name: `config.schedule`.
-    schedule: of the run.
-    mesh, generation_mesh: those sections of the configuration.
+    schedule: the schedule of the run.
+    mesh, generation_mesh: sections of the configuration.
   """
   if not schedule.threaded:
     return
@@ -189,11 +189,11 @@ def check_new_weights(
   is_raw: bool,
   routing: str,
 ) -> None:
-  """Raises ValueError if responses cannot have what `config.fleet.new_weights` says.
+  """Raises ValueError if this run cannot use its `config.fleet.new_weights`.
 
   Args:
     name: `config.schedule`.
-    schedule: of the run.
+    schedule: the schedule of the run.
     settings: `config.fleet`.
     is_raw: whether a source records raw log-probabilities.
     routing: `config.model.routing`.
@@ -229,7 +229,7 @@ def check_repeats(
 
   Args:
     new_weights: `config.fleet.new_weights`.
-    schedule, sources: of the run.
+    schedule, sources: schedule and sources of the run.
   """
   recorded, engine = schedule.recorded, sources[0].engine
   drawn = recorded.drawn(0) if recorded is not None and recorded.versions else None
@@ -261,7 +261,7 @@ def check_binary(
 
   Args:
     advantage: `config.advantage`.
-    grading, sources: of the run.
+    grading, sources: grading and sources of the run.
     extra: `config.grading.extra`.
     store: `config.sources.recorded.store`.
     environment: `config.environment.name`.
@@ -326,7 +326,7 @@ def check_advantage_of_tokens(
   """Raises ValueError unless coefficients may be of tokens, and of turns where there are any.
 
   Args:
-    advantage, reweighting, loss: those fields of the configuration.
+    advantage, reweighting, loss: fields of the configuration.
     lacks_turns: whether the advantage compares turns, and rollouts have one each.
     of_responses: whether the loss is of full responses.
   """
@@ -369,8 +369,8 @@ def may_differ(schedule: staleness.Schedule, *, learning_rate: str, optimizer: s
   Those of the machine change rounding, which `restore.find_resumable` says.
 
   Args:
-    schedule: of the run.
-    learning_rate, optimizer: those fields of the configuration.
+    schedule: the schedule of the run.
+    learning_rate, optimizer: fields of the configuration.
   """
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]

@@ -61,11 +61,11 @@ def make_compiler_options(
 
 
 def add_defaults(configured: CompilerOptions, training: Mesh, generation: Mesh) -> CompilerOptions:
-  """The configured options, and those that suit the devices where none are configured.
+  """The configured options, or the devices' default options where none are configured.
 
   Args:
-    configured: from `parse_compiler_options`; they replace defaults of the same name.
-    training, generation: the meshes; those without devices have no defaults.
+    configured: the result of `parse_compiler_options`; they replace defaults of the same name.
+    training, generation: the meshes; meshes without devices have no defaults.
   """
 
   def add(options: Options | None, defaults: Options | None, mesh: Mesh) -> Options | None:
@@ -147,9 +147,9 @@ def check_compiler_options(field: str, options: Options | None, mesh: Mesh) -> N
   """Raises ValueError if the compiler for the devices of a mesh does not accept the options.
 
   Args:
-    field: its name, for messages.
+    field: name of the field, for messages.
     options: to try; None needs no trial.
-    mesh: whose first device is compiled for. One without devices is not checked.
+    mesh: the mesh whose first device is compiled for. One without devices is not checked.
   """
   if options is None or not isinstance(mesh, Mesh):
     return

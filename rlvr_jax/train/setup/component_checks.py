@@ -43,7 +43,7 @@ def check_optimizer(
   Args:
     owner: group of fields of the configuration, such as "config.warm_start".
     name: its `optimizer`.
-    transformation: from `build.make_optimizer`.
+    transformation: the result of `build.make_optimizer`.
     params: shapes and dtypes of the trained parameters.
   """
   owner = f"{owner}.optimizer = {name!r}"
@@ -75,8 +75,8 @@ def check_update(
   """Traces one update on shapes, so that errors in components are raised before compilation.
 
   Args:
-    method, placement: of the run.
-    shape: of a training batch.
+    method, placement: method and placement of the run.
+    shape: the shape of a training batch.
     advantage, loss: `config.advantage` and `config.loss`, for messages.
     diagnose: `programs.make_measure`, if the run measures its gradient geometry.
     teacher: shapes, from `programs.abstract_teacher`.

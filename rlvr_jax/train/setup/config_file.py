@@ -136,7 +136,7 @@ def _wait_for_run(folder: pathlib.Path) -> pathlib.Path:
 
 
 def read(arguments: Sequence[str], *, trusting: bool = False) -> ConfigDict:
-  """The configuration that flags stand for, by itself: apart from those of this process.
+  """The configuration that flags stand for, apart from the flags of this process.
 
   Args:
     arguments: --config=FILE, then --config.FIELD=VALUE of any fields.
@@ -326,7 +326,7 @@ def _existing(path: str) -> str:
 
 
 def installed_recipe(path: str) -> str:
-  """The path of a configuration file: for a recipe's name, that of the installed recipe.
+  """The path of a configuration file; for a recipe's name, the path of the installed recipe.
 
   quickstart and full_size/gsm8k_qwen25_05b are names. So is configs/quickstart.py, as the documents
   have it, where there is no such file. What follows a colon is the argument of get_config().
@@ -391,7 +391,7 @@ def overrides(name: str, argv: Sequence[str]) -> dict[str, object]:
 
 
 def recipe_path(argv: Sequence[str]) -> str:
-  """The configuration file that a command line names, as it has it."""
+  """The configuration file as a command line names it."""
   return _file_flag(argv).partition("=")[2]
 
 
@@ -401,7 +401,7 @@ def open_task(config: ConfigDict, given: Mapping[str, object]) -> None:
   If the command line chooses another task, the recipe's keywords are dropped.
 
   Args:
-    config: of the recipe; changed in place.
+    config: the config of the recipe; changed in place.
     given: see `overrides`.
   Raises:
     ValueError: the task is unknown or does not take the keyword, or only a part of one is set.
@@ -436,7 +436,7 @@ def open_model(config: ConfigDict, given: Mapping[str, object]) -> None:
   Recipes set the overrides as a dict, which has the fields of that recipe alone.
 
   Args:
-    config: of the recipe; changed in place.
+    config: the config of the recipe; changed in place.
     given: see `overrides`.
   Raises:
     ValueError: a network has no such field, or none that a command line can set.

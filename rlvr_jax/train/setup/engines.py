@@ -36,7 +36,7 @@ class TrainerLayout(NamedTuple):
 
 
 def bytes_per_trained_parameter(state: TrainState) -> float:
-  """Bytes of a trained parameter with what the optimizer keeps of it, such as its moments."""
+  """Bytes of a trained parameter with its optimizer state, such as moments."""
   leaves: list[jax.ShapeDtypeStruct] = jax.tree.leaves((state.params, state.opt_state))
   parameters: int = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
   num_bytes: int = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves if x.ndim)
@@ -72,12 +72,12 @@ class Engines:
 
   Attributes:
     settings: `config.sampling`, with the number of slots and the kind of cache.
-    shape: of the largest batch.
-    tokenizer: of the run.
-    trainer: of the run.
-    batches: that the stream of a refresh has.
+    shape: the shape of the largest batch.
+    tokenizer: the tokenizer of the run.
+    trainer: the trainer of the run.
+    batches: the batches that the stream of a refresh has.
     deadline_s: seconds without progress after which the process ends.
-    compiler_options: of generation.
+    compiler_options: the compiler options of generation.
     has_replies: whether rollouts are dialogues.
     records_routes: whether rollouts have the routes of a mixture.
   """
@@ -100,8 +100,8 @@ class Engines:
     Args:
       model: on the mesh that generates.
       sampling: the distribution to sample from.
-      prompts: in its batches; by default those of the largest batch.
-      batches: that it samples as one stream; by default those of a refresh.
+      prompts: the number of prompts in its batches; by default the largest batch's.
+      batches: the batches that it samples as one stream; by default a refresh's.
     Raises:
       ValueError: the devices have no memory for a slot.
     """
@@ -175,11 +175,11 @@ def choose_slots(
 
   Args:
     configured: `config.sampling.slots`; 0: not configured.
-    shape: of the largest batch.
+    shape: the shape of the largest batch.
     model: on the mesh that generates.
-    trainer: of the run.
+    trainer: the trainer of the run.
     limit: bytes of a device; None: as the device says.
-    batches: that are sampled as one stream.
+    batches: the batches that are sampled as one stream.
     cache: "blocks" or "pages", as `caches.choose_cache` returned it.
     cache_format: `config.sampling.cache_format`.
     has_replies: whether rollouts are dialogues.

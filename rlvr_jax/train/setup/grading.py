@@ -101,8 +101,8 @@ class _Graders(NamedTuple):
 def with_graders(settings: ml_collections.ConfigDict, held_out_grader: str, task: Task) -> Task:
   """The task with the graders of the configuration.
 
-  If those of training and of held-out problems differ, the references name them, so that one pool
-  serves both.
+  If the graders of training and of held-out problems differ, the references name them, so that one
+  pool serves both.
 
   Args:
     settings: `config.grading`, of training.
@@ -161,7 +161,7 @@ def grader_pool(settings: ml_collections.ConfigDict, task: Task) -> GraderPool:
 
   Args:
     settings: `config.grading`.
-    task: of the run.
+    task: the task of the run.
   Raises:
     GraderStartError: a grader cannot work here.
   """
@@ -209,7 +209,7 @@ def announce_partial_credit(
 
   Args:
     outcome_policy: the rewards of outcomes.
-    task: of the run.
+    task: the task of the run.
     environment: `config.environment.name`.
   """
   reward = outcome_policy[Outcome.WRONG]
@@ -236,7 +236,7 @@ def _may_score_partly(text: str) -> bool:
 
 
 def used_graders(task: Task) -> list[str]:
-  """The graders of a task: its own, or those that its references name in its place."""
+  """The graders of a task: its own, or the graders that its references name instead."""
   if task.grader != BY_REFERENCE:
     return [task.grader]
   return _graders_of(task.grader, [task.train, task.held_out])
@@ -250,7 +250,7 @@ def _graders_of(grader: str, sources: Sequence[ProblemSource]) -> list[str]:
 
 
 def named_graders(grader: str, reference: Mapping[str, Any]) -> list[str]:
-  """The graders that `grader` reads from a reference; of any other grader it is a line as it is."""
+  """The graders that a reference names, if `grader` reads them there."""
   if grader not in (BY_REFERENCE, WEIGHTED):
     return []
   parts = [reference] if grader == BY_REFERENCE else reference["parts"]
@@ -263,7 +263,7 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
 
   Args:
     settings: `config.environment`.
-    tokenizer: of the run.
+    tokenizer: the tokenizer of the run.
   """
   if not settings.name:
     return
@@ -304,7 +304,7 @@ def start_pools(
   Args:
     grading: `config.grading`.
     environment: `config.environment`.
-    task, tokenizer: of the run.
+    task, tokenizer: task and tokenizer of the run.
     enter: registers a pool to be closed, and returns it.
   Raises:
     GraderStartError, EnvironmentStartError: a grader or the environment cannot work here.
@@ -350,12 +350,13 @@ def check_first_dialogue(
 
   Args:
     outcome_policy: the rewards of outcomes.
-    pool: from `start_pools`; None except on the first process.
-    task: of the run.
+    pool: the result of `start_pools`; None except on the first process.
+    task: the task of the run.
   Returns:
     What the environment did, for people; "" without a pool.
   Raises:
-    EnvironmentStartError: it failed, and config.grading.outcomes gives failures no reward.
+    EnvironmentStartError: the environment failed, and config.grading.outcomes gives failures no
+      reward.
   """
   if pool is None:
     return ""
@@ -384,12 +385,12 @@ def make_answers(
   graders: GraderPool,
   environments: EnvironmentPool | None = None,
 ) -> Answers:
-  """What answers the turns of one sampler's rollouts.
+  """The `Answers` of one sampler, which answer the turns of its rollouts.
 
   Args:
     settings: `config.environment`.
-    tokenizer: of the run.
-    graders, environments: from `start_pools`.
+    tokenizer: the tokenizer of the run.
+    graders, environments: results of `start_pools`.
   """
   limits = DialogueSettings(
     max_turns=settings.max_turns,
@@ -411,9 +412,9 @@ def check_first_messages(
   Those of the first problems: others are measured when they are drawn, since they need a seed.
 
   Args:
-    answers: from `make_answers`.
-    tokenizer, max_prompt_length: of the run.
-    sources: of problems.
+    answers: the result of `make_answers`.
+    tokenizer, max_prompt_length: tokenizer and most prompt length of the run.
+    sources: the sources of problems.
   """
   for source in sources:
     problems = [source[index] for index in range(min(len(source), _NUM_BEGUN))]
@@ -434,8 +435,8 @@ def make_grading(
   Args:
     outcomes: `config.grading.outcomes`.
     overlong: `config.overlong`.
-    tokenizer: of the run.
-    shape: of a training batch.
+    tokenizer: the tokenizer of the run.
+    shape: the shape of a training batch.
   Raises:
     ValueError: an unknown outcome or action, or a buffer beyond the limit on length.
   """

@@ -59,11 +59,11 @@ class InitialParams:
   Attributes:
     model: the policy's functions on the mesh of updates.
     lora: settings of the trained adapters; None if all parameters are trained.
-    placement: of the run.
+    placement: the placement of the run.
     checkpoint: `config.model.checkpoint`; "" for random parameters.
     adapters: `config.lora.adapters`; "" for new adapters.
-    seed: of the run.
-    identity: from `network_identity`, of this run's configuration.
+    seed: the seed of the run.
+    identity: the result of `network_identity`, of this run's configuration.
   """
 
   model: Model
@@ -75,7 +75,7 @@ class InitialParams:
   identity: Mapping[str, JSON]
 
   def of_network(self) -> Params:
-    """All parameters: those of the published model, or else randomly initialized.
+    """All parameters: the published model's, or else randomly initialized.
 
     Raises:
       CheckpointError: the published model does not fit this network.
@@ -132,12 +132,12 @@ def _first_adapters(
   """The adapters of `config.lora.adapters`, or new ones with no effect yet; sharded.
 
   Args:
-    settings: from `make_lora`.
-    folder: of the adapters; "" for new ones.
+    settings: the result of `make_lora`.
+    folder: the folder of the adapters; "" for new ones.
     network: settings of the base network.
     base: shapes of the base's parameters.
-    mesh: of the trainer.
-    seed: of the run.
+    mesh: the mesh of the trainer.
+    seed: the seed of the run.
   Raises:
     ValueError: the adapters do not match `config.lora` or this network.
     FileNotFoundError: the folder has no adapters.
@@ -167,7 +167,7 @@ def network_identity(config: JsonObject) -> dict[str, JSON]:
   Args:
     config: a run's configuration, as read from its JSON.
   Raises:
-    AttributeError, KeyError, TypeError, ValueError: it is not the configuration of a run.
+    AttributeError, KeyError, TypeError, ValueError: `config` is not the configuration of a run.
   """
   fields = [("model", name) for name in ("preset", "checkpoint")]
   fields += [("lora", name) for name in ("rank", "alpha", "targets")]

@@ -61,7 +61,7 @@ def limit_lengths(
   Held-out problems are dropped by "drop_everywhere" only, since that changes the benchmark.
 
   Args:
-    task, tokenizer: of the run.
+    task, tokenizer: task and tokenizer of the run.
     shape: with the limits on length.
     too_long: `config.prompts.too_long`.
     warm_starts: whether the run trains on demonstrations.

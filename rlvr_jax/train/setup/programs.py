@@ -115,15 +115,16 @@ def make_programs(
   """The jitted functions of a run.
 
   Args:
-    method, placement: of the run.
+    method, placement: method and placement of the run.
     sources: the policies that sample.
     teachers: whose log-probabilities of the rollouts an update takes.
-    sampler: that generates rollouts, on the mesh of updates or another one.
-    compared: that the sampler's log-probabilities are compared with, on `Placement.compared_mesh`.
+    sampler: the sampler that generates rollouts, on the mesh of updates or another one.
+    compared: the compared that the sampler's log-probabilities are compared with, on
+      `Placement.compared_mesh`.
     engines: makes the engines.
     sampling, held_out_sampling: the distributions of training and of evaluation.
-    diagnose: from `make_measure`.
-    warm_start_optimizer: of the supervised phase.
+    diagnose: the result of `make_measure`.
+    warm_start_optimizer: the warm start optimizer of the supervised phase.
     compiler_options: by kind of program.
   """
   model, mesh = method.model, placement.mesh
@@ -232,8 +233,8 @@ def make_measure(
 
   Args:
     settings: `config.diagnostics`.
-    method: of the run.
-    gram: from `make_gram`.
+    method: the method of the run.
+    gram: the result of `make_gram`.
   """
   check_between("config.diagnostics", "every", settings.every, low=0)
   if settings.compared:
@@ -248,8 +249,8 @@ def choose_row_attention(
 
   Args:
     network: with the implementation that is configured, or "auto".
-    mesh: that makes updates.
-    shape: of the largest batch.
+    mesh: the mesh that makes updates.
+    shape: the shape of the largest batch.
     tokens_per_row: `config.batch.tokens_per_row`.
   """
   least = max(least_row_length("splash", shape), tokens_per_row)
@@ -282,7 +283,7 @@ def choose_expert_products(network: TransformerConfig, mesh: Mesh) -> str:
 
   Args:
     network: with the implementation that is configured, or "auto".
-    mesh: that makes updates, or generates.
+    mesh: the mesh that makes updates, or generates.
   """
   return choose_products(
     network.expert_products, platform=_platform(mesh), dtype=network.compute_dtype
@@ -314,9 +315,9 @@ def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mes
   Args:
     settings: or `config.batch`. A micro-batch of 0 has as many as `choose_row_layout` takes at
       most.
-    shape: of the largest batch.
+    shape: the shape of the largest batch.
     kind: implementation of attention, from `choose_row_attention`.
-    mesh: that makes updates.
+    mesh: the mesh that makes updates.
   """
   sizes = shape.max_prompt_length, shape.max_response_length
   finest, longest = row_alignment(kind, 1), least_row_length(kind, shape)
@@ -367,7 +368,7 @@ def abstract_batch(
   """Shapes, dtypes and shardings of a training batch.
 
   Args:
-    shape, layout, mesh: of the run.
+    shape, layout, mesh: shape, layout and mesh of the run.
     needs_reference, needs_proximal, needs_teacher: whether it has the log-probabilities of those
       policies.
     has_teachers: whether groups have one of several teachers.
@@ -423,11 +424,11 @@ def abstract_update_batch(
   has_turns: bool = False,
   num_rewards: int = 0,
 ) -> TrainBatch:
-  """`abstract_batch` of what an update of a method takes.
+  """The shapes and dtypes of the batch that an update of a method takes.
 
   Args:
-    method, placement: of the run.
-    shape: of a training batch.
+    method, placement: method and placement of the run.
+    shape: the shape of a training batch.
     has_turns: whether rollouts are dialogues.
     num_rewards: K, the graders whose scores the groups have by name.
   """

@@ -76,7 +76,7 @@ class Teacher(NamedTuple):
     """(trained, frozen) parameters, as `model.combine` takes them.
 
     Args:
-      own: from `read`.
+      own: the result of `read`.
       initial, current: the trained parameters before the first update, and now.
       frozen: the parameters that are not trained.
     """
@@ -88,10 +88,10 @@ class TeacherPrompts(NamedTuple):
   """The prompts of a teacher that reads more than the policy, before the same responses.
 
   Attributes:
-    tokenizer: of the run.
-    template: of the prompt's text, with {question} and {privileged}.
+    tokenizer: the tokenizer of the run.
+    template: the template of the prompt's text, with {question} and {privileged}.
     length: tokens of a prompt at most.
-    row_layout: of the rollouts with these prompts.
+    row_layout: the row layout of the rollouts with these prompts.
   """
 
   tokenizer: Tokenizer
@@ -242,7 +242,7 @@ def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str])
 def check_recorded_texts(
   settings: ml_collections.ConfigDict, *, environment: str, recorded: float
 ) -> None:
-  """Raises ValueError if groups of a run would lack what their teacher is told by.
+  """Raises ValueError if groups of a run lack the fields that their teacher reads.
 
   Args:
     settings: `config.teacher`.
@@ -273,7 +273,7 @@ def make_prompts(
 
   Args:
     settings: `config.teacher`.
-    tokenizer: of the run.
+    tokenizer: the tokenizer of the run.
     make_layout: (tokens of a prompt at most) → layout of the rollouts in rows.
     longest_row: the most places of a row; ∞ without a limit.
   Raises:
@@ -316,11 +316,11 @@ def describe_long_teachers(
 
 
 def read_problem(settings: ml_collections.ConfigDict, problem: Problem) -> dict[str, str]:
-  """What a problem's records tell its teacher by: "teacher", its name, and "privileged", a text.
+  """The record fields for a problem's teacher: "teacher", its name, and "privileged", a text.
 
   Args:
     settings: `config.teacher`.
-    problem: of a training batch.
+    problem: the problem of a training batch.
   Raises:
     ValueError: the problem has no such text, or names no teacher of the run.
   """
@@ -374,8 +374,8 @@ def make_teachers(
 
   Args:
     settings: `config.teacher`.
-    model: of the policy, on `mesh`.
-    mesh: of updates.
+    model: the model of the policy, on `mesh`.
+    mesh: the mesh of updates.
     make_model: a network → its functions on `mesh`.
     trained: shapes, dtypes and shardings of the trained parameters.
     has_adapters: whether these are adapters.

@@ -36,9 +36,9 @@ def load_from_other_run(
 
   Args:
     start: `config.start`.
-    initial: of this run.
-    writer: of its records.
-    checkpointer: of policies before the first update.
+    initial: the initial parameters of this run.
+    writer: the writer of its records.
+    checkpointer: the checkpointer of policies before the first update.
   """
   folder = parameters.start_folder(start.checkpoint)
   params, step = parameters.load_policy(initial, folder)
@@ -64,11 +64,11 @@ def warm_start(
   Args:
     params: the trained parameters; donated.
     frozen: the parameters that are not trained.
-    batches: from `parameters.supervised_batches`.
+    batches: the result of `parameters.supervised_batches`.
     num_steps: number of the phase's updates.
-    programs, placement: of the run.
-    writer: of the run's records.
-    checkpointer: of policies before the first update.
+    programs, placement: programs and placement of the run.
+    writer: the writer of the run's records.
+    checkpointer: the checkpointer of policies before the first update.
   Raises:
     EndRequestedError: shutdown was requested meanwhile; the phase starts again in the next process.
   """

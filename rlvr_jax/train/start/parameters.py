@@ -1,4 +1,4 @@
-"""What a run begins with: its first state, the demonstrations, the policy of a checkpoint."""
+"""The begin of a run: its first state, the demonstrations, the policy of a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def first_state(
   """The train state before the first update.
 
   Args:
-    method: of the run.
+    method: the method of the run.
     abstract: the state's shapes, dtypes and shardings.
     params: the trained parameters.
-    initial_entropy: of the policy, nats per token.
+    initial_entropy: the initial entropy of the policy, nats per token.
     start: `config.start`.
   """
   shardings = jax.tree.map(lambda x: x.sharding, abstract)
@@ -62,7 +62,7 @@ def first_state(
 
 
 def _with_first_rate(moments: optax.OptState, first: optax.OptState) -> optax.OptState:
-  """An optimizer's state whose learning rate is that of the first update, as metrics report it."""
+  """An optimizer's state with the first update's learning rate, as metrics report it."""
   scheduled = lambda node: isinstance(node, optax.ScaleByScheduleState)
   choose = lambda node, new: new if scheduled(node) else node
   return jax.tree.map(choose, moments, first, is_leaf=scheduled)
@@ -80,10 +80,10 @@ def supervised_batches(
 
   Args:
     demonstrations: problems with solutions.
-    tokenizer: of the run.
+    tokenizer: the tokenizer of the run.
     shape: with the limits on length.
     batch_size: P.
-    seed: of the run.
+    seed: the seed of the run.
   """
   for problems in problem_batches(demonstrations, batch_size=batch_size, seed=seed):
     solutions = encode_demonstrations(problems, tokenizer, shape.max_response_length)
@@ -99,7 +99,7 @@ def check_start(start: ml_collections.ConfigDict, adapters: str, workdir: Path) 
   Args:
     start: `config.start`.
     adapters: `config.lora.adapters`.
-    workdir: of the run.
+    workdir: the workdir of the run.
   """
   if start.optimizer and not start.checkpoint:
     raise CheckpointError(
@@ -146,8 +146,8 @@ def load_policy(initial: InitialParams, folder: Path | None) -> tuple[Params, in
   """(trained parameters of a policy, its number of updates).
 
   Args:
-    initial: of a run with the policy's network and adapters.
-    folder: from `checkpoint_folder`; None for the policy before training.
+    initial: the initial parameters of a run with the policy's network and adapters.
+    folder: the result of `checkpoint_folder`; None for the policy before training.
   Raises:
     CheckpointError: the checkpoint is damaged, or of a run with another network, adapters or
       tokenizer.
@@ -163,7 +163,7 @@ def _check_same_network(ours: Mapping[str, JSON], path: Path) -> None:
   """Raises if the parameters of a run would compute another function here.
 
   Args:
-    ours: from `network_identity`.
+    ours: the result of `network_identity`.
     path: the run's configuration.
   """
   if not path.exists():

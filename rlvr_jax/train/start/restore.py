@@ -42,9 +42,9 @@ def restore_sources(
   Args:
     sources: as they are now.
     make_sources: (pins: `Source.pin` by name) → the sources with these.
-    workdir: of the run.
+    workdir: the workdir of the run.
   Raises:
-    StoreError: they no longer exist.
+    StoreError: a checkpoint or batch no longer exists.
     WorkdirError: this run began before, and which ones these are is not known any more.
   """
   path = workdir / SOURCES_FILE
@@ -108,9 +108,9 @@ def find_resumable(
   the same policy, and reads the others from the store.
 
   Args:
-    checkpointer, schedule, store: of the run.
+    checkpointer, schedule, store: checkpointer, schedule and store of the run.
     abstract: shapes, dtypes and shardings of the train state.
-    layout: of this start, from `describe_layout`.
+    layout: the layout of this start, from `describe_layout`.
   Raises:
     StoreError: no checkpoint is old enough to sample the damaged batches again.
     TornCheckpointError: all checkpoints are damaged.
@@ -146,12 +146,12 @@ def find_resumable(
 def describe_layout(
   placement: Placement, compiler_options: CompilerOptions, *, slots: int
 ) -> dict[str, JSON]:
-  """The machine, and how work is laid out on it: these change results by rounding alone.
+  """The machine and the layout of work on it, which change results by rounding alone.
 
   The run's rows do so too, see `rows.row_fields`.
 
   Args:
-    placement, compiler_options: of the run.
+    placement, compiler_options: placement and compiler options of the run.
     slots: `config.sampling.slots`.
   """
   meshes = {"mesh": placement.mesh, "generation_mesh": placement.generation_mesh}
@@ -194,7 +194,7 @@ def _report_damaged(store: RolloutStore, first: int) -> None:
   """Reports damaged batches of the store that the run no longer needs.
 
   Args:
-    store: of the run.
+    store: the store of the run.
     first: number of the first batch that it still needs.
   """
   numbers = range(first)

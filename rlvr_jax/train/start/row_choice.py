@@ -53,13 +53,13 @@ def choose_row_layout(
 
   It packs this batch, and others that are drawn from its groups, some with longer responses. Of the
   layouts with little padding it takes the one of the least cost. A place costs 1, and more in long
-  rows whose attention computes all scores; a micro-batch costs some places besides.
+  rows whose attention computes all scores; a micro-batch costs as much as some more places.
 
   Args:
-    shape, kind, mesh: as of `make_row_layout`.
+    shape, kind, mesh: as in `make_row_layout`.
     prompt_lengths: i[P], tokens.
     response_lengths: i[P, G], tokens, up to the last one in the loss.
-    width: of the network.
+    width: the width of the network.
     has_first_phase: whether the method needs a forward pass of its own where a batch may have
       several micro-batches, see `update.accumulate`.
   """
@@ -81,7 +81,7 @@ def choose_row_layout(
     return [_Count(-(-number // step), 0, used) for number, used in rows]
 
   def judge(layout: RowLayout) -> tuple[float, float]:
-    """Places for each that is used, of the growth with most of them; and the cost of an update."""
+    """Computed places per used place, for the growth with the most, and the cost of an update."""
     counts = count(layout)
     places = np.array([layout.count_places(x.micro_batches, x.short) for x in counts])
     padding = (places / [x.used for x in counts]).reshape(len(_GROWTHS), -1).mean(1)

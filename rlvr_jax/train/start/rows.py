@@ -26,7 +26,7 @@ ROWS_FILE = "rows.json"
 
 
 def read_rows(workdir: Path) -> RowTokens | None:
-  """What a run began with; None if its first batch has yet to choose it.
+  """The rows that a run began with; None if its first batch has yet to choose them.
 
   Without rows.json the fields of config.json hold, where older versions have recorded them.
 
@@ -53,7 +53,7 @@ def read_rows(workdir: Path) -> RowTokens | None:
 
 
 def write_rows(workdir: Path, tokens: RowTokens) -> None:
-  """Records what a run has chosen; the file survives a crash of the machine."""
+  """Records the rows that a run has chosen; the file survives a crash of the machine."""
   with replace_file(workdir / ROWS_FILE) as file:
     file.write((json.dumps(with_crc32(tokens._asdict())) + "\n").encode())
 
@@ -81,12 +81,12 @@ class RunRows:
     """Takes the rows that are configured, or else recorded.
 
     Args:
-      placement: of the run, with the rows that are configured, or those of any batch.
-      shape: of a training batch.
+      placement: the placement of the run, with the rows that are configured, or rows for any batch.
+      shape: the shape of a training batch.
       network: settings of the policy's network.
       has_first_phase: see `Method`.
       configured: the fields of `config.batch`.
-      recorded: from `read_rows`.
+      recorded: the result of `read_rows`.
       record: called on the first process with what the first batch chooses, before it is used.
     """
     self._planned, self._shape, self._network = placement, shape, network

@@ -263,7 +263,8 @@ def test_reading_removes_nothing(tmp_path):
   assert checkpoint_files.saved_steps(tmp_path) == [1, 2, 3]
 
 
-def test_a_clock_that_is_set_during_a_save_ends_nothing(checkpointer, monkeypatch):
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_clock_that_is_set_during_a_save_ends_nothing(checkpointer, monkeypatch, every):
   clock = time.time
   calls = 0
 
@@ -272,7 +273,7 @@ def test_a_clock_that_is_set_during_a_save_ends_nothing(checkpointer, monkeypatc
     calls += 1
     return clock() + 400 * 86400.0 * (calls >= at)
 
-  for step in range(1, 36):  # the clock is read some 100 times
+  for step in range(1, 36, every):  # the clock is read some 100 times
     calls = 0
     monkeypatch.setattr(time, "time", functools.partial(set_forward, 3 * step))
     checkpointer.save(step, {"x": jnp.full(3, step)}, host={})
@@ -418,6 +419,7 @@ def test_what_the_process_lacks_is_no_damage(pristine, monkeypatch):
   assert not isinstance(e.value, checkpoint_files.TornCheckpointError)
 
 
+@pytest.mark.slow
 def test_damage_is_reported_without_tracebacks_of_libraries(pristine, tmp_path):
   """In a process of its own: pytest takes what a library's thread raises."""
   shutil.copytree(pristine[0], tmp_path / "copy")

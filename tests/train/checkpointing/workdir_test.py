@@ -65,6 +65,29 @@ def test_config_json_follows_the_last_start_of_a_run_with_samplers(tmp_path):
   assert written() == fleet
 
 
+def test_a_newer_field_that_is_empty_changes_nothing(tmp_path):
+  """As `prompts.tools` is for a run that began before there was one."""
+  workdir, old = Workdir(tmp_path / "run"), {"prompts": {"format": "chat"}}
+  check_config(workdir, json.dumps(old))
+  check_config(workdir, json.dumps({"prompts": {"format": "chat", "tools": ""}}))
+  for value in ("python", 0, None, False):
+    with pytest.raises(WorkdirError, match=r"prompts\.tools: absent in the workdir"):
+      check_config(workdir, json.dumps({"prompts": {"format": "chat", "tools": value}}))
+
+
+def test_a_task_under_its_earlier_name_says_how_it_is_called_now(tmp_path):
+  workdir, name = Workdir(tmp_path / "run"), "experiments.pretrained.task:sums"
+  check_config(workdir, json.dumps({"task": {"name": name}, "seed": 1}))
+  new = json.dumps({"task": {"name": "sums"}, "seed": 1})
+  with pytest.raises(WorkdirError) as caught:
+    check_config(workdir, new)
+  path = tmp_path / "run" / "config.json"
+  told = f"{name} is called sums now: write sums in its place in {path}."
+  assert str(caught.value).endswith(told)
+  path.write_text(path.read_text().replace(name, "sums"))
+  check_config(workdir, new)
+
+
 def test_config_of_the_workdir(tmp_path):
   loss = "ppo_clip"
   config = {"seed": 1, "loss": loss, "ks": [1, 8], "mesh": {"data": 1}}

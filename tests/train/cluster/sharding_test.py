@@ -178,6 +178,7 @@ def test_tokens_over_tensor_change_no_value_and_no_gradient(x64, remat, length):
   assert relative_distance(found, expected) < 1e-13
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_blocks_keep_their_own_tokens_for_the_backward_pass():
   """The layers' inputs, stacked by the loop, are f32[2 layers, P / 4, L / 2, D] on every device."""
@@ -225,7 +226,8 @@ def gathers(lowered, *, larger_than):
 
 @pytest.mark.usefixtures("no_compilation_cache")
 @pytest.mark.parametrize(
-  ("sizes", "tied_head"), [(dict(fsdp=8), False), (dict(fsdp=4, tensor=2), True)]
+  ("sizes", "tied_head"),
+  [pytest.param(dict(fsdp=8), False, marks=pytest.mark.slow), (dict(fsdp=4, tensor=2), True)],
 )
 def test_each_weight_is_gathered_once_and_none_by_a_burst(sizes, tied_head):
   """A layer at a time, before the first burst.
@@ -331,6 +333,7 @@ def test_layers_move_into_another_layout_one_by_one(trained, generating):
   assert taking.output_size_in_bytes + taking.temp_size_in_bytes < 0.5 * whole  # an eighth, twice
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_a_burst_compiles_beside_parameters_in_another_layout():
   engine, params = engine_on(dict(data=4, tensor=2), parameters=dict(fsdp=8))

@@ -2,6 +2,7 @@ import builtins
 import sys
 
 import pytest
+from matplotlib.image import imread
 
 from rlvr_jax.train.reporting import report
 from rlvr_jax.train.reporting import writer as metrics
@@ -37,7 +38,7 @@ def workdir(tmp_path):
   return tmp_path
 
 
-def test_table_and_places(workdir):
+def test_table_places_and_curves(workdir):
   text = report.write_report(workdir)
   lines = text.splitlines()
   assert lines[0].split() == ["start", "best", "final"]
@@ -53,12 +54,6 @@ def test_table_and_places(workdir):
   assert lines[7] == "model FLOPs: optimise 2e+13, evaluate 3e+10"
   for name in ("learning_curves.png", "metrics.jsonl", "rollouts.jsonl", "tensorboard"):
     assert str(workdir / name) in text
-
-
-def test_curves_are_a_picture_with_ink(workdir):
-  from matplotlib.image import imread
-
-  report.write_report(workdir)
   image = imread(workdir / report.CURVES_FILE)
   assert image.shape == (864, 1728, 4)  # accuracy, entropy, distance, norm
   assert 0.005 < (image[..., :3].min(axis=-1) < 0.9).mean() < 0.5

@@ -66,6 +66,7 @@ def test_each_program_gets_those_of_its_kind():
     assert has_options(programs.engine.programs.empty_slots) == (kind == "generation")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CompilerOptions._fields)
 def test_reports_compile_with_them(kind, tmp_path):
   """An option that leaves a trace: the compiler writes each program into a folder."""

@@ -18,7 +18,6 @@ def settings(**fields):
 
 def test_slots_are_those_of_a_batch_or_as_many_as_are_set():
   assert settings().slots == 8 * 4
-  assert settings(sampling__slots=6).slots == 6
   assert settings(sampling__slots=6, mesh__data=4).slots == 8  # split evenly over devices
 
 
@@ -87,7 +86,7 @@ def test_slots_are_limited_by_the_devices_memory():
 
 @pytest.mark.parametrize(
   ("optimizer", "kept"),
-  [("adamw()", 12), ("lion()", 8), ("sgd()", 4), ("sgd(momentum=0.9)", 8)],
+  [("adamw()", 12), ("sgd()", 4)],
 )
 def test_memory_holds_the_moments_that_the_optimizer_keeps(optimizer, kept):
   state = build(tiny.config(optimizer=optimizer)).placement.state
@@ -142,8 +141,3 @@ def test_slots_that_do_not_fit_are_refused():
   assert 700 < choose(0) < 900
   with pytest.raises(ValueError, match=r"sampling\.slots = 1100: 10\d\d of them fit\. A.*Lower"):
     choose(1100)
-
-
-def test_a_number_of_slots_out_of_range_is_refused():
-  with pytest.raises(ValueError, match=r"config\.sampling.*slots = -1"):
-    build(tiny.config(sampling__slots=-1))

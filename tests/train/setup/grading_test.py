@@ -85,15 +85,18 @@ def test_a_replaced_grader_and_the_extra_ones_get_what_a_part_of_a_mixture_would
 
 
 @pytest.mark.parametrize(
-  ("own", "given"), [(GSM8K, {"answer": "7"}), (BY_REFERENCE, WRAPPED)], ids=["task", "mixture"]
-)
-@pytest.mark.parametrize(
-  ("fields", "training", "held_out"),
+  ("own", "given", "fields", "training", "held_out"),
   [
-    (dict(grading__grader=DIGITS), ("wrong", 0.5), ("correct", 1.0)),
-    (dict(grading__extra=((DIGITS, 2.0),)), ("correct", 2.0), ("correct", 1.0)),
-    (dict(evaluation__grader=THINK), ("correct", 1.0), ("wrong", 0.0)),
+    (BY_REFERENCE, WRAPPED, dict(grading__grader=DIGITS), ("wrong", 0.5), ("correct", 1.0)),
     (
+      *(GSM8K, {"answer": "7"}),
+      dict(grading__extra=((DIGITS, 2.0),)),
+      ("correct", 2.0),
+      ("correct", 1.0),
+    ),
+    (BY_REFERENCE, WRAPPED, dict(evaluation__grader=THINK), ("correct", 1.0), ("wrong", 0.0)),
+    (
+      *(GSM8K, {"answer": "7"}),
       dict(grading__grader=THINK, grading__extra=((DIGITS, 2.0),), evaluation__grader=DIGITS),
       ("wrong", 1.0),
       ("wrong", 0.5),
@@ -196,7 +199,13 @@ def test_a_thought_that_the_prompt_opens_is_no_answer():
         graded |= {rollout.place[2]: grade for rollout, _, grade in found}
       grades = [graded[0], graded[1]]
       arrays = parts.grading.arrays(rollouts, grades)
+      said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "4?"}]
+      chat = dataclasses.replace(asked, messages=tuple(said))
+      for of, messages in ((asked, said), (chat, None)):
+        (first, _) = parts.grading.samples(of, 0, arrays, grades, messages)
+        assert first["messages"] == said and first["prompt"] == asked.question
       samples += parts.grading.samples(asked, 0, arrays, grades)
+      assert "messages" not in samples[-1]
   assert [s["outcome"] for s in samples] == ["unparseable", "correct", "correct", "correct"]
   assert [s["reward"] for s in samples] == [0.0, 1.5, 1.0, 1.0]
   assert [s["completion"] for s in samples] == texts * 2
@@ -357,11 +366,13 @@ def test_an_environment_plays_a_turn_at_the_start(name, expected):
 
 
 @pytest.mark.parametrize(
-  "fields",
-  [{}, dict(grading__extra=((DIGITS, 0.5),)), dict(evaluation__grader=THINK),
-   dict(grading__grader=THINK, grading__extra=((DIGITS, 0.5),))],
-)  # fmt: skip
-@pytest.mark.parametrize("grader", [GSM8K, BY_REFERENCE])
+  ("grader", "fields"),
+  [
+    (GSM8K, {}),
+    (BY_REFERENCE, dict(evaluation__grader=THINK)),
+    (BY_REFERENCE, dict(grading__grader=THINK, grading__extra=((DIGITS, 0.5),))),
+  ],
+)
 def test_an_environment_gets_the_line_whatever_graders_are_set(grader, fields):
   """And what it asks the graders about is graded as a rollout is."""
   given = {"grader": GSM8K, "reference": {"answer": "7"}}
