@@ -122,6 +122,8 @@ def _correction(params):
     loss = losses.reinforce()
   else:
     loss = losses.ppo_clip(**_clip(params), dual_clip=params.get("dual_clip"))
+  if how["level"] == "none" and not how["reject"] and not how.get("veto"):
+    return loss  # verl's presets include the one that corrects nothing
   return corrections.corrected(loss, corrections.importance(**how))
 
 
