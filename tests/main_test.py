@@ -49,6 +49,7 @@ MISTAKES = [
   (dict(mesh__tensor=4), r"tensor = 4 does not divide .* 2 key/value heads; allowed: \[1, 2\]"),
   (dict(batch__group_size=1), r"(?s)grpo.*group.*\b1\b"),
   (dict(batch__group_size=0), r"config\.batch: group_size = 0"),
+  (dict(evaluation__seed=2**32), r"config\.evaluation: seed = 4294967296"),
   (dict(evaluation__ks=(1, 4)), r"1 ≤ k ≤ config\.evaluation\.num_samples = 2"),
   (dict(evaluation__ks=()), r"config\.evaluation\.ks = \[\]: pass@k needs at least one"),
   (dict(evaluation__ks=(1.5,)), r"config\.evaluation\.ks = \[1\.5\]"),
@@ -198,6 +199,13 @@ def assert_error(output, message):
   assert last.startswith("error: ") and re.search(message, last), output[-3000:]
   # On a full disk tensorstore's threads may complain on their own; that is not our code.
   assert "rlvr_jax/" not in "".join(re.findall(r'  File "(.*?)", line', output))
+
+
+@pytest.mark.slow
+def test_a_misspelled_field_lists_the_near_one(tmp_path):
+  output = tiny.run(tmp_path / "run", "--config.batch.promtps=3", expect=1)
+  assert_error(output, "no field 'promtps'; did you mean \"prompts\"")
+  assert not (tmp_path / "run").exists()
 
 
 CONFIG_FILES = [  # get_config's body, what follows --config=FILE, the message

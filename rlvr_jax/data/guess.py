@@ -30,7 +30,7 @@ def guess(
     low, high: as for the environment; 0 ≤ low ≤ high.
     turns: guesses of a demonstration, at most, ≥ 1; fewer where one of them is right.
     train_size, warm_start_size, held_out_size: problems of each phase.
-    warm_start_seed: the warm start seed of the demonstrations.
+    warm_start_seed: seed by which the demonstrations are drawn.
   Raises:
     ValueError: an argument is out of range.
   """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -22,36 +22,42 @@ def without_thoughts(text: str) -> str:
   return "" if not closing and answer.lstrip().startswith("<think>") else answer
 
 
-def find_call(text: str) -> Call | None:
+def find_call(text: str, names: Collection[str]) -> Call | None:
   """Finds the last tool call of a policy's turn; None if there is none.
 
   Two forms are read. Qwen 2.5 and 3, SmolLM3 and Hermes write `<tool_call>{"name": "f",
-  "arguments": {…}}</tool_call>` anywhere after their thoughts; one that is not closed extends to
-  the end, for a stop string. Of Llama 3 the whole turn is `{"name": "f", "parameters": {…}}`.
+  "arguments": {…}}</tool_call>` anywhere after their thoughts. Of Llama 3 the whole turn is
+  `{"name": "f", "parameters": {…}}`: such a turn is an answer unless f is one of `names`.
 
   Raises:
-    ValueError: what stands in `<tool_call>` is not such an object.
+    ValueError: no call can be read of what follows `<tool_call>`.
   """
-  answer = without_thoughts(text)
-  _, tag, rest = answer.rpartition(_BEGIN)
-  if tag:
-    call = _read(rest.partition(_END)[0])
-    if call is None:
-      example = '{"name": "…", "arguments": {…}}'
-      raise ValueError(f"the tool call cannot be read: write {_BEGIN}{example}{_END}")
-    return call
-  answer = answer.strip()
-  return _read(answer) if answer.startswith("{") and answer.endswith("}") else None
+  answer = without_thoughts(text).strip()
+  found, at = None, answer.find(_BEGIN)
+  has_tag = at >= 0
+  while at >= 0:  # a tag within a call's own text is skipped with it
+    call, end = _read(answer, at + len(_BEGIN))
+    found = call or found
+    at = answer.find(_BEGIN, end)
+  if has_tag and found is None:
+    example = '{"name": "…", "arguments": {…}}'
+    raise ValueError(f"the tool call cannot be read: write {_BEGIN}{example}{_END}")
+  if not has_tag and answer.startswith("{"):
+    call, end = _read(answer, 0)
+    found = call if call and call.name in names and end == len(answer) else None
+  return found
 
 
-def _read(text: str) -> Call | None:
+def _read(text: str, start: int) -> tuple[Call | None, int]:
+  """The call that begins at `start`, if there is one, and the index behind what was read."""
+  start += len(text) - start - len(text[start:].lstrip())
   try:
-    value = json.loads(text)
+    value, end = json.JSONDecoder().raw_decode(text, start)
   except (ValueError, RecursionError):
-    return None
+    return None, start
   if not isinstance(value, dict):
-    return None
+    return None, end
   name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
   if not isinstance(name, str) or not isinstance(arguments, dict):
-    return None
-  return Call(name, arguments)
+    return None, end
+  return Call(name, arguments), end

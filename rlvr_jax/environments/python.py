@@ -12,6 +12,7 @@ from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.workers.worker import waiting
 
 _MAX_WAIT_S = 3600.0  # for the programs of other dialogues, each of which has its own limit
+_NAME = "python"  # of the tool
 _NO_OUTPUT = "[no output]"
 
 
@@ -51,11 +52,13 @@ class _Python:
 
   def step(self, text: str) -> Turn:
     """Runs the program of the policy's text."""
+    source = extract_program(text)
     try:
-      call = find_call(text)
-      source = extract_program(text) if call is None else _program_of(call)
+      call = find_call(text, [_NAME])
+      source = source if call is None else _program_of(call)
     except ValueError as error:
-      return Turn(f"[{error}]", role="tool")
+      if source is None:  # else the tag is of a program or of prose, and no call
+        return Turn(f"[{error}]", role="tool")
     if source is None:
       return Turn(done=True)
     options = self._options
@@ -78,7 +81,7 @@ def _program_of(call: Call) -> str:
     ValueError: it calls another tool, or has no program.
   """
   source = call.arguments.get("code")
-  if call.name != "python" or not isinstance(source, str):
+  if call.name != _NAME or not isinstance(source, str):
     raise ValueError('the tool is called "python", and its argument "code" is a text')
   return source
 
@@ -112,7 +115,7 @@ def python(
 
   If the turn has a tool call, see `calls.find_call`, its `code` is run instead: with
   `config.prompts.tools = "python"` the chat template says how to write one. A call that cannot be
-  read gets a reply that says so.
+  read gets a reply that says so, unless the turn has a fenced program.
 
   The program runs in the sandbox of `rlvr_jax.codejudge`, with the limits of generated programs and
   the standard library only; its standard input is empty. The reply is its standard output, then the

@@ -113,14 +113,14 @@ def _product_widths(config: TransformerConfig, mixer: str, mlp: str) -> int:
 def _delta_bytes(config: TransformerConfig, tokens: float) -> float:
   """Bytes of float32 that one gated DeltaNet keeps for its backward pass.
 
-  These are the states between chunks, the results of its convolutions, and its heads, of which
-  those of keys are repeated.
+  These are the states between chunks, the results of its convolutions, and of each head the inverse
+  of a chunk and the changes of the state.
   """
   sizes = config.delta
   if sizes is None:
     return 0.0
   states = 2 * sizes.value_heads * sizes.key_dim * sizes.value_dim  # of rollout and prompt
-  heads = sizes.value_heads * (2 * sizes.key_dim + sizes.value_dim)
+  heads = sizes.value_heads * (CHUNK + sizes.value_dim)
   return tokens * 4 * (states / CHUNK + sum(sizes.channels) + heads)
 
 

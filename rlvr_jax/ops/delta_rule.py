@@ -38,7 +38,7 @@ Inputs = TypeVar("Inputs")
 
 
 class Tokens(NamedTuple):
-  """The rule's inputs of tokens, at least float32; heads N are before the tokens L of a row."""
+  """What the rule reads of tokens, at least float32."""
 
   query: Array  # [R, L, N, d_k]
   key: Array  # [R, L, N, d_k]
@@ -73,7 +73,7 @@ def delta_rows(inputs: Inputs, rows: Rows, read: Callable[[Inputs], Tokens]) -> 
   """All tokens of packed rows.
 
   Args:
-    tokens: the tokens of R rows of L tokens.
+    inputs: arrays [R, L, ...] of R rows of L tokens.
     rows: their sequences. In each row a prompt comes before its rollouts, and these before the next
       prompt.
     read: inputs of some tokens → what the rule reads of them. It is called for each chunk, so that

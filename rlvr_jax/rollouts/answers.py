@@ -55,7 +55,7 @@ class Processes:
 
   Attributes:
     index: the index of this process.
-    count: the count of the processes.
+    count: number of the processes.
     gather: an action whose result is JSON → the results of all processes, in order. All call it
       together, and all raise if the action raises in one.
   """

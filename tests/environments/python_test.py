@@ -92,6 +92,9 @@ CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(6 * 7)"}}\n
     (CALL.replace('"python"', '"bash"'), '[the tool is called "python", and its argument "code"'),
     (CALL.replace('"code"', '"cmd"'), '[the tool is called "python", and its argument "code"'),
     ('{"answer": 42}', None),
+    ('{"name": "f", "arguments": {}}', None),  # an answer: f is no tool
+    (fenced("print('<tool_call>')"), "<tool_call>"),  # a program with the tag, and no call
+    (CALL.replace("6 * 7", "'<tool_call></tool_call>'"), "<tool_call></tool_call>"),
     ("<think>\n" + CALL + "\n</think>\n\n42", None),
     ("<think>\n" + CALL, None),
   ],

@@ -142,7 +142,10 @@ def make_engine(model):
 
 
 @pytest.mark.parametrize("decode_rounded", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize(("format", "tied_head"), CASES[:1])
+@pytest.mark.parametrize(
+  ("format", "tied_head"),
+  [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
+)
 def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head, decode_rounded):
   model = adapt_to_quantized(make_model(tied_head, 1), format, decode_rounded=decode_rounded)
   params = make_params(tied_head, 1)

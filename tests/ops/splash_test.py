@@ -100,7 +100,7 @@ def test_equals_the_reference_on_a_mesh(interpreted):
   _equals_the_reference(ROWS, window=None, soft_cap=None, mesh=mesh)
 
 
-@pytest.mark.parametrize("window", [150])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 150])
 @pytest.mark.parametrize("kind, calls", [("splash", "pallas_call["), ("reference", "while[")])
 def test_remat_can_keep_what_the_backward_pass_needs(window, kind, calls):
   """With the residuals' name in its policy no second forward pass is made."""

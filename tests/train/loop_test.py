@@ -302,3 +302,13 @@ def test_a_control_run_has_the_same_rewards_on_other_rollouts(run, parts, workdi
   for name in ("reward/mean", "reward/pass_rate", "outcome/correct", "policy/entropy"):
     assert control[name] == ours[name]
   assert control["update/gradient_norm"] != ours["update/gradient_norm"]
+
+
+@pytest.mark.slow
+def test_another_seed_is_another_run(run, parts, workdirs):
+  workdir = workdirs / "seed"
+  train(dataclasses.replace(parts, config=tiny.config(seed=1, num_updates=4)), workdir)
+  ours, other = tiny.records(run[0], "train"), tiny.records(workdir, "train")
+  for a, b in zip(ours[:4], other, strict=True):
+    assert a["policy/entropy"] != b["policy/entropy"]
+  assert tiny.rollouts(workdir) != tiny.rollouts(run[0])

@@ -18,7 +18,8 @@ from rlvr_jax.train.checkpointing.claim import BucketClaim, WorkdirError
 from rlvr_jax.train.cluster import multihost
 
 LAYOUT_FILE = "layout.json"  # the machine of the process that last started or resumed a run
-_EMPTY = '""'  # an empty text, as JSON
+# Fields that configurations of earlier versions lack, and what their runs had, as JSON.
+_NEWER = {"prompts.tools": '""'}
 _RENAMED_TASK = "experiments.pretrained.task:sums"
 # Files that a run writes after its configuration; without warm_start, which users may copy.
 _RUN_FILES = ("checkpoints", "rollouts", "metrics.jsonl", "problems.jsonl")
@@ -193,15 +194,14 @@ def differing_fields(
   """(dotted name, old value, new value) of the fields of a configuration that differ.
 
   Args:
-    old, new: JSON objects. A field that one of them lacks is equal to an empty text, by which the
-      configuration says that something is not used.
+    old, new: JSON objects; those of an earlier version lack the fields of `_NEWER`.
     may_differ: dotted names of fields, or of groups of fields, that are left out.
   """
-  old_fields, new_fields = dict(_flatten(old)), dict(_flatten(new))
+  old_fields, new_fields = ({**_NEWER, **dict(_flatten(fields))} for fields in (old, new))
   return [
     (name, old_fields.get(name, "absent"), new_fields.get(name, "absent"))
     for name in sorted(old_fields.keys() | new_fields.keys())
-    if old_fields.get(name, _EMPTY) != new_fields.get(name, _EMPTY)
+    if old_fields.get(name) != new_fields.get(name)
     and not any(name == field or name.startswith(f"{field}.") for field in may_differ)
   ]
 

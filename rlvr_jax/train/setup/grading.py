@@ -413,7 +413,7 @@ def check_first_messages(
 
   Args:
     answers: the result of `make_answers`.
-    tokenizer, max_prompt_length: tokenizer and most prompt length of the run.
+    tokenizer, max_prompt_length: tokenizer of the run, and the most tokens of its prompts.
     sources: the sources of problems.
   """
   for source in sources:

@@ -119,7 +119,7 @@ def make_programs(
     sources: the policies that sample.
     teachers: whose log-probabilities of the rollouts an update takes.
     sampler: the sampler that generates rollouts, on the mesh of updates or another one.
-    compared: the compared that the sampler's log-probabilities are compared with, on
+    compared: the policy that the sampler's log-probabilities are compared with, on
       `Placement.compared_mesh`.
     engines: makes the engines.
     sampling, held_out_sampling: the distributions of training and of evaluation.

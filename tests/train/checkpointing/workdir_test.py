@@ -65,14 +65,16 @@ def test_config_json_follows_the_last_start_of_a_run_with_samplers(tmp_path):
   assert written() == fleet
 
 
-def test_a_newer_field_that_is_empty_changes_nothing(tmp_path):
-  """As `prompts.tools` is for a run that began before there was one."""
+def test_a_newer_field_has_what_earlier_runs_had(tmp_path):
+  """`prompts.tools` of a run that began before there was one is empty; no other field is."""
   workdir, old = Workdir(tmp_path / "run"), {"prompts": {"format": "chat"}}
   check_config(workdir, json.dumps(old))
   check_config(workdir, json.dumps({"prompts": {"format": "chat", "tools": ""}}))
   for value in ("python", 0, None, False):
-    with pytest.raises(WorkdirError, match=r"prompts\.tools: absent in the workdir"):
+    with pytest.raises(WorkdirError, match=r'prompts\.tools: "" in the workdir'):
       check_config(workdir, json.dumps({"prompts": {"format": "chat", "tools": value}}))
+  with pytest.raises(WorkdirError, match=r"prompts\.system: absent in the workdir"):
+    check_config(workdir, json.dumps({"prompts": {"format": "chat", "system": ""}}))
 
 
 def test_a_task_under_its_earlier_name_says_how_it_is_called_now(tmp_path):

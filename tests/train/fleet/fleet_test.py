@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import re
 import signal
 import threading
@@ -544,3 +545,47 @@ def test_forty_random_kills(fleet):
   fleets.check_store(fleet.workdir, num_updates)
   assert trained_once(fleet.workdir, num_updates)
   assert kills == 40  # a faster machine needs more updates
+
+
+@pytest.mark.slow
+def test_a_curriculum_in_a_fleet(tmp_path):
+  """It draws by the solve rates of the groups that come, in the order of the draws."""
+  lines = [dict(prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(6) for b in range(6)]
+  (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+  grader = dict(grader="rewards.user_graders:unhurried", solution="{answer}")
+  own = dict(train=str(tmp_path / "sums.jsonl"), held_out_size=4, warm_start_size=20, **grader)
+  config = fleets.config(num_updates=6)
+  with config.unlocked():
+    parts = dict(mine=dict(name="jsonl", kwargs=own))
+    config.task = dict(name="curriculum", kwargs=dict(parts=parts, rate=1.0, floor=0.5))
+  parts = build(config)
+  with sampling(tmp_path / "run", parts) as errors:
+    train(parts, tmp_path / "run")
+  assert errors == []
+  records = tiny.records(tmp_path / "run", "train")
+  assert len(records) == 6 and records[-1]["curriculum/seen"] == 1
+  assert len({record["curriculum/estimate"] for record in records}) > 2  # they have moved
+  store = RolloutStore(tmp_path / "run" / "rollouts", writable=False)
+  for number in store.numbers():
+    prompts = [sample["prompt"] for sample in tiny.read_stored(store, number)[2][::4]]
+    assert len({*prompts}) == 8 and {*prompts} <= {line["prompt"] for line in lines}
+    assert store.info(number)["after"]["problems"]["observed"]
+
+
+@pytest.mark.slow
+def test_a_slow_sampler_and_one_with_a_wrong_clock(fleet):
+  """One runs a tenth of the time, the other's clock is a year behind: both are of use."""
+  trainer = fleet.trainer("--config.fleet.silent_s=10")
+  slow, behind = fleet.sampler(), fleet.sampler(year_behind=True)
+  fleet.wait_for_update(trainer, 1)
+  with slow.slowed():
+    assert trainer.end() == 0
+  assert [slow.end(), behind.end()] == [0, 0], slow.text() + behind.text()
+  fleets.check_store(fleet.workdir)
+  assert trained_once(fleet.workdir)
+  folder = parse_path("", fleet.workdir) / "rollouts"
+  store = RolloutStore(folder, writable=False)
+  samplers = {
+    s["sampler"] for number in store.numbers() for s in tiny.read_stored(store, number)[2]
+  }
+  assert len(samplers) == 2
