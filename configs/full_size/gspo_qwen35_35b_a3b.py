@@ -18,7 +18,8 @@ from ml_collections import ConfigDict
 
 from rlvr_jax.configs.full_size import gspo_qwen3_30b_a3b
 
-SLICES = gspo_qwen3_30b_a3b.SLICES  # but for generation's mesh; not searched for
+# These settings, with another generation mesh; they were not searched for.
+SLICES = gspo_qwen3_30b_a3b.SLICES
 
 
 def get_config(topology: str = "") -> ConfigDict:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +19,6 @@ from rlvr_jax.types import Array
 LEVELS = ("token", "sequence", "geometric", "none")
 BOUNDS = ("truncate", "clip", "mask")
 Rule = tuple[Any, ...]  # ("mean_k1", low, high), ("mean_k3", high)
-_UNSET = {"bound": "truncate", "low": 0.0, "high": 2.0, "batch_normalize": False}  # defaults
 
 _DIVERGENCES: dict[str, Callable[[Array, Array, Array], Array]] = {
   "k1": kl.k1,
@@ -79,17 +79,11 @@ def importance(
     )
   for rule in reject:
     _check_rule(rule)
-  unread = {}
   if level == "none":
-    fields = {"batch_normalize": batch_normalize, "bound": bound, "low": low, "high": high}
-    unread = {name: value for name, value in fields.items() if value != _UNSET[name]}
-  elif bound == "truncate" and low:
-    unread = {"low": low}
-  for name, value in unread.items():
-    owner = "level = 'none'" if level == "none" else "bound = 'truncate'"
-    raise ValueError(
-      f"importance: {name} = {value!r} has no effect with {owner}; leave one of them out"
-    )
+    fields = dict(bound=bound, low=low, high=high, batch_normalize=batch_normalize)
+    _refuse_unread("level = 'none'", fields)
+  elif bound == "truncate":
+    _refuse_unread("bound = 'truncate'", dict(low=low))
   if level == "none" and not reject and not veto:
     raise ValueError(
       "importance: level = 'none' without reject and veto changes nothing; set one of them, or"
@@ -157,6 +151,20 @@ def _passes(rule: Rule, seen: Mismatch) -> Array:
   return statistic <= rule[1]
 
 
+def _refuse_unread(reason: str, fields: Mapping[str, object]) -> None:
+  """Raises ValueError if an option of `importance` that is not read has another value than unset.
+
+  Args:
+    reason: the option for which these are not read.
+    fields: the options that are not read, by name.
+  """
+  for name, value in fields.items():
+    if value != inspect.signature(importance).parameters[name].default:
+      raise ValueError(
+        f"importance: {name} = {value!r} has no effect with {reason}; leave one of them out"
+      )
+
+
 def _check_rule(rule: Rule) -> None:
   """Raises ValueError unless this is a rule of `importance`."""
   names = [f"{over}_{divergence}" for over in _OVER for divergence in _DIVERGENCES]
@@ -179,15 +187,16 @@ def _check_rule(rule: Rule) -> None:
 # --- what the papers and peers name ---------------------------------------------------------------
 
 _WEIGHTS = ("none", "token", "sequence")
+_TRUNCATION = 2.0
 
 
 def _rejection(
   owner: str, rule: Rule, *, weight: str, truncation: float, policies: int = 3
 ) -> Correction:
-  """Rejects by a rule; the others have a truncated weight, or none."""
+  """A correction that rejects by one rule; tokens that pass have a truncated weight, or none."""
   check_choice(owner, "weight", weight, _WEIGHTS)
   check_between(owner, "truncation", truncation, low=0.0, open_low=True)
-  if weight == "none" and truncation != _UNSET["high"]:
+  if weight == "none" and truncation != _TRUNCATION:
     raise ValueError(
       f"{owner}: truncation = {truncation} has no effect with weight = 'none'; leave it out, or set"
       " weight to 'token' or 'sequence'"
@@ -233,7 +242,7 @@ def icepop(*, low: float = 0.5, high: float = 5.0) -> Correction:
 
 
 def sequence_rejection(
-  *, low: float = 0.5, high: float = 2.0, weight: str = "sequence", truncation: float = 2.0
+  *, low: float = 0.5, high: float = 2.0, weight: str = "sequence", truncation: float = _TRUNCATION
 ) -> Correction:
   """Drops responses with Π κ outside [low, high]; the others have a truncated weight.
 
@@ -252,7 +261,7 @@ def geometric_rejection(
   low: float = 1 / 1.001,
   high: float = 1 / 0.999,
   weight: str = "none",
-  truncation: float = 2.0,
+  truncation: float = _TRUNCATION,
   policies: int = 3,
 ) -> Correction:
   """Drops responses whose geometric mean of κ lies outside [low, high].
@@ -264,12 +273,14 @@ def geometric_rejection(
     policies: 3 or 2, see `importance`.
   Source: verl 0.9.1, `decoupled_geo_rs`, `…_token_tis`, `…_seq_tis`, `bypass_ppo_clip_geo_rs`.
   """
-  rule, how = ("mean_k1", low, high), dict[str, Any](weight=weight, truncation=truncation)
-  return _rejection("geometric_rejection", rule, policies=policies, **how)
+  rule = ("mean_k1", low, high)
+  return _rejection(
+    "geometric_rejection", rule, weight=weight, truncation=truncation, policies=policies
+  )
 
 
 def k3_rejection(
-  *, high: float = 0.01, weight: str = "none", truncation: float = 2.0, policies: int = 3
+  *, high: float = 0.01, weight: str = "none", truncation: float = _TRUNCATION, policies: int = 3
 ) -> Correction:
   """Drops responses whose mean of k3 = κ − 1 − log κ is above `high` nats per token.
 
@@ -280,5 +291,5 @@ def k3_rejection(
     policies: 3 or 2, see `importance`.
   Source: verl 0.9.1, `decoupled_k3_rs`, `…_token_tis`, `…_seq_tis`, `bypass_ppo_clip_k3_rs`.
   """
-  rule, how = ("mean_k3", high), dict[str, Any](weight=weight, truncation=truncation)
-  return _rejection("k3_rejection", rule, policies=policies, **how)
+  rule = ("mean_k3", high)
+  return _rejection("k3_rejection", rule, weight=weight, truncation=truncation, policies=policies)

@@ -148,14 +148,14 @@ def teaching_bytes(
   """As `estimated_bytes`, of the forward pass of teachers that score a batch before its updates.
 
   Args:
-    networks: of the teachers; the one that takes most counts.
-    placement: of the run.
-    layout: of the rows that they read.
+    networks: the teachers' networks; the one that takes most bytes counts.
+    placement: the run's placement.
+    layout: the layout of the rows that teachers read.
   """
   tensor, tokens = placement.mesh.shape["tensor"], layout.device_places
   of_pass = lambda network: {
     "activations": memory.forward_bytes(network, tokens, tensor),
-    "output head": memory.forward_head_bytes(network, tokens, tensor),
+    "output head": memory.output_head_bytes(network, tokens, tensor, backward=False),
   }
   table = trained_bytes(placement.state, placement.frozen)
   if placement.teachers:

@@ -50,7 +50,7 @@ def find_call(text: str, names: Collection[str]) -> Call | None:
 
 def _read(text: str, start: int) -> tuple[Call | None, int]:
   """The call that begins at `start`, if there is one, and the index behind what was read."""
-  start += len(text) - start - len(text[start:].lstrip())
+  start = len(text) - len(text[start:].lstrip())
   try:
     value, end = json.JSONDecoder().raw_decode(text, start)
   except (ValueError, RecursionError):

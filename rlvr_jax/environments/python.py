@@ -52,13 +52,10 @@ class _Python:
 
   def step(self, text: str) -> Turn:
     """Runs the program of the policy's text."""
-    source = extract_program(text)
     try:
-      call = find_call(text, [_NAME])
-      source = source if call is None else _program_of(call)
+      source = _find_program(text)
     except ValueError as error:
-      if source is None:  # else the tag is of a program or of prose, and no call
-        return Turn(f"[{error}]", role="tool")
+      return Turn(f"[{error}]", role="tool")
     if source is None:
       return Turn(done=True)
     options = self._options
@@ -72,6 +69,23 @@ class _Python:
     if self._options.state and result.get("status") == 0:
       self._earlier.append(source)
     return Turn(_describe(result, self._options), role="tool")
+
+
+def _find_program(text: str) -> str | None:
+  """The program of the last tool call, or else the last fenced one; None if there is none.
+
+  Raises:
+    ValueError: the call names another tool or has no program, or there is nothing but a call that
+      cannot be read.
+  """
+  fenced = extract_program(text)
+  try:
+    call = find_call(text, [_NAME])
+  except ValueError:
+    if fenced is None:
+      raise
+    return fenced  # the tag is of a program or of prose, and no call
+  return fenced if call is None else _program_of(call)
 
 
 def _program_of(call: Call) -> str:

@@ -64,7 +64,7 @@ def activation_bytes(config: TransformerConfig, tokens: float, tensor: int) -> f
 
 
 def forward_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
-  """Bytes of a forward pass alone, which saves nothing: twice those of the largest layer.
+  """Bytes of a forward pass alone, which saves nothing: twice the largest layer's activations.
 
   Args:
     config, tokens, tensor: see `activation_bytes`.
@@ -124,26 +124,18 @@ def _delta_bytes(config: TransformerConfig, tokens: float) -> float:
   return tokens * 4 * (states / CHUNK + sum(sizes.channels) + heads)
 
 
-def output_head_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
-  """Bytes of a chunk's float32 logits and their gradient, the kernel and its gradient.
+def output_head_bytes(
+  config: TransformerConfig, tokens: float, tensor: int, *, backward: bool = True
+) -> float:
+  """Bytes of a chunk's float32 logits and of the kernel; with `backward`, of their gradients too.
 
   Args:
     config, tokens, tensor: see `activation_bytes`.
+    backward: whether gradients are computed; float32.
   """
   rows = min(default_chunk_rows(config.vocab_size), tokens)
-  kernel = config.width * (jnp.dtype(config.compute_dtype).itemsize + 4)
-  return float((2 * 4 * rows + kernel) * config.vocab_size / tensor)
-
-
-def forward_head_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
-  """Bytes of a chunk's float32 logits and the kernel, without gradients.
-
-  Args:
-    config, tokens, tensor: see `activation_bytes`.
-  """
-  rows = min(default_chunk_rows(config.vocab_size), tokens)
-  kernel = config.width * jnp.dtype(config.compute_dtype).itemsize
-  return float((4 * rows + kernel) * config.vocab_size / tensor)
+  kernel = config.width * (jnp.dtype(config.compute_dtype).itemsize + 4 * backward)
+  return float((4 * rows * (1 + backward) + kernel) * config.vocab_size / tensor)
 
 
 def sampling_bytes(config: TransformerConfig, slots: int) -> float:

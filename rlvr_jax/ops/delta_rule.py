@@ -326,7 +326,7 @@ def _invert(x: Array) -> Array:
 
   By substitution over blocks whose size doubles: stable, and products alone.
   """
-  x = jax.lax.optimization_barrier(x)  # else it is made again for every product
+  x = jax.lax.optimization_barrier(x)  # without it XLA computes x again in every product
   size = x.shape[-1]
   index = np.arange(size)
   product = functools.partial(jnp.matmul, precision=EXACT)

@@ -41,7 +41,7 @@ class Grading:
     overlong_buffer: tokens before the limit over which the reward decreases; 0 turns this off.
     overlong_filter: whether the loss excludes responses without a stop token.
     num_rewards: K of `TrainBatch.rewards_by_name`, the graders whose scores are kept; 0: none are.
-    more_of: from a problem to further fields of its samples' records.
+    more_of: function from a problem to further fields of its samples' records.
   """
 
   tokenizer: Tokenizer

@@ -90,6 +90,7 @@ CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(6 * 7)"}}\n
     ("<tool_call>print(7)</tool_call>", "[the tool call cannot be read: write <tool_call>{"),
     ("<tool_call>" + "[" * 10**5, "[the tool call cannot be read: write <tool_call>{"),
     (CALL.replace('"python"', '"bash"'), '[the tool is called "python", and its argument "code"'),
+    (fenced("print(7)") + CALL.replace('"python"', '"bash"'), '[the tool is called "python", and'),
     (CALL.replace('"code"', '"cmd"'), '[the tool is called "python", and its argument "code"'),
     ('{"answer": 42}', None),
     ('{"name": "f", "arguments": {}}', None),  # an answer: f is no tool

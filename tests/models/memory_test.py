@@ -65,4 +65,6 @@ def test_the_head_takes_a_chunk_of_logits_and_its_kernel():
   config = preset("tiny", compute_dtype="bfloat16")
   V, D = config.vocab_size, config.width
   assert memory.output_head_bytes(config, tokens=5, tensor=1) == 5 * V * 8 + D * V * (2 + 4)
+  forward = memory.output_head_bytes(config, tokens=5, tensor=1, backward=False)
+  assert forward == 5 * V * 4 + D * V * 2
   assert memory.sampling_bytes(config, slots=3) == 3 * V * 8

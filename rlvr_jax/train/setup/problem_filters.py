@@ -38,7 +38,7 @@ def describe_long_texts(
 
   Args:
     checkpoint: a folder in Hugging Face's layout; "": none, which states nothing.
-    shape: of the largest batch, as this network reads it.
+    shape: sizes of the largest batch, as this network reads it.
     network: field and value that name the network; None: those of `config.model.checkpoint`.
     prompts: the field that limits its prompts.
   """

@@ -458,9 +458,9 @@ def abstract_taught_batch(
   """`abstract_batch` of what teachers score: with their prompts, and without routes.
 
   Args:
-    placement: of the run.
-    shape: of a training batch.
-    prompts: of the teachers; None: the policy's.
+    placement: the run's placement.
+    shape: sizes of a training batch.
+    prompts: the teachers' prompts; None: teachers read the policy's.
     has_turns: whether rollouts are dialogues.
   """
   layout = placement.row_layout

@@ -49,7 +49,7 @@ class Teacher(NamedTuple):
   """One teacher, before its parameters are read.
 
   Attributes:
-    field: of the configuration that names its checkpoint, and which of several, for messages.
+    field: field of the configuration that names its checkpoint, and which of several, for messages.
     name: for metrics.
     model: its functions, on the mesh of updates.
     checkpoint: a folder; or `INITIAL`, `BASE` or `POLICY`.
@@ -295,11 +295,11 @@ def make_prompts(
 def describe_long_teachers(
   teachers: Sequence[Teacher], prompts: TeacherPrompts | None, shape: BatchShape, checkpoint: str
 ) -> list[str]:
-  """`describe_long_texts` of each network that teaches, where it says something the policy's not.
+  """Findings of `describe_long_texts` on teachers' networks that are not covered by the policy's.
 
   Args:
-    teachers, prompts: of the run.
-    shape: of the largest batch.
+    teachers, prompts: the run's teachers and their prompts.
+    shape: sizes of the largest batch.
     checkpoint: `config.model.checkpoint`, of the policy.
   """
   field = "config.max_prompt_length"
