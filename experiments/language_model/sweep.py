@@ -1,0 +1,42 @@
+"""Training runs on the real language model; README.md has their rules and results.
+
+  python -m rlvr_jax.main --mode=sweep --config=experiments/language_model/config.py \\
+    --sweep=experiments/language_model/sweep.py --workdir=runs/language_model
+
+from the repository root. Products are of bfloat16 in all runs, as in P3O's claim.
+"""
+
+from experiments.p3o_mismatch.testbed import quantized
+
+FIELDS = {
+  "num_updates": 60,
+  "schedule": "updates_per_refresh(batches=4)",
+  "model.overrides.compute_dtype": "bfloat16",
+  # A group with a mean response fills half a row: see "rows/filled".
+  "batch.tokens_per_row": 300,
+  "batch.tokens_per_micro_batch": 300,
+  "store.keep_used": False,
+}
+METHODS = {  # label → fields
+  "GRPO": {"loss": "ppo_clip(epsilon_low=0.2, epsilon_high=0.2)"},
+  "P3O": {"loss": "p3o(ess_scope=16)"},
+}
+SAMPLERS = {"own sampler": {}, "fp8 sampler": quantized("float8_e4m3fn")}
+PILOT_SEED = 100  # which no comparison uses
+PILOT_RATES = ("3e-6", "1e-5")
+PILOT = {
+  f"pilot, {method}, {rate}": {
+    **fields,
+    "num_updates": 40,
+    "learning_rate": f"constant(peak={rate})",
+  }
+  for rate in PILOT_RATES
+  for method, fields in METHODS.items()
+}
+
+
+def get_sweep():
+  """The pilot runs of question 2."""
+  return [
+    {"label": label, "seed": PILOT_SEED, **FIELDS, **fields} for label, fields in PILOT.items()
+  ]
