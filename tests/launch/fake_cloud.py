@@ -1,10 +1,10 @@
 """Google Cloud on one machine: fakes of the programs that launch calls, on PATH.
 
-Hosts are folders. What is run on one by ssh, or as a pod, is run here with that folder as home; a
-SLURM environment stands in for the metadata by which processes of a TPU slice find one another.
-The systemd of a host restarts a service that fails, and a workload of xpk restarts all of its pods.
+Hosts are folders. What is run on one by ssh is run here with that folder as home; a SLURM
+environment stands in for the metadata by which processes of a TPU slice find one another. The
+systemd of a host restarts a service that fails.
 
-  fake_cloud.py PROGRAM ARGUMENTS…     as gcloud, xpk, kubectl, sudo, systemd-run, systemctl, …
+  fake_cloud.py PROGRAM ARGUMENTS…     as gcloud, sudo, systemd-run, systemctl, …
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import sys
 import time
 
 HERE = pathlib.Path(__file__).resolve()
-PROGRAMS = ("gcloud", "xpk", "kubectl", "sudo", "loginctl", "systemd-run", "systemctl")
+PROGRAMS = ("gcloud", "sudo", "loginctl", "systemd-run", "systemctl")
 PROGRAMS += ("journalctl", "mountpoint", "hostname")
 GRACE_S = 20  # between SIGTERM and SIGKILL of a preemption
 
@@ -196,7 +196,7 @@ def gcloud(arguments):
 
 
 def state_file(kind, name):
-  """Where the state of a program's machines or pods is."""
+  """Where the state of a program's machines is."""
   return root() / f"{kind}-{name}.json"
 
 
@@ -312,124 +312,6 @@ def wait_all(pids, seconds):
   return not any(map(alive, pids))
 
 
-# --- xpk and kubectl ------------------------------------------------------------------------------
-
-# As xpk starts the command of a container: it gets SIGTERM from a shell that waits for it.
-SHELL = """trap 'kill -TERM $child' TERM
-({command}) & child=$!
-while kill -0 $child 2> /dev/null; do sleep 0.2; done
-wait $child"""
-
-
-def xpk(arguments):
-  with open(root() / "calls.log", "a") as log:
-    log.write(" ".join(arguments[:3]) + "\n")
-  verb, name = arguments[1], flag(arguments, "workload")
-  if verb == "create":
-    if state_file("jobset", name).exists():
-      delete_workload(name)  # --quiet
-    app = root() / f"app-{name}"
-    subprocess.run(["cp", "-r", flag(arguments, "script-dir"), str(app)], check=True)
-    pods = int(flag(arguments, "num-slices")) * num_hosts(name)
-    codes = {42, *range(127, 256), *map(int, flag(arguments, "restart-on-exit-codes").split(","))}
-    pairs = [a.removeprefix("--env=") for a in arguments if a.startswith("--env=")]
-    given = [name, flag(arguments, "command"), pods, int(flag(arguments, "max-restarts"))]
-    write(state_file("jobset", name), {"name": name, "pods": []})
-    (root() / f"pod-{name}-0.log").touch()
-    in_background(
-      "controller", json.dumps([*given, [*codes], dict(p.split("=", 1) for p in pairs)])
-    )
-  elif verb == "list":
-    print(
-      "[XPK] Starting workload list\n[XPK] Workload List Output:\nJobset Name   Status   Message"
-    )
-    for state in map(read, sorted(root().glob("jobset-*.json"))):
-      ended = {"Completed": "Finished   jobset finished", "Failed": "Finished   jobset failed"}
-      if flag(arguments, "filter-by-job") in state["name"]:
-        print(f"{state['name']}   {ended.get(state.get('terminalState'), 'Admitted   running')}")
-  elif verb == "delete":
-    delete_workload(name)
-
-
-def delete_workload(name):
-  path = state_file("jobset", name)
-  state = read(path)
-  if state is None:
-    sys.exit(f'jobsets "{name}" not found')
-  with contextlib.suppress(ProcessLookupError, KeyError):
-    os.kill(state["controller"], signal.SIGKILL)
-  for pid in state["pods"]:
-    with contextlib.suppress(ProcessLookupError):
-      os.kill(pid, signal.SIGTERM)
-  wait_all(state["pods"], GRACE_S)
-  for pid in state["pods"]:
-    kill_group(pid, signal.SIGKILL)
-  path.unlink()
-
-
-def kubectl(arguments):
-  name = flag(arguments, "selector").partition(",")[0].partition("=")[2]
-  with open(root() / f"pod-{name}-0.log", encoding="utf-8", errors="replace") as log:
-    while "terminalState" not in read(state_file("jobset", name), {"terminalState": ""}):
-      print(log.read(), end="", flush=True)
-      time.sleep(0.2)
-    print(log.read(), end="", flush=True)
-
-
-def controller(arguments):
-  """Runs the pods; one that fails restarts all, if its status allows that."""
-  name, command, pods, restarts, codes, given = json.loads(arguments[0])
-  file, app = state_file("jobset", name), root() / f"app-{name}"
-  terminal, attempts = "Failed", []
-  binary = root() / f"container-{name}"
-  binary.mkdir(exist_ok=True)
-  (binary / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-  (binary / "python").chmod(0o755)
-  for _ in range(restarts + 1):
-    port, running = free_port(), []
-    for number in range(pods):
-      environment = host_environment(root(), number, pods, port)
-      environment["PATH"] = f"{binary}{os.pathsep}{environment['PATH']}"
-      environment |= {"PYTHONPATH": str(app)} | given
-      with open(root() / f"pod-{name}-{number}.log", "ab") as log:
-        running.append(
-          subprocess.Popen(
-            ["bash", "-c", SHELL.format(command=command)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            cwd=app, env=environment, start_new_session=True,
-          )
-        )  # fmt: skip
-    state = {"name": name, "controller": os.getpid(), "pods": [p.pid for p in running]}
-    write(file, state | {"attempts": attempts})
-    while (statuses := [p.poll() for p in running]) and None in statuses and not any(statuses):
-      time.sleep(0.1)
-    # A failed pod fails the Job, whose other pods are told to end.
-    if any(statuses):
-      for process in running:
-        if process.poll() is None:
-          process.send_signal(signal.SIGTERM)
-      wait_all([p.pid for p in running if p.poll() is None], GRACE_S)
-      for process in running:
-        kill_group(process.pid, signal.SIGKILL)
-    statuses = [process.wait() for process in running]
-    attempts.append([128 - status if status < 0 else status for status in statuses])
-    if not any(statuses):
-      terminal = "Completed"
-      break
-    if not all(status in (0, *codes) for status in attempts[-1]):
-      break
-  write(file, state | {"attempts": attempts, "terminalState": terminal})
-
-
-def preempt_pod(folder, name, number=0):
-  """As the preemption of a node: SIGTERM to the pod, and SIGKILL after 20 s."""
-  pid = read(folder / f"jobset-{name}.json")["pods"][number]
-  os.kill(pid, signal.SIGTERM)
-  ended = wait_all([pid], GRACE_S)
-  kill_group(pid, signal.SIGKILL)
-  return ended
-
-
 if __name__ == "__main__":
   program, given = sys.argv[1], sys.argv[2:]
   if program == "sudo":
@@ -441,11 +323,8 @@ if __name__ == "__main__":
   else:
     {
       "gcloud": gcloud,
-      "xpk": xpk,
-      "kubectl": kubectl,
       "systemd-run": systemd_run,
       "systemctl": systemctl,
       "journalctl": journalctl,
       "supervise": supervise,
-      "controller": controller,
     }[program](given)

@@ -255,22 +255,6 @@ def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("damaged", [6])
-def test_a_batch_after_the_checkpoint_is_read_or_sampled_again(
-  damaged, staged, train, tmp_path, capsys
-):
-  workdir = as_after(3, staged, tmp_path)
-  tiny.cut(shard(workdir, damaged))  # all four are sampled at update 4
-  before = {n: shard(workdir, n).read_bytes() for n in range(UPDATES) if n != damaged}
-  written = {n: shard(workdir, n).stat().st_mtime_ns for n in range(4, damaged)}
-  train(staleness.stages(count=2, num_updates=UPDATES))
-  assert f"0000000{damaged}.safetensors" in capsys.readouterr().out
-  assert {n: shard(workdir, n).stat().st_mtime_ns for n in written} == written
-  assert {n: shard(workdir, n).read_bytes() for n in before} == before
-  assert_same_run(workdir, staged)
-
-
 # --- what does not fit together -------------------------------------------------------------------
 
 
@@ -396,16 +380,6 @@ def test_an_update_that_computes_something_else_trips_the_gate(session, parts):
   made = session(staleness.on_policy(), dataclasses.replace(parts, programs=programs))
   with pytest.raises(AgreementError, match="disagree"):
     made.step()
-
-
-@pytest.mark.slow
-def test_the_check_compiles_once(session, parts):
-  gap = make_behavior_gap(parts.method, PlacedModel(parts.model, parts.placement.mesh), None)
-  programs = parts.programs._replace(behavior_gap=gap)
-  made = session(staleness.on_policy(), dataclasses.replace(parts, programs=programs))
-  for _ in range(2):
-    made.step()
-  assert gap._cache_size() == 1
 
 
 # --- in real time ---------------------------------------------------------------------------------

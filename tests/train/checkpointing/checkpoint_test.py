@@ -162,12 +162,6 @@ def test_state_moves_between_meshes(checkpointer):
   np.testing.assert_array_equal(restored, values)
 
 
-def test_saved_step_is_not_saved_again(checkpointer):
-  assert checkpointer.save(1, make_state(1), host={"n": 1})
-  assert not checkpointer.save(1, make_state(1), host={"n": 2})
-  assert checkpointer.restore(make_state(0)).host == {"n": 1}
-
-
 def test_host_values_in_the_state_are_refused(checkpointer):
   with pytest.raises(TypeError, match=r"'a\.b' is int"):
     checkpointer.save(1, {"a": {"b": 1}}, host={})
@@ -185,22 +179,6 @@ def test_keeps_the_latest_and_the_best_also_over_a_restart(tmp_path):
     assert saver.steps()[-1] == step
   assert saver.steps() == [2, 5, 6]  # of 2 and 4, which are equal, the earlier
   assert_same_bits(restore(tmp_path).state, make_state(6))
-
-
-def test_a_better_one_replaces_the_best(checkpointer):
-  for step, metric in enumerate([0.5, 0.6, 0.1, 0.2, 0.3]):
-    checkpointer.save(step, make_state(step), host={}, metric=metric)
-    checkpointer.wait()
-  assert checkpointer.steps() == [1, 3, 4]
-
-
-def test_a_step_that_is_evaluated_after_it_was_saved_may_be_the_best(checkpointer):
-  checkpointer.save(0, make_state(0), host={})
-  assert not checkpointer.save(0, make_state(0), host={}, metric=0.6)
-  for step, metric in ((1, 0.5), (2, 0.1), (3, 0.2)):
-    checkpointer.save(step, make_state(step), host={}, metric=metric)
-    checkpointer.wait()
-  assert checkpointer.steps() == [0, 2, 3]
 
 
 def test_what_was_measured_after_a_step_was_saved_stays(tmp_path):
@@ -401,10 +379,6 @@ def test_a_checkpoint_under_another_number_is_damaged(pristine, tmp_path, capsys
   assert restore(tmp_path / "copy").step == 3
   said = capsys.readouterr().out
   assert re.search(r"copy/12 is damaged: .*step 2, in a directory of another step", said)
-  with pytest.raises(
-    checkpoint_files.TornCheckpointError, match="of step 2, in a directory of another step"
-  ):
-    checkpoint_files.read_params(tmp_path / "copy" / "12", make_state(0).params)
 
 
 def test_what_the_process_lacks_is_no_damage(pristine, monkeypatch):
@@ -420,18 +394,20 @@ def test_what_the_process_lacks_is_no_damage(pristine, monkeypatch):
 
 
 @pytest.mark.slow
-def test_damage_is_reported_without_tracebacks_of_libraries(pristine, tmp_path):
+def test_libraries_are_silent_and_damage_is_reported_without_tracebacks(pristine, tmp_path):
   """In a process of its own: pytest takes what a library's thread raises."""
   shutil.copytree(pristine[0], tmp_path / "copy")
   (tmp_path / "copy" / "3" / "arrays" / "manifest.ocdbt").unlink()
   code = """
     import gc, sys
     import checkpoint_test
+    checkpoint_test.save_one(sys.argv[2])
+    checkpoint_test.restore(sys.argv[2])
     checkpoint_test.restore(sys.argv[1])
     gc.collect()
   """
   done = subprocess.run(
-    [sys.executable, "-c", textwrap.dedent(code), tmp_path / "copy"],
+    [sys.executable, "-c", textwrap.dedent(code), tmp_path / "copy", tmp_path / "other"],
     env=os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])},
     capture_output=True,
     text=True,
@@ -496,30 +472,23 @@ def test_damaged_parameters_are_refused(pristine, tmp_path, what, message):
 # --- foreign --------------------------------------------------------------------------------------
 
 
+def without(params):
+  del params["layers"]["scale"]
+
+
 @pytest.mark.parametrize(
-  ("change", "message"),
+  ("change", "leaf"),
   [
-    (
-      lambda s: s.params["layers"].update(bias=jnp.zeros(2)),
-      r"'params\.layers\.bias' is absent in it and float32\[2\] in this run",
-    ),
-    (lambda s: s.params["layers"].pop("scale"), r"scale' is bfloat16\[4\] in it and absent in"),
-    (
-      lambda s: s.params["layers"].update(kernel=jnp.zeros((4, 9))),
-      r"'params\.layers\.kernel' is float32\[4, 8\] in it and float32\[4, 9\] in this run",
-    ),
-    (
-      lambda s: s.params["layers"].update(scale=jnp.zeros(4)),
-      r"'params\.layers\.scale' is bfloat16\[4\] in it and float32\[4\] in this run",
-    ),
+    (without, r"scale' is bfloat16\[4\] in it and absent"),
+    (lambda params: params["layers"].update(bias=jnp.zeros(2)), r"bias' is absent in it"),
+    (lambda params: params["layers"].update(scale=jnp.zeros(4)), r"scale' is bfloat16\[4\]"),
   ],
 )
-def test_another_state_is_refused_naming_the_leaf(pristine, change, message):
+def test_another_state_is_refused_naming_the_leaf(pristine, change, leaf):
   state = make_state(0)
-  change(state)
-  with pytest.raises(checkpoint_files.ForeignCheckpointError, match=message) as caught:
+  change(state.params)
+  with pytest.raises(checkpoint_files.ForeignCheckpointError, match=leaf):
     restore(pristine[0], state)
-  assert "another --workdir" in str(caught.value)
 
 
 def test_a_directory_of_another_program_is_refused(tmp_path):
@@ -670,16 +639,3 @@ def test_too_little_space_is_seen_before_writing(checkpointer, monkeypatch):
   monkeypatch.undo()
   assert checkpointer.steps() == [1]
   assert checkpointer.save(2, make_state(2), host={})
-
-
-@pytest.mark.slow
-def test_orbax_is_silent(tmp_path):
-  body = """
-    saver = checkpoint.Checkpointer(sys.argv[1], keep=1)
-    for step in (1, 2, 3):
-      saver.save(step, make_state(step), host={})
-    saver.restore(make_state(0))
-    saver.close()
-  """
-  process = run_saver(body, tmp_path)
-  assert process.communicate() == ("", "")
