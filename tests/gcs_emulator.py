@@ -18,7 +18,6 @@ import http.server
 import itertools
 import json
 import re
-import socket
 import threading
 import urllib.parse
 import uuid
@@ -153,36 +152,6 @@ def emulated():
     yield emulator
     for protocol in ("gcs", "gs"):
       fsspec.register_implementation(protocol, gcsfs.GCSFileSystem, clobber=True)
-
-
-class Line:
-  """Another address of an emulator, whose line can be cut: then nothing comes through, for a while.
-
-  Attributes:
-    whole: whether it is not cut.
-  """
-
-  def __init__(self, emulator):
-    self.whole = threading.Event()
-    self.whole.set()
-    self._address = ("127.0.0.1", int(emulator.url.rpartition(":")[2]))
-    self._socket = socket.create_server(("127.0.0.1", 0))
-    self.variables = environment_of(f"http://127.0.0.1:{self._socket.getsockname()[1]}")
-    threading.Thread(target=self._serve, daemon=True).start()
-
-  def _serve(self):
-    while True:
-      near, _ = self._socket.accept()
-      far = socket.create_connection(self._address)
-      for pair in ((near, far), (far, near)):
-        threading.Thread(target=self._forward, args=pair, daemon=True).start()
-
-  def _forward(self, source, target):
-    with contextlib.suppress(OSError):
-      while data := source.recv(2**16):
-        self.whole.wait()
-        target.sendall(data)
-      target.shutdown(socket.SHUT_WR)
 
 
 def environment_of(url):

@@ -15,7 +15,6 @@ from codejudge.processes import descendants, running, wait_until
 
 from rlvr_jax.environments import Turn
 from rlvr_jax.environments.base import MAX_REPLY, cut
-from rlvr_jax.environments.by_name import make_environment, parse_environment
 from rlvr_jax.environments.dialogues import (
   EnvironmentPool,
   EnvironmentStartError,
@@ -164,27 +163,7 @@ def test_steps_under_way_when_a_neighbour_kills_the_worker(pool):
   assert turns == [Turn(f"{n} q|a|{texts.get(n, 'b')}") for n in range(20) if n != 7]
 
 
-def test_a_killed_worker_costs_the_step_that_it_ran(pool):
-  idle = start(pool, seed=4)
-  os.kill(pool.worker_pids()[0], signal.SIGKILL)
-  assert ask(pool, idle, "a") == Turn("4 q|a")
-  busy = pool.step(start(pool), "sleep 0.4")
-  time.sleep(0.2)
-  os.kill(pool.worker_pids()[0], signal.SIGKILL)
-  assert busy.result(WAIT_S).kind == "failed"
-  assert ask(pool, idle, "b") == Turn("4 q|a|b")
-
-
-def test_an_environment_that_is_not_deterministic_is_found_out(pool):
-  random_dialogue = start(pool)
-  ask(pool, random_dialogue, "chance")
-  assert ask(pool, random_dialogue, "a") == Turn("0 q|chance|a")
-  ask(pool, start(pool), "exit 1")
-  failure = ask(pool, random_dialogue, "b")
-  assert failure.kind == "failed" and "not deterministic" in failure.detail
-  assert "turn 1" in failure.detail
-
-
+@pytest.mark.slow
 def test_waiting_dialogues_do_not_hold_up_others(_environments_importable):
   # A limit of a step that a busy machine keeps to, also while forty threads begin.
   with EnvironmentPool(FAULTY, deadline_s=2.0, memory_mib=1024) as pool:
@@ -231,14 +210,13 @@ def test_an_environment_is_closed_once_however_its_dialogue_ends(tmp_path):
     assert log.read_text().split() == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize("act", ["hang", "raise", "signal 9"])
-def test_close_cannot_take_away_a_result_that_was_reached(act):
-  name = "faulty_environments:badly_closing"
-  with EnvironmentPool(name, deadline_s=0.5, memory_mib=1024) as pool:
+def test_close_cannot_take_away_a_result_that_was_reached():
+  with EnvironmentPool("faulty_environments:badly_closing", deadline_s=0.5) as pool:
     other = start(pool)
     assert ask(pool, other, "a 1") == Turn("a 1")
-    assert ask(pool, start(pool), f"{act} done") == Turn(done=True, score=1.0)
-    assert ask(pool, start(pool), f"{act} refuse") == Failure("refused", "no")
+    for act in ("hang", "raise", "signal 9"):
+      assert ask(pool, start(pool), f"{act} done") == Turn(done=True, score=1.0)
+      assert ask(pool, start(pool), f"{act} refuse") == Failure("refused", "no")
     assert ask(pool, other, "a 2") == Turn("a 2")  # repeated where its process was replaced
 
 
@@ -289,12 +267,12 @@ def test_many_dialogues_at_once_are_as_one_by_one(pool):
       for seed in seeds:
         replies[seed] = _play(two, seed)
 
-    threads = [threading.Thread(target=play, args=(range(n, 200, 20),)) for n in range(20)]
+    threads = [threading.Thread(target=play, args=(range(n, 60, 20),)) for n in range(20)]
     for thread in threads:
       thread.start()
     for thread in threads:
       thread.join(WAIT_S)
-  assert replies == {seed: _play(pool, seed) for seed in range(200)}
+  assert replies == {seed: _play(pool, seed) for seed in range(60)}
 
 
 # --- grades ---------------------------------------------------------------------------------------
@@ -400,23 +378,12 @@ def test_too_little_memory_to_start():
   ("arguments", "message"),
   [
     ({"processes": 0}, "processes = 0"),
-    ({"deadline_s": 0.0}, "deadline_s = 0.0"),
-    ({"memory_mib": 0}, "memory_mib = 0"),
     ({"variables": {"A=": "1"}}, "variables has 'A='"),
   ],
 )
 def test_wrong_arguments(arguments, message):
   with pytest.raises(ValueError, match=message):
     EnvironmentPool(FAULTY, **{"deadline_s": 1.0, **arguments})
-
-
-def test_names_without_a_pool():
-  assert str(parse_environment("config.environment.name", "guess(high=3)")) == "guess(high=3)"
-  with pytest.raises(ValueError, match=r"config\.environment\.name = 'x': 'x' is unknown"):
-    parse_environment("config.environment.name", "x")
-  environment = make_environment("environment", "guess(high=1)")
-  environment.reset(problem(), 0)
-  assert environment.step("1") == Turn(done=True, score=1.0)
 
 
 def test_closing_takes_no_time_and_leaves_nothing():
@@ -442,17 +409,19 @@ def test_closing_takes_no_time_and_leaves_nothing():
       os.kill(pid, 0)
 
 
-@pytest.mark.parametrize("how", ["apart", "twice", "bare", "crash"])
-def test_what_an_environment_has_started_ends_with_its_worker(how):
-  seconds = {"apart": "62.7311", "twice": "62.7312", "bare": "62.7313", "crash": "62.7314"}[how]
-  pattern = ["pgrep", "-f", f"^sleep {seconds}"]
-  runs = lambda: not subprocess.run(pattern, capture_output=True).returncode
+def test_what_environments_have_started_ends_with_their_worker():
+  """Also in a session of its own, from a process that has ended, or without our variables."""
+  seconds = {"apart": "62.7311", "twice": "62.7312", "bare": "62.7313", "crash": "62.7314"}
+  pattern = ["pgrep", "-f", r"^sleep 62\.731"]
+  count = lambda: len(subprocess.run(pattern, capture_output=True).stdout.split())
   with EnvironmentPool(FAULTY, deadline_s=60.0) as pool:
-    result = pool.step(start(pool), f"leave {seconds} {how}").result(WAIT_S)
-    assert isinstance(result, Turn) == (how != "crash")
-    if how != "crash":
-      wait_until(runs)
-  wait_until(lambda: not runs())
+    crashed = pool.step(start(pool), f"leave {seconds['crash']} crash").result(WAIT_S)
+    assert isinstance(crashed, Failure)
+    wait_until(lambda: not count())
+    for how in ("apart", "twice", "bare"):
+      assert isinstance(ask(pool, start(pool), f"leave {seconds[how]} {how}"), Turn)
+    wait_until(lambda: count() == 3)
+  wait_until(lambda: not count())
 
 
 def test_a_callback_may_close_the_pool():
@@ -463,15 +432,7 @@ def test_a_callback_may_close_the_pool():
   wait_until(lambda: not running(set(pool.worker_pids())))
 
 
-@pytest.mark.parametrize(
-  "text",
-  [
-    "child 60",
-    "leave 60.1 apart",
-    "spin",
-    *(pytest.param(t, marks=pytest.mark.slow) for t in ("a", "hang")),
-  ],
-)
+@pytest.mark.parametrize("text", ["leave 60.1 apart", "spin"])
 def test_workers_end_with_a_killed_parent(text):
   code = (
     "import time\n"

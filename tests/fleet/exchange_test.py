@@ -162,6 +162,12 @@ def encoded(*groups, of=None):
   return group_file.encode(groups, {"draw": of or digest()})
 
 
+def filled(value, *shape):
+  """An array of a group of two, of 32 bits."""
+  dtype = np.int32 if isinstance(value, np.int32) else np.float32
+  return np.full((2, *shape), value, dtype)
+
+
 def with_arrays(**arrays):
   return encoded(good(arrays=arrays))
 
@@ -193,28 +199,17 @@ BAD = {
     lambda: with_arrays(lags=np.zeros((2, toy.RESPONSE), np.int32)),
     "must not have the arrays lags",
   ),
-  "a wrong mask": (
-    lambda: with_arrays(mask=np.full((2, toy.RESPONSE), np.nan, np.float32)),
-    "mask has values",
-  ),
+  "a wrong mask": (lambda: with_arrays(mask=filled(np.nan, toy.RESPONSE)), "mask has values"),
   "long responses": (
     lambda: with_arrays(
-      tokens=np.ones((2, 900), np.int32),
-      mask=np.zeros((2, 900), np.float32),
-      behavior_logprobs=np.zeros((2, 900), np.float32),
+      tokens=filled(np.int32(1), 900), mask=filled(0.0, 900), behavior_logprobs=filled(0.0, 900)
     ),
     "(2, 900), not (2, 8)",
   ),
-  "negative tokens": (
-    lambda: with_arrays(tokens=np.full((2, toy.RESPONSE), -1, np.int32)),
-    "tokens has values",
-  ),
-  "unknown tokens": (
-    lambda: with_arrays(tokens=np.full((2, toy.RESPONSE), 50, np.int32)),
-    "tokens has values",
-  ),
-  "long lengths": (lambda: with_arrays(lengths=np.full(2, 99, np.int32)), "lengths has values"),
-  "NaN": (lambda: with_arrays(rewards=np.full(2, np.nan, np.float32)), "rewards has values"),
+  "negative tokens": (lambda: with_arrays(tokens=filled(np.int32(-1), toy.RESPONSE)), "tokens has"),
+  "unknown tokens": (lambda: with_arrays(tokens=filled(np.int32(50), toy.RESPONSE)), "tokens has"),
+  "long lengths": (lambda: with_arrays(lengths=filled(np.int32(99))), "lengths has values"),
+  "NaN": (lambda: with_arrays(rewards=filled(np.nan)), "rewards has values"),
   "a group of three": (
     lambda: encoded(
       good()._replace(

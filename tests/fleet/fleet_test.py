@@ -160,7 +160,7 @@ def test_a_wait_in_vain_ends(fleet):
     trainer.take()
   trainer = toy.trainer(fleet.exchange, fleet.weights, deadline_s=0.3)
   trainer.offer(toy.policy(0))
-  fleet.start("a", toy.Sampler(seconds=3))
+  fleet.start("a", toy.Sampler(seconds=1))
   trainer.want(toy.draw(4), [1, 5])
   with pytest.raises(FleetError, match="groups 1, 5 of draw 4"):
     trainer.take()

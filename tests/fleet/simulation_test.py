@@ -5,10 +5,8 @@ import heapq
 import itertools
 import math
 import random
-import time
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from fleet import toy
 
@@ -163,26 +161,3 @@ def test_few_tokens_are_sampled_twice(samplers, killed):
   # policies and the term.
   opened = (setting.lag + 3) * (setting.groups + 1)
   assert measured["most listed"] <= opened + measured["samplers"] + 3
-
-
-def test_a_poll_of_the_trainer_is_fast_with_100_samplers():
-  objects, weights = toy.MemoryObjects(), toy.Weights()
-  exchange = Exchange(objects)
-  trainer = toy.trainer(exchange, weights)
-  trainer.offer(toy.policy(0))
-  for number in range(5):
-    draw = toy.draw(number, size=200)
-    trainer.want(draw, range(200))
-    for index in range(200 if number else 0):
-      exchange.put_group(toy.group(draw, index), "0")
-  for number in range(100):
-    exchange.beat(
-      f"s{number}", program.Member(exchange, toy.settings(f"s{number}"), time.monotonic).record
-    )
-  seconds = []
-  for _ in range(5):
-    began = time.process_time()  # whatever else the machine does
-    view = exchange.look()
-    seconds.append(time.process_time() - began)
-  assert len(view.groups) == 800 and len(view.samplers) == 100
-  assert np.min(seconds) < 0.05

@@ -293,12 +293,6 @@ def test_bursts_are_an_eighth_of_a_response_of_several_turns_at_most(T, steps):
   assert CacheShape.of(S, T).steps == min(T, 16)
 
 
-def test_short_responses_have_short_bursts():
-  groups = _serve(16, 5, Dialogue(), temperature=5.0)
-  assert max(group.turns.max() for group in groups.values()) >= 2
-  _assert_equal(_serve(16, 5, Dialogue(delays=1), temperature=5.0), groups)
-
-
 def test_idle_slots_and_caches_that_are_computed_anew_are_counted():
   """With a slot per rollout and replies at once no slot is idle because of them."""
   at_once, delayed = (_loaded(_engine(128, 12)) for _ in range(2))

@@ -14,7 +14,7 @@ from oracles.sampling import Request, drive, make_requests, sample, serve
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
-from rlvr_jax.rollouts.engine import NOT_SAMPLED, Engine
+from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.types import Prompts, Sampling
 
@@ -140,13 +140,6 @@ def test_rows_end_at_a_stop_token_or_the_limit():
   assert 0 < rollouts.stopped.mean() < 1  # both ends occur in this sample
 
 
-def test_the_loop_ends_when_every_row_has_stopped():
-  """With all tokens as stop tokens one token is sampled, in one step."""
-  rollouts = _generate(stop_tokens=tuple(range(V)))
-  np.testing.assert_array_equal(rollouts.lengths, 1)
-  assert bool(rollouts.stopped.all())
-
-
 @pytest.mark.slow
 def test_frequencies_pass_a_chi_square_test():
   """First tokens of 4,096 rollouts of one prompt, against the exact distribution."""
@@ -166,24 +159,6 @@ def test_frequencies_pass_a_chi_square_test():
     freedom = kept.sum() - 1
     assert freedom >= 5
     assert statistic < freedom + 4 * np.sqrt(2 * freedom)
-
-
-@pytest.mark.slow
-def test_the_second_token_follows_its_own_first_token():
-  """Chi-square of the second token given the first: the cache serves the right rows."""
-  prompts = jax.tree.map(lambda x: x[1:2], _prompts())
-  rollouts = _generate(key=6, prompts=prompts, group_size=4096, slots=4096, stop_tokens=(V,))
-  first, second = np.asarray(rollouts.tokens[0, :, 0]), np.asarray(rollouts.tokens[0, :, 1])
-  token = np.bincount(first).argmax()
-  chosen = int(np.flatnonzero(first == token)[0])
-  row = rollouts.tokens[:, chosen : chosen + 1]
-  hidden = _response_hidden(_params(), prompts, row)[0, 0, 1]
-  p = np.exp(distribution(head_logits(hidden, MODEL.head(_params())), Sampling()))
-  observed = np.bincount(second[first == token], minlength=V)
-  n = observed.sum()
-  kept = n * p > 2
-  statistic = np.sum((observed - n * p)[kept] ** 2 / (n * p)[kept])
-  assert n > 300 and statistic < kept.sum() + 4 * np.sqrt(2 * kept.sum())
 
 
 def test_keys_decide_the_samples_and_nothing_else_does():
@@ -255,19 +230,6 @@ def test_the_number_of_slots_changes_rounding_only():
   for index, group in few.items():
     np.testing.assert_array_equal(group.tokens, many[index].tokens)
     np.testing.assert_allclose(group.behavior_logprobs, many[index].behavior_logprobs, atol=2e-6)
-
-
-def test_refilled_slots_have_the_trainers_logprobs():
-  groups = _serve(_few_slots(), _requests())
-  for request in _requests():
-    group, n = groups[request.index], len(request.prompt)
-    padded = np.pad(request.prompt, (S - n, 0))[None]
-    hidden = _response_hidden(
-      _params(), Prompts(tokens=padded, lengths=np.asarray([n])), group.tokens[None]
-    )
-    trainer, _ = token_logprobs(hidden, MODEL.head(_params()), group.tokens[None])
-    mask = np.arange(LONG) < group.lengths[:, None]
-    np.testing.assert_allclose(np.where(mask, trainer[0], 0), group.behavior_logprobs, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -409,16 +371,6 @@ def _assert_same_arrays(rollouts, expected, names=("tokens", "behavior_logprobs"
       np.testing.assert_array_equal(rollout.arrays[name], expected[place].arrays[name], name)
 
 
-def test_sampled_tokens_bear_the_version_of_their_weights():
-  programs = _few_slots()
-  ended = drive(_loaded_engine(programs, 7), _requests())
-  assert ended.keys() == {(p, g) for p in range(len(_requests())) for g in range(2)}
-  for rollout in ended.values():
-    versions = rollout.arrays["versions"]
-    assert (versions[: rollout.length] == 7).all() and rollout.length
-    assert (versions[rollout.length :] == NOT_SAMPLED).all()
-
-
 def test_as_many_prompts_begin_as_fill_the_slots_and_a_batch_of_prompts():
   """Three slots, two rollouts a prompt, three prompts prefilled together."""
   engine = _loaded_engine(_few_slots())
@@ -435,27 +387,6 @@ def test_as_many_prompts_begin_as_fill_the_slots_and_a_batch_of_prompts():
     assert engine.free
     engine.begin(_rollouts(engine, request))
   assert engine.free
-
-
-@pytest.mark.parametrize("rebuild", [False, True])
-def test_rollouts_go_on_under_newer_weights_and_a_plan_repeats_them(rebuild):
-  """Also those that were prefilled, and had no slot, when the weights came."""
-  programs = _few_slots()
-  engine, versions = _loaded_engine(programs, rebuild=rebuild), iter(range(1, 4))
-
-  def swap():
-    version = next(versions, None)
-    if version is not None:
-      engine.release(before=version)
-      engine.swap(version, _loaded(programs, version), rebuild=rebuild)
-
-  ended = drive(engine, _requests(), between=swap)
-  sampled = {place: np.unique(r.arrays["versions"][: r.length]) for place, r in ended.items()}
-  assert {0, 1, 2, 3} == {*np.concatenate([*sampled.values()])}
-  assert max(len(several) for several in sampled.values()) > 1
-  again = _loaded_engine(programs, *range(4), rebuild=rebuild)
-  plan = lambda place: ended[place].arrays["versions"][: ended[place].length]
-  _assert_same_arrays(drive(again, _requests()[::-1], plan=plan), ended)
 
 
 def test_rollouts_that_wait_for_a_slot_begin_with_the_newest_weights():

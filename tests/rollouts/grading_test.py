@@ -174,16 +174,6 @@ def test_the_solve_rate_is_a_mean_of_groups_that_this_run_sampled():
   assert np.isnan(rate(FOREIGN, FOREIGN, 3, FOREIGN))  # none of this run's has a grade
 
 
-def test_groups_survive_a_file():
-  groups = graded()
-  again, _ = decode(encode(groups, {}))
-  assert not train_batch(groups).valid.all()
-  for group, other in zip(groups, again, strict=True):
-    assert group._replace(arrays={}) == other._replace(arrays={})
-    for name, array in group.arrays.items():
-      np.testing.assert_array_equal(other.arrays[name], array, name)
-
-
 def test_a_stop_policy_ends_the_run():
   with pytest.raises(RuntimeError, match="stop"):
     rewards_from_grades(GRADES, outcome_policy({"crashed": "stop"}))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rewards.user_graders import SECONDS
-from train import multiprocess_test, routes_test, tiny
+from train import multiprocess_test, tiny
 
 from rlvr_jax.commands.train import train
 from rlvr_jax.evaluate import curves, run_files
@@ -100,16 +100,6 @@ def test_damaged_checkpoints_are_skipped(url, folder, emulator, capsys):
     assert checkpointer.steps() == [1]
     with pytest.raises(TornCheckpointError, match=rf"{url}/checkpoints/1 is damaged"):
       checkpointer.restore(state(0))
-
-
-def test_a_step_of_a_bucket_that_is_measured_later(url):
-  for host, metric in ((dict(evaluated=0), None), (dict(evaluated=1), 0.6)):
-    with contextlib.closing(Checkpointer(f"{url}/checkpoints")) as checkpointer:
-      checkpointer.save(1, state(1), host=host, metric=metric)
-  with contextlib.closing(Checkpointer(f"{url}/checkpoints")) as checkpointer:
-    restored = checkpointer.restore(state(0))
-  assert restored.host == dict(evaluated=1)
-  assert np.array_equal(restored.state["kernel"], state(1)["kernel"])
 
 
 def test_without_its_claim_a_process_begins_no_checkpoint(url, folder, emulator):
@@ -299,15 +289,3 @@ def test_pairs_killed_at_random_points(url, pair, duration, seed):
     print(f"killed after {after:.2f} s of {duration:.2f}, {len(Bucket(url).names())} objects")
   multiprocess_test.train_to_the_end(url)
   assert outcome(url) == pair
-
-
-@pytest.mark.slow
-def test_a_killed_mixture_ends_as_on_a_disk(url, tmp_path):
-  """Its routes, which updates replay, are in the bucket beside the tokens."""
-  file = routes_test.__file__
-  tiny.run(tmp_path / "disk", config_file=file)
-  with started(url, tmp_path / "log", config_file=file, **{SECONDS: "0.2"}) as process:
-    tiny.wait_for(published(url, 2, "train"), process)
-  assert "resumed at update" in tiny.run(url, config_file=file)
-  found, expected = (outcome(x, routes_test.get_config) for x in (url, tmp_path / "disk"))
-  assert found == expected and "routes" in found["stored"][0]

@@ -2,14 +2,11 @@
 
 import contextlib
 import dataclasses
-import json
 import re
 import signal
 import threading
 import time
-import urllib.parse
 
-import gcs_emulator
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -339,29 +336,6 @@ def test_policies_that_come_out_differently_are_not_trained_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_bucket_loses_answers(url, emulator, tmp_path, monkeypatch):
-  """Of one request in twenty, whose effect it has had: nothing is done twice, or lost."""
-  rng = np.random.default_rng(0)
-
-  def lose(method, path):
-    name = urllib.parse.unquote(path)
-    if method == "POST":  # the object that was just written
-      name = max(emulator.objects, key=lambda name: int(emulator.objects[name].generation))
-    if "/fleet/" in name and "/policies/" not in name and rng.random() < 0.05:
-      lost.append(method)
-      raise ConnectionError
-
-  lost = []
-  monkeypatch.setattr(emulator, "before_answer", lose)
-  with fleets.programs() as started:
-    fleet = Fleet(url, tmp_path, started)
-    trainer, samplers = fleet.trainer(), [fleet.sampler() for _ in range(2)]
-    assert [program.end() for program in (trainer, *samplers)] == [0, 0, 0], trainer.text()
-  assert {"GET", "POST"} <= set(lost)
-  fleets.check_store(url)
-
-
-@pytest.mark.slow
 def test_samplers_are_killed_frozen_and_asked_to_end(fleet):
   trainer = fleet.trainer()
   killed, frozen, asked = samplers = [fleet.sampler() for _ in range(3)]
@@ -381,25 +355,6 @@ def test_samplers_are_killed_frozen_and_asked_to_end(fleet):
   assert trainer.end() == 0 and fleet.started[-1].end() == 0 and frozen.end() == 0
   fleets.check_store(fleet.workdir)
   assert trained_once(fleet.workdir)
-
-
-@pytest.mark.slow
-def test_a_sampler_that_is_cut_from_the_bucket_goes_on_later(url, emulator, tmp_path):
-  """Others sample its groups, and what it has finished meanwhile counts for nothing."""
-  line = gcs_emulator.Line(emulator)
-  with fleets.programs() as started:
-    fleet = Fleet(url, tmp_path, started)
-    trainer = fleet.trainer("--config.num_updates=40")
-    cut, other = fleet.sampler(**line.variables), fleet.sampler()
-    cut.wait_for("waits for groups")
-    fleet.wait_for_update(trainer, 4)
-    line.whole.clear()
-    cut_at = int(re.findall(r"step +(\d+)/", trainer.text())[-1])
-    fleet.wait_for_update(trainer, cut_at + 8)  # more than max_lag: without its groups
-    line.whole.set()
-    assert [program.end() for program in (trainer, other, cut)] == [0, 0, 0], cut.text()
-  fleets.check_store(url, 40)
-  assert trained_once(url, 40)
 
 
 @pytest.mark.slow
@@ -545,47 +500,3 @@ def test_forty_random_kills(fleet):
   fleets.check_store(fleet.workdir, num_updates)
   assert trained_once(fleet.workdir, num_updates)
   assert kills == 40  # a faster machine needs more updates
-
-
-@pytest.mark.slow
-def test_a_curriculum_in_a_fleet(tmp_path):
-  """It draws by the solve rates of the groups that come, in the order of the draws."""
-  lines = [dict(prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(6) for b in range(6)]
-  (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-  grader = dict(grader="rewards.user_graders:unhurried", solution="{answer}")
-  own = dict(train=str(tmp_path / "sums.jsonl"), held_out_size=4, warm_start_size=20, **grader)
-  config = fleets.config(num_updates=6)
-  with config.unlocked():
-    parts = dict(mine=dict(name="jsonl", kwargs=own))
-    config.task = dict(name="curriculum", kwargs=dict(parts=parts, rate=1.0, floor=0.5))
-  parts = build(config)
-  with sampling(tmp_path / "run", parts) as errors:
-    train(parts, tmp_path / "run")
-  assert errors == []
-  records = tiny.records(tmp_path / "run", "train")
-  assert len(records) == 6 and records[-1]["curriculum/seen"] == 1
-  assert len({record["curriculum/estimate"] for record in records}) > 2  # they have moved
-  store = RolloutStore(tmp_path / "run" / "rollouts", writable=False)
-  for number in store.numbers():
-    prompts = [sample["prompt"] for sample in tiny.read_stored(store, number)[2][::4]]
-    assert len({*prompts}) == 8 and {*prompts} <= {line["prompt"] for line in lines}
-    assert store.info(number)["after"]["problems"]["observed"]
-
-
-@pytest.mark.slow
-def test_a_slow_sampler_and_one_with_a_wrong_clock(fleet):
-  """One runs a tenth of the time, the other's clock is a year behind: both are of use."""
-  trainer = fleet.trainer("--config.fleet.silent_s=10")
-  slow, behind = fleet.sampler(), fleet.sampler(year_behind=True)
-  fleet.wait_for_update(trainer, 1)
-  with slow.slowed():
-    assert trainer.end() == 0
-  assert [slow.end(), behind.end()] == [0, 0], slow.text() + behind.text()
-  fleets.check_store(fleet.workdir)
-  assert trained_once(fleet.workdir)
-  folder = parse_path("", fleet.workdir) / "rollouts"
-  store = RolloutStore(folder, writable=False)
-  samplers = {
-    s["sampler"] for number in store.numbers() for s in tiny.read_stored(store, number)[2]
-  }
-  assert len(samplers) == 2

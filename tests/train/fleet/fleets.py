@@ -4,7 +4,6 @@ import contextlib
 import pathlib
 import signal
 import subprocess
-import threading
 
 import numpy as np
 from train import tiny
@@ -40,24 +39,13 @@ def sampler_command(workdir, *flags):
   return [argument for argument in command if not argument.startswith("--config=")]
 
 
-# `python -m rlvr_jax.main` on a machine whose clock is a year behind.
-_YEAR_BEHIND = """
-import runpy, time
-clock = time.time
-time.time = lambda: clock() - 365 * 86400
-runpy.run_module("rlvr_jax.main", run_name="__main__", alter_sys=True)
-"""
-
-
 class Program:
   """A trainer or a sampler."""
 
-  def __init__(self, workdir, log, *flags, role="trainer", year_behind=False, **variables):
+  def __init__(self, workdir, log, *flags, role="trainer", **variables):
     self.role, self.log = role, pathlib.Path(log)
     command = tiny.command(workdir, *flags, config_file=__file__)
     command = sampler_command(workdir, *flags) if role == "sampler" else command
-    if year_behind:
-      command[1:3] = ["-c", _YEAR_BEHIND]
     with open(log, "ab") as file:
       self.process = subprocess.Popen(
         command,
@@ -81,25 +69,6 @@ class Program:
 
   def kill(self, number=signal.SIGKILL):
     self.process.send_signal(number)
-
-  @contextlib.contextmanager
-  def slowed(self):
-    """Lets it run a tenth of the time."""
-    done = threading.Event()
-
-    def slow():
-      while not done.wait(0.05):
-        self.kill(signal.SIGSTOP)
-        done.wait(0.45)
-        self.kill(signal.SIGCONT)
-
-    thread = threading.Thread(target=slow)
-    thread.start()
-    try:
-      yield
-    finally:
-      done.set()
-      thread.join()
 
 
 @contextlib.contextmanager
