@@ -4,8 +4,6 @@ import functools
 import json
 import pathlib
 import re
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -38,12 +36,6 @@ def parsed(*arguments, recipe="configs/quickstart.py"):
   return values.config
 
 
-def test_a_part_of_a_keyword_that_is_not_there():
-  told = refused("--config.task.name=train.setup.config_file_test:own_task",
-                 "--config.task.kwargs.names.first=3")  # fmt: skip
-  assert "kwargs.names has no field 'first' yet; set it as a dict, " in told
-
-
 def refused(*arguments, **how):
   with pytest.raises(SystemExit) as ended:
     parsed(*arguments, **how)
@@ -65,36 +57,46 @@ def test_a_recipe_is_found_from_any_folder(tmp_path, monkeypatch):
   assert parsed(recipe="quickstart").task.kwargs.prompt == "{expression} = "
 
 
+QUICKSTART = str(tiny.ROOT / "configs/quickstart.py")
+TASK = "--config.task.name=train.setup.config_file_test:own_task"
+
+
 @pytest.mark.parametrize(
-  ("argument", "needed"),
+  ("argument", "word"),
   [
     ("num_updates=two", "an integer, such as 2"),
     ("num_updates=1.5", "an integer, such as 2"),
     ("overlong.buffer=", "an integer, such as 2"),
     ("max_gradient_norm=high", "a number, such as 0.5"),
     ("dynamic_sampling.enabled=maybe", "True or False"),
+    ("batch.promts=8", 'did you mean "prompts"'),
+    ("batch.micro_batches=4", "no field 'micro_batches'"),
+    ("promts=8", "no field 'promts'"),
   ],
 )
-def test_a_value_of_another_type_is_told_the_type(argument, needed):
-  recipe, given = f"--config={tiny.ROOT / 'configs/quickstart.py'}", f"--config.{argument}"
+def test_a_wrong_field_or_value_is_named(argument, word):
   with pytest.raises(ValueError) as told:
-    config_file.read([recipe, given])
-  assert str(told.value) == f"flag {given}: needs {needed}"
+    config_file.read([f"--config={QUICKSTART}", f"--config.{argument}"])
+  assert word in str(told.value) and "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize(
-  ("argument", "message"),
+  ("arguments", "word"),
   [
-    ("batch.promts=8", "the configuration has no field 'promts'; did you mean \"prompts\""),
-    ("batch.micro_batches=4", "the configuration has no field 'micro_batches' ("),
-    ("promts=8", "the configuration has no field 'promts';"),
+    ([TASK, "--config.task.kwargs.names.first=3"], "no field 'first' yet; set it as a dict"),
+    (["--config.task.kwargs.promt=x"], "did you mean 'prompt'?"),
+    (["--config.task.name=publishd"], "did you mean 'published'"),
+    (["--config.task.name=published", "--config.task.kwargs.settings=3"], "takes no 'settings'"),
+    (["--config.task.name=3"], "'3' is not a component"),
+    (["--config.learning_rate.peak=1e-4"], "set it as one string"),
+    (["--config.grading.grader.seconds=3"], "set it as one string"),
+    (["--config.model.overrides.compute_type=bfloat16"], "did you mean one of ['compute_dtype']"),
+    (["--config.model.overrides.rope_scaling=3"], "is a RopeScaling | YarnScaling"),
+    (["--config.model.overrides.head_dim.x=3"], "a field of a network has no fields"),
   ],
 )
-def test_an_unknown_field_is_named(argument, message):
-  recipe = f"--config={tiny.ROOT / 'configs/quickstart.py'}"
-  with pytest.raises(ValueError) as told:
-    config_file.read([recipe, f"--config.{argument}"])
-  assert message in str(told.value) and "\n" not in str(told.value)
+def test_a_wrong_keyword_of_a_component_is_named(arguments, word):
+  assert word in refused(*arguments)
 
 
 # --- a run's own configuration --------------------------------------------------------------------
@@ -163,10 +165,12 @@ def test_a_run_of_the_package_s_own_components_asks_nothing(tmp_path):
     parsed(recipe=path)
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "3", "null", '"a"'])
-def test_what_is_no_configuration_is_told(text, tmp_path):
+@pytest.mark.parametrize(
+  ("text", "why"), [("[1, 2]", "a JSON list"), ("null", "a JSON"), ("{", "Expecting property name")]
+)
+def test_what_is_no_configuration_is_told(text, why, tmp_path):
   (tmp_path / "config.json").write_text(text)
-  with pytest.raises(SystemExit, match=r"cannot be read as a run's configuration: it is a JSON"):
+  with pytest.raises(SystemExit, match=f"cannot be read as a run's configuration: .*{why}"):
     parsed(recipe=tmp_path / "config.json")
 
 
@@ -199,29 +203,14 @@ def test_no_run_and_no_configuration(tmp_path):
   for checkpoint, told in ((tmp_path / "a/b/c", "in no run's folder"), ("s3://b/run", "bucket")):
     with pytest.raises(ValueError, match=rf"--checkpoint.*{told}"):
       arguments_for("--mode=export", f"--checkpoint={checkpoint}")
-  (tmp_path / "config.json").write_text("{")
-  with pytest.raises(SystemExit, match=r"config\.json cannot be read as a run's conf.*: Expec"):
-    parsed(recipe=tmp_path / "config.json")
 
 
-@pytest.mark.parametrize(
-  ("path", "near"),
-  [
-    ("configs/quickstrt.py", "; did you mean quickstart?"),
-    ("full_size/grpo_qwen35_5b", "; did you mean full_size/grpo_qwen35_4b?"),
-    ("nope.py", "."),
-  ],
-)
-def test_a_file_that_does_not_exist_is_told_the_recipes(path, near, tmp_path, monkeypatch):
+def test_a_file_that_does_not_exist_is_told_the_recipes(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  paths = (tiny.ROOT / "configs").rglob("[!_]*.py")
-  names = sorted(str(path.relative_to(tiny.ROOT / "configs"))[:-3] for path in paths)
-  with pytest.raises(SystemExit) as told:
-    parsed(recipe=path)
-  assert str(told.value) == (
-    f"error: --config={path}: there is no such file{near} It is your own FILE.py or the name of a"
-    f" recipe, one of {', '.join(names)}"
-  )
+  told = refused(recipe="configs/quickstrt.py")
+  assert "did you mean quickstart?" in told and "full_size/base, " in told
+  assert "did you mean full_size/grpo_qwen35_4b?" in refused(recipe="full_size/grpo_qwen35_5b")
+  assert "did you mean" not in refused(recipe="nope.py")
 
 
 # --- components -----------------------------------------------------------------------------------
@@ -262,12 +251,6 @@ def test_fields_of_the_model_that_the_recipe_does_not_list():
   full_size = "configs/full_size/p3o_qwen3_4b.py"
   found = parsed("--config.model.overrides.attention=dense", recipe=full_size).model.overrides
   assert found.attention == "dense" and found.remat == "full"
-  told = refused("--config.model.overrides.compute_type=bfloat16", recipe=recipe)
-  assert "compute_type is not a field; did you mean one of ['compute_dtype']" in told
-  told = refused("--config.model.overrides.rope_scaling=3", recipe=recipe)
-  assert "rope_scaling is a RopeScaling | YarnScaling | PartialFrequencies | None; set it" in told
-  told = refused("--config.model.overrides.head_dim.x=3", recipe=recipe)
-  assert "overrides.head_dim.x: a field of a network has no fields" in told
 
 
 def test_under_another_task_s_name_the_recipe_s_keywords_are_dropped():
@@ -307,68 +290,35 @@ def own_task(*, size: int, scale: float = 1.0, names=None):
   raise NotImplementedError
 
 
-@pytest.mark.parametrize(
-  ("arguments", "message"),
-  [
-    (["--config.task.kwargs.promt=x"], "reasoning_gym takes no 'promt'; did you mean 'prompt'?"),
-    (["--config.task.name=publishd"], "'publishd' is unknown; did you mean 'published'"),
-    (["--config.task.name=published", "--config.task.kwargs.settings=3"], "takes no 'settings'"),
-    (["--config.task.name=3"], "'3' is not a component: write name, name(keyword=value"),
-  ],
-)
-def test_a_misspelled_keyword_names_the_near_one(arguments, message):
-  told = refused(*arguments)
-  assert told.startswith("error: config.task.name = ") and message in told
-
-
-@pytest.mark.parametrize(
-  ("argument", "message"),
-  [
-    (
-      "--config.learning_rate.peak=1e-4",
-      "config.learning_rate is a string, 'linear(peak=2e-4)'; set it as one string",
-    ),
-    ("--config.grading.grader.seconds=3", "''; set it as one string, --config.grading.grader=…"),
-  ],
-)
-def test_a_field_of_a_string(argument, message):
-  assert message in refused(argument)
-
-
 # --- recipes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [(), ("--config.num_updates=2",)])
-def test_a_recipe_that_returns_nothing(more, tmp_path):
+def test_a_recipe_that_returns_nothing(tmp_path):
   recipe = tmp_path / "recipe.py"
   recipe.write_text("def get_config():\n  c = 1\n")
-  assert refused(*more, recipe=str(recipe)).endswith(
-    "recipe.py returns None; end it with: return c"
-  )
+  assert refused(recipe=str(recipe)).endswith("returns None; end it with: return c")
 
 
 @pytest.mark.parametrize(
-  ("line", "message"),
+  ("line", "word"),
   [
-    (
-      "c.batch = dict(prompts=8)",
-      "the configuration has no field 'group_size'; a recipe that sets",
-    ),
-    ("c.batch.promts = 8", "no field 'promts'; did you mean 'prompts'? ("),
+    ("c.batch.promts = 8", "did you mean 'prompts'?"),
     ("c.loss.name = 'p3o'", "'str' object has no attribute 'name'"),
   ],
 )
-def test_a_recipe_that_lacks_or_invents_a_field(line, message, tmp_path):
+def test_a_recipe_that_invents_a_field(line, word, tmp_path):
   recipe = tmp_path / "mine.py"
   recipe.write_text(RECIPE.format(line))
-  arguments = [f"--config={recipe}", "--config.num_updates=2"]
-  done = subprocess.run(
-    [sys.executable, "-m", "rlvr_jax.main", *arguments, f"--workdir={tmp_path / 'run'}"],
-    capture_output=True, text=True, timeout=tiny.TIMEOUT_S, env=tiny.environment(),
-  )  # fmt: skip
-  assert done.returncode == 1
-  (last,) = [told for told in done.stderr.splitlines() if told.startswith("error: ")]
-  assert message in last and ("no field 'group_size'" in last or f"--config={recipe}" in last)
+  with pytest.raises(ValueError) as told:
+    config_file.read([f"--config={recipe}", "--config.num_updates=2"])
+  assert word in str(told.value) and str(recipe) in str(told.value)
+
+
+def test_a_recipe_that_lacks_a_field(tmp_path):
+  recipe = tmp_path / "mine.py"
+  recipe.write_text(RECIPE.format("c.batch = dict(prompts=8)"))
+  output = tiny.run(tmp_path / "run", config_file=recipe, expect=1)
+  assert output.splitlines()[-1].startswith("error: the configuration has no field 'group_size'")
 
 
 def test_other_mistakes_of_a_recipe_stay_as_they_are(tmp_path):
