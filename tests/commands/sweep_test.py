@@ -17,7 +17,6 @@ from rlvr_jax.commands import choose, sweep
 from rlvr_jax.evaluate import compare
 from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, WorkdirLock
-from rlvr_jax.train.cluster import process as host
 from rlvr_jax.train.setup import config_file
 
 TINY = str(pathlib.Path(tiny.__file__))
@@ -128,6 +127,8 @@ def test_flags_that_do_not_go_together(tmp_path):
     prepared("train", "sweep.py")
   with pytest.raises(ValueError, match="--profile goes with --mode=train, not with --mode=sweep"):
     prepared("sweep", "sweep.py", profile="1:2")
+  with pytest.raises(ValueError, match="--minutes goes with --mode=sweep, not"):
+    choose.prepare_command("train", tiny.get_config(), "runs/x", None, None, minutes=5.0)
   argv = ["main", f"--config={TINY}", "--config.num_updates", "5", "--workdir=x"]
   file = written(tmp_path, [{"seed": 4}])
   action = choose._prepare_sweep(file, "runs/x", argv, ["wandb", "trackio"])
@@ -161,20 +162,6 @@ def test_a_sweep_tells_its_last_result_and_the_time_left():
   assert sweep._format_status([], 3) == "3 runs left"
   assert sweep._format_status(results[:1], 0) == "held-out pass@1 0.431; 0 runs left"
   assert sweep._format_status([{"seconds": 9.0, "evaluations": {}}], 1) == "1 run left, about 9 s"
-
-
-def test_the_commit_is_that_of_the_code(monkeypatch):
-  monkeypatch.setenv(host.COMMIT, "0123456789ab")
-  assert host.current_commit() == "0123456789ab"
-  monkeypatch.delenv(host.COMMIT)
-  head = subprocess.run(
-    ["git", "-C", tiny.ROOT, "rev-parse", "HEAD"], capture_output=True, text=True
-  )
-  found = host.current_commit()
-  if head.returncode:  # not in a checkout
-    assert found is None
-  else:
-    assert found.removesuffix("-dirty") == head.stdout.strip()
 
 
 def test_a_run_ends_with_the_process_that_started_it():
@@ -366,11 +353,6 @@ def test_a_killed_run_is_continued_by_the_same_command(tmp_path):
 
 
 # --- time limit -----------------------------------------------------------------------------------
-
-
-def test_minutes_are_of_a_sweep():
-  with pytest.raises(ValueError, match="--minutes goes with --mode=sweep, not"):
-    choose.prepare_command("train", tiny.get_config(), "runs/x", None, None, minutes=5.0)
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import sys
 import textwrap
 import time
 
-import numpy as np
 import pytest
 from train import dialogues_test, routes_test, tiny
 
@@ -353,15 +352,6 @@ def test_agreement():
   assert first["grades"] == second["grades"]
   assert "out of the blue" in outputs[1]
   assert "process 1 of 2 failed (RuntimeError: out of the blue)" in outputs[0]
-
-
-def test_one_process_exchanges_nothing():
-  value = object()
-  assert multihost.exchange(value) == [value]
-  assert multihost.run_together(lambda: value) is value
-  assert multihost.is_first() and not multihost.any_process(np.False_)
-  with pytest.raises(ValueError, match="here"):
-    multihost.run_together(lambda: (_ for _ in ()).throw(ValueError("here")))
 
 
 @pytest.mark.parametrize("given", [dict(coordinator="a:1"), dict(num_processes=2, process_id=0)])

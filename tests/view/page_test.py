@@ -5,7 +5,6 @@ CHROMIUM=/usr/bin/chromium VIEW_PICTURES=pictures python -m pytest -m slow tests
 
 import os
 import pathlib
-import re
 import threading
 import time
 
@@ -296,37 +295,6 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser, page, pictures, pl
   browser.open(f"file://{page}/two.html{place}")
   browser.wait("document.documentElement.scrollWidth <= innerWidth")
   browser.picture(pictures / f"phone_{place.strip('#').partition('/')[0] or 'run'}.png")
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_text_can_be_read_in_both_themes(browser, page, dark):
-  """The least contrast of WCAG 2, 4.5, for texts on both grounds and on the colours of tokens."""
-  browser.resize(1280, 900, dark=dark)
-  browser.open(f"file://{page}/one.html")
-
-  def colour(name):
-    text = browser.run(f"getComputedStyle(document.body).getPropertyValue('--{name}')").strip()
-    return np.array([int(text[i : i + 2], 16) for i in (1, 3, 5)])
-
-  linear = lambda x: np.where(x <= 0.03928, x / 12.92, ((x + 0.055) / 1.055) ** 2.4)
-  light = lambda c: linear(c / 255) @ [0.2126, 0.7152, 0.0722]
-
-  def contrast(one, other):
-    low, high = sorted((light(one), light(other)))
-    return (high + 0.05) / (low + 0.05)
-
-  for ink in ("ink", "faint", "accent", "control"):
-    assert min(contrast(colour(ink), colour(ground)) for ground in ("paper", "panel")) >= 4.5, ink
-  for name, values in {
-    "logprob": [-1, -9], "ratio": [-1, 1], "advantage": [-1, 1], "lag": [1, 99],
-    "version": range(8), "mask": [1], "entropy": [1, 9], "clipped": [0.5, 1], "dropped": [1],
-    "vetoed": [1],
-  }.items():  # fmt: skip
-    for value in values:
-      shown = browser.run(f"COLOURS[{name!r}].colour({value})")
-      *rgb, alpha = map(float, re.findall(r"[\d.]+", shown))
-      ground = alpha * np.array(rgb) + (1 - alpha) * colour("paper")
-      assert contrast(colour("ink"), ground) >= 4.5, (name, value)
 
 
 def test_it_works_in_the_frame_of_a_notebook(browser, page, tmp_path):

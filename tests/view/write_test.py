@@ -163,6 +163,8 @@ def test_two_runs_share_a_file(folder, tmp_path):
   view(made.config(), str(folder), beside=str(other), batches="0")()
   texts = Elements((folder / "view.html").read_text()).texts
   assert {"0/batch/0", "1/batch/0", "1/summary"} <= texts.keys() and "0/batch/1" not in texts
+  recipes = [decode(base64.b64decode(texts[f"{n}/summary"])).header["recipe"] for n in (0, 1)]
+  assert recipes == [[], [["num_updates", "4", "5"]]]  # a difference from the first run
   longer = made.write_run(tmp_path / "longer", batches=[made.batch()] * 31)
   view(made.config(), str(longer), beside=str(folder))()
   texts = Elements((longer / "view.html").read_text()).texts.keys()
@@ -170,25 +172,6 @@ def test_two_runs_share_a_file(folder, tmp_path):
     f"0/batch/{number}"
     for number in range(4)  # those of both
   }
-
-
-def test_two_runs_share_batches_though_one_was_measured(tmp_path):
-  batches = [made.batch()] * 31
-  measured = [(5, np.eye(4), [1, -1, 0.5, 0], [[1, 0], [0, 0]])]
-  first = made.write_run(tmp_path / "1", batches=batches, measured=measured, num_updates=31)
-  second = made.write_run(tmp_path / "2", batches=batches, num_updates=31)
-  view(made.config(), str(first), beside=str(second))()
-  texts = Elements((first / "view.html").read_text()).texts.keys()
-  of_run = lambda n: {name[2:] for name in texts if name.startswith(f"{n}/batch/")}
-  assert of_run(0) == of_run(1) and "batch/5" in of_run(1) and len(of_run(1)) == 10
-
-
-def test_recipes_are_differences(folder, tmp_path):
-  other = made.write_run(tmp_path / "other", num_updates=5)
-  view(made.config(), str(folder), beside=str(other), batches="0")()
-  texts = Elements((folder / "view.html").read_text()).texts
-  recipes = [decode(base64.b64decode(texts[f"{n}/summary"])).header["recipe"] for n in (0, 1)]
-  assert recipes == [[], [["num_updates", "4", "5"]]]
 
 
 def test_the_command_says_what_it_wrote(folder, capsys, monkeypatch):

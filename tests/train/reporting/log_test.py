@@ -17,7 +17,6 @@ from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.batches import Batch, Position
 from rlvr_jax.rollouts.group import Group
-from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.advice import WarmStart
 from rlvr_jax.train.reporting.log import Clock, LoggedRun, NonFiniteError, RunLog
 from rlvr_jax.train.reporting.writer import open_writer
@@ -113,14 +112,6 @@ def test_an_update_has_the_counters_and_measurements_up_to_its_own(log):
   assert not {"time/slots_busy", "time/seconds_per_reply"} & second.keys()
 
 
-def test_an_evaluation_counts(log):
-  row = {"outcome": "wrong"}
-  counters = evaluate(log, 0, [[row] * 2] * 2)
-  assert counters["tokens_evaluated"] == 4 and counters["flops_evaluate"] > 0
-  (record,) = records(log)
-  assert record["phase"] == "eval" and record["counter/tokens_evaluated"] == 4
-
-
 def test_values_that_are_nan_are_left_out_unless_the_update_was_skipped(log):
   write(log, 1, **{"reward/mean": float("nan")})
   write(log, 2, **{"reward/mean": float("nan"), "update/skipped_in_a_row": 1.0})
@@ -185,13 +176,6 @@ def test_the_process_that_waits_least_is_the_busiest(clock):
   times.record({})
   busy = {"hosts/busy_seconds_0": 7.0, "hosts/busy_seconds_1": 9.0, "hosts/busy_seconds_2": 1.0}
   assert times.busy([4.0, 3.0, 12.0]) == busy
-
-
-def test_one_process_has_no_others_to_compare_with(log):
-  assert multihost.process_waits_s() == []
-  for step in (1, 2):
-    write(log, step)
-  assert not any(name.startswith("hosts/") for record in records(log) for name in record)
 
 
 # --- advice ---------------------------------------------------------------------------------------

@@ -87,8 +87,3 @@ def test_a_plain_line_has_the_last_result_and_the_time_left(capsys):
 )
 def test_a_duration_has_one_unit(seconds, text):
   assert progress.duration(seconds) == text
-
-
-def test_say_goes_to_stdout(capsys):
-  progress.say("a line")
-  assert capsys.readouterr().out == "a line\n"

@@ -79,8 +79,3 @@ def test_a_run_without_evaluation_or_updates(tmp_path):
   with metrics.open_writer(tmp_path) as writer:
     writer.write(1, "warm_start", {"loss": 1.0})
   assert "metrics.jsonl" in report.write_report(tmp_path)
-
-
-def test_a_folder_that_is_no_workdir(tmp_path):
-  with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
-    report.write_report(tmp_path)
