@@ -104,27 +104,6 @@ def test_a_resumed_run_repeats_itself(replayed, tmp_path, step):
   assert tiny.rollouts(cut) == tiny.rollouts(replayed)
 
 
-@pytest.mark.slow
-def test_groups_of_a_killed_refresh_come_back_with_their_routes(replayed, tmp_path):
-  """From the store, which has lost the last groups."""
-  cut = tmp_path / "cut"
-  shutil.copytree(replayed, cut)
-  for later in (2, 3, 4):
-    shutil.rmtree(cut / "checkpoints" / str(later))
-  arrays, *_ = arrays_of(replayed, 2)
-  groups, _ = RolloutStore(replayed / "rollouts", writable=False).read(2)
-  for shard in (cut / "rollouts").glob("0*"):
-    if int(shard.name.partition(".")[0]) >= 2:
-      shard.unlink()
-  with RolloutStore(cut / "rollouts", writable=True) as store:
-    for group in groups[:3]:
-      store.write_groups([group])
-  train(build(config(proximal_every=1, loss="decoupled_ppo")), cut)
-  assert tiny.records(cut, "train") == tiny.records(replayed, "train")
-  for name, array in arrays_of(cut, 2)[0].items():
-    np.testing.assert_array_equal(array, arrays[name], err_msg=name)
-
-
 DIALOGUES = dict(
   task=dict(name="guess", kwargs=dict(low=1, high=7, turns=3, held_out_size=8)),
   environment__name="guess(low=1, high=7)",

@@ -124,14 +124,6 @@ def test_stages_are_summarised(train):
 
 
 @pytest.mark.slow
-def test_a_run_in_a_thread_may_have_a_limit_that_ends_with_it(train):
-  schedule = staleness.fixed_lag(lag=1, num_updates=UPDATES)._replace(threaded=True)
-  sampled = versions(train(schedule, "ends"))
-  assert len(sampled) == UPDATES
-  assert all(0 <= number - version <= 1 for number, version in enumerate(sampled))
-
-
-@pytest.mark.slow
 def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train, capsys):
   real = train(staleness.asynchronous(max_lag=2), "real")
   sampled = versions(real)
@@ -184,20 +176,13 @@ def shard(workdir, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("damage", "number", "said"),
-  [
-    (tiny.cut, 7, "resumed at update 4"),  # sampled at 4, not trained on at 6
-    (lambda path: None, 7, "resumed at update 6"),
-  ],
-)
-def test_a_damaged_batch_is_sampled_again(damage, number, said, staged, train, tmp_path, capsys):
+def test_a_damaged_batch_is_sampled_again(staged, train, tmp_path, capsys):
+  """Batch 7 is sampled at update 4, and not trained on at 6: the run goes back."""
   workdir = as_after(6, staged, tmp_path)
   before = {n: shard(workdir, n).read_bytes() for n in range(UPDATES)}
-  damage(shard(workdir, number))
-  capsys.readouterr()
+  tiny.cut(shard(workdir, 7))
   train(staleness.stages(count=2, num_updates=UPDATES))
-  assert said in capsys.readouterr().out
+  assert "resumed at update 4" in capsys.readouterr().out
   assert_same_run(workdir, staged)
   assert {n: shard(workdir, n).read_bytes() for n in range(UPDATES)} == before
   store = RolloutStore(workdir / "rollouts", writable=False)
@@ -218,21 +203,19 @@ def test_a_long_stage_is_read_from_the_store(staged, train, session, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damaged", [[4], [4, 5, 6, 7]])
-def test_in_real_time_the_newest_policy_draws_again(damaged, train):
-  """A batch that is cut, and what follows it; or batches that were moved elsewhere."""
+def test_in_real_time_the_newest_policy_draws_again(train):
+  """A batch that is cut, and what follows it."""
   schedule = staleness.asynchronous(max_lag=2)
   workdir = train(schedule)
   for path in (workdir / "checkpoints").iterdir():
     if int(path.name) > 3:
       shutil.rmtree(path)
   before = {n: shard(workdir, n).read_bytes() for n in range(4)}
-  for number in damaged:
-    tiny.cut(shard(workdir, number)) if len(damaged) == 1 else shard(workdir, number).unlink()
+  tiny.cut(shard(workdir, 4))
   train(schedule)
   assert {n: shard(workdir, n).read_bytes() for n in range(4)} == before
   aside = {int(path.name.split(".")[0]) for path in (workdir / "rollouts").glob("torn/*")}
-  assert aside == ({4, 5, 6, 7} if len(damaged) == 1 else set())
+  assert aside == {4, 5, 6, 7}
   lags = [number - version for number, version in enumerate(versions(workdir))]
   assert len(lags) == UPDATES and 0 <= min(lags) <= max(lags) <= 2
   assert [record["staleness/max"] for record in updates(workdir)] == lags
@@ -385,10 +368,6 @@ def test_an_update_that_computes_something_else_trips_the_gate(session, parts):
 # --- in real time ---------------------------------------------------------------------------------
 
 
-def never(*work):
-  return concurrent.futures.Future()
-
-
 def fails(*work):
   """After a while, and before the deadline of a wait for groups."""
   future = concurrent.futures.Future()
@@ -397,22 +376,13 @@ def fails(*work):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("work", "message"), [(never, "no group .* within 4 s"), (fails, "failed .*host is gone")]
-)
-def test_a_sampler_that_stalls_or_fails_ends_the_run_with_everything_saved(
-  work, message, session, parts
-):
+def test_a_sampler_that_fails_ends_the_run_with_everything_saved(session, parts):
   def change(grade):
     left = iter(range(2 * parts.config.batch.prompts * parts.config.batch.group_size))
-    return lambda *asked: (work if next(left, None) is None else grade)(*asked)
+    return lambda *asked: (fails if next(left, None) is None else grade)(*asked)
 
-  config = parts.config.copy_and_resolve_references()
-  config.generation_deadline_s = 4.0
-  made = session(
-    staleness.asynchronous(max_lag=0), dataclasses.replace(parts, config=config), change
-  )
-  with pytest.raises(SamplerStoppedError, match=message):
+  made = session(staleness.asynchronous(max_lag=0), change=change)
+  with pytest.raises(SamplerStoppedError, match=r"failed .*host is gone"):
     loop.train(made.run, made.now)
   made.run.checkpointer.wait()  # as the session does at its end
   assert made.run.checkpointer.steps()[-1] == 2
