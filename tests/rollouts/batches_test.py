@@ -100,7 +100,7 @@ KILLED = {name: (name, {}) for name in SCHEDULES} | {
 }
 
 
-@pytest.mark.parametrize("every", [13, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [23, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KILLED)
 def test_a_killed_run_repeats_itself(tmp_path, name, every):
   """Killed before or after any call of the store, it goes on from an earlier checkpoint."""

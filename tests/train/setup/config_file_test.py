@@ -13,7 +13,7 @@ from train import tiny
 
 from configs import quickstart
 from rlvr_jax.train.setup import config_file
-from rlvr_jax.train.setup.build import make_task
+from rlvr_jax.train.setup.build import build, make_task
 
 # Of ml_collections' import of a configuration.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -317,8 +317,10 @@ def test_a_recipe_that_invents_a_field(line, word, tmp_path):
 def test_a_recipe_that_lacks_a_field(tmp_path):
   recipe = tmp_path / "mine.py"
   recipe.write_text(RECIPE.format("c.batch = dict(prompts=8)"))
-  output = tiny.run(tmp_path / "run", config_file=recipe, expect=1)
-  assert output.splitlines()[-1].startswith("error: the configuration has no field 'group_size'")
+  with pytest.raises((AttributeError, KeyError)) as missing:
+    build(config_file.read([f"--config={recipe}"]))
+  told = config_file.missing_field(missing.value)  # which main prints
+  assert told.startswith("the configuration has no field 'group_size'; a recipe that sets")
 
 
 def test_other_mistakes_of_a_recipe_stay_as_they_are(tmp_path):
