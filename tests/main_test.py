@@ -5,9 +5,7 @@ import dataclasses
 import json
 import logging
 import os
-import pathlib
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -28,11 +26,9 @@ from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.checkpointing.checkpoint_files import saved_steps
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, check_config
 from rlvr_jax.train.reporting.log import NonFiniteError
+from rlvr_jax.train.setup import config_file
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.checks import may_differ
-
-GSM8K = str(tiny.ROOT / "configs" / "gsm8k.py")
-SHARED = os.environ.get("RLVR_SHARED")
 
 # --- mistakes in the configuration ----------------------------------------------------------------
 
@@ -201,23 +197,15 @@ def assert_error(output, message):
   assert "rlvr_jax/" not in "".join(re.findall(r'  File "(.*?)", line', output))
 
 
-@pytest.mark.slow
-def test_a_misspelled_field_lists_the_near_one(tmp_path):
-  output = tiny.run(tmp_path / "run", "--config.batch.promtps=3", expect=1)
-  assert_error(output, "no field 'promtps'; did you mean \"prompts\"")
-  assert not (tmp_path / "run").exists()
-
-
 CONFIG_FILES = [  # get_config's body, what follows --config=FILE, the message
   ("raise ValueError('an odd seed')", [""], r"wrong\.py: ValueError: an odd seed \(.*, line 3"),
   ("c.width = 3", [""], r"AttributeError: no field 'width' \(.*, line 3"),
   ("(", [""], r"SyntaxError: '\(' was never closed \(wrong\.py, line 3"),
-  ("return 5", [""], r"get_config\(\) of --config returns is 5; start from rlvr_jax\.configs"),
-  ("import ml_collections as m; return m.ConfigDict({'seed': 1})", [""],
-   r"returns has no num_updates, task, .*; start from"),
-  ("", [":unknown"], r"wrong\.py:unknown: TypeError: get_config\(\) takes 0 .* 1 was given"),
-  ("", ["x"], r"--config=.*wrong\.pyx: there is no such file\. It is your own FILE\.py or the "),
-  ("", ["", "--config.batch.prompts=abc"], r"batch\.prompts=abc: needs an integer, such"),
+  ("return 5", [""], r"returns is 5; start from"),
+  ("import ml_collections as m; return m.ConfigDict({'seed': 1})", [""], r"has no num_updates, t"),
+  ("", [":unknown"], r"wrong\.py:unknown: TypeError"),
+  ("", ["x"], r"--config=.*wrong\.pyx: there is no such file"),
+  ("", ["", "--config.batch.prompts=abc"], r"batch\.prompts=abc: needs an integer"),
 ]  # fmt: skip
 
 
@@ -226,9 +214,9 @@ def test_a_wrong_configuration_file_has_one_line(tmp_path, body, flags, message)
   path = tmp_path / "wrong.py"
   lines = ["from configs import base", "def get_config():", f"  c = base.get_config(); {body}"]
   path.write_text("\n".join([*lines, "  return c\n"]))
-  output = tiny.run(tmp_path / "run", *flags[1:], config_file=f"{path}{flags[0]}", expect=1)
-  assert_error(output, message)
-  assert len(output.splitlines()) == 1
+  with pytest.raises(ValueError) as told:
+    config_file.read([f"--config={path}{flags[0]}", *flags[1:]])
+  assert re.search(message, str(told.value)) and "\n" not in str(told.value), str(told.value)
 
 
 def test_an_empty_workdir_is_none():
@@ -241,10 +229,9 @@ def test_an_empty_workdir_is_none():
   ("flags", "first"),
   [
     ([], "rlvr_jax trains, evaluates and exports policies, for instance by"),
-    (["--config.seed=2", "--wrkdir=x"], "error: --config is missing; add --config=NAME"),
     (["--workdir=x", "--mode=eval"], "error: --config is missing; add --config=NAME"),
   ],
-  ids=["none", "unknown", "eval"],
+  ids=["none", "eval"],
 )
 def test_what_is_missing_comes_first(flags, first):
   command = [sys.executable, "-m", "rlvr_jax.main", *flags]
@@ -252,17 +239,6 @@ def test_what_is_missing_comes_first(flags, first):
   lines = done.stderr.splitlines()
   assert done.returncode == 1 and lines[0].startswith(first) and not done.stdout
   assert len(lines) == (10 if not flags else 1)
-
-
-@pytest.mark.slow
-def test_unreadable_data(tmp_path):
-  output = tiny.run(
-    tmp_path / "run",
-    f"--config.task.kwargs.data_dir={tmp_path / 'nowhere'}",
-    config_file=GSM8K,
-    expect=1,
-  )
-  assert_error(output, r"config\.task\.kwargs\.data_dir = '.*/nowhere': there is no such file in /")
 
 
 # --- a disk that fills, numbers that blow up ------------------------------------------------------
@@ -403,76 +379,6 @@ def test_updates_without_a_loss_token_leave_the_method_s_state_and_have_no_means
   assert second["advantage/fade_entropy"] == 2 * first["advantage/fade_target_entropy"]
   absent = "reward/mean", "policy/entropy", "behavior/ratio_max", "loss/clip_fraction"
   assert not {*absent} & first.keys()
-
-
-# --- GSM8K ----------------------------------------------------------------------------------------
-
-
-def sample_of_gsm8k(folder):
-  """Files as published, with questions of our own."""
-
-  def row(i):
-    question = f"There are {i} boxes of 3 pens. How many pens?"
-    solution = f"Each box holds 3 pens.\nThat is {i} * 3 = <<{i}*3={3 * i}>>{3 * i} pens."
-    return json.dumps({"question": question, "answer": f"{solution}\n#### {3 * i}"})
-
-  for split, numbers in (("train", range(1, 41)), ("test", range(41, 51))):
-    (folder / f"{split}.jsonl").write_text("".join(row(i) + "\n" for i in numbers))
-  return folder
-
-
-@pytest.fixture
-def gsm8k_program(tmp_path):
-  """Configuration file and flags: the published questions where they are, else a sample."""
-  lengths = (992, 768) if SHARED else (64, 128)
-  small = tmp_path / "small_gsm8k.py"
-  small.write_text(SMALL_GSM8K.format(lengths=lengths))
-  data_dir = pathlib.Path(SHARED) / "data/gsm8k" if SHARED else sample_of_gsm8k(tmp_path)
-  flags = (
-    f"--config.task.kwargs.data_dir={data_dir}",
-    f"--config.task.kwargs.prepared_dir={tmp_path / 'prepared'}",
-  )
-  return str(small), flags
-
-
-SMALL_GSM8K = """
-from rlvr_jax.configs import gsm8k
-
-def get_config():
-  c = gsm8k.get_config()
-  c.model.overrides = dict(num_layers=1, width=32, mlp_width=64, unroll_layers=1)
-  c.task.kwargs.warm_start_size = 8
-  c.task.kwargs.held_out_size = 4
-  c.max_prompt_length, c.max_response_length = {lengths}
-  c.num_updates = 3
-  c.batch.prompts = c.batch.group_size = 2
-  c.warm_start.num_steps = c.warm_start.batch_size = 4
-  c.evaluation.batch_prompts = 4
-  return c
-"""
-
-
-@pytest.mark.slow
-def test_gsm8k_is_graded_and_resumed(gsm8k_program, tmp_path):
-  config_file, flags = gsm8k_program
-  workdir = tmp_path / "run"
-  with tiny.started(workdir, *flags, config_file=config_file) as process:
-    tiny.wait_for(tiny.has_record(workdir, 1, "train"), process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(tiny.TIMEOUT_S) == 0
-  output = tiny.run(workdir, *flags, config_file=config_file)
-  assert re.search(r"resumed at update [12]: ", output)
-  records = tiny.records(workdir, "train")
-  assert [record["step"] for record in records] == [1, 2, 3]
-  for record in records:
-    assert sum(v for name, v in record.items() if name.startswith("outcome/")) == pytest.approx(1)
-    assert record["outcome/timeout"] == record["outcome/crashed"] == 0
-  shown = [json.loads(line) for line in tiny.rollouts(workdir).splitlines()]
-  assert {(record["phase"], record["step"]) for record in shown} >= {("train", 1), ("train", 3)}
-  for record in shown:
-    assert record["prompt"].endswith("\n") and len(record["prompt"]) > 20
-    assert re.fullmatch(r"-?[\d,.]+", record["answer"])
-    assert record["outcome"] in ("correct", "wrong", "unparseable")
 
 
 def free_fields(config, schedule):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -87,8 +86,6 @@ class Faulty:
       os.write(1, b"noise\n" * 100_000)
       os.write(2, b"noise\n" * 100_000)
       return Turn(f"read {sys.stdin.read()!r}")
-    if kind == "chance":
-      return Turn(str(random.SystemRandom().random()))
     if kind == "modules":
       return Turn(str([name for name in ("jax", "numpy", "tensorflow") if name in sys.modules]))
     if kind == "variable":

@@ -181,13 +181,13 @@ def test_the_limit_on_open_files_is_named_whoever_met_it():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="sets options of glibc")
-@pytest.mark.parametrize("mib", [128, 3072])  # more than an arena of a thread, or 2 GiB, holds
-def test_threads_reuse_freed_memory(mib):
-  code = f"""
+def test_threads_reuse_freed_memory():
+  """Also 3 GiB, which are more than an arena of a thread holds."""
+  code = """
 import ctypes, resource, threading
 from rlvr_jax.train.cluster import process
 process.keep_freed_memory()
-libc, size, end = ctypes.CDLL("libc.so.6"), {mib} * 2**20, 2**26
+libc, size, end = ctypes.CDLL("libc.so.6"), 3 * 2**30, 2**26
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 faults = []
 def use():
@@ -207,27 +207,26 @@ print(faults[1] < faults[0] / 10)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-@pytest.mark.parametrize(("pieces", "returned"), [(24, True), (6, False)])
-def test_much_freed_memory_is_returned_although_some_above_it_is_in_use(pieces, returned):
+def test_much_freed_memory_is_returned_although_some_above_it_is_in_use():
   """Of a heap whose last piece is used nothing would be returned without being asked for."""
-  code = f"""
+  code = """
 import ctypes, pathlib
 from rlvr_jax.train.cluster import process
 process.keep_freed_memory()
 libc, size = ctypes.CDLL("libc.so.6"), 2**25
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 resident = lambda: int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
-buffers = [libc.malloc(ctypes.c_size_t(size)) for _ in range({pieces} + 1)]
+buffers = [libc.malloc(ctypes.c_size_t(size)) for _ in range(25)]
 for buffer in buffers:
   ctypes.memset(buffer, 1, size)
 for buffer in buffers[:-1]:
   libc.free(buffer)
 before = resident()
 process.return_freed_memory()
-print(before - resident() > {pieces} * size / 2)
+print(before - resident() > 12 * size)
 """
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-  assert done.stdout == f"{returned}\n", done.stderr
+  assert done.stdout == "True\n", done.stderr
 
 
 def test_runs_on_accelerators_share_what_is_compiled(tmp_path, monkeypatch, caplog):
@@ -264,13 +263,11 @@ def test_a_cpu_without_bfloat16(tmp_path, cpuinfo, lacks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quiet", [False, True])
-def test_a_program_that_compiles_slowly_is_no_error_on_the_console(quiet):
-  code = f"""
+def test_a_program_that_compiles_slowly_is_no_error_on_the_console():
+  code = """
 import logging, jax, jax.numpy as jnp
 from rlvr_jax.train.cluster import process
-if {quiet}:
-  process.quiet_compiler()
+process.quiet_compiler()
 rows = lambda: jnp.broadcast_to(jnp.arange(200.0)[:, None], (200, 200))
 largest = lambda: jax.lax.reduce_window(rows(), -jnp.inf, jax.lax.max, (8, 8), (1, 1), "SAME")
 jax.jit(lambda x: x + largest())(1.0)  # XLA folds constants for some seconds, and says so
@@ -283,5 +280,5 @@ logging.getLogger("jax").warning("a warning of jax")
   done = subprocess.run(
     [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=variables
   )
-  assert ("slow_operation_alarm" in done.stderr) == (not quiet), done.stderr
+  assert "slow_operation_alarm" not in done.stderr, done.stderr
   assert "a warning of jax" in done.stderr and not done.returncode
