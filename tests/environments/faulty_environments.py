@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from rlvr_jax.environments import Refused, TimedOut, Turn, guess, waiting
 
@@ -197,39 +196,6 @@ class Says(Faulty):
 
 def says(*, text, question=""):
   return Says({"text": text, "question": question})
-
-
-class Held:
-  """A guess that writes down its turns; the seed's first dialogue is held in its second turn."""
-
-  def __init__(self, folder, seed):
-    self.folder, self.held_seed = Path(folder), seed
-    self.guess = guess(low=1, high=7)
-
-  def reset(self, problem, seed):
-    self.seed, self.turns = seed, 0
-    self.guess.reset(problem, seed)
-
-  def step(self, text):
-    self.turns += 1
-    with open(self.folder / "steps", "a") as file:
-      file.write(f"{self.seed}\n")
-    if self.turns == 2 and self.seed == self.held_seed and self._is_first():
-      with waiting(600):
-        while (self.folder / "hold").exists():
-          time.sleep(0.05)
-    return self.guess.step(text)
-
-  def _is_first(self):
-    try:
-      (self.folder / "held").touch(exist_ok=False)
-    except FileExistsError:
-      return False
-    return True
-
-
-def held_guess(*, folder, seed):
-  return Held(folder, seed)
 
 
 class Breaking:

@@ -8,9 +8,7 @@ import pytest
 from train import tiny
 
 from rlvr_jax.colab import rollouts
-from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.train import train
-from rlvr_jax.ops.keys import seeds_for
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.setup.build import build
 
@@ -124,13 +122,6 @@ def test_the_metrics_of_dialogues(whole):
 
 
 @pytest.mark.slow
-def test_two_processes_of_environments_give_the_same_run(whole, tmp_path):
-  train(build(config(environment__processes=2)), tmp_path / "run")
-  assert tiny.records(tmp_path / "run") == tiny.records(whole)
-  assert tiny.rollouts(tmp_path / "run") == tiny.rollouts(whole)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_resumed_run_repeats_itself(whole, tmp_path, step):
   cut = tmp_path / "cut"
@@ -143,35 +134,6 @@ def test_a_resumed_run_repeats_itself(whole, tmp_path, step):
   train(build(config()), cut)
   assert tiny.records(cut, "train") == tiny.records(whole, "train")
   assert tiny.rollouts(cut) == tiny.rollouts(whole)
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_of_a_dialogue_a_run_keeps_its_finished_groups(whole, tmp_path):
-  folder, killed = tmp_path / "environment", tmp_path / "killed"
-  folder.mkdir()
-  (folder / "hold").touch()
-  seeds = [seeds_for(0, "rollout", draw, 8) for draw in range(2)]
-  name = "environments.faulty_environments:held_guess"
-  flags = (f"--config.environment.name={name}(folder={str(folder)!r}, seed={seeds[0][3]})",)
-  files = lambda: sorted(killed.glob("rollouts/groups/*"))
-  lines = lambda: [path.read_text().splitlines() for path in files()]
-  # Of the 16 groups of the first two batches, one has a dialogue that is held.
-  with tiny.started(killed, *flags, config_file=__file__) as process:
-    tiny.wait_for(lambda: sum(map(len, lines())) == 15, process)
-  kept = {
-    of_draw[json.loads(line)["index"]]
-    for of_draw, found in zip(seeds, lines(), strict=True)
-    for line in found
-  }
-  sampled = {int(line) for line in (folder / "steps").read_text().split()}
-  assert kept == {*seeds[0], *seeds[1]} - {seeds[0][3]} and kept < sampled
-  (folder / "steps").unlink()
-  (folder / "hold").unlink()
-  tiny.run(killed, *flags, config_file=__file__)
-  assert tiny.records(killed) == tiny.records(whole)
-  assert tiny.rollouts(killed) == tiny.rollouts(whole)
-  repeated = {int(line) for line in (folder / "steps").read_text().split()}
-  assert not kept & repeated and seeds[0][3] in repeated
 
 
 @pytest.mark.slow
@@ -215,18 +177,6 @@ def test_dialogues_go_with_everything(fields, tmp_path):
   trained = tiny.records(tmp_path / "run", "train")
   assert [record["step"] for record in trained] == [1, 2, 3, 4]
   assert all(np.isfinite(record["loss/surrogate"]) for record in trained)
-
-
-@pytest.mark.slow
-def test_an_evaluation_by_itself(whole, tmp_path):
-  changed = config()
-  values = evaluate_checkpoint(build(changed), tmp_path / "eval", whole / "checkpoints" / "4")
-  (last,) = [r for r in tiny.records(whole, "eval") if r["step"] == 4]
-  for name in ("pass@1", "solved_in_turns/1", "gap_to_best_play"):
-    assert values[f"eval/{name}"] == last[f"eval/{name}"]
-  problems = [json.loads(x) for x in (tmp_path / "eval/problems.jsonl").read_text().splitlines()]
-  read = [sample for problem in problems for sample in problem["samples"]]
-  assert read and all("".join(sample["turns"]) == sample["completion"] for sample in read)
 
 
 @pytest.fixture(scope="module", name="scored")

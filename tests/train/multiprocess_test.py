@@ -12,7 +12,7 @@ import textwrap
 import time
 
 import pytest
-from train import dialogues_test, routes_test, tiny
+from train import routes_test, tiny
 
 from rlvr_jax.train.checkpointing.workdir import WorkdirLock
 from rlvr_jax.train.cluster import multihost
@@ -132,14 +132,6 @@ def alone(tmp_path_factory):
 @pytest.mark.slow
 def test_two_processes_equal_one(undisturbed, alone):
   assert_equal_to_one_process(undisturbed[0], alone)
-
-
-@pytest.mark.slow
-def test_two_processes_of_dialogues_equal_one(tmp_path):
-  """The first process has the environments; both put their replies in after the same bursts."""
-  train_to_the_end(tmp_path / "pair", config_file=dialogues_test.__file__)
-  tiny.run(tmp_path / "one", *FLAGS, config_file=dialogues_test.__file__)
-  assert_equal_to_one_process(tmp_path / "pair", tmp_path / "one")
 
 
 @pytest.mark.slow

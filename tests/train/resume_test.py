@@ -177,6 +177,11 @@ def test_killed_within_a_refresh(schedule, tmp_path):
           np.testing.assert_array_equal(groups[group.index].arrays[name], group.arrays[name])
         kept += 1
     assert kept == len(written) or (kept and not in_order)
+    if not in_order:
+      lags = [number - min(map(int, store.info(number)["versions"])) for number in store.numbers()]
+      assert 0 <= min(lags) <= max(lags) <= 2
+      train = tiny.records(workdir, "train")
+      assert [record["staleness/max"] for record in train] == lags
     if kills >= 20:
       return
     written = []
