@@ -62,11 +62,10 @@ UNREAD = r"a \equiv 3 \pmod{7}"  # the grader's detail may quote it
   ("grader", "reference", "wrong", "shown", "right"),
   [
     ("code", TESTS, WRONG, FAILED, RIGHT),
-    ("rewards.user_graders:quoting", {"answer": "42"}, "test 1 of 1, 41", "", "42"),
     ("mathematics", {"answer": UNREAD}, r"\boxed{program: 5}", "", rf"\boxed{{{UNREAD}}}"),
     ("weighted", weighted_reference("code", TESTS, [("boxed", 0.0)]), WRONG, FAILED, RIGHT),
   ],
-  ids=["code", "quoting", "mathematics", "weighted"],
+  ids=["code", "mathematics", "weighted"],
 )
 def test_with_the_graders_of_tasks(grader, reference, wrong, shown, right):
   with (

@@ -3,7 +3,6 @@
 import os
 import time
 
-from rlvr_jax.rewards import Grade, Outcome
 from rlvr_jax.rewards.graders import gsm8k
 
 SECONDS = "GRADER_SECONDS"  # environment variable
@@ -12,13 +11,6 @@ SECONDS = "GRADER_SECONDS"  # environment variable
 def digits(completion, reference):
   """Half the share of digits, in [0, 0.5]."""
   return 0.5 * sum(c.isdigit() for c in completion) / max(len(completion), 1)
-
-
-def quoting(completion, reference):
-  """Whether the texts are equal; the detail has both."""
-  if completion == reference["answer"]:
-    return 1.0
-  return Grade(Outcome.WRONG, detail=f"{completion}, expected {reference['answer']}")
 
 
 def unhurried(completion, reference):

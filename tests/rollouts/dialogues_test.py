@@ -124,23 +124,24 @@ def answers_to(rollouts, pool, problem=None, beginning=None, **settings):
 
 def test_every_end_has_its_outcome(pool):
   texts = {
-    "score 1": (Outcome.CORRECT, 1.0),
-    "score 0.5": (Outcome.WRONG, 0.5),
-    "late": (Outcome.CORRECT, 0.5),
-    "judge": (Outcome.WRONG, 0.25),
-    "refuse": (Outcome.ENVIRONMENT_REFUSED, 0.0),
-    "fail x": (Outcome.ENVIRONMENT_FAILED, 0.0),
-    "say ": (Outcome.ENVIRONMENT_REFUSED, 0.0),  # a reply without tokens
-    "score nan": (Outcome.ENVIRONMENT_REFUSED, 0.0),
-    "worth inf": (Outcome.ENVIRONMENT_REFUSED, 0.0),
-    "hang": (Outcome.ENVIRONMENT_LIMIT, 0.0),
-    "say 12345678901234": (Outcome.LENGTH_LIMIT, 0.0),  # with the turn there is no place for it
+    "score 1": (Outcome.CORRECT, 1.0, ""),
+    "score 0.5": (Outcome.WRONG, 0.5, ""),
+    "late": (Outcome.CORRECT, 0.5, ""),
+    "judge": (Outcome.WRONG, 0.25, ""),
+    "refuse": (Outcome.ENVIRONMENT_REFUSED, 0.0, "no"),
+    "fail x": (Outcome.ENVIRONMENT_FAILED, 0.0, "KeyError: 'x'"),
+    "say ": (Outcome.ENVIRONMENT_REFUSED, 0.0, "no tokens"),
+    "score nan": (Outcome.ENVIRONMENT_REFUSED, 0.0, "nan"),
+    "worth inf": (Outcome.ENVIRONMENT_REFUSED, 0.0, "inf"),
+    "hang": (Outcome.ENVIRONMENT_LIMIT, 0.0, "3 s"),
+    "say 12345678901234": (Outcome.LENGTH_LIMIT, 0.0, ""),  # with the turn there is no place for it
   }
   rollouts = rollouts_of(texts)
   found, counts = answers_to(rollouts, pool)
   for rollout, (text, expected) in zip(rollouts, texts.items(), strict=True):
-    grade = found[rollout.place]
-    assert isinstance(grade, Grade) and (grade.outcome, grade.score) == expected, text
+    grade, (outcome, score, detail) = found[rollout.place], expected
+    assert isinstance(grade, Grade) and (grade.outcome, grade.score) == (outcome, score), text
+    assert detail in grade.detail and bool(detail) == bool(grade.detail), grade
     assert rollout.stopped == (grade.outcome is not Outcome.LENGTH_LIMIT)
   assert found[3].answer == "judged judge"
   assert counts.replies == len(texts) and counts.reply_waits_s > 0
@@ -293,20 +294,6 @@ def test_first_messages_are_waited_for_in_pieces(pool):
 
   assert begin(pool, ["slow"], [0], Processes(gather=gather)) == [Beginning(None, None)]
   assert shared == [None, [Beginning(None, None)]]
-
-
-def test_why_an_environment_failed_is_told(pool):
-  texts = {
-    "score 1": "",
-    "judge": "",
-    "refuse": "no",
-    "fail x": "KeyError: 'x'",
-    "say ": "no tokens",
-  }
-  rollouts = rollouts_of(texts)
-  found, _ = answers_to(rollouts, pool)
-  for place, part in enumerate(texts.values()):
-    assert part in found[place].detail and bool(part) == bool(found[place].detail)
 
 
 def test_first_messages_are_what_is_measured(pool):

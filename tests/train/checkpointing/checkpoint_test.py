@@ -515,24 +515,17 @@ def test_another_format_is_refused(pristine, tmp_path):
 
 # --- kills and full disks -------------------------------------------------------------------------
 
-SAVER = """
-  import resource, signal, sys
-  import jax, jax.numpy as jnp
-  from rlvr_jax.storage.files import DiskFullError
-  from rlvr_jax.train.checkpointing import checkpoint
-
-  def make_state(step):
-    return {f"leaf-{i}": jnp.sin(jnp.arange(200_000.0) * (i + 1) + step) for i in range(4)}
-"""
-
 
 def run_saver(body, directory):
-  code = textwrap.dedent(SAVER) + textwrap.dedent(body)
+  """A program with the names of this file; its argument is a folder."""
+  code = "import os, resource, signal, sys\nimport jax\nfrom checkpoint_test import *\n"
+  path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
   return subprocess.Popen(
-    [sys.executable, "-c", code, str(directory)],
+    [sys.executable, "-c", code + textwrap.dedent(body), str(directory)],
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
+    env=os.environ | {"PYTHONPATH": path},
   )
 
 
@@ -547,7 +540,7 @@ def test_killed_in_the_middle_of_saves(tmp_path):
     saver = checkpoint.Checkpointer(sys.argv[1], keep=1)
     start = max(saver.steps(), default=0)
     for step in range(start + 1, 10_000):
-      saver.save(step, make_state(step), host={"step": step})
+      saver.save(step, big_state(step), host={"step": step})
       print(step, flush=True)
   """
   rng = np.random.default_rng(0)
@@ -582,13 +575,13 @@ def test_killed_while_an_old_checkpoint_is_removed(tmp_path):
         if len(seen) == 2:
           os.kill(os.getpid(), signal.SIGKILL)
     saver = checkpoint.Checkpointer(sys.argv[1], keep=1)
-    saver.save(1, make_state(1), host={})
+    saver.save(1, big_state(1), host={})
     saver.wait()
     whole = {str(path.relative_to(saver.directory)) for path in saver.directory.rglob("*")}
     print(len(whole), flush=True)
     sys.addaudithook(kill_at_second)
     for step in (2, 3):
-      saver.save(step, make_state(step), host={})
+      saver.save(step, big_state(step), host={})
     saver.close()
   """
   process = run_saver(body, tmp_path)
@@ -609,11 +602,11 @@ def test_disk_that_fills_while_writing(tmp_path):
   body = """
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     saver = checkpoint.Checkpointer(sys.argv[1], keep=1)
-    saver.save(1, make_state(1), host={})
+    saver.save(1, big_state(1), host={})
     saver.wait()
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     try:
-      saver.save(2, make_state(2), host={})
+      saver.save(2, big_state(2), host={})
       saver.wait()
     except DiskFullError as error:
       print(error)
