@@ -13,6 +13,7 @@ from train.sums import sums
 from rlvr_jax.commands import check
 from rlvr_jax.commands.check import FAIL, OK, WARN, PreflightError
 from rlvr_jax.data.byte_pairs import save, train_byte_pairs
+from rlvr_jax.environments.dialogues import EnvironmentStartError
 
 NAMES = (
   "devices processes clocks workdir tokenizer data config prompt lengths checkpoint space grader"
@@ -35,6 +36,15 @@ def found(capsys, workdir, **fields):
   return {
     name: (status, text) for status, name, text in lines if status in (OK, WARN, FAIL)
   }, message
+
+
+def checked(tmp_path, name, **fields):
+  """(status, text) of one check, after those that it needs; raises what the program would say."""
+  preflight = check.Preflight(tiny.config(**MESH | fields), str(tmp_path / "run"))
+  needed = ("tokenizer", "data", "config")
+  for other in needed[: needed.index(name)] if name in needed else needed:
+    getattr(preflight, f"check_{other}")()
+  return getattr(preflight, f"check_{name}")()
 
 
 def test_a_run_that_will_work(capsys, tmp_path):
@@ -76,13 +86,13 @@ def in_chat(folder, lines):
   kwargs = dict(train=str(folder / "mine.jsonl"), held_out_size=1, grader="gsm8k")
   task = dict(name="jsonl", kwargs=kwargs)
   chat = dict(tokenizer=str(folder), prompts__format="chat", warm_start__num_steps=0)
-  return dict(**MESH, **chat, task=task)
+  return dict(**chat, task=task)
 
 
 @pytest.mark.slow
 def test_messages_are_shown_as_the_model_will_see_them(capsys, tmp_path):
   of = lambda n: [dict(role="system", content="Be brief."), dict(role="user", content=f"{n}?")]
-  fields = in_chat(tmp_path, [{"prompt": of(n), "answer": n} for n in (1, 2)])
+  fields = MESH | in_chat(tmp_path, [{"prompt": of(n), "answer": n} for n in (1, 2)])
   lines, _ = found(capsys, tmp_path / "run", **fields, max_prompt_length=200)
   shown = r": '<\|system\|>Be brief.<\|im_end\|><\|user\|>[12]\?<\|im_end\|><\|assistant\|>'$"
   assert re.search(shown, lines["prompt"][1]), lines
@@ -92,21 +102,15 @@ def test_messages_are_shown_as_the_model_will_see_them(capsys, tmp_path):
   assert "its own system message, 'Be brief.'; set config.prompts.system = ''" in lines["data"][1]
 
 
-def test_a_prompt_is_shown_as_the_model_will_see_it(capsys, tmp_path):
+def test_a_prompt_is_shown_as_the_model_will_see_it(tmp_path):
   """With the tokens of the template, and without its middle if it is long."""
   long = [{"prompt": f"{n}" + "x" * 5000 + "end?", "answer": n} for n in (10, 11)]
   in_lines = in_chat(tmp_path, long)
   chat = {name: field for name, field in in_lines.items() if name != "task"}
-  lines, _ = found(capsys, tmp_path / "run", **chat, max_prompt_length=200)
-  assert lines["prompt"][1].endswith(
-    f": '<|user|>{sums().train[0].question}<|im_end|><|assistant|>'"
-  )
+  _, text = checked(tmp_path, "prompt", **chat, max_prompt_length=200)
+  assert text.endswith(f": '<|user|>{sums().train[0].question}<|im_end|><|assistant|>'")
   of_bytes = dict(tokenizer="bytes", prompts__format="plain", max_prompt_length=6000)
-  fields = in_lines | of_bytes
-  preflight = check.Preflight(tiny.config(**fields), str(tmp_path / "run"))
-  for action in (preflight.check_tokenizer, preflight.check_data, preflight.check_config):
-    action()
-  _, text = preflight.check_prompt()
+  _, text = checked(tmp_path, "prompt", **in_lines | of_bytes)
   assert re.search(r"has 5006 tokens: '1\dx+ … \[\d+ characters\] … x+end\?'$", text), text
   assert len(text) < 1000
 
@@ -134,21 +138,14 @@ def test_what_fails_is_named_with_its_remedy(capsys, tmp_path, name, fields, tex
     assert all(lines[n][0] == WARN and "not checked: " in lines[n][1] for n in later), lines
 
 
-@pytest.mark.parametrize(
-  ("name", "expected"),
-  [
-    ("environments.faulty_environments:says(text='a', question='messages')",
-     " tokens: 'be kind\\nseed "),
-    ("environments.faulty_environments:says(text='raise a fault')", "ValueError: a fault"),
-  ],
-)  # fmt: skip
-def test_an_environment_plays_the_first_problem(capsys, tmp_path, name, expected):
-  fields = dict(**MESH, environment__name=name, environment__processes=1, max_prompt_length=40)
-  lines, message = found(capsys, tmp_path / "run", **fields)
-  status, text = lines["environment"]
-  assert expected in text, text
-  failure = (FAIL, "1 check failed: environment")
-  assert (status, message) == (failure if "a fault" in text else (OK, ""))
+def test_an_environment_plays_the_first_problem(tmp_path):
+  says = "environments.faulty_environments:says"
+  fields = dict(environment__processes=1, max_prompt_length=40)
+  of = lambda name: checked(tmp_path, "environment", **fields, environment__name=name)
+  status, text = of(f"{says}(text='a', question='messages')")
+  assert status == OK and " tokens: 'be kind\\nseed " in text
+  with pytest.raises(EnvironmentStartError, match="ValueError: a fault"):
+    of(f"{says}(text='raise a fault')")
 
 
 def test_a_checkpoint_without_its_weights(capsys, tmp_path):
@@ -161,20 +158,15 @@ def test_a_checkpoint_without_its_weights(capsys, tmp_path):
   assert lines["config"][0] == OK and message == "1 check failed: checkpoint"
 
 
-def test_a_sketch_that_costs_more_than_the_exact_gram_is_warned_of(capsys, tmp_path):
-  fields = dict(**MESH, reweighting="salt", gram="sketch")
-  (status, text) = found(capsys, tmp_path / "run", **fields)[0]["config"]
+def test_a_sketch_that_costs_more_than_the_exact_gram_is_warned_of(tmp_path):
+  status, text = checked(tmp_path, "config", reweighting="salt", gram="sketch")
   expected = "config.gram = 'sketch' costs 128.0 of .* at a width of 32, and 'streaming', .* 10.0;"
   assert status == WARN and re.search(expected, text), text
 
 
 def test_bfloat16_that_a_cpu_lacks_is_warned_of(tmp_path, monkeypatch):
   monkeypatch.setattr("rlvr_jax.train.setup.compiler_options.lacks_bfloat16", lambda: True)
-  fields = dict(**MESH, model__overrides__compute_dtype="bfloat16")
-  preflight = check.Preflight(tiny.config(**fields), str(tmp_path))
-  for action in (preflight.check_tokenizer, preflight.check_data):
-    action()
-  status, text = preflight.check_config()
+  status, text = checked(tmp_path, "config", model__overrides__compute_dtype="bfloat16")
   assert status == WARN and "compute_dtype = 'float32' is faster" in text
 
 
@@ -184,7 +176,7 @@ def test_a_workdir_that_cannot_be_written(tmp_path):
   assert status == FAIL and "Choose a --workdir" in text
 
 
-def test_all_graders_of_a_mixture_are_named(capsys, tmp_path):
+def test_all_graders_of_a_mixture_are_named(tmp_path):
   parts = {}
   for name, grader in (("words", "gsm8k"), ("sums", "rewards.user_graders:unhurried")):
     file = tmp_path / f"{name}.jsonl"
@@ -192,11 +184,9 @@ def test_all_graders_of_a_mixture_are_named(capsys, tmp_path):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     parts[name] = dict(name="jsonl", kwargs=dict(train=str(file), held_out_size=2, grader=grader))
   mixed = dict(parts=parts, weights=dict(words=1.0, sums=1.0), seed=0)
-  fields = dict(**MESH, task=dict(name="mixture", kwargs=mixed), warm_start__num_steps=0)
-  lines, message = found(capsys, tmp_path / "run", **fields)
-  assert not message
+  task = dict(name="mixture", kwargs=mixed)
+  status, text = checked(tmp_path, "grader", task=task, warm_start__num_steps=0)
   graders = "rewards.user_graders:unhurried, gsm8k"
-  status, text = lines["grader"]
   assert status == OK and text.startswith(f"18 problems were graded; graders: {graders};")
 
 
@@ -208,8 +198,7 @@ def test_a_plain_prompt_for_a_chat_model_is_warned_of(tmp_path, where):
   config = json.loads((tmp_path / "tokenizer_config.json").read_text()) if is_json else {}
   text = json.dumps(config | {"chat_template": template}) if is_json else template
   (tmp_path / where).write_text(text)
-  preflight = check.Preflight(tiny.config(**MESH, tokenizer=str(tmp_path)), str(tmp_path / "run"))
-  status, told = preflight.check_tokenizer()
+  status, told = checked(tmp_path, "tokenizer", tokenizer=str(tmp_path))
   assert status == WARN and "set config.prompts.format = 'chat'" in told
 
 
