@@ -60,6 +60,7 @@ def samples(workdir):
   return [json.loads(line) for line in (workdir / "rollouts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_record_of_a_dialogue(whole):
   ended = set()
   for arrays in batches(whole):
@@ -74,6 +75,7 @@ def test_the_record_of_a_dialogue(whole):
   assert len(ended) == MAX_TURNS  # some end after each number of turns
 
 
+@pytest.mark.slow
 def test_the_notebook_reads_turns(whole):
   read = rollouts.load(whole)
   assert len({r.policy_turns for r in read}) == MAX_TURNS
@@ -83,6 +85,7 @@ def test_the_notebook_reads_turns(whole):
     assert set(r.turns[1::2]) <= {"<", ">", "?"} and "".join(r.turns) == r.completion
 
 
+@pytest.mark.slow
 def test_a_found_number_is_the_reward(whole):
   for sample in samples(whole):
     said = [int(text) for text in sample["turns"][::2] if text.isdigit()]
@@ -97,6 +100,7 @@ def test_a_found_number_is_the_reward(whole):
       assert sample["outcome"] in ("turn_limit", "length_limit") and sample["reward"] == 0
 
 
+@pytest.mark.slow
 def test_the_metrics_of_dialogues(whole):
   for record in tiny.records(whole, "train"):
     assert 1 < record["dialogue/turns"] <= record["dialogue/turns_max"] <= MAX_TURNS

@@ -190,11 +190,11 @@ def test_a_damaged_batch_is_sampled_again(staged, train, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_long_stage_is_read_from_the_store(staged, train, session, monkeypatch):
+def test_a_long_stage_is_read_from_the_store(staged, train, session, warm, monkeypatch):
   monkeypatch.setattr(batches, "_MAX_CACHED", 1)
   schedule = staleness.stages(count=2, num_updates=UPDATES)
   assert_same_run(train(schedule), staged)
-  made = session(schedule)
+  made = session(schedule, params=warm)
   made.step()
   tiny.cut(shard(made.workdir, 1))
   with pytest.raises(TornShardError, match=r"00000001\.safetensors"):
@@ -255,14 +255,20 @@ class Steps:
 
 
 @pytest.fixture
-def session(parts, on_policy, tmp_path):
-  """(schedule, parts, change of `grade`) → a run before its first update, as `Steps`."""
+def warm(parts, on_policy):
+  """The parameters that runs of this file begin with."""
+  return Checkpointer(on_policy / "warm_start").restore(parts.placement.state.params).state
 
-  def make(schedule, these=parts, change=lambda grade: grade):
+
+@pytest.fixture
+def session(parts, tmp_path):
+  """(schedule, parts, change of `grade`, params) → a run before its first update, as `Steps`."""
+
+  def make(schedule, these=parts, change=lambda grade: grade, params=None):
     workdir = tmp_path / f"session{len(opened)}"
     writer = open_writer(workdir)
     saved = Checkpointer(workdir / "checkpoints")
-    warm = Checkpointer(on_policy / "warm_start").restore(these.placement.state.params)
+    params = these.initial.trained() if params is None else params
     pool = GraderPool(these.task.grader, num_workers=1, timeout_s=5.0)
     store = RolloutStore(workdir / "rollouts", writable=True)
     these = dataclasses.replace(these, schedule=schedule)
@@ -271,9 +277,9 @@ def session(parts, on_policy, tmp_path):
     makers = itertools.chain([change(pool.submit)], itertools.repeat(pool.submit))
     answers = lambda: Answers(these.tokenizer, next(makers))  # the first are those of training
     rows = tiny.run_rows(these)
-    run = begin.make_run(these, rows, frozen, log, saved, answers, store, initial=warm.state)
+    run = begin.make_run(these, rows, frozen, log, saved, answers, store, initial=params)
     state = parameters.first_state(
-      these.method, these.placement.state, warm.state, 0.0, start=these.config.start
+      these.method, these.placement.state, params, 0.0, start=these.config.start
     )
     now = begin.begin(run, state)
     if schedule.threaded:
@@ -338,16 +344,16 @@ def test_a_sampler_that_computes_something_else_trips_the_gate(session, parts):
 
 
 @pytest.mark.slow
-def test_a_sampler_with_a_rounded_cache_may_differ_by_rounding(session):
+def test_a_sampler_with_a_rounded_cache_may_differ_by_rounding(session, warm):
   """Its log-probabilities are those sampled; the bound of exact products does not hold for it."""
   rounded = build(sampling__cache_format="int8")
-  made = session(staleness.on_policy(), rounded)
+  made = session(staleness.on_policy(), rounded, params=warm)
   assert 1e-5 < made.step().statistics["agreement/policy_mean"] < 5e-3
   source = rounded.sources[0]
   assert source.max_gap == 5e-2
   strict = dataclasses.replace(rounded, sources=Sources([source._replace(max_gap=1e-5)]))
   with pytest.raises(AgreementError, match=r"allowed are 1e-05.*raise config\.max_behavior_gap"):
-    session(staleness.on_policy(), strict).step()
+    session(staleness.on_policy(), strict, params=warm).step()
 
 
 def test_an_update_that_computes_something_else_trips_the_gate(session, parts):
@@ -514,6 +520,7 @@ def test_mistakes_are_named_before_anything_runs(fields, word):
     build(**fields)
 
 
+@pytest.mark.slow
 def test_what_another_run_has_must_fit(on_policy, tmp_path):
   store, workdir = str(on_policy / "rollouts"), str(on_policy)
   foreign = tmp_path / "foreign"
@@ -541,6 +548,7 @@ def test_what_another_run_has_must_fit(on_policy, tmp_path):
       build(**fields)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_to_what_it_began_with(on_policy, parts, tmp_path):
   """The other run may have gone on meanwhile."""
   theirs = shutil.copytree(on_policy, tmp_path / "theirs")
@@ -582,7 +590,9 @@ def test_what_is_used_may_be_removed(train, parts):
 
 
 @pytest.mark.slow
-def test_asked_to_end_while_a_stage_is_sampled(session, parts, on_policy, staged, tmp_path, train):
+def test_asked_to_end_while_a_stage_is_sampled(
+  session, warm, parts, on_policy, staged, tmp_path, train
+):
   """What was sampled is kept and not sampled again; the run ends as the undisturbed one."""
   schedule, rollouts = staleness.stages(count=2, num_updates=UPDATES), parts.config.batch
   last = 6 * rollouts.prompts * rollouts.group_size  # of the sixth batch, in the second stage
@@ -600,7 +610,7 @@ def test_asked_to_end_while_a_stage_is_sampled(session, parts, on_policy, staged
 
     return asks
 
-  made = session(schedule, change=change)
+  made = session(schedule, change=change, params=warm)
   with (
     multihost.share_shutdown_signals(),
     pytest.raises(process.EndRequestedError, match="after update 4"),
