@@ -518,9 +518,13 @@ def test_mistakes_are_named_before_anything_runs(fields, word):
     build(**fields)
 
 
-@pytest.mark.slow
-def test_what_another_run_has_must_fit(on_policy, tmp_path):
-  store, workdir = str(on_policy / "rollouts"), str(on_policy)
+def test_what_another_run_has_must_fit(session, parts, tmp_path):
+  theirs = session(staleness.on_policy())
+  loop.next_batch(theirs.run, theirs.now)  # which is in its store now
+  theirs.run.checkpointer.save(3, theirs.now.state, host={})
+  theirs.run.checkpointer.wait()
+  store, workdir = str(theirs.workdir / "rollouts"), theirs.workdir
+  (workdir / "config.json").write_text(parts.config.to_json_best_effort())
   foreign = tmp_path / "foreign"
   foreign.mkdir()
   (foreign / "config.json").write_text("{}")
@@ -534,7 +538,7 @@ def test_what_another_run_has_must_fit(on_policy, tmp_path):
   from_store = lambda folder: {"sources__recorded": dict(fraction=0.5, store=str(folder))}
   wider = dict(model__overrides=dict(vocab_size=512))
   for fields, word in [
-    (from_run(workdir, step=77), r"no checkpoint of step 77; it has \[0, 3, 6, 8\]"),
+    (from_run(workdir, step=77), r"no checkpoint of step 77; it has \[.*3\]"),
     (from_run(workdir) | wider, r"\('bytes', 264\), .* 512"),
     (from_run(foreign), "foreign' has no run"),
     (from_store(tmp_path / "truncated"), "truncated sampling"),
