@@ -15,6 +15,7 @@ from rlvr_jax.train.setup.build import build, make_veto
 FOLDER = tiny.ROOT / "experiments"
 RUNS = {
   "quickstart": 12,
+  "steps": 93,
   "pretrained": 7,
   "recipes": 0,
   "salt_geometry": 45,
