@@ -61,7 +61,7 @@ def paper_of(card: pathlib.Path) -> str:
 
 
 def short_paper_of(card: pathlib.Path) -> str:
-  """The arXiv numbers of a card's papers, or else their authors and year; the card has the titles."""
+  """A card's papers by arXiv number, or by authors and year; their titles are on the card."""
   found = re.findall(r"arXiv \d{4}\.\d{5}|(?<=, )\D+ \d{4}$", paper_of(card))
   return ", ".join(found) or "–"
 
