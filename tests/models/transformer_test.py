@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from oracles import networks
 from oracles.rows import lay_rows
 
 from rlvr_jax.models.functional import transformer
@@ -231,33 +232,56 @@ def test_presets_have_the_published_sizes():
     assert millions == pytest.approx(expected, abs=0.06), name
 
 
+TINY, DELTA, SPARSE, HEADS = (
+  preset("tiny"), networks.DELTA, networks.SOME_EXPERTS, networks.FULL_HEADS
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-  ("overrides", "message"),
+  ("config", "changes", "word"),
   [
-    ({"activation": "relu"}, "activation='relu'"),
-    ({"remat": "some"}, "allowed: .'none', 'dots', 'full'"),
-    ({"num_heads": 5}, "num_heads=5"),
-    ({"head_dim": 7}, "even"),
-    ({"compute_dtype": "float16"}, "float16"),
-    ({"sliding_layers": (True,), "sliding_window": 4}, "names 1 layers"),
-    ({"sliding_layers": (True,) * 4}, "sliding_window is None"),
-    ({"unrotated_layers": (True,)}, "unrotated_layers names 1 layers, num_layers=4"),
-    ({"rotary_width": 5}, "rotary_width=5 must be even, from 2 to head_dim=32"),
-    ({"rotary_width": 34}, "rotary_width=34 must be even"),
-    ({"pre_norm": False}, "pre_norm and post_norm are both false"),
-    ({"num_experts": 4, "experts_per_token": 5, "expert_width": 8}, "exceeds num_experts=4"),
-    ({"num_experts": 4, "expert_width": 8}, "experts_per_token=0 must be at least 1 in a mixture"),
-    ({"expert_width": 8}, "expert_width=8 is set but num_experts=0"),
-    ({"expert_products": "cutlass"}, "allowed: .'auto', 'reference', 'blocks', 'megablox'"),
-    ({"joint_qk_norm": True}, "qk_norm and joint_qk_norm"),
-    ({"widht": 3}, "did you mean one of .'width'"),
+    (TINY, dict(activation="relu"), "activation='relu'"),
+    (TINY, dict(remat="some"), "remat"),
+    (TINY, dict(num_heads=5), "num_heads=5"),
+    (TINY, dict(head_dim=7), "even"),
+    (TINY, dict(compute_dtype="float16"), "float16"),
+    (TINY, dict(sliding_layers=(True,), sliding_window=4), "names 1 layers"),
+    (TINY, dict(sliding_layers=(True,) * 4), "sliding_window is None"),
+    (TINY, dict(unrotated_layers=(True,)), "unrotated_layers names 1 layers"),
+    (TINY, dict(rotary_width=5), "rotary_width=5"),
+    (TINY, dict(rotary_width=34), "rotary_width=34"),
+    (TINY, dict(pre_norm=False), "pre_norm and post_norm"),
+    (TINY, dict(num_experts=4, experts_per_token=5, expert_width=8), "exceeds num_experts"),
+    (TINY, dict(num_experts=4, expert_width=8), "experts_per_token=0"),
+    (TINY, dict(expert_width=8), "expert_width=8 is set"),
+    (TINY, dict(expert_products="cutlass"), "expert_products"),
+    (TINY, dict(joint_qk_norm=True, qk_norm=True), "qk_norm and joint_qk_norm"),
+    (DELTA, dict(delta_layers=(True,)), "delta_layers names 1 layers"),
+    (DELTA, dict(delta_layers=(True,) * 3), "one layer must have attention"),
+    (DELTA, dict(delta_layers=None), "delta_key_heads is set"),
+    (DELTA, dict(delta_layers=(False,) * 3), "delta_key_heads is set"),
+    (DELTA, dict(delta_num_taps=0), "delta_num_taps=0"),
+    (DELTA, dict(delta_key_dim=4.0), "delta_key_dim=4.0"),
+    (DELTA, dict(delta_value_heads=3), "delta_value_heads=3"),
+    (DELTA, dict(shared_expert_width=8), "shared_expert_width=8"),
+    (SPARSE, dict(sparse_layers=(True,)), "sparse_layers names 1 layers"),
+    (SPARSE, dict(sparse_layers=(False,) * 5), "experts in at least one layer"),
+    (SPARSE, dict(num_experts=0, experts_per_token=0, expert_width=0), "with num_experts=0"),
+    (HEADS, dict(full_kv_heads=None), "full_kv_heads=None"),
+    (HEADS, dict(full_kv_heads=3), "full_kv_heads=3"),
+    (HEADS, dict(full_head_dim=7), "full_head_dim=7 must be even"),
+    (HEADS, dict(rotary_width=2), "rotary_width=2 and full_head_dim"),
+    (HEADS, dict(sliding_layers=(True,) * 4), "full_head_dim=12 is set"),
+    (HEADS, dict(full_head_dim=None, full_kv_heads=None), "full_keys_as_values is set"),
   ],
 )
-def test_impossible_settings_are_refused(overrides, message):
-  with pytest.raises(ValueError, match=message):
-    preset("tiny", **overrides)
+def test_impossible_settings_are_refused(config, changes, word):
+  with pytest.raises(ValueError, match=word):
+    dataclasses.replace(config, **changes)
 
 
-def test_an_unknown_preset_names_the_near_ones():
+def test_unknown_names_are_told_the_near_ones():
+  with pytest.raises(ValueError, match="'width'"):
+    preset("tiny", widht=3)
   with pytest.raises(ValueError, match="qwen3_8b"):
     preset("qwen3_8")
