@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import itertools
 
 import jax
@@ -330,9 +329,3 @@ def test_a_bad_hyper_parameter_is_named_with_its_value(name, hyper):
   with pytest.raises(ValueError) as error:
     getattr(advantages, name)(**hyper)
   assert name in str(error.value) and field in str(error.value) and repr(value) in str(error.value)
-
-
-def test_hyper_parameters_are_keyword_only():
-  for name in advantages.__all__:
-    parameters = inspect.signature(getattr(advantages, name)).parameters.values()
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters), name

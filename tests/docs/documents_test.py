@@ -1,4 +1,4 @@
-"""The documents: sentences are short, and links and paths lead to files that are there."""
+"""The documents: links and paths lead to files that are there."""
 
 import json
 import pathlib
@@ -7,7 +7,6 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-LONGEST = 30  # words in a sentence; a span of code or a formula is one
 FOLDERS = ("docs", "experiments", "colabs", "rlvr_jax")
 DOCUMENTS = [
   *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
@@ -18,17 +17,8 @@ DOCUMENTS = [
     if path.suffix in (".md", ".ipynb")
   ),
 ]
-LONG_SENTENCES = {  # documents that still have some
-  "docs/methods/fade.md",
-  "docs/methods/salt.md",
-  "experiments/ORDER.md",
-  "experiments/fade/README.md",
-  "experiments/premises/README.md",
-  "experiments/salt_geometry/TESTBED.md",
-}
 CARDS = sorted((ROOT / "docs" / "methods").glob("[a-z]*.md"))
 each_document = pytest.mark.parametrize("document", DOCUMENTS)
-_ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|et al|vs|cf|Dr|approx)\.")
 
 
 def _text(path):
@@ -38,52 +28,6 @@ def _text(path):
     return text
   cells = json.loads(text)["cells"]
   return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-
-
-def paragraphs(markdown):
-  """Paragraphs, headings, list items and table cells, each as one line; blocks of code are not."""
-  markdown = re.sub(r"^```.*?^```$", "", markdown, flags=re.DOTALL | re.MULTILINE)
-  markdown = re.sub(r"\$\$.*?\$\$", "", markdown, flags=re.DOTALL)
-  for block in re.split(r"\n\s*\n", markdown):
-    if block.startswith("    ") or block.startswith("\n    "):
-      continue
-    paragraph = ""
-    for line in block.splitlines():
-      if line.startswith("|"):
-        yield from line.strip().strip("|").split("|")
-      elif re.match(r"\s*([*-]|\d+\.) |#+ ", line):
-        yield paragraph
-        paragraph = re.sub(r"^\s*([*-]|\d+\.|#+) ", "", line)
-      else:
-        paragraph += f" {line.strip()}"
-    yield paragraph
-
-
-def sentences(markdown):
-  """Sentences as lists of words."""
-  for paragraph in paragraphs(markdown):
-    plain = re.sub(r"!?\[((?:[^][]|`[^`]*`)*)\]\([^)]*\)", r"\1", paragraph)  # a link is its text
-    plain = re.sub(r"`[^`]*`|\$[^$]*\$", "CODE", plain)
-    plain = _ABBREVIATIONS.sub(r"\1", plain).replace("**", "")
-    for sentence in re.split(r"(?<=[.!?])[)\"”]?\s+", plain):
-      yield [word for word in sentence.split() if re.search(r"\w", word)]
-
-
-def long_sentences(markdown):
-  return [" ".join(words) for words in sentences(markdown) if len(words) > LONGEST]
-
-
-def test_a_long_sentence_is_seen():
-  words = " ".join(["word"] * LONGEST)
-  assert long_sentences(f"{words} and.\n") and not long_sentences(f"{words}. And.\n")
-  assert long_sentences(f"* one\n* {words}\n  and\n") and long_sentences(f"| a | {words} b |\n")
-  assert not long_sentences(f"    {words} as code\n\n```python\n{words} b\n```\n")
-  assert not long_sentences(f"* {words}\n* {words}\n")
-
-
-@pytest.mark.parametrize("document", sorted(set(DOCUMENTS) - LONG_SENTENCES))
-def test_sentences_are_short(document):
-  assert not long_sentences(_text(ROOT / document))
 
 
 @each_document

@@ -80,11 +80,6 @@ def test_the_program_takes_the_command(page, command, in_checkout):
       exec(compile(code, page, "exec"), {})
 
 
-def test_a_command_with_a_misspelled_field_is_seen(in_checkout):
-  with pytest.raises(SystemExit, match="no field 'group_sise'"):
-    parsed("rlvr_jax --config=configs/quickstart.py --config.batch.group_sise=4")
-
-
 # --- code -----------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ from oracles.networks import FLOAT64, make_engine, make_method
 from oracles.sampling import sample
 from oracles.updates import relative_distance
 
-from rlvr_jax import advantages, geometry, losses, reweighting
 from rlvr_jax.geometry import GramContext, per_rollout_features
 from rlvr_jax.models.experts import NO_EXPERT, Experts
 from rlvr_jax.models.functional import transformer
@@ -25,7 +24,6 @@ from rlvr_jax.models.quantized import dequantize, quantize, rounded
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts
-from rlvr_jax.update.step import initial_state, train_step
 
 E, K, F, V = 5, 2, 12, 32
 P, G, S, T = 2, 3, 6, 5
@@ -247,31 +245,6 @@ def test_features_of_each_rollout_are_those_of_a_loop(x64):
     )
     expected = per_rollout_features(params, {}, one, context, parameters=pattern)
     np.testing.assert_allclose(found[2 * p + g], expected[0], rtol=1e-10, atol=1e-13)
-
-
-METHODS = {
-  "grpo": {},
-  "p3o": dict(loss=losses.p3o()),
-  "salt": dict(reweighting=reweighting.salt(), gram=geometry.streaming()),
-  "fade": dict(advantage=advantages.fade(), loss=losses.reinforce()),
-  "gspo": dict(loss=losses.gspo(), aggregation="sequence_mean"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_of_each_kind_updates_a_mixture(x64, name):
-  """In rows and several micro-batches as padded; router and experts of every layer move."""
-  method = make_method(CONFIG, **METHODS[name])
-  method = method._replace(gram_context=GramContext(method.model, method.temperature))
-  state = initial_state(method, method.model.init(jax.random.key(0)), jnp.asarray(0.5))
-  step = jax.jit(functools.partial(train_step, method=method))
-  expected, metrics = step(state, {}, updates.make_batch(np.float64))
-  found, _ = step(state, {}, updates.in_rows(updates.make_batch(np.float64), rows=3))
-  assert relative_distance(found.params, expected.params) < 1e-11
-  assert int(expected.skipped) == 0 and not any(np.isinf(x) for x in metrics.values())
-  for before, after in zip(*(jax.tree.leaves(x.params) for x in (state, found)), strict=True):
-    assert np.all(np.any(np.asarray(before != after).reshape(len(before), -1), axis=1))
 
 
 # --- load -----------------------------------------------------------------------------------------

@@ -148,13 +148,17 @@ def test_a_mesh_changes_no_gradient(x64, config, rows):
   assert relative_distance(found[1], expected[1]) < 1e-11
 
 
-@each_network("delta", "delta mixture", "experts", "some experts", "longer full heads")
-@pytest.mark.parametrize(("rows", "remat"), [(10**6, "none"), (2, "dots"), (2, "full")])
-def test_rows_have_the_gradient_of_padded_rollouts(x64, config, rows, remat):
+@each_network("plain", "delta", "delta mixture", "experts", "some experts", "longer full heads")
+@pytest.mark.parametrize(
+  ("rows", "remat", "unroll_layers"), [(10**6, "none", 1), (2, "dots", 1), (2, "full", 2)]
+)
+def test_rows_have_the_gradient_of_padded_rollouts(x64, config, rows, remat, unroll_layers):
   """In micro-batches too, whatever the backward pass computes anew."""
   batch, params, expected = padded(config)
   packed = updates.in_rows(batch, rows=rows, length=24, several=rows == 2)
-  method = networks.make_method(dataclasses.replace(config, remat=remat))
+  method = networks.make_method(
+    dataclasses.replace(config, remat=remat, unroll_layers=unroll_layers)
+  )
   found = updates.gradient_of(method, packed, params)
   np.testing.assert_allclose(found[0][0], expected[0][0], rtol=1e-11)
   assert relative_distance(found[1], expected[1]) < 1e-11
@@ -179,7 +183,7 @@ def test_the_gradient_is_that_of_finite_differences(x64, config):
 # --- copies in 8 bits, adapters -------------------------------------------------------------------
 
 
-@each_network("delta mixture", "experts", quick=("experts",))
+@each_network("delta mixture", "experts")
 @pytest.mark.parametrize("format", FORMATS)
 def test_recorded_logprobs_are_those_of_the_rounded_policy(config, format):
   pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")
@@ -202,7 +206,7 @@ def random_adapters(config, settings=SETTINGS):
   return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) * 0.2, shapes)
 
 
-@each_network("delta", "delta mixture", "experts")
+@each_network("plain", "delta", "delta mixture", "experts", quick=("plain",))
 def test_merged_sampling_agrees_with_unmerged_scoring(config):
   adapters, base = random_adapters(config), networks.params_of(config)
   adapted = lora.adapt(updates.small_model(config), SETTINGS)
@@ -215,7 +219,7 @@ def test_merged_sampling_agrees_with_unmerged_scoring(config):
   assert np.abs(of_base - recorded).mean() > 0.05
 
 
-@each_network("delta", "longer full heads")
+@each_network("plain", "delta", "longer full heads")
 def test_gradients_of_adapters_are_the_chain_rule_of_merged_kernels(x64, config):
   """dA = s·dW·Bᵀ and dB = s·Aᵀ·dW at W + s·A·B."""
   batch, base, _ = padded(config)
@@ -299,6 +303,7 @@ def test_adapters_in_files_are_those_of_the_published_modules(tmp_path, config, 
 @pytest.mark.parametrize(
   ("config", "kernels"),
   [
+    (networks.NETWORKS["plain"], "down gate key output query up value"),
     (
       networks.DELTA,
       "delta/gate delta/key delta/output delta/query delta/value"

@@ -90,23 +90,6 @@ def test_the_shared_prompt_equals_one_prompt_per_rollout(x64):
     np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("unroll_layers", [1, 2])
-@pytest.mark.parametrize("remat", ["dots", "full"])
-def test_remat_and_unrolling_change_no_gradient(x64, remat, unroll_layers):
-  config = dataclasses.replace(SMALL, compute_dtype="float64", param_dtype="float64")
-  variant = dataclasses.replace(config, remat=remat, unroll_layers=unroll_layers)
-
-  def gradient(config):
-    model, params, prompts, tokens = _setup(config)
-    return jax.grad(lambda p: jnp.sum(jnp.sin(model.response_hidden(p, prompts, tokens))))(params)
-
-  for a, b in zip(
-    jax.tree.leaves(gradient(config)), jax.tree.leaves(gradient(variant)), strict=True
-  ):
-    np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
-
-
 def test_bfloat16_compute_is_near_float32():
   model, params, prompts, tokens = _setup()
   low = transformer(dataclasses.replace(SMALL, compute_dtype="bfloat16"))

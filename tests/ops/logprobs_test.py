@@ -274,21 +274,6 @@ def test_greedy_has_no_density_to_train_on():
     token_logprobs(hidden, Head(kernel), tokens, Sampling(temperature=0.0))
 
 
-@pytest.mark.slow
-def test_vmap_of_grad_gives_each_rows_gradient(x64):
-  hidden, kernel, tokens = _inputs(dtype=np.float64)
-
-  def loss(kernel, hidden, tokens):
-    return jnp.sum(token_logprobs(hidden, Head(kernel), tokens)[0])
-
-  rows = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(kernel, hidden, tokens)
-  each = functools.reduce(
-    jnp.add, [jax.grad(loss)(kernel, h, t) for h, t in zip(hidden, tokens, strict=True)]
-  )
-  np.testing.assert_allclose(rows.sum(0), each, rtol=1e-10)
-  np.testing.assert_allclose(rows.sum(0), jax.grad(loss)(kernel, hidden, tokens), rtol=1e-10)
-
-
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 1, 8)])
 @pytest.mark.parametrize(
   "sampling",

@@ -74,6 +74,7 @@ FULL_HEADS = dataclasses.replace(
   final_soft_cap=5.0,
 )
 NETWORKS = {
+  "plain": dataclasses.replace(_PLAIN, qkv_bias=True, tied_head=False, final_soft_cap=15.0),
   "delta": DELTA,
   "delta mixture": DELTA_MIXTURE,
   # Of three key heads, which two devices do not divide.

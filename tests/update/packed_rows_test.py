@@ -38,28 +38,6 @@ from rlvr_jax.types import BatchShape
 from rlvr_jax.update.step import initial_state, train_step
 
 
-def shuffled(batch, seed=3):
-  """The batch with prompts and rollouts in another order."""
-  rng = np.random.default_rng(seed)
-  prompts, rollouts = rng.permutation(P), rng.permutation(G)
-  move = lambda x: x[prompts][:, rollouts] if x.ndim > 1 else x[prompts]
-  moved = jax.tree.map(move, dataclasses.replace(batch, prompts=None))
-  return dataclasses.replace(moved, prompts=jax.tree.map(lambda x: x[prompts], batch.prompts))
-
-
-@pytest.mark.parametrize("rows", [3, 10**6])
-@pytest.mark.slow
-def test_the_order_of_packing_changes_nothing(x64, rows):
-  """In several micro-batches and in one; a loss with statistics of the whole batch."""
-  method, batch = make_method("float64", loss=losses.p3o()), make_batch(np.float64)
-  params = method.model.init(jax.random.key(0))
-  lay = functools.partial(in_rows, rows=rows, several=rows == 3)
-  (loss, _), gradient = gradient_of(method, lay(batch), params)
-  (other_loss, _), other = gradient_of(method, lay(shuffled(batch)), params)
-  np.testing.assert_allclose(other_loss, loss, rtol=1e-11)
-  assert relative_distance(other, gradient) < 1e-11
-
-
 def test_short_rows_change_nothing(x64):
   """Nor the metrics, nor what is computed of the whole batch in a forward pass of its own."""
   method, batch = make_method("float64", loss=losses.p3o()), make_batch(np.float64)
@@ -161,26 +139,6 @@ def test_linear_work_is_near_what_is_useful():
   assert (executed, useful) == count_packing(Workload(prompts, lengths[..., None]), layout)[1:]
   padded = lengths.size * 8192 + prompts.size * 1024
   assert padded / useful > 5
-
-
-@pytest.mark.parametrize(("tokens", "low", "high"), [(10_240, 1.06, 1.12), (36_864, 1.1, 1.33)])
-def test_larger_micro_batches_leave_more_rows_empty(tokens, low, high):
-  """The figures of docs/costs.md: 32 problems × 16 rollouts on 16 devices, five draws."""
-  config = base.get_config()
-  config.batch.tokens_per_micro_batch = tokens
-  layout = make_row_layout(
-    config.batch,
-    batch_shape(config),
-    "splash",
-    jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES),
-  )
-  for seed in range(5):
-    rng = np.random.default_rng(seed)
-    lengths = np.minimum(rng.lognormal(np.log(1500) - 0.32, 0.8, (32, 16)), 8192).astype(np.int32)
-    prompts = rng.integers(100, 300, 32)
-    assert (
-      low < count_packing(Workload(prompts, lengths[..., None]), layout).places_per_token < high
-    )
 
 
 def test_a_row_of_p3o_holds_a_usual_prompt_and_its_responses():

@@ -19,7 +19,6 @@ from oracles.updates import (
   relative_distance,
 )
 
-from rlvr_jax.losses.base import Loss
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.update.accumulate import policy_logprobs
@@ -42,18 +41,6 @@ def test_micro_batches_add_up_to_one_batch(aggregation, rows):
   np.testing.assert_allclose(split_loss, loss, rtol=1e-5)
   for name, value in values(metrics).items():
     np.testing.assert_allclose(values(split_metrics)[name], value, rtol=1e-5, err_msg=name)
-
-
-@pytest.mark.slow
-def test_micro_batches_add_up_in_float64(x64):
-  method, batch = make_method("float64"), make_batch(np.float64)
-  params = method.model.init(jax.random.key(0))
-  (_, _), gradient = gradient_of(method, batch, params)
-  (_, _), split_gradient = gradient_of(method, in_rows(batch, rows=4), params)
-  assert relative_distance(split_gradient, gradient) < 1e-12
-
-
-MESHES = [(2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 8, 1), (1, 1, 8)]
 
 
 @functools.cache
@@ -79,14 +66,6 @@ def _sharded_gradient(shape, dtype, place):
   for name, value in values(expected_metrics).items():
     np.testing.assert_allclose(values(metrics)[name], value, rtol=1e-5, err_msg=name)
   return relative_distance(gradient, expected_gradient)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", MESHES)
-def test_every_mesh_gives_the_single_devices_gradient(shape):
-  """Padded, one rollout per row: the reference layout."""
-  padded = lambda batch, mesh: sharding.to_devices(batch, sharding.batch_sharding(mesh))
-  assert _sharded_gradient(shape, "float32", padded) < 1e-6
 
 
 PACKED_MESHES = [(2, 2, 2)]  # tensor divides the two key heads
@@ -151,32 +130,6 @@ def test_terms_add_their_gradients(x64):
   kl = mean(np.exp(log_ratio) - 1 - log_ratio)
   np.testing.assert_allclose(loss, surrogate + 0.3 * kl - 0.05 * mean(entropy), rtol=1e-10)
   np.testing.assert_allclose(values(metrics)["reference/kl"], kl, rtol=1e-10)
-
-
-def _centered_loss():
-  """A loss whose statistic spans the whole batch: the mean log-probability is taken off."""
-
-  def statistics(logprobs, batch, coefficients):
-    del coefficients
-    return jnp.sum(logprobs * batch.mask) / jnp.sum(batch.mask)
-
-  def per_token(logprobs, batch, coefficients, mean):
-    return -coefficients[..., None] * (logprobs - mean) ** 2, {}
-
-  return Loss(per_token, statistics)
-
-
-@pytest.mark.slow
-def test_statistics_are_those_of_the_whole_batch_under_micro_batches(x64):
-  method, batch = make_method("float64", loss=_centered_loss()), make_batch(np.float64)
-  state = initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
-  step = jax.jit(functools.partial(train_step, method=method))
-  expected, expected_values = step(state, {}, batch)
-  found, found_values = step(state, {}, in_rows(batch, rows=3))
-  assert relative_distance(found.params, expected.params) < 1e-11
-  np.testing.assert_allclose(
-    found_values["loss/surrogate"], expected_values["loss/surrogate"], rtol=1e-11
-  )
 
 
 def test_a_nonfinite_gradient_is_skipped_and_counted():
