@@ -2,13 +2,12 @@
 
 import collections
 import dataclasses
-import itertools
 import json
 import logging
 
 import pytest
 
-from rlvr_jax.data import Problem, Task, problem_batches, tasks
+from rlvr_jax.data import Problem, Task, tasks
 from rlvr_jax.data.sources import Concatenated, question_key
 
 
@@ -163,17 +162,6 @@ def test_a_part_that_names_graders_is_not_wrapped_twice(folder):
     "grader": "mathematics",
     "reference": {"answer": "3", "dataset": "math"},
   }
-
-
-def test_the_position_in_a_mixture_is_restorable(folder):
-  batches = problem_batches(_mixture(folder).train, batch_size=7, seed=3)
-  for _ in range(35):  # into the second epoch
-    next(batches)
-  state = json.loads(json.dumps(batches.get_state()))
-  expected = list(itertools.islice(batches, 5))
-  restored = problem_batches(_mixture(folder).train, batch_size=7, seed=3)
-  restored.set_state(state)
-  assert list(itertools.islice(restored, 5)) == expected
 
 
 def test_changes_of_a_source_add_up():

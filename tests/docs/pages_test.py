@@ -121,26 +121,6 @@ def test_the_reference_has_every_field():
   assert found["sampling.top_k"].comment == found["evaluation.sampling.top_k"].comment != ""
 
 
-@pytest.mark.parametrize(
-  "page, link, expected",
-  [
-    ("experts.md", "staleness.md", "staleness.md"),
-    ("methods/salt.md", "../staleness.md", "../staleness.md"),
-    ("methods/README.md", "../../docs/methods/salt.md", "salt.md"),
-    ("experts.md", "https://example.org/x", "https://example.org/x"),
-    ("experts.md", "../configs/base.py", "https://host/us/it/blob/main/configs/base.py"),
-    ("methods/salt.md", "../../tests/data", "https://host/us/it/tree/main/tests/data"),
-  ],
-)
-def test_links_of_the_site(page, link, expected):
-  assert website.link_from(page, link, "https://host/us/it/") == expected
-
-
-def test_links_without_a_repository_lead_to_this_checkout():
-  found = website.link_from("experts.md", "../configs/base.py", "")
-  assert found == (ROOT / "configs" / "base.py").as_uri()
-
-
 def test_the_api_lists_what_packages_export():
   pages = website.api_pages()
   assert "\n::: rlvr_jax.advantages.fade.fade\n" in pages["api/advantages.md"]

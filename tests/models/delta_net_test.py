@@ -12,8 +12,6 @@ from oracles import updates
 from oracles.networks import DELTA, V, params_of
 from oracles.sampling import drive, groups_of, make_requests, stack
 
-from rlvr_jax.geometry import GramContext
-from rlvr_jax.geometry.per_rollout import num_selected
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.quantized import quantize
 from rlvr_jax.ops import delta_rule
@@ -72,14 +70,6 @@ def test_slots_are_limited_by_their_states_too():
   parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
   per_slot = 51.5e6 + (512 + 16) * 32 * 1024 + 8 * 248_320
   assert slots == pytest.approx((0.85 * 64e9 - (4 + 2) * parameters) / per_slot, rel=0.02)
-
-
-def test_the_last_block_has_its_own_parameters_alone():
-  """Those of its gated DeltaNet, and not those of attention in the layer before."""
-  context = GramContext(updates.small_model(DELTA), 1.0)
-  count = lambda pattern: num_selected(params_of(DELTA), {}, context, parameters=pattern)
-  of_all = "blocks/(attention_norm|mlp_norm|gate|up|down)"
-  assert count("last_block") == count(of_all) // 3 + count("blocks/delta") // 2
 
 
 # --- sampling -------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from oracles.networks import FLOAT64, make_engine, make_method
 from oracles.sampling import sample
 from oracles.updates import relative_distance
 
-from rlvr_jax.geometry import GramContext, per_rollout_features
 from rlvr_jax.models.experts import NO_EXPERT, Experts
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params, save_checkpoint
@@ -223,28 +222,6 @@ def test_a_mesh_that_does_not_divide_the_experts_is_refused():
     transformer(CONFIG, sharding.make_layout(mesh))
   with pytest.raises(ValueError, match="experts_per_token=6 exceeds num_experts=5"):
     dataclasses.replace(CONFIG, experts_per_token=6)
-
-
-@pytest.mark.slow
-def test_features_of_each_rollout_are_those_of_a_loop(x64):
-  """`vmap` over the grouped products."""
-  model, params = make_method(CONFIG).model, make_method(CONFIG).model.init(jax.random.key(0))
-  batch = jax.tree.map(lambda x: x[:2, :2] if x.ndim > 1 else x[:2], updates.make_batch(np.float64))
-  batch = dataclasses.replace(
-    batch, prompts=jax.tree.map(lambda x: x[:2], updates.make_batch(np.float64).prompts)
-  )
-  context = GramContext(model, 1.0)
-  pattern = "experts/(down|router)"
-  found = per_rollout_features(params, {}, batch, context, parameters=pattern)
-  for p, g in np.ndindex(2, 2):
-    one = dataclasses.replace(
-      jax.tree.map(
-        lambda x, p=p, g=g: x[p : p + 1, g : g + 1] if x.ndim > 1 else x[p : p + 1], batch
-      ),
-      prompts=jax.tree.map(lambda x, p=p: x[p : p + 1], batch.prompts),
-    )
-    expected = per_rollout_features(params, {}, one, context, parameters=pattern)
-    np.testing.assert_allclose(found[2 * p + g], expected[0], rtol=1e-10, atol=1e-13)
 
 
 # --- load -----------------------------------------------------------------------------------------

@@ -222,12 +222,21 @@ _OPTIONAL = {  # of every family
   "rope_theta": st.sampled_from([1e4, 5e5]),
   "attention_bias": st.booleans(),
 }
+_HEADS = {"num_attention_heads": st.sampled_from([32, 64])}
+_KEY_HEADS = {"num_key_value_heads": st.sampled_from([4, None])}
+_WIDTH, _ANY_WIDTH = ({"head_dim": st.sampled_from(x)} for x in ([8, 12], [8, None]))
+_WINDOW, _ANY_WINDOW = ({"sliding_window": st.sampled_from(x)} for x in ([3, 5], [3, None]))
+_SLIDES = {"use_sliding_window": st.booleans()}
+_EXPERTS = {
+  "num_experts": st.sampled_from([16, 24]),
+  "num_experts_per_tok": st.integers(1, 9),
+}
+_NORMALIZED = {"norm_topk_prob": st.booleans()}
 _HYBRID = {
   "attention_bias": st.just(False),
   "num_attention_heads": st.sampled_from([32, 16]),
   "head_dim": st.sampled_from([16, 32]),
   "full_attention_interval": st.integers(2, 5),
-  "num_hidden_layers": st.integers(1, 9),
   "linear_num_key_heads": st.sampled_from([2, 4]),
   "linear_num_value_heads": st.sampled_from([8, 12]),
   "linear_key_head_dim": st.sampled_from([8, 12]),
@@ -238,86 +247,55 @@ _ROPE = st.fixed_dictionaries(
   {"rope_type": st.just("default"), "rope_theta": st.sampled_from([1e3, 5e5])}
 )
 _OF_FAMILY = {
-  "qwen2": {
-    "num_attention_heads": st.sampled_from([32, 64]),
-    "use_sliding_window": st.booleans(),
-    "sliding_window": st.sampled_from([3, 5]),
-    "max_window_layers": st.integers(0, 9),
-  },
-  "qwen3": {
-    "num_attention_heads": st.sampled_from([32, 64]),
-    "head_dim": st.sampled_from([8, 12]),
-    "use_sliding_window": st.booleans(),
-    "sliding_window": st.sampled_from([3, 5]),
-    "max_window_layers": st.integers(0, 9),
-  },
-  "llama": {
-    "num_attention_heads": st.sampled_from([32, 16]),
-    "num_key_value_heads": st.sampled_from([4, None]),
-    "head_dim": st.sampled_from([8, None]),
-    "mlp_bias": st.booleans(),
-  },
-  "gemma2": {
-    "head_dim": st.sampled_from([8, 12]),
+  "qwen2": _HEADS | _SLIDES | _WINDOW | {"max_window_layers": st.integers(0, 9)},
+  "qwen3": _HEADS | _WIDTH | _SLIDES | _WINDOW | {"max_window_layers": st.integers(0, 9)},
+  "llama": _KEY_HEADS
+  | _ANY_WIDTH
+  | {"num_attention_heads": st.sampled_from([32, 16]), "mlp_bias": st.booleans()},
+  "gemma2": _WIDTH
+  | _WINDOW
+  | {
     "query_pre_attn_scalar": st.sampled_from([100, 144]),
-    "sliding_window": st.sampled_from([3, 5]),
     "attn_logit_softcapping": st.sampled_from([20.0, None]),
     "final_logit_softcapping": st.sampled_from([20.0, None]),
   },
-  "gemma3_text": {
-    "head_dim": st.sampled_from([8, 12]),
+  "gemma3_text": _WIDTH
+  | _WINDOW
+  | {
     "query_pre_attn_scalar": st.sampled_from([100, 168]),
-    "sliding_window": st.sampled_from([3, 5]),
     "sliding_window_pattern": st.integers(1, 6),
     "rope_local_base_freq": st.sampled_from([1e3, 1e4]),
   },
-  "qwen3_moe": {
-    "head_dim": st.sampled_from([8, 12]),
-    "use_sliding_window": st.booleans(),
-    "sliding_window": st.sampled_from([3, 5]),
-    "moe_intermediate_size": st.integers(8, 99),
-    "num_experts": st.sampled_from([16, 24]),
-    "num_experts_per_tok": st.integers(1, 9),
-    "norm_topk_prob": st.booleans(),
-  },
-  "olmoe": {
-    "num_key_value_heads": st.sampled_from([4, None]),
-    "num_experts": st.sampled_from([16, 24]),
-    "num_experts_per_tok": st.integers(1, 9),
-    "norm_topk_prob": st.booleans(),
-  },
-  "mixtral": {
-    "head_dim": st.sampled_from([8, None]),
-    "sliding_window": st.sampled_from([3, None]),
-    "num_local_experts": st.sampled_from([4, 9]),
-    "num_experts_per_tok": st.integers(1, 4),
-  },
-  "olmo2": {"num_key_value_heads": st.sampled_from([4, None])},
-  "olmo3": {
-    "num_key_value_heads": st.sampled_from([4, None]),
-    "sliding_window": st.sampled_from([3, 5]),
+  "qwen3_moe": _WIDTH
+  | _SLIDES
+  | _WINDOW
+  | _EXPERTS
+  | _NORMALIZED
+  | {"moe_intermediate_size": st.integers(8, 99)},
+  "olmoe": _KEY_HEADS | _EXPERTS | _NORMALIZED,
+  "mixtral": _ANY_WIDTH
+  | _ANY_WINDOW
+  | {"num_local_experts": st.sampled_from([4, 9]), "num_experts_per_tok": st.integers(1, 4)},
+  "olmo2": _KEY_HEADS,
+  "olmo3": _KEY_HEADS
+  | _WINDOW
+  | {
     "rope_theta": st.just(5e5),  # of sliding layers, to transformers 5.24, whatever it is
     "rope_parameters": st.fixed_dictionaries(
       {kind: _ROPE for kind in ("full_attention", "sliding_attention")}
     ),
   },
-  "smollm3": {
-    "no_rope_layer_interval": st.integers(1, 6),
-    "use_sliding_window": st.booleans(),
-    "sliding_window": st.sampled_from([3, None]),
-    "mlp_bias": st.booleans(),
-  },
-  "mistral": {
-    "head_dim": st.sampled_from([8, None]),
-    "sliding_window": st.sampled_from([3, None]),
-  },
-  "gemma4_text": {
+  "smollm3": _SLIDES
+  | _ANY_WINDOW
+  | {"no_rope_layer_interval": st.integers(1, 6), "mlp_bias": st.booleans()},
+  "mistral": _ANY_WIDTH | _ANY_WINDOW,
+  "gemma4_text": _WINDOW
+  | {
     "head_dim": st.sampled_from([8, 16]),
     "num_key_value_heads": st.sampled_from([4, 8]),
     "global_head_dim": st.sampled_from([8, 24]),
     "num_global_key_value_heads": st.sampled_from([1, 2, None]),
     "attention_k_eq_v": st.booleans(),
-    "sliding_window": st.sampled_from([3, 5]),
     "final_logit_softcapping": st.sampled_from([2.0, None]),
   },
   "glm4": {
@@ -326,11 +304,10 @@ _OF_FAMILY = {
   },
   "qwen3_5_text": _HYBRID,
   "qwen3_5_moe_text": _HYBRID
+  | _EXPERTS
   | {
     "moe_intermediate_size": st.integers(8, 99),
     "shared_expert_intermediate_size": st.integers(8, 99),
-    "num_experts": st.sampled_from([16, 24]),
-    "num_experts_per_tok": st.integers(1, 9),
   },
 }
 

@@ -8,10 +8,8 @@ import jax
 import numpy as np
 import pytest
 from oracles import updates
-from oracles.networks import FLOAT64
 from oracles.networks import SOME_EXPERTS as CONFIG
 
-from rlvr_jax.geometry import GramContext, per_rollout_features
 from rlvr_jax.models import flops, peft
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params, save_checkpoint
@@ -60,19 +58,6 @@ def test_a_layer_has_its_row_in_each_stack():
 
 
 # --- values ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_last_block_has_its_own_parameters_alone(x64):
-  """The MLP's of a last layer without experts, and not the experts' of the layer before."""
-  model = updates.small_model(with_layers(PATTERNS["last dense"], **FLOAT64))
-  params, batch = model.init(jax.random.key(0)), updates.make_batch(np.float64)
-  context = GramContext(model, 1.0)
-  of = lambda parameters: per_rollout_features(params, {}, batch, context, parameters=parameters)
-  norms = lambda pattern: np.sum(np.square(of(pattern)), axis=-1)
-  rest = norms("blocks/(query|key|value|output|attention_norm|mlp_norm|query_norm|key_norm)")
-  found, mlp = norms("last_block"), norms("blocks/(gate|up|down)$")
-  assert np.all(mlp < found) and np.all(found < mlp + rest)
 
 
 # --- numbers of layers ----------------------------------------------------------------------------

@@ -11,12 +11,10 @@ import pytest
 from oracles.updates import in_rows, make_batch, make_method, relative_distance
 
 from rlvr_jax import geometry, reweighting
-from rlvr_jax.geometry.per_rollout import per_rollout_features
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.lora import LoraSettings, adapt, combine, init, target_kernels
 from rlvr_jax.ops.checksums import checksums
-from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.update.accumulate import update_gradient
 from rlvr_jax.update.objective import Estimate
@@ -184,26 +182,6 @@ def test_meshes_and_micro_batches_give_the_same_update(x64, shape):
   found, other = gradient(place(base), place(adapters), placed, mesh=mesh)
   np.testing.assert_allclose(found, loss, rtol=1e-9)
   assert relative_distance(other, expected) < 1e-9
-
-
-@pytest.mark.slow
-def test_per_rollout_gradients_add_up_to_the_batchs(x64):
-  _, base, adapters, _ = setup()
-  batch = make_batch(np.float64)
-  setting = lora_method().gram_context
-  features = functools.partial(per_rollout_features, parameters="all")
-  features = jit(lambda p: features(p, base, batch, setting))(adapters)
-
-  def total(adapters):
-    params = setting.model.combine(adapters, base)
-    hidden = setting.model.response_hidden(params, batch.prompts, batch.tokens)
-    logprobs, _ = token_logprobs(hidden, setting.model.head(params), batch.tokens)
-    return -jnp.sum(logprobs * batch.mask)
-
-  leaves = jax.tree.leaves(jit(jax.grad(total))(adapters))
-  expected = np.concatenate([np.ravel(leaf) for leaf in leaves])
-  assert features.shape == (batch.rewards.size, expected.size)
-  np.testing.assert_allclose(np.sum(features, axis=0), expected, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.slow

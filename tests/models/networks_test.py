@@ -14,6 +14,8 @@ from oracles.networks import NETWORKS, on_mesh, sampled_and_scored
 from oracles.sampling import make_requests, sample, serve
 from oracles.updates import relative_distance
 
+from rlvr_jax.geometry import GramContext
+from rlvr_jax.geometry.per_rollout import num_selected
 from rlvr_jax.models import lora, peft
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import save_checkpoint
@@ -298,6 +300,27 @@ def test_adapters_in_files_are_those_of_the_published_modules(tmp_path, config, 
   found, again = peft.load_adapters(tmp_path / "adapter", config)
   jax.tree.map(np.testing.assert_array_equal, found, adapters)
   assert (again.rank, again.alpha) == (2, 5.0)
+
+
+@pytest.mark.parametrize(
+  ("config", "shared", "own", "layers"),
+  [
+    # Not of attention in the layer before, nor of experts there.
+    (networks.DELTA, "attention_norm|mlp_norm|gate|up|down", "delta", 2),
+    (
+      NETWORKS["experts at first"],
+      "attention_norm|mlp_norm|query|key|value|output|query_norm|key_norm",
+      "gate|up|down",
+      1,
+    ),
+  ],
+)
+def test_the_last_block_has_its_own_parameters_alone(config, shared, own, layers):
+  context, params = GramContext(updates.small_model(config), 1.0), networks.params_of(config)
+  count = lambda parameters: num_selected(params, {}, context, parameters=parameters)
+  of_own = f"blocks/({own})" + ("$" if own != "delta" else "")
+  expected = count(f"blocks/({shared})/?(scale)?$") // 3 + count(of_own) // layers
+  assert count("last_block") == expected
 
 
 @pytest.mark.parametrize(

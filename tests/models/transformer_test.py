@@ -72,24 +72,6 @@ def test_left_padding_changes_nothing():
   np.testing.assert_array_equal(model.response_hidden(params, other, tokens), base)
 
 
-@pytest.mark.slow
-def test_the_shared_prompt_equals_one_prompt_per_rollout(x64):
-  config = dataclasses.replace(SMALL, compute_dtype="float64", param_dtype="float64")
-  model, params, prompts, tokens = _setup(config)
-  repeated = jax.tree.map(lambda x: jnp.repeat(x, G, axis=0), prompts)
-
-  def shared(params):
-    return model.response_hidden(params, prompts, tokens)
-
-  def separate(params):
-    return model.response_hidden(params, repeated, tokens.reshape(P * G, 1, T)).reshape(P, G, T, -1)
-
-  np.testing.assert_allclose(shared(params), separate(params), rtol=1e-10, atol=1e-12)
-  loss = lambda f: jax.grad(lambda p: jnp.sum(jnp.sin(f(p))))(params)
-  for a, b in zip(jax.tree.leaves(loss(shared)), jax.tree.leaves(loss(separate)), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
-
-
 def test_bfloat16_compute_is_near_float32():
   model, params, prompts, tokens = _setup()
   low = transformer(dataclasses.replace(SMALL, compute_dtype="bfloat16"))

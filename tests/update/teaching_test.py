@@ -20,12 +20,10 @@ from oracles.updates import (
   small_model,
 )
 
-from rlvr_jax import distillation, losses, reweighting
-from rlvr_jax.geometry import streaming
+from rlvr_jax import distillation, losses
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.ops.veto import negative_advantage_veto
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.build import gram_context
 from rlvr_jax.update.objective import Constants, Estimate, Scores, surrogate
 from rlvr_jax.update.step import initial_state, train_step
 from rlvr_jax.update.teaching import Teaching
@@ -95,22 +93,6 @@ def test_a_vetoed_token_has_no_gradient_of_its_teacher_either():
     found[renormalize] = jax.grad(total)(policy)
   assert 0 < np.sum(found[True] != 0) < np.sum(batch.mask > 0)
   np.testing.assert_array_equal(found[False], found[True])
-
-
-@slow
-def test_a_mesh_makes_the_same_update_after_a_reweighting():
-  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-  terms = dict(teaching=taught("opd"), reweighting=reweighting.salt(), gram=streaming())
-  batch = scored(make_batch())
-  alone = make_method(**terms)
-  alone = alone._replace(gram_context=gram_context(alone.model, None, 1.0))
-  params = alone.model.init(jax.random.key(0))
-  (_, _), gradient = gradient_of(alone, batch, params)
-  method = make_method(mesh=mesh, **terms)
-  method = method._replace(gram_context=gram_context(method.model, mesh, 1.0))
-  placed = jax.device_put(params, sharding.state_shardings(params, mesh))
-  (_, _), on_mesh = gradient_of(method, in_rows(batch, rows=1, mesh=mesh), placed)
-  assert relative_distance(on_mesh, gradient) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["opd", pytest.param("opd_score", marks=slow)])
