@@ -167,7 +167,7 @@ def test_late_replies_and_the_order_of_requests_change_no_bit():
 
 
 def test_neighbors_change_no_bit():
-  for request in requests()[::3]:
+  for request in requests()[3:]:
     found = groups_of(drive(loaded(programs()), [request], reply=reply))
     assert_equal(found, {request.index: dialogues()[request.index]})
 
