@@ -1,4 +1,4 @@
-"""SALT in the update: one trunk pass, micro-batches, scopes, meshes; and what is measured."""
+"""SALT in the update: one trunk pass, scopes by hand, and what is measured."""
 
 import dataclasses
 import functools
@@ -24,7 +24,6 @@ from rlvr_jax.geometry.per_rollout import per_rollout_features
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.ops import spectral
 from rlvr_jax.ops.reductions import values
-from rlvr_jax.train.cluster import sharding
 from rlvr_jax.update.accumulate import policy_logprobs
 from rlvr_jax.update.diagnostics import mean_entropy, measure
 from rlvr_jax.update.step import initial_state, train_step
@@ -91,35 +90,6 @@ def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, rows)
   assert relative_distance(gradient, expected) < 1e-9
   assert values(metrics)["gram/forward_only_passes"] == several
   np.testing.assert_allclose(values(metrics)["gram/head_products"], 2 + (P * G) ** 2 / places)
-
-
-@pytest.mark.parametrize(
-  "route",
-  [
-    "streaming",
-    "sampled",
-    "sketch",
-    "per_rollout",
-  ],
-)
-@pytest.mark.parametrize("shape", [(2, 2, 2)])
-@pytest.mark.parametrize("has_short_rows", [False, True])
-@pytest.mark.slow
-def test_meshes_and_micro_batches_give_the_same_update(x64, route, shape, has_short_rows):
-  mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
-  single = make_salt_method(route=route)
-  batch = make_batch(np.float64)
-  params = single.model.init(jax.random.key(0))
-  (loss, _), expected = gradient_of(single, batch, params)
-  placed = in_rows(batch, rows=2, mesh=mesh)
-  if has_short_rows:
-    placed = in_rows(batch, rows=1, length=26, mesh=mesh, has_short_rows=True)
-    assert placed.packed.num_short > 0
-  shardings = sharding.state_shardings(jax.eval_shape(lambda: params), mesh)
-  method = make_salt_method(mesh=mesh, route=route)
-  (found, _), gradient = gradient_of(method, placed, jax.device_put(params, shardings))
-  np.testing.assert_allclose(found, loss, rtol=1e-9)
-  assert relative_distance(gradient, expected) < 1e-9
 
 
 @pytest.mark.parametrize(("rows", "passes"), [(100, 1), (4, 2)])

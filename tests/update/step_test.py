@@ -1,4 +1,4 @@
-"""The update: micro-batches, meshes, phases, terms, non-finite gradients."""
+"""The update: shardings, phases, terms, non-finite gradients; `layouts_test` has its layouts."""
 
 import dataclasses
 import functools
@@ -13,7 +13,6 @@ from oracles.updates import (
   P,
   T,
   gradient_of,
-  in_rows,
   make_batch,
   make_method,
   relative_distance,
@@ -23,60 +22,6 @@ from rlvr_jax.ops.reductions import values
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.update.accumulate import policy_logprobs
 from rlvr_jax.update.step import initial_state, train_step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("aggregation", ["token_mean", "constant", "sequence_mean", "sequence_sum"])
-@pytest.mark.parametrize("rows", [1])
-def test_micro_batches_add_up_to_one_batch(aggregation, rows):
-  """Of rows, against the padded batch."""
-  terms = dict(aggregation=aggregation, reference_kl=0.1, entropy_bonus=0.01)
-  method = make_method(**terms)
-  params = method.model.init(jax.random.key(0))
-  (loss, metrics), gradient = gradient_of(method, make_batch(), params)
-  split = in_rows(make_batch(), rows=rows)
-  assert split.packed.num_micro_batches >= 8
-  (split_loss, split_metrics), split_gradient = gradient_of(method, split, params)
-  assert relative_distance(split_gradient, gradient) < 1e-6
-  np.testing.assert_allclose(split_loss, loss, rtol=1e-5)
-  for name, value in values(metrics).items():
-    np.testing.assert_allclose(values(split_metrics)[name], value, rtol=1e-5, err_msg=name)
-
-
-@functools.cache
-def _gradient_of_one_device(dtype, terms):
-  """(Parameters, what `gradient_of` gives), compiled once for all meshes."""
-  method = make_method(dtype, **dict(terms))
-  params = method.model.init(jax.random.key(0))
-  return params, gradient_of(method, make_batch(np.dtype(dtype)), params)
-
-
-def _sharded_gradient(shape, dtype, place):
-  """Relative distance to the gradient of one device; `place` puts a host's batch on a mesh."""
-  mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
-  terms = dict(reference_kl=0.1, entropy_bonus=0.01)
-  method = make_method(dtype, mesh=mesh, **terms)
-  params, ((expected, expected_metrics), expected_gradient) = _gradient_of_one_device(
-    dtype, tuple(terms.items())
-  )
-  shardings = sharding.state_shardings(jax.eval_shape(lambda: params), mesh)
-  batch = place(make_batch(np.dtype(dtype)), mesh=mesh)
-  (loss, metrics), gradient = gradient_of(method, batch, jax.device_put(params, shardings))
-  np.testing.assert_allclose(loss, expected, rtol=1e-5)
-  for name, value in values(expected_metrics).items():
-    np.testing.assert_allclose(values(metrics)[name], value, rtol=1e-5, err_msg=name)
-  return relative_distance(gradient, expected_gradient)
-
-
-PACKED_MESHES = [(2, 2, 2)]  # tensor divides the two key heads
-PACKED_MESHES += [
-  pytest.param(s, marks=pytest.mark.slow) for s in [(8, 1, 1), (1, 8, 1), (1, 4, 2)]
-]
-
-
-@pytest.mark.parametrize("shape", PACKED_MESHES)
-def test_mesh_and_micro_batches_in_float64(x64, shape):
-  assert _sharded_gradient(shape, "float64", functools.partial(in_rows, rows=1)) < 1e-12
 
 
 def test_parameters_are_sharded_by_the_rules():
