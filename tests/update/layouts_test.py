@@ -26,8 +26,6 @@ from rlvr_jax.train.cluster import sharding
 from rlvr_jax.update.teaching import Teaching
 
 pytestmark = pytest.mark.usefixtures("x64")
-FLOAT64 = dict(compute_dtype="float64", param_dtype="float64")
-TEACHER = dataclasses.replace(CONFIG, width=24, num_layers=1, **FLOAT64)
 TERMS = dict(reference_kl=0.1, entropy_bonus=0.01)
 VETO = negative_advantage_veto(threshold=0.8)
 
@@ -82,11 +80,16 @@ MESHES = {
 }
 
 
+def teacher_model(mesh=None):
+  fields = dict(compute_dtype="float64", param_dtype="float64", width=24, num_layers=1)
+  return small_model(dataclasses.replace(CONFIG, **fields), mesh)
+
+
 @functools.cache
 def method_of(name, mesh=None):
   terms = dict(METHODS[name])
   if terms.get("teaching") is not None and terms["teaching"].distillation.divergence is not None:
-    terms["teaching"] = terms["teaching"]._replace(model=small_model(TEACHER, mesh))
+    terms["teaching"] = terms["teaching"]._replace(model=teacher_model(mesh))
   context = geometry.GramContext(make_method("float64").model, 1.0, mesh)
   return make_method("float64", mesh, gram_context=context, **terms)
 
@@ -103,7 +106,7 @@ def arguments():
   params = make_method("float64").model.init(jax.random.key(0))
   # Far enough from uniform that norms and energies differ.
   params = jax.tree.map(lambda x: 2 * x, params)
-  return batch, params, (small_model(TEACHER).init(jax.random.key(7)), {})
+  return batch, params, (teacher_model().init(jax.random.key(7)), {})
 
 
 @functools.cache
