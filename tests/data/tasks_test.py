@@ -352,7 +352,6 @@ def test_sums_hold_numbers_out():
     tasks.sums(largest=3, held_out_numbers=3)
 
 
-@pytest.mark.slow
 def test_published_does_not_import_tensorflow(source, tmp_path):
   script = (
     "import sys\nfrom rlvr_jax.data import tasks\n"
