@@ -155,9 +155,3 @@ def test_flops_are_those_of_the_programs_products(keys_as_values):
   of_keys = lambda near, far: 4 * 8 * 2 * (4 * near + 12 * far)
   program -= of_keys(length**2, length**2) - of_keys(1 + 2 + 3 * 7, length * (length + 1) / 2)
   assert program == forward_flops(config, [1], [[length]])
-
-
-# --- settings -------------------------------------------------------------------------------------
-
-
-# --- adapters -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""LoRA against the chain rule of merged kernels; sampling, updates, meshes and memory."""
+"""LoRA: what is adapted, what it computes, updates, meshes and memory."""
 
 import dataclasses
 import functools
