@@ -22,6 +22,7 @@ from remedy import remedy
 from rlvr_jax import advantages, corrections, distillation, geometry, losses, reweighting
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.aggregate import aggregate
+from rlvr_jax.ops.veto import negative_advantage_veto
 from rlvr_jax.update.teaching import Teaching
 
 
@@ -220,6 +221,81 @@ def test_an_export_is_a_documented_factory_with_keyword_only_arguments(package, 
   assert _takes_only_keywords(factory)
 
 
+@pytest.mark.parametrize(
+  ("factory", "hyper"),
+  [
+    (advantages.asym, dict(delta=0.0)),
+    (advantages.asymmetric_reinforce, dict(baseline_shift=0.1)),
+    (advantages.fade, dict(alpha_max=0.5)),
+    (advantages.fade, dict(delta_min=1.5)),
+    (advantages.fade, dict(smoothing=0.0)),
+    (advantages.fade, dict(target_entropy=-1.0)),
+    (advantages.fade, dict(schedule="cosine")),
+    (advantages.fade, dict(decay_updates=0)),
+    (advantages.gdpo, dict(epsilon=-1e-06)),
+    (advantages.gdpo, dict(batch_epsilon=-1e-06)),
+    (advantages.gdpo, dict(over="groups")),
+    (advantages.gdpo, dict(weights=0.5)),
+    (advantages.grpo, dict(epsilon=-1e-06)),
+    (advantages.log_mean_exp, dict(eta=0.0)),
+    (advantages.mt_grpo, dict(turn_weight=-0.5)),
+    (advantages.mt_grpo, dict(epsilon=-1e-06)),
+    (advantages.opob, dict(by_deviation="yes")),
+    (advantages.otb, dict(truncation=0.0)),
+    (advantages.otb, dict(level="group")),
+    (advantages.otb, dict(zero_tail="yes")),
+    (advantages.otb, dict(zero_constant="no")),
+    (advantages.pass_at_k, dict(k=0)),
+    (advantages.pass_at_k, dict(k=2.5)),
+    (advantages.pass_at_k, dict(form="biased")),
+    (advantages.power, dict(alpha=0.5)),
+    (advantages.reinforce_plus_plus, dict(baseline="mean")),
+    (advantages.reinforce_plus_plus, dict(over="groups")),
+    (advantages.weighted_reinforce, dict(success_weight=-1.0)),
+    (losses.cispo, dict(epsilon_low=1.5)),
+    (losses.clip_cov, dict(share=0.0)),
+    (losses.clip_cov, dict(high=1.0)),
+    (losses.clip_cov, dict(low="a")),
+    (losses.clip_cov, dict(seed="x")),
+    (losses.dppo, dict(divergence="js")),
+    (losses.dppo, dict(delta_low=0.0)),
+    (losses.dppo, dict(anchor="behavior")),
+    (losses.dro, dict(penalty=0.0)),
+    (losses.kl_cov, dict(coefficient=-1.0)),
+    (losses.vespo, dict(token_truncation=0.0)),
+    (losses.decoupled_ppo, dict(behavior_weight_cap=0.0)),
+    (losses.gmpo, dict(epsilon_high=-0.1)),
+    (losses.gspo, dict(epsilon_low="0.1")),
+    (losses.m2po, dict(budget=0.0)),
+    (losses.p3o, dict(ess="token")),
+    (losses.p3o, dict(ess_scope=0)),
+    (losses.p3o, dict(ess_scope="micro")),
+    (losses.p3o, dict(cap=None)),
+    (losses.ppo_clip, dict(epsilon_high=float("nan"))),
+    (losses.ppo_clip, dict(dual_clip=1.0)),
+    (losses.reinforce, dict(truncation=-1.0)),
+    (losses.sapo, dict(temperature_positive=0)),
+    (distillation.opd, dict(student="sampler")),
+    (distillation.opd, dict(discount=1.5)),
+    (distillation.opd_score, dict(truncation=0.0)),
+    (distillation.opd_ratio, dict(max_drop=0.0)),
+    (distillation.iw_opd, dict(gamma=-1.0)),
+    (distillation.kl_estimate, dict(bound=0.0)),
+    (distillation.kl_estimate, dict(estimator="k4")),
+    (negative_advantage_veto, dict(scope="prefix")),
+    (negative_advantage_veto, dict(threshold=0.0)),
+    (negative_advantage_veto, dict(trigger="over")),
+    (negative_advantage_veto, dict(renormalize=2)),
+  ],
+)
+@remedy("check it by ops.checks when the component is made, before anything is compiled.")
+def test_a_bad_hyper_parameter_is_named_with_its_value(factory, hyper):
+  [(field, value)] = hyper.items()
+  with pytest.raises(ValueError, match=field) as error:
+    factory(**hyper)
+  assert repr(value) in str(error.value)
+
+
 @each_loss
 @COMPILES
 def test_loss_under_jit(name):
@@ -244,7 +320,7 @@ def _losses_and_dtypes():
     yield pytest.param(name, jnp.bfloat16, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "dtype"), _losses_and_dtypes())
+@pytest.mark.parametrize(("name", "dtype"), [*_losses_and_dtypes()])
 @LOSS_DTYPES
 def test_loss_dtypes(name, dtype):
   """Statistics in float32, the gradient in the dtype of what came in, all finite."""

@@ -95,7 +95,7 @@ def _chunks_and_samplings():
     yield pytest.param(None, sampling, marks=[] if is_last else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("chunk_rows", "sampling"), _chunks_and_samplings())
+@pytest.mark.parametrize(("chunk_rows", "sampling"), [*_chunks_and_samplings()])
 def test_value_and_gradient_equal_those_of_full_logits(x64, sampling, chunk_rows):
   hidden, kernel, tokens = _inputs(dtype=np.float64)
   weights = jnp.asarray(np.random.default_rng(2).normal(size=(2, *tokens.shape)))

@@ -149,12 +149,3 @@ def test_metrics_without_a_token_have_no_value():
   batch = dataclasses.replace(batch, mask=jnp.zeros_like(batch.mask))
   *_, metrics = negative_advantage_veto()(policy, policy, batch, coefficients)
   assert all(np.isnan(metric_value(m)) for m in metrics.values())
-
-
-@pytest.mark.parametrize(
-  "hyper", [{"scope": "prefix"}, {"threshold": 0.0}, {"trigger": "over"}, {"renormalize": 2}]
-)
-def test_a_bad_hyper_parameter_is_named_with_its_value(hyper):
-  [(field, value)] = hyper.items()
-  with pytest.raises(ValueError, match=f"{field} = {value!r}"):
-    negative_advantage_veto(**hyper)

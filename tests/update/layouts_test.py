@@ -115,7 +115,7 @@ def padded(name):
   return gradient_of(method_of(name), batch, params, teacher=teacher)
 
 
-@pytest.mark.parametrize(("name", "layout"), layouts())
+@pytest.mark.parametrize(("name", "layout"), [*layouts()])
 def test_an_update_is_that_of_the_padded_batch(name, layout):
   """On one device: its value, gradient and metrics."""
   batch, params, teacher = arguments()
