@@ -146,9 +146,12 @@ each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 each_reweighting = pytest.mark.parametrize("name", REWEIGHTINGS)
 
 
-def _is_exported(name, package):
-  """Whether it has its defaults: what it is without jit is not asked of each further branch."""
-  return name in package.__all__
+def _exported(package, quick):
+  """Parametrizes by the components of a package with their defaults; all but some are slow."""
+  marks = lambda name: () if name in quick else pytest.mark.slow
+  return pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks(name)) for name in package.__all__]
+  )
 
 
 def _finite(tree):
@@ -299,17 +302,22 @@ def test_a_bad_hyper_parameter_is_named_with_its_value(factory, hyper):
 @each_loss
 @COMPILES
 def test_loss_under_jit(name):
-  """jit equals no jit, of what is exported; a second batch does not compile again."""
+  """A second batch does not compile again."""
   first, second = (random_case(seed, dtype=np.float32) for seed in range(2))
-  compiled = _loss_jit(name)(*first)
+  _loss_jit(name)(*first)
   traces = TRACES[name]
   _loss_jit(name)(*second)
   assert TRACES[name] == traces
-  if _is_exported(name, losses):
-    with jax.disable_jit():
-      plain = _loss_run(name)(*first)
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
-    jax.tree.map(near, compiled, plain)
+
+
+@_exported(losses, quick=("ppo_clip", "p3o"))
+@COMPILES
+def test_loss_is_the_same_without_jit(name):
+  case = random_case(0, dtype=np.float32)
+  with jax.disable_jit():
+    plain = _loss_run(name)(*case)
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+  jax.tree.map(near, _loss_jit(name)(*case), plain)
 
 
 def _losses_and_dtypes():
@@ -368,7 +376,18 @@ each_loss_or_slow = pytest.mark.parametrize(
 )
 
 
-@each_loss_or_slow
+def _splits_trivially(name):
+  """Whether a further loss has no statistics, so that a token's loss cannot know its batch."""
+  return name not in losses.__all__ and LOSSES[name].statistics is None
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(x, marks=[pytest.mark.slow] if x in BRANCHES or _splits_trivially(x) else [])
+    for x in LOSSES
+  ],
+)
 @remedy(
   "what depends on other prompts belongs in Loss.statistics, computed once per global batch and"
   " given to per_token (see losses/p3o.py); metrics carry a reduction (Mean, Max, … of types.py)"
@@ -482,20 +501,30 @@ def _estimator_run(name):
 @each_estimator
 @COMPILES
 def test_estimator_under_jit(name):
-  """jit equals no jit, of what is exported; an update and a batch later nothing compiles again."""
-  cases = (random_case(seed, (4, 5, 3), dtype=np.float32)[1] for seed in range(2))
-  first, second = map(with_needs, cases)
-  entropy = jnp.float32(0.4)
-  state = ESTIMATORS[name].init(jnp.float32(0.7))
+  """An update and a batch later nothing compiles again."""
+  first, second = _estimator_batches()
+  state, entropy = ESTIMATORS[name].init(jnp.float32(0.7)), jnp.float32(0.4)
   compiled = _estimator_jit(name)(state, first, entropy)
   traces = TRACES[name]
   _estimator_jit(name)(compiled[-1], second, entropy)
   assert TRACES[name] == traces
-  if _is_exported(name, advantages):
-    # The difference of two masses has their rounding, where A is 0 in the mean over the batch.
-    atol = 1e-6 * max(1.0, float(np.max(np.abs(compiled[1]["advantage/mass_success"].total))))
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol)
-    jax.tree.map(near, compiled, _estimator_run(name)(state, first, entropy))
+
+
+def _estimator_batches():
+  cases = (random_case(seed, (4, 5, 3), dtype=np.float32)[1] for seed in range(2))
+  return tuple(map(with_needs, cases))
+
+
+@_exported(advantages, quick=("grpo", "fade"))
+@COMPILES
+def test_estimator_is_the_same_without_jit(name):
+  (batch, _), entropy = _estimator_batches(), jnp.float32(0.4)
+  state = ESTIMATORS[name].init(jnp.float32(0.7))
+  compiled = _estimator_jit(name)(state, batch, entropy)
+  # The difference of two masses has their rounding, where A is 0 in the mean over the batch.
+  atol = 1e-6 * max(1.0, float(np.max(np.abs(compiled[1]["advantage/mass_success"].total))))
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol)
+  jax.tree.map(near, compiled, _estimator_run(name)(state, batch, entropy))
 
 
 def _degenerate_groups(dtype):
@@ -570,15 +599,20 @@ def _reweighting_jit(name):
 @each_reweighting
 @COMPILES
 def test_reweighting_under_jit(name):
-  """jit equals no jit, of what is exported; another batch and key do not compile again."""
+  """Another batch and key do not compile again."""
   first, second = (_reweighting_case(seed) for seed in range(2))
-  compiled = _reweighting_jit(name)(*first, jax.random.key(0))
+  _reweighting_jit(name)(*first, jax.random.key(0))
   traces = TRACES[name]
   _reweighting_jit(name)(*second, jax.random.key(1))
   assert TRACES[name] == traces
-  if _is_exported(name, reweighting):
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    jax.tree.map(near, compiled, _reweighting_run(name)(*first, jax.random.key(0)))
+
+
+@_exported(reweighting, quick=())
+@COMPILES
+def test_reweighting_is_the_same_without_jit(name):
+  case = (*_reweighting_case(0), jax.random.key(0))
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+  jax.tree.map(near, _reweighting_jit(name)(*case), _reweighting_run(name)(*case))
 
 
 @each_reweighting
