@@ -49,8 +49,8 @@ METHODS = {
   ),
   "salt, per rollout": dict(reweighting=reweighting.salt(), gram=geometry.per_rollout()),
   # Advantages that need to know the policy.
-  "otb": dict(advantage=advantages.otb(truncation=2.0)),
-  "opob": dict(advantage=advantages.opob(), gram=geometry.streaming()),
+  "otb": dict(advantage=advantages.otb(truncation=2.0), temperature=0.8),
+  "opob": dict(advantage=advantages.opob(), gram=geometry.streaming(), temperature=0.8),
   # m2po's bounds are statistics of the full batch's coefficients, the teacher's part included.
   "opd": taught("opd", loss=losses.m2po(), veto=VETO, reference_kl=0.1),
   "opd_score": taught("opd_score", veto=VETO),
@@ -90,7 +90,8 @@ def method_of(name, mesh=None):
   terms = dict(METHODS[name])
   if terms.get("teaching") is not None and terms["teaching"].distillation.divergence is not None:
     terms["teaching"] = terms["teaching"]._replace(model=teacher_model(mesh))
-  context = geometry.GramContext(make_method("float64").model, 1.0, mesh)
+  model, temperature = make_method("float64").model, terms.get("temperature", 1.0)
+  context = geometry.GramContext(model, temperature, mesh)
   return make_method("float64", mesh, gram_context=context, **terms)
 
 
