@@ -57,7 +57,7 @@ def test_the_sampler_has_the_trainers_probabilities(config):
   engine = networks.make_engine(updates.small_model(config), records_routes=has_experts)
   rollouts = sample(engine, params, {}, prompts, jax.random.key(1), 3)
   recorded, scored = sampled_and_scored(config, params, prompts, rollouts)
-  # Sums of a Gemma 4 with random factors are larger.
+  # A Gemma 4 with random factors has larger sums, which differ more by their order.
   bound = 1e-4 if config.full_head_dim else 1e-5
   np.testing.assert_allclose(recorded, scored, atol=bound)
   if not has_experts:
@@ -83,7 +83,7 @@ def test_a_cache_in_8_bits_is_near_with_other_heads_in_full_layers():
   assert 0 < np.abs(recorded - scored).mean() < 0.05
 
 
-@each_network("delta mixture", "experts")
+@each_network("experts")
 def test_the_order_of_requests_changes_no_bit(config):
   """Slots are refilled at other times, beside other rollouts; experts get other numbers of rows."""
   engine = networks.make_engine(updates.small_model(config), slots=3, prefill_rows=4)
@@ -101,11 +101,7 @@ def test_the_order_of_requests_changes_no_bit(config):
 # --- meshes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  "sizes",
-  [pytest.param(SIZES, marks=slow), pytest.param(dict(fsdp=2, tensor=4), marks=slow)],
-  ids=str,
-)
+@pytest.mark.parametrize("sizes", [SIZES, dict(fsdp=2, tensor=4)], ids=str)
 @each_network("delta", "delta mixture", "experts", "some experts", "full heads")
 def test_generation_on_a_mesh_is_that_of_one_device(x64, config, sizes):
   """Also of fewer key heads than devices that share a layer, which then have copies.
