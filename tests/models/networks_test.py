@@ -106,7 +106,7 @@ def test_the_order_of_requests_changes_no_bit(config):
 def test_generation_on_a_mesh_is_that_of_one_device(x64, config, sizes):
   """Also of fewer key heads than devices that share a layer, which then have copies.
 
-  In float64: float32 differs by the order of sums, by up to 2e-5 with a Gemma 4's random factors.
+  In float64: float32 differs by the order of sums, by 1.5e-5 with a Gemma 4's random factors.
   """
   config = dataclasses.replace(config, **networks.FLOAT64)
   params, prompts = networks.params_of(config), networks.random_prompts(6)
@@ -121,7 +121,7 @@ def test_generation_on_a_mesh_is_that_of_one_device(x64, config, sizes):
     )
   )
   np.testing.assert_array_equal(many.tokens, one.tokens)
-  np.testing.assert_allclose(many.behavior_logprobs, one.behavior_logprobs, atol=1e-6)
+  np.testing.assert_allclose(many.behavior_logprobs, one.behavior_logprobs, atol=1e-11)
 
 
 @functools.cache
