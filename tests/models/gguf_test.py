@@ -330,6 +330,12 @@ def test_a_quantization_that_is_not_converted_is_named_with_its_tensor(tmp_path)
   assert_refused(tmp_path / "tiny.gguf", message)
 
 
+def test_a_tensor_that_no_network_has_is_named(tmp_path):
+  tensors = random_tensors(0) | {"blk.1.attn_q.bias": np.zeros(64, np.float32)}
+  write(tmp_path / "tiny.gguf", tensors)
+  assert_refused(tmp_path / "tiny.gguf", r"need no tensor for blk.1.attn_q.bias; it has \(64,\)")
+
+
 def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path, file):
   content = file.read_bytes()
   assert len(content) > 300_000
