@@ -2,7 +2,7 @@
 
 A from-scratch transformer over bytes works "3+4*5+6=" out, a step in each line. Its demonstrations
 have wrong steps, so that it is right now and then: a task on which reasoning is many decisions, and
-one of them decides. Which premise of which paper it has: experiments/premises/README.md.
+one of them decides. Four methods on it: experiments/steps/README.md.
 
   python -m rlvr_jax.main --config=configs/steps.py --workdir=runs/steps
   python -m rlvr_jax.main --config=configs/steps.py:long --workdir=runs/steps_long

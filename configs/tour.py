@@ -2,8 +2,7 @@
 
 A from-scratch transformer over bytes reads a start, four goals and the walls of an 8 × 8 grid, one
 character per cell, and lists the cells of a walk that visits the goals in order, a line for each
-goal. Any walk within 1.5 times the shortest counts. Its demonstrations make detours. Which premise
-of which paper it has: experiments/premises/README.md.
+goal. Any walk within 1.5 times the shortest counts. Its demonstrations make detours.
 
   python -m rlvr_jax.main --config=configs/tour.py --workdir=runs/tour
   python -m rlvr_jax.main --config=configs/tour.py:long --workdir=runs/tour_long

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import json
 import re
 import statistics
 import subprocess
@@ -12,10 +11,8 @@ from scipy import stats
 
 from docs import claims, deciding, reproduction
 from docs.claims import CLAIMS, DECIDED_BY
-from experiments import evidence, full_size
 from experiments.large_ratios.sweep import LOWER, SUFFIX, longer
 from experiments.low_precision import sweep as low_precision
-from rlvr_jax.ops import caches
 
 PAGE = reproduction.PAGE.read_text(encoding="utf-8")
 EXPLAINED = re.findall(r"^\* \*\*([SPFM]\d[^*]*)\.\*\*(.*(?:\n  .*)*)", PAGE, re.MULTILINE)
@@ -50,14 +47,6 @@ def test_the_first_lines_count_the_verdicts():
   assert list(shown) == list(claims.VERDICTS) and sum(shown.values()) == 44
   for verdict in claims.VERDICTS:
     assert f"\n| {verdict} | " in PAGE
-
-
-def test_what_decides_a_claim_is_not_queued():
-  """Both sides of a comparison on `steps` are among the first arms, which have all their seeds."""
-  on_steps = [c for c in DECIDED_BY.values() if c.task.name == "`steps`"]
-  arms = {side.name for comparison in on_steps for side in (comparison.arm, comparison.control)}
-  assert arms and arms <= set(evidence.FIRST)
-  assert not {run["label"] for run in evidence.get_sweep()} & set(evidence.FIRST)
 
 
 # --- what decides ---------------------------------------------------------------------------------
@@ -177,27 +166,3 @@ def page_at(commit, path):
   if found.returncode:
     pytest.skip(f"this checkout has no commit {commit[:8]}")
   return found.stdout
-
-
-# --- on hardware ----------------------------------------------------------------------------------
-
-
-def test_hours_on_hardware_are_those_of_the_compiled_programs():
-  assert full_size.BURST == caches._STEPS
-  path = full_size.COSTS / "gsm8k_qwen25_15b_lora" / "costs_v5e_1x1.json"
-  report = json.loads(path.read_text(encoding="utf-8"))
-  update, burst = (max(report["costs"][x]["seconds"].values()) for x in ("update", "generation"))
-  assert (
-    report["conditions"]["prompts"] * report["conditions"]["group_size"]
-  ) == full_size.ROLLOUTS
-  expected = 192 * (update + 2 * 32 * burst) * 3 / 3600  # 256 rollouts in 128 slots
-  assert full_size.hours("gsm8k_qwen25_15b_lora", "v5e_1x1") == pytest.approx(expected)
-
-
-def test_the_arms_on_hardware_have_their_rollouts():
-  listed = full_size.get_sweep()
-  assert len(listed) == 1 + 3 * len(evidence.CLAIMS)
-  large = [fields for fields in listed if fields["label"] == "GRPO, G = 32"]
-  assert [fields["batch.prompts"] * fields["batch.group_size"] for fields in large] == 3 * [256]
-  stages = [fields for fields in listed if fields["label"] == "suffix, μ = 96"]
-  assert stages[0]["schedule"] == "stages(count=2)" and stages[0]["num_updates"] == 192
