@@ -1,4 +1,4 @@
-"""OTB: a baseline of least variance for each place of a response.
+"""OTB: a baseline of least variance for each position of a response.
 
 Source: "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL" (arXiv:2602.07078).
 One update per refresh, so that the rollouts are the policy's own and the energies have no weights.
