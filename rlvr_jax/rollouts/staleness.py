@@ -249,9 +249,9 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
     oldest_batch = max(oldest_batch, schedule.first(t))
     batch = schedule.batch(t)
     if not oldest_batch <= batch < len(sampled_by):
-      there = f"then only batches {oldest_batch} to {len(sampled_by) - 1} are sampled and kept"
+      there = f"only batches {oldest_batch} to {len(sampled_by) - 1} are available before it"
       if oldest_batch >= len(sampled_by):
-        there = "then no batch is sampled and kept"
+        there = "no batch is sampled and kept before this update"
       raise PlanError(
         f"update {t} trains on batch {batch}, but {there}; fix the schedule's limit, batch or first"
       )

@@ -136,7 +136,7 @@ class Clock:
   def left(self, step: int, total: int) -> float | None:
     """Estimated seconds from update `step`, which was just recorded, to update `total`.
 
-    The estimate uses the mean time of this process's updates, evaluations included, without the first
+    The estimate is the mean time of this process's updates, evaluations included, without the first
     update, which compiles. It is None before the second update.
     """
     if self._first is None:
