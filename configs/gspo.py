@@ -6,7 +6,7 @@ thousands, over which log ρ averages out far less, so that the same interval cl
 
   python -m rlvr_jax.main --config=configs/gspo.py --workdir=runs/gspo
 
-What is not set below is the quickstart's. Card: docs/methods/gspo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/gspo.md.
 """
 
 from ml_collections import ConfigDict

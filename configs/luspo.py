@@ -7,7 +7,7 @@ averages out far less.
 
   python -m rlvr_jax.main --config=configs/luspo.py --workdir=runs/luspo
 
-What is not set below is the quickstart's. Card: docs/methods/luspo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/luspo.md.
 """
 
 from ml_collections import ConfigDict

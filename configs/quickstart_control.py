@@ -1,4 +1,4 @@
-"""The quickstart with shuffled rewards: what is learned without a signal.
+"""The quickstart with shuffled rewards: a control that shows what is learned without a signal.
 
 The rewards of each batch are permuted over its rollouts, so that they no longer say which answer
 was right. Held-out pass@1 must not rise.

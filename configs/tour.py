@@ -2,14 +2,14 @@
 
 A from-scratch transformer over bytes reads a start, four goals and the walls of an 8 × 8 grid, one
 character per cell, and lists the cells of a walk that visits the goals in order, a line for each
-goal. Any walk within 1.5 times the shortest counts. Its demonstrations make detours. Which premise
-of which paper it has: experiments/premises/README.md.
+goal. Any walk within 1.5 times the shortest counts. Its demonstrations make detours.
+experiments/premises/README.md says which premises of papers this task has.
 
   python -m rlvr_jax.main --config=configs/tour.py --workdir=runs/tour
   python -m rlvr_jax.main --config=configs/tour.py:long --workdir=runs/tour_long
 
 small: 0.21 M parameters, 4 walls, for 2 CPU cores. long: 3.2 M parameters, 12 walls, for an
-accelerator, or hours. But for what stands here it is the recipe of configs/steps.py.
+accelerator, or hours. Other fields are as in configs/steps.py.
 """
 
 from ml_collections import ConfigDict

@@ -127,8 +127,9 @@ def host_memory_tables(run: Parts) -> dict[str, Table]:
 def fits(config: ml_collections.ConfigDict, topology: str | None) -> Callable[[], dict[str, Table]]:
   """Builds a run as shapes; returns a function that prints memory per chip and whether it fits.
 
-  The function always prints an estimate by arithmetic. Given a topology, it also compiles update and
-  generation and prints the compiler's numbers; this needs the compiler (extra `tpu`), but no TPU.
+  The function always prints an estimate by arithmetic. Given a topology, it also compiles update
+  and generation and prints the compiler's numbers. This needs the compiler (extra `tpu`), but no
+  TPU.
 
   Args:
     config: the config of the run.
