@@ -35,8 +35,31 @@ PILOT = {
 }
 
 
+RATES = {"GRPO": "1e-5", "P3O": "1e-5"}  # method → the best of its pilot
+SEEDS = range(5)
+
+
+def label(method: str, sampler: str = "own sampler") -> str:
+  """Label of a method with a sampler of `SAMPLERS`."""
+  return f"{method}, {sampler}"
+
+
+PRECISION = {  # question 2
+  label(method, sampler): {
+    **fields,
+    **sampling,
+    "learning_rate": f"constant(peak={RATES[method]})",
+  }
+  for method, fields in METHODS.items()
+  for sampler, sampling in SAMPLERS.items()
+}
+
+
 def get_sweep():
-  """The pilot runs of question 2."""
+  """The pilot, then the arms of question 2, whose outer loop are the seeds."""
   return [
-    {"label": label, "seed": PILOT_SEED, **FIELDS, **fields} for label, fields in PILOT.items()
+    {"label": name, "seed": seed, **FIELDS, **fields}
+    for arms, seeds in ((PILOT, (PILOT_SEED,)), (PRECISION, SEEDS))
+    for seed in seeds
+    for name, fields in arms.items()
   ]

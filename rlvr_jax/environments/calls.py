@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+# The values of a call in tags may contain any tag, so each ends where only its end can follow.
+_FUNCTION = re.compile(rf"<function=([^<>\s]+)>(.*?)</function>\s*(?={_END}|\Z)", re.DOTALL)
+_PARAMETER = re.compile(
+  r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL
+)
 
 
 class Call(NamedTuple):
@@ -25,8 +31,10 @@ def without_thoughts(text: str) -> str:
 def find_call(text: str, names: Collection[str]) -> Call | None:
   """Finds the last tool call of a policy's turn; None if there is none.
 
-  Two forms are read. Qwen 2.5 and 3, SmolLM3 and Hermes write `<tool_call>{"name": "f",
-  "arguments": {…}}</tool_call>` anywhere after their thoughts. For Llama 3 the whole turn is
+  Three forms are read. Qwen 2.5 and 3, SmolLM3 and Hermes write `<tool_call>{"name": "f",
+  "arguments": {…}}</tool_call>` anywhere after their thoughts. Qwen3-Coder and Qwen 3.5 write
+  `<tool_call><function=f><parameter=x>…</parameter></function></tool_call>`; each argument is then
+  a text, without the line breaks next to its tags. For Llama 3 the whole turn is
   `{"name": "f", "parameters": {…}}`; such a turn is an answer unless f is one of `names`.
 
   Raises:
@@ -51,6 +59,8 @@ def find_call(text: str, names: Collection[str]) -> Call | None:
 def _read(text: str, start: int) -> tuple[Call | None, int]:
   """The call that begins at `start`, if there is one, and the index behind what was read."""
   start = len(text) - len(text[start:].lstrip())
+  if in_tags := _FUNCTION.match(text, start):
+    return Call(in_tags[1], dict(_PARAMETER.findall(in_tags[2]))), in_tags.end()
   try:
     value, end = json.JSONDecoder().raw_decode(text, start)
   except (ValueError, RecursionError):

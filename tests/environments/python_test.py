@@ -75,6 +75,14 @@ def test_text_without_a_program_ends_the_dialogue(pool):
   assert pool.step(dialogue, "It is 1.").result(WAIT_S) == Turn(done=True)
 
 
+TAGS = """<tool_call>
+<function=python>
+<parameter=code>
+for x in (1, 2):
+  print(x, "</parameter>")
+</parameter>
+</function>
+</tool_call>"""  # as Qwen 3.5 writes a call
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(6 * 7)"}}\n</tool_call>'
 
 
@@ -96,6 +104,13 @@ CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(6 * 7)"}}\n
     ('{"name": "f", "arguments": {}}', None),  # an answer: f is no tool
     (fenced("print('<tool_call>')"), "<tool_call>"),  # a program with the tag, and no call
     (CALL.replace("6 * 7", "'<tool_call></tool_call>'"), "<tool_call></tool_call>"),
+    (TAGS, "1 </parameter>\n2 </parameter>"),
+    (f"<think>{CALL}</think>I compute.\n{TAGS}", "1 </parameter>\n2 </parameter>"),
+    (
+      TAGS.replace("</parameter>\n</function>", "</function>"),
+      '[the tool is called "python", and its argument "code"',
+    ),
+    (TAGS.replace("</function>", ""), "[the tool call cannot be read"),
     ("<think>\n" + CALL + "\n</think>\n\n42", None),
     ("<think>\n" + CALL, None),
   ],
