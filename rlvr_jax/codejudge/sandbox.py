@@ -50,16 +50,16 @@ _LAST_OUTPUT = 1000  # characters of the output of a launcher that does not star
 
 
 class SandboxError(RuntimeError):
-  """The sandbox does not work; this says nothing about the code to run in it."""
+  """The sandbox does not work, which is not the fault of the code in it."""
 
 
 def deadline_s(time_limit_s: float) -> float:
-  """Wall-clock seconds after which an item with that limit of processor time is killed."""
+  """Wall-clock seconds after which an item with this limit of processor time is killed."""
   return min(WALL_CLOCK_FACTOR * time_limit_s, _LONGEST_S)
 
 
 def verdict_deadline_s(time_limit_s: float) -> float:
-  """Wall-clock seconds after which an item with that limit of processor time has a verdict."""
+  """Wall-clock seconds after which an item with this limit of processor time has a verdict."""
   return deadline_s(time_limit_s) + _MARGIN_S
 
 
