@@ -1,4 +1,4 @@
-"""DPPO masks tokens by the change of their probability, not by their ratio.
+"""DPPO: masks tokens by the change of their probability, not by their ratio.
 
 Source: "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879). As in the
 authors' example, the total variation has the bound 0.15, and the sum over tokens is divided by a

@@ -1,4 +1,4 @@
-"""VACO's mask drops tokens that move away from the sampler, in responses that are far from it.
+"""VACO's mask: drops tokens that move away from the sampler, in responses far from it.
 
 Source: VACO (arXiv:2603.01365), as published code has it: PPO's loss with 0.2 and 0.272, and
 weights of at most 2. There are four batches per refresh, so that the policy which first trains on a

@@ -119,7 +119,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
     config: settings of the network.
     family: the checkpoint's family, one of `FAMILIES`.
   Raises:
-    ValueError: a parameter that no published checkpoint has.
+    ValueError: a parameter is in no published checkpoint.
   """
   norms = {**_HEAD_NORMS, **FAMILIES[family].norms}
   of_experts: dict[tuple[str, ...], str] = {
@@ -183,7 +183,7 @@ def find_published(params: Params, config: TransformerConfig, family: str) -> di
     config: settings of the network.
     family: the checkpoint's family, one of `FAMILIES`.
   Raises:
-    ValueError: a parameter that no published checkpoint has.
+    ValueError: a parameter is in no published checkpoint.
   """
   places = {  # of a module within a layer: the module it is published in, and its rows there
     module: (whole, rows)

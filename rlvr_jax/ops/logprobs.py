@@ -461,7 +461,7 @@ def _select(values, tokens):
 
 
 def probability_bins(logprobs: Array) -> Array:
-  """Number of the bin of `PROBABILITY_BINS` that each probability is in."""
+  """The number of each probability's bin in `PROBABILITY_BINS`."""
   bounds = jnp.log(jnp.asarray([*PROBABILITY_BINS.values()][:-1], logprobs.dtype))
   return jnp.sum(logprobs[..., None] < bounds, axis=-1)
 

@@ -96,7 +96,7 @@ class RecordedRun:
     return any(len(versions) > 1 for versions in self.versions)
 
   def newest(self) -> list[int]:
-    """For every batch, the version from which on it and all earlier batches can be sampled."""
+    """For every batch, the earliest version at which it and all earlier batches can be sampled."""
     return [*itertools.accumulate(map(max, self.versions), max)]
 
   def oldest_needed(self, update: int) -> int:

@@ -95,8 +95,8 @@ def muon(
     update_rms: scales the update by update_rms·√max(D, E); 0.2 makes steps as long as AdamW's, so
       that both can use its learning rate. None: scales by √max(1, E/D) as in the original code,
       which uses a learning rate near 0.02.
-    b1: of `adamw`.
-    b2: of `adamw`.
+    b1: the b1 of `adamw`.
+    b2: the b2 of `adamw`.
     epsilon: the epsilon of `adamw`.
     weight_decay: ≥ 0, for both optimizers.
   Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024; `update_rms`:
