@@ -2,8 +2,7 @@
 
 A from-scratch transformer over bytes works "3+4*5+6=" out, a step in each line. Some steps of its
 demonstrations are wrong, so that the policy is right only sometimes. A response makes many
-decisions, and a single wrong one makes it wrong. experiments/premises/README.md says which premises
-of papers this task has.
+decisions, and a single wrong one makes it wrong. Four methods on it: experiments/steps/README.md.
 
   python -m rlvr_jax.main --config=configs/steps.py --workdir=runs/steps
   python -m rlvr_jax.main --config=configs/steps.py:long --workdir=runs/steps_long

@@ -3,7 +3,6 @@
 A from-scratch transformer over bytes reads a start, four goals and the walls of an 8 × 8 grid, one
 character per cell, and lists the cells of a walk that visits the goals in order, a line for each
 goal. Any walk within 1.5 times the shortest counts. Its demonstrations make detours.
-experiments/premises/README.md says which premises of papers this task has.
 
   python -m rlvr_jax.main --config=configs/tour.py --workdir=runs/tour
   python -m rlvr_jax.main --config=configs/tour.py:long --workdir=runs/tour_long

@@ -7,18 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from docs.deciding import Comparison, OfRun, Result, Side, Task, differences, results, side
-from experiments.fade.tables import peak_update
 from experiments.large_ratios import sweep as ratios
 from experiments.large_ratios.sweep import at_lower, with_new_seeds
 from experiments.large_ratios.tables import PRICE, RACES, SOONER, UPDATES_PER_HAND_OVER, speedups
 from experiments.low_precision import tables as low
-from experiments.mu_grpo.testbed_tables import TIGHT
 from experiments.other_samplers.sweep import EQUAL, LARGER, half_from
 from experiments.sampled_feature.sweep import BONUS, ROLLOUTS, SIZES, fixed, grpo, salt
 from experiments.sampled_feature.tables import gain_of_size
+from experiments.steps.tables import TIGHT
 from experiments.testbed import report
-from experiments.testbed.arms import GRPO
 from experiments.testbed.claims import MATTERS
+from experiments.testbed.report import GRPO, peak_update
 from rlvr_jax.evaluate.compare import METRIC, final_value, rise
 
 PAPERS = {
@@ -44,17 +43,7 @@ STAGES = Task("two stages", "mu_grpo/README.md", results("mu_grpo"))
 RATIOS = Task("large ratios", "large_ratios/README.md", results("large_ratios"))
 OTHERS = Task("other samplers", "other_samplers/README.md", results("other_samplers"))
 ENTROPIC = Task("high entropy", "high_entropy/README.md", results("high_entropy"))
-_ON_STEPS = {
-  label: runs
-  for name in ("salt_geometry", "p3o_mismatch", "fade", "mu_grpo", "together")
-  for label, runs in results(f"{name}/testbed.json").items()
-}
-STEPS_SALT, STEPS_P3O, STEPS_FADE, STEPS_MU = (
-  Task("`steps`", page, _ON_STEPS)
-  for page in (
-    "salt_geometry/TESTBED.md", "p3o_mismatch/TESTBED.md", "fade/README.md", "mu_grpo/TESTBED.md"
-  )
-)  # fmt: skip
+STEPS = Task("`steps`", "steps/README.md", results("steps"))
 
 
 # --- values of a run ------------------------------------------------------------------------------
@@ -256,7 +245,7 @@ CLAIMS = {  # S1 … M5, with a letter where a claim has several parts
   ),
   "P2": Claim(
     "robust to rollouts sampled at another temperature",
-    between(STEPS_P3O, "P3O, temperature 1.5, raw", "P3O", claimed="not less"),
+    between(STEPS, "P3O, temperature 1.5, raw", "P3O", claimed="not less"),
   ),
   "P3": Claim(
     "robust to bf16 training with fp8 rollouts, where GRPO degrades",
@@ -370,7 +359,7 @@ CLAIMS = {  # S1 … M5, with a letter where a claim has several parts
   ),
   "M1b": Claim("by 2.2 × in wall-clock with four stages", "not testable"),
   "M2a": Claim(
-    "at large μ the tight interval plateaus: it ends below GRPO", between(STEPS_MU, GRPO, TIGHT)
+    "at large μ the tight interval plateaus: it ends below GRPO", between(STEPS, GRPO, TIGHT)
   ),
   "M2b": Claim(
     "[0, 5] gains",
@@ -425,7 +414,7 @@ class Row(NamedTuple):
     return differences(arm, side(self.task, self.control, self.value) if self.control else zero)
 
 
-_STEPS_SALT_32, _STEPS_GRPO_32 = "SALT, sampled, G = 32", "GRPO, G = 32"
+_STEPS_32, _STEPS_GRPO_32 = "SALT, sampled, G = 32", "GRPO, G = 32"
 MORE = (
   Row("S2", QUICKSTART, "SALT, G = 16", "GRPO, G = 16", N_EFF_A, "n_eff of A′"),
   Row("S2, S4", QUICKSTART, "SALT, G = 16", "GRPO, G = 16"),
@@ -439,15 +428,15 @@ MORE = (
   Row("S5", WRITTEN, grpo(64), grpo(4), LATE),
   Row("S5", QUICKSTART, "SALT, G = 4", "GRPO, G = 4"),
   Row("S5", QUICKSTART, "SALT, G = 64", "GRPO, G = 64"),
-  Row("S5", STEPS_SALT, _STEPS_SALT_32, _STEPS_GRPO_32, LATE),
-  Row("S5", STEPS_SALT, _STEPS_GRPO_32, GRPO, LATE),
-  Row("S5", STEPS_SALT, _STEPS_SALT_32, "SALT, sampled", LATE),
+  Row("S5", STEPS, _STEPS_32, _STEPS_GRPO_32, LATE),
+  Row("S5", STEPS, _STEPS_GRPO_32, GRPO, LATE),
+  Row("S5", STEPS, _STEPS_32, "SALT, sampled", LATE),
   Row("S6", QUICKSTART, "GRPO, G = 64", "GRPO, G = 4", RESIDUAL, "residual energy"),
-  Row("S6", STEPS_SALT, _STEPS_GRPO_32, GRPO, STEPS_RESIDUAL, "residual energy"),
+  Row("S6", STEPS, _STEPS_GRPO_32, GRPO, STEPS_RESIDUAL, "residual energy"),
   Row(
     "S10",
-    STEPS_SALT,
-    _STEPS_SALT_32,
+    STEPS,
+    _STEPS_32,
     "SALT, sampled",
     report.training_mean("reweighting/alpha"),
     "α",
@@ -456,36 +445,36 @@ MORE = (
   Row("S11", WRITTEN, BONUS, grpo(16), LATE),
   Row("S11", QUICKSTART, "GRPO + entropy bonus, G = 16", "GRPO, G = 16", PR, "PR by `score`"),
   Row("S11", QUICKSTART, "GRPO + entropy bonus, G = 16", "GRPO, G = 16", N_EFF, "n_eff by `score`"),
-  Row("S11", STEPS_SALT, "entropy bonus 0.05", GRPO, STEPS_PR, "PR by `score`"),
-  Row("S11", STEPS_SALT, "entropy bonus 0.05", GRPO, STEPS_N_EFF, "n_eff by `score`"),
+  Row("S11", STEPS, "entropy bonus 0.05", GRPO, STEPS_PR, "PR by `score`"),
+  Row("S11", STEPS, "entropy bonus 0.05", GRPO, STEPS_N_EFF, "n_eff by `score`"),
   *(Row("P1", MISMATCH, "matched: P3O", f"matched: GRPO, ε = {clip}") for clip in (0.2, 0.4, 0.6)),
   Row("P1", OTHERS, "P3O", "GRPO", LATE),
   Row("P2", MISMATCH, "temperature 1.5: P3O", "matched: P3O"),
   Row("P2", MISMATCH, "temperature 1.5: GRPO, ε = 0.2", "matched: GRPO, ε = 0.2"),
   Row("P3", MISMATCH, "int8 rollouts: P3O", "matched: P3O"),
   Row("P3", MISMATCH, "int8 rollouts: GRPO, ε = 0.2", "matched: GRPO, ε = 0.2"),
-  Row("P3", STEPS_P3O, "P3O, fp8 rollouts", "P3O", LATE),
-  Row("P3", STEPS_P3O, "GRPO, fp8 rollouts", GRPO, LATE),
-  Row("P4", STEPS_P3O, "P3O, fp8 rollouts", "GRPO, fp8 rollouts", LATE_16, "pass@16"),
+  Row("P3", STEPS, "P3O, fp8 rollouts", "P3O", LATE),
+  Row("P3", STEPS, "GRPO, fp8 rollouts", GRPO, LATE),
+  Row("P4", STEPS, "P3O, fp8 rollouts", "GRPO, fp8 rollouts", LATE_16, "pass@16"),
   Row("P5", RATIOS, ratios.FREE, at_lower("GRPO, ε = 0.2, lag 1"), LATE),
   Row("P5", RATIOS, ratios.CAP, at_lower("GRPO, ε = 0.2, lag 1"), LATE),
   Row("P5", RATIOS, ratios.PULL, at_lower("GRPO, ε = 0.2, lag 1"), LATE),
   Row("P5", MISMATCH, "lag 1: P3O", "lag 1: GRPO, ε = 0.2"),
   Row("P5", MISMATCH, "lag 2: P3O", "lag 2: GRPO, ε = 0.2"),
-  Row("P5", STEPS_P3O, "P3O, lag 8", "GRPO, lag 8", LATE),
-  Row("P5", STEPS_P3O, "P3O, lag 8", "GRPO, lag 8", LATE_16, "pass@16"),
+  Row("P5", STEPS, "P3O, lag 8", "GRPO, lag 8", LATE),
+  Row("P5", STEPS, "P3O, lag 8", "GRPO, lag 8", LATE_16, "pass@16"),
   Row("P6", OTHERS, half_from(LARGER, "GRPO"), "GRPO", LATE),
   Row("P6", OTHERS, half_from(EQUAL, "GRPO"), "GRPO", LATE),
-  Row("P6", STEPS_P3O, "P3O, half from another policy", "P3O", LATE),
-  Row("P6", STEPS_P3O, "GRPO, half from another policy", GRPO, LATE),
-  Row("P7", STEPS_P3O, "P3O, two anchors, temperature 1.2, raw", "P3O, temperature 1.2, raw", LATE),
+  Row("P6", STEPS, "P3O, half from another policy", "P3O", LATE),
+  Row("P6", STEPS, "GRPO, half from another policy", GRPO, LATE),
+  Row("P7", STEPS, "P3O, two anchors, temperature 1.2, raw", "P3O, temperature 1.2, raw", LATE),
   Row("F1", ENTROPIC, "r − r̄", "failure-heavy", ENTROPY, "entropy over the run, nats"),
-  Row("F3", STEPS_FADE, "FADE, H* = 0.5", GRPO, HIGHEST, "highest pass@1"),
-  Row("F3", STEPS_FADE, "FADE, H* = 0.5", GRPO, LATE_16, "pass@16"),
+  Row("F3", STEPS, "FADE, H* = 0.5", GRPO, HIGHEST, "highest pass@1"),
+  Row("F3", STEPS, "FADE, H* = 0.5", GRPO, LATE_16, "pass@16"),
   Row("F3", RECIPES, "fade", "grpo"),
   Row("F3", RECIPES, "pass_at_k", "grpo"),
   Row("M2", STAGES, "tight clip", "GRPO, μ = 4"),
-  Row("M2", STEPS_MU, "relaxed, μ = 96", "", rise, "pass@1, last less first"),
+  Row("M2", STEPS, "relaxed, μ = 96", "", rise, "pass@1, last less first"),
   Row("M2", RATIOS, "relaxed", "GRPO, ε = 0.2", fall, "fall of pass@1 from its highest"),
   *(
     Row("M3", STAGES, f"veto {scope}, κ = 0.1{rate}", f"relaxed clip{rate}")
@@ -493,7 +482,7 @@ MORE = (
     for scope in ("trigger", "suffix", "trigger_and_suffix")
   ),
   Row("M3", STAGES, "veto response, κ = 0.1", "relaxed clip"),
-  Row("M3", STEPS_MU, "trigger, μ = 96", "", rise, "pass@1, last less first"),
+  Row("M3", STEPS, "trigger, μ = 96", "", rise, "pass@1, last less first"),
   *(
     Row("M3", RATIOS, rate(label), "", late_rise, "late pass@1 less first")
     for rate in (at_lower, with_new_seeds)

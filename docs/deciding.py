@@ -38,10 +38,8 @@ class Task(NamedTuple):
 
 
 def results(name: str) -> dict[str, list[Result]]:
-  """Label → the committed runs of experiments/NAME, a folder or a file of results."""
-  path = EXPERIMENTS / name
-  file = path if path.suffix else path / "results.json"
-  return compare.group_by_label(compare.read_results(file))
+  """Label → the committed runs of experiments/NAME."""
+  return compare.group_by_label(compare.read_results(EXPERIMENTS / name / "results.json"))
 
 
 class Side(NamedTuple):

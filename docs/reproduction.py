@@ -13,7 +13,6 @@ import pathlib
 from docs.claims import CLAIMS, DECIDED_BY, MORE, PAPERS
 from docs.deciding import Comparison, Task, difference_cell, differences, draw, holm_p, verdict
 from docs.tables import between_marks
-from experiments import full_size
 from rlvr_jax.evaluate.compare import markdown_table
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -83,7 +82,7 @@ def written() -> str:
   text = PAGE.read_text(encoding="utf-8")
   for paper in PAPERS:
     text = between_marks(text, f"claims {paper}", f"\n{claim_table(paper)}\n\n")
-  return between_marks(text, "hardware", f"\n{full_size.table()}\n\n")
+  return text
 
 
 def other_comparisons() -> str:

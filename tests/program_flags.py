@@ -30,6 +30,7 @@ def set_aside(belongs):
 def experiment(name):
   """The program of an experiment as a module; its flags are there meanwhile."""
   file = EXPERIMENTS / name / "__main__.py"
+  file = file if file.exists() else EXPERIMENTS / f"{name}.py"
   spec = importlib.util.spec_from_file_location(f"{name}_program", file)
   module = importlib.util.module_from_spec(spec)
   with set_aside(lambda name, module: module == "rlvr_jax.main"):

@@ -42,33 +42,31 @@ def tables(results: Sequence[Result]) -> str:
     f"{label}, seed {run['seed']}": [
       interval_cell(run, 0),
       interval_cell(run, -1),
-      f"{best_play(max(TURNS)) - final_value(run):.3f}",
     ]
     for label, of_label in by_label.items()
     for run in of_label
   }
   for label, of_label in by_label.items():
-    ends = [final_value(run) for run in of_label]
-    gaps = [best_play(max(TURNS)) - end for end in ends]
     starts = [run["evaluations"][METRIC][0] for run in of_label]
-    runs[f"**{label}, mean**"] = [mean_cell(starts), mean_cell(ends), mean_cell(gaps)]
+    ends = [final_value(run) for run in of_label]
+    runs[f"**{label}, mean**"] = [mean_cell(starts), mean_cell(ends)]
   by_turns = {"best play": [f"{best_play(t):.3f}" for t in TURNS]}
   by_turns["start"] = [mean_cell(x) for x in solved(by_label["GRPO"], 0).values()]
   for label, of_label in by_label.items():
     by_turns[f"{label}, end"] = [mean_cell(x) for x in solved(of_label, -1).values()]
   return "\n\n".join(
     [
-      compare.markdown_table(["start", "end", "below best play"], runs),
+      compare.markdown_table(["start", "end"], runs),
       compare.markdown_table([f"in {t} turn{'s' * (t > 1)}" for t in TURNS], by_turns),
-      compare.comparison_table(results, baseline="GRPO"),
+      report.table(results, list(RUNS), {"pass@1 at the end": final_value}, compared=final_value),
     ]
   )
 
 
-def draw(results: Sequence[Result]) -> None:
+def draw(results: Sequence[Result], home: pathlib.Path) -> None:
   """Saves a figure: held-out pass@1 over updates, and by number of turns at the end."""
   by_label = compare.group_by_label(results)
-  with curves.save_figure(HOME / "curves.png", 1, 2, size=(9, 3.4), dpi=100) as (left, right):
+  with curves.save_figure(home / "curves.png", 1, 2, size=(9, 3.4), dpi=100) as (left, right):
     lines = {label: [compare.result_curve(r, METRIC) for r in by_label[label]] for label in RUNS}
     curves.plot_curves(left, lines, METRIC, "updates")
     left.axhline(best_play(max(TURNS)), color="black", linestyle="--")
@@ -84,7 +82,4 @@ def draw(results: Sequence[Result]) -> None:
 
 
 if __name__ == "__main__":
-  results, are_new = report.load_results(HOME / "results.json", lambda workdir: {}, list(RUNS))
-  if are_new:
-    draw(results)
-  report.write_tables(HOME / "README.md", tables(results), results)
+  report.write_page(HOME, tables, draw=draw, labels=list(RUNS))

@@ -9,7 +9,6 @@ import pathlib
 import statistics
 from collections.abc import Sequence
 
-from experiments.fade.tables import peak_update
 from experiments.high_entropy.sweep import (
   ADVANTAGES,
   EQUAL,
@@ -21,7 +20,7 @@ from experiments.high_entropy.sweep import (
 )
 from experiments.testbed import report
 from experiments.testbed.claims import Claim, Quantity, arm_table, quantity_tables, write_page
-from experiments.testbed.report import Result, late_mean
+from experiments.testbed.report import Result, late_mean, peak_update
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.compare import METRIC, result_curve
 
@@ -34,42 +33,44 @@ MEASURED = {  # heading → (metric, what of its values over the updates)
   ENTROPY: ("policy/entropy", statistics.mean),
   "at the end": ("policy/entropy", lambda values: values[-1]),
   RANK_ONE: ("geometry/head_rank_one_fraction", lambda values: values[-1]),
-  "head's share": ("geometry/head_share", lambda values: values[-1]),
   "α at the end": ("advantage/fade_alpha", lambda values: values[-1]),
   "δ at the end": ("advantage/fade_delta", lambda values: values[-1]),
 }
+SHOWN = (ENTROPY, RANK_ONE, "α at the end", "δ at the end")
 MORE = {
+  "highest pass@1": report.peak_value(),
   "its update": peak_update,
   "pass@16 at the start": lambda result: result["evaluations"][PASS_AT_16][0],
   "late pass@16": late_mean(PASS_AT_16),
+  "entropy at the end": lambda result: result["measured"]["at the end"],
 }
 QUANTITIES = (
   Quantity(
-    f"F1, {ENTROPY} in nats",
+    "Entropy over the run, nats",
     (Claim("F1", EQUAL, SUCCESS_HEAVY, "more"),),
     lambda result: result["measured"][ENTROPY],
     0.02,
   ),
   Quantity(
-    f"F2, {RANK_ONE} at the end",
+    "The head's rank-1 fraction at the end",
     (Claim("F2", FAILURE_HEAVY, EQUAL, "more"),),
     lambda result: result["measured"][RANK_ONE],
     0.05,
   ),
   Quantity(
-    "F3, update of the highest pass@1",
+    "Update of the highest pass@1",
     tuple(Claim(f"F3, sooner than {label}", label, FADE, "more") for label in STATIC),
     peak_update,
     30,
   ),
   Quantity(
-    "F3, highest pass@1",
+    "Highest pass@1",
     tuple(Claim(f"F3, as high as {label}", FADE, label, "not less") for label in STATIC),
     report.peak_value(),
     0.03,
   ),
   Quantity(
-    "F3, late pass@16",
+    "Late pass@16",
     tuple(Claim(f"F3, as broad as {label}", FADE, label, "not less") for label in STATIC),
     late_mean(PASS_AT_16),
     0.03,
@@ -90,10 +91,8 @@ def draw(results: Sequence[Result]) -> None:
 
 def tables(results: Sequence[Result]) -> str:
   """All tables as Markdown."""
-  pilot, compared = (
-    arm_table(results, list(arms), MEASURED, LATE, MORE) for arms in (PILOT, ADVANTAGES)
-  )
-  return "\n\n".join([pilot, *quantity_tables(QUANTITIES, results), compared])
+  arms = arm_table(results, list(ADVANTAGES), SHOWN, LATE, MORE)
+  return "\n\n".join([*quantity_tables(QUANTITIES, results), arms])
 
 
 if __name__ == "__main__":

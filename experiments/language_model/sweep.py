@@ -6,7 +6,7 @@
 from the repository root. Products are of bfloat16 in all runs, as in P3O's claim.
 """
 
-from experiments.p3o_mismatch.testbed import quantized
+from experiments.steps.sweep import quantized
 
 FIELDS = {
   "num_updates": 60,

@@ -1,6 +1,6 @@
 """Training in float32 and bfloat16, with rollouts of the policy or an 8-bit copy; see README.md."""
 
-from experiments.p3o_mismatch import testbed
+from experiments.steps import sweep as steps
 
 CONFIG = "experiments/mu_grpo/config.py:refresh"  # the quickstart in written steps
 SEEDS = range(8)
@@ -14,7 +14,7 @@ FIELDS = {
   "evaluation.ks": (1, 8),
   "store.keep_used": False,
 }
-METHODS = {"GRPO": {}, "P3O": testbed.P3O}
+METHODS = {"GRPO": {}, "P3O": steps.P3O}
 TRAINING = ("float32", "bfloat16")
 FORMATS = {  # of rollouts → of the copy of the policy that samples them
   "int8 rollouts": "int8",
@@ -39,16 +39,16 @@ PRECISION = {  # label → fields
   label(method, training, rollouts): {
     "model.overrides.compute_dtype": training,
     **fields,
-    **(testbed.quantized(FORMATS[rollouts]) if rollouts else {}),
+    **(steps.quantized(FORMATS[rollouts]) if rollouts else {}),
   }
   for method, fields in METHODS.items()
   for training in TRAINING
   for rollouts in ("", *FORMATS)
 }
 HARDEST = (TRAINING[1], "fp8 rollouts")  # dtype and rollouts of the paper's claim
-CLIPPED = {clip(epsilon): testbed.clip(epsilon) for epsilon in CLIPS[1:]}
+CLIPPED = {clip(epsilon): steps.clip(epsilon) for epsilon in CLIPS[1:]}
 _TWO = {**METHODS["P3O"], "reference.kl_coefficient": 0.04}
-_HOT = testbed.temperature(1.2, "raw")
+_HOT = steps.temperature(1.2, "raw")
 ANCHORED = {
   label(ANCHORS): _TWO,
   f"{label('P3O')}, {HOT}": {**METHODS["P3O"], **_HOT},

@@ -33,7 +33,6 @@ from experiments.testbed.claims import (
   Quantity,
   arm_table,
   claim_row,
-  claim_table,
   quantity_tables,
   write_page,
 )
@@ -121,14 +120,6 @@ def less_sweep_mean(results: Sequence[Result]) -> Difference:
   return paired_difference(of_p3o, sweep_mean(results))
 
 
-def sweep_table(results: Sequence[Result]) -> str:
-  """What `less_sweep_mean` says of its claim, once its runs have begun."""
-  rows = {}
-  if sweep_mean(results):
-    rows[SWEEP.name] = claim_row(SWEEP, less_sweep_mean(results))
-  return markdown_table(HEADINGS, rows, "claim")
-
-
 def draw(results: Sequence[Result]) -> None:
   """Saves a figure of held-out pass@1, with a panel for each question."""
   draw_panels(results, PANELS, HOME / "curves.png")
@@ -136,14 +127,13 @@ def draw(results: Sequence[Result]) -> None:
 
 def tables(results: Sequence[Result]) -> str:
   """All tables as Markdown."""
-  of_arms = [
-    arm_table(results, list(arms), MEASURED, LATE, {"late pass@8": LATE_8})
-    for arms in (PILOT, PRECISION, {**CLIPPED, **ANCHORED, **WHY})
-  ]
-  pilot, *compared = of_arms
-  why = f"What fp8 rollouts do, in late pass@1:\n\n{claim_table(REASONS, results, LATE)}"
-  mean = f"Late pass@8, less the mean of GRPO's clips:\n\n{sweep_table(results)}"
-  return "\n\n".join([pilot, *quantity_tables(QUANTITIES, results), mean, why, *compared])
+  rows = {SWEEP.name: claim_row(SWEEP, less_sweep_mean(results))}
+  mean = f"Late pass@8, less the mean of GRPO's clips:\n\n{markdown_table(HEADINGS, rows, 'claim')}"
+  why = Quantity("Late pass@1, five seeds: which part of each method", REASONS, LATE)
+  claims = [*quantity_tables([*QUANTITIES, why], results), mean]
+  shown = [*PRECISION, *CLIPPED, *ANCHORED, *WHY]
+  arms = arm_table(results, shown, ("ESS", "clipped"), LATE, {"late pass@8": LATE_8})
+  return "\n\n".join([*claims, arms])
 
 
 if __name__ == "__main__":

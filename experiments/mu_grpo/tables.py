@@ -1,8 +1,6 @@
-"""Prints the tables of README.md, from results.json or from the workdir of a sweep.
+"""Writes the tables and the figure of README.md: python -m experiments.mu_grpo.tables.
 
-  python -m experiments.mu_grpo.tables --workdir=runs/experiment_mu_grpo
-
-Run it from the repository root. With a workdir it rewrites results.json and the plot.
+With --workdir, of a sweep, it replaces results.json by the sweep's runs first.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.mu_grpo import hand_over
 from experiments.mu_grpo.sweep import AT_HIGHER_RATE, GRPO, HIGHER, RELAXED, SUFFIX, TIGHT
 from experiments.testbed import report
 from experiments.testbed.report import Result
@@ -30,9 +29,8 @@ from rlvr_jax.evaluate.compare import (
 from rlvr_jax.evaluate.run_files import read_metrics
 
 RISE = 0.1  # of held-out pass@1, at which costs are compared
-COSTS = {"updates": "updates", "seconds": "seconds", "flops": "TFLOPs"}
+COSTS = {"updates": "updates", "seconds": "seconds"}
 BIN = 8  # updates per point of the plot over ages
-LAST = 16  # updates over which the entropy at the end is averaged
 
 
 def measure(workdir: str) -> dict:
@@ -43,14 +41,9 @@ def measure(workdir: str) -> dict:
   def mean(name: str, of: Sequence[Mapping] = train) -> float:
     return statistics.mean(r[name] for r in of)
 
-  optimise = [r["time/optimise_seconds"] for r in train]
   measurements = {
-    "entropy": mean("policy/entropy", train[-LAST:]),
     "ess": mean("behavior/ess"),
-    "clip": mean("loss/clip_fraction"),
-    "negative_ratio": max(r.get("behavior/ratio_max_negative", 0.0) for r in train),
     "hand_overs": sum("time/sync_weights_seconds" in r for r in train),
-    "first_update_seconds": optimise[0] - statistics.median(optimise),
     "phase_seconds": curves.phase_seconds(records),
     "elapsed_seconds": records[-1][curves.ELAPSED],
     "cost": {},  # of a rise by `RISE`, on every axis; None if it was not reached
@@ -71,9 +64,9 @@ def means_by_age(train: Sequence[Mapping], metric: str) -> list[float]:
   return [statistics.mean(r[metric] for r in train if r["stage/age"] == age) for age in ages]
 
 
-def reached_cell(values: Sequence[float | None], scale: float) -> str:
+def reached_cell(values: Sequence[float | None]) -> str:
   """Text of the mean over the seeds that reached the level, and their number if not all did."""
-  numbers = [value / scale for value in values if value is not None]
+  numbers = [value for value in values if value is not None]
   if not numbers:
     return "never"
   if len(numbers) < len(values):
@@ -82,13 +75,11 @@ def reached_cell(values: Sequence[float | None], scale: float) -> str:
 
 
 def learning_table(results: Mapping[str, Sequence[Result]]) -> str:
+  """Returns a table of accuracy, and of what the veto drops in the first and last quarter."""
   columns: dict[str, Callable[[Result], float]] = {
     "final pass@1": final_value,
-    "rise": rise,
     "best less final": lambda r: max(r["evaluations"][METRIC]) - final_value(r),
-    "entropy at the end": lambda r: r["entropy"],
     "ESS": lambda r: r["ess"],
-    "clip fraction": lambda r: r["clip"],
   }
   rows = {}
   for label, label_runs in results.items():
@@ -97,46 +88,31 @@ def learning_table(results: Mapping[str, Sequence[Result]]) -> str:
     relaxed = results[RELAXED + HIGHER if label.endswith(HIGHER) else RELAXED]
     pairs = zip(label_runs, relaxed, strict=True)
     rows[label] += [mean_cell([final_value(r) - final_value(other) for r, other in pairs])]
-    rows[label] += [f"{max(r['negative_ratio'] for r in label_runs):.2g}"]
-  header = [*columns, "rise, each seed", "final less relaxed's, paired", "largest ρ where A < 0"]
-  return markdown_table(header, rows)
+    rows[label] += veto_cells(label_runs)
+  header = [*columns, "rise, each seed", "final less relaxed's, paired", "vetoed tokens"]
+  return markdown_table([*header, "trigger rate, first quarter", "last quarter"], rows)
 
 
-def veto_table(results: Mapping[str, Sequence[Result]]) -> str:
-  rows = {}
-  header = ["vetoed tokens"]
-  for label, label_runs in results.items():
-    if "vetoed" not in label_runs[0]:
-      continue
-    rates = np.array([r["trigger_rate_by_age"] for r in label_runs])
-    quarters = np.split(rates, 4, axis=1)
-    width = quarters[0].shape[1]
-    header = ["vetoed tokens"]
-    header += [f"trigger rate, ages {width * i} to {width * (i + 1) - 1}" for i in range(4)]
-    rows[label] = [mean_cell([r["vetoed"] for r in label_runs])]
-    rows[label] += [mean_cell(quarter.mean(axis=1)) for quarter in quarters]
-  return markdown_table(header, rows)
+def veto_cells(runs: Sequence[Result]) -> list[str]:
+  """Share of vetoed tokens, and the rate of triggers in the first and last quarter of a stage."""
+  if "vetoed" not in runs[0]:
+    return 3 * ["–"]
+  first, *_, last = np.split(np.array([r["trigger_rate_by_age"] for r in runs]), 4, axis=1)
+  of_quarters = [mean_cell(quarter.mean(axis=1)) for quarter in (first, last)]
+  return [mean_cell([r["vetoed"] for r in runs]), *of_quarters]
 
 
 def cost_table(results: Mapping[str, Sequence[Result]]) -> str:
   """Returns a table of the costs of a run, in total and until it reached the level."""
   header = [f"{name} to a rise of {RISE:g}" for name in COSTS.values()]
-  header += ["weight syncs", "their seconds", "first update's extra seconds, each seed"]
-  header += ["generating", "updating", "in all, seconds"]
+  header += ["weight syncs", "their seconds", "in all, seconds"]
   rows = {}
-  for label, label_runs in results.items():
-    scale = {"flops": 1e12}
-    seconds = {
-      phase: mean_cell([r["phase_seconds"].get(phase, 0.0) for r in label_runs])
-      for phase in ("sync_weights", "generate", "optimise")
-    }
-    rows[label] = [
-      reached_cell([r["cost"][over] for r in label_runs], scale.get(over, 1)) for over in COSTS
-    ]
-    rows[label] += [f"{label_runs[0]['hand_overs']}", seconds["sync_weights"]]
-    rows[label] += [" ".join(f"{r['first_update_seconds']:.1f}" for r in label_runs)]
-    rows[label] += [seconds["generate"], seconds["optimise"]]
-    rows[label] += [mean_cell([r["elapsed_seconds"] for r in label_runs])]
+  for label in (GRPO, TIGHT, RELAXED, SUFFIX):
+    runs = results[label]
+    rows[label] = [reached_cell([r["cost"][over] for r in runs]) for over in COSTS]
+    rows[label] += [f"{runs[0]['hand_overs']}"]
+    rows[label] += [mean_cell([r["phase_seconds"].get("sync_weights", 0.0) for r in runs])]
+    rows[label] += [mean_cell([r["elapsed_seconds"] for r in runs])]
   return markdown_table(header, rows)
 
 
@@ -177,8 +153,10 @@ def draw(results: Sequence[Result], home: pathlib.Path) -> None:
 def tables(results: Sequence[Result]) -> str:
   """Returns all tables as Markdown."""
   runs = group_by_label(results)
-  return "\n\n".join([learning_table(runs), veto_table(runs), cost_table(runs)])
+  title = f"Seconds of GRPO over those of stages with the suffix veto, to a rise of {RISE:g}:"
+  prices = hand_over.table(hand_over.quickstart_curves)
+  return "\n\n".join([learning_table(runs), cost_table(runs), title, prices])
 
 
 if __name__ == "__main__":
-  report.print_tables(pathlib.Path(__file__).parent, tables, measure, draw)
+  report.write_page(pathlib.Path(__file__).parent, tables, measure, draw)

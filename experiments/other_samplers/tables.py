@@ -41,8 +41,8 @@ def draw(results: Sequence[Result]) -> None:
 
 def tables(results: Sequence[Result]) -> str:
   """All tables as Markdown."""
-  others, compared = (arm_table(results, list(arms), MEASURED, LATE) for arms in (OTHERS, RUNS))
-  return "\n\n".join([others, claim_table(CLAIMS, results, LATE), compared])
+  arms = arm_table(results, [*OTHERS, *RUNS], MEASURED, LATE)
+  return "\n\n".join([claim_table(CLAIMS, results, LATE), arms])
 
 
 if __name__ == "__main__":

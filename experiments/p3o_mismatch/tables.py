@@ -1,15 +1,13 @@
-"""Prints the tables of README.md, from results.json or from the workdir of a sweep.
+"""Writes the tables and the figure of README.md: python -m experiments.p3o_mismatch.tables.
 
-  python -m experiments.p3o_mismatch.tables --workdir=runs/experiment_p3o
-
-Run it from the repository root. With a workdir it rewrites results.json and the plot.
+With --workdir, of a sweep, it replaces results.json by the sweep's runs first.
 """
 
 from __future__ import annotations
 
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from experiments.p3o_mismatch.sweep import CAP_ONLY, METHODS, OTHER, SETTINGS
 from experiments.testbed import report
@@ -29,25 +27,8 @@ from rlvr_jax.evaluate.run_files import read_metrics
 def measure(workdir: str) -> dict:
   """Measures a finished run for the tables, besides its held-out curve."""
   train = [r for r in read_metrics(workdir) if r["phase"] == "train"]
-  names = dict(ess="behavior/ess", clip="loss/clip_fraction", kl="behavior/kl_k3")
-  means = {name: statistics.mean(r[metric] for r in train) for name, metric in names.items()}
-  return means | {
-    "entropy": train[-1]["policy/entropy"],
-    "largest_ratio": max(r["behavior/ratio_max"] for r in train),
-    "skipped": train[-1]["update/skipped"],
-  }
-
-
-def setting_table(
-  results: Mapping[str, Sequence[Result]], run_value: Callable[[Result], float]
-) -> str:
-  """Returns a Markdown table with a row per setting and a column per method."""
-
-  def values(setting: str, label: str) -> list[float]:
-    return [run_value(r) for r in results[f"{setting}: {label}"]]
-
-  rows = {setting: [mean_cell(values(setting, label)) for label in METHODS] for setting in SETTINGS}
-  return markdown_table(list(METHODS), rows, "setting")
+  ess = statistics.mean(r["behavior/ess"] for r in train)
+  return {"ess": ess, "entropy": train[-1]["policy/entropy"]}
 
 
 def learning_table(results: Mapping[str, Sequence[Result]]) -> str:
@@ -96,19 +77,29 @@ def draw(results: Sequence[Result], home: pathlib.Path) -> None:
       axes.set_title(setting)
 
 
+def end_table(results: Mapping[str, Sequence[Result]]) -> str:
+  """Returns a table of effective sample sizes, and of the entropy at the last update."""
+  shown = [f"{setting}: {label}" for setting in SETTINGS for label in ("GRPO, ε = 0.2", "P3O")]
+  rows = {
+    label: [mean_cell([r[name] for r in results[label]]) for name in ("ess", "entropy")]
+    for label in (*shown, CAP_ONLY)
+  }
+  return markdown_table(["ESS", "entropy at the end"], rows)
+
+
 def tables(results: Sequence[Result]) -> str:
-  """Returns all tables as Markdown, and the means of the ablation."""
+  """Returns all tables as Markdown."""
   runs = group_by_label(result for result in results if result["label"] != OTHER)
-  metrics = ("ess", "clip", "entropy")
-  sections = [learning_table(runs), cost_table(runs)]
-  for name in metrics:
-    sections.append(f"{name}:\n\n{setting_table(runs, lambda r, name=name: r[name])}")
-  cap_only_runs = runs[CAP_ONLY]
-  means = {name: mean_cell([r[name] for r in cap_only_runs]) for name in metrics}
-  final = mean_cell([final_value(r) for r in cap_only_runs])
-  sections.append(f"{CAP_ONLY}: final {final}, {means}")
-  return "\n\n".join(sections)
+  without = mean_cell([final_value(r) for r in runs[CAP_ONLY]])
+  return "\n\n".join(
+    [
+      learning_table(runs),
+      f"{CAP_ONLY}: {without}. The same less the matched run of the same method and seed:",
+      cost_table(runs),
+      end_table(runs),
+    ]
+  )
 
 
 if __name__ == "__main__":
-  report.print_tables(pathlib.Path(__file__).parent, tables, measure, draw)
+  report.write_page(pathlib.Path(__file__).parent, tables, measure, draw)

@@ -1,10 +1,10 @@
-"""What n_eff, PR and α are in expectation: the formulae of EXPECTATION.md, simulated and measured.
+"""What n_eff, PR and α are in expectation: the formulae of README.md, simulated and measured.
 
-  python -m experiments.premises.expectation --on_policy=WORKDIR --hotter=WORKDIR --lagging=WORKDIR
+  python -m experiments.premises.expectation --on_policy=WORKDIR --hotter=WORKDIR
 
-from the repository root. The workdirs are of the runs on that page. The policy of the first two
-does not move, so that their measurements are independent draws. Without a workdir its figures stay.
-Writes results/expectation.json and the tables of EXPECTATION.md.
+from the repository root. The workdirs are of the runs on that page, whose policy does not move, so
+that their measurements are independent draws. Without a workdir its figures stay. Writes
+results.json and the tables of README.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from experiments.premises import lagging_grams, tiny_policies
+from experiments.premises import tiny_policies
 from experiments.premises.tiny_policies import Outcomes, expected_energies, moments
 from experiments.testbed import report
 from rlvr_jax.evaluate.compare import markdown_table
@@ -26,8 +26,8 @@ from rlvr_jax.evaluate.paired import mean_and_half_width
 from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER
 
 HERE = pathlib.Path(__file__).parent
-RESULTS = HERE / "results" / "expectation.json"
-PAGE = HERE / "EXPECTATION.md"
+RESULTS = HERE / "results.json"
+PAGE = HERE / "README.md"
 
 
 def sums(coefficients: np.ndarray, gram: np.ndarray) -> tuple[float, float]:
@@ -86,7 +86,7 @@ def simulate(
 def n_eff_by_formula(
   p: np.ndarray, scores: np.ndarray, rewards: np.ndarray, group_size: int, tokens: int
 ) -> float:
-  """n_eff of the means with centred advantages and `score`, by EXPECTATION.md."""
+  """n_eff of the means with centred advantages and `score`, by README.md."""
   found = []
   for outcomes in map(Outcomes, p, scores, rewards):
     one, squares = moments(outcomes), float(outcomes.probs @ outcomes.rewards**2)
@@ -141,7 +141,7 @@ def measure(workdir: pathlib.Path) -> dict[str, dict[str, list[float]]]:
 
 
 def tables(results: Mapping[str, Any]) -> str:
-  """The tables of EXPECTATION.md."""
+  """The tables of README.md."""
   simulated = {
     f"G = {row['group_size']}, P = {row['prompts']}, T = {row['tokens']}": [
       f"{row[name]:.2f}"
@@ -174,8 +174,6 @@ def tables(results: Mapping[str, Any]) -> str:
   }
   if columns:
     parts.append(markdown_table([f"{run}, `{feature}`" for run, feature in columns], rows, "mean"))
-  if "lagging" in results:
-    parts.append(lagging_grams.tables(results["lagging"]))
   return "\n\n".join([*parts, tiny_policies.tables(results["tiny"], results["search"])])
 
 
@@ -190,7 +188,7 @@ def rounded(value: Any) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__)
-  for run in ("on_policy", "hotter", "lagging"):
+  for run in ("on_policy", "hotter"):
     parser.add_argument(f"--{run}", type=pathlib.Path, help="workdir of this run")
   given = {name: path for name, path in vars(parser.parse_args(argv)).items() if path}
   results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"measured": {}}
@@ -199,8 +197,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for G, P, T in ((8, 1, 1), (64, 1, 1), (8, 16, 1), (8, 1, 40), (64, 1, 40), (8, 16, 40))
   ]
   results |= rounded({"tiny": tiny_policies.measure(), "search": tiny_policies.search()})
-  if lagging := given.pop("lagging", None):
-    results["lagging"] = rounded(lagging_grams.measure_run(lagging))
   results["measured"] |= {name.replace("_", "-"): measure(path) for name, path in given.items()}
   RESULTS.write_text(json.dumps(results, indent=1) + "\n")
   report.write_tables(PAGE, tables(results))

@@ -1,6 +1,6 @@
 """Policies small enough that all their batches can be enumerated, and what n_eff must be for them.
 
-The derivation is EXPECTATION.md, which this file's symbols follow. A policy has one prompt or
+The derivation is README.md, which this file's symbols follow. A policy has one prompt or
 several, a vocabulary of three tokens and responses of at most two tokens.
 """
 
@@ -435,16 +435,14 @@ def tables(
   found: Mapping[str, Mapping[str, float]],
 ) -> str:
   """Tables of the figures of `measure` and `search`, as Markdown."""
-  headings = ["‖h‖²/E‖g‖²", "G = 3", "G = 64", "A = r", "luck", "luck, sampled", "luck, A = r"]
-  headings += ["luck, α", "PR", "PR, sampled"]
+  headings = ["‖h‖²/E‖g‖²", "G = 3", "G = 64", "A = r", "luck", "luck, α", "PR"]
   rows = {
     name: [
       f"{x['mean_share']:.3f}",
       *(f"{x[key]:.2f}" for key in ("enumerated", "at_64", "uncentered_at_8")),
       f"{luck['at_8']:.3f}",
-      f"{luck['sampled_n_eff']:.3f} ± {luck['sampled_error']:.3f}",
-      *(f"{luck[key]:.2f}" for key in ("uncentered_at_8", "alpha")),
-      *(f"{x[key]:.2f}" for key in ("pr_at_8", "sampled_participation_ratio")),
+      f"{luck['alpha']:.2f}",
+      f"{x['pr_at_8']:.2f}",
     ]
     for (name, x), luck in zip(tiny["content"].items(), tiny["luck"].values(), strict=True)
   }
@@ -455,7 +453,7 @@ def tables(
     [
       "Tiny policies: n_eff as the ratio of expectations, for a reward by content and one by luck."
       f" G = 3 and α: all batches enumerated, {error:.0e} from the formula at most. G = 8 where"
-      f" nothing else stands. Sampled: {SAMPLES} batches, with the standard error.",
+      " nothing else stands.",
       markdown_table(headings, rows, "condition"),
       f"{SEARCHED} random tiny policies with random rewards of 0 and 1, G = {sizes}: the least"
       " n_eff by formula, and how many are below 1.",

@@ -1,8 +1,6 @@
-"""Prints the table of README.md, from results.json or from the workdir of a sweep.
+"""Writes the table of README.md: python -m experiments.pretrained.tables.
 
-  python -m experiments.pretrained.tables --workdir=runs/experiment_pretrained
-
-Run it from the repository root. With a workdir it rewrites results.json and curves.png.
+With --workdir, of a sweep, it replaces results.json by the sweep's runs first.
 """
 
 import functools
@@ -14,4 +12,4 @@ from experiments.testbed import report
 tables = functools.partial(report.table_of_rises, labels=list(RUNS), starts="pretrained")
 
 if __name__ == "__main__":
-  report.print_rises(pathlib.Path(__file__).parent, list(RUNS), starts="pretrained")
+  report.write_rises(pathlib.Path(__file__).parent, list(RUNS), starts="pretrained")

@@ -1,8 +1,6 @@
-"""Prints the table of README.md, from results.json or from the workdir of a sweep.
+"""Writes the table of README.md: python -m experiments.quickstart.tables.
 
-  python -m experiments.quickstart.tables --workdir=runs/experiment_quickstart
-
-Run it from the repository root. With a workdir it rewrites results.json and curves.png.
+With --workdir, of a sweep, it replaces results.json by the sweep's runs first.
 """
 
 import functools
@@ -15,4 +13,4 @@ tables = functools.partial(report.table_of_rises, labels=list(RUNS), starts="qui
 
 if __name__ == "__main__":
   # The longer warm starts have the same first 150 steps as the quickstart of the same seed.
-  report.print_rises(pathlib.Path(__file__).parent, list(RUNS), starts="quickstart")
+  report.write_rises(pathlib.Path(__file__).parent, list(RUNS), starts="quickstart")

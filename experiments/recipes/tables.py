@@ -1,8 +1,6 @@
-"""Prints the table of README.md, from results.json or from the workdir of a sweep.
+"""Writes the table of README.md: python -m experiments.recipes.tables.
 
-  python -m experiments.recipes.tables --workdir=runs/experiment_recipes
-
-Run it from the repository root. With a workdir it rewrites results.json.
+With --workdir, of a sweep, it replaces results.json by the sweep's runs first.
 """
 
 from __future__ import annotations
@@ -10,10 +8,16 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
-from experiments.recipes.sweep import RECIPES
 from experiments.testbed import report
 from experiments.testbed.report import Result
-from rlvr_jax.evaluate.compare import METRIC, group_by_label, interval_cell, rise
+from rlvr_jax.evaluate.compare import (
+  METRIC,
+  final_value,
+  group_by_label,
+  markdown_table,
+  mean_cell,
+  rise,
+)
 from rlvr_jax.evaluate.paired import mean_and_half_width, standard_error_of_interval
 
 
@@ -30,25 +34,16 @@ def rise_in_standard_errors(result: Result) -> float:
 
 
 def tables(results: Sequence[Result]) -> str:
-  """Returns a Markdown table: a row per recipe, a column per seed, mean rises with t intervals."""
-  seeds = sorted({r["seed"] for r in results})
-  first = [r for r in results if r["label"] == RECIPES[0]]
-  ends = " | ".join(f"end, seed {seed}" for seed in seeds)
-  lines = [
-    f"| recipe | {ends} | mean rise | smallest rise, standard errors | seconds |",
-    "|---" * (len(seeds) + 4) + "|",
-    "| start, all | " + " | ".join(interval_cell(r, 0) for r in first) + " | | | |",
-  ]
-  for label, recipe_runs in group_by_label(results).items():
-    mean, half = mean_and_half_width([rise(r) for r in recipe_runs])
-    smallest = min(rise_in_standard_errors(r) for r in recipe_runs)
-    seconds = sum(r["seconds"] for r in recipe_runs) / len(recipe_runs)
-    lines.append(
-      f"| {label} | {' | '.join(interval_cell(r, -1) for r in recipe_runs)}"
-      f" | {mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}] | {smallest:.1f} | {seconds:.0f} |"
-    )
-  return "\n".join(lines)
+  """Returns a Markdown table with a row per recipe."""
+  rows = {}
+  for label, runs in group_by_label(results).items():
+    mean, half = mean_and_half_width([rise(r) for r in runs])
+    smallest = min(map(rise_in_standard_errors, runs))
+    interval = f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
+    rows[label] = [mean_cell([final_value(r) for r in runs]), interval, f"{smallest:.1f}"]
+  header = ["pass@1 at the end", "mean rise", "smallest rise, standard errors"]
+  return markdown_table(header, rows, "recipe")
 
 
 if __name__ == "__main__":
-  report.print_tables(pathlib.Path(__file__).parent, tables)
+  report.write_page(pathlib.Path(__file__).parent, tables)

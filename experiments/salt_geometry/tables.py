@@ -1,8 +1,6 @@
-"""Prints the tables of README.md, from results.json or from the workdir of a sweep.
+"""Writes the tables and the figure of README.md: python -m experiments.salt_geometry.tables.
 
-  python -m experiments.salt_geometry.tables --workdir=runs/experiment_salt
-
-Run it from the repository root. With a workdir it rewrites results.json and the plots.
+With --workdir, of a sweep, it replaces results.json by the sweep's runs first.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.salt_geometry.sweep import BUDGET, COMPARED, GROUP_SIZES, MIDDLE, runs
+from experiments.salt_geometry.sweep import BUDGET, COMPARED, GROUP_SIZES, runs
 from experiments.testbed import report
 from experiments.testbed.report import Result, cell
 from rlvr_jax.evaluate import curves
@@ -28,16 +26,11 @@ COLUMNS = {  # heading → metric, averaged over the updates that report it
   "α": "reweighting/alpha",
   "shared share of A": "reweighting/shared_share",
   "residual energy": "geometry/residual_energy",
-  "redundancy within": "geometry/redundancy_within",
-  "longest tenth": "longest_tenth",
-  "entropy": "policy/entropy",
   "clip fraction": "loss/clip_fraction",
 }
 AGREEMENT = {
   "correlation": "geometry/agreement_correlation",
-  "permutation null, mean": "geometry/agreement_permutation_mean",
   "permutation null, 95 %": "geometry/agreement_permutation_quantile",
-  "noise null, mean": "geometry/agreement_noise_mean",
   "noise null, 95 %": "geometry/agreement_noise_quantile",
 }
 
@@ -47,18 +40,7 @@ def measure(workdir: str) -> dict[str, dict[str, list[tuple[int, float]]]]:
   train = [record for record in read_metrics(workdir) if record["phase"] == "train"]
   names = [*COLUMNS.values(), *AGREEMENT.values()]
   pairs = {name: [(r["step"], round(r[name], 5)) for r in train if name in r] for name in names}
-  pairs["longest_tenth"] = [
-    (int(path.stem) + 1, longest_tenth(path))
-    for path in sorted(pathlib.Path(workdir).glob("geometry/*.npz"))
-  ]
   return {"curves": {name: curve for name, curve in pairs.items() if curve}}
-
-
-def longest_tenth(path: pathlib.Path) -> float:
-  """Share of Σ‖g_i‖² in the tenth of the rollouts with the longest gradients."""
-  with np.load(path) as file:
-    squares = np.sort(np.diagonal(file["gram"]))[::-1]
-  return round(float(squares[: len(squares) // 10].sum() / squares.sum()), 5)
 
 
 def average(result: Result, metric: str) -> float | None:
@@ -92,26 +74,7 @@ def agreement_table(results: Sequence[Result]) -> str:
   return markdown_table(list(AGREEMENT), rows)
 
 
-def draw_training(results: Sequence[Result], path: pathlib.Path) -> None:
-  """Saves a figure of PR, n_eff and entropy over updates, one line per seed."""
-  metrics = {
-    "participation ratio": "geometry/participation_ratio",
-    "n_eff of the coefficients in the loss": "geometry/effective_rollouts_reweighted",
-    "entropy, nats per token": "policy/entropy",
-  }
-  labels = [f"{name}, G = {MIDDLE}" for name in ("GRPO", "SALT", "GRPO + entropy bonus")]
-  with curves.save_figure(path, 1, len(metrics), size=(11, 3.3), dpi=90) as row:
-    for axes, (title, metric) in zip(row, metrics.items(), strict=True):
-      for color, label in enumerate(labels):
-        for index, result in enumerate(runs_with_label(results, label)):
-          updates, values = zip(*result["curves"][metric], strict=True)
-          name = label if index == 0 else None
-          axes.plot(updates, values, color=f"C{color}", alpha=0.8, label=name)
-      axes.set(xlabel="update", title=title)
-    row[0].legend(fontsize="small")
-
-
-def draw_scaling(results: Sequence[Result], path: pathlib.Path) -> None:
+def draw(results: Sequence[Result], home: pathlib.Path) -> None:
   """Saves a figure of effects of the group size at equal rollouts: means with 95 % intervals."""
   panels = {
     "rise of held-out pass@1": rise,
@@ -120,7 +83,7 @@ def draw_scaling(results: Sequence[Result], path: pathlib.Path) -> None:
     "α of SALT": lambda r: average(r, "reweighting/alpha"),
     "residual energy": lambda r: average(r, "geometry/residual_energy"),
   }
-  with curves.save_figure(path, 1, len(panels), size=(16, 3.3), dpi=80) as row:
+  with curves.save_figure(home / "scaling.png", 1, len(panels), size=(16, 3.3), dpi=80) as row:
     for axes, (title, value) in zip(row, panels.items(), strict=True):
       for color, name in (("C0", "GRPO"), ("C1", "SALT")):
         runs_by_size = [runs_with_label(results, f"{name}, G = {size}") for size in GROUP_SIZES]
@@ -135,16 +98,10 @@ def draw_scaling(results: Sequence[Result], path: pathlib.Path) -> None:
     row[0].legend()
 
 
-def draw(results: Sequence[Result], home: pathlib.Path) -> None:
-  """Saves both figures."""
-  draw_training(results, home / "training.png")
-  draw_scaling(results, home / "scaling.png")
-
-
 def tables(results: Sequence[Result]) -> str:
   """Returns both tables as Markdown."""
   return f"{learning_table(results)}\n\n{agreement_table(results)}"
 
 
 if __name__ == "__main__":
-  report.print_tables(pathlib.Path(__file__).parent, tables, measure, draw)
+  report.write_page(pathlib.Path(__file__).parent, tables, measure, draw)

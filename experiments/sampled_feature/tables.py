@@ -51,6 +51,7 @@ MEASURED = {  # heading → (metric, what of its values over the updates)
   "entropy": ("policy/entropy", statistics.mean),
   "clipped": ("loss/clip_fraction", statistics.mean),
 }
+SHOWN = (N_EFF, OF_LOSS, PR, "n_eff, score", PR_SCORE, ALPHA, "update norm", "clipped")
 SMALL, LARGE = SIZES[0], SIZES[-1]
 OF_SALT = Claim("S2", salt(BASE_SIZE), grpo(BASE_SIZE), "more")
 ON_DAPO = Claim("S2, DAPO", "SALT on DAPO", "DAPO", "more")
@@ -129,8 +130,9 @@ def size_table(results: Sequence[Result]) -> str:
   of_salt, of_grpo = (
     gain_of_size(results, {size: label(size) for size in SIZES}) for label in (salt, grpo)
   )
-  rows = {LARGER.name: claim_row(LARGER, paired_difference(of_salt, of_grpo))} if of_salt else {}
-  return markdown_table(HEADINGS, rows, "claim")
+  rows = {LARGER.name: claim_row(LARGER, paired_difference(of_salt, of_grpo))}
+  table = markdown_table(HEADINGS, rows, "claim")
+  return f"Late pass@1 with G = {LARGE} less that with G = {SMALL}:\n\n{table}"
 
 
 def draw(results: Sequence[Result]) -> None:
@@ -140,9 +142,8 @@ def draw(results: Sequence[Result]) -> None:
 
 def tables(results: Sequence[Result]) -> str:
   """All tables as Markdown."""
-  pilot, compared = (arm_table(results, list(arms), MEASURED, LATE) for arms in (PILOT, RUNS))
-  larger = f"Late pass@1 with G = {LARGE}, less that with G = {SMALL}:\n\n{size_table(results)}"
-  return "\n\n".join([pilot, *quantity_tables(QUANTITIES, results), larger, compared])
+  arms = arm_table(results, list(RUNS), SHOWN, LATE)
+  return "\n\n".join([*quantity_tables(QUANTITIES, results), size_table(results), arms])
 
 
 if __name__ == "__main__":

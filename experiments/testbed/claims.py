@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.testbed import report
@@ -62,7 +62,7 @@ def verdict(claimed: str, low: float, high: float, matters: float = MATTERS) -> 
   return "found" if low > 0 else "reversed" if high < 0 else "undecided"
 
 
-HEADINGS = ["arm", "less", "difference", "95 %, t", "seeds", "claimed", "margin", "verdict"]
+HEADINGS = ["arm", "less", "difference, 95 %", "seeds", "claimed", "margin", "verdict"]
 
 
 def claim_row(claim: Claim, found: Difference, matters: float = MATTERS) -> list[str]:
@@ -76,8 +76,7 @@ def claim_row(claim: Claim, found: Difference, matters: float = MATTERS) -> list
   return [
     claim.arm,
     claim.control,
-    f"{found.mean:+.3f}",
-    f"[{found.low:+.3f}, {found.high:+.3f}]",
+    f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]",
     str(found.num_seeds),
     claim.claimed,
     f"{matters:g}",
@@ -133,7 +132,7 @@ def quantity_tables(quantities: Sequence[Quantity], results: Sequence[Result]) -
 def arm_table(
   results: Sequence[Result],
   labels: Sequence[str],
-  measured: Measured,
+  measured: Iterable[str],
   value: RunValue,
   more: Mapping[str, RunValue] = {},
 ) -> str:
@@ -142,7 +141,7 @@ def arm_table(
   Args:
     results: with the field `measured`, which `write_page` adds.
     labels: of the arms, in order.
-    measured: its columns.
+    measured: names of its columns.
     value: the late pass@1 of a result.
     more: heading → value of a result, of further columns.
   """
@@ -153,7 +152,6 @@ def arm_table(
   columns: Mapping[str, Callable[[Result], float | None]] = {
     "pass@1 at the start": lambda result: result["evaluations"][METRIC][0],
     "late pass@1": value,
-    "highest pass@1": report.peak_value(),
     **more,
     **{name: column(name) for name in measured},
   }
@@ -167,7 +165,7 @@ def write_page(
   tables: Callable[[Sequence[Result]], str],
   draw: Callable[[Sequence[Result]], None],
 ) -> None:
-  """Writes and prints the tables of an experiment's README.md; see `report.load_results` for flags.
+  """Writes the tables of an experiment, and adds what was measured to its results.
 
   Args:
     home: folder of the experiment.
@@ -185,7 +183,4 @@ def write_page(
         found[name] = float(f"{of(values):.6g}")
     return {"measured": found}
 
-  results, are_new = report.load_results(home / "results.json", measure, labels)
-  if are_new:
-    draw(results)
-  report.write_tables(home / "README.md", tables(results), results)
+  report.write_page(home, tables, measure, lambda results, home: draw(results), labels)

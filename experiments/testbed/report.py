@@ -1,9 +1,9 @@
-"""Measurements, tables, figures and pages of the experiments on the testbed.
+"""Measurements, tables, figures and pages that several experiments share.
 
-  python -m experiments.fade.tables --workdir=runs/evidence
+  python -m experiments.steps.tables --workdir=runs/experiment_steps
 
-adds the finished runs of the experiment's arms to `testbed.json`, and writes the tables and the
-figure of the experiment's page. Without --workdir it uses `testbed.json` as it is.
+adds the finished runs of a sweep to the `results.json` of an experiment, and writes the tables and
+the figure of its page. Without --workdir it uses `results.json` as it is.
 """
 
 from __future__ import annotations
@@ -15,24 +15,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.testbed.arms import GRPO, Arms
-from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.paired import mean_and_half_width
 from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, read_metrics
 from rlvr_jax.geometry.diagnostics import cosine_gram
-from rlvr_jax.ops.groups import group_mean
 from rlvr_jax.storage.files import replace_file
 
 SPANS = 12  # spans of a run's updates, over each of which a training metric is averaged
 LATE = 3  # last evaluations, whose mean is compared because single ones are noisy
+GRPO = "GRPO"  # label of the baseline
 HEAD = ("geometry/head_rank_one_fraction", "geometry/head_share")
-DRIFT = ("geometry/advantage_logprob_covariance", "policy/entropy_change")
-RATES = (0.0, 0.25, 0.5, 0.75, 1.0)  # edges of the bins of groups' solve rates, for the masses
 TRAIN = (
   *("policy/entropy", "loss/clip_fraction", "loss/ess", "behavior/ess", "behavior/ratio_max"),
   *("behavior/kl_k3", "behavior/ratio_max_negative", "reward/pass_rate", "response/length"),
@@ -54,10 +49,8 @@ def measure_run(workdir: str) -> dict[str, Any]:
 
   Returns:
     train: metric → means over `SPANS` equal spans of the updates; geometry: metric → mean over the
-    measurements; last: the head's metrics at the last measurement; drift: pairs of −Cov(A, log π)
-    and the change of entropy by the same update; masses: a row (groups, m_S, m_F) for each bin of
-    solve rates; signs, signs_by_chance: see `sign_agreement`; seconds: seconds of each phase;
-    refreshes: number of refreshes.
+    measurements; last: the head's metrics at the last measurement; signs, signs_by_chance: see
+    `sign_agreement`; seconds: seconds of each phase; refreshes: number of refreshes.
   """
   records = list(read_metrics(workdir))
   train = [record for record in records if record["phase"] == "train"]
@@ -71,8 +64,6 @@ def measure_run(workdir: str) -> dict[str, Any]:
     "train": {name: span_means(values) for name, values in of_updates.items() if values},
     "geometry": {n: _rounded(np.mean([r[n] for r in geometry if n in r])) for n in geometry_names},
     "last": {n: _rounded(geometry[-1][n]) for n in geometry_names if n in HEAD},
-    "drift": [[_rounded(r[n]) for n in DRIFT] for r in geometry if all(n in r for n in DRIFT)],
-    "masses": masses(arrays),
     "signs": signs,
     "signs_by_chance": by_chance,
     "seconds": {name: round(x, 2) for name, x in curves.phase_seconds(records).items()},
@@ -93,45 +84,6 @@ def span_means(values: Sequence[float]) -> list[float]:
   """Means over `SPANS` spans of nearly equal length; over single values if there are fewer."""
   spans = np.array_split(np.asarray(values, np.float64), min(SPANS, len(values)))
   return [_rounded(span.mean()) for span in spans]
-
-
-def masses(measurements: Sequence[Mapping[str, np.ndarray]]) -> list[tuple[int, float, float]]:
-  """Gradient masses m_S and m_F of groups, by their solve rate.
-
-  m_S is the mean over a group of max(A, 0) of its correct rollouts, m_F of max(−A, 0) of the other
-  rollouts; A is the estimator's, before any reweighting.
-
-  Args:
-    measurements: each with coefficients f32[P, G] and rewards f32[P, G], of 0 and 1.
-  Returns:
-    For each bin of `RATES`, without groups that are all right or all wrong: number of groups, mean
-    m_S, mean m_F (0 without groups).
-  """
-  masses_by_bin: list[list[tuple[float, float]]] = [[] for _ in RATES[1:]]
-  for arrays in measurements:
-    A = np.asarray(arrays["coefficients"])
-    rewards = np.asarray(arrays["rewards"])
-    valid = np.asarray(arrays.get("valid", np.ones(rewards.shape, bool)))
-    rates = np.asarray(group_mean(rewards, valid))[:, 0]
-    records = jax.vmap(_group_masses)(*map(jnp.asarray, (A, rewards, valid)))
-    success = _metric_means(records["advantage/mass_success"])
-    failure = _metric_means(records["advantage/mass_failure"])
-    bins = np.clip(np.searchsorted(RATES, rates, side="left") - 1, 0, len(masses_by_bin) - 1)
-    for group in np.flatnonzero((rates > 0) & (rates < 1)):
-      masses_by_bin[bins[group]].append((success[group], failure[group]))
-  return [
-    (len(rows), *(_rounded(x) for x in np.mean(rows, axis=0))) if rows else (0, 0.0, 0.0)
-    for rows in masses_by_bin
-  ]
-
-
-def _group_masses(A: jax.Array, rewards: jax.Array, valid: jax.Array) -> Any:
-  """Records of the gradient masses of one group of G rollouts."""
-  return gradient_masses(A[None], rewards[None], rewards[None], valid[None])
-
-
-def _metric_means(metric: Any) -> np.ndarray:
-  return np.asarray(metric.total / metric.weight, np.float64)
 
 
 def sign_agreement(
@@ -201,12 +153,10 @@ def geometry_value(metric: str, feature: str = "score", when: str = "geometry") 
   return value
 
 
-def drift_correlation(result: Result) -> float | None:
-  """Correlation of −Cov(A, log π) with the change of entropy; None for fewer than 3 pairs."""
-  pairs = np.array(result["drift"], np.float64)
-  if len(pairs) < 3 or not pairs.std(axis=0).all():
-    return None
-  return float(np.corrcoef(pairs.T)[0, 1])
+def peak_update(result: Result) -> float:
+  """Update of the highest held-out pass@1."""
+  evaluations = result["evaluations"]
+  return float(evaluations["updates"][int(np.argmax(evaluations[compare.METRIC]))])
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -235,8 +185,7 @@ def table(
     results: results of runs; labels without runs are omitted.
     labels: labels of the rows, in order.
     columns: heading → value of a run; cells are means over seeds.
-    compared: value whose difference is taken, by seed; p is adjusted by Holm's procedure for the
-      rows of this table. None for no differences.
+    compared: value whose difference is taken, by seed. None for no differences.
     baseline: label of the baseline.
     digits: decimal places of the difference.
   """
@@ -252,12 +201,10 @@ def table(
   if compared is not None and baseline in runs_by_label:
     all_runs = [run for runs in runs_by_label.values() for run in runs]
     differences = compare.differences(all_runs, baseline, compared)  # type: ignore[arg-type]
-    adjusted = compare.adjusted_p(differences)
-    header += [f"less {baseline}'s, paired", "p, Holm"]
+    header += [f"less {baseline}'s, paired"]
     for label in rows:
       d = differences.get(label)
-      p = f"{adjusted[label]:.2g}" if label in adjusted else "–"
-      rows[label] += [compare.difference_cell(d, digits) if d else "–", p]
+      rows[label] += [compare.difference_cell(d, digits) if d else "–"]
   return compare.markdown_table(header, rows)
 
 
@@ -351,28 +298,32 @@ def load_results(
   return compare.read_results(path), True
 
 
-def print_tables(
+def write_page(
   home: pathlib.Path,
   tables: Callable[[Sequence[Result]], str],
   measure: Callable[[str], dict[str, Any]] = lambda workdir: {},
   draw: Callable[[Sequence[Result], pathlib.Path], None] | None = None,
+  labels: Sequence[str] | None = None,
+  argv: Sequence[str] | None = None,
 ) -> None:
-  """Prints the tables of an experiment's results.json; see `load_results` for the command line.
+  """Writes and prints the tables of an experiment's README.md; see `load_results` for the flag.
 
   Args:
     home: folder of the experiment.
-    tables: results → text.
+    tables: results → Markdown.
     measure: see `load_results`.
-    draw: function that saves figures of new results in the folder.
+    draw: saves the figures of new results in the folder.
+    labels: see `load_results`.
+    argv: command line; None for that of the process.
   """
-  results, are_new = load_results(home / "results.json", measure)
+  results, are_new = load_results(home / "results.json", measure, labels, argv)
   if are_new and draw is not None:
     draw(results, home)
-  print(tables(results))
+  write_tables(home / "README.md", tables(results), results)
 
 
 def table_of_rises(results: Sequence[Result], labels: Sequence[str], *, starts: str) -> str:
-  """The table of `print_rises`."""
+  """The table of `write_rises`."""
   first = {r["seed"]: r for r in results if r["label"] == starts}
   lines = ["| run | seed | start | end | rise | seconds |", "|---|---|---|---|---|---|"]
   for label in labels:
@@ -391,8 +342,8 @@ def table_of_rises(results: Sequence[Result], labels: Sequence[str], *, starts: 
   return "\n".join(lines)
 
 
-def print_rises(home: pathlib.Path, labels: Sequence[str], *, starts: str) -> None:
-  """Prints the table of held-out pass@1 of an experiment, and draws curves.png of new results.
+def write_rises(home: pathlib.Path, labels: Sequence[str], *, starts: str) -> None:
+  """Writes the table of held-out pass@1 of an experiment, and draws curves.png of new results.
 
   The table has a row per run, and for labels with several seeds the mean rise with its t interval.
 
@@ -418,7 +369,7 @@ def print_rises(home: pathlib.Path, labels: Sequence[str], *, starts: str) -> No
       axes.legend(fontsize="small")
 
   tables = functools.partial(table_of_rises, labels=labels, starts=starts)
-  print_tables(home, tables, draw=draw)
+  write_page(home, tables, draw=draw)
 
 
 def insert_text(page: str, text: str) -> str:
@@ -433,31 +384,15 @@ def insert_text(page: str, text: str) -> str:
   return re.sub(pattern, lambda _: f"{BEGIN}\n\n{text}\n\n{END}", page, flags=re.DOTALL)
 
 
-def write_page(
-  page: pathlib.Path,
-  arms: Arms,
-  tables: Callable[[Sequence[Result]], str],
-  panels: Sequence[Panel],
-  argv: Sequence[str] | None = None,
-) -> None:
-  """Prints the tables of an experiment, and writes them and the figure into its page."""
-  results, _ = load_results(page.parent / "testbed.json", measure_run, list(arms), argv)
-  text = tables(results) if results else "No run has finished."
-  if results:
-    draw_panels(results, panels, page.parent / "testbed.png")
-    text += f"\n\n![{'; '.join(panel.title for panel in panels)}](testbed.png)"
-  write_tables(page, text, results)
-
-
 def write_tables(page: pathlib.Path, text: str, results: Sequence[Result] = ()) -> None:
   """Prints the tables of a page, and writes them into it.
 
   Args:
     page: with the two comments between which they stand.
     text: the tables, as Markdown.
-    results: whose commits and devices stand below them; () for none.
+    results: whose commits and devices stand below them, where they were recorded.
   """
-  if results:
+  if any(result.get("commit") for result in results):
     text += "\n\n" + compare.provenance(results).replace("\n", "; ")
   with replace_file(page) as file:
     file.write(insert_text(page.read_text(encoding="utf-8"), text).encode())

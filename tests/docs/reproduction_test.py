@@ -3,7 +3,6 @@
 import collections
 import functools
 import importlib
-import json
 import re
 import statistics
 import subprocess
@@ -14,13 +13,11 @@ from scipy import stats
 
 from docs import claims, deciding, reproduction
 from docs.claims import CLAIMS, DECIDED_BY
-from experiments import evidence, full_size
 from experiments.large_ratios.sweep import LOWER, SUFFIX, longer
 from experiments.low_precision import sweep as low_precision
 from experiments.p3o_mismatch import config as p3o_config
 from experiments.p3o_mismatch import sweep as p3o_sweep
-from experiments.testbed import config as testbed_config
-from rlvr_jax.ops import caches
+from experiments.steps import config as steps_config
 
 PAGE = reproduction.PAGE.read_text(encoding="utf-8")
 EXPLAINED = re.findall(r"^\* \*\*([SPFM]\d[^*]*)\.\*\*(.*(?:\n  .*)*)", PAGE, re.MULTILINE)
@@ -88,15 +85,7 @@ def test_the_text_names_what_the_arms_differ_in():
   assert found.pop("int8 rollouts") == "bfloat16" and set(found.values()) == {None}
   assert "Baselines of P3O have four updates per refresh" in text
   on_quickstart = p3o_config.get_config("grpo,refresh").schedule
-  assert testbed_config.get_config().schedule == on_quickstart == "updates_per_refresh(batches=4)"
-
-
-def test_what_decides_a_claim_is_not_queued():
-  """Both sides of a comparison on `steps` are among the first arms, which have all their seeds."""
-  on_steps = [c for c in DECIDED_BY.values() if c.task.name == "`steps`"]
-  arms = {side.name for comparison in on_steps for side in (comparison.arm, comparison.control)}
-  assert arms and arms <= set(evidence.FIRST)
-  assert not {run["label"] for run in evidence.get_sweep()} & set(evidence.FIRST)
+  assert steps_config.get_config().schedule == on_quickstart == "updates_per_refresh(batches=4)"
 
 
 # --- what decides ---------------------------------------------------------------------------------
@@ -247,27 +236,3 @@ def page_at(commit, path):
   if found.returncode:
     pytest.skip(f"this checkout has no commit {commit[:8]}")
   return found.stdout
-
-
-# --- on hardware ----------------------------------------------------------------------------------
-
-
-def test_hours_on_hardware_are_those_of_the_compiled_programs():
-  assert full_size.BURST == caches._STEPS
-  path = full_size.COSTS / "gsm8k_qwen25_15b_lora" / "costs_v5e_1x1.json"
-  report = json.loads(path.read_text(encoding="utf-8"))
-  update, burst = (max(report["costs"][x]["seconds"].values()) for x in ("update", "generation"))
-  assert (
-    report["conditions"]["prompts"] * report["conditions"]["group_size"]
-  ) == full_size.ROLLOUTS
-  expected = 192 * (update + 2 * 32 * burst) * 3 / 3600  # 256 rollouts in 128 slots
-  assert full_size.hours("gsm8k_qwen25_15b_lora", "v5e_1x1") == pytest.approx(expected)
-
-
-def test_the_arms_on_hardware_have_their_rollouts():
-  listed = full_size.get_sweep()
-  assert len(listed) == 1 + 3 * len(evidence.CLAIMS)
-  large = [fields for fields in listed if fields["label"] == "GRPO, G = 32"]
-  assert [fields["batch.prompts"] * fields["batch.group_size"] for fields in large] == 3 * [256]
-  stages = [fields for fields in listed if fields["label"] == "suffix, μ = 96"]
-  assert stages[0]["schedule"] == "stages(count=2)" and stages[0]["num_updates"] == 192

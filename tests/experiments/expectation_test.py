@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 
-from experiments.premises import expectation, lagging_grams
+from experiments.premises import expectation
 from experiments.premises import tiny_policies as tiny
-from experiments.testbed.arms import GRPO
+from experiments.testbed.report import GRPO
 from rlvr_jax.evaluate import compare
 
-TESTBED = expectation.HERE.parent / "salt_geometry" / "testbed.json"
+STEPS = expectation.HERE.parent / "steps" / "results.json"
 
 
 def enumerated(policy, group_size, centred):
@@ -161,65 +161,6 @@ def test_the_mean_cosine_of_two_answers_is_not_zero():
   assert np.sum(weights * inner / np.outer(norms, norms)) == pytest.approx((p - q) ** 2)
 
 
-# --- lagging Gram matrices ------------------------------------------------------------------------
-
-
-def test_what_chance_gives_is_that_of_all_signs():
-  rng = np.random.default_rng(0)
-  g, A = rng.normal(size=(6, 3)), rng.normal(size=6)
-  gram = g @ g.T
-  signs = np.array(list(itertools.product([-1, 1], repeat=6)))
-  n_eff = np.sum((signs * A @ g) ** 2, axis=1) / np.sum(A**2 * np.diag(gram))
-  assert n_eff.mean() == pytest.approx(1)
-  assert lagging_grams.null_deviation(gram, A) == pytest.approx(n_eff.std())
-  rank = np.mean(n_eff <= np.sum((A @ g) ** 2) / np.sum(A**2 * np.diag(gram)) + 1e-9)
-  assert lagging_grams.chance_rank(gram, A, seed=0) == pytest.approx(rank, abs=0.1)
-
-
-def test_pairs_are_counted_by_their_rewards():
-  P, G = 2, 3
-  g = np.random.default_rng(1).normal(size=(P, G, 4))
-  rewards = np.array([[1.0, 0, 1], [0, 0, 1]])
-  found = lagging_grams.pair_means(np.einsum("pif,qjf->piqj", g, g), rewards)
-  unit = np.mean(np.sum(g**2, axis=2))
-  by_kind = {"within": [], "right": [], "wrong": [], "mixed": []}
-  for p in range(P):
-    for i, j in itertools.permutations(range(G), 2):
-      kind = ("wrong", "mixed", "right")[int(rewards[p, i] + rewards[p, j])]
-      for name in (kind, "within"):
-        by_kind[name].append(g[p, i] @ g[p, j] / unit)
-  by_kind["between"] = [g[0, i] @ g[1, j] / unit for i in range(G) for j in range(G)]
-  assert found == {name: pytest.approx(np.mean(x)) for name, x in by_kind.items()}
-
-
-def write_batches(folder, steps, P=64, G=2):
-  rng = np.random.default_rng(3)
-  folder.mkdir()
-  for step in steps:
-    g = rng.normal(size=(P * G, 3)) + np.repeat(np.arange(P) >= P // 2, G)[:, None] * 2.0
-    rewards = rng.integers(2, size=(P, G)).astype(np.float32)
-    arrays = dict(gram=g @ g.T, gram_sampled=np.eye(P * G), rewards=rewards)
-    arrays |= dict(coefficients=rewards - rewards.mean(1, keepdims=True), lengths=rewards * 0 + 2)
-    np.savez(folder / f"{step:06d}.npz", **arrays)
-
-
-def test_a_run_is_measured_by_lag_and_source(tmp_path):
-  with pytest.raises(ValueError, match=r"has no geometry/\*.npz"):
-    lagging_grams.measure_run(tmp_path)
-  write_batches(tmp_path / "geometry", (0, 3, 5, 9, 14, 16))
-  found = lagging_grams.measure_run(tmp_path)
-  assert [x["batches"] for x in found.values()] == [2] * 6
-  for name, figures in found.items():
-    share, half = figures["pairs"]["within"]
-    groups = figures["n_eff"]["group"]
-    expected = 12 / 15 if "1.5" in name else 0.0  # ‖h‖²/E‖g‖² of a mean of 2 in 3 directions
-    assert abs(share - expected) < 0.25 and half > 0
-    assert abs(groups["ratio"] - (1 - expected)) < 0.4
-    assert figures["n_eff"]["group, mean over tokens"]["ratio"] == pytest.approx(groups["ratio"])
-    assert figures["n_eff"]["group, sampled"]["ratio"] == pytest.approx(1)
-    assert figures["n_eff"]["batch"]["blocks"] == 2 and 0 < groups["blocks"] < 64
-
-
 # --- simulation and page --------------------------------------------------------------------------
 
 
@@ -261,19 +202,12 @@ def test_what_the_page_says_in_words_is_in_the_results():
   )
   least = min(row["least"] for name, row in found.items() if name != "`sampled`")
   assert f"down to {least:.3f} with `score`" in expectation.PAGE.read_text(encoding="utf-8")
-  for name, figures in results["lagging"].items():
-    pairs, n_eff = figures["pairs"], figures["n_eff"]
-    assert pairs["mixed"][0] < 0 < min(pairs["right"][0], pairs["wrong"][0])
-    mean, half = pairs["within"]
-    assert abs(mean) < half if name == "lag 0" else mean > half
-    by_score = [x for scope, x in n_eff.items() if "sampled" not in scope]
-    assert all(x["ratio"] > 1 for x in by_score) and all(x["lowest"] < 0.05 for x in by_score)
   alpha, below = expectation.n_eff_of_noise(2)
   assert (round(alpha, 2), round(below, 2)) == (0.37, 0.63)
 
 
-def test_the_mean_cosine_of_the_page_is_that_of_the_testbed():
-  runs = compare.group_by_label(compare.read_results(TESTBED))[GRPO]
+def test_the_mean_cosine_of_the_page_is_that_of_steps():
+  runs = compare.group_by_label(compare.read_results(STEPS))[GRPO]
   cell = compare.mean_cell([run["geometry"]["geometry/redundancy_within"] for run in runs])
   text = expectation.PAGE.read_text(encoding="utf-8").replace("\n", " ")
   assert f"it is {cell}, over the {len(runs)} seeds" in text

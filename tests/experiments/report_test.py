@@ -1,4 +1,4 @@
-"""What is kept of a testbed run, its tables and figures, and the price of a hand-over."""
+"""What is kept of a run, tables and figures of experiments, and the price of a hand-over."""
 
 import json
 import math
@@ -6,17 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from experiments import again
-from experiments.fade import tables as fade
 from experiments.mu_grpo import hand_over
-from experiments.mu_grpo import testbed_tables as mu_grpo
-from experiments.p3o_mismatch import testbed_tables as p3o
-from experiments.salt_geometry import testbed_tables as salt
+from experiments.steps import tables as steps
 from experiments.testbed import report
-from experiments.together import tables as together
 from rlvr_jax.evaluate import compare
-
-MODULES = {module.__name__: module for module in (fade, mu_grpo, p3o, salt, together)}
 
 
 def result(label, seed, level, **more):
@@ -37,8 +30,6 @@ def result(label, seed, level, **more):
     "train": {name: list(np.linspace(0.1, 0.2, 12)) for name in report.TRAIN},
     "geometry": {"geometry/participation_ratio": 5.0, "geometry/participation_ratio_sampled": 2.0},
     "last": {"geometry/head_rank_one_fraction": 0.25},
-    "drift": [[0.1, -0.2], [0.2, -0.4], [0.3, -0.6]],
-    "masses": [[2, 0.1, 0.2], [0, 0.0, 0.0], [1, 0.3, 0.3], [1, 0.2, 0.1]],
     "signs": 0.9,
     "signs_by_chance": 0.7,
     "seconds": {"sync_weights": 0.5},
@@ -53,13 +44,6 @@ def result(label, seed, level, **more):
 def test_metrics_are_averaged_over_spans():
   assert report.span_means(np.arange(24)) == [0.5 + 2 * i for i in range(12)]
   assert report.span_means([1.0, 3.0]) == [1.0, 3.0]
-
-
-def test_masses_are_those_of_each_group_by_its_solve_rate():
-  rewards = np.array([[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]], np.float32)
-  A = np.array([[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, 0.5, -1.5], [9, 9, 9, 9]], np.float32)
-  found = report.masses([{"coefficients": A, "rewards": rewards}])
-  assert found == [(1, 0.1875, 0.1875), (0, 0.0, 0.0), (1, 0.375, 0.375), (0, 0.0, 0.0)]
 
 
 def test_signs_of_large_cosines_are_compared():
@@ -101,36 +85,19 @@ def test_a_run_is_measured(tmp_path):
   assert found["train"] == {"policy/entropy": [0.1, 0.2, 0.3, 0.4]}
   assert found["geometry"] == {"geometry/participation_ratio": 4.0}
   assert found["seconds"] == {"sync_weights": 1.0} and found["refreshes"] == 4
-  assert found["drift"] == [] and found["signs"] is None and found["signs_by_chance"] is None
-
-
-def test_runs_made_again_are_compared_with_the_committed_ones(tmp_path, capsys):
-  for number, (folder, label) in enumerate(again.ARMS.items()):
-    workdir = tmp_path / "sweep" / folder
-    workdir.mkdir(parents=True)
-    write_metrics(workdir)
-    result = {"label": label, "seed": again.SEED, "number": number, "seconds": number}
-    (workdir / "result.json").write_text(json.dumps(result))
-    (tmp_path / folder).mkdir()
-    committed = {**result, "number": 9, **report.measure_run(str(workdir))}
-    compare.write_results(tmp_path / folder / "testbed.json", [committed])
-  run = lambda: again.main(["--workdir", str(tmp_path / "sweep")], home=tmp_path)
-  assert run() == 0 and "| fade | FADE |" in capsys.readouterr().out
-  metrics = tmp_path / "sweep" / "fade" / "metrics.jsonl"
-  metrics.write_text(metrics.read_text().replace('"policy/entropy": 0.1', '"policy/entropy": 0.7'))
-  assert run() == 1 and "1, such as ['train']['policy/entropy'][0] |" in capsys.readouterr().out
+  assert found["signs"] is None and found["signs_by_chance"] is None
 
 
 def test_runs_of_another_sitting_join_the_committed_ones(tmp_path):
   committed = [result("B", 0, 0.5), result("A", 1, 0.6)]
-  compare.write_results(tmp_path / "testbed.json", committed)
+  compare.write_results(tmp_path / "results.json", committed)
   for label, seed, level in (("A", 0, 0.7), ("B", 0, 0.8), ("another experiment's", 0, 0.9)):
     run = tmp_path / "sweep" / f"{label}_{seed}"
     run.mkdir(parents=True)
     write_metrics(run)
     (run / "result.json").write_text(json.dumps(result(label, seed, level)))
   read = lambda *argv: report.load_results(
-    tmp_path / "testbed.json", report.measure_run, ["A", "B"], argv
+    tmp_path / "results.json", report.measure_run, ["A", "B"], argv
   )
   assert read() == (committed, False)
   found, are_new = read(f"--workdir={tmp_path / 'sweep'}")
@@ -152,8 +119,7 @@ def test_values_of_a_run():
   )
   assert report.geometry_value("participation_ratio", "score")(run) == 5.0
   assert report.geometry_value("participation_ratio", "sampled")(run) == 2.0
-  assert report.drift_correlation(run) == pytest.approx(-1.0)
-  assert report.drift_correlation({"drift": [[1, 1], [1, 2]]}) is None
+  assert report.peak_update(run) == 192.0
 
 
 def test_differences_are_paired_by_seed():
@@ -163,8 +129,8 @@ def test_differences_are_paired_by_seed():
     runs, ["GRPO", "FADE", "none"], {"pass@1": report.late_mean()}, compared=report.late_mean()
   )
   lines = table.splitlines()
-  assert lines[0] == "| run | seeds | pass@1 | less GRPO's, paired | p, Holm |"
-  assert lines[2].startswith("| GRPO | 3 |") and lines[2].endswith("| – | – |")
+  assert lines[0] == "| run | seeds | pass@1 | less GRPO's, paired |"
+  assert lines[2].startswith("| GRPO | 3 |") and lines[2].endswith("| – |")
   assert "| +0.083 |" in lines[3] and len(lines) == 4  # the same for all seeds: no interval
   assert report.cell([0.5, 0.5]) == "0.5" and report.cell([0.5, 0.6]) == "0.55 ± 0.6"
   runs[-1] = result("FADE", 2, 0.92)
@@ -180,32 +146,14 @@ def test_differences_are_paired_by_seed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODULES)
-def test_every_experiment_makes_its_tables_and_figure(name, tmp_path):
-  module = MODULES[name]
-  results = [result(label, seed, 0.8) for label in module.ARMS for seed in range(2)]
-  text = module.tables(results)
-  assert all(f"| {label} | 2 |" in text for label in module.ARMS)
-  report.draw_panels(results, module.PANELS, tmp_path / "panels.png")
-  assert (tmp_path / "panels.png").stat().st_size > 10_000
-  assert len(module.PANELS) == 3
-  for panel in module.PANELS:
-    assert set(panel.labels) <= set(module.ARMS)
-  one = module.tables([results[0]])
-  assert "| GRPO | 1 |" in one
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_the_page_has_the_tables_of_its_results(name):
-  module = MODULES[name]
-  page = module.PAGE.read_text(encoding="utf-8")
-  path = module.PAGE.parent / "testbed.json"
-  between = page.split(report.BEGIN)[1].split(report.END)[0]
-  if path.exists():
-    assert module.tables(compare.read_results(path)) in between
-  else:
-    assert between.strip() == "No run has finished."
-  assert f"python -m {name}" in page
+def test_an_experiment_makes_its_tables_and_figure(tmp_path):
+  results = [result(label, seed, 0.8) for label in steps.ARMS for seed in range(2)]
+  text = steps.tables(results)
+  assert all(f"| {label} | 2 |" in text for label in steps.ARMS)
+  steps.draw(results, tmp_path)
+  assert (tmp_path / "curves.png").stat().st_size > 10_000
+  assert all(set(panel.labels) <= set(steps.ARMS) for panel in steps.PANELS)
+  assert "| GRPO | 1 |" in steps.tables([results[0]])
 
 
 def test_runs_of_a_sweep_replace_a_file_of_results(tmp_path):
@@ -225,14 +173,14 @@ def test_runs_of_a_sweep_replace_a_file_of_results(tmp_path):
 def test_tables_are_written_between_the_marks(tmp_path):
   page = tmp_path / "README.md"
   page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-  module = MODULES["experiments.together.tables"]
-  report.write_page(page, module.ARMS, module.tables, module.PANELS, argv=[])
-  assert page.read_text().splitlines()[0] == "before" and "No run has finished." in page.read_text()
-  compare.write_results(tmp_path / "testbed.json", [result("GRPO", 0, 0.8)])
-  report.write_page(page, module.ARMS, module.tables, module.PANELS, argv=[])
+  write = lambda: report.write_page(tmp_path, lambda results: f"{len(results)} runs", argv=[])
+  write()
   text = page.read_text()
-  assert "old" not in text and "| GRPO | 1 |" in text and text.endswith("after\n")
-  assert "commit: abc (1 runs)" in text and (tmp_path / "testbed.png").exists()
+  assert "\n0 runs\n" in text and "old" not in text and "commit" not in text
+  compare.write_results(tmp_path / "results.json", [result("GRPO", 0, 0.8)])
+  write()
+  text = page.read_text()
+  assert "\n1 runs\n\ncommit: abc (1 runs)" in text and text.endswith("after\n")
   with pytest.raises(ValueError, match="the page must have the lines"):
     report.insert_text("no marks", "text")
 
@@ -267,6 +215,5 @@ def test_prices_of_7b_are_those_of_its_cost_report():
   assert next(iter(prices.values())) == pytest.approx(weights * 15 / 16 / 600e9 / update)
 
 
-def test_the_table_of_prices_is_on_the_page():
-  assert hand_over.table(hand_over.quickstart_curves) in mu_grpo.PAGE.read_text(encoding="utf-8")
+def test_prices_need_a_seed_that_reached_the_level():
   assert hand_over.table(lambda prices: []) == "No seed with which both reached the level."
