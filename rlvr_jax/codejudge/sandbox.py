@@ -11,8 +11,8 @@ item (one program with its tests) gets:
 * only the system calls of an allow list (`harness.system_calls`). It excludes calls that create
   memory that belongs to no process, calls by which items could communicate, and calls not needed
 * a control group, if one is available (`cgroups`), that limits memory, processes and cores (to one)
-* a limit of processor time, the same limit of time asleep, and a deadline (`deadline_s`). At each
-  limit all its processes are killed, and also when the process that waits for the item dies
+* a limit of processor time, the same limit of time asleep, and a deadline (`deadline_s`). All
+  processes of an item are killed at each limit, and when the process that waits for it dies
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def order_by_group(choices: Array, num_groups: int, *, kind: str) -> Order:
     choices: i32[N, k], the groups that a token has chosen, all different; `num_groups` for no
       group.
     num_groups: E.
-    kind: as `choose_products` returned it.
+    kind: the result of `choose_products`.
   """
   chex.assert_rank(choices, 2)
   N, k = choices.shape
@@ -180,7 +180,7 @@ def grouped_product(rows: Array, kernels: Array, groups: Groups, kind: str) -> A
     rows: [M, D].
     kernels: [E, D, F], of any dtype; cast to the dtype of the rows.
     groups: the groups of the rows.
-    kind: as `choose_products` returned it.
+    kind: the result of `choose_products`.
   Returns:
     [M, F].
   """

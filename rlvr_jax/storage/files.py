@@ -163,8 +163,7 @@ def replace_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
 def replace_path(path: pathlib.Path, *, durable: bool = True) -> Iterator[pathlib.Path]:
   """`replace_file` for libraries that need a path; an error removes the temporary file.
 
-  At the end of the context the new file is durable, that is, it survives a crash of the machine.
-  The caller may forgo this.
+  By default the new file is durable at the end of the context: it survives a crash of the machine.
   """
   temporary = path.with_name(path.name + TEMPORARY)
   if temporary.is_symlink():  # which the library would follow

@@ -209,7 +209,7 @@ def check_new_weights(
   if setting == "finish" or schedule.recorded is not None:
     return
   reasons = {
-    f"config.schedule = {name!r} has no policies that come meanwhile; set it to"
+    f"config.schedule = {name!r} gives a response no newer weights; set it to"
     " 'asynchronous(max_lag=4)'": not schedule.threaded,
     "config.model.routing = 'replayed' has the routes of one version, and the cache has those of"
     " several; set new_weights = 'recompute'": setting == "switch" and routing == "replayed",

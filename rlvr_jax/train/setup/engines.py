@@ -203,7 +203,7 @@ def choose_slots(
   slots = int(free // per_slot) * mesh.shape["data"] * mesh.shape["fsdp"]
   if slots < (configured or 1):
     too_many = f"config.sampling.slots = {configured}: {slots} of them fit" if configured else ""
-    too_long = f"config.max_response_length = {shape.max_response_length}: none fits"
+    too_long = f"config.max_response_length = {shape.max_response_length}: no slot fits"
     raise ValueError(
       f"{too_many or too_long}. A response takes {per_slot / 2**30:.2f} GiB of keys, values and"
       f" logits, a device has {free / 2**30:.2f} of {limit / 2**30:.0f} GiB free beside the"

@@ -377,7 +377,8 @@ def abstract_batch(
     has_turns: whether rollouts are dialogues.
     has_turn_scores: whether the batch has the scores of turns.
     num_rewards: K, the number of graders whose scores the batch has by name.
-    routes: recorded of a token, see `TransformerConfig.routes`; None: not recorded.
+    routes: shape and dtype of a token's recorded routes, see `TransformerConfig.routes`; None if
+      routes are not recorded.
   """
   P, G, S, T = shape
   of = jax.ShapeDtypeStruct
