@@ -60,6 +60,12 @@ def paper_of(card: pathlib.Path) -> str:
   return found[1].replace("\n", " ")
 
 
+def short_paper_of(card: pathlib.Path) -> str:
+  """A card's papers by arXiv number, or by authors and year; their titles are on the card."""
+  found = re.findall(r"arXiv \d{4}\.\d{5}|(?<=, )\D+ \d{4}$", paper_of(card))
+  return ", ".join(found) or "–"
+
+
 def component(package: types.ModuleType, name: str) -> tuple[str, str]:
   """(its text in the table, the file of its factory)."""
   path = pathlib.Path(inspect.getfile(getattr(package, name))).relative_to(ROOT)
@@ -136,7 +142,7 @@ def cells(card: pathlib.Path, to_root: str) -> dict[str, str]:
     "method": linked(card, to_root),
     "what is new in it": new[0].upper() + new[1:],
     "code": ", ".join(link(*part) for part in parts),
-    "paper": paper_of(card),
+    "paper": short_paper_of(card),
     "recipe": ", ".join(link(name, f"configs/{name}.py") for name in recipes) or "–",
   }
 

@@ -146,19 +146,22 @@ each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 each_reweighting = pytest.mark.parametrize("name", REWEIGHTINGS)
 
 
-def _is_exported(name, package):
-  """Whether it has its defaults: what it is without jit is not asked of each further branch."""
-  return name in package.__all__
+def _exported(package, quick):
+  """Parametrizes by the components of a package with their defaults; all but some are slow."""
+  marks = lambda name: () if name in quick else pytest.mark.slow
+  return pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks(name)) for name in package.__all__]
+  )
 
 
 def _finite(tree):
   return all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(tree))
 
 
-def _loss_run(name, **kwargs):
+def _loss_run(name):
   def run(policy, batch, coefficients):
     TRACES[name] += 1
-    (value, metrics), gradient = evaluate(LOSSES[name], policy, batch, coefficients, **kwargs)
+    (value, metrics), gradient = evaluate(LOSSES[name], policy, batch, coefficients)
     return value, gradient, metrics
 
   return run
@@ -221,20 +224,100 @@ def test_an_export_is_a_documented_factory_with_keyword_only_arguments(package, 
   assert _takes_only_keywords(factory)
 
 
+@pytest.mark.parametrize(
+  ("factory", "hyper"),
+  [
+    (advantages.asym, dict(delta=0.0)),
+    (advantages.asymmetric_reinforce, dict(baseline_shift=0.1)),
+    (advantages.fade, dict(alpha_max=0.5)),
+    (advantages.fade, dict(delta_min=1.5)),
+    (advantages.fade, dict(smoothing=0.0)),
+    (advantages.fade, dict(target_entropy=-1.0)),
+    (advantages.fade, dict(schedule="cosine")),
+    (advantages.fade, dict(decay_updates=0)),
+    (advantages.gdpo, dict(epsilon=-1e-06)),
+    (advantages.gdpo, dict(batch_epsilon=-1e-06)),
+    (advantages.gdpo, dict(over="groups")),
+    (advantages.gdpo, dict(weights=0.5)),
+    (advantages.grpo, dict(epsilon=-1e-06)),
+    (advantages.log_mean_exp, dict(eta=0.0)),
+    (advantages.mt_grpo, dict(turn_weight=-0.5)),
+    (advantages.mt_grpo, dict(epsilon=-1e-06)),
+    (advantages.opob, dict(by_deviation="yes")),
+    (advantages.otb, dict(truncation=0.0)),
+    (advantages.otb, dict(level="group")),
+    (advantages.otb, dict(zero_tail="yes")),
+    (advantages.otb, dict(zero_constant="no")),
+    (advantages.pass_at_k, dict(k=0)),
+    (advantages.pass_at_k, dict(k=2.5)),
+    (advantages.pass_at_k, dict(form="biased")),
+    (advantages.power, dict(alpha=0.5)),
+    (advantages.reinforce_plus_plus, dict(baseline="mean")),
+    (advantages.reinforce_plus_plus, dict(over="groups")),
+    (advantages.weighted_reinforce, dict(success_weight=-1.0)),
+    (losses.cispo, dict(epsilon_low=1.5)),
+    (losses.clip_cov, dict(share=0.0)),
+    (losses.clip_cov, dict(high=1.0)),
+    (losses.clip_cov, dict(low="a")),
+    (losses.clip_cov, dict(seed="x")),
+    (losses.dppo, dict(divergence="js")),
+    (losses.dppo, dict(delta_low=0.0)),
+    (losses.dppo, dict(anchor="behavior")),
+    (losses.dro, dict(penalty=0.0)),
+    (losses.kl_cov, dict(coefficient=-1.0)),
+    (losses.vespo, dict(token_truncation=0.0)),
+    (losses.decoupled_ppo, dict(behavior_weight_cap=0.0)),
+    (losses.gmpo, dict(epsilon_high=-0.1)),
+    (losses.gspo, dict(epsilon_low="0.1")),
+    (losses.m2po, dict(budget=0.0)),
+    (losses.p3o, dict(ess="token")),
+    (losses.p3o, dict(ess_scope=0)),
+    (losses.p3o, dict(ess_scope="micro")),
+    (losses.p3o, dict(cap=None)),
+    (losses.ppo_clip, dict(epsilon_high=float("nan"))),
+    (losses.ppo_clip, dict(dual_clip=1.0)),
+    (losses.reinforce, dict(truncation=-1.0)),
+    (losses.sapo, dict(temperature_positive=0)),
+    (distillation.opd, dict(student="sampler")),
+    (distillation.opd, dict(discount=1.5)),
+    (distillation.opd_score, dict(truncation=0.0)),
+    (distillation.opd_ratio, dict(max_drop=0.0)),
+    (distillation.iw_opd, dict(gamma=-1.0)),
+    (distillation.kl_estimate, dict(bound=0.0)),
+    (distillation.kl_estimate, dict(estimator="k4")),
+    (negative_advantage_veto, dict(scope="prefix")),
+    (negative_advantage_veto, dict(threshold=0.0)),
+    (negative_advantage_veto, dict(trigger="over")),
+    (negative_advantage_veto, dict(renormalize=2)),
+  ],
+)
+@remedy("check it by ops.checks when the component is made, before anything is compiled.")
+def test_a_bad_hyper_parameter_is_named_with_its_value(factory, hyper):
+  [(field, value)] = hyper.items()
+  with pytest.raises(ValueError, match=field) as error:
+    factory(**hyper)
+  assert repr(value) in str(error.value)
+
+
 @each_loss
 @COMPILES
 def test_loss_under_jit(name):
-  """jit equals no jit, of what is exported; a second batch does not compile again."""
+  """A second batch does not compile again."""
   first, second = (random_case(seed, dtype=np.float32) for seed in range(2))
-  compiled = _loss_jit(name)(*first)
+  _loss_jit(name)(*first)
   traces = TRACES[name]
   _loss_jit(name)(*second)
   assert TRACES[name] == traces
-  if _is_exported(name, losses):
-    with jax.disable_jit():
-      plain = _loss_run(name)(*first)
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
-    jax.tree.map(near, compiled, plain)
+
+
+@_exported(losses, quick=("ppo_clip", "p3o"))
+@COMPILES
+def test_loss_is_the_same_without_jit(name):
+  case = random_case(0, dtype=np.float32)
+  with jax.disable_jit():
+    plain = _loss_run(name)(*case)
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+  jax.tree.map(near, _loss_jit(name)(*case), plain)
 
 
 def _losses_and_dtypes():
@@ -245,7 +328,7 @@ def _losses_and_dtypes():
     yield pytest.param(name, jnp.bfloat16, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "dtype"), _losses_and_dtypes())
+@pytest.mark.parametrize(("name", "dtype"), [*_losses_and_dtypes()])
 @LOSS_DTYPES
 def test_loss_dtypes(name, dtype):
   """Statistics in float32, the gradient in the dtype of what came in, all finite."""
@@ -276,11 +359,9 @@ def test_loss_of_degenerate_batches_is_finite(name):
 @each_loss
 @MASKED
 def test_what_is_masked_changes_neither_value_nor_gradient(name):
-  """Of what is exported behind a veto as well, which no branch of a loss knows of."""
+  """tests/dialogue_masks_test.py asks the same behind every veto."""
   policy, batch, coefficients = random_case(5, dtype=np.float32)
   run = _loss_jit(name)
-  if _is_exported(name, losses):
-    run = jax.jit(_loss_run(name, veto=negative_advantage_veto(threshold=0.8)))
   clean = run(policy, batch, coefficients)
   for fill in (np.nan, np.inf, -np.inf, 1e30):
     spoilt = run(*poison(policy, batch, fill), coefficients)
@@ -295,7 +376,18 @@ each_loss_or_slow = pytest.mark.parametrize(
 )
 
 
-@each_loss_or_slow
+def _splits_trivially(name):
+  """Whether a further loss has no statistics, so that a token's loss cannot know its batch."""
+  return name not in losses.__all__ and LOSSES[name].statistics is None
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(x, marks=[pytest.mark.slow] if x in BRANCHES or _splits_trivially(x) else [])
+    for x in LOSSES
+  ],
+)
 @remedy(
   "what depends on other prompts belongs in Loss.statistics, computed once per global batch and"
   " given to per_token (see losses/p3o.py); metrics carry a reduction (Mean, Max, … of types.py)"
@@ -409,20 +501,30 @@ def _estimator_run(name):
 @each_estimator
 @COMPILES
 def test_estimator_under_jit(name):
-  """jit equals no jit, of what is exported; an update and a batch later nothing compiles again."""
-  cases = (random_case(seed, (4, 5, 3), dtype=np.float32)[1] for seed in range(2))
-  first, second = map(with_needs, cases)
-  entropy = jnp.float32(0.4)
-  state = ESTIMATORS[name].init(jnp.float32(0.7))
+  """An update and a batch later nothing compiles again."""
+  first, second = _estimator_batches()
+  state, entropy = ESTIMATORS[name].init(jnp.float32(0.7)), jnp.float32(0.4)
   compiled = _estimator_jit(name)(state, first, entropy)
   traces = TRACES[name]
   _estimator_jit(name)(compiled[-1], second, entropy)
   assert TRACES[name] == traces
-  if _is_exported(name, advantages):
-    # The difference of two masses has their rounding, where A is 0 in the mean over the batch.
-    atol = 1e-6 * max(1.0, float(np.max(np.abs(compiled[1]["advantage/mass_success"].total))))
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol)
-    jax.tree.map(near, compiled, _estimator_run(name)(state, first, entropy))
+
+
+def _estimator_batches():
+  cases = (random_case(seed, (4, 5, 3), dtype=np.float32)[1] for seed in range(2))
+  return tuple(map(with_needs, cases))
+
+
+@_exported(advantages, quick=("grpo", "fade"))
+@COMPILES
+def test_estimator_is_the_same_without_jit(name):
+  (batch, _), entropy = _estimator_batches(), jnp.float32(0.4)
+  state = ESTIMATORS[name].init(jnp.float32(0.7))
+  compiled = _estimator_jit(name)(state, batch, entropy)
+  # The difference of two masses has their rounding, where A is 0 in the mean over the batch.
+  atol = 1e-6 * max(1.0, float(np.max(np.abs(compiled[1]["advantage/mass_success"].total))))
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol)
+  jax.tree.map(near, compiled, _estimator_run(name)(state, batch, entropy))
 
 
 def _degenerate_groups(dtype):
@@ -497,15 +599,20 @@ def _reweighting_jit(name):
 @each_reweighting
 @COMPILES
 def test_reweighting_under_jit(name):
-  """jit equals no jit, of what is exported; another batch and key do not compile again."""
+  """Another batch and key do not compile again."""
   first, second = (_reweighting_case(seed) for seed in range(2))
-  compiled = _reweighting_jit(name)(*first, jax.random.key(0))
+  _reweighting_jit(name)(*first, jax.random.key(0))
   traces = TRACES[name]
   _reweighting_jit(name)(*second, jax.random.key(1))
   assert TRACES[name] == traces
-  if _is_exported(name, reweighting):
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    jax.tree.map(near, compiled, _reweighting_run(name)(*first, jax.random.key(0)))
+
+
+@_exported(reweighting, quick=())
+@COMPILES
+def test_reweighting_is_the_same_without_jit(name):
+  case = (*_reweighting_case(0), jax.random.key(0))
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+  jax.tree.map(near, _reweighting_jit(name)(*case), _reweighting_run(name)(*case))
 
 
 @each_reweighting

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from oracles import batches, gram_cases, updates
 
-from rlvr_jax import advantages, geometry, losses, parts
+from rlvr_jax import advantages, geometry, losses
 from rlvr_jax.geometry import GramContext
 from rlvr_jax.geometry.updates import advantage_logprob_covariance
 from rlvr_jax.models.flops import forward_flops, update_flops
@@ -280,16 +280,6 @@ def test_an_indicator_of_entropy_is_that_of_the_policy_tokens(x64):
     assert_near(covariance(*spread(fill)), covariance(*side_by_side()))
 
 
-def test_a_veto_goes_on_over_later_turns(x64):
-  """Of the policy's tokens 0, 1, 4, 5, 9 and 12, a trigger at 4 leaves 0, 1 and itself."""
-  ratios = jnp.ones((1, 1, T)).at[0, 0, np.array([2, 4])].set(1e-3)  # 2 is an environment's
-  mask = jnp.zeros((1, 1, T)).at[0, 0, np.array([0, 1, 4, 5, 9, 12])].set(1.0)
-  loss_of = functools.partial(parts.loss_of, losses.reinforce(), veto=negative_advantage_veto())
-  _, metrics = jax.jit(loss_of)(jnp.log(ratios), jnp.zeros((1, 1, T)), -jnp.ones((1, 1)), mask)
-  np.testing.assert_allclose(metrics["veto/token_fraction"], 3 / 6, rtol=1e-6)
-  np.testing.assert_allclose(metrics["veto/trigger_rate"], 1 / 6, rtol=1e-6)
-
-
 # --- with a network -------------------------------------------------------------------------------
 
 PROMPTS, GROUP, LENGTH = 3, 3, 12
@@ -378,23 +368,6 @@ def test_an_update_is_that_of_each_rollout(x64, alignment):
   assert updates.relative_distance(found, expected) < 1e-11
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", [2, 3], ids=["of rollouts", "of tokens"])
-def test_an_update_in_rows_is_that_of_the_padded_batch(x64, axes):
-  """With a statistic of the whole batch, an entropy bonus, coefficients, and all metrics."""
-  method, params, batch = network()
-  method = method._replace(loss=losses.p3o(), entropy_bonus=0.01)
-  coefficients = np.random.default_rng(6).normal(size=(PROMPTS, GROUP, LENGTH)[:axes])
-  run = lambda batch: updates.gradient_of(method, batch, params, coefficients)
-  (expected, metrics), gradient = run(batch)
-  for alignment in LAYOUTS:
-    (loss, found_metrics), found = run(laid(alignment))
-    np.testing.assert_allclose(loss, expected, rtol=1e-11)
-    assert updates.relative_distance(found, gradient) < 1e-11
-    pair = map(reductions.values, (found_metrics, metrics))
-    chex.assert_trees_all_close(*pair, rtol=1e-9, atol=1e-12)
-
-
 ROUTES = {
   "streaming": geometry.streaming(block_elements=1),
   "streaming-sampled": geometry.streaming(feature="sampled"),
@@ -443,21 +416,6 @@ def test_a_gram_matrix_is_that_of_each_rollout(x64, alignment):
     expected = rows @ rows.T
     tolerance = 3 * error if name == "sketch" else 1e-10
     assert np.linalg.norm(found - expected) < tolerance * np.linalg.norm(expected), name
-
-
-@pytest.mark.slow
-def test_a_sketch_in_rows_is_that_of_the_padded_batch(x64):
-  """Not only within its error: the signs are the same."""
-  method, params, _ = network()
-  method = method._replace(gram=ROUTES["sketch"])
-
-  @jax.jit
-  def run(batch):
-    _, forward = batch_forward(params, {}, batch, method=method)
-    return method.gram.gram(params, {}, batch, forward, method.gram_context)
-
-  expected, *found = (run(laid(alignment)) for alignment in (None, *LAYOUTS))
-  assert_near(found, [expected] * len(found), tolerance=1e-10 * np.abs(expected).max())
 
 
 def test_trailing_tokens_of_an_environment_take_no_places():

@@ -56,7 +56,7 @@ def _make_loss(case):
   raise ValueError(f"golden case {name!r} has no loss here; add it to _make_loss")
 
 
-def _run(case, loss, statistics=None):
+def _run(case, loss):
   """(value, weight, gradient) of a loss on a case's arrays."""
   arrays = GOLDEN.arrays(case)
   group = lambda name: arrays[name][:, None] if name in arrays else None  # every rollout a prompt
@@ -65,8 +65,7 @@ def _run(case, loss, statistics=None):
   )
   coefficients = group("advantages")
   policy_logprobs = jax.numpy.asarray(group("logprobs"))
-  if loss.statistics is not None and statistics is None:
-    statistics = jax.jit(loss.statistics)(policy_logprobs, batch, coefficients)
+  statistics = loss.statistics and jax.jit(loss.statistics)(policy_logprobs, batch, coefficients)
   how = AGGREGATIONS[case["params"].get("aggregation", "token-mean")]
 
   def value(policy_logprobs):
@@ -79,8 +78,12 @@ def _run(case, loss, statistics=None):
   return value, weight, gradient[:, 0]
 
 
-def _assert_matches(case, result):
-  arrays, (value, weight, gradient) = GOLDEN.arrays(case), result
+@pytest.mark.parametrize("case", _cases("loss_"))
+def test_loss(case):
+  with jax.enable_x64(True):
+    factory, kwargs = _make_loss(case)
+    value, weight, gradient = _run(case, factory(**kwargs))
+  arrays = GOLDEN.arrays(case)
   expected = arrays["loss_sum"] if "loss_sum" in arrays else arrays["loss"]
   np.testing.assert_allclose(value, expected, rtol=RTOL, atol=ATOL)
   np.testing.assert_allclose(gradient, arrays["grad_logprobs"], rtol=RTOL, atol=ATOL)
@@ -92,13 +95,6 @@ def test_every_case_of_the_manifest_has_a_test():
   names = [case["name"] for case in GOLDEN.cases]
   tested = ("loss_", "adv_", "salt_", "lm_head_gram_")
   assert [n for n in names if not n.startswith(tested)] == []
-
-
-@pytest.mark.parametrize("case", _cases("loss_"))
-def test_loss(case):
-  with jax.enable_x64(True):
-    factory, kwargs = _make_loss(case)
-    _assert_matches(case, _run(case, factory(**kwargs)))
 
 
 @pytest.mark.parametrize("case", _cases("loss_p3o"))
@@ -132,39 +128,6 @@ def test_m2po_interval(case):
       np.testing.assert_allclose(interval.high - 1, arrays["clip_high"], rtol=RTOL)
 
 
-def _without_each_bound(case):
-  """(what is missing, loss, statistics) for every bound of a case's loss."""
-  factory, kwargs = _make_loss(case)
-  if factory is losses.p3o:
-    for missing in ({"cap": "none"}, {"kl_term": False}, {"ess": "one"}):
-      yield missing, factory(**missing), None
-  elif factory is losses.m2po:
-    yield "budget", factory(**kwargs | {"budget": 1e6}), None
-    arrays, loss = GOLDEN.arrays(case), factory(**kwargs)
-    interval = jax.jit(loss.statistics)(
-      jax.numpy.asarray(arrays["logprobs"][:, None]),
-      make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None]),
-      arrays["advantages"][:, None],
-    )
-    yield "low", loss, interval._replace(low=0.0)
-    yield "high", loss, interval._replace(high=np.inf)
-  else:
-    low = 1e6 if factory is losses.gmpo else 1.0  # log ρ there, 1 − ε elsewhere
-    bounds = {"epsilon_low": low, "epsilon_high": 1e6, "dual_clip": None}
-    for name in kwargs:
-      yield name, factory(**kwargs | {name: bounds[name]}), None
-
-
-@pytest.mark.parametrize("case", [c for c in _cases("loss_") if "_active_" in c.id])
-def test_an_active_case_fails_without_any_of_its_bounds(case):
-  with jax.enable_x64(True):
-    for missing, loss, statistics in _without_each_bound(case):
-      result = _run(case, loss, statistics)
-      with pytest.raises(AssertionError):
-        _assert_matches(case, result)
-        print(f"{case['name']} passes without {missing}")
-
-
 @pytest.mark.parametrize("case", _cases("adv_"))
 def test_advantage(case):
   name, params = case["name"], case["params"]
@@ -184,8 +147,8 @@ def test_advantage(case):
     np.testing.assert_allclose(result, arrays["advantages"], rtol=RTOL, atol=ATOL)
 
 
-def _salt(case, **changed):
-  """(SaltResult, eigenvalues) of a case, with its parameters or changed ones."""
+def _salt(case):
+  """(SaltResult, eigenvalues) of a case."""
   arrays, params = GOLDEN.arrays(case), case["params"]
   gram = jax.numpy.asarray(arrays["features"] @ arrays["features"].T)
   if params["gram"] != "G G^T / B":
@@ -200,7 +163,7 @@ def _salt(case, **changed):
     "positive_part": params["positive_part"],
     "channels": "both",
     "random_subspace": False,
-  } | changed
+  }
 
   @jax.jit
   def run(a, gram):
@@ -210,7 +173,10 @@ def _salt(case, **changed):
   return run(arrays["advantages"], gram)
 
 
-def _assert_salt_matches(case, result, eigenvalues):
+@pytest.mark.parametrize("case", _cases("salt_"))
+def test_salt(case):
+  with jax.enable_x64(True):
+    result, eigenvalues = _salt(case)
   arrays = GOLDEN.arrays(case)
   for name, value in (
     ("eigenvalues", eigenvalues[::-1]),  # the authors' are ascending
@@ -223,29 +189,6 @@ def _assert_salt_matches(case, result, eigenvalues):
     ("reweighted", result.coefficients),
   ):
     np.testing.assert_allclose(value, arrays[name], rtol=RTOL, atol=ATOL, err_msg=name)
-
-
-@pytest.mark.parametrize("case", _cases("salt_"))
-def test_salt(case):
-  with jax.enable_x64(True):
-    _assert_salt_matches(case, *_salt(case))
-
-
-def test_a_salt_case_at_a_bound_fails_without_it():
-  without = {"alpha_min": -np.inf, "max_rank": 1_000_000}
-  seen = set()
-  with jax.enable_x64(True):
-    for (case,) in (param.values for param in _cases("salt_")):
-      arrays, params = GOLDEN.arrays(case), case["params"]
-      at = {"alpha_min": arrays["alpha"] == params["alpha_min"]}
-      at |= {"max_rank": arrays["k"] == params["k_max"]}
-      for name in (name for name in at if at[name]):
-        result = _salt(case, **{name: without[name]})
-        with pytest.raises(AssertionError):
-          _assert_salt_matches(case, *result)
-          print(f"{case['name']} passes without {name}")
-        seen.add(name)
-  assert seen == set(without)
 
 
 @pytest.mark.parametrize("case", _cases("lm_head_gram_"))

@@ -177,7 +177,7 @@ def _pairs():
       yield pytest.param(loss, correction, marks=marks, id=f"{loss}-{correction}")
 
 
-@pytest.mark.parametrize(("name", "correction"), _pairs())
+@pytest.mark.parametrize(("name", "correction"), [*_pairs()])
 def test_a_correction_composes_with_a_loss_or_is_refused(name, correction):
   """With an exact sampler and one version every correction changes nothing."""
   loss, made = _default(name), getattr(corrections, correction)()

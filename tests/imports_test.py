@@ -204,40 +204,17 @@ def test_a_circle_is_seen(tmp_path):
   ("path", "code", "reported"),
   [
     ("__init__.py", "import os", "imports os"),
-    ("specs.py", "from rlvr_jax.types import Array", "imports rlvr_jax.types"),
-    ("ops/a.py", "from rlvr_jax.losses import b", "imports rlvr_jax.losses"),
     ("ops/a.py", "from rlvr_jax import losses", "imports rlvr_jax.losses"),
-    ("ops/a.py", "from ..losses import b", "imports rlvr_jax.losses"),
     ("ops/__init__.py", "from .. import losses", "imports rlvr_jax.losses"),
     ("losses/a.py", "def f():\n  import rlvr_jax.advantages.grpo", "imports rlvr_jax.advantages"),
     ("rewards/a.py", "import jax.numpy as jnp", "never load jax"),
-    ("environments/a.py", "import jax.numpy as jnp", "never load jax"),
-    ("environments/a.py", "from rlvr_jax.rewards import outcome", "imports rlvr_jax.rewards"),
     ("rewards/a.py", "from rlvr_jax.types import Array", "imports rlvr_jax.types"),
-    ("rewards/a.py", "from rlvr_jax.ops import keys", "imports rlvr_jax.ops"),
     ("ops/checks.py", "from rlvr_jax.types import Array", "imports rlvr_jax.types"),
-    ("codejudge/a.py", "import numpy", "codejudge has the standard library only"),
     ("codejudge/harness/a.py", "import absl.flags", "codejudge has the standard library only"),
-    ("codejudge/a.py", "from .. import storage", "imports rlvr_jax.storage"),
-    ("launch/a.py", "import absl.flags", "launch has the standard library only"),
-    ("launch/a.py", "from rlvr_jax.storage.files import locate", "imports rlvr_jax.storage.files"),
-    ("train/loop.py", "from rlvr_jax.launch import local", "imports rlvr_jax.launch"),
-    ("codejudge/harness/a.py", "from ...rewards import outcome", "imports rlvr_jax.rewards"),
-    ("evaluate/a.py", "from rlvr_jax.codejudge import cgroups", "imports rlvr_jax.codejudge"),
     ("update/step.py", "from rlvr_jax.geometry import per_rollout", "imports rlvr_jax.geometry"),
-    ("update/step.py", "from rlvr_jax.train.cluster import sharding", "imports rlvr_jax.train"),
-    ("update/objective.py", "from rlvr_jax import losses", "imports rlvr_jax.losses"),
     ("train/loop.py", "from flax import nnx", "flax stays in models"),
     ("train/loop.py", "import configs.base", "imports configs.base"),
-    ("train/loop.py", "from rlvr_jax.configs import base", "imports rlvr_jax.configs"),
-    ("train/loop.py", "import rlvr_jax.main", "imports rlvr_jax.main"),
-    ("losses/a.py", "from rlvr_jax.integrations import tunix", "imports rlvr_jax.integrations"),
-    ("integrations/a.py", "from rlvr_jax.train import loop", "imports rlvr_jax.train"),
-    ("train/loop.py", "from rlvr_jax.commands import eval", "imports rlvr_jax.commands"),
-    ("commands/a.py", "from rlvr_jax.colab import display", "imports rlvr_jax.colab"),
-    ("evaluate/a.py", "from rlvr_jax.train.reporting import writer", "imports rlvr_jax.train"),
     ("train/setup/a.py", "from rlvr_jax.train import loop", "imports rlvr_jax.train.loop"),
-    ("train/cluster/a.py", "from ..setup import build", "imports rlvr_jax.train.setup"),
     ("models/a.py", "from flax import nnx\nnnx.jit(f)", "uses nnx.jit"),
     ("tricks/a.py", "", "in no room"),
   ],
@@ -248,33 +225,6 @@ def test_the_checker_sees_a_violation(tmp_path, path, code, reported):
   file.write_text(code)
   found = violations(tmp_path)
   assert found and any(reported in line for line in found), found
-
-
-@pytest.mark.parametrize(
-  ("path", "code"),
-  [
-    ("ops/a.py", "import jax\nfrom rlvr_jax.types import Array\nfrom . import b"),
-    ("train/loop.py", "from rlvr_jax.update.step import train_step\nfrom rlvr_jax import evaluate"),
-    ("update/step.py", "from rlvr_jax.update.accumulate import update_gradient"),
-    ("models/a.py", "from flax import nnx\nclass A(nnx.Module): pass"),
-    ("integrations/a.py", "import tunix\nfrom flax import nnx\nfrom rlvr_jax import losses"),
-    ("rollouts/a.py", "from rlvr_jax.storage import files"),
-    ("launch/a.py", "import json\nfrom rlvr_jax.launch import local"),
-    ("codejudge/a.py", "import json\nfrom . import cgroups\nfrom .harness import messages"),
-    ("rewards/a.py", "from rlvr_jax.codejudge import sandbox"),
-    ("rewards/a.py", "from rlvr_jax.ops.checks import check_between"),
-    (
-      "colab/a.py",
-      "from rlvr_jax.train.session import open_session\nfrom rlvr_jax.evaluate import curves",
-    ),
-    ("main.py", "from rlvr_jax.commands import train"),
-  ],
-)
-def test_the_checker_allows_what_is_allowed(tmp_path, path, code):
-  file = tmp_path / path
-  file.parent.mkdir(parents=True, exist_ok=True)
-  file.write_text(code)
-  assert violations(tmp_path) == []
 
 
 @pytest.mark.parametrize("room", ["rewards", "environments"])

@@ -107,8 +107,6 @@ def installed(tmp_path_factory):
 
 def test_the_version_is_that_of_the_package():
   assert distribution().get_version() == rlvr_jax.__version__
-  citation = (tiny.ROOT / "CITATION.cff").read_text(encoding="utf-8")
-  assert f"\nversion: {rlvr_jax.__version__}\n" in citation
 
 
 def test_the_description_has_no_link_that_an_index_cannot_follow():

@@ -144,10 +144,3 @@ def test_what_is_wrong_is_seen(tmp_path, code, large, outside):
   (tmp_path / "a.py").write_text(code)
   assert bool(large_classes(tmp_path)) == large
   assert len(set_from_outside(tmp_path)) == outside
-
-
-def test_a_large_room_is_seen(tmp_path):
-  (tmp_path / "train" / "setup").mkdir(parents=True)
-  for index in range(13):
-    (tmp_path / "train" / "setup" / f"a{index}.py").write_text("")
-  assert sizes(tmp_path) == {"train": 0, "train/setup": 13}

@@ -43,17 +43,6 @@ def test_a_run_follows_the_equations():
     entropy = 0.7 * entropy + 0.3 * new_entropy
 
 
-def test_the_batch_enters_only_after_its_own_update():
-  estimator = advantages.fade(smoothing=1.0)
-  state = estimator.init(jnp.float32(2.0))
-  before = estimator.apply(state, _batch())
-  state = estimator.update(state, _batch(), jnp.float32(0.2))
-  after = estimator.apply(state, _batch())
-  assert not np.allclose(before, after)
-  # p̂ = 2/3 → α = 1 (clipped from 0.75); Ĥ = 0.2, H* = 1 → δ = 0.3 (clipped from 0.2).
-  np.testing.assert_allclose(after[0], [0.75, -0.25 / 0.3, -0.25 / 0.3, -0.25 / 0.3], rtol=1e-5)
-
-
 def test_an_unfiltered_solve_rate_replaces_the_batch_s():
   estimator = advantages.fade(smoothing=0.5)
   state = estimator.init(jnp.float32(1.0))
@@ -86,17 +75,6 @@ def test_alpha_is_clipped(solve_rate, alpha):
   state = estimator.init(jnp.float32(1.0))._replace(solve_rate=jnp.float32(solve_rate))
   assert _exponents(estimator, state)[0] == pytest.approx(alpha)
   assert np.all(np.isfinite(estimator.apply(state, _batch())))
-
-
-def test_frozen_exponents():
-  for hyper, index in (({"alpha_max": 1.0}, 0), ({"delta_min": 1.0}, 1)):
-    estimator = advantages.fade(**hyper)
-    state = estimator.init(jnp.float32(2.0))._replace(
-      solve_rate=jnp.float32(0.1), entropy=jnp.float32(0.1)
-    )
-    exponents = _exponents(estimator, state)
-    assert exponents[index] == 1.0
-    assert exponents[1 - index] != 1.0
 
 
 def test_the_entropy_schedule_drives_both_exponents():

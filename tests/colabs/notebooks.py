@@ -39,10 +39,6 @@ def outputs(notebook):
   return [output for cell in code_cells(notebook) for output in cell.outputs]
 
 
-def has_picture(cell):
-  return any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
-
-
 def pictures(notebook):
   return sum("image/png" in output.get("data", {}) for output in outputs(notebook))
 
@@ -60,12 +56,6 @@ def parsed(cell):
   """The syntax tree of a cell, shell commands and all; of a captured cell that of its code."""
   source = cell.source.removeprefix("%%capture\n")
   return ast.parse(TransformerManager().transform_cell(source))
-
-
-def definitions(cell):
-  """The functions and classes that a cell defines; a lambda or a loop passes."""
-  forbidden = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-  return [node.name for node in ast.walk(parsed(cell)) if isinstance(node, forbidden)]
 
 
 def imported(notebook):

@@ -1,6 +1,5 @@
-"""Every notebook runs from top to bottom, has short cells, and its committed outputs are clean."""
+"""Every notebook runs from top to bottom, on Colab too, and its committed outputs are clean."""
 
-import itertools
 import json
 import re
 
@@ -10,7 +9,6 @@ import pytest
 from colabs import execute, notebooks
 
 CHEAPEST = "first_run"  # with few updates
-LONGEST = 26  # lines of a cell
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/$\\])/\w[\w.-]*/|[A-Z]:\\\\")
 each = pytest.mark.parametrize("name", notebooks.NAMES)
 
@@ -38,20 +36,6 @@ def test_the_cheapest_runs_from_top_to_bottom(tmp_path, monkeypatch):
 
 
 # --- what it holds --------------------------------------------------------------------------------
-
-
-@each
-def test_its_cells_are_short_and_define_nothing(name):
-  for cell in notebooks.code_cells(notebooks.read(name)):
-    assert notebooks.definitions(cell) == [] and len(cell.source.splitlines()) <= LONGEST, (
-      cell.source
-    )
-
-
-def test_the_checker_sees_definitions():
-  for source in ("def f(): pass", "class f: pass", "if a:\n  def f(): pass"):
-    assert notebooks.definitions(_code(source)) == ["f"]
-  assert notebooks.definitions(_code("f = lambda x: x")) == []
 
 
 @each
@@ -90,20 +74,6 @@ def _code(source):
   return nbformat.v4.new_code_cell(source)
 
 
-@each
-def test_a_picture_comes_before_the_text_that_explains_it(name):
-  for cell, after in itertools.pairwise(notebooks.read(name).cells):
-    if notebooks.has_picture(cell):
-      assert after.cell_type == "markdown" and "How to read it" in after.source, cell.source
-
-
-@each
-def test_it_ends_with_what_the_outputs_show_and_where_to_go_on(name):
-  texts = [cell.source for cell in notebooks.read(name).cells if cell.cell_type == "markdown"]
-  assert "## What the outputs committed here show" in "\n".join(texts[-2:])
-  assert "## Where to go on" in texts[-1]
-
-
 # --- committed outputs ----------------------------------------------------------------------------
 
 
@@ -126,8 +96,3 @@ def test_the_committed_file_names_no_place_or_machine(name):
     output.get("data", {}).pop("image/png", None)
   cells = json.dumps(notebooks.code_cells(notebook), ensure_ascii=False)
   assert ABSOLUTE_PATH.findall(cells) == []
-
-
-def test_the_checker_sees_an_absolute_path():
-  assert ABSOLUTE_PATH.search("saved in '/home/me/run'") and ABSOLUTE_PATH.search("/usr/lib")
-  assert not ABSOLUTE_PATH.search(execute.SETUP)

@@ -123,6 +123,21 @@ def test_a_call_on_a_row_counts_as_the_mean_of_the_rows_that_run():
     assert hbm_bytes == pytest.approx(sum(getattr(c, f"{of}_bytes") for c in of_row) / count, 1e-2)
 
 
+def test_a_program_of_which_more_than_a_hundredth_is_not_counted_has_no_costs(monkeypatch):
+  """The compiler makes a few products elementwise; of one that it writes otherwise none count."""
+  counted = 2 * 64**3
+  kernel = jax.ShapeDtypeStruct((64, 64), np.float32)
+  program = jax.jit(lambda x: x @ x).lower(kernel).compile()
+  text = programs.CompiledText(program, program.as_text(), "", 1.0)
+  monkeypatch.setattr(report, "compile_with_text", lambda name, lower: text)
+  cost = lambda useful: report.program_cost(
+    "update", None, "v5e:1x1", report.Counts(useful_flops={"update": useful})
+  )
+  assert cost(1.009 * counted)["executed_flops"] == counted
+  with pytest.raises(hlo.CostsError, match="costs of the update are not known"):
+    cost(1.011 * counted)
+
+
 def test_a_loop_of_unknown_length_is_listed():
   loop = item("gram", hlo.OPEN_LOOP, times=2, op_name="eigh/while")
   found = report.cost([*ITEMS, loop], CHIP, useful_flops=1.0, memory={})

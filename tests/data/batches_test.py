@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import threading
 
 import numpy as np
 import pytest
@@ -92,13 +91,6 @@ def test_restoring_a_far_position_is_immediate():
   batches.set_state({name: value + 10**9 for name, value in state.items()})
   assert len(next(batches)) == 8
   assert source.reads == 16
-
-
-def test_works_in_this_thread_alone():
-  before = threading.active_count()
-  batches = problem_batches(CountedSource(10), batch_size=2, seed=0)
-  next(batches)
-  assert threading.active_count() == before
 
 
 @pytest.mark.parametrize(("size", "batch_size"), [(0, 1), (1, 0)])

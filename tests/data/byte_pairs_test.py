@@ -74,17 +74,6 @@ def test_pieces(folder):
   assert not any(len(t) > 1 and any(c.isdigit() for c in t) for t in backend.get_vocab())
 
 
-def test_chat_template(folder, tokenizer):
-  chat = HuggingFaceTokenizer(folder, prompt_format="chat", system_prompt="Be brief.")
-  say = tokenizer.encode
-  assert chat.encode_prompt("1+1?") == [
-    *(1, *say("system\nBe brief."), 2, *say("\n")),
-    *(1, *say("user\n1+1?"), 2, *say("\n")),
-    *(1, *say("assistant\n")),
-  ]
-  assert chat.stop_ids == (2, 0)
-
-
 def test_the_same_texts_give_the_same_bytes(folder, tmp_path):
   """In another process too, with other hashes and another number of threads."""
   (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))

@@ -240,13 +240,13 @@ def test_settings_of_the_library_do_not_cut_or_pad(folder):
 
 def test_thousands_of_added_tokens_cost_nothing(folder):
   folder = folder()
-  folder.backend.add_special_tokens([f"<unused{i}>" for i in range(3000)])
+  folder.backend.add_special_tokens([f"<unused{i}>" for i in range(1000)])
   folder.write()
   tokenizer = folder.chat()
   start = time.process_time()
-  for i in range(1000):
+  for i in range(300):
     tokenizer.encode_prompt(f"{QUESTION} {i} < {i + 1}")
-  assert time.process_time() - start < 5  # 0.2 on a quiet machine
+  assert time.process_time() - start < 2  # 0.06 on a quiet machine
 
 
 # --- stops, padding, decoding ---------------------------------------------------------------------

@@ -104,21 +104,6 @@ def test_any_bursts(tokenizers, name, parts, stops, bursts):
   assert find_stop(tokenizer, np.array(ids, np.int32), stops) == expected
 
 
-@pytest.mark.parametrize("name", ["bytes", "byte pairs", "runs of bytes"])
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_long_turns(tokenizers, name, seed):
-  """So long that most of it is never decoded again."""
-  tokenizer = tokenizers[name]
-  rng = np.random.default_rng(seed)
-  most = tokenizer.encode("so 7 zz é b 漢 " * 12)
-  filler = [int(i) for i in rng.choice(most, size=120)]
-  stop = STOPS[rng.integers(len(STOPS) - 1)]
-  ids = filler + tokenizer.encode(stop) + filler[:9]
-  bursts = np.cumsum(rng.integers(1, 17, size=40)).tolist()
-  assert in_bursts(tokenizer, ids, [stop], bursts) == first_stop(tokenizer, ids, [stop])
-
-
 def test_the_token_that_completes_it_is_kept(tokenizers):
   tokenizer = tokenizers["runs of bytes"]
   backend = tokenizer._tokenizer

@@ -268,20 +268,3 @@ def test_a_batch_without_the_teacher_s_log_probabilities_is_an_error():
   batch = dataclasses.replace(batch, teacher_logprobs=None)
   with pytest.raises(ValueError, match=r"distillation needs batch\.teacher_logprobs"):
     distillation.opd().advantage(policy, batch)
-
-
-@pytest.mark.parametrize(
-  ("name", "arguments", "message"),
-  [
-    ("opd", dict(student="sampler"), r"student = 'sampler'.*\['behavior', 'policy'\]"),
-    ("opd", dict(discount=1.5), r"discount = 1.5"),
-    ("opd_score", dict(truncation=0.0), r"truncation = 0.0"),
-    ("opd_ratio", dict(max_drop=0.0), r"max_drop = 0.0"),
-    ("iw_opd", dict(gamma=-1.0), r"gamma = -1.0"),
-    ("kl_estimate", dict(bound=0.0), r"bound = 0.0"),
-    ("kl_estimate", dict(estimator="k4"), r"estimator = 'k4'"),
-  ],
-)
-def test_a_wrong_argument_is_named(name, arguments, message):
-  with pytest.raises(ValueError, match=message):
-    getattr(distillation, name)(**arguments)

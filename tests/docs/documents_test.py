@@ -18,10 +18,6 @@ DOCUMENTS = [
     if path.suffix in (".md", ".ipynb")
   ),
 ]
-LONG_SENTENCES = {  # documents that still have some
-  "docs/methods/fade.md",
-  "docs/methods/salt.md",
-}
 CARDS = sorted((ROOT / "docs" / "methods").glob("[a-z]*.md"))
 each_document = pytest.mark.parametrize("document", DOCUMENTS)
 _ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|et al|vs|cf|Dr|approx)\.")
@@ -77,7 +73,7 @@ def test_a_long_sentence_is_seen():
   assert not long_sentences(f"* {words}\n* {words}\n")
 
 
-@pytest.mark.parametrize("document", sorted(set(DOCUMENTS) - LONG_SENTENCES))
+@each_document
 def test_sentences_are_short(document):
   assert not long_sentences(_text(ROOT / document))
 

@@ -80,11 +80,6 @@ def test_the_program_takes_the_command(page, command, in_checkout):
       exec(compile(code, page, "exec"), {})
 
 
-def test_a_command_with_a_misspelled_field_is_seen(in_checkout):
-  with pytest.raises(SystemExit, match="no field 'group_sise'"):
-    parsed("rlvr_jax --config=configs/quickstart.py --config.batch.group_sise=4")
-
-
 # --- code -----------------------------------------------------------------------------------------
 
 
@@ -124,26 +119,6 @@ def test_the_reference_has_every_field():
   assert set(leaves(base.get_config())) == {name for name, f in found.items() if not f.group}
   assert found["batch.group_size"].comment == "G, rollouts per prompt"
   assert found["sampling.top_k"].comment == found["evaluation.sampling.top_k"].comment != ""
-
-
-@pytest.mark.parametrize(
-  "page, link, expected",
-  [
-    ("experts.md", "staleness.md", "staleness.md"),
-    ("methods/salt.md", "../staleness.md", "../staleness.md"),
-    ("methods/README.md", "../../docs/methods/salt.md", "salt.md"),
-    ("experts.md", "https://example.org/x", "https://example.org/x"),
-    ("experts.md", "../configs/base.py", "https://host/us/it/blob/main/configs/base.py"),
-    ("methods/salt.md", "../../tests/data", "https://host/us/it/tree/main/tests/data"),
-  ],
-)
-def test_links_of_the_site(page, link, expected):
-  assert website.link_from(page, link, "https://host/us/it/") == expected
-
-
-def test_links_without_a_repository_lead_to_this_checkout():
-  found = website.link_from("experts.md", "../configs/base.py", "")
-  assert found == (ROOT / "configs" / "base.py").as_uri()
 
 
 def test_the_api_lists_what_packages_export():

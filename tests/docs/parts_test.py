@@ -1,4 +1,4 @@
-"""The loops of docs/parts.md learn, with the versions that are installed."""
+"""The loop of docs/parts.md learns, with the versions that are installed."""
 
 import runpy
 
@@ -14,8 +14,7 @@ PAGE = snippets.page("parts.md")
 def test_a_loop_of_ones_own_learns(name, tmp_path, monkeypatch, capsys):
   (tmp_path / name).write_text(PAGE.files[name])
   found = runpy.run_path(str(tmp_path / name))
-  reward = found["reward"] if name == "with_flax.py" else found["rewards"].mean()
-  assert reward > 0.8  # at random: 1 in 6
+  assert found["rewards"].mean() > 0.8  # at random: 1 in 6
   assert capsys.readouterr().out.startswith("reward ")
 
 

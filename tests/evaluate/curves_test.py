@@ -55,11 +55,6 @@ def test_a_curve_over_every_axis(over, per_update, start):
   np.testing.assert_allclose(y, np.arange(1, 11) / 20)
 
 
-def test_every_axis_is_tested():
-  parameters = test_a_curve_over_every_axis.pytestmark[0].args[1]
-  assert {axis for axis, *_ in parameters} == set(curves.AXES)
-
-
 def test_records_without_the_metric_are_left_out():
   records = run()
   records[1]["geometry/rank"] = 7.0  # measured at some updates only

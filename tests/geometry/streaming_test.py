@@ -1,8 +1,6 @@
 """The streaming Gram matrix: the same numbers as differentiation, at its price, on any mesh."""
 
 import dataclasses
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -318,32 +316,6 @@ def test_sharded_equals_unsharded(x64, sizes, case, route):
   assert_close(streamed((params, *args), setting._replace(mesh=mesh), **route), expected, 1e-12)
 
 
-def group_size(line):
-  """How many devices take part in a collective: listed, counted, or as axes of a mesh."""
-  groups = re.search(r"replica_groups=(?:\{\{([\d,]+)|\[\d+,(\d+)\]|mesh\[(.*?)\] \{(.*?)\})", line)
-  listed, counted, sizes, axes = groups.groups()
-  if axes is None:
-    return len(listed.split(",")) if listed else int(counted)
-  sizes = dict(re.findall(r"'(\w+)'=(\d+)", sizes))
-  return math.prod(int(sizes[axis]) for axis in re.findall(r"\w+", axes))
-
-
-def received_bytes(hlo):
-  """Name → bytes that a device receives in the collectives of an HLO text, as by rings."""
-  widths, found = {"pred": 1, "s32": 4, "f32": 4}, {}
-  for line in hlo.splitlines():
-    match = re.search(r"= (.*?) (all-[a-z-]+|reduce-scatter|collective-[a-z]+)\(", line)
-    if match:
-      shape, name = match.groups()
-      size = group_size(line)
-      arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
-      sizes = [np.prod([int(n) for n in dims.split(",")]) for _, dims in arrays]
-      total = sum(widths[kind] * n for (kind, _), n in zip(arrays, sizes, strict=True))
-      rounds = 2 if name == "all-reduce" else 1
-      found[name] = found.get(name, 0) + rounds * int(total) * (size - 1) // size
-  return found
-
-
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_bytes_moved_are_those_of_the_compiled_program():
   mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
@@ -354,9 +326,10 @@ def test_bytes_moved_are_those_of_the_compiled_program():
   )
   args = abstract_case(8, 2, 16, 32, 4096, jnp.float32, place)
   run = lambda *args: streaming().gram(*args, GramContext(_HeadOnly, mesh=mesh))
-  found = received_bytes(jax.jit(run).lower(*args).compile().as_text())
+  found = walk(jax.jit(run).lower(*args).compile().as_text(), {})
   kernel = jax.ShapeDtypeStruct((32, 4096), jnp.float32)
-  assert sum(found.values()) == bytes_moved(args[3].hidden, kernel, mesh, rollouts=16), found
+  received = sum(item.received_bytes for item in found)
+  assert received == bytes_moved(args[3].hidden, kernel, mesh, rollouts=16), found
   assert bytes_moved(args[3].hidden, kernel, None, rollouts=16) == 0
 
 

@@ -200,41 +200,6 @@ def test_decoupled_ppo_without_proximal_logprobs_says_what_to_do():
 
 
 @pytest.mark.parametrize(
-  "name, hyper",
-  [
-    ("cispo", {"epsilon_low": 1.5}),
-    ("clip_cov", {"share": 0.0}),
-    ("clip_cov", {"high": 1.0}),
-    ("clip_cov", {"low": "a"}),
-    ("clip_cov", {"seed": "x"}),
-    ("dppo", {"divergence": "js"}),
-    ("dppo", {"delta_low": 0.0}),
-    ("dppo", {"anchor": "behavior"}),
-    ("dro", {"penalty": 0.0}),
-    ("kl_cov", {"coefficient": -1.0}),
-    ("vespo", {"token_truncation": 0.0}),
-    ("decoupled_ppo", {"behavior_weight_cap": 0.0}),
-    ("gmpo", {"epsilon_high": -0.1}),
-    ("gspo", {"epsilon_low": "0.1"}),
-    ("m2po", {"budget": 0.0}),
-    ("p3o", {"ess": "token"}),
-    ("p3o", {"ess_scope": 0}),
-    ("p3o", {"ess_scope": "micro"}),
-    ("p3o", {"cap": None}),
-    ("ppo_clip", {"epsilon_high": float("nan")}),
-    ("ppo_clip", {"dual_clip": 1.0}),
-    ("reinforce", {"truncation": -1.0}),
-    ("sapo", {"temperature_positive": 0}),
-  ],
-)
-def test_a_bad_hyper_parameter_is_named_with_its_value(name, hyper):
-  [(field, value)] = hyper.items()
-  with pytest.raises(ValueError) as error:
-    getattr(losses, name)(**hyper)
-  assert name in str(error.value) and field in str(error.value) and repr(value) in str(error.value)
-
-
-@pytest.mark.parametrize(
   "hyper", [{"delta_low": 0.1, "symmetric": True}, {"truncation": 3.0, "form": "ratio"}]
 )
 def test_a_hyper_parameter_of_dppo_that_would_be_ignored_is_refused(hyper):

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the router, the sum of experts, their routes, and who does not matter."""
+"""Mixtures of experts: what router, routes, load and kernels of experts add to `networks_test`."""
 
 import dataclasses
 import functools
@@ -10,47 +10,27 @@ import numpy as np
 import pytest
 from flax import nnx
 from oracles import updates
-from oracles.sampling import make_requests, sample, serve
+from oracles.networks import EXPERTS as CONFIG
+from oracles.networks import FLOAT64, make_engine, make_method
+from oracles.sampling import sample
 from oracles.updates import relative_distance
 
-from rlvr_jax import advantages, geometry, losses, reweighting
-from rlvr_jax.geometry import GramContext, per_rollout_features
-from rlvr_jax.models import lora
 from rlvr_jax.models.experts import NO_EXPERT, Experts
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params, save_checkpoint
-from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
+from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.models.quantized import dequantize, quantize, rounded
-from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.ops.reductions import values
-from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.types import Prompts, Sampling
-from rlvr_jax.update.step import initial_state, train_step
+from rlvr_jax.types import Prompts
 
 E, K, F, V = 5, 2, 12, 32
-CONFIG = TransformerConfig(
-  vocab_size=V,
-  width=16,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=8,
-  mlp_width=1,
-  qk_norm=True,
-  num_experts=E,
-  experts_per_token=K,
-  expert_width=F,
-  normalized_expert_weights=True,
-)
-DTYPES = dict(compute_dtype="float64", param_dtype="float64")  # under x64
 P, G, S, T = 2, 3, 6, 5
 
 
 @functools.cache
-def make_model(config=CONFIG):
-  model = updates.small_model(config)
+def make_model():
+  model = updates.small_model(CONFIG)
   return model._replace(response_routed=jax.jit(model.response_routed))
 
 
@@ -103,7 +83,7 @@ def oracle(x, kernels, *, normalized, routes=None):
 
 @pytest.mark.parametrize("normalized", [True, False])
 def test_a_layer_is_the_weighted_sum_of_the_chosen_experts(x64, normalized):
-  config = dataclasses.replace(CONFIG, normalized_expert_weights=normalized, **DTYPES)
+  config = dataclasses.replace(CONFIG, normalized_expert_weights=normalized, **FLOAT64)
   rng = np.random.default_rng(0)
   x = rng.normal(size=(2, 7, 16))
   for routes in (None, np.argsort(rng.random((2, 7, E)), axis=-1)[..., :K].astype(np.uint8)):
@@ -209,11 +189,7 @@ def test_rows_choose_as_padded_rollouts_do():
 # --- sampling -------------------------------------------------------------------------------------
 
 
-@functools.cache
-def make_engine(slots):
-  model = updates.small_model(CONFIG)
-  settings = dict(max_prompt_length=S, max_new_tokens=T, stop_tokens=(3,), pad_token=0)
-  return EnginePrograms(model, Sampling(), slots=slots, prefill_rows=4, **settings)
+ENGINE = make_engine(updates.small_model(CONFIG), prefill_rows=4)
 
 
 def test_bits_of_a_rollout_depend_on_its_own_prompt_and_key_alone():
@@ -223,78 +199,21 @@ def test_bits_of_a_rollout_depend_on_its_own_prompt_and_key_alone():
   tokens = rng.integers(4, V, (6, S)).astype(np.int32)
   lengths = np.full(6, S, np.int32)
   key = jax.random.key(1)
-  expected = sample(make_engine(8), params, {}, Prompts(tokens, lengths), key, 2)
+  expected = sample(ENGINE, params, {}, Prompts(tokens, lengths), key, 2)
   kept = np.asarray([0, 3, 4])
   others = rng.integers(4, V, (6, S)).astype(np.int32)
   others[kept] = tokens[kept]
-  found = sample(make_engine(8), params, {}, Prompts(others, lengths), key, 2)
+  found = sample(ENGINE, params, {}, Prompts(others, lengths), key, 2)
   for field in ("tokens", "behavior_logprobs", "lengths"):
     before, after = getattr(expected, field), getattr(found, field)
     np.testing.assert_array_equal(after[kept], before[kept])
   assert not np.array_equal(expected.tokens, found.tokens)
   # With a third as many prompts, slots are idle, and a prompt has other neighbors.
-  few = sample(make_engine(8), params, {}, Prompts(tokens[:2], lengths[:2]), key, 2)
+  few = sample(ENGINE, params, {}, Prompts(tokens[:2], lengths[:2]), key, 2)
   np.testing.assert_array_equal(few.behavior_logprobs, expected.behavior_logprobs[:2])
 
 
-@pytest.mark.slow
-def test_the_order_of_requests_changes_no_bit():
-  """Slots are refilled at other times, beside other rollouts; experts get other numbers of rows."""
-  params, engine = updates.small_model(CONFIG).init(jax.random.key(0)), make_engine(3)
-  tokens = np.random.default_rng(0).integers(4, V, (7, S)).astype(np.int32)
-  prompts = Prompts(tokens, 1 + np.arange(7, dtype=np.int32) % S)
-  asked = make_requests(prompts, jax.random.key(1), 2)
-  in_order = lambda order: serve(engine, params, [asked[i] for i in order])
-  expected = in_order(range(7))
-  assert len({int(n) for group in expected.values() for n in group.lengths}) > 1
-  for seed in range(3):
-    found = in_order(np.random.default_rng(seed).permutation(7))
-    for i in range(7):
-      jax.tree.map(np.testing.assert_array_equal, found[i], expected[i])
-
-
-def test_the_sampler_agrees_with_the_trainer():
-  model = make_model()
-  params, (prompts, _, _) = model.init(jax.random.key(0)), draw_batch()
-  rollouts = sample(make_engine(8), params, {}, jax.device_get(prompts), jax.random.key(1), G)
-  tokens = jnp.asarray(rollouts.tokens)
-  hidden, _, _ = model.response_routed(params, prompts, tokens, None, rollouts.lengths)
-  logprobs, _ = token_logprobs(hidden, model.head(params), tokens, Sampling())
-  sampled = np.arange(T) < rollouts.lengths[..., None]
-  np.testing.assert_allclose(
-    np.asarray(logprobs)[sampled], rollouts.behavior_logprobs[sampled], atol=1e-5
-  )
-
-
 # --- on a mesh, and in updates --------------------------------------------------------------------
-
-
-@functools.cache
-def make_method(mesh=None, **changes):
-  config = dataclasses.replace(CONFIG, **DTYPES)
-  method = updates.make_method("float64", mesh, **changes)
-  return method._replace(model=updates.small_model(config, mesh))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2, tensor=2), dict(fsdp=4, tensor=2)], ids=str)
-def test_a_mesh_changes_no_value_and_no_gradient(x64, sizes, packed):
-  """In one micro-batch, in several, and padded."""
-  batch = updates.make_batch(np.float64)
-  params = make_method().model.init(jax.random.key(0))
-  expected = updates.gradient_of(make_method(), batch, params)
-  mesh = sharding.make_mesh(**sizes)
-  params = jax.device_put(params, sharding.state_shardings(params, mesh))
-  if packed:
-    on_mesh = updates.in_rows(batch, rows=2, mesh=mesh)
-    one = updates.gradient_of(make_method(), updates.in_rows(batch, rows=2), jax.device_get(params))
-    assert relative_distance(one[1], expected[1]) < 1e-12
-  else:
-    on_mesh = sharding.batch_to_devices(batch, mesh)
-  found = sharding.to_host(updates.gradient_of(make_method(mesh), on_mesh, params))
-  np.testing.assert_allclose(found[0][0], expected[0][0], rtol=1e-12)
-  assert relative_distance(found[1], expected[1]) < 1e-12
 
 
 def test_a_mesh_that_does_not_divide_the_experts_is_refused():
@@ -305,59 +224,12 @@ def test_a_mesh_that_does_not_divide_the_experts_is_refused():
     dataclasses.replace(CONFIG, experts_per_token=6)
 
 
-@pytest.mark.slow
-def test_features_of_each_rollout_are_those_of_a_loop(x64):
-  """`vmap` over the grouped products."""
-  model, params = make_method().model, make_method().model.init(jax.random.key(0))
-  batch = jax.tree.map(lambda x: x[:2, :2] if x.ndim > 1 else x[:2], updates.make_batch(np.float64))
-  batch = dataclasses.replace(
-    batch, prompts=jax.tree.map(lambda x: x[:2], updates.make_batch(np.float64).prompts)
-  )
-  context = GramContext(model, 1.0)
-  pattern = "experts/(down|router)"
-  found = per_rollout_features(params, {}, batch, context, parameters=pattern)
-  for p, g in np.ndindex(2, 2):
-    one = dataclasses.replace(
-      jax.tree.map(
-        lambda x, p=p, g=g: x[p : p + 1, g : g + 1] if x.ndim > 1 else x[p : p + 1], batch
-      ),
-      prompts=jax.tree.map(lambda x, p=p: x[p : p + 1], batch.prompts),
-    )
-    expected = per_rollout_features(params, {}, one, context, parameters=pattern)
-    np.testing.assert_allclose(found[2 * p + g], expected[0], rtol=1e-10, atol=1e-13)
-
-
-METHODS = {
-  "grpo": {},
-  "p3o": dict(loss=losses.p3o()),
-  "salt": dict(reweighting=reweighting.salt(), gram=geometry.streaming()),
-  "fade": dict(advantage=advantages.fade(), loss=losses.reinforce()),
-  "gspo": dict(loss=losses.gspo(), aggregation="sequence_mean"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_of_each_kind_updates_a_mixture(x64, name):
-  """In rows and several micro-batches as padded; router and experts of every layer move."""
-  method = make_method(**METHODS[name])
-  method = method._replace(gram_context=GramContext(method.model, method.temperature))
-  state = initial_state(method, method.model.init(jax.random.key(0)), jnp.asarray(0.5))
-  step = jax.jit(functools.partial(train_step, method=method))
-  expected, metrics = step(state, {}, updates.make_batch(np.float64))
-  found, _ = step(state, {}, updates.in_rows(updates.make_batch(np.float64), rows=3))
-  assert relative_distance(found.params, expected.params) < 1e-11
-  assert int(expected.skipped) == 0 and not any(np.isinf(x) for x in metrics.values())
-  for before, after in zip(*(jax.tree.leaves(x.params) for x in (state, found)), strict=True):
-    assert np.all(np.any(np.asarray(before != after).reshape(len(before), -1), axis=1))
-
-
 # --- load -----------------------------------------------------------------------------------------
 
 
 def balance_by_hand(batch, params):
   """(Switch Transformers' loss as a function of the parameters, metrics), token by token."""
-  model = updates.small_model(dataclasses.replace(CONFIG, **DTYPES))
+  model = updates.small_model(dataclasses.replace(CONFIG, **FLOAT64))
   lengths = jnp.asarray(batch.mask.sum(-1), jnp.int32)
   arguments = batch.prompts, batch.tokens, None, lengths
   routed = jax.jit(model.response_routed)
@@ -374,11 +246,11 @@ def balance_by_hand(batch, params):
 
 def test_the_balance_loss_and_the_load(x64):
   """Its value, its gradient at a coefficient of one, and the metrics; of one micro-batch."""
-  params = make_method().model.init(jax.random.key(0))
-  batch = updates.make_batch(np.float64)
-  (_, metrics), plain = updates.gradient_of(make_method(), batch, params)
-  assert "loss/expert_balance" not in metrics
-  (_, metrics), gradient = updates.gradient_of(make_method(expert_balance=1.0), batch, params)
+  method = make_method(CONFIG, expert_balance=1.0)
+  params, batch = method.model.init(jax.random.key(0)), updates.make_batch(np.float64)
+  # Of equal rewards the advantages are 0, and the balance is all that has a gradient.
+  batch = dataclasses.replace(batch, rewards=np.ones_like(batch.rewards))
+  (_, metrics), gradient = updates.gradient_of(method, batch, params)
   loss, load = balance_by_hand(batch, params)
   found = values(metrics)
   balance, balance_gradient = jax.jit(jax.value_and_grad(loss))(params)
@@ -386,15 +258,14 @@ def test_the_balance_loss_and_the_load(x64):
   names = ("load_entropy", "largest_load", "unused_experts")
   np.testing.assert_allclose([found[f"routing/{name}"] for name in names], load, rtol=1e-6)
   # The routes and shares are constants: only the probabilities are differentiated.
-  difference = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), gradient, plain)
-  assert relative_distance(difference, balance_gradient) < 1e-9
+  assert relative_distance(gradient, balance_gradient) < 1e-9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["token_mean", "constant"])
 def test_the_balance_of_micro_batches_is_that_of_one(x64, aggregation):
   """Rows of one rollout's tokens each hold the prompt again, so both are packed alike."""
-  method = make_method(expert_balance=0.5, aggregation=aggregation)
+  method = make_method(CONFIG, expert_balance=0.5, aggregation=aggregation)
   params, batch = method.model.init(jax.random.key(0)), updates.make_batch(np.float64)
   (loss, metrics), gradient = updates.gradient_of(
     method, updates.in_rows(batch, several=False), params
@@ -406,23 +277,6 @@ def test_the_balance_of_micro_batches_is_that_of_one(x64, aggregation):
   np.testing.assert_allclose(found_loss, loss, rtol=1e-11)
   for name in ("loss/expert_balance", "routing/load_entropy", "routing/largest_load"):
     np.testing.assert_allclose(values(found_metrics)[name], values(metrics)[name], rtol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2, tensor=2), dict(fsdp=8)], ids=str)
-def test_generation_on_a_mesh_is_that_of_one_device(sizes):
-  params = updates.small_model(CONFIG).init(jax.random.key(0))
-  rng = np.random.default_rng(0)
-  prompts = Prompts(rng.integers(4, V, (6, S)).astype(np.int32), np.full(6, S, np.int32))
-  one = sample(make_engine(8), params, {}, prompts, jax.random.key(1), G)
-  mesh = sharding.make_mesh(**sizes)
-  model = transformer(CONFIG, sharding.make_layout(mesh))
-  settings = dict(max_prompt_length=S, max_new_tokens=T, stop_tokens=(3,), pad_token=0)
-  engine = EnginePrograms(model, Sampling(), slots=8, prefill_rows=8, **settings)
-  params = jax.device_put(params, sharding.state_shardings(params, mesh))
-  many = sample(engine, params, {}, prompts, jax.random.key(1), G)
-  np.testing.assert_array_equal(many.tokens, one.tokens)
-  np.testing.assert_allclose(many.behavior_logprobs, one.behavior_logprobs, atol=1e-5)
 
 
 # --- copies in 8 bits, adapters -------------------------------------------------------------------
@@ -448,14 +302,6 @@ def test_copies_in_8_bits_leave_the_router(format):
   mix = jax.jit(lambda kernels, x: make_layer(CONFIG, kernels)(x, jax.nn.silu)[0])
   found, expected = mix(to_decode, x), mix(exact, x)
   np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_adapters_are_of_attention_alone():
-  params = jax.eval_shape(transformer(CONFIG).init, jax.random.key(0))
-  found = lora.target_kernels(params, lora.LoraSettings(rank=2, alpha=1.0))
-  assert list(found) == ["key", "output", "query", "value"]
-  with pytest.raises(ValueError, match=r"'gate' matches blocks/experts/gate, but adapters of exp"):
-    lora.target_kernels(params, lora.LoraSettings(rank=2, alpha=1.0, targets="gate"))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -531,20 +377,3 @@ def test_experts_of_another_shape_are_refused_before_they_are_read(tmp_path):
     path.write_text(json.dumps(published | changes))
     with pytest.raises(ValueError, match=message):
       load(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-  ("family", "changes", "message"),
-  [
-    ("qwen3_moe", dict(shared_expert_intermediate_size=8), "shared_expert_intermediate_size = 8"),
-    ("qwen3_moe", dict(n_group=4), "n_group = 4 is not implemented"),
-    ("qwen3_moe", dict(num_local_experts=7), "num_experts = 4, but num_local_experts = 7"),
-    ("qwen3_moe", dict(num_experts_per_tok=0), "num_experts_per_tok = 0"),
-    ("olmoe", dict(clip_qkv=8.0), "clip_qkv = 8.0 is not implemented"),
-    ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise = 0.1 is not implemented"),
-    ("qwen2_moe", {}, "model_type = 'qwen2_moe' is unknown"),
-  ],
-)
-def test_what_a_mixture_is_not_read_with_is_refused(family, changes, message):
-  with pytest.raises(ValueError, match=message):
-    config_fields(dict(model_type=family, num_experts=4) | changes, "config.json")

@@ -75,6 +75,15 @@ def file(tmp_path):
   return path
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+  """A folder made of a file, for tests that only read it."""
+  folder = tmp_path_factory.mktemp("converted")
+  write(folder / "tiny.gguf", random_tensors(0))
+  convert(folder / "tiny.gguf", folder / "out")
+  return folder / "out"
+
+
 # --- weights --------------------------------------------------------------------------------------
 
 
@@ -116,14 +125,13 @@ def test_weights_are_those_that_the_quantized_ones_stand_for(tmp_path, quantizat
   assert {value.dtype for value in found.values()} == {np.dtype(np.float32)}
 
 
-def test_the_configuration_is_the_metadata(tmp_path, file):
-  convert(file, tmp_path / "out")
-  config = checkpoint_config(tmp_path / "out")
+def test_the_configuration_is_the_metadata(converted):
+  config = checkpoint_config(converted)
   assert (config.norm_epsilon, config.rope_theta) == (1e-5, 500.0)  # not their float32 neighbors
   assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
   assert (config.width, config.mlp_width, config.num_layers, config.tied_head) == (64, 96, 2, True)
-  assert longest_text(tmp_path / "out") == 512
-  assert {path.name for path in (tmp_path / "out").iterdir()} == _FILES
+  assert longest_text(converted) == 512
+  assert {path.name for path in converted.iterdir()} == _FILES
 
 
 # --- tokens ---------------------------------------------------------------------------------------
@@ -133,25 +141,19 @@ def token_ids(*tokens):
   return [TOKENS.index(token) for token in tokens]
 
 
-def test_texts_are_encoded_and_decode_to_themselves(tmp_path, file):
-  convert(file, tmp_path / "out")
-  tokenizer = HuggingFaceTokenizer(tmp_path / "out")
+def test_texts_are_encoded_and_decode_to_themselves(converted):
+  """Every digit is a token, also where a merge would join two."""
+  tokenizer = HuggingFaceTokenizer(converted)
   assert tokenizer.encode("hello hell") == token_ids("hello", "Ġ", "hell")
   text = " don't  \n\n\tnaïve 漢字 🙂\x00 x=-3.1² "
   assert tokenizer.decode(tokenizer.encode(text)) == text
   assert (tokenizer.vocab_size, tokenizer.stop_ids, tokenizer.pad_id) == (len(TOKENS), (2,), 0)
-
-
-def test_every_digit_is_a_token_also_where_a_merge_would_join_two(tmp_path, file):
-  convert(file, tmp_path / "out")
-  tokenizer = HuggingFaceTokenizer(tmp_path / "out")
   assert "12" in TOKENS
   assert tokenizer.encode("a 12121") == token_ids("a", "Ġ", "1", "2", "1", "2", "1")
 
 
-def test_a_chat_prompt_has_the_templates_special_tokens(tmp_path, file):
-  convert(file, tmp_path / "out")
-  tokenizer = HuggingFaceTokenizer(tmp_path / "out", prompt_format="chat")
+def test_a_chat_prompt_has_the_templates_special_tokens(converted):
+  tokenizer = HuggingFaceTokenizer(converted, prompt_format="chat")
   turn, end = SPECIAL[1:]
   question = ["hello", "Ġ", *"<|", *"im", *"_end|>"]  # a text spells no control token
   expected = token_ids(turn, *"user", "Ċ", *question, end, "Ċ", turn, *"assistant", "Ċ")
@@ -187,7 +189,9 @@ def test_a_file_without_a_chat_template_serves_plain_prompts(tmp_path):
 # --- the folder -----------------------------------------------------------------------------------
 
 
-def test_a_folder_is_taken_as_it_is_if_it_is_complete_and_from_the_same_file(tmp_path, file):
+def test_a_folder_is_taken_as_it_is_if_it_is_complete_and_from_the_same_file(
+  tmp_path, file, monkeypatch
+):
   out = tmp_path / "out"
   assert convert(file, out)
   before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
@@ -196,16 +200,12 @@ def test_a_folder_is_taken_as_it_is_if_it_is_complete_and_from_the_same_file(tmp
   write(tmp_path / "other.gguf", random_tensors(7))
   with pytest.raises(FileExistsError, match=r"out is not empty.*remove this one"):
     convert(tmp_path / "other.gguf", out)
+  with monkeypatch.context() as patch, pytest.raises(FileExistsError, match="out is not empty"):
+    patch.setattr("rlvr_jax.models.gguf.VERSION", 0)
+    convert(file, out)
   (out / SINGLE).write_bytes((out / SINGLE).read_bytes()[:-1])
   with pytest.raises(FileExistsError, match=r"out is not empty.*remove this one"):
     convert(file, out)
-
-
-def test_a_folder_of_another_version_is_not_taken(tmp_path, file, monkeypatch):
-  convert(file, tmp_path / "out")
-  monkeypatch.setattr("rlvr_jax.models.gguf.VERSION", 0)
-  with pytest.raises(FileExistsError, match="out is not empty"):
-    convert(file, tmp_path / "out")
 
 
 def test_a_wheel_gives_the_same_folder_as_the_file_in_it(tmp_path, file):
@@ -279,28 +279,28 @@ def assert_refused(path, message):
 @pytest.mark.parametrize(
   ("changed", "message"),
   [
-    (dict(general__architecture="mamba"), "general.architecture is 'mamba', .*, only llama; take"),
-    (dict(llama__expert_count=8), "llama.expert_count is 8, which is not converted"),
-    (dict(llama__rope__scaling__type="yarn"), "llama.rope.scaling.type is 'yarn', which is not"),
-    (dict(llama__rope__dimension_count=8), "llama.rope.dimension_count is 8, .*, only 16;"),
-    (dict(llama__context_length=None), "lacks the metadata llama.context_length;"),
-    (dict(llama__embedding_length="64"), "llama.embedding_length = '64' is not an integer ≥ 1"),
-    (dict(llama__attention__head_count=0), "head_count = 0 is not an integer ≥ 1"),
-    (dict(llama__attention__head_count_kv=[2, 2]), r"head_count_kv = \[2, 2\] is not an integer"),
-    (dict(llama__rope__freq_base=-1.0), r"llama.rope.freq_base = -1.0 is not a number in \(0"),
-    (dict(llama__vocab_size=300), "llama.vocab_size is 300, .*, only 264;"),
+    (dict(general__architecture="mamba"), "general.architecture is 'mamba'"),
+    (dict(llama__expert_count=8), "llama.expert_count is 8"),
+    (dict(llama__rope__scaling__type="yarn"), "llama.rope.scaling.type is 'yarn'"),
+    (dict(llama__rope__dimension_count=8), "llama.rope.dimension_count is 8"),
+    (dict(llama__context_length=None), "lacks the metadata llama.context_length"),
+    (dict(llama__embedding_length="64"), "llama.embedding_length = '64'"),
+    (dict(llama__attention__head_count=0), "head_count = 0"),
+    (dict(llama__attention__head_count_kv=[2, 2]), r"head_count_kv = \[2, 2\]"),
+    (dict(llama__rope__freq_base=-1.0), "llama.rope.freq_base = -1.0"),
+    (dict(llama__vocab_size=300), "llama.vocab_size is 300"),
     (dict(llama__block_count=3), r"need \(64,\) for model.layers.2.input_layernorm.* no tensor"),
     (dict(llama__block_count=1), "need no tensor for model.layers.1.*; it has"),
     (dict(llama__feed_forward_length=95), r"need \(64, 95\) for .*down_proj.*; it has \(64, 96\)"),
-    (dict(tokenizer__ggml__model="llama"), "tokenizer.ggml.model is 'llama', .*, only gpt2;"),
-    (dict(tokenizer__ggml__pre="tekken"), "tokenizer.ggml.pre is 'tekken', .*, only smollm;"),
+    (dict(tokenizer__ggml__model="llama"), "tokenizer.ggml.model is 'llama'"),
+    (dict(tokenizer__ggml__pre="tekken"), "tokenizer.ggml.pre is 'tekken'"),
     (dict(tokenizer__ggml__pre=None), "lacks the metadata tokenizer.ggml.pre;"),
     (dict(tokenizer__ggml__eos_token_id=None), "lacks the metadata tokenizer.ggml.eos_token_id;"),
-    (dict(tokenizer__ggml__eos_token_id=264), r"eos_token_id = 264 is not an integer in \[0, 263"),
-    (dict(tokenizer__ggml__add_eos_token=True), "add_eos_token is True, .*, only False;"),
+    (dict(tokenizer__ggml__eos_token_id=264), "eos_token_id = 264"),
+    (dict(tokenizer__ggml__add_eos_token=True), "add_eos_token is True"),
     (dict(tokenizer__ggml__merges=["h q"]), "no byte-pair encoding .*hq"),
     (dict(tokenizer__ggml__token_type=[1, 3]), "no byte-pair encoding .*list index"),
-    (dict(tokenizer__ggml__token_type=[6] * 264), "a type of tokens is 6, .* only 1, 2, 3, 4, 5;"),
+    (dict(tokenizer__ggml__token_type=[6] * 264), "a type of tokens is 6"),
     (
       dict(tokenizer__ggml__bos_token_id=None, tokenizer__ggml__add_bos_token=True),
       "lacks the metadata tokenizer.ggml.bos_token_id;",
@@ -330,22 +330,10 @@ def test_a_quantization_that_is_not_converted_is_named_with_its_tensor(tmp_path)
   assert_refused(tmp_path / "tiny.gguf", message)
 
 
-@pytest.mark.parametrize("change", ["missing", "further", "shape"])
-def test_tensors_that_do_not_fit_are_named(tmp_path, change):
-  tensors = random_tensors(0)
-  if change == "missing":
-    del tensors["blk.1.ffn_gate.weight"]
-  elif change == "further":
-    tensors["blk.1.attn_q.bias"] = np.zeros(64, np.float32)
-  else:
-    tensors["output_norm.weight"] = np.zeros(63, np.float32)
+def test_a_tensor_that_no_network_has_is_named(tmp_path):
+  tensors = random_tensors(0) | {"blk.1.attn_q.bias": np.zeros(64, np.float32)}
   write(tmp_path / "tiny.gguf", tensors)
-  messages = {
-    "missing": r"need \(96, 64\) for model.layers.1.mlp.gate_proj.weight; it has no tensor",
-    "further": r"need no tensor for blk.1.attn_q.bias; it has \(64,\)",
-    "shape": r"need \(64,\) for model.norm.weight; it has \(63,\)",
-  }
-  assert_refused(tmp_path / "tiny.gguf", messages[change])
+  assert_refused(tmp_path / "tiny.gguf", r"need no tensor for blk.1.attn_q.bias; it has \(64,\)")
 
 
 def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path, file):

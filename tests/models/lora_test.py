@@ -1,4 +1,4 @@
-"""LoRA against the chain rule of merged kernels; sampling, updates, meshes and memory."""
+"""LoRA: what is adapted, what it computes, updates, meshes and memory."""
 
 import dataclasses
 import functools
@@ -7,21 +7,15 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from oracles.sampling import sample
 from oracles.updates import in_rows, make_batch, make_method, relative_distance
 
 from rlvr_jax import geometry, reweighting
-from rlvr_jax.geometry.per_rollout import per_rollout_features
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.lora import LoraSettings, adapt, combine, init, target_kernels
 from rlvr_jax.ops.checksums import checksums
-from rlvr_jax.ops.logprobs import head_logits, token_logprobs
-from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.types import Sampling
 from rlvr_jax.update.accumulate import update_gradient
 from rlvr_jax.update.objective import Estimate
 from rlvr_jax.update.step import initial_state, train_step
@@ -110,79 +104,6 @@ def test_new_adapters_change_nothing():
   jax.tree.map(np.testing.assert_array_equal, merge_low_rank(params), base)
 
 
-@pytest.mark.slow
-def test_gradients_are_the_chain_rule_of_merged_kernels(x64):
-  """dA = s·dW·Bᵀ and dB = s·Aᵀ·dW at W + s·A·B, formed here in NumPy; so are the logits."""
-  model, base, adapters, _ = setup(remat="dots", tied_head=False, final_soft_cap=15.0)
-  batch = make_batch(np.float64)
-  scale = SETTINGS.alpha / SETTINGS.rank
-  whole = jax.tree.map(np.array, base)
-  for name, pair in adapters["blocks"].items():
-    whole["blocks"][name] += scale * np.einsum("ldr,lre->lde", pair["a"], pair["b"])
-  found = jit(lambda *args: merge_low_rank(combine(*args, SETTINGS)))(adapters, base)
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-13), found, whole)
-
-  def gradient(network, trained):
-    def loss(trained):
-      params = network.combine(trained, base)
-      hidden = model.response_hidden(params, batch.prompts, batch.tokens)
-      logits = head_logits(hidden, model.head(params))
-      return jnp.sum(jnp.sin(logits) * batch.mask[..., None]), logits
-
-    return jit(jax.grad(loss, has_aux=True))(trained)
-
-  dense, expected = gradient(model, whole)
-  low, logits = gradient(adapt(model, SETTINGS), adapters)
-  np.testing.assert_allclose(logits, expected, rtol=1e-10, atol=1e-12)
-  assert jax.tree.structure(low) == jax.tree.structure(adapters)
-  for name, pair in adapters["blocks"].items():
-    dW = np.asarray(dense["blocks"][name])
-    by_hand = {
-      "a": scale * np.einsum("lde,lre->ldr", dW, pair["b"]),
-      "b": scale * np.einsum("ldr,lde->lre", pair["a"], dW),
-    }
-    for letter, values in by_hand.items():
-      assert np.abs(values).max() > 0.01
-      np.testing.assert_allclose(low["blocks"][name][letter], values, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-  ("dtype", "tied_head", "bound"),
-  [
-    ("float32", True, 1e-5),
-    pytest.param("bfloat16", False, 5e-2, marks=pytest.mark.slow),
-  ],
-)
-def test_merged_sampling_agrees_with_unmerged_scoring(dtype, tied_head, bound):
-  changes = dict(compute_dtype=dtype, tied_head=tied_head)
-  model, base, adapters, _ = setup("float32", EVERYTHING, **changes)
-  prompts = jax.tree.map(np.asarray, make_batch().prompts)
-  engine = EnginePrograms(
-    adapt(model, EVERYTHING),
-    Sampling(),
-    slots=4 * len(prompts.lengths),
-    prefill_rows=len(prompts.lengths),
-    max_prompt_length=prompts.tokens.shape[1],
-    max_new_tokens=8,
-    stop_tokens=(3,),
-    pad_token=0,
-  )
-  rollouts = sample(engine, adapters, base, prompts, jax.random.key(0), 4)
-  mask = np.arange(8) < np.asarray(rollouts.lengths)[..., None]
-  assert mask.sum() > 100
-
-  def gap(params):
-    @jit
-    def score(params):
-      hidden = model.response_hidden(params, prompts, rollouts.tokens)
-      return token_logprobs(hidden, model.head(params), rollouts.tokens)[0]
-
-    return np.abs(np.asarray(score(params) - rollouts.behavior_logprobs))[mask]
-
-  assert gap(combine(adapters, base, EVERYTHING)).mean() < bound
-  assert gap(base).mean() > 0.3
-
-
 def test_decoding_casts_the_head_before_its_loop_as_without_adapters():
   model = transformer(dataclasses.replace(make_method().model.config, compute_dtype="bfloat16"))
   base = jax.eval_shape(model.init, jax.random.key(0))
@@ -261,42 +182,6 @@ def test_meshes_and_micro_batches_give_the_same_update(x64, shape):
   found, other = gradient(place(base), place(adapters), placed, mesh=mesh)
   np.testing.assert_allclose(found, loss, rtol=1e-9)
   assert relative_distance(other, expected) < 1e-9
-
-
-@pytest.mark.slow
-def test_per_rollout_gradients_add_up_to_the_batchs(x64):
-  _, base, adapters, _ = setup()
-  batch = make_batch(np.float64)
-  setting = lora_method().gram_context
-  features = functools.partial(per_rollout_features, parameters="all")
-  features = jit(lambda p: features(p, base, batch, setting))(adapters)
-
-  def total(adapters):
-    params = setting.model.combine(adapters, base)
-    hidden = setting.model.response_hidden(params, batch.prompts, batch.tokens)
-    logprobs, _ = token_logprobs(hidden, setting.model.head(params), batch.tokens)
-    return -jnp.sum(logprobs * batch.mask)
-
-  leaves = jax.tree.leaves(jit(jax.grad(total))(adapters))
-  expected = np.concatenate([np.ravel(leaf) for leaf in leaves])
-  assert features.shape == (batch.rewards.size, expected.size)
-  np.testing.assert_allclose(np.sum(features, axis=0), expected, rtol=1e-8, atol=1e-10)
-
-
-def test_adapters_are_sharded_as_their_kernels():
-  """A along the kernel's rows, B along its columns; so are the optimizer's moments."""
-  mesh = sharding.make_mesh(fsdp=4, tensor=2)
-  base = jax.eval_shape(make_method().model.init, jax.random.key(0))
-  adapters = jax.eval_shape(lambda key: init(key, base, EVERYTHING), jax.random.key(0))
-  of_kernels = sharding.state_shardings(base, mesh)["blocks"]
-  both = (adapters, optax.adamw(1e-3).init(adapters)[0].mu)
-  for found in (sharding.state_shardings(tree, mesh)["blocks"] for tree in both):
-    assert len(found) == 7
-    for name, pair in found.items():
-      _, rows, columns = of_kernels[name].spec
-      assert {rows, columns} == {"fsdp", "tensor"}
-      assert tuple(pair["a"].spec) in {(None, rows), (None, rows, None)}, name
-      assert tuple(pair["b"].spec) == (None, None, columns), name
 
 
 @pytest.mark.slow

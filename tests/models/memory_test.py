@@ -1,9 +1,12 @@
 """Bytes of a network on one device, against counts by hand."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from oracles import networks
 
 from rlvr_jax.models import memory
 from rlvr_jax.models.presets import preset
@@ -59,6 +62,26 @@ def test_activations_of_experts_are_those_of_the_chosen_ones():
   layer += 8 + 2 * (48 + 48 + config.width)  # the router; gate, up and down of two experts
   expected = 64 * (config.num_layers + 4) * layer * 4
   assert memory.activation_bytes(config, tokens=64, tensor=1) == expected
+
+
+def test_a_gated_delta_net_keeps_states_convolutions_and_inverses(monkeypatch):
+  """Of one layer, or without remat of both: beside what other layers save, which has no chunks."""
+  sizes = {}
+  for chunk in (32, 64):
+    monkeypatch.setattr(memory, "CHUNK", chunk)
+    for remat in ("full", "none"):
+      config = dataclasses.replace(networks.DELTA, remat=remat)
+      sizes[remat, chunk] = memory.activation_bytes(config, tokens=10, tensor=1)
+  # Per token in float32: two states [8, 12] of 4 heads a chunk, and of each head a chunk's inverse.
+  change = 10 * 4 * (2 * 4 * 8 * 12 * (1 / 64 - 1 / 32) + 4 * 32)
+  for remat, layers in (("full", 1), ("none", 2)):
+    assert sizes[remat, 64] - sizes[remat, 32] == layers * change
+  monkeypatch.setattr(memory, "_delta_bytes", lambda *_: 0)
+  rest = memory.activation_bytes(networks.DELTA, tokens=10, tensor=1)
+  channels = 2 * 8 + 2 * 8 + 4 * 12  # of queries, keys and values
+  of_delta = 4 * (2 * 4 * 8 * 12 / 64 + channels + 4 * (64 + 12))
+  layers = 2 if networks.DELTA.remat == "none" else 1
+  assert sizes[networks.DELTA.remat, 64] - rest == 10 * layers * of_delta
 
 
 def test_the_head_takes_a_chunk_of_logits_and_its_kernel():

@@ -9,16 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import gguf_files
 from oracles.checkpoints import golden_folders, old_style
 
-from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.gguf import convert
 from rlvr_jax.models.huggingface import load_params, save_checkpoint
 from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
 from rlvr_jax.models.rotary import inverse_frequencies, rotary_tables
-from rlvr_jax.models.safetensors import INDEX
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
 from rlvr_jax.types import Prompts
@@ -281,74 +277,3 @@ def test_a_random_checkpoint_has_transformers_logits(tmp_path, family):
 @pytest.mark.parametrize("family", _FAMILIES)
 def test_random_checkpoints_have_transformers_logits(tmp_path, family, seed):
   check_random(tmp_path, family, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", _FAMILIES)
-def test_random_checkpoints_survive_the_way_through_here(tmp_path, family):
-  rng = np.random.default_rng(_FAMILIES.index(family))
-  config = save_random(tmp_path / "in", family, rng, 0, older=False)
-  model, params = loaded(tmp_path / "in")
-  save_checkpoint(tmp_path / "out", params, model.config, dtype="float32", max_shard_bytes=20_000)
-  assert (tmp_path / "out" / INDEX).exists()
-  ids, mask = batch(config.vocab_size)
-  expected = their_logits(tmp_path / "in", ids, mask)
-  found = their_logits(tmp_path / "out", ids, mask)
-  np.testing.assert_allclose(found[mask == 1], expected[mask == 1], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_gguf_file_has_transformers_logits_and_tokens(tmp_path, tied):
-  name = "tiny.gguf"
-  gguf_files.write(tmp_path / name, gguf_files.random_tensors(0, tied=tied), quantization="Q4_1")
-  convert(tmp_path / name, tmp_path / "out")
-  ids, mask = batch(len(gguf_files.TOKENS))
-  theirs = their_logits(tmp_path, ids, mask, gguf_file=name)
-  assert theirs.std() > 0.5
-  found = their_logits(tmp_path / "out", ids, mask)
-  np.testing.assert_array_equal(found[mask == 1], theirs[mask == 1])
-  ours = our_logits(tmp_path / "out", ids, mask)
-  np.testing.assert_allclose(ours, theirs[:, _PROMPT - 1 :], atol=1e-4, rtol=1e-4)
-  tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=name)
-  encode = HuggingFaceTokenizer(tmp_path / "out").encode
-  # No two digits that a merge joins: transformers does not know that smollm keeps them apart.
-  for text in ("hello, don't  shell\n\n\tout", "naïve 漢字 🙂", "2 + 3 = 5.0; 21"):
-    assert encode(text) == tokenizer.encode(text)
-  messages = [dict(role="user", content="hello")]
-  chat = HuggingFaceTokenizer(tmp_path / "out", prompt_format="chat").encode_prompt("hello")
-  prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-  assert chat == prompt
-
-
-@pytest.mark.slow
-def test_the_text_model_of_a_saved_gemma3_has_its_logits(tmp_path):
-  rng = np.random.default_rng(0)
-  text = random_settings("gemma3_text", rng) | dict(vocab_size=40)
-  vision = dict(
-    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-    image_size=28, patch_size=14,
-  )  # fmt: skip
-  config = transformers.Gemma3Config(
-    text_config=text,
-    vision_config=dict(model_type="siglip_vision_model", **vision),
-    image_token_index=39,
-    boi_token_index=37,
-    eoi_token_index=38,
-    mm_tokens_per_image=4,
-    tie_word_embeddings=text["tie_word_embeddings"],
-  )
-  model = transformers.Gemma3ForConditionalGeneration(config).eval()
-  randomise(model, 0)
-  model.save_pretrained(tmp_path)
-  ids, mask = batch(36)
-  reference = transformers.Gemma3ForConditionalGeneration.from_pretrained(
-    tmp_path, attn_implementation="eager"
-  ).eval()
-  positions = torch.as_tensor((mask.cumsum(axis=1) - 1).clip(min=0))
-  with torch.no_grad():
-    theirs = reference(
-      input_ids=torch.as_tensor(ids),
-      attention_mask=torch.as_tensor(mask),
-      position_ids=positions,
-    ).logits.numpy()[:, _PROMPT - 1 :]
-  np.testing.assert_allclose(our_logits(tmp_path, ids, mask), theirs, atol=1e-4, rtol=1e-4)

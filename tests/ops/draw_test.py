@@ -222,38 +222,6 @@ def test_random_bits_depend_on_key_and_counter_alone():
   assert bits.dtype == jnp.uint32 and len({row.tobytes() for row in np.asarray(bits)}) == 5
 
 
-def _chi_square_of_draws(logits, draws, seed):
-  """(statistic, degrees of freedom) of so many draws; rare tokens are one class."""
-  p = np.exp(np.asarray(distribution(jnp.asarray(logits, jnp.float32), PLAIN), np.float64))
-  rows = 5000
-  logits = jnp.asarray(logits, jnp.float32)[None]
-  # The weights, those of a single row, are computed once for all draws.
-  draw_one = lambda bits: draw_tokens(logits, PLAIN, bits[None])[0][0]
-  draw = optimized(lambda key: jax.vmap(draw_one)(jax.random.bits(key, (rows, 2))))
-  keys = jax.random.split(jax.random.key(seed), draws // rows)
-  observed = sum(np.bincount(np.asarray(draw(key)), minlength=len(p)) for key in keys)
-  common = draws * p >= 10
-  expected = np.append(draws * p[common], draws * p[~common].sum())
-  observed = np.append(observed[common], observed[~common].sum())
-  filled = expected > 0
-  statistic = ((observed - expected)[filled] ** 2 / expected[filled]).sum()
-  return statistic, filled.sum() - 1
-
-
-@pytest.mark.slow
-def test_a_million_draws_pass_a_chi_square_test():
-  logits = np.random.default_rng(3).normal(size=500) * 1.5
-  statistic, freedom = _chi_square_of_draws(logits, 1_000_000, seed=0)
-  assert freedom > 450 and abs(statistic - freedom) < 4 * np.sqrt(2 * freedom)
-
-
-@pytest.mark.slow
-def test_a_million_draws_of_a_large_vocabulary_pass_a_chi_square_test():
-  logits = np.random.default_rng(4).normal(size=49_152) * 3
-  statistic, freedom = _chi_square_of_draws(logits, 1_000_000, seed=1)
-  assert freedom > 3000 and abs(statistic - freedom) < 4 * np.sqrt(2 * freedom)
-
-
 def test_a_vocabulary_that_is_too_large_is_refused():
   shape = jax.ShapeDtypeStruct((1, (1 << 20) + 1), jnp.float32)
   bits = jax.ShapeDtypeStruct((1, 2), jnp.uint32)

@@ -98,23 +98,13 @@ def test_asserts():
   assert (share.outcome, share.score) == (Outcome.WRONG, 0.75)
 
 
-def test_a_time_zone_crosses_over():
-  program = (
-    "import datetime as d\ndef f(hours):\n"
-    "  zone = d.timezone(d.timedelta(hours=hours), 'here') if hours else d.timezone.utc\n"
-    "  return d.datetime(2000, 1, 1, tzinfo=zone)\n"
-    "def g(zone): return zone.utcoffset(None).seconds // 3600, zone"
-  )
-  assert _passes(
-    program, "assert g(f(2).tzinfo) == (2, f(2).tzinfo)", "assert g(f(0).tzinfo)[0] == 0"
-  )
-  assert not _passes(program, "assert g(f(2).tzinfo)[0] == 3")
-  assert not _passes(program, "assert g(f(2).tzinfo)[1] == f(3).tzinfo")
-
-
-def test_setup_runs_after_the_program():
+def test_setup_runs_after_the_program_if_it_makes_arguments_and_else_before():
   program = "class Node:\n  def __init__(self, v): self.v = v\ndef f(n): return n.v"
   assert _passes(program, "assert f(root) == 7", setup="root = Node(7)")
+  reference = _function("f", ([4.0], 2.0), setup="from math import *\nfrom typing import *")
+  assert code("def f(x: List) -> float: return sqrt(x)", reference).outcome is Outcome.CORRECT
+  reference = _stdin(("4", "2.0"), setup="from math import *")
+  assert code("print(sqrt(int(input())))", reference).outcome is Outcome.CORRECT
 
 
 @pytest.mark.parametrize(
@@ -358,11 +348,6 @@ def test_a_tolerance_of_output(printed, expected, tolerance, right):
   assert grade.outcome is (Outcome.CORRECT if right else Outcome.WRONG), grade
 
 
-def test_function_setup_runs_before_the_program():
-  reference = _function("f", ([4.0], 2.0), setup="from math import *\nfrom typing import *")
-  assert code("def f(x: List) -> float: return sqrt(x)", reference).outcome is Outcome.CORRECT
-
-
 def test_what_the_setup_defines_is_no_answer():
   for entry in ("gcd", "Solution.gcd"):
     reference = _function(entry, ([4, 6], 2), setup="from math import *")
@@ -430,11 +415,6 @@ def test_failures_of_scripts_name_no_file_of_ours(program):
   assert "harness" not in detail and "_run_script" not in detail
 
 
-def test_stdin_setup_runs_before_the_program():
-  reference = _stdin(("4", "2.0"), setup="from math import *")
-  assert code("print(sqrt(int(input())))", reference).outcome is Outcome.CORRECT
-
-
 def test_stdin_cases_are_processes_of_their_own():
   program = "import os, sys\nprint(len(getattr(sys, 'seen', [])) + int(input()))\nsys.seen = [1]"
   reference = _stdin(("1", "1"), ("2", "2"), ("3", "4"), ("4", "4"))
@@ -451,7 +431,7 @@ def test_stdin_cases_are_processes_of_their_own():
     "fractions.Fraction(1, 3)", "decimal.Decimal('0.1')", "[True, 1, 1.0]", "slice(1, None)",
     "datetime.date(2024, 2, 29)", "datetime.datetime(2024, 2, 29, 1, 2, 3, 4)",
     "datetime.datetime(1, 1, 1, tzinfo=datetime.timezone.utc)", "datetime.time(1, 2)",
-    "datetime.timedelta(-1, 2, 3)",
+    "datetime.timezone(datetime.timedelta(hours=2), 'here')", "datetime.timedelta(-1, 2, 3)",
   ],
 )  # fmt: skip
 def test_values_cross_over_both_ways(value):
@@ -481,28 +461,6 @@ def test_values_cross_over_both_ways(value):
 )
 def test_subclasses_come_as_their_base(returned, test):
   assert _passes(f"import collections, enum\ndef f(): return {returned}", test)
-
-
-@pytest.mark.parametrize(
-  "argument",
-  ["operator.add", "str.upper", "math.hypot", "functools.partial(max, 0)", "[].append", "print"],
-)
-def test_what_can_be_called_may_be_handed_over(argument):
-  setup = "import functools, math, operator\n"
-  assert _passes("def f(g): return callable(g)", f"{setup}assert f({argument})")
-
-
-def test_functions_handed_over_are_called_in_the_test():
-  test = "import operator\nassert fold(operator.add, [1, 2, 3]) == 6"
-  program = "def fold(f, xs):\n  a = 0\n  for x in xs: a = f(a, x)\n  return a"
-  assert _passes(program, test)
-  assert _passes("def f(v): return sorted(v)", "d = {2: 1, 1: 1}\nassert f(d.keys()) == [1, 2]")
-
-
-def test_generators_are_stepped_through():
-  program = "def f():\n  yield 1\n  yield 2"
-  assert _passes(program, "g = f()\nassert (next(g), next(g), next(g, None)) == (1, 2, None)")
-  assert not _passes("def f(): return object()", "next(f())")
 
 
 def test_a_missing_key_is_the_one_that_was_missing():
@@ -547,33 +505,6 @@ def test_what_a_setup_imports_is_the_judge_s_own(program, test, setup):
 def test_a_setup_that_imports_what_is_tested_is_refused(setup):
   with pytest.raises(RuntimeError, match=r"imports all that tests use: \['gcd'\]"):
     code("def gcd(a, b): return 0", _asserts("assert gcd(4, 6) == 2", setup=setup))
-
-
-@pytest.mark.parametrize(
-  ("reference", "message"),
-  [
-    (_asserts("import numpy as np\nassert f(1)"), "imports 'numpy', but .* standard library only"),
-    (_asserts("assert f(1"), "not Python"),
-    (_asserts("assert np.allclose(f(1), 2)", setup="import numpy as np"), "a setup imports 'nu"),
-    (_asserts("assert f(1)", setup="try: import numpy\nexcept ImportError: pass"), "a setup impo"),
-    (_asserts("assert f(1)", setup="from . import x"), "a setup imports ''"),
-    (_asserts("assert f(1)", setup="x = ("), "a setup is not Python"),
-    (_function("f", ([], 1), setup="import numpy"), "a setup imports 'numpy'"),
-    (_stdin(("", ""), setup="import numpy"), "a setup imports 'numpy'"),
-    (dict(style="check", test="def check(c): import numpy", entry_point="f"), "a test imports"),
-    (dict(style="check", test="def check(c): pass", entry_point="f",
-          prompt="import numpy\ndef f(x):"), "a prompt imports 'numpy'"),
-    (dict(style="check", test="import numpy.linalg\ndef check(c): pass", entry_point="f"), "numpy"),
-    (dict(style="check", test="def check(c): assert (", entry_point="f"), "not Python"),
-    (dict(style="check", test="def test(c): pass", entry_point="f"), r"define check\(candidate"),
-    (dict(style="check", test="def check(c): pass", entry_point="f", prompt="def ("), "the prompt"),
-    (_stdin(("x" * (2**24 + 1), "")), "an input has 16777217 bytes, allowed are 16777216"),
-    (_stdin(("", "x" * (2**21 + 1))), "an output has 2097153 bytes"),
-  ],
-)  # fmt: skip
-def test_tests_that_no_program_can_pass_are_refused(reference, message):
-  with pytest.raises(ValueError, match=message):
-    code("def f(x): return 1", reference)
 
 
 def test_a_prompt_may_end_with_a_header():
@@ -625,6 +556,8 @@ def adder(n): return lambda x: x + n
     "s = Stack()\nassert s.push(1) is s and s != Stack([1])",
     "assert list(countdown(3)) == [3, 2, 1] and 2 in countdown(3) and sum(countdown(2)) == 3",
     "assert adder(2)(3) == 5",
+    "g = countdown(2)\nassert (next(g), next(g), next(g, None)) == (2, 1, None)",
+    "s = Stack([1, 2, 3])\nassert s[:2] == [1, 2] and s[::-2] == [3, 1]",
     "try:\n  Stack()[0]\nexcept IndexError:\n  pass\nelse:\n  assert False",
   ],
 )
@@ -650,8 +583,15 @@ def test_functions_of_tests_as_arguments():
     "def twice(f, x): return f(f(x))\ndef best(xs, key): return max(xs, key=key)\n"
     "def inc(x): return x + 1\n"
   )
+  handed = "operator.add str.upper math.hypot functools.partial(max,0) [].append print".split()
+  setup = "import functools, math, operator\n"
+  assert all(
+    _passes("def f(g): return callable(g)", f"{setup}assert f({function})") for function in handed
+  )
   assert _passes(
     program,
+    "import operator\nassert twice(operator.neg, 3) == 3",
+    "d = {2: 1, 1: 1}\nassert best(d.keys(), abs) == 2",
     "assert twice(lambda x: 2 * x, 3) == 12",
     "assert twice(lambda x: inc(x) * 2, 3) == 18",
     "assert best(['a', 'bcd', 'ef'], len) == 'bcd'",
@@ -679,30 +619,49 @@ def test_an_object_where_data_were_expected_is_a_failure_of_the_program(test):
     assert "TypeError: the program returned no plain data, and a test passes a mo" in grade.detail
 
 
-def test_slices_of_objects():
-  program = "class A:\n  def __getitem__(self, k): return [1, 2, 3][k]\ndef f(): return A()"
-  assert _passes(program, "assert f()[:2] == [1, 2] and f()[::-2] == [3, 1]")
+def _checks(test, **more):
+  return {"style": "check", "entry_point": "f", "test": test} | more
 
 
 @pytest.mark.parametrize(
-  ("reference", "message"),
+  ("reference", "word"),
   [
     (_asserts(), "'tests' is empty"),
     (_stdin(), "'cases' is empty"),
-    ({"style": "check", "entry_point": "f", "test": ""}, "'test' is empty"),
-    ({"style": "pytest"}, "style is 'pytest', allowed"),
-    (_asserts("assert f()", reward="all"), r"leave it out, and write code\(reward='all'\)"),
+    (_checks(""), "'test' is empty"),
+    ({"style": "pytest"}, "'pytest'"),
+    (_asserts("assert f()", reward="all"), r"code\(reward='all'\)"),
     (_asserts("assert f()", time_limit_s=0), "time_limit_s is 0"),
-    (_asserts("assert f()", time_limit_s=float("inf")), "time_limit_s is inf, must be .* ≤ 120"),
-    (_asserts("assert f()", memory_mib=16), "memory_mib is 16, must be an integer ≥ 64"),
-    (_stdin(("", "1"), absolute_tolerance=-1), "absolute_tolerance is -1, must be a finite number"),
-    (_stdin(("", "1"), relative_tolerance="1e-6"), "relative_tolerance is '1e-6', must be"),
-    (_stdin(("", "1"), relative_tolerance=True), "relative_tolerance is True, must be"),
-    (_asserts("assert f()", absolute_tolerance=0.1), "of the styles 'function' and 'stdin'"),
+    (_asserts("assert f()", time_limit_s=float("inf")), "time_limit_s is inf"),
+    (_asserts("assert f()", memory_mib=16), "memory_mib is 16"),
+    (_stdin(("", "1"), absolute_tolerance=-1), "absolute_tolerance is -1"),
+    (_stdin(("", "1"), relative_tolerance="1e-6"), "relative_tolerance is '1e-6'"),
+    (_stdin(("", "1"), relative_tolerance=True), "relative_tolerance is True"),
+    (_asserts("assert f()", absolute_tolerance=0.1), "'function' and 'stdin'"),
+    # Tests that no program can pass.
+    (_asserts("import numpy as np\nassert f(1)"), "a test imports 'numpy'|imports 'numpy'"),
+    (_asserts("assert f(1"), "not Python"),
+    (_asserts("assert np.allclose(f(1), 2)", setup="import numpy as np"), "a setup imports"),
+    (
+      _asserts("assert f(1)", setup="try: import numpy\nexcept ImportError: pass"),
+      "a setup imports",
+    ),
+    (_asserts("assert f(1)", setup="from . import x"), "a setup imports ''"),
+    (_asserts("assert f(1)", setup="x = ("), "a setup is not Python"),
+    (_function("f", ([], 1), setup="import numpy"), "a setup imports"),
+    (_stdin(("", ""), setup="import numpy"), "a setup imports"),
+    (_checks("def check(c): import numpy"), "a test imports"),
+    (_checks("def check(c): pass", prompt="import numpy\ndef f(x):"), "a prompt imports"),
+    (_checks("import numpy.linalg\ndef check(c): pass"), "numpy"),
+    (_checks("def check(c): assert ("), "not Python"),
+    (_checks("def test(c): pass"), r"define check\(candidate"),
+    (_checks("def check(c): pass", prompt="def ("), "the prompt"),
+    (_stdin(("x" * (2**24 + 1), "")), "an input has 16777217 bytes"),
+    (_stdin(("", "x" * (2**21 + 1))), "an output has 2097153 bytes"),
   ],
 )
-def test_bad_references(reference, message):
-  with pytest.raises(ValueError, match=message):
+def test_bad_references(reference, word):
+  with pytest.raises(ValueError, match=word):
     code("x = 1", reference)
 
 

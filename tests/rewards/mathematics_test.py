@@ -172,7 +172,7 @@ def test_equal_votes_have_equal_grades():
   pieces = r"1 2 0.5 \frac12 , x = ( ) \{ \} % \text{~cm} - + $ \text{or} [ ] cm ~cm _2 ~and~ ~ ."
   pieces += r" \text{(B)~} (B)~ B 5 =5 \text{b} th ^{st} \cdot \times10^2 \to none"
   pieces = [piece.replace("~", " ") for piece in pieces.split(" ")]
-  texts = ["".join(draw.choices(pieces, k=draw.randint(1, 6))) for _ in range(200)]
+  texts = ["".join(draw.choices(pieces, k=draw.randint(1, 6))) for _ in range(120)]
   shared = 0
   golds = ["1", "1,2", "(1,2)", "x=1", r"2\text{ cm}", r"50\%", "x+1", "1_2", "5", r"\{1,2\}"]
   golds += [r"\{1,1\}", r"\text{(B) }1", "B", "b", r"\emptyset", r"A \to B"]
@@ -184,7 +184,7 @@ def test_equal_votes_have_equal_grades():
       if grade.answer:
         shared += grade.answer in outcomes
         assert outcomes.setdefault(grade.answer, grade.outcome) is grade.outcome, (gold, text)
-  assert shared > 100
+  assert shared > 50
 
 
 def test_no_text_raises():
@@ -206,7 +206,7 @@ def test_no_text_raises():
     "\\{1,2\\}",
     "1:2",
   ]
-  for _ in range(1500):
+  for _ in range(900):
     text = "".join(draw.choices(pieces, k=draw.randint(1, 9)))
     gold = text if draw.random() < 0.2 else draw.choice(golds)
     if draw.random() < 0.2:
@@ -256,17 +256,6 @@ def test_gsm8k_gold_answers(grader, every):
     damaged = solution.rpartition("####")[0] + f"#### {_perturbed(number, index)}"
     grade = grader(damaged, {"answer": number})
     assert (grade.outcome, grade.score) == (Outcome.WRONG, 0.0), (damaged, grade)
-
-
-def test_gsm8k_through_the_pool(pool):
-  problems = _gsm8k_problems()[:500]
-  damaged = [f"#### {_perturbed(number, i)}" for i, (_, number) in enumerate(problems)]
-  references = [{"answer": number} for _, number in problems]
-  right = pool.grade([solution for solution, _ in problems], references)
-  wrong = pool.grade(damaged, references)
-  assert {grade.outcome for grade in right} == {Outcome.CORRECT}
-  assert {grade.outcome for grade in wrong} == {Outcome.WRONG}
-  assert [grade.answer for grade in right] == [n.replace(",", "") for _, n in problems]
 
 
 # --- Hostile completions ---

@@ -71,14 +71,3 @@ def test_the_largest_rewards_are_finite_as_float32():
   rewards = rewards_from_grades(grades, policy).rewards
   np.testing.assert_array_equal(rewards, np.float32([1e30, -1e30, 0]))
   assert np.isfinite(rewards).all()
-
-
-def test_grades_by_position():
-  grade = Grade(Outcome.WRONG, 0.5, "said 6", "6")
-  assert (grade.score, grade.detail, grade.answer) == (0.5, "said 6", "6")
-  assert Grade(Outcome.TIMEOUT).answer == ""
-
-
-def test_empty():
-  result = rewards_from_grades([], outcome_policy())
-  assert result.rewards.shape == (0,) and sum(result.counts.values()) == 0

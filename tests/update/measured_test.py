@@ -1,4 +1,4 @@
-"""Advantages that need to know the policy: what they get, in one batch, in rows and on a mesh."""
+"""Advantages that need to know the policy: what they get of it."""
 
 import functools
 
@@ -11,7 +11,6 @@ from oracles.updates import (
   P,
   T,
   gradient_of,
-  in_rows,
   make_batch,
   make_method,
   relative_distance,
@@ -20,8 +19,6 @@ from oracles.updates import (
 from rlvr_jax import advantages, geometry, reweighting
 from rlvr_jax.geometry import GramContext, per_rollout_features
 from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.ops.reductions import values
-from rlvr_jax.train.cluster import sharding
 from rlvr_jax.update.accumulate import first_phase
 from rlvr_jax.update.objective import Estimate, estimate_coefficients
 from rlvr_jax.update.step import initial_state, train_step
@@ -82,40 +79,6 @@ def test_the_advantage_gets_what_the_model_says():
   np.testing.assert_allclose(norms.ravel(), jnp.sum(features**2, -1), rtol=1e-9)
   assert norms.shape == (P, G) and squares.shape == (P, G, T)
   assert np.ptp(squares[mask]) > 0.01
-
-
-@functools.cache
-def _padded(name):
-  return gradient_of(_method(name), make_batch(np.float64), _params())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_rows_and_micro_batches_give_the_padded_batch_s_update(name):
-  (loss, metrics), gradient = _padded(name)
-  assert metrics.keys() >= {"advantage/mass_success", "advantage/ess"}
-  for rows in (10**6, 2):
-    packed = in_rows(make_batch(np.float64), rows=rows, several=rows == 2)
-    (found, found_metrics), other = gradient_of(_method(name), packed, _params())
-    np.testing.assert_allclose(found, loss, rtol=1e-10)
-    assert relative_distance(other, gradient) < 1e-10
-    for key in metrics.keys() & found_metrics.keys():
-      if key.startswith("advantage/"):
-        expected = values({key: metrics[key]})[key]
-        np.testing.assert_allclose(values({key: found_metrics[key]})[key], expected, rtol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_a_mesh_gives_the_padded_batch_s_update(name):
-  (loss, _), gradient = _padded(name)
-  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-  placed = in_rows(make_batch(np.float64), rows=1, mesh=mesh)
-  shardings = sharding.state_shardings(jax.eval_shape(lambda: _params()), mesh)
-  params = jax.device_put(_params(), shardings)
-  (found, _), other = gradient_of(_method(name, mesh), placed, params)
-  np.testing.assert_allclose(found, loss, rtol=1e-9)
-  assert relative_distance(sharding.to_host(other), gradient) < 1e-9
 
 
 @pytest.mark.slow

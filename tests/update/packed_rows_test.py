@@ -23,41 +23,18 @@ from oracles.updates import (
 )
 
 from rlvr_jax import losses
-from rlvr_jax.configs.full_size import base, p3o_qwen3_4b
+from rlvr_jax.configs.full_size import base
 from rlvr_jax.costs.workload import Workload, count_packing
 from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.ops.row_attention import row_alignment
 from rlvr_jax.ops.splash import splash_cost
-from rlvr_jax.ops.update_metrics import batch_metrics
 from rlvr_jax.rollouts.packing import computed_rows, min_row_length, pack, row_layout
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.build import batch_shape
 from rlvr_jax.train.setup.programs import abstract_batch, choose_row_attention, make_row_layout
 from rlvr_jax.types import BatchShape
 from rlvr_jax.update.step import initial_state, train_step
-
-
-def shuffled(batch, seed=3):
-  """The batch with prompts and rollouts in another order."""
-  rng = np.random.default_rng(seed)
-  prompts, rollouts = rng.permutation(P), rng.permutation(G)
-  move = lambda x: x[prompts][:, rollouts] if x.ndim > 1 else x[prompts]
-  moved = jax.tree.map(move, dataclasses.replace(batch, prompts=None))
-  return dataclasses.replace(moved, prompts=jax.tree.map(lambda x: x[prompts], batch.prompts))
-
-
-@pytest.mark.parametrize("rows", [3, 10**6])
-@pytest.mark.slow
-def test_the_order_of_packing_changes_nothing(x64, rows):
-  """In several micro-batches and in one; a loss with statistics of the whole batch."""
-  method, batch = make_method("float64", loss=losses.p3o()), make_batch(np.float64)
-  params = method.model.init(jax.random.key(0))
-  lay = functools.partial(in_rows, rows=rows, several=rows == 3)
-  (loss, _), gradient = gradient_of(method, lay(batch), params)
-  (other_loss, _), other = gradient_of(method, lay(shuffled(batch)), params)
-  np.testing.assert_allclose(other_loss, loss, rtol=1e-11)
-  assert relative_distance(other, gradient) < 1e-11
 
 
 def test_short_rows_change_nothing(x64):
@@ -163,49 +140,6 @@ def test_linear_work_is_near_what_is_useful():
   assert padded / useful > 5
 
 
-@pytest.mark.parametrize(("tokens", "low", "high"), [(10_240, 1.06, 1.12), (36_864, 1.1, 1.33)])
-def test_larger_micro_batches_leave_more_rows_empty(tokens, low, high):
-  """The figures of docs/costs.md: 32 problems × 16 rollouts on 16 devices, five draws."""
-  config = base.get_config()
-  config.batch.tokens_per_micro_batch = tokens
-  layout = make_row_layout(
-    config.batch,
-    batch_shape(config),
-    "splash",
-    jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES),
-  )
-  for seed in range(5):
-    rng = np.random.default_rng(seed)
-    lengths = np.minimum(rng.lognormal(np.log(1500) - 0.32, 0.8, (32, 16)), 8192).astype(np.int32)
-    prompts = rng.integers(100, 300, 32)
-    assert (
-      low < count_packing(Workload(prompts, lengths[..., None]), layout).places_per_token < high
-    )
-
-
-def test_a_row_of_p3o_holds_a_usual_prompt_and_its_responses():
-  """On 16 chips: 16 micro-batches of 256 problems, with a row for each device."""
-  config = p3o_qwen3_4b.get_config()
-  layout = make_row_layout(
-    config.batch,
-    batch_shape(config),
-    "splash",
-    jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES),
-  )
-  problems = config.batch.prompts
-  prompts, lengths = np.full(problems, 150), np.full((problems, config.batch.group_size), 2048)
-  packed = packed_as(layout, prompts, lengths)
-  assert int(packed.num_micro_batches) == 16 and packed.tokens[0].shape == (16, 9216)
-  useful = prompts.sum() + lengths.sum()
-  assert 16 * packed.tokens[0].size / useful == pytest.approx(1.10, abs=0.006)
-  held = (packed.rows.prompts >= 0).sum()
-  batch = dataclasses.replace(make_batch(), packed=packed)
-  metrics = values(batch_metrics(batch))
-  assert metrics["rows/micro_batches"] == 16
-  assert metrics["rows/filled"] == pytest.approx(held / (16 * 16 * 9216), rel=1e-6)
-  assert held == useful - problems  # the last token of a prompt is in its rollouts
-
-
 @pytest.mark.parametrize(
   ("kind", "limit", "longest"), [("splash", 2**17, 16_384), ("cudnn", 2**14, 4096)]
 )
@@ -266,20 +200,6 @@ def test_attention_computes_at_most_twice_what_is_needed():
   # Products of a pair, of 2 FLOPs each: 2 forward, 5 backward.
   assert 1 <= forward / (4 * pairs) <= 2
   assert 1 <= (forward + backward) / (14 * pairs) <= 2
-
-
-def test_attention_moves_little_at_full_length():
-  """One layer of Qwen2.5 7B, 16 responses of 8192 tokens to a prompt of 1024, a row each."""
-  layout = row_layout(
-    prompts=1, group_size=16, max_prompt_length=1024, max_response_length=8192, length=9216,
-    alignment=128, devices=1, tokens_per_micro_batch=16 * 9216,
-  )  # fmt: skip
-  packed = packed_as(layout, np.array([1024]), np.full((1, 16), 8192))
-  rows = jax.tree.map(lambda x: x.reshape(-1, 9216), packed.rows)
-  cost = splash_cost(rows, num_heads=28, num_kv_heads=4, head_dim=128)
-  assert int(packed.num_micro_batches) == 1
-  assert cost.operand_bytes <= 10e9
-  assert cost.operand_bytes < cost.forward_bytes + cost.backward_bytes <= 80e9
 
 
 def test_a_small_batch_has_a_row_for_each_of_several_chips():

@@ -1,4 +1,4 @@
-"""The update: micro-batches, meshes, phases, terms, non-finite gradients."""
+"""The update: shardings, phases, terms, non-finite gradients; `layouts_test` has its layouts."""
 
 import dataclasses
 import functools
@@ -13,91 +13,15 @@ from oracles.updates import (
   P,
   T,
   gradient_of,
-  in_rows,
   make_batch,
   make_method,
   relative_distance,
 )
 
-from rlvr_jax.losses.base import Loss
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.update.accumulate import policy_logprobs
 from rlvr_jax.update.step import initial_state, train_step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("aggregation", ["token_mean", "constant", "sequence_mean", "sequence_sum"])
-@pytest.mark.parametrize("rows", [1])
-def test_micro_batches_add_up_to_one_batch(aggregation, rows):
-  """Of rows, against the padded batch."""
-  terms = dict(aggregation=aggregation, reference_kl=0.1, entropy_bonus=0.01)
-  method = make_method(**terms)
-  params = method.model.init(jax.random.key(0))
-  (loss, metrics), gradient = gradient_of(method, make_batch(), params)
-  split = in_rows(make_batch(), rows=rows)
-  assert split.packed.num_micro_batches >= 8
-  (split_loss, split_metrics), split_gradient = gradient_of(method, split, params)
-  assert relative_distance(split_gradient, gradient) < 1e-6
-  np.testing.assert_allclose(split_loss, loss, rtol=1e-5)
-  for name, value in values(metrics).items():
-    np.testing.assert_allclose(values(split_metrics)[name], value, rtol=1e-5, err_msg=name)
-
-
-@pytest.mark.slow
-def test_micro_batches_add_up_in_float64(x64):
-  method, batch = make_method("float64"), make_batch(np.float64)
-  params = method.model.init(jax.random.key(0))
-  (_, _), gradient = gradient_of(method, batch, params)
-  (_, _), split_gradient = gradient_of(method, in_rows(batch, rows=4), params)
-  assert relative_distance(split_gradient, gradient) < 1e-12
-
-
-MESHES = [(2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 8, 1), (1, 1, 8)]
-
-
-@functools.cache
-def _gradient_of_one_device(dtype, terms):
-  """(Parameters, what `gradient_of` gives), compiled once for all meshes."""
-  method = make_method(dtype, **dict(terms))
-  params = method.model.init(jax.random.key(0))
-  return params, gradient_of(method, make_batch(np.dtype(dtype)), params)
-
-
-def _sharded_gradient(shape, dtype, place):
-  """Relative distance to the gradient of one device; `place` puts a host's batch on a mesh."""
-  mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
-  terms = dict(reference_kl=0.1, entropy_bonus=0.01)
-  method = make_method(dtype, mesh=mesh, **terms)
-  params, ((expected, expected_metrics), expected_gradient) = _gradient_of_one_device(
-    dtype, tuple(terms.items())
-  )
-  shardings = sharding.state_shardings(jax.eval_shape(lambda: params), mesh)
-  batch = place(make_batch(np.dtype(dtype)), mesh=mesh)
-  (loss, metrics), gradient = gradient_of(method, batch, jax.device_put(params, shardings))
-  np.testing.assert_allclose(loss, expected, rtol=1e-5)
-  for name, value in values(expected_metrics).items():
-    np.testing.assert_allclose(values(metrics)[name], value, rtol=1e-5, err_msg=name)
-  return relative_distance(gradient, expected_gradient)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", MESHES)
-def test_every_mesh_gives_the_single_devices_gradient(shape):
-  """Padded, one rollout per row: the reference layout."""
-  padded = lambda batch, mesh: sharding.to_devices(batch, sharding.batch_sharding(mesh))
-  assert _sharded_gradient(shape, "float32", padded) < 1e-6
-
-
-PACKED_MESHES = [(2, 2, 2)]  # tensor divides the two key heads
-PACKED_MESHES += [
-  pytest.param(s, marks=pytest.mark.slow) for s in [(8, 1, 1), (1, 8, 1), (1, 4, 2)]
-]
-
-
-@pytest.mark.parametrize("shape", PACKED_MESHES)
-def test_mesh_and_micro_batches_in_float64(x64, shape):
-  assert _sharded_gradient(shape, "float64", functools.partial(in_rows, rows=1)) < 1e-12
 
 
 def test_parameters_are_sharded_by_the_rules():
@@ -151,32 +75,6 @@ def test_terms_add_their_gradients(x64):
   kl = mean(np.exp(log_ratio) - 1 - log_ratio)
   np.testing.assert_allclose(loss, surrogate + 0.3 * kl - 0.05 * mean(entropy), rtol=1e-10)
   np.testing.assert_allclose(values(metrics)["reference/kl"], kl, rtol=1e-10)
-
-
-def _centered_loss():
-  """A loss whose statistic spans the whole batch: the mean log-probability is taken off."""
-
-  def statistics(logprobs, batch, coefficients):
-    del coefficients
-    return jnp.sum(logprobs * batch.mask) / jnp.sum(batch.mask)
-
-  def per_token(logprobs, batch, coefficients, mean):
-    return -coefficients[..., None] * (logprobs - mean) ** 2, {}
-
-  return Loss(per_token, statistics)
-
-
-@pytest.mark.slow
-def test_statistics_are_those_of_the_whole_batch_under_micro_batches(x64):
-  method, batch = make_method("float64", loss=_centered_loss()), make_batch(np.float64)
-  state = initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
-  step = jax.jit(functools.partial(train_step, method=method))
-  expected, expected_values = step(state, {}, batch)
-  found, found_values = step(state, {}, in_rows(batch, rows=3))
-  assert relative_distance(found.params, expected.params) < 1e-11
-  np.testing.assert_allclose(
-    found_values["loss/surrogate"], expected_values["loss/surrogate"], rtol=1e-11
-  )
 
 
 def test_a_nonfinite_gradient_is_skipped_and_counted():
