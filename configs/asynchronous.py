@@ -1,13 +1,14 @@
 """GRPO with generation and optimization at the same time, and a bounded lag.
 
-A thread samples rollouts with the newest policy that it has received, while the trainer continues;
-it waits if a batch would become more than max_lag updates old. Not reproducible: which policy
-samples a batch depends on timing. Its lags can be replayed, see configs/simulated_asynchronous.py.
+A thread samples rollouts with the newest policy that it has received, while the trainer continues.
+The thread waits if a batch would become more than max_lag updates old. A run is not reproducible,
+since timing decides which policy samples a batch. The lags of a run can be replayed, see
+configs/simulated_asynchronous.py.
 
   python -m rlvr_jax.main --config=configs/asynchronous.py --workdir=runs/asynchronous
 
-With several devices, generation can have its own: --config.generation_mesh.data=4 and so on. What
-is not set below is as in configs/grpo.py. Guide: docs/staleness.md.
+With several devices, generation can have its own: --config.generation_mesh.data=4 and so on.
+Other fields are as in configs/grpo.py. Guide: docs/staleness.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,13 +1,13 @@
-"""CISPO: importance weights are clipped, tokens are not, so that every token keeps a gradient.
+"""CISPO: clips importance weights instead of tokens, so that every token keeps a gradient.
 
 Source: "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention"
-(arXiv:2506.13585). No lower bound, as in the paper (ε_low = 1 reaches down to a ratio of 0), token
-mean, no KL term. **open**: the paper tunes ε_high and does not give it; here it is 0.2. Differs
-from the paper: no dynamic sampling and no length penalty, which are DAPO's.
+(arXiv:2506.13585). As in the paper, there is no lower bound (ε_low = 1 reaches down to a ratio of
+0) and no KL term, and the loss is a token mean. **open**: the paper tunes ε_high and does not give
+it; here it is 0.2. Difference from the paper: no dynamic sampling and no length penalty of DAPO.
 
   python -m rlvr_jax.main --config=configs/cispo.py --workdir=runs/cispo
 
-What is not set below is the quickstart's. Card: docs/methods/cispo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/cispo.md.
 """
 
 from ml_collections import ConfigDict

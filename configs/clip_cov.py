@@ -1,12 +1,12 @@
-"""Clip-Cov: a random share of the tokens that reduce the entropy most is left out.
+"""Clip-Cov: excludes a random share of the tokens that reduce the entropy most from the loss.
 
 Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
-(arXiv:2505.22617). The authors' share of 2e-4; four updates per refresh. Differs from the paper:
-means, ranks and draws are of the full batch.
+(arXiv:2505.22617). The share is the authors' 2e-4; there are four updates per refresh. Differs from
+the paper: means, ranks and draws are over the full batch.
 
   python -m rlvr_jax.main --config=configs/clip_cov.py --workdir=runs/clip_cov
 
-What is not set below is the quickstart's. Card: docs/methods/covariance.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/covariance.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,14 +1,14 @@
-"""DAPO: a higher upper clip, token mean, dynamic sampling, and care for overlong responses.
+"""DAPO: a higher upper clip, token mean, dynamic sampling, and a penalty on overlong responses.
 
-Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476). All of
-its four parts and overlong filtering; no KL term. Differs from the paper: 4 updates per refresh
-instead of 16; lengths are scaled, 4 expected tokens and a buffer of 1 instead of 16384 and 4096, so
-that the limit is 5 tokens and no correct answer is penalized; rewards are 0 and 1 instead of −1 and
-1, so that the full penalty of 1 weighs twice as much against them.
+Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476). This
+has all four parts of the paper and overlong filtering, and no KL term. Differs from the paper: 4
+updates per refresh instead of 16; lengths are scaled, 4 expected tokens and a buffer of 1 instead
+of 16384 and 4096, so that the limit is 5 tokens and no correct answer is penalized; rewards are 0
+and 1 instead of −1 and 1, so that the full penalty of 1 weighs twice as much.
 
   python -m rlvr_jax.main --config=configs/dapo.py --workdir=runs/dapo
 
-What is not set below is the quickstart's. Card: docs/methods/dapo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/dapo.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,4 @@
-"""Decoupled PPO: clip around a recent policy, correct by a capped weight for the one that sampled.
+"""Decoupled PPO: clips around a recent policy, and corrects for the sampler by a capped weight.
 
 Source: "Batch size-invariance for policy optimization" (arXiv:2110.00641). π_prox is the policy
 when a batch is first trained on. In the first pass π/π_prox is therefore 1, and clipping can occur
@@ -7,7 +7,7 @@ paper: its π_prox is a moving average of the parameters, and its advantages com
 
   python -m rlvr_jax.main --config=configs/decoupled_ppo.py --workdir=runs/decoupled_ppo
 
-What is not set below is the quickstart's. Card: docs/methods/decoupled_ppo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/decoupled_ppo.md.
 """
 
 from ml_collections import ConfigDict

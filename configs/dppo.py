@@ -1,13 +1,13 @@
-"""DPPO: tokens are masked by how far their probability has moved, not by their ratio.
+"""DPPO: masks tokens by the change of their probability, not by their ratio.
 
-Source: "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879). Total
-variation with a bound of 0.15 and the sum over tokens divided by a constant, as in the authors'
-example. Four updates per refresh, so that probabilities move. Differs from the paper: the task, and
-weights of at most 20, not 10⁴.
+Source: "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879). As in the
+authors' example, the total variation has the bound 0.15, and the sum over tokens is divided by a
+constant. There are four updates per refresh, so that probabilities move. Differences from the
+paper: the task, and weights of at most 20 instead of 10⁴.
 
   python -m rlvr_jax.main --config=configs/dppo.py --workdir=runs/dppo
 
-What is not set below is the quickstart's. Card: docs/methods/dppo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/dppo.md.
 """
 
 from ml_collections import ConfigDict

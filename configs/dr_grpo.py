@@ -6,7 +6,7 @@ KL term, as in the paper.
 
   python -m rlvr_jax.main --config=configs/dr_grpo.py --workdir=runs/dr_grpo
 
-What is not set below is the quickstart's. Card: docs/methods/dr_grpo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/dr_grpo.md.
 """
 
 from ml_collections import ConfigDict

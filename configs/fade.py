@@ -1,4 +1,4 @@
-"""FADE: hard prompts first, and failures pushed down harder once entropy is below a target.
+"""FADE: hard prompts weigh more, and failures weigh more once entropy is below a target.
 
 Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490). H*
 is half of the initial entropy, the paper's default. If that entropy is a few tenths of a nat,
@@ -11,7 +11,7 @@ Ablations: `fade(alpha_max=1.0)`, `fade(delta_min=1.0)`, `fade(schedule='entropy
 
   python -m rlvr_jax.main --config=configs/fade.py --workdir=runs/fade
 
-What is not set below is the quickstart's. Card: docs/methods/fade.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/fade.md.
 """
 
 from ml_collections import ConfigDict

@@ -7,7 +7,7 @@ Update t trains on rollouts of the policy after update t − lag; from update `l
 
 Another lag, in updates: --config.schedule="fixed_lag(lag=8)".
 
-What is not set below is the recipe's of GRPO. Guide: docs/staleness.md.
+Other fields are as in configs/grpo.py. Guide: docs/staleness.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,4 @@
-"""GDPO: each of several rewards is normalized in the group by itself, their sum over the batch.
+"""GDPO: normalizes each of several rewards within the group, then their sum over the batch.
 
 Source: "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
 Optimization" (arXiv:2601.05242). The rewards are those of the paper's mathematics that apply here:
@@ -8,7 +8,7 @@ within four bytes, where the form is learned soon.
 
   python -m rlvr_jax.main --config=configs/gdpo.py --workdir=runs/gdpo
 
-What is not set below is the quickstart's. Card: docs/methods/gdpo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/gdpo.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,11 +1,11 @@
-"""GMPO: the geometric mean of a response's token ratios, each clipped before.
+"""GMPO: the geometric mean of a response's token ratios, each of which is clipped first.
 
 Source: "Geometric-Mean Policy Optimization" (arXiv:2507.20673). The paper's interval [e^−0.4,
 e^0.4], far wider than GRPO's, because a geometric mean is hardly moved by one token.
 
   python -m rlvr_jax.main --config=configs/gmpo.py --workdir=runs/gmpo
 
-What is not set below is the quickstart's. Card: docs/methods/gmpo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/gmpo.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,15 +1,15 @@
 """GRPO as published: clipped ratios, group-normalized rewards, KL to the first policy.
 
 Source: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
-(arXiv:2402.03300). One update per refresh, as in the paper, so that the clip interval is there but
-nothing reaches it. The average is over each response, then over responses (the 1/|o| of the paper),
-and β = 0.04 with the estimator k3 is kept, although most later recipes leave the KL term out: this
-file is what the others are compared with. Differs from the paper in scale only: groups of 8 instead
-of 64, and a learning rate for a small network.
+(arXiv:2402.03300). There is one update per refresh, as in the paper, so that no ratio reaches the
+clip interval. The average is over each response, then over responses (the 1/|o| of the paper), and
+β = 0.04 with the estimator k3 is kept, although most later recipes omit the KL term: other recipes
+are compared with this one. Differs from the paper in scale only: groups of 8 instead of 64, and a
+learning rate for a small network.
 
   python -m rlvr_jax.main --config=configs/grpo.py --workdir=runs/grpo
 
-What is not set below is the quickstart's. Card: docs/methods/grpo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/grpo.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,4 @@
-"""GRPO on the questions of GSM8K, from scratch over bytes: a test of the path, not of the score.
+"""GRPO on GSM8K, from scratch over bytes: a test of the pipeline, not of the score.
 
 Grade-school word problems (arXiv 2110.14168) as published: 7473 for training, 1319 held out, graded
 by the final number. The policy is a 0.8 M-parameter transformer that has read 128 demonstrations

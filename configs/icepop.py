@@ -1,13 +1,13 @@
-"""IcePop: tokens where sampler and trainer disagree are masked, the others weighted by the ratio.
+"""IcePop: masks tokens on which sampler and trainer disagree, and weights the others by the ratio.
 
 Source: "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"
-(arXiv:2510.18855). The paper's interval of 0.5 and 5, around PPO's loss. Four batches per refresh,
-so that the policy which first trains on a batch differs from the one that sampled it. Differs from
-the paper: no mixture of experts, and no engine of its own that samples.
+(arXiv:2510.18855). PPO's loss with the paper's interval of 0.5 and 5. There are four batches per
+refresh, so that the policy which first trains on a batch differs from its sampler. Differs from the
+paper: no mixture of experts, and no separate inference engine.
 
   python -m rlvr_jax.main --config=configs/icepop.py --workdir=runs/icepop
 
-What is not set below is the quickstart's. Card: docs/methods/mismatch.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/mismatch.md.
 """
 
 from ml_collections import ConfigDict

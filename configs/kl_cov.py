@@ -1,12 +1,13 @@
-"""KL-Cov: the tokens that reduce the entropy most are pulled back to the sampler.
+"""KL-Cov: a penalty pulls the tokens that reduce the entropy most back to the sampler.
 
 Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
-(arXiv:2505.22617). The authors' share for small models, 2e-3; four updates per refresh. Differs
-from the paper: means and ranks are of the full batch.
+(arXiv:2505.22617). The share is the authors' for small models, 2e-3; there are four updates per
+refresh. Differs
+from the paper: means and ranks are over the full batch.
 
   python -m rlvr_jax.main --config=configs/kl_cov.py --workdir=runs/kl_cov
 
-What is not set below is the quickstart's. Card: docs/methods/covariance.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/covariance.md.
 """
 
 from ml_collections import ConfigDict

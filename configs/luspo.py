@@ -2,12 +2,12 @@
 
 Source: "Length-Unbiased Sequence Policy Optimization: Revealing and Controlling Response Length
 Variation in RLVR" (arXiv:2602.05261). The paper's interval of 2e-3 and 2.5e-3, and four updates per
-refresh. Differs from the paper: responses of 2 to 4 tokens instead of thousands, over which log ρ
-averages out far less.
+refresh. Difference from the paper: responses have 2 to 4 tokens instead of thousands, so that the
+mean of log ρ varies far more.
 
   python -m rlvr_jax.main --config=configs/luspo.py --workdir=runs/luspo
 
-What is not set below is the quickstart's. Card: docs/methods/luspo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/luspo.md.
 """
 
 from ml_collections import ConfigDict

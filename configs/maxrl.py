@@ -1,11 +1,11 @@
-"""MaxRL: rewards divided by the solve rate, which follows the likelihood of success.
+"""MaxRL: dividing by the solve rate gives the gradient of the log-likelihood of success.
 
 Source: "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710). Only the coefficients
 change, A = (r − r̄)/r̄; the loss is the quickstart's.
 
   python -m rlvr_jax.main --config=configs/maxrl.py --workdir=runs/maxrl
 
-What is not set below is the quickstart's. Card: docs/methods/maxrl.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/maxrl.md.
 """
 
 from ml_collections import ConfigDict

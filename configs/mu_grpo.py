@@ -1,4 +1,4 @@
-"""μ-GRPO: four stages of stale rollouts, a relaxed interval, and a veto on what went stale.
+"""μ-GRPO: four stages of stale rollouts, a relaxed clip interval, and a veto on stale tokens.
 
 Source: "How Off-Policy Can GRPO Be? Mu-GRPO for Efficient LLM Reinforcement Learning"
 (arXiv:2605.17570). At the start of each stage the policy is frozen and samples all rollouts of the
@@ -7,7 +7,7 @@ updates and μ = 1024. **open**: the veto's threshold κ; experiments/mu_grpo sw
 
   python -m rlvr_jax.main --config=configs/mu_grpo.py --workdir=runs/mu_grpo
 
-What is not set below is the quickstart's: 300 updates, so that μ = 75. A stage's rollouts are in
+Other fields are as in configs/quickstart.py: 300 updates, so that μ = 75. A stage's rollouts are in
 WORKDIR/rollouts as soon as they are graded. Card: docs/methods/mu_grpo.md.
 """
 

@@ -1,13 +1,13 @@
-"""On-policy distillation: an advantage is the teacher's log-probability less the policy's.
+"""On-policy distillation: the advantage is the teacher's minus the policy's log-probability.
 
 Source: "On-Policy Distillation of Language Models" (arXiv:2306.13649), from sampled tokens. The
-teacher is the policy before the first update at half its temperature, which is surer and more often
-right; the reward is measured, not learned from. Another run's policy teaches with, say,
+teacher is the policy before the first update at half its temperature, which makes it right more
+often. The reward is only measured. Another run's policy teaches with, say,
 --config.teacher.checkpoint=runs/quickstart/checkpoints/300 and --config.teacher.temperature=1.0.
 
   python -m rlvr_jax.main --config=configs/opd.py --workdir=runs/opd
 
-What is not set below is the quickstart's. Card: docs/methods/opd.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/opd.md.
 """
 
 from ml_collections import ConfigDict

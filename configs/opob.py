@@ -7,7 +7,7 @@ paper: norms are those of the output head's gradient; no factor √(ESS/B) on th
 
   python -m rlvr_jax.main --config=configs/opob.py --workdir=runs/opob
 
-What is not set below is the quickstart's. Card: docs/methods/opob.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/opob.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,12 +1,12 @@
-"""Off-policy sequence masking: failures that the policy has left are dropped.
+"""Off-policy sequence masking: drops failures that the policy has become unlikely to sample.
 
 Source: "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models" (arXiv:2512.02556).
-Around PPO's loss with four updates per refresh. Differs from the report: its bound is not
-published, 0.5 nats per token is TRL's suggestion.
+The loss is PPO's, with four updates per refresh. Difference from the report: its bound is not
+published; 0.5 nats per token is TRL's suggestion.
 
   python -m rlvr_jax.main --config=configs/opsm.py --workdir=runs/opsm
 
-What is not set below is the quickstart's. Card: docs/methods/opsm.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/opsm.md.
 """
 
 from ml_collections import ConfigDict

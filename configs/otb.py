@@ -1,12 +1,13 @@
-"""OTB: a baseline of least variance for each position of a response.
+"""OTB: a baseline of least variance for each token position of a response.
 
 Source: "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL" (arXiv:2602.07078).
-One update per refresh, so that the rollouts are the policy's own and the energies have no weights.
+There is one update per refresh, so that the policy itself has sampled the rollouts and the energies
+need no weights.
 Differs from the paper: responses of 2 to 4 tokens, over which energies hardly add up.
 
   python -m rlvr_jax.main --config=configs/otb.py --workdir=runs/otb
 
-What is not set below is the quickstart's. Card: docs/methods/otb.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/otb.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,13 +1,13 @@
-"""P3O: the batch's effective sample size caps the weights and sets the pull to β, which sampled.
+"""P3O: the effective sample size of the batch caps the weights and scales the KL term to β.
 
 Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training"
-(arXiv:2605.12380) and the authors' code. No clip range and no coefficient to choose. Its ablations
-are `--config.loss="p3o(kl_term=False)"`, `p3o(cap='none')`, `p3o(cap='inverse_ess')`,
+(arXiv:2605.12380) and the authors' code. There is no clip range and no coefficient to choose. Its
+ablations are `--config.loss="p3o(kl_term=False)"`, `p3o(cap='none')`, `p3o(cap='inverse_ess')`,
 `p3o(ess='sequence')` and `p3o(ess='one')`; `p3o(ess_scope=16)` has the authors' blocks of e.
 
   python -m rlvr_jax.main --config=configs/p3o.py --workdir=runs/p3o
 
-What is not set below is the quickstart's. Card: docs/methods/p3o.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/p3o.md.
 """
 
 from ml_collections import ConfigDict

@@ -8,7 +8,7 @@ loss is the quickstart's. Compare held-out pass@4 with pass@1.
 
   python -m rlvr_jax.main --config=configs/pass_at_k.py --workdir=runs/pass_at_k
 
-What is not set below is the quickstart's. Card: docs/methods/pass_at_k.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/pass_at_k.md.
 """
 
 from ml_collections import ConfigDict

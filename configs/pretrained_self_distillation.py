@@ -2,7 +2,8 @@
 
 Policy and task are those of configs/pretrained.py. The teacher is the policy before the first
 update, which reads "What is 23 + 8? Hint: 23 + 8 = 31. Answer:" before the same response, at half
-the temperature. What it finds more probable than the policy does gains. No reward is learned from.
+the temperature. Tokens that the teacher finds more probable than the policy gain probability. The
+reward is not used.
 
   python -m rlvr_jax.models.pretrained
   python -m rlvr_jax.main --config=configs/pretrained_self_distillation.py \

@@ -2,8 +2,8 @@
 
 A 0.4 M-parameter transformer over bytes sees "1-15:" and guesses, "12"; the environment answers
 ">", "<", or that the number is found. A rollout is a dialogue of at most four turns; its reward is
-1 if the number is found. The warm start shows guesses at random, so that the policy knows the form
-and nothing of the game. The best play, bisection, finds any of 15 numbers in four turns.
+1 if the number is found. The warm start shows random guesses, so that the policy knows the form but
+not the game. The best play, bisection, finds any of 15 numbers in four turns.
 
   python -m rlvr_jax.main --config=configs/quickstart_dialogue.py --workdir=runs/dialogue
 

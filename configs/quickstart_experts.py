@@ -1,7 +1,7 @@
 """GRPO teaches a mixture of experts, from scratch, the sums of the quickstart.
 
-The quickstart's network with eight experts in place of each MLP, of which a token takes two. Each
-is half as wide as the MLP, so that a token costs what it does there, with three times the
+The network is the quickstart's with eight experts in place of each MLP, of which a token uses two.
+Each expert is half as wide as the MLP, so that a token costs the same, with three times the
 parameters. Everything else is the quickstart's.
 
   python -m rlvr_jax.main --config=configs/quickstart_experts.py --workdir=runs/experts

@@ -1,4 +1,4 @@
-"""The quickstart's time spent on more of its warm start, and none of it on reinforcement learning.
+"""The quickstart's time, spent on a longer warm start instead of reinforcement learning.
 
 The 1024 worked sums are memorized: held-out pass@1 peaks early, near 0.36 at about 350 steps, and
 ends below the quickstart's start.
@@ -6,7 +6,7 @@ ends below the quickstart's start.
   python -m rlvr_jax.main --config=configs/quickstart_longer_warm_start.py \\
     --workdir=runs/quickstart_longer_warm_start
 
-Hardware and time as configs/quickstart.py. Expected held-out pass@1 at the end: 0.20
+Hardware and time are those of configs/quickstart.py. Expected held-out pass@1 at the end: 0.20
 (mean of seeds 0, 1, 2; experiments/quickstart/README.md).
 """
 

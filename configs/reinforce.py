@@ -1,11 +1,12 @@
-"""REINFORCE, bare: A = r, no baseline, no ratio.
+"""Plain REINFORCE: A = r, without a baseline or a ratio.
 
-Source: Williams, 1992, Machine Learning 8. With rewards of 0 and 1 only correct rollouts push, and
-they push alike on easy and on hard prompts: the reference point for every baseline.
+Source: Williams, 1992, Machine Learning 8. With rewards of 0 and 1, only correct rollouts have a
+gradient, with the same weight on easy and on hard prompts. This is the reference point for every
+baseline.
 
   python -m rlvr_jax.main --config=configs/reinforce.py --workdir=runs/reinforce
 
-What is not set below is the quickstart's. Card: docs/methods/reinforce.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/reinforce.md.
 """
 
 from ml_collections import ConfigDict

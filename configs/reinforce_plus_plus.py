@@ -1,15 +1,16 @@
-"""REINFORCE++ with the group's baseline: rewards normalized by the deviation of the batch.
+"""REINFORCE++ with the group's mean as baseline and the batch's deviation as scale.
 
 Source: "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
-Normalization" (arXiv:2501.03262), its variant for groups of rollouts, which reasoning is trained
-with. The KL to the first policy is a term of the loss with the estimator k2, and its coefficient of
-1e-4 that of the authors' examples. Differs from the paper in scale: groups of 8, and a learning
-rate for a small network. And the deviation is over the rollouts of the batch, so that a group whose
-rewards are equal has no gradient; over="tokens" is the paper's, where long responses weigh more.
+Normalization" (arXiv:2501.03262), its variant for groups of rollouts, which the paper uses for
+reasoning. The KL to the first policy is a term of the loss with the estimator k2, and its
+coefficient of 1e-4 that of the authors' examples. Differs from the paper in scale: groups of 8, and
+a learning rate for a small network. Also, the deviation is over the rollouts of the batch, so that
+a group with equal rewards has no gradient. over="tokens" is the paper's choice, in which long
+responses weigh more.
 
   python -m rlvr_jax.main --config=configs/reinforce_plus_plus.py --workdir=runs/reinforce_plus_plus
 
-What is not set below is the quickstart's. Card: docs/methods/reinforce_plus_plus.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/reinforce_plus_plus.md.
 """
 
 from ml_collections import ConfigDict

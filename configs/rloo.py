@@ -1,4 +1,4 @@
-"""RLOO: REINFORCE whose baseline is the mean reward of the other rollouts.
+"""RLOO: REINFORCE with the mean reward of the other rollouts as baseline.
 
 Source: "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in
 LLMs" (arXiv:2402.14740). The response is one action: its token losses are summed, and there is no
@@ -7,7 +7,7 @@ not learned; groups of 8 instead of 2 or 4.
 
   python -m rlvr_jax.main --config=configs/rloo.py --workdir=runs/rloo
 
-What is not set below is the quickstart's. Card: docs/methods/rloo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/rloo.md.
 """
 
 from ml_collections import ConfigDict

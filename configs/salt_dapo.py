@@ -7,7 +7,7 @@ configs/dapo.py.
 
   python -m rlvr_jax.main --config=configs/salt_dapo.py --workdir=runs/salt_dapo
 
-What is not set below is DAPO's. Card: docs/methods/salt.md.
+Other fields are as in configs/dapo.py. Card: docs/methods/salt.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,4 @@
-"""SALT on GRPO: full weight on the directions that the batch's gradients share, less on the rest.
+"""SALT on GRPO: full weight on directions that the batch's gradients share, less on the residual.
 
 Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make Them
 Matter" (arXiv:2606.05800) and the authors' code, with their ρ_s = 1, 1 ≤ k ≤ 64 and 0 ≤ α ≤ 1.
@@ -17,7 +17,7 @@ larger than 1 and α zero, where SALT learns less than GRPO (experiments/salt_ge
 
   python -m rlvr_jax.main --config=configs/salt_grpo.py --workdir=runs/salt_grpo
 
-What is not set below is GRPO's. Card: docs/methods/salt.md.
+Other fields are as in configs/grpo.py. Card: docs/methods/salt.md.
 """
 
 from ml_collections import ConfigDict

@@ -5,7 +5,7 @@ closes faster for A < 0.
 
   python -m rlvr_jax.main --config=configs/sapo.py --workdir=runs/sapo
 
-What is not set below is the quickstart's. Card: docs/methods/sapo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/sapo.md.
 """
 
 from ml_collections import ConfigDict

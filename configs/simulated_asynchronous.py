@@ -1,12 +1,12 @@
 """GRPO with the lags of an asynchronous run, random or replayed, and reproducible bit for bit.
 
-Each batch is sampled by the policy of 0 to 4 updates before (`max_lag`). A recorded run, with all
+Each batch is sampled by a policy that is 0 to 4 updates old (`max_lag`). A recorded run, with all
 versions of its tokens, is replayed by
 --config.schedule="simulated_asynchronous(recorded='WORKDIR')".
 
   python -m rlvr_jax.main --config=configs/simulated_asynchronous.py --workdir=runs/simulated
 
-What is not set below is the recipe's of GRPO. Guide: docs/staleness.md.
+Other fields are as in configs/grpo.py. Guide: docs/staleness.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,8 +1,8 @@
-"""GRPO on sums and products in worked steps: responses of 50 to 110 tokens, alike in part.
+"""GRPO on sums and products in worked steps: responses of 50 to 110 tokens that share some lines.
 
-A from-scratch transformer over bytes works "3+4*5+6=" out, a step in each line. Its demonstrations
-have wrong steps, so that it is right now and then: a task on which reasoning is many decisions, and
-one of them decides. Four methods on it: experiments/steps/README.md.
+A from-scratch transformer over bytes works "3+4*5+6=" out, a step in each line. Some steps of its
+demonstrations are wrong, so that the policy is right only sometimes. A response makes many
+decisions, and a single wrong one makes it wrong. Four methods on it: experiments/steps/README.md.
 
   python -m rlvr_jax.main --config=configs/steps.py --workdir=runs/steps
   python -m rlvr_jax.main --config=configs/steps.py:long --workdir=runs/steps_long

@@ -1,4 +1,4 @@
-"""TOPR: off-policy REINFORCE that tapers failures only, by the ratio of the complete response.
+"""TOPR: off-policy REINFORCE that tapers only failures, by the ratio of the complete response.
 
 Source: "Tapered Off-Policy REINFORCE: Stable and efficient reinforcement learning for LLMs"
 (arXiv:2503.14286). Rewards of ±1 without a baseline, token losses summed over the response. Differs
@@ -6,7 +6,7 @@ from the paper, which collects a data set per iteration: 4 updates per refresh.
 
   python -m rlvr_jax.main --config=configs/topr.py --workdir=runs/topr
 
-What is not set below is the quickstart's. Card: docs/methods/topr.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/topr.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,12 +1,13 @@
-"""VACO's mask: in responses that are far from the sampler, tokens that move away are dropped.
+"""VACO's mask: drops tokens that move away from the sampler, in responses far from it.
 
 Source: VACO (arXiv:2603.01365), as published code has it: PPO's loss with 0.2 and 0.272, and
-weights of at most 2. Four batches per refresh, so that the policy which first trains on a batch
-differs from the one that sampled it. Differs from the paper: its bound is not known, 0.2 is ours.
+weights of at most 2. There are four batches per refresh, so that the policy which first trains on a
+batch differs from its sampler. Difference from the paper: its bound is not known; 0.2 is our
+choice.
 
   python -m rlvr_jax.main --config=configs/vaco.py --workdir=runs/vaco
 
-What is not set below is the quickstart's. Card: docs/methods/vaco.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/vaco.md.
 """
 
 from ml_collections import ConfigDict

@@ -6,7 +6,7 @@ responses of 2 to 4 tokens instead of thousands.
 
   python -m rlvr_jax.main --config=configs/vespo.py --workdir=runs/vespo
 
-What is not set below is the quickstart's. Card: docs/methods/vespo.md.
+Other fields are as in configs/quickstart.py. Card: docs/methods/vespo.md.
 """
 
 from ml_collections import ConfigDict

@@ -18,5 +18,5 @@ __version__ = "0.1.0"
 
 
 def page(name: str) -> str:
-  """The path of a page of the documentation, such as "costs.md"; the package holds them."""
+  """The path of a documentation page, such as "costs.md"; the package contains all pages."""
   return f"{__path__[0]}/docs/{name}"

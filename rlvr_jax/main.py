@@ -5,10 +5,11 @@
 Any field can be set on the command line, such as --config.seed=1. The same command on the same
 workdir resumes a run that was stopped or killed. For --mode=eval, export, fits, costs and
 tune see docs/costs.md, for --mode=check and Cloud TPUs docs/tpu.md, for --mode=sweep
-docs/sweeps.md, for --mode=view docs/view.md; the package holds these pages.
+docs/sweeps.md, and for --mode=view docs/view.md. The package contains these pages.
 
-On several hosts, run it on each with --distributed and a workdir that all of them can access. If
-the cluster does not identify the processes, use --coordinator, --num_processes and --process_id.
+On several hosts, run the same command on each host with --distributed and a workdir that all hosts
+can access. If the cluster does not identify the processes, use --coordinator, --num_processes and
+--process_id.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The parts of a method as functions of plain arrays, for your own training loop.
 
 They take log-probabilities, rewards and masks; the model, the sampler and the optimizer are yours.
-All are pure and work under jit. P prompts have G rollouts each, of up to T tokens; B = P·G. The
-guide, docs/parts.md, has complete loops for a flax model and for a hand-written one.
+All functions are pure and work under jit. P prompts have G rollouts each, of up to T tokens; B =
+P·G. The guide, docs/parts.md, has complete loops for a flax model and for a hand-written one.
 
   from rlvr_jax import parts
   from rlvr_jax.advantages import grpo
@@ -69,18 +69,18 @@ def batch_of(
   squared_probabilities: Array | None = None,
   squared_norms: Array | None = None,
 ) -> TrainBatch:
-  """Makes a batch of the given arrays, for functions that take a batch; other fields are 0.
+  """Makes a batch from the given arrays, for functions that take a batch; other fields are 0.
 
   Args:
     mask: [P, G, T], 1 on response tokens that count in the loss, the stop token included.
     tokens: i32[P, G, T], the response tokens.
     rewards: f32[P, G].
-    correct: f32[P, G] in {0, 1}; the rewards if it is not given.
-    valid: bool[P, G], False for rollouts without a grade; all True if it is not given.
+    correct: f32[P, G] in {0, 1}; None: equal to the rewards. valid: bool[P, G], False for rollouts
+    without a grade; None: all True.
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` needs them.
     lags: i32[P, G, T], updates since the policy that sampled a token.
-    turns: i32[P, G, T], of dialogues, the turn of each token: even numbers are the policy's.
+    turns: i32[P, G, T], the turn of each token in dialogues: even numbers are turns of the policy.
     turn_scores: f32[P, G, T], the score of a turn of the policy at its last token; NaN elsewhere.
     rewards_by_name: f32[P, G, K], K rewards of each rollout; `gdpo` needs them.
     policy_logprobs: f32[P, G, T], nats, of the trained policy before the update; `otb` and `opob`
@@ -147,18 +147,18 @@ def advantages_of(
   squared_norms: Array | None = None,
   state: Any = (),
 ) -> Array:
-  """Coefficients f32[P, G] by an estimator of `rlvr_jax.advantages`.
+  """Coefficients f32[P, G] from an estimator of `rlvr_jax.advantages`.
 
-  The coefficients of `otb`, and with scores of turns those of `mt_grpo`, are f32[P, G, T], which
-  `loss_of` takes, too.
+  `otb`, and `mt_grpo` with scores of turns, return coefficients f32[P, G, T], which `loss_of` also
+  takes.
 
   Args:
-    estimator: such as `grpo()`.
+    estimator: an estimator, such as `grpo()`.
     rewards: f32[P, G].
     mask: [P, G, T]; `opo` reads the lengths of responses from it.
     correct: f32[P, G] in {0, 1}; the rewards if it is not given.
-    valid: bool[P, G], False for rollouts that your grader failed on: they get 0 and do not affect
-      the others. Set their loss mask to 0, too. None: all are valid.
+    valid: bool[P, G], False for rollouts on which your grader failed: they get the coefficient 0
+      and do not affect other rollouts. Set their loss mask to 0, too. None: all rollouts are valid.
     turns, turn_scores: [P, G, T], for `mt_grpo` only, with the mask; see `batch_of`.
     rewards_by_name: f32[P, G, K], for `gdpo` only.
     behavior_logprobs, policy_logprobs: f32[P, G, T], for `otb` and `opob`, with the mask.
@@ -201,17 +201,18 @@ def loss_of(
   proximal_logprobs: Array | None = None,
   veto: Veto | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-  """(loss f32[], metrics f32[] by name) of one batch; differentiate by `policy_logprobs`.
+  """(loss f32[], metrics f32[] by name) of one batch; differentiable by `policy_logprobs`.
 
   Args:
-    loss: a loss of `rlvr_jax.losses`, such as `p3o()`, or `rlvr_jax.corrections.corrected` of one.
+    loss: a loss of `rlvr_jax.losses`, such as `p3o()`, or a loss from
+      `rlvr_jax.corrections.corrected`.
     policy_logprobs: f32[P, G, T], nats, of the trained policy, by `token_logprobs` or your own
       model.
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
     coefficients: f32[P, G], the advantages, or f32[P, G, T]; constant for differentiation.
     mask: [P, G, T], 1 on response tokens that count.
     aggregation: one of `rlvr_jax.ops.aggregate.AGGREGATIONS`.
-    max_response_length: tokens; 0 for T. Read by the aggregation "constant" only.
+    max_response_length: tokens; 0 for T. Only the aggregation "constant" reads it.
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` and most corrections need them.
     veto: the result of `negative_advantage_veto`.
   Raises:
@@ -255,7 +256,7 @@ def gram_of_head(
   """Inner products f32[B, B] of the rollouts' gradients with respect to the output head.
 
   The gradients are g_i = ∇(−Σ_t m log π) with respect to `kernel`, where logits = hidden @ kernel.
-  They are never stored, one per rollout.
+  The gradients are not stored.
 
   Args:
     hidden: [P, G, T, D], the final hidden states that predict `tokens`.
@@ -265,8 +266,8 @@ def gram_of_head(
     route: a route of `rlvr_jax.geometry`: `streaming()`, exact and the default, or `sketch()`.
     temperature: the temperature of the policy.
   Raises:
-    ValueError: the route runs the model again, as `per_rollout` does; use `gram_of_gradients`. Or
-      it is not a component, or an array has another shape.
+    ValueError: the route runs the model again, as `per_rollout` does (use `gram_of_gradients`), or
+      is not a component; or an array has another shape.
   """
   route = streaming() if route is None else route
   _check_component("route", route, GramFn, "geometry")
@@ -325,14 +326,14 @@ def reweighted(
   valid: Array | None = None,
   key: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-  """(coefficients f32[P, G], metrics by name) of a rule of `rlvr_jax.reweighting`: `salt()`.
+  """(coefficients f32[P, G], metrics by name) after a rule of `rlvr_jax.reweighting`.
 
   Args:
-    rule: the reweighting.
+    rule: the reweighting, such as `salt()`.
     coefficients: f32[P, G], the advantages.
-    gram: f32[B, B], of `gram_of_head` or `gram_of_gradients`, not divided by B; None if the rule
-      does not need it.
-    valid: bool[P, G], as for `advantages_of`; None: all.
+    gram: f32[B, B], the result of `gram_of_head` or `gram_of_gradients`, not divided by B; None if
+      the rule does not need it.
+    valid: bool[P, G], as for `advantages_of`; None: all rollouts are valid.
     key: random key; only SALT's ablation `random_subspace` reads it. None for key 0.
   Raises:
     ValueError: the rule is not a component, an array has another shape, or the rule needs `gram`.

@@ -12,7 +12,7 @@ LEAST_TEMPERATURE = 1e-3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-  """The distribution that tokens are sampled from; static under jit."""
+  """The settings of the distribution from which tokens are sampled; static under jit."""
 
   temperature: float = 1.0  # 0.001 or more; 0 is greedy decoding
   top_k: int = 0  # keep the k most probable tokens; 0 keeps all
@@ -21,5 +21,5 @@ class Sampling:
 
 
 def sampling_of(settings: Mapping[str, Any]) -> Sampling:
-  """The distribution that a section such as `config.sampling` sets; other fields are ignored."""
+  """The distribution that a section such as `config.sampling` describes."""
   return Sampling(**{field.name: settings[field.name] for field in dataclasses.fields(Sampling)})

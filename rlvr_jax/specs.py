@@ -80,10 +80,10 @@ def _parse_literal(keyword: ast.keyword) -> Any:
 
 
 def outside_package(value: Any, field: str = "config") -> Iterator[tuple[str, str]]:
-  """Yields (field, text) of each text in a configuration that names a function of another module.
+  """Yields (field, text) for each text of a configuration that names a function elsewhere.
 
   Args:
-    value: the configuration, or a part of it: what JSON can have, with tuples.
+    value: the configuration, or a part of it: JSON values and tuples.
     field: dotted name of the field.
   """
   if isinstance(value, Mapping):
@@ -105,14 +105,14 @@ def make(field: str, package: types.ModuleType, text: str, kind: Any, **of_run: 
 
   Args:
     field: as in `parse`.
-    package: its `__all__` lists the factories that can be named.
+    package: the package whose `__all__` lists the factories that can be named.
     text: the string.
     kind: required class of the result.
-    of_run: values of the run; a factory with a parameter of that name gets the value, and a string
-      cannot set it.
+    of_run: values of the run by name; a factory with a parameter of this name gets the value, and a
+      string cannot set it.
   Raises:
     ValueError: the string or the name is invalid, hyper-parameters are unknown or missing, or the
-      factory raises it.
+      factory raises an error.
   """
   owner = f"{field} = {text!r}"
   try:
@@ -157,7 +157,7 @@ def find_called(
     package: as in `make`.
     spec: the result of `parse`.
     of_run: names of the parameters that the run sets.
-    kind: class of what it should return, for messages.
+    kind: class that the factory should return, for messages.
   Raises:
     ValueError: no factory has this name, or hyper-parameters are unknown or missing.
   """
@@ -255,7 +255,7 @@ def check_keywords(
   given: Collection[str],
   of_run: Collection[str] = (),
 ) -> None:
-  """Raises ValueError for a keyword that the factory does not take, or that the run sets."""
+  """Raises ValueError for a keyword that the factory does not take or that the run sets."""
   parameters = inspect.signature(factory).parameters
   if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
     return

@@ -1,4 +1,4 @@
-"""The records that cross rooms, with a shape on every field.
+"""The records that pass between packages, with a shape for every field.
 
 Records of sampling are in `rollouts.group` and `rollouts.batches`.
 
@@ -43,12 +43,12 @@ class BatchShape(NamedTuple):
 
   @property
   def responses(self) -> int:
-    """P·G."""
+    """The number of rollouts, P·G."""
     return self.prompts * self.group_size
 
 
 class Head(NamedTuple):
-  """Output head: logits = soft_cap(hidden @ kernel · scale)."""
+  """The output head: logits = soft_cap(hidden @ kernel · scale)."""
 
   kernel: Array  # [D, V]
   scale: float | Array = 1.0  # or [V], of a kernel in 8 bits
@@ -124,7 +124,7 @@ class TrainBatch:
 
 
 class Rows(NamedTuple):
-  """How sequences lie in rows of L places; every field i32[..., R, L].
+  """The layout of sequences in rows of L places; every field is i32[..., R, L].
 
   A row holds one block for each of its prompts: the prompt, then its rollouts. A token sees its own
   sequence up to itself: a rollout's token sees its prompt and its own rollout.
@@ -137,10 +137,10 @@ class Rows(NamedTuple):
 
 
 class Routes(NamedTuple):
-  """The experts that a mixture's routers chose, k in each of its layers, by falling probability.
+  """The k experts that a mixture's routers chose in each of its layers, by falling probability.
 
-  At the place of the token that is read, not of the one that is predicted, see `Rollouts.routes`.
-  Of integers that hold their number; at padding they have no meaning.
+  A choice is at the place of the input token, not of the predicted token. The dtype is an integer
+  that can hold the number of experts; entries at padding have no meaning.
   """
 
   prompts: Array  # [P, S, layers, k], left-padded
@@ -164,8 +164,8 @@ class Packed(NamedTuple):
 class Forward(NamedTuple):
   """Results of an update's forward pass that a Gram matrix of the head's gradients needs.
 
-  They stay in their rows, see `Packed`; of a batch that is not packed, rollouts are rows: M = 1,
-  R = P·G and L = T.
+  The results stay in their rows, see `Packed`. In a batch that is not packed, rollouts are rows: M
+  = 1, R = P·G and L = T.
   """
 
   hidden: Array  # [M, R, L, D], final hidden states, in the model's compute dtype
@@ -177,7 +177,7 @@ class Forward(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """Everything that an update reads and writes; all of it is checkpointed."""
+  """Everything that an update reads and writes; checkpoints contain all of it."""
 
   params: Params
   opt_state: Any
@@ -230,7 +230,7 @@ class EffectiveSampleSize:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertChoices:
-  """A statistic of how many tokens chose each expert, the mean over the layers of a mixture."""
+  """A statistic of the number of tokens per expert, averaged over the layers of a mixture."""
 
   choices: Array  # f32[layers, E]
   # entropy: of the shares, ÷ log E; largest: the largest share, times E; unused: share of experts

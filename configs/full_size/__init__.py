@@ -1,1 +1,1 @@
-"""The settings of four papers at their own size, and the base that they start from."""
+"""Recipes with the settings of four papers at full size, and the base that they share."""

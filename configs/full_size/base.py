@@ -1,12 +1,12 @@
 """Settings that the full-size recipes share: a published checkpoint, chat prompts, all chips.
 
-Not a complete recipe. Four recipes that start from it have the settings of four papers at full
-size: salt_qwen25_math_7b, p3o_qwen3_4b, fade_qwen25_7b, mu_grpo_r1_distill_7b. What neither a paper
-nor its authors' code states is marked **open** there. Two more are to start with, on one chip:
-gsm8k_qwen25_05b and gsm8k_qwen25_15b_lora; gspo_qwen3_30b_a3b and gsm8k_olmoe_1b_7b train mixtures
-of experts, grpo_qwen35_4b gated DeltaNets. None has been trained with: no accelerator was
-available. This prints the memory per chip, and needs no chip (v5p:2x2x4 has 16 chips, and is v5p-32
-in Cloud's names):
+This is not a complete recipe. Four recipes that start from it have the settings of four papers at
+full size: salt_qwen25_math_7b, p3o_qwen3_4b, fade_qwen25_7b, mu_grpo_r1_distill_7b. Settings that
+neither a paper nor its authors' code states are marked **open** there. Two more recipes are a start
+on one chip: gsm8k_qwen25_05b and gsm8k_qwen25_15b_lora; gspo_qwen3_30b_a3b and gsm8k_olmoe_1b_7b
+train mixtures of experts, grpo_qwen35_4b gated DeltaNets. No recipe has been trained, since no
+accelerator was available. This command prints the memory per chip, and needs no chip (v5p:2x2x4 has
+16 chips, and is v5p-32 in Cloud's names):
 
   python -m rlvr_jax.main --mode=fits --config=configs/full_size/base.py --topology=v5p:2x2x4
 
@@ -21,9 +21,10 @@ train, give the checkpoint, the data, and a workdir that all hosts can access:
 Some recipes have settings for a slice, which --mode=tune found; name it after the file:
 --config=configs/full_size/fade_qwen25_7b.py:v5p:2x2x4.
 
-A run uses all chips: `mesh.fsdp` is what the other axes leave. `mesh.tensor` divides the model's
-key/value heads, 4 in Qwen2.5 7B and 8 in Qwen3 4B. For v5e:8x8, 64 chips of 16 GB, each recipe says
-what to add. On 256 chips of v5p: --config.mesh.tensor=4 --config.batch.prompts=64.
+A run uses all chips: `mesh.fsdp` takes the chips that the other axes leave. `mesh.tensor` must
+divide the model's key/value heads, 4 in Qwen2.5 7B and 8 in Qwen3 4B. For v5e:8x8, 64 chips of 16
+GB, each recipe says what to add. On 256 chips of v5p: --config.mesh.tensor=4
+--config.batch.prompts=64.
 """
 
 from collections.abc import Mapping
@@ -108,12 +109,12 @@ def get_config() -> ConfigDict:
 def set_for_slice(
   c: ConfigDict, slices: Mapping[str, Mapping[str, Any]], topology: str
 ) -> ConfigDict:
-  """Sets fields to what --mode=tune has found for a TPU slice.
+  """Sets fields to the values that --mode=tune has found for a TPU slice.
 
   Args:
-    c: changed in place, and returned.
+    c: the configuration, which is changed in place and returned.
     slices: topology → dotted name of a field → its value.
-    topology: one of them, such as "v5p:2x2x4"; "": leaves c as it is, for any machine.
+    topology: a key of `slices`, such as "v5p:2x2x4"; "" leaves c unchanged, for any machine.
   Raises:
     ValueError: nothing has been found for this slice.
   """

@@ -1,8 +1,8 @@
-"""GRPO on Qwen3.5-4B: three layers of four have a gated DeltaNet, which keeps a state, not keys.
+"""GRPO on Qwen3.5-4B: three of four layers are gated DeltaNets, with a state instead of keys.
 
-Sizes are those of p3o_qwen3_4b, whose network has as many parameters, so that the two compare: 256
-problems per refresh with 4 rollouts each, prompts up to 4096 tokens, responses up to 2048.
-**open**: rate, clip and lengths; no paper states a recipe for this model.
+The sizes are those of p3o_qwen3_4b, whose network has as many parameters, so that the two can be
+compared: 256 problems per refresh with 4 rollouts each, prompts up to 4096 tokens, responses up to
+2048. **open**: rate, clip and lengths; no paper states a recipe for this model.
 
   python -m rlvr_jax.main --config=configs/full_size/grpo_qwen35_4b.py \\
     --workdir=/mnt/rlvr_jax/runs/qwen35 \\

@@ -24,18 +24,19 @@ class Advantage(NamedTuple):
   Attributes:
     init: (initial_entropy f32[], nats per token) → state; () for an estimator without state.
     apply: (state, batch) → coefficients f32[P, G], 0 where `batch.valid` is False. They depend on
-      the valid rollouts only. `state` is the one before this update.
+      the valid rollouts only. `state` is the state before this update.
     update: (state, batch, entropy f32[], solve_rate=None) → next state. `entropy` is the mean
-      per-token entropy of the policy over loss tokens, nats, NaN without one. `solve_rate` is the
-      policy's, from *before* any dynamic-sampling filter, NaN if unknown; None computes it from the
-      batch.
+      per-token entropy of the policy over loss tokens, nats; NaN if there is no loss token.
+      `solve_rate` is the policy's solve rate *before* any dynamic-sampling filter, NaN if unknown;
+      None computes it from the batch.
     metrics: (state, batch) → metrics of the state and of the estimator on the batch.
-    needs_binary: whether rewards must be 0 or 1; others are a configuration error.
-    needs: fields of the batch that are None unless an estimator names them here, of `NEEDS`.
-    per_token: (state, batch, coefficients f32[P, G]) → f32[P, G, T], what the loss gets in place of
-      them; or the coefficients themselves, if the batch has no turns. None: all tokens of a rollout
-      have its coefficient. A reweighting, or a loss of full responses, is a configuration error
-      beside it.
+    needs_binary: whether rewards must be 0 or 1; other rewards are then a configuration error.
+    needs: the optional fields of the batch, from `NEEDS`, that the estimator reads; a field that no
+      estimator names is None.
+    per_token: (state, batch, coefficients f32[P, G]) → the loss's coefficients f32[P, G, T]; or the
+      given coefficients, if the batch has no turns. None: all tokens of a rollout have its
+      coefficient. `per_token` cannot be combined with a reweighting or with a loss of full
+      responses: this is a configuration error.
   """
 
   init: Callable[[Array], Any]
@@ -50,7 +51,7 @@ class Advantage(NamedTuple):
     return component_repr(self)
 
   def in_loss(self, state: Any, batch: TrainBatch, coefficients: Array) -> Array:
-    """What the loss gets, before a reweighting: f32[P, G], or f32[P, G, T] of `per_token`."""
+    """The loss's coefficients before a reweighting: f32[P, G], or f32[P, G, T] from `per_token`."""
     return coefficients if self.per_token is None else self.per_token(state, batch, coefficients)
 
 
@@ -60,7 +61,7 @@ def stateless(
   needs_binary: bool = False,
   metrics: Callable[[TrainBatch], Metrics] = lambda batch: {},
 ) -> Advantage:
-  """Makes an estimator without state; arguments as the fields of `Advantage`."""
+  """Makes an estimator without state; the arguments are fields of `Advantage`."""
 
   def update(state: Any, batch: TrainBatch, entropy: Array, solve_rate: Array | None = None) -> Any:
     del batch, entropy, solve_rate
@@ -76,7 +77,7 @@ def stateless(
 
 
 def needed(name: str, batch: TrainBatch, field: str) -> Array:
-  """A field of the batch, constant for differentiation, that an estimator needs.
+  """A field of the batch that an estimator needs, as a constant for differentiation.
 
   Args:
     name: the name of the estimator.
@@ -93,10 +94,10 @@ def needed(name: str, batch: TrainBatch, field: str) -> Array:
 
 
 def as_group(name: str, rewards: Array, valid: Array) -> Array:
-  """Rewards [P, G] in at least float32, 0 where not valid; for groups of at least two.
+  """Rewards [P, G] in at least float32, 0 for rollouts that are not valid.
 
   Raises:
-    ValueError: at trace time, G = 1; the message names the estimator, `name`.
+    ValueError: at trace time, if G = 1; the message names the estimator, `name`.
   """
   chex.assert_rank(rewards, 2)
   chex.assert_equal_shape([rewards, valid])
@@ -109,19 +110,20 @@ def as_group(name: str, rewards: Array, valid: Array) -> Array:
 
 
 def zero_if_constant(coefficients: Array, rewards: Array, valid: Array) -> Array:
-  """Coefficients [P, G], exactly 0 in groups whose valid rewards are all equal, or fewer than two.
+  """Coefficients [P, G], set to exactly 0 in groups without two different valid rewards.
 
-  Also 0 where not valid. Rewards are compared with one another, since r − r̄ may differ from 0: the
-  mean of G copies of 0.1 need not be 0.1.
+  The coefficients of rollouts that are not valid are also 0. Rewards are compared with one another,
+  not with their mean r̄: the mean of G copies of 0.1 need not be 0.1.
   """
   return jnp.where(varies(rewards, valid) & (valid > 0), coefficients, 0.0)
 
 
 def counts_over(batch: TrainBatch, over: str) -> Array:
-  """How often each rollout counts in a statistic of the batch, f32[P, G]; 0 where not valid.
+  """How often each rollout counts in a statistic of the batch, f32[P, G]; 0 if it is not valid.
 
   Args:
-    over: one of `OVER`. "rollouts": every valid one counts once; "tokens": once per loss token.
+    over: one of `OVER`. "rollouts": every valid rollout counts once; "tokens": it counts once for
+      each of its loss tokens.
   """
   counts = {
     "rollouts": lambda: upcast(batch.valid > 0),
@@ -131,7 +133,7 @@ def counts_over(batch: TrainBatch, over: str) -> Array:
 
 
 def batch_moments(x: Array, counts: Array) -> tuple[Array, Array]:
-  """(x − μ f32[P, G], σ f32[]), σ unbiased, over a batch; both exactly 0 where its x are all equal.
+  """(x − μ f32[P, G], unbiased σ f32[]) over a batch; both are exactly 0 if all x are equal.
 
   Args:
     x: f32[P, G].

@@ -43,7 +43,7 @@ def adaptive_exponents(state: FadeState, *, alpha_max: float, delta_min: float) 
 def entropy_exponents(state: FadeState, *, alpha_max: float, delta_min: float) -> Exponents:
   """δ as in `adaptive_exponents`; α falls from α_max to 1 as entropy falls from its start to H*.
 
-  **open**: the paper names the ablation, not its formula; linear in the entropy.
+  **open**: the paper names the ablation but gives no formula; here α is linear in the entropy.
   """
   span = state.initial_entropy - state.target_entropy
   excess = state.entropy - state.target_entropy
@@ -59,7 +59,7 @@ def logarithmic_exponents(
 ) -> Exponents:
   """α falls from α_max to 1, δ from 1 to δ_min, with log(1+t)/log(1+T) at update t of T.
 
-  **open**: the paper names the ablation, not its formula.
+  **open**: the paper names the ablation but gives no formula.
   """
   elapsed = jnp.log1p(state.updates.astype(state.entropy.dtype))
   done = jnp.minimum(elapsed / jnp.log1p(decay_updates), 1.0)
@@ -76,7 +76,7 @@ def fade(
   schedule: str = "adaptive",
   decay_updates: int = 1000,
 ) -> Advantage:
-  """A = (1−r̄)^(α−1)·(r − r̄ if r ≥ r̄ else (r − r̄)/δ), with α and δ from the run so far.
+  """A = (1−r̄)^(α−1)·(r − r̄ if r ≥ r̄ else (r − r̄)/δ), with α and δ computed from the run so far.
 
   r̄ is the mean reward of the group. Update t uses the state before t, and then updates its moving
   averages p̂ of the solve rate and Ĥ of the entropy. Ablations: `alpha_max=1.0` fixes α at 1,
@@ -88,8 +88,8 @@ def fade(
     smoothing: in (0, 1], weight of the new value in p̂ and Ĥ. **open**.
     target_entropy: H* > 0 as a fraction of the initial entropy, or in nats per token; the paper
       also runs 1.0 and 1.3 nats. At initial entropies of 0.1 to 0.5 nats the relative default
-      leaves δ near 1: sweep an absolute one.
-    target_is_relative: whether `target_entropy` is that fraction.
+      leaves δ near 1: sweep absolute values there.
+    target_is_relative: whether `target_entropy` is a fraction of the initial entropy.
     schedule: FADE's schedule of α and δ: "adaptive" (`adaptive_exponents`), "entropy"
       (`entropy_exponents`) or "logarithmic" (`logarithmic_exponents`).
     decay_updates: above 0, length of "logarithmic" in updates; the other schedules ignore it.

@@ -1,4 +1,4 @@
-"""GDPO: each of several rewards is normalized in the group by itself, their sum over the batch."""
+"""GDPO: normalizes each of several rewards within the group, then their sum over the batch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 def leave_one_out_advantages(
   rewards: Array, valid: Array, *, epsilon: float, name: str = "gdpo"
 ) -> Array:
-  """(r − b)/(s + ε) of one reward, b and s mean and unbiased deviation of the *other* rollouts'.
+  """(r − b)/(s + ε) for one reward; b, s: mean and unbiased deviation over the *other* rollouts.
 
-  r − b where the others' are all equal, as in NeMo-RL; a constant group is 0.
+  If the other rollouts' rewards are all equal, the result is r − b, as in NeMo-RL. It is 0 in a
+  constant group.
 
   Args:
     rewards: f32[P, G].
@@ -65,11 +66,11 @@ def gdpo_advantages(
     rewards: f32[P, G, K].
     counts: f32[P, G], how often a rollout counts in μ and σ, from `base.counts_over`.
     valid: bool[P, G].
-    weights: ω, K numbers; () for 1 each.
+    weights: ω, K numbers; () sets all to 1.
     epsilon, batch_epsilon: ε and ε_B, ≥ 0.
     leave_one_out: whether r̄_k and std_k are taken over the other rollouts.
   Returns:
-    f32[P, G]; −μ/(σ + ε_B) in a group that is constant in all rewards.
+    f32[P, G]; it is −μ/(σ + ε_B) in a group that is constant in all rewards.
   Raises:
     ValueError: at trace time, the number of weights is not K.
   """
@@ -99,19 +100,22 @@ def gdpo(
 ) -> Advantage:
   """A = (a − μ)/(σ + ε), a = Σ_k ω_k (r_k − r̄_k)/(std_k + ε), μ and σ of a over the batch.
 
-  The rewards r_k are the scores of the main grader and of `config.grading.extra`, in this order. In
-  their sum, which other estimators get, different rewards can be equal; here they differ, and a
-  reward that hardly varies counts as much as one that does. A constant reward contributes 0.
+  The rewards r_k are the scores of the main grader and of `config.grading.extra`, in this order.
+  Other estimators get their sum, which can be equal for rollouts with different rewards. Here such
+  rollouts differ, and a reward that hardly varies counts as much as one that varies much. A
+  constant reward contributes 0.
 
-  A group that is constant in every reward has exactly A = 0 over rollouts. Over tokens, and in
-  general where long responses have other rewards, μ is not 0, and such a group gets −μ/(σ + ε).
+  A group that is constant in every reward has exactly A = 0 if μ is a mean over rollouts. If μ is a
+  mean over tokens, it is not 0 where rewards depend on the length, and such a group gets −μ/(σ +
+  ε).
 
   Args:
-    weights: ω, a number for each reward; () for 1 each. The weights of `config.grading.extra` are
-      those of the sum, and have no effect here.
-    epsilon: ≥ 0, added to the deviations of the group; 1e-4 in the authors' code, 1e-6 elsewhere.
+    weights: ω, a number for each reward; () sets all to 1. The weights in `config.grading.extra`
+      have no effect here.
+    epsilon: ≥ 0, added to the deviations of the group; 1e-4 in the authors' code, 1e-6 in other
+      implementations.
     batch_epsilon: ≥ 0, added to the batch's deviation; 1e-4 in the authors' code, 0 in NeMo-RL.
-    over: what μ and σ count: "rollouts", or loss "tokens" (verl).
+    over: whether μ and σ are taken over "rollouts", or over loss "tokens" (verl).
     leave_one_out: whether r̄_k and std_k are taken over the group's other rollouts (NeMo-RL).
   Source: "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
     Optimization" (arXiv:2601.05242) and the authors' code.

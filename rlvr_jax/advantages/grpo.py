@@ -9,7 +9,7 @@ from rlvr_jax.types import Array
 
 
 def grpo_advantages(rewards: Array, valid: Array, *, epsilon: float, name: str = "grpo") -> Array:
-  """A = (r − r̄)/(std + ε), std unbiased.
+  """A = (r − r̄)/(std + ε) with the group's unbiased standard deviation std.
 
   Args:
     rewards: f32[P, G].

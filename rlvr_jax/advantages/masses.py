@@ -13,7 +13,8 @@ from rlvr_jax.types import Array, Mean, Metrics
 def gradient_masses(coefficients: Array, rewards: Array, correct: Array, valid: Array) -> Metrics:
   """mS = mean of max(A, 0)·1[r = 1] and mF = mean of max(−A, 0)·1[r = 0], over valid rollouts.
 
-  In a group whose rewards differ from its correctness (a shaped reward), only the sign of A counts.
+  If a group's rewards are shaped, so that they differ from its correctness, only the sign of A
+  counts.
 
   Args:
     coefficients: f32[P, G], A.
@@ -23,7 +24,7 @@ def gradient_masses(coefficients: Array, rewards: Array, correct: Array, valid: 
   Returns:
     advantage/mass_success, advantage/mass_failure, advantage/mass_difference = mS − mF,
     advantage/mass_ratio = mS/mF (the pair of sums; absent when no failure has mass),
-    advantage/ess of |A|, in [1/n, 1] for n valid rollouts.
+    advantage/ess, the effective sample size of |A|, in [1/n, 1] for n valid rollouts.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   chex.assert_rank([coefficients, rewards, correct, valid], 2)

@@ -1,4 +1,4 @@
-"""MaxRL: division by the solve rate, which gives the gradient of the log-likelihood of success."""
+"""MaxRL: dividing by the solve rate gives the gradient of the log-likelihood of success."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlvr_jax.types import Array
 
 
 def maxrl_advantages(rewards: Array, correct: Array, valid: Array) -> Array:
-  """A = (r − r̄)/(mean correctness), 0 in groups without a correct rollout.
+  """A = (r − r̄)/(mean correctness); 0 in groups without a correct rollout.
 
   Args:
     rewards: f32[P, G].

@@ -1,4 +1,4 @@
-"""MT-GRPO: the score of a turn, compared with other dialogues' same turn, counts in it alone."""
+"""MT-GRPO: each turn of a dialogue gets its own advantage, besides the dialogue's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 
 
 def scores_by_turn(turn_scores: Array, turns: Array, valid: Array) -> tuple[Array, Array]:
-  """The scores of the policy's turns, and which turns have one.
+  """The scores of the policy's turns, and which turns have a score.
 
   Args:
-    turn_scores: f32[P, G, T], at the last token of a turn its score; NaN elsewhere.
-    turns: i32[P, G, T], see `types.TrainBatch`; at most N = T//2 + 1 turns of the policy.
+    turn_scores: f32[P, G, T], a turn's score at its last token; NaN elsewhere.
+    turns: i32[P, G, T], see `types.TrainBatch`; the policy has at most N = T//2 + 1 turns.
     valid: bool[P, G].
   Returns:
-    f32[P, G, N], NaN of a turn without a score; bool[P, G, N], False where not valid.
+    The scores f32[P, G, N], NaN for turns without a score; and bool[P, G, N], whether a turn of a
+    valid rollout has a score.
   """
   chex.assert_rank([turn_scores, turns, valid], [3, 3, 2])
   N = turns.shape[-1] // 2 + 1
@@ -38,16 +39,18 @@ def scores_by_turn(turn_scores: Array, turns: Array, valid: Array) -> tuple[Arra
 
 
 def mt_grpo(*, turn_weight: float = 1.0, epsilon: float = 1e-6) -> Advantage:
-  """A = A_dialogue + λ·A_turn, both (x − x̄)/(std + ε): of the rewards, and of scores of a turn.
+  """A = A_dialogue + λ·A_turn; both are (x − x̄)/(std + ε), of rewards x and of turn scores x.
 
-  A_turn compares the score that an environment gives a turn of the policy (`Turn.score`, where the
-  dialogue goes on) with scores of the same turn, the first with the first, in the other dialogues
-  of the group. It falls on that turn's tokens. A turn without a score has A_dialogue alone, as has
-  one that ends the dialogue, whose score is the reward. Without scores of turns this is `grpo`.
+  An environment may score a turn of the policy after which the dialogue goes on (`Turn.score`).
+  A_turn compares this score with the scores of the same turn in the other dialogues of the group,
+  the first turn with first turns. A_turn applies to that turn's tokens. A turn without a score has
+  A_dialogue alone; so has the last turn, whose score is the reward. Without turn scores this is
+  `grpo`.
 
-  The paper has two turns, of which the first has a score; **open**: with more of them, each is
-  compared by itself. In the authors' code, whose λ is `turn_advantage_coef`, a dialogue without a
-  call of the tool has the advantage of the sum of both rewards; here it has A_dialogue.
+  The paper has two turns, of which the first has a score. **open**: here every turn that has a
+  score is compared by itself. In the authors' code, whose λ is `turn_advantage_coef`, a dialogue
+  that does not call the tool gets the advantage of the sum of both rewards; here it gets
+  A_dialogue.
 
   Args:
     turn_weight: λ ≥ 0.

@@ -11,11 +11,11 @@ from rlvr_jax.types import Array
 
 
 def opo_advantages(rewards: Array, lengths: Array, valid: Array) -> Array:
-  """A = r − Σ len·r/Σ len, the baseline of least variance if |∇log π|² is proportional to length.
+  """A = r − Σ len·r/Σ len: the baseline of least variance if |∇log π|² is proportional to length.
 
   Args:
     rewards: f32[P, G].
-    lengths: [P, G], tokens; a group without tokens has the baseline 0.
+    lengths: [P, G], tokens; the baseline of a group without tokens is 0.
     valid: bool[P, G].
   Returns:
     f32[P, G].
@@ -30,10 +30,10 @@ def opo_advantages(rewards: Array, lengths: Array, valid: Array) -> Array:
 
 
 def opo() -> Advantage:
-  """A = r − Σ len·r/Σ len, len in loss tokens.
+  """A = r − Σ len·r/Σ len, where len is the number of loss tokens.
 
   A rollout excluded by `config.overlong.filter` has no loss token: its gradient is 0, and so is its
-  weight in the baseline of least variance. In the other estimators' baselines it counts.
+  weight in this baseline. Other estimators count it in their baselines.
   """
   lengths = lambda batch: masked_count(batch.mask, axis=-1)
   return stateless(lambda batch: opo_advantages(batch.rewards, lengths(batch), batch.valid))

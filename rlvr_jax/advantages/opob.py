@@ -30,7 +30,7 @@ def opob_advantages(
     log_weights: f32[P, G], log W.
     squared_norms: f32[P, G], ‖g‖² of the gradient of a response's log-probability.
     valid: bool[P, G].
-    by_deviation: whether A is divided by the group's deviation of the rewards, the biased one, plus
+    by_deviation: whether A is divided by the biased standard deviation of the group's rewards plus
       1e-8.
   Returns:
     f32[P, G].
@@ -54,10 +54,10 @@ def opob_advantages(
 
 
 def opob(*, by_deviation: bool = False) -> Advantage:
-  """A = r − Σ W²‖g‖²·r/Σ W²‖g‖² over the group, W = Π_t π/β of a response, not truncated.
+  """A = r − Σ W²‖g‖²·r/Σ W²‖g‖² over the group; W = Π_t π/β of a response, without truncation.
 
   ‖g‖² is the diagonal of the Gram matrix of `config.gram`: for the output head with "streaming",
-  for all parameters with "per_rollout(parameters='all')". With W = 1 and ‖g‖² the length it is
+  for all parameters with "per_rollout(parameters='all')". If W = 1 and ‖g‖² is the length, this is
   `opo`. π is the policy before the update.
 
   Args:

@@ -1,4 +1,4 @@
-"""OTB: a baseline of least variance for each place of a response."""
+"""OTB: a baseline of least variance for each token position of a response."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ EPSILON = 1e-8  # added to the sum of energies
 
 
 def token_energies(logprobs: Array, squared_probabilities: Array) -> Array:
-  """e = 1 − 2π(y) + Σ_v π(v)², the squared norm of ∇ log π(y) by the logits; [...] → [...].
+  """e = 1 − 2π(y) + Σ_v π(v)²: the squared norm of the gradient of log π(y) by the logits.
 
   Args:
-    logprobs: log π(y), nats.
-    squared_probabilities: Σ_v π(v)².
+    logprobs: [...], log π(y), nats.
+    squared_probabilities: [...], Σ_v π(v)².
   Returns:
-    In [0, 2), at least float32.
+    [...], e in [0, 2), in at least float32.
   """
   return jnp.maximum(1 - 2 * jnp.exp(logprobs) + squared_probabilities, 0.0)
 
@@ -40,21 +40,22 @@ def otb_advantages(
   zero_tail: bool = True,
   zero_constant: bool = True,
 ) -> Array:
-  """A_t = r − Σ_i E_it·r_i/(Σ_i E_it + 1e-8), E_it the sum of a rollout's energies up to token t.
+  """A_t = r − Σ_i E_it·r_i/(Σ_i E_it + 1e-8); E_it sums the energies of rollout i up to token t.
 
-  The sums are over the rollouts of the group that have a t-th loss token. Loss tokens are counted,
-  not places: in dialogues those of an environment do not shift what is compared.
+  The sums are over the rollouts of the group that have a t-th loss token. Only loss tokens are
+  counted, so that an environment's tokens do not shift the comparison.
 
   Args:
     rewards: f32[P, G].
     energies: f32[P, G, T], e of each token.
     mask: [P, G, T], loss tokens.
     valid: bool[P, G].
-    zero_tail: whether the baseline is 0 at tokens that only one rollout of the group reaches; its
-      own reward otherwise, so that A = 0 there.
-    zero_constant: whether A = 0 in a group whose rewards are all equal, at those tokens too.
+    zero_tail: whether the baseline is 0 at tokens that only one rollout of the group reaches;
+      otherwise the baseline there is the rollout's own reward, so that A = 0.
+    zero_constant: whether A = 0 in a group whose rewards are all equal, also at tokens that only
+      one rollout reaches.
   Returns:
-    f32[P, G, T], 0 where not in the loss.
+    f32[P, G, T], 0 at tokens that are not in the loss.
   Source: "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL"
     (arXiv:2602.07078); verl 0.9.1, `core_algos.py`.
   """
@@ -73,12 +74,12 @@ def otb_advantages(
 
 
 def in_tail(counted: Array) -> Array:
-  """Whether no other rollout of the token's group has so many loss tokens.
+  """Whether a token lies beyond the loss tokens of all other rollouts of its group.
 
   Args:
     counted: bool[P, G, T], loss tokens of valid rollouts.
   Returns:
-    bool[P, G, T]; without meaning where not counted.
+    bool[P, G, T]; it has no meaning at tokens that are not counted.
   """
   reached = jnp.arange(counted.shape[-1]) < jnp.sum(counted, axis=-1, keepdims=True)
   return _at_tokens(jnp.sum(reached, axis=1, keepdims=True) == 1, counted)
@@ -109,20 +110,21 @@ def otb(
   zero_tail: bool = True,
   zero_constant: bool = True,
 ) -> Advantage:
-  """A_t = r − Σ_i E_it·r_i/Σ_i E_it, E_it = Σ_{s≤t} w²·(1 − 2π(y_s) + Σ_v π(v)²).
+  """A_t = r − Σ_i E_it·r_i/Σ_i E_it with E_it = Σ_{s≤t} w²·(1 − 2π(y_s) + Σ_v π(v)²).
 
-  Each token of a response has its own baseline, of least variance if the squared norm of a
-  response's gradient up to there is E. π is the policy before the update; it costs no forward pass
-  where the batch is one micro-batch. Metrics of coefficients are of a rollout's mean A.
+  Each token of a response has its own baseline. The baseline has the least variance if E_it is the
+  squared norm of the gradient of response i up to token t. π is the policy before the update; it
+  costs no extra forward pass if the batch is one micro-batch. Metrics of coefficients use a
+  rollout's mean A.
 
   Args:
-    truncation: c > 0, of the weights w = min(π/β, c) that the loss has (`config.correction`); None:
-      w = 1, for rollouts of the policy itself.
-    level: "token", or "sequence", whose ratio is the product over the response.
-    zero_tail: whether the baseline is 0 beyond the second longest response, as in verl; A = 0 there
-      otherwise.
-    zero_constant: whether a group with equal rewards has A = 0; False leaves A = r in its tail, as
-      in verl.
+    truncation: c > 0 in the loss's weights w = min(π/β, c) (`config.correction`); None sets w = 1,
+      for rollouts sampled from the policy itself.
+    level: "token"; or "sequence", where the ratio is the product over the response.
+    zero_tail: whether the baseline is 0 beyond the second longest response, as in verl; otherwise A
+      = 0 there.
+    zero_constant: whether A = 0 in a group with equal rewards; False leaves A = r in its longest
+      response beyond the second longest, as in verl.
   Source: "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL"
     (arXiv:2602.07078); verl 0.9.1, `core_algos.py`.
   """

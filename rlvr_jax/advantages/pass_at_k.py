@@ -14,15 +14,14 @@ from rlvr_jax.types import Array, Mean, Metrics, TrainBatch
 
 
 def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int) -> Array:
-  """A = k(w − w̄), w = 1 if correct else 1 − C(n−1−c, k−1)/C(n−1, k−1), at finite n.
+  """A = k(w − w̄) with w = 1 if correct, else 1 − C(n−1−c, k−1)/C(n−1, k−1).
 
   w is the probability that k rollouts, this one and k−1 others sampled without replacement, contain
-  a correct one; n is the number of valid rollouts of the group, c the number of correct ones.
+  a correct rollout; the group has n valid rollouts, of which c are correct.
 
-  k·w is unbiased: E[k·w ∇log π] = ∇pass@k. Its mean w̄ has the rollout's own share in it, hence
-  E[A ∇log π] = (1 − k/n)·∇pass@k: the right direction, but shorter. For k = 1 this is
-  `grpo_mean`. A group with n ≤ k gets 0: at n = k all w are equal, below it they
-  are undefined.
+  k·w is unbiased: E[k·w ∇log π] = ∇pass@k. The mean w̄ contains the rollout's own w, hence E[A ∇log
+  π] = (1 − k/n)·∇pass@k: the right direction, but shorter. For k = 1 this is `grpo_mean`. A group
+  with n ≤ k gets 0: at n = k all w are equal, and below k they are undefined.
 
   Args:
     rewards: f32[P, G].
@@ -32,7 +31,7 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
   Returns:
     f32[P, G]; gradient masses k·p·q^k on successes and on failures as G → ∞.
   Raises:
-    ValueError: k ≥ G, at trace time.
+    ValueError: at trace time, if k ≥ G.
   Source: "Pass@K Policy Optimization: Solving Harder Reinforcement Learning Problems"
     (arXiv:2505.15201); "Pass@k Training for Adaptively Balancing Exploration and Exploitation of
     Large Reasoning Models" (arXiv:2508.10751).
@@ -58,17 +57,17 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
 
 
 def at_most_k(k: int, valid: Array) -> Metrics:
-  """advantage/at_most_k: the share of groups with k or fewer valid rollouts, which get 0."""
+  """The metric advantage/at_most_k: the share of groups with k or fewer valid rollouts."""
   few = count_valid(valid) <= k
   return {"advantage/at_most_k": Mean(jnp.sum(few), jnp.asarray(few.size, jnp.float32))}
 
 
 def pass_at_k(*, k: int = 4, form: str = "unbiased") -> Advantage:
-  """Gradient of pass@k by `pass_at_k_advantages`, or by its infinite-group form.
+  """The gradient of pass@k by `pass_at_k_advantages`, or by its limit for infinite groups.
 
   Args:
     k: ≥ 1, and below the group size.
-    form: "unbiased", up to the factor 1 − k/n, or "plug_in": k(1−r̄)^(k−1)·(r − r̄).
+    form: "unbiased" (up to the factor 1 − k/n); or "plug_in", which is k(1−r̄)^(k−1)·(r − r̄).
   """
   check_choice("pass_at_k", "form", form, ("unbiased", "plug_in"))
   check_integer("pass_at_k", "k", k, low=1)

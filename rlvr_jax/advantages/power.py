@@ -1,4 +1,4 @@
-"""Focal prefactors (1−r̄)^(α−1) and weights 1/δ on failures, separately and together."""
+"""Advantages with a focal prefactor (1−r̄)^(α−1), a weight 1/δ on failures, or both."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def power_asym_advantages(
     rewards: f32[P, G].
     correct: f32[P, G] in {0, 1}.
     valid: bool[P, G].
-    alpha: α ≥ 1; above 1, hard prompts dominate.
+    alpha: α ≥ 1; hard prompts dominate if α > 1.
     delta, name: as for `asym_advantages`.
   Returns:
     f32[P, G]; gradient masses p·q^α and p·q^α/δ.
@@ -58,7 +58,7 @@ def power_asym_advantages(
 
 
 def power(*, alpha: float = 2.0) -> Advantage:
-  """A = (1−r̄)^(α−1)·(r − r̄), α ≥ 1; masses p·q^α and p·q^α."""
+  """A = (1−r̄)^(α−1)·(r − r̄), α ≥ 1; gradient masses p·q^α and p·q^α."""
   check_between("power", "alpha", alpha, low=1.0)
   return stateless(
     lambda batch: power_asym_advantages(
@@ -69,13 +69,13 @@ def power(*, alpha: float = 2.0) -> Advantage:
 
 
 def asym(*, delta: float = 0.5) -> Advantage:
-  """A = r − r̄ if r ≥ r̄ else (r − r̄)/δ, δ > 0; masses pq and pq/δ."""
+  """A = r − r̄ if r ≥ r̄ else (r − r̄)/δ, δ > 0; gradient masses pq and pq/δ."""
   check_between("asym", "delta", delta, low=0.0, open_low=True)
   return stateless(lambda batch: asym_advantages(batch.rewards, batch.valid, delta=delta))
 
 
 def power_asym(*, alpha: float = 2.0, delta: float = 0.5) -> Advantage:
-  """`power` and `asym` together; masses p·q^α and p·q^α/δ."""
+  """The prefactor of `power` and the weight of `asym`; gradient masses p·q^α and p·q^α/δ."""
   check_between("power_asym", "alpha", alpha, low=1.0)
   check_between("power_asym", "delta", delta, low=0.0, open_low=True)
   return stateless(

@@ -1,4 +1,4 @@
-"""REINFORCE: the plain reward, signed, weighted, or minus a shifted baseline."""
+"""REINFORCE with the plain reward, a signed or weighted reward, or a shifted baseline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rlvr_jax.types import Array
 def weighted_reinforce_advantages(correct: Array, valid: Array, *, success_weight: float) -> Array:
   """A = λ if correct else −1; gradient masses λp and q.
 
-  A depends on the correctness, not on the reward: an overlong penalty or a bonus has no effect.
+  A depends on the correctness, not on the reward, so that an overlong penalty or a bonus has no
+  effect.
 
   Args:
     correct: f32[P, G] in {0, 1}.
@@ -35,7 +36,7 @@ def asymmetric_reinforce_advantages(
 ) -> Array:
   """A = r − (r̄ + δV): f32[P, G], bool[P, G] → f32[P, G]; masses p(q − δV) and q·max(p + δV, 0).
 
-  In a constant group A = −δV, and a group of one is allowed.
+  In a constant group A = −δV; groups of one rollout are allowed.
 
   Source: "Asymmetric REINFORCE for off-Policy Reinforcement Learning: Balancing positive and
     negative rewards" (arXiv:2506.20520).
@@ -46,7 +47,7 @@ def asymmetric_reinforce_advantages(
 
 
 def reinforce() -> Advantage:
-  """A = r; gradient masses p and 0. Williams 1992."""
+  """A = r; gradient masses p and 0. Source: Williams 1992."""
   return stateless(lambda batch: masked_fill(batch.rewards, batch.valid))
 
 

@@ -22,11 +22,11 @@ EPSILON = 1e-8  # under the root
 
 
 def normalized_over_batch(x: Array, counts: Array) -> Array:
-  """(x − μ)/√(σ² + 1e-8), moments over the batch: f32[P, G], f32[P, G] → f32[P, G].
+  """(x − μ)/√(σ² + 1e-8), f32[P, G], with the mean μ and variance σ² of the batch.
 
   Args:
-    x: rewards, or rewards less a baseline.
-    counts: the result of `base.counts_over`.
+    x: f32[P, G], rewards, or rewards minus a baseline.
+    counts: f32[P, G], the result of `base.counts_over`.
   """
   centered, deviation = batch_moments(x, counts)
   return centered / jnp.sqrt(jnp.square(deviation) + EPSILON)
@@ -35,17 +35,17 @@ def normalized_over_batch(x: Array, counts: Array) -> Array:
 def reinforce_plus_plus(*, baseline: bool = False, over: str = "rollouts") -> Advantage:
   """A = (r − μ)/√(σ² + 1e-8), μ and σ over the rollouts of the batch, or over their loss tokens.
 
-  With `baseline` it is r − r̄ that is normalized, r̄ the mean of the group. There μ is 0 over
-  rollouts, and a constant group is exactly 0. Over tokens μ is not 0, since every token has its
-  rollout's value and long responses weigh more: a constant group gets −μ/√(σ² + 1e-8). Without a
-  baseline nothing is compared within a group, so that a constant one has the r − μ of the batch.
+  With `baseline`, r − r̄ is normalized in place of r; r̄ is the mean of the group. Then μ over
+  rollouts is 0, and a constant group has exactly A = 0. μ over tokens is not 0, since long
+  responses weigh more: a constant group gets −μ/√(σ² + 1e-8). Without a baseline nothing is
+  compared within a group, so that a constant group gets the r − μ of the batch.
 
-  Rollouts without a loss token have A = 0 over tokens, where they do not count. The paper's KL to a
-  reference policy, a part of its reward, is `config.reference` here, a part of the loss.
+  With moments over tokens, rollouts without a loss token do not count and have A = 0. The paper has
+  the KL to a reference policy in the reward; here it is a part of the loss, `config.reference`.
 
   Args:
     baseline: whether r̄ is subtracted first.
-    over: "rollouts", each of which counts once, or "tokens", the paper's.
+    over: "rollouts", each of which counts once; or "tokens", as in the paper.
   Source: "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
     Normalization" (arXiv:2501.03262); as in verl 0.9.1, `core_algos.py`.
   """

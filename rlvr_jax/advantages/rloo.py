@@ -10,7 +10,7 @@ from rlvr_jax.types import Array
 
 
 def rloo_advantages(rewards: Array, valid: Array) -> Array:
-  """A = G/(G−1)·(r − r̄), the reward minus the mean of the *other* rollouts.
+  """A = G/(G−1)·(r − r̄): the reward minus the mean reward of the *other* rollouts.
 
   Args:
     rewards: f32[P, G].

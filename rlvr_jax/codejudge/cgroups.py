@@ -1,9 +1,9 @@
 """A control group (cgroup v2) around each sandbox: limits by the kernel, if groups are delegated.
 
 Delegated means that below this process's group or one of its ancestors, this process may create
-groups, limit their memory and number of processes, and move processes into them. Root may do so,
-and so may a process that a user starts with `systemd-run --user --scope`. No existing process is
-moved.
+groups, limit their memory and number of processes, and move processes into them. Root has this
+right, and so has a process that a user starts with `systemd-run --user --scope`. No existing
+process is moved.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Group:
 
 
 def unavailable_reason() -> str | None:
-  """The reason why no control group is available; None if one is."""
+  """The reason why no control group is available; None if a group is available."""
   try:
     open_group().close()
   except GroupError as error:
@@ -93,7 +93,7 @@ def unavailable_reason() -> str | None:
 
 
 def open_group() -> Group:
-  """Creates a group below the nearest delegated one.
+  """Creates a group below the nearest delegated group.
 
   Raises:
     GroupError: no group is delegated.

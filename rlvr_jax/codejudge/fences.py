@@ -1,4 +1,4 @@
-"""Finds the fenced blocks of a text, as CommonMark has them: where a generated program is."""
+"""Finds the fenced blocks of a text by CommonMark's rules, to find a generated program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block(NamedTuple):
 
   @property
   def is_python(self) -> bool:
-    """Whether the info string is one of Python."""
+    """Whether the info string names Python."""
     return _is_python(self.info)
 
 
@@ -42,8 +42,8 @@ def _is_python(info: str) -> bool:
 def find_blocks(text: str) -> list[Block]:
   """Finds the fenced blocks; an unclosed block extends to the end.
 
-  Unlike in CommonMark, an opening fence may follow text on its line: one with an info string of
-  Python any text, one without an info string a colon or "<answer>".
+  Unlike in CommonMark, an opening fence may follow text on its line. A fence with an info string of
+  Python may follow any text; a fence without an info string may follow a colon or "<answer>".
   """
   blocks: list[tuple[str, list[str]]] = []
   fence: _Fence | None = None

@@ -11,8 +11,8 @@ item (one program with its tests) gets:
 * only the system calls of an allow list (`harness.system_calls`). It excludes calls that create
   memory that belongs to no process, calls by which items could communicate, and calls not needed
 * a control group, if one is available (`cgroups`), that limits memory, processes and cores (to one)
-* a limit of processor time, the same limit of time asleep, and a deadline (`deadline_s`). At each
-  limit all its processes are killed, and also when the process that waits for the item dies
+* a limit of processor time, the same limit of time asleep, and a deadline (`deadline_s`). All
+  processes of an item are killed at each limit, and when the process that waits for it dies
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ _LAST_OUTPUT = 1000  # characters of the output of a launcher that does not star
 
 
 class SandboxError(RuntimeError):
-  """The sandbox does not work; this says nothing about the code to run in it."""
+  """The sandbox does not work, which is not the fault of the code in it."""
 
 
 def deadline_s(time_limit_s: float) -> float:
-  """Wall-clock seconds after which an item with that limit of processor time is killed."""
+  """Wall-clock seconds after which an item with this limit of processor time is killed."""
   return min(WALL_CLOCK_FACTOR * time_limit_s, _LONGEST_S)
 
 
 def verdict_deadline_s(time_limit_s: float) -> float:
-  """Wall-clock seconds after which an item with that limit of processor time has a verdict."""
+  """Wall-clock seconds after which an item with this limit of processor time has a verdict."""
   return deadline_s(time_limit_s) + _MARGIN_S
 
 

@@ -1,4 +1,4 @@
-"""Sandboxes of one process: one program at a time uses a core, and sleeping ones wait beside it."""
+"""Sandboxes of one process: one program uses a core, and sleeping programs wait beside it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sandboxes:
     """Waits for a sandbox and the core.
 
     Yields:
-      The sandbox, which is replaced if the context is left by an exception; and what to call, at
+      The sandbox, which is replaced if an exception leaves the context; and a function to call, at
       most once, when the program sleeps and leaves the core to others.
     """
     is_on_core = True

@@ -42,7 +42,7 @@ TOLERANCES = ("absolute_tolerance", "relative_tolerance")
 
 
 def check(tests: Mapping[str, Any]) -> None:
-  """Raises ValueError or KeyError unless the tests have a form above and can be passed."""
+  """Raises ValueError or KeyError unless the tests have one of the forms and can be passed."""
   style = tests["style"]
   if style not in STYLES:
     raise ValueError(f"style is {style!r}, allowed: {list(STYLES)}")
@@ -170,8 +170,9 @@ def judge(
     tests: tests in one of the forms above.
     options: further arguments of `Sandbox.run`, such as `on_asleep`.
   Returns:
-    As `Sandbox.run`: "passed" and "total" tests, and "failure", a text about the first failed test;
-    or {"timeout": true}; or {"memory": true}; or {"died": status} if the judge was killed.
+    The result of `Sandbox.run`: "passed" and "total" tests, and "failure", a text about the first
+    failed test; or {"timeout": true}; or {"memory": true}; or {"died": status} if the judge was
+    killed.
   Raises:
     SandboxError: the sandbox does not work, which says nothing about the program.
   """
@@ -199,16 +200,16 @@ def run(
   Args:
     sandbox: the result of `open_sandbox`.
     source: the program.
-    earlier: programs that run before it in the same namespace, each up to its exit, with their
-      output dropped; if one raises an exception, that is the result.
-    time_limit_s: total processor time of all of them, seconds; as of tests.
-    memory_mib: total memory, MiB; as of tests.
+    earlier: programs that run first in the same namespace, each up to its exit, with their output
+      dropped; if one of them raises an exception, this exception is the result.
+    time_limit_s: total processor time of all programs, seconds, as for tests.
+    memory_mib: total memory, MiB, as for tests.
     options: further arguments of `Sandbox.run`, such as `on_asleep`.
   Returns:
     "output", at most 2 MiB; "status", 0 if the program succeeded; "stderr", the end of its standard
     error; or {"timeout": true}, {"memory": true} or {"died": status}, as `judge`.
   Raises:
-    SandboxError: the sandbox does not work, which says nothing about the program.
+    SandboxError: the sandbox does not work, which is not the program's fault.
   """
   return sandbox.run(
     {"mode": "last", "sources": [*earlier, source]},

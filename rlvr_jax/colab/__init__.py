@@ -1,3 +1,3 @@
-"""What the notebooks in colabs/ call besides the package: tiny runs, a toy policy, and rollouts."""
+"""Helpers for the notebooks in colabs/: tiny runs, a toy policy, and rollouts."""
 
 __all__ = ["methods", "rollouts", "runs", "toy"]

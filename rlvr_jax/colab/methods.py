@@ -1,4 +1,4 @@
-"""What an estimator does to a group, and a loss to a token, by themselves."""
+"""The effect of an estimator on a group, and of a loss on a token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlvr_jax.types import Array
 
 
 class Coefficients(NamedTuple):
-  """A of a success and of a failure by the number of successes; NaN if the group has none."""
+  """A of a success and of a failure, by the number of successes; NaN if there is none."""
 
   success: np.ndarray  # f32[G + 1], for 0 … G successes
   failure: np.ndarray  # f32[G + 1]
@@ -37,10 +37,10 @@ def coefficients(advantage: Advantage, group_size: int) -> Coefficients:
 
 
 def token_weights(loss: Loss, ratios: np.ndarray, coefficient: float) -> np.ndarray:
-  """Weights −∂ℓ/∂log π of the gradients of one-token responses' log-probabilities.
+  """The weights −∂ℓ/∂log π of tokens, each a response by itself.
 
   Args:
-    loss: policy loss; its batch statistics, if any, are of all N tokens.
+    loss: policy loss; its batch statistics, if any, are over all N tokens.
     ratios: f32[N], ρ = π/β of each token.
     coefficient: A of all tokens.
   Returns:

@@ -80,8 +80,8 @@ def load(workdir: str | os.PathLike[str]) -> list[Rollout]:
 
   Raises:
     FileNotFoundError: the folder has no run.
-    ValueError: config.json is no configuration, or its schedule is code of another author, which
-      is not imported.
+    ValueError: config.json is not a configuration, or its schedule is code outside of the package,
+      which is not imported.
     StoreError: the store cannot be read.
   """
   folder = parse_path("the workdir", workdir)
@@ -183,7 +183,7 @@ def plot_correct(axes: Any, rollouts: Iterable[Rollout], name: str, least: int =
 
 
 class Page(NamedTuple):
-  """The page of a run, as a notebook shows it: in a frame that holds the whole page."""
+  """The page of a run for a notebook, which shows it in a frame."""
 
   text: str  # HTML
 

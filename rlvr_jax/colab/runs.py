@@ -38,7 +38,7 @@ def train(config: ml_collections.ConfigDict, workdir: str = "") -> str:
 
 
 def train_fleet(*, samplers: int = 2) -> pathlib.Path:
-  """Trains `fleet_config` by a trainer and samplers, programs on the CPU; returns the run's folder.
+  """Trains `fleet_config` with a trainer and samplers as CPU programs; returns the run's folder.
 
   Args:
     samplers: number of programs that sample.
@@ -128,7 +128,7 @@ def worked_sums_config(*, updates: int, seed: int = 0) -> ml_collections.ConfigD
 
 
 def fleet_config() -> ml_collections.ConfigDict:
-  """Configuration of worked sums that samplers sample, going on under newer weights."""
+  """Configuration of worked sums for a fleet; responses continue under newer weights."""
   c = worked_sums_config(updates=40)
   c.schedule = "asynchronous(max_lag=4)"
   c.fleet.samplers, c.fleet.new_weights = True, "switch"

@@ -1,4 +1,4 @@
-"""The commands of the program: train, evaluate, export, check, sweep, costs, view."""
+"""The commands of the program, such as train, eval, export, check, sweep, costs and view."""
 
 __all__ = [
   "check",

@@ -31,7 +31,7 @@ def lowerings(run: Parts, packed: Packed | None = None) -> dict[str, Lower]:
 
   Args:
     run: result of `build`.
-    packed: a batch of an update; None for one of the greatest lengths.
+    packed: a batch of an update; None for a batch of the greatest lengths.
   """
   placement, has_turns = run.placement, run.programs.engine.settings.has_replies
   return programs.program_lowerings(
@@ -52,11 +52,11 @@ def lowerings(run: Parts, packed: Packed | None = None) -> dict[str, Lower]:
 
 
 def count(run: Parts, lengths: str) -> tuple[Packed, Counts]:
-  """A typical batch of an update, and counts of a run's programs that follow from lengths.
+  """A typical batch of an update, and how often a run executes each program for these lengths.
 
   Args:
     run: result of `build`.
-    lengths: component of `costs.workload`, of prompts and responses.
+    lengths: component of `costs.workload`, the lengths of prompts and responses.
   """
   placement, distribution = run.placement, workload.parse_lengths(lengths, run.config.environment)
   batch = workload.typical_batch(distribution, run.shape, placement.row_layout)
@@ -65,7 +65,7 @@ def count(run: Parts, lengths: str) -> tuple[Packed, Counts]:
 
 
 def memory_tables(run: Parts, *, compiled: bool) -> dict[str, Table]:
-  """Memory per chip by arithmetic, and if `compiled` also as the compiler states it, by title."""
+  """Tables of memory per chip, by title: by arithmetic, and if `compiled` also by the compiler."""
   engine, placement = run.programs.engine, run.placement
   scores_apart = run.teachers and not run.method.compares  # else the update has its forward pass
   tables = memory.estimated_bytes(
@@ -100,14 +100,14 @@ def memory_tables(run: Parts, *, compiled: bool) -> dict[str, Table]:
 
 
 def keeps_first_policy(run: Parts) -> bool:
-  """Whether a copy of the first policy is kept, for a KL or for diagnostics, and is no teacher."""
+  """Whether a KL term or diagnostics need a copy of the first policy that no teacher provides."""
   is_teacher = any(teacher.checkpoint == INITIAL for teacher in run.teachers)
   needed = run.config.reference.kl_coefficient or run.config.diagnostics.every
   return bool(needed) and not is_teacher
 
 
 def host_memory_tables(run: Parts) -> dict[str, Table]:
-  """Memory of all processes of a run on a host whose devices are its CPUs, by phase."""
+  """Memory of all processes of a run on a host with CPU devices, by phase."""
   config, shape = run.config, run.shape
   warm_start, environment = config.warm_start, config.environment
   workers = config.grading.num_workers or default_workers()
@@ -125,10 +125,10 @@ def host_memory_tables(run: Parts) -> dict[str, Table]:
 
 
 def fits(config: ml_collections.ConfigDict, topology: str | None) -> Callable[[], dict[str, Table]]:
-  """Builds a run as shapes; returns a function that prints its memory per chip, and if it fits.
+  """Builds a run as shapes; returns a function that prints memory per chip and whether it fits.
 
-  It always prints an estimate by arithmetic. Given a topology, it also compiles the update and
-  generation for it and prints the compiler's numbers; this needs the compiler (extra `tpu`), but no
+  The function always prints an estimate by arithmetic. Given a topology, it also compiles update
+  and generation and prints the compiler's numbers. This needs the compiler (extra `tpu`), but no
   TPU.
 
   Args:
@@ -155,7 +155,7 @@ def costs(
   *,
   lengths: str = "longest",
 ) -> Callable[[], dict[str, Cost]]:
-  """Builds a run as shapes; returns a function that prints what its programs cost per chip.
+  """Builds a run as shapes; returns a function that prints the costs of its programs per chip.
 
   The update, and the last burst of the longest responses, are compiled for the topology. Dialogues
   have a prefill after each reply.
@@ -166,8 +166,8 @@ def costs(
     folder: for costs_TOPOLOGY.json and .md; None writes nothing.
     lengths: component of `costs.workload`: lengths of the prompts and responses of an update.
   Returns:
-    A function that returns the costs of each program that fits into memory, by name; it raises
-    CostsError if one was not understood.
+    A function that returns the costs of each program that fits into memory, by name. It raises
+    CostsError if it could not read a program.
   """
   run = programs.build_for(config, topology)
   placement, network, shape = run.placement, run.model.config, run.shape

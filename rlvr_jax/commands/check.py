@@ -126,7 +126,7 @@ def _format_lines(name: str, findings: Sequence[Finding]) -> Iterator[str]:
 
 
 class Preflight:
-  """The checks of a run, in order; later ones use the results of earlier ones."""
+  """The checks of a run, in order; later checks use the results of earlier checks."""
 
   def __init__(self, config: ml_collections.ConfigDict, workdir: str):
     self.config = config
@@ -217,7 +217,7 @@ class Preflight:
     return Finding(OK, f"equal within {skew:.1f} s")
 
   def check_workdir(self) -> Finding:
-    """Every host can write, replace, sync and lock files in the workdir, and sees all others'."""
+    """Every host can write, replace, sync and lock files in the workdir, and sees all files."""
     # Whatever fails here, every process exchanges three times.
     token = multihost.exchange(uuid.uuid4().hex)[0]
     path = self.workdir / f".check-{token}-{jax.process_index()}"
@@ -294,7 +294,7 @@ class Preflight:
     return Finding(WARN if warnings else OK, "; ".join([text, *warnings]))
 
   def check_prompt(self) -> Finding:
-    """The first training problem's prompt, as the policy reads it."""
+    """The first training problem's prompt can be shown in the form that the policy reads."""
     parts = _require(self.parts, "the configuration has failed")
     ids = encode_prompt(parts.task.train[0], parts.tokenizer)
     return Finding(OK, _describe_prompt(parts.tokenizer, ids))
@@ -374,7 +374,7 @@ class Preflight:
     return Finding(OK, f"{did}; of the prompts {_describe_prompt(parts.tokenizer, ids)}")
 
   def check_memory(self) -> Finding:
-    """The run fits into the memory of these devices, by the numbers of --mode=fits; or a CPU's."""
+    """The run fits into the memory of the devices or of a CPU's host, see --mode=fits."""
     parts = _require(self.parts, "the configuration has failed")
     if jax.default_backend() == "cpu":
       return _check_host_memory(parts)

@@ -61,17 +61,17 @@ def prepare_command(
 
   Args:
     mode: train, sample, check, eval, export, fits, costs, tune, sweep, view.
-    config: see `configs/base.py`; for view, what the run's is compared with.
+    config: see `configs/base.py`; for view, the configuration with which the run's is compared.
     workdir: folder for all output files; optional for costs, and not used by fits.
     checkpoint: for eval and export, see `train.start.parameters.checkpoint_folder`.
-    topology: for fits, costs and tune, such as v5e:4x4; see `programs.topology_devices`.
+    topology: for fits, costs and tune, a slice such as v5e:4x4; see `programs.topology_devices`.
     profile: for train, see `train.train`.
     tracked_by: for train and sweep, see `train.train`.
     sweep_file: for sweep, see `sweep.read_runs`.
     argv: the command line; the fields that it sets apply to all runs of a sweep.
     minutes: for sweep, see `sweep.sweep`.
-    lengths: for costs and tune, a component of `costs.workload`; None: the longest.
-    beside, batches, serve, port: for view, see `view.view`; None: its defaults.
+    lengths: for costs and tune, a component of `costs.workload`; None for the longest responses.
+    beside, batches, serve, port: for view, see `view.view`; None for the defaults.
   Raises:
     ValueError: a field is invalid; the message has its value, what is allowed and the remedy.
     OSError: a file of the data or of the model cannot be read.

@@ -37,13 +37,13 @@ _MAY_DIFFER = ("grading.num_workers", "evaluation.ks")
 
 
 def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) -> dict[str, float]:
-  """Samples, grades and summarizes; batches that the workdir already has are not repeated.
+  """Samples, grades and summarizes; does not repeat batches that the workdir already has.
 
   Writes `problems.jsonl`, one line per problem with all its samples, and `evaluation.json`.
 
   Args:
-    parts: result of `build(config)`; `config.evaluation` has the number of samples and how to
-      sample.
+    parts: result of `build(config)`; `config.evaluation` has the number of samples and the settings
+      of sampling.
     workdir: folder of the evaluation, or gs://BUCKET/FOLDER.
     folder: see `train.start.parameters.load_policy`.
   Returns:

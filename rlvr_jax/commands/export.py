@@ -29,11 +29,12 @@ def export(parts: Parts, directory: str, folder: Path | None) -> None:
 
   The folder includes the tokenizer: a copy of `config.model.checkpoint`'s, or the byte
   tokenizer. Trained adapters are merged, and also written separately, in PEFT's format, to the
-  subfolder `adapter`. What the source has beside its text model is left out, as a line says.
+  subfolder `adapter`. Parts of the source outside its text model are left out, which a printed line
+  says.
 
   Args:
     parts: parts of the run.
-    directory: is created; local or a URL.
+    directory: the folder to create; local or a URL.
     folder: checkpoint of the policy, see `load_policy`.
   """
   frozen = parts.initial.frozen().trainer

@@ -1,4 +1,4 @@
-"""The command sample: samples for the trainer of a workdir, until that has all its batches."""
+"""The command sample: samples for the trainer of a workdir until it has all its batches."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def sample(parts: Parts, workdir: str | Path) -> None:
     parts: the parts of the run's configuration, on this program's devices.
     workdir: the workdir of the run.
   Raises:
-    EndRequestedError: a signal requested shutdown; its groups are others' now.
-    WorkdirError: the workdir has no run, or one that samples by itself.
+    EndRequestedError: a signal requested shutdown; other samplers take over its groups.
+    WorkdirError: the workdir has no run, or its run samples by itself.
     RefusedError: the trainer has other code, another configuration or other data.
-    AgreementError: this program samples another distribution than the trainer computes.
+    AgreementError: this program samples from another distribution than the trainer computes.
   """
   folder = parse_path("--workdir", workdir)
   with contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ def sample_with(parts: Parts, folder: Path, frozen: Params, answers: Answers) ->
     parts: the parts of the run's configuration, on this program's devices.
     folder: the workdir.
     frozen: the parameters that are not trained.
-    answers: what answers the turns of rollouts.
+    answers: answers the turns of rollouts.
   """
   c, programs, network = parts.config, parts.programs, parts.model.config
   policies = Policies(

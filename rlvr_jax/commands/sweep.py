@@ -1,8 +1,8 @@
 """The command sweep: runs from a list of overrides, one after another, each in its own process.
 
 The workdir of a sweep has a folder for each run, named by its label and seed, with all files of the
-run, its output and, once it has finished, `result.json`. A finished run is never repeated, and one
-that was killed resumes. This process uses no device, so each run has all devices and frees them
+run, its output and, once it has finished, `result.json`. A finished run is never repeated, and a
+killed run resumes. The sweep's process uses no device, so each run has all devices and frees them
 when it ends.
 """
 
@@ -62,7 +62,7 @@ class Run(NamedTuple):
 
   @property
   def name(self) -> str:
-    """Name of the run's folder: the label's letters and digits, of any script, and the seed."""
+    """Name of the run's folder: the label's letters and digits, in any script, and the seed."""
     label = unicodedata.normalize("NFC", self.label.lower())
     return re.sub(r"(?:[^\w.]|_)+", "_", f"{label}_{self.seed}").lstrip("._")
 
@@ -203,9 +203,9 @@ def sweep(
     more: further flags for every run, which do not affect its results.
     minutes: time limit, at which the current run saves and ends; None: no limit.
   Raises:
-    TimeLimitError: the time limit was reached, and there are runs left.
+    TimeLimitError: the time limit was reached before all runs had finished.
     EndRequestedError: a signal requested shutdown; the current run has been saved.
-    SweepError: some runs failed, which does not stop the others.
+    SweepError: some runs failed; the other runs were still executed.
     WorkdirError: another sweep uses the workdir, or a finished run had another command.
   """
   with contextlib.ExitStack() as stack:

@@ -1,9 +1,9 @@
 """The command tune: settings of a run for a slice, found by compiling its programs.
 
-Arithmetic ranks every mesh, row, micro-batch and remat of an update. The best of the first meshes
-are compiled, then the fastest of these with other options of the compiler and other rows. Beside
-the fastest update, arithmetic ranks layouts and slots of generation; the first that fits when it is
-compiled is taken.
+Arithmetic ranks every combination of mesh, rows, micro-batch and remat for an update. The best
+settings of the first meshes are compiled, then the fastest of them with other compiler options and
+rows. For the fastest update, arithmetic ranks layouts and slots of generation, and the first
+setting that fits when compiled is taken.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ further draws of dynamic sampling and the time of the host are left out."""
 
 
 class Seconds(NamedTuple):
-  """Between which bounds the seconds of a program lie, by the peaks of a chip."""
+  """Bounds on the seconds of a program, from the peaks of a chip."""
 
   overlapped: float  # computation, HBM and links at the same time
   in_turn: float  # one after the other
 
 
 class Candidate(NamedTuple):
-  """Settings, and an estimate without compilation."""
+  """Settings of a program, with an estimate made without compilation."""
 
   overrides: Overrides
   seconds: Seconds
@@ -93,7 +93,7 @@ class Candidate(NamedTuple):
 
 
 class Measured(NamedTuple):
-  """A compiled program of some settings."""
+  """Settings of a program, with the costs of the compiled program."""
 
   overrides: Overrides
   seconds: Seconds  # of an update, or of the generation of a refresh
@@ -114,7 +114,7 @@ class Target(NamedTuple):
     return find_chip(self.topology)
 
   def fits(self, gib: float) -> bool:
-    """Whether so much of a chip's memory may be used."""
+    """Whether this amount of a chip's memory may be used."""
     return gib <= _USABLE * self.chip.hbm_gib
 
   def build(self, overrides: Overrides) -> Parts:
@@ -141,8 +141,8 @@ def tune(
 ) -> Overrides:
   """Finds fast settings for a slice, prints how they compare, and writes them to the workdir.
 
-  Costs of compiled programs are kept in the workdir: the same command continues where an earlier
-  one was stopped.
+  Costs of compiled programs are kept in the workdir, so that the same command continues a search
+  that was stopped.
 
   Args:
     config: the recipe.
@@ -239,11 +239,10 @@ def update_candidates(
   lengths: Lengths,
   chip: Chip,
 ) -> list[Candidate]:
-  """Settings of the update, fastest first by their estimate; some are too large for the memory.
+  """Settings of the update, fastest first by estimate; some do not fit into the memory.
 
   Args:
-    config, network, shape, placement: config, network, shape and placement of the recipe as it
-      stands, on the devices of the slice.
+    config, network, shape, placement: those of the unchanged recipe, on the devices of the slice.
     lengths: the lengths of prompts and responses.
     chip: its peaks.
   """
@@ -390,9 +389,9 @@ def _compile_updates(
 def compiled_seconds(cost: Cost, chip: Chip) -> Seconds:
   """Seconds of a compiled program.
 
-  Computation takes the compiler's cycles, which leave out the kernels other than XLA's; of these,
-  the larger of what their FLOPs and their bytes need. For GPUs, whose cycles no compiler estimates,
-  it takes what the FLOPs need.
+  Computation takes the compiler's cycles, which omit kernels that are not XLA's. Such a kernel
+  takes the time of its FLOPs or of its bytes, whichever is longer. For GPUs, whose cycles no
+  compiler estimates, computation takes the time of the FLOPs.
   """
   compute = cost["seconds"]["compute"]
   if chip.cycles_per_s is not None:
@@ -416,13 +415,13 @@ def generation_candidates(
   settings: Settings,
   chip: Chip,
 ) -> list[Candidate]:
-  """Layouts and slots of generation, fastest first; some are too large for the memory.
+  """Layouts and slots of generation, fastest first; some do not fit into the memory.
 
   Args:
     network: the network of the policy.
     batches: lengths of all batches of a refresh.
     prompts: the prompts of a batch, from each source.
-    placement: with the mesh of updates that was chosen.
+    placement: the placement with the chosen mesh of updates.
     settings: the settings of the engine.
     chip: its peaks.
   """
@@ -461,15 +460,15 @@ def generation_seconds(
 ) -> Seconds:
   """Seconds of sampling all responses of a refresh, its weights and its prompts included.
 
-  Every slot is computed in every step, also an idle one; a step reads the weights, and the caches
-  that it has in the mean, and reads and writes the states of gated DeltaNets. The host takes no
-  time, replies of environments neither.
+  Every step computes all slots, idle slots included. It reads the weights and caches of mean
+  length, and reads and writes the states of gated DeltaNets. The time of the host and of
+  environments is not counted.
 
   Args:
     network, batches, settings, chip: as for `generation_candidates`.
     base: shapes of all parameters, with shardings on `mesh`.
-    mesh: the mesh that generates.
-    slots: over all devices of the mesh.
+    mesh: the mesh for generation.
+    slots: number of slots on all devices of the mesh.
   """
   tensor, devices = mesh.shape["tensor"], mesh.shape["data"] * mesh.shape["fsdp"]
   on_device = -(-slots // devices)

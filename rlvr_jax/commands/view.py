@@ -1,4 +1,4 @@
-"""The command view: writes the page of a run, or serves it while the run goes on."""
+"""The command view: writes the page of a run, or serves the page while the run continues."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def view(
     base: the configuration that each run's configuration is compared with.
     workdir: the workdir of the run.
     beside: the workdir of a second run, which is shown beside the first.
-    batches: the batches that the file holds, see `read.choose_batches`; with `serve`, all can be
+    batches: the batches in the file, see `read.choose_batches`; with `serve`, every batch can be
       loaded.
     serve: whether to serve the page rather than write it.
-    port: the port of 127.0.0.1; 0: any that is free.
+    port: the port of 127.0.0.1; 0 for any free port.
   Raises:
-    ValueError: a folder is no run's, or does not have the batches; the port cannot be used.
+    ValueError: a folder has no run or lacks the batches, or the port cannot be used.
   """
   jax.config.update("jax_platforms", "cpu")  # the run may have the other devices
   runs = [read.open_run(workdir)]

@@ -1,4 +1,4 @@
-"""Weights and masks for a sampler that is not the trainer, around a loss."""
+"""Weights and masks that correct a loss for a sampler that differs from the trainer."""
 
 from rlvr_jax.corrections.base import Correction as Correction
 from rlvr_jax.corrections.base import corrected as corrected

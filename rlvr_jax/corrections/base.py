@@ -1,4 +1,4 @@
-"""The interface of corrections, and the loss that one makes of another."""
+"""The interface of corrections, and the function that applies a correction to a loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG_BOUND = 20.0
 
 
 class Mismatch(NamedTuple):
-  """What a correction looks at; constant for differentiation, in at least float32."""
+  """The inputs of a correction: constant for differentiation, in at least float32."""
 
   log_weights: Array  # f32[P, G, T], log κ, nats, within ±LOG_BOUND; 0 where masked
   log_ratios: Array  # f32[P, G, T], log ρ = log π − log β, nats; 0 where masked
@@ -29,19 +29,19 @@ class Mismatch(NamedTuple):
 
 
 class Correction(NamedTuple):
-  """Weights and masks for the difference of the sampler from the policy that PPO's ratio is to.
+  """Weights and masks that correct for the sampler's difference from the policy being trained.
 
-  κ is the ratio of that policy to the sampler β: with three policies π_prox/β, where π_prox is the
-  policy when the batch is first trained on; with two π/β.
+  The ratio κ has the sampler β in its denominator. With three policies, κ = π_prox/β, where π_prox
+  is the policy when the batch is first trained on. With two policies, κ = π/β.
 
   Attributes:
-    apply: (mismatch, statistics) → (weights, kept, capped), each [P, G, T] or [P, G, 1]: what
-      multiplies a token's loss, whether the token stays in the loss (True: all do, whatever their
-      κ), and whether a bound has changed its weight. None: no correction.
+    apply: (mismatch, statistics) → (weights, kept, capped), each [P, G, T] or [P, G, 1]: the factor
+      of a token's loss, whether the token stays in the loss (the constant True keeps all tokens),
+      and whether a bound has changed the token's weight. None: no correction.
     statistics: mismatch of the *full* batch → the `statistics` argument of `apply`; None if it
       needs none.
-    weighs: whether weights differ from 1; a loss whose ratio is to β already needs none.
-    policies: 3 or 2.
+    weighs: whether weights may differ from 1; a loss whose ratio is already to β needs no weights.
+    policies: the number of policies, 3 or 2, see above.
   """
 
   apply: Callable[[Mismatch, Any], tuple[Array, Array | bool, Array]] | None
@@ -54,7 +54,7 @@ class Correction(NamedTuple):
 
 
 def corrected(loss: Loss, correction: Correction) -> Loss:
-  """The loss whose tokens are weighted and dropped by a correction.
+  """The loss with its tokens weighted and dropped by a correction.
 
   A loss with PPO's ratio gets π/π_prox as that ratio, and κ = π_prox/β. A loss without a ratio gets
   κ = π/β. A dropped token has the loss 0 and stays in the denominators.

@@ -1,4 +1,4 @@
-"""Truncated, clipped and masked importance sampling, with rejection: TIS, MIS, IcePop, presets."""
+"""Truncated, clipped and masked importance sampling, with rejection: TIS, MIS, IcePop and more."""
 
 from __future__ import annotations
 
@@ -46,25 +46,28 @@ def importance(
 ) -> Correction:
   """The loss of a token times its weight w, or 0 if a rule rejects it.
 
-  With u = log κ of a token, its sum over the response (sequence), or its mean (geometric):
-  w = min(eᵘ, high) to truncate, clip(eᵘ, low, high) to clip, eᵘ·1[low ≤ eᵘ ≤ high] to mask.
+  u is log κ of a token (level "token"), its sum over the response ("sequence"), or its mean
+  ("geometric"). The weight w is min(eᵘ, high) for "truncate", clip(eᵘ, low, high) for "clip", and
+  eᵘ·1[low ≤ eᵘ ≤ high] for "mask".
 
   Args:
-    level: the level of the weight, one of `LEVELS`; "none": all weights are 1.
+    level: one of `LEVELS`; "none" sets all weights to 1.
     bound: one of `BOUNDS`.
-    low, high: bounds of eᵘ, inclusive; 0 ≤ low < high. `truncate` reads `high` alone.
-    batch_normalize: whether weights are divided by their mean over the batch: of loss tokens at
-      level token, of responses else.
-    reject: rules that all must pass, each (statistic, low, high) or (statistic, high). A statistic
-      is one of k1 = −log κ, k2 = (log κ)²/2, k3 = κ − 1 − log κ, as "token_k1" of each token, or as
-      "sum_…", "mean_…", "max_…" over the response. The bounds of k1 are bounds of κ, (low, high):
-      e to the power of minus the statistic lies between them. k2 and k3 have an upper bound.
-    veto: a response with a token of κ < veto is dropped; 0 drops none.
-    policies: 3: κ = π_prox/β, and the ratio of the loss is π/π_prox. 2: κ = π/β, and the loss stays
-      as it is; a loss with a ratio may then only reject. A loss without a ratio always has two.
+    low, high: inclusive bounds of eᵘ, 0 ≤ low < high; "truncate" reads only `high`.
+    batch_normalize: whether weights are divided by their mean over the batch: the mean over loss
+      tokens at level "token", over responses at the other levels.
+    reject: rules (statistic, low, high) or (statistic, high); a token is kept if it passes all of
+      them. A statistic is one of k1 = −log κ, k2 = (log κ)²/2, k3 = κ − 1 − log κ, as "token_k1" of
+      each token, or as "sum_…", "mean_…", "max_…" over the response. A rule for k1 states bounds of
+      κ: exp(−statistic) must lie between low and high. A rule for k2 or k3 states an upper bound of
+      the statistic.
+    veto: a response that has a token with κ < veto is dropped; 0 drops no response.
+    policies: 3: κ = π_prox/β, and the ratio of the loss is π/π_prox. 2: κ = π/β, and the loss keeps
+      its ratio; for a loss with a ratio, only rejection is then allowed. A loss without a ratio
+      always uses two policies.
   Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al. 2025)
     for truncation; IcePop in "Every Step Evolves" (arXiv:2510.18855); verl 0.9.1
-    `rollout_corr_helper.py`, whose rules and presets these are. Its bounds of k1 are bounds of 1/κ.
+    `rollout_corr_helper.py`, for rules and presets; there, bounds of k1 are bounds of 1/κ.
   """
   check_choice("importance", "level", level, LEVELS)
   check_choice("importance", "bound", bound, BOUNDS)
@@ -205,7 +208,7 @@ def _rejection(
 
 
 def tis(*, level: str = "token", high: float = 2.0) -> Correction:
-  """Truncated importance sampling: the loss times min(κ, high), of tokens or of the response.
+  """Truncated importance sampling: multiplies the loss by min(κ, high).
 
   Args:
     level: "token", "sequence" or "geometric".
@@ -218,7 +221,7 @@ def tis(*, level: str = "token", high: float = 2.0) -> Correction:
 
 
 def mis(*, level: str = "sequence", low: float = 0.0, high: float = 3.0) -> Correction:
-  """Masked importance sampling: the loss times κ where low ≤ κ ≤ high, else 0.
+  """Masked importance sampling: multiplies the loss by κ where low ≤ κ ≤ high, else by 0.
 
   Args:
     level: "token", "sequence" or "geometric".
@@ -231,7 +234,7 @@ def mis(*, level: str = "sequence", low: float = 0.0, high: float = 3.0) -> Corr
 
 
 def icepop(*, low: float = 0.5, high: float = 5.0) -> Correction:
-  """IcePop: a token's loss times κ where low ≤ κ ≤ high, else 0.
+  """IcePop: multiplies a token's loss by κ where low ≤ κ ≤ high, else by 0.
 
   Args:
     low, high: bounds of κ, 0 ≤ low < high.
@@ -244,7 +247,7 @@ def icepop(*, low: float = 0.5, high: float = 5.0) -> Correction:
 def sequence_rejection(
   *, low: float = 0.5, high: float = 2.0, weight: str = "sequence", truncation: float = _TRUNCATION
 ) -> Correction:
-  """Drops responses with Π κ outside [low, high]; the others have a truncated weight.
+  """Drops responses with Π κ outside [low, high]; kept responses get a truncated weight.
 
   Args:
     low, high: bounds of Π κ, 0 ≤ low < high.
@@ -267,7 +270,8 @@ def geometric_rejection(
   """Drops responses whose geometric mean of κ lies outside [low, high].
 
   Args:
-    low, high: bounds of exp(mean log κ), 0 ≤ low < high. verl states 0.999 and 1.001 of 1/κ.
+    low, high: bounds of exp(mean log κ), 0 ≤ low < high; verl states bounds of 1/κ, 0.999 and
+      1.001.
     weight: "none", "token" or "sequence": the level of min(κ, truncation).
     truncation: above 0.
     policies: 3 or 2, see `importance`.
@@ -282,7 +286,7 @@ def geometric_rejection(
 def k3_rejection(
   *, high: float = 0.01, weight: str = "none", truncation: float = _TRUNCATION, policies: int = 3
 ) -> Correction:
-  """Drops responses whose mean of k3 = κ − 1 − log κ is above `high` nats per token.
+  """Drops responses in which the mean of k3 = κ − 1 − log κ is above `high` nats per token.
 
   Args:
     high: above 0.

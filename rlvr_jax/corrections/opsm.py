@@ -1,4 +1,4 @@
-"""Off-policy sequence masking: failures that the policy has left are dropped."""
+"""Off-policy sequence masking: drops failures that the policy has become unlikely to sample."""
 
 from __future__ import annotations
 

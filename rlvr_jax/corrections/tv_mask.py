@@ -11,17 +11,18 @@ from rlvr_jax.types import Array
 
 
 def tv_mask(*, delta: float = 0.2, cap: float = 2.0, ratio: str = "sampler") -> Correction:
-  """Drops the tokens that move away, of responses that are far: mean_t|κ − 1| > δ and A·log κ > 0.
+  """Drops tokens with A·log κ > 0 in responses with mean_t|κ − 1| > δ.
 
-  The other tokens' loss is multiplied by min(κ, cap). The paper's loss is `ppo_clip` with ε 0.2 and
-  0.272. The mean is twice the total variation.
+  In such responses, which are far from the sampler, an update would move these tokens further away.
+  The loss of the other tokens is multiplied by min(κ, cap). The mean is twice the total variation.
+  The paper's loss is `ppo_clip` with ε_low = 0.2 and ε_high = 0.272.
 
   Args:
     delta: δ > 0. **open**: no source has a value.
     cap: above 0.
-    ratio: what is compared: "sampler", κ = π_prox/β, as published code does, which does not see how
-      far π itself has moved; or "policy", ρ = π/β. **open**.
-  Source: VACO (arXiv:2603.01365), as open-instruct's `grpo_utils.py` has it.
+    ratio: the ratio to compare: "sampler", κ = π_prox/β, as in published code, which does not see
+      how far π itself has moved; or "policy", ρ = π/β. **open**.
+  Source: VACO (arXiv:2603.01365), as implemented in open-instruct's `grpo_utils.py`.
   """
   check_between("tv_mask", "delta", delta, low=0.0, open_low=True)
   check_between("tv_mask", "cap", cap, low=0.0, open_low=True)

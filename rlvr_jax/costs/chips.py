@@ -8,7 +8,7 @@ from rlvr_jax.costs.gpus import GPUS
 
 
 class Chip(NamedTuple):
-  """Published peaks of one jax device: a chip, or a core of it."""
+  """Published peaks of one jax device, which is a chip or a core of a chip."""
 
   flops: float  # bfloat16 matrix multiplication, per second
   hbm_bytes_per_s: float  # reads and writes together
@@ -18,7 +18,7 @@ class Chip(NamedTuple):
 
   @property
   def cycles_per_s(self) -> float | None:
-    """To convert the compiler's estimates of cycles; None: it makes none."""
+    """Cycles per second, which convert the compiler's estimates; None if it makes no estimates."""
     return None if self.flops_per_cycle is None else self.flops / self.flops_per_cycle
 
 

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs that XLA compiles for on a machine without one.
+"""NVIDIA GPUs for which XLA compiles on a machine without a GPU.
 
 jax's CUDA plugin compiles for a GPU that is described to it. It needs no driver: only the wheels of
 the extra `cuda13`.
@@ -17,7 +17,7 @@ _WITHOUT_DRIVER = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # the plugin else looks for
 
 
 class Gpu(NamedTuple):
-  """Figures of a device that XLA asks for: published ones, and CUDA's tables by capability."""
+  """Figures of a device that XLA needs: published figures, and CUDA's tables by capability."""
 
   name: str
   capability: tuple[int, int]
@@ -88,7 +88,7 @@ def is_gpu(topology: str) -> bool:
 
 
 def gpu_devices(topology: str) -> list[Any]:
-  """Descriptions of the GPUs of one machine, or of several with eight each.
+  """Descriptions of the GPUs of one machine, or of several machines with eight GPUs each.
 
   Args:
     topology: kind and number, such as "h100:8".

@@ -1,8 +1,8 @@
-"""What a compiled program does on every device, counted from the compiler's text of it.
+"""Counts the work of a compiled program on every device, from the compiler's text.
 
 XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as zero. `walk` reads
-the text of the optimized program, of one device, from its entry. The body of a loop counts as
-often as the loop runs, by the compiler's number or else the caller's. Without a number it counts
+the text of the optimized program, of one device, from its entry. The body of a loop counts as often
+as the loop runs, by the compiler's number or else by the caller's. Without a number the body counts
 once, and the report lists the loop. A conditional counts as its most expensive branch: the branch
 with the most FLOPs, then the most bytes.
 """
@@ -68,7 +68,7 @@ class Item(NamedTuple):
 
 
 class LoopLength(NamedTuple):
-  """Iterations of a loop, at most."""
+  """The largest number of iterations of a loop."""
 
   at_most: int | None  # None: it depends on the data
   is_fixed: bool  # whether it never ends earlier, so that the host need not ask
@@ -85,7 +85,7 @@ def walk(
     lengths: iterations of loops whose length the compiler does not state, by a pattern of their
       op_name.
   Raises:
-    CostsError: the text is not a program, or is in a form that is not known.
+    CostsError: the text is not a program, or has an unknown form.
   """
   scopes = "|".join(f"(?P<{part}>{pattern})" for part, pattern in parts.items())
   with _of_known_form():
@@ -138,7 +138,7 @@ class Instruction(NamedTuple):
 
   @property
   def number(self) -> int:
-    """The number between the brackets, of a parameter or a constant."""
+    """The number in the brackets of a parameter or a constant."""
     return int(self.text.partition(")")[0])
 
   @property
@@ -175,7 +175,7 @@ def parse_program(text: str) -> tuple[dict[str, Computation], str]:
   """The computations of a program by name, and the name of the entry.
 
   Raises:
-    CostsError: the text has no ENTRY computation, or a line that is no instruction.
+    CostsError: the text has no ENTRY computation, or has a line that is not an instruction.
   """
   computations: dict[str, Computation] = {}
   entry, current = "", None

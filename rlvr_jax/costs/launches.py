@@ -1,8 +1,8 @@
-"""What a program for a GPU launches, read from XLA's list of its thunks.
+"""The launches of a program for a GPU, read from XLA's list of thunks.
 
 A thunk is a kernel, a copy, a library's product, a loop, or a command buffer: many kernels that the
-host launches as one. Where the trip count of a loop is known on the device only, the host waits for
-it in every iteration.
+host launches as one. If only the device knows the trip count of a loop, the host waits for it in
+every iteration.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Body(NamedTuple):
 
 
 def read_launches(text: str, loops: Sequence[LoopLength]) -> list[Body]:
-  """The program and its loops, in the order in which they begin.
+  """The launches of the program and of each loop, in the order in which they begin.
 
   Args:
     text: XLA's dump of the thunks, "thunk_sequence_after_thunk_passes".

@@ -1,4 +1,4 @@
-"""Memory per chip of a run: by arithmetic, and as the compiler states it."""
+"""Memory per chip of a run, by arithmetic and by the compiler's statement."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Table = dict[str, float]  # kind of memory → bytes per chip
 def compiled_bytes(
   lowerings: Mapping[str, programs.Lower], placement: Placement, engine: EnginePrograms
 ) -> dict[str, Table]:
-  """Bytes per chip of a run's programs, as XLA compiles them for the mesh.
+  """Bytes per chip of a run's programs, from their compilation by XLA for the mesh.
 
   Args:
     lowerings: the result of `programs.program_lowerings`.
@@ -86,7 +86,7 @@ def estimated_bytes(
   schedule: Schedule,
   num_updates: int,
 ) -> dict[str, Table]:
-  """Bytes per chip by arithmetic, without the compiler's temporary buffers.
+  """Estimated bytes per chip of a run, by arithmetic, without the compiler's temporary buffers.
 
   Args:
     network, placement, engine, schedule, num_updates: network, placement, engine, schedule and
@@ -145,7 +145,7 @@ def estimated_bytes(
 def teaching_bytes(
   networks: Sequence[TransformerConfig], placement: Placement, layout: RowLayout
 ) -> dict[str, Table]:
-  """As `estimated_bytes`, of the forward pass of teachers that score a batch before its updates.
+  """Estimated bytes of the forward pass of teachers that score a batch before its updates.
 
   Args:
     networks: the teachers' networks; the one that takes most bytes counts.
@@ -169,7 +169,7 @@ def trained_bytes(state: TrainState, frozen: Params) -> Table:
 
   Args:
     state: the train state, as arrays or as shapes with shardings.
-    frozen: the parameters that are not trained, likewise; {} if all are trained.
+    frozen: the parameters that are not trained, in the same form; {} if all are trained.
   """
   table = {
     "parameters": memory.shard_bytes(state.params),
@@ -186,7 +186,7 @@ def update_bytes(
   Args:
     network: the network of the policy.
     layout: the layout of the rows of a batch.
-    tensor: devices that share a layer.
+    tensor: number of devices that share a layer.
     state, frozen: as for `trained_bytes`.
   """
   num_gradients = 2 if layout.max_micro_batches > 1 else 1  # sum and newest micro-batch
@@ -205,14 +205,14 @@ def generation_bytes(
   mesh: Mesh | AbstractMesh,
   slots: int,
 ) -> Table:
-  """Bytes of generation beside the trainer's, without the compiler's temporary buffers.
+  """Bytes that generation adds to the trainer's, without the compiler's temporary buffers.
 
   Args:
     network: the network of the policy.
     settings: the settings of an engine, for its caches.
     base: shapes of all parameters, with shardings on `mesh`.
-    mesh: the mesh that generates.
-    slots: over all devices of the mesh.
+    mesh: the mesh for generation.
+    slots: number of slots on all devices of the mesh.
   """
   on_device = slots // (mesh.shape["data"] * mesh.shape["fsdp"])
   of_cache = settings.shape, mesh.shape["tensor"], settings.cache_format, settings.cache
@@ -245,16 +245,16 @@ def resident_bytes(
   warm_start: tuple[int, int] | None,
   workers: int,
 ) -> dict[str, Table]:
-  """Bytes of the processes of a run on a host whose devices are its CPUs, in each of its phases.
+  """Bytes of a run's processes on a host with CPU devices, in each phase of the run.
 
-  The largest phase is what the run takes at its peak, within 1.3 times of what was measured.
+  The largest phase is the peak of the run, within a factor of 1.3 of measurements.
 
   Args:
     estimated: the result of `estimated_bytes`.
     network, placement: network and placement of the run.
-    keeps_first_policy: whether a copy of it is kept, for a KL or for diagnostics.
-    warm_start: (sequences of a batch, tokens of each); None if there is none.
-    workers: processes of graders and environments.
+    keeps_first_policy: whether a copy of the first policy is kept, for a KL term or diagnostics.
+    warm_start: (sequences per batch, tokens per sequence); None without a warm start.
+    workers: number of processes of graders and environments.
   """
   layout = placement.row_layout
   tables = {name.removesuffix(", estimated"): dict(table) for name, table in estimated.items()}

@@ -37,7 +37,7 @@ TEACHER = "teacher"  # name of the program that is a teacher's forward pass
 
 
 def topology_devices(name: str) -> list[jax.Device]:
-  """Descriptions of the devices of a TPU slice or of GPUs; they themselves are not needed.
+  """Descriptions of the devices of a TPU slice or of GPUs, which need not exist here.
 
   Raises:
     ValueError: the compiler is not installed, or the slice is unknown.
@@ -64,7 +64,7 @@ def topology_devices(name: str) -> list[jax.Device]:
 
 
 def make_topology_mesh(sizes: Mapping[str, int], topology: str | None) -> Any:
-  """Makes the mesh of a run over the devices of a TPU slice or of GPUs, as the run does.
+  """Makes the mesh of a run over the devices of a TPU slice or of GPUs.
 
   Args:
     sizes: `config.mesh`.
@@ -117,15 +117,15 @@ def program_lowerings(
 ) -> dict[str, Lower]:
   """Functions that lower a run's update, one burst of its generation, and more, by name.
 
-  Dialogues, and caches that are computed anew under new weights, also have a prefill of the longest
-  prompt with its response.
+  With dialogues, or caches that are computed again under new weights, there is also a prefill of
+  the longest prompt with its response.
 
   Args:
     programs, placement: programs and placement of the run.
     batch: shapes of an update's batch, from `abstract_update_batch`.
     packed: a batch, for the numbers of its micro-batches.
     options: the options of the compiler, for the update.
-    rebuilds: whether caches are computed anew under new weights.
+    rebuilds: whether caches are computed again under new weights.
     teacher: shapes, from `abstract_teacher`.
   """
   state, frozen = placement.state, placement.frozen
@@ -162,7 +162,7 @@ def program_lowerings(
 def teacher_lowerings(
   programs: Programs, teachers: Sequence[Teacher], placement: Placement, batch: TrainBatch
 ) -> dict[str, Lower]:
-  """Functions that lower the forward pass of the largest teacher, by name; {} without one.
+  """Functions that lower the forward pass of the largest teacher, by name; {} without a teacher.
 
   Args:
     programs, teachers, placement: as for `program_lowerings`.
@@ -207,7 +207,7 @@ class CompiledText(NamedTuple):
 
 
 def compile_with_text(name: str, lower: Lower) -> CompiledText:
-  """Compiles for a TPU or a GPU as `compile_program`.
+  """Compiles for a TPU or a GPU, like `compile_program`, and returns the compiler's texts.
 
   The texts are the compiler's dumps: `as_text()` parses a program again, and jaxlib cannot parse
   everything that a newer compiler writes.

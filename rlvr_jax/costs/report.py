@@ -57,7 +57,7 @@ _ELEMENTWISE = 0.01
 
 
 class Cost(TypedDict):
-  """Costs of a program per chip: sums over its instructions, JSON-serializable."""
+  """The costs of a program per chip, as sums over its instructions; JSON-serializable."""
 
   useful_flops: float
   executed_flops: float
@@ -109,11 +109,11 @@ def count(
   placement: Placement,
   engine: EnginePrograms,
 ) -> Counts:
-  """Counts what depends on the lengths of prompts and responses.
+  """Counts that depend on the lengths of prompts and responses.
 
   Args:
     batch: lengths of an update's batch.
-    packed: the same, from `workload.pack_workload`.
+    packed: the same batch in rows, from `workload.pack_workload`.
     network, placement, engine: network, placement and engine of the run.
   """
   tensor = placement.mesh.shape["tensor"]
@@ -130,7 +130,7 @@ def useful_flops(
 ) -> dict[str, float]:
   """Model FLOPs per chip by program: an update on a batch, and the last burst of the longest.
 
-  Of dialogues also the prefill of the longest of them, after a reply.
+  With dialogues also the prefill of the longest dialogue after a reply.
   """
   lengths = batch.prompts, batch.responses
   adapters = placement.state.params if placement.frozen else None
@@ -153,10 +153,10 @@ def useful_flops(
 def loop_lengths(
   network: TransformerConfig, packed: Packed, placement: Placement, engine: EnginePrograms
 ) -> dict[str, int]:
-  """Iterations of loops that end as the data say, by pattern of their name, in the mean.
+  """Mean iterations of loops whose length depends on the data, by pattern of their name.
 
-  Loops of the Gram matrix over rollouts and tiles, and in dialogues loops of the head over the
-  policy's tokens.
+  These are loops of the Gram matrix over rollouts and tiles, and with dialogues loops of the head
+  over the policy's tokens.
   """
   P, G, T = packed.places.shape
   micro_batches = int(packed.num_micro_batches)
@@ -182,8 +182,8 @@ def attention_kernel_costs(
 ) -> dict[str, KernelCost]:
   """Analytic costs of the attention kernels of the update and of generation, by name pattern.
 
-  Without a sliding window. A call computes one row of the packed batch, counted as the mean over
-  its rows and the layers, or one token of every slot.
+  Sliding windows are ignored. A call computes one row of the packed batch, counted as the mean over
+  rows and layers, or one token of every slot.
 
   Args:
     network: the network of the policy.
@@ -264,7 +264,7 @@ def program_cost(
     topology: kind and shape of the slice, such as "v5p:2x2x4".
     counts: the result of `count`.
   Raises:
-    CostsError: the program was not understood.
+    CostsError: the program could not be read.
   """
   compiled = compile_with_text(name, lower)
   if compiled.program is None:

@@ -1,4 +1,4 @@
-"""Lengths of prompts and responses that costs are estimated for, as components: --lengths."""
+"""Distributions of prompt and response lengths for estimates of costs: components of --lengths."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def parse_lengths(text: str, environment: ml_collections.ConfigDict) -> Lengths:
     text: component of this module.
     environment: `config.environment`.
   Raises:
-    ValueError: the distribution is unknown, or a run with this configuration has no such dialogues.
+    ValueError: the distribution is unknown, or is of dialogues that this configuration does not
+      allow.
   """
   lengths = specs.make("--lengths", sys.modules[__name__], text, Lengths)
   if lengths.max_turns > 1 and not environment.name:
@@ -69,7 +70,7 @@ def parse_lengths(text: str, environment: ml_collections.ConfigDict) -> Lengths:
 
 
 def longest() -> Lengths:
-  """Every prompt and every response has the greatest length."""
+  """All prompts and responses have the greatest length."""
 
   def draw(shape: BatchShape, number: int) -> Workload:
     return Workload(
@@ -84,7 +85,7 @@ def lognormal(*, mean: float, sigma: float = 0.8, prompt: int = 0) -> Lengths:
   """Responses have lognormal lengths, cut at the greatest length; batches differ.
 
   Args:
-    mean: tokens, before the cut.
+    mean: mean length before the cut, tokens.
     sigma: standard deviation of the logarithm.
     prompt: tokens of every prompt; 0: the greatest length.
   """
@@ -97,8 +98,8 @@ def dialogue(
 ) -> Lengths:
   """Dialogues, in which turns of the policy and replies have lognormal lengths; batches differ.
 
-  A dialogue ends before its last turn where the greatest length cuts a turn of the policy, or has
-  no place for a reply and another token, as in `rollouts.dialogues`.
+  A dialogue ends before its last turn if the greatest length cuts a turn of the policy or leaves no
+  place for a reply and another token, as in `rollouts.dialogues`.
 
   Args:
     turns: the turns of the policy in every rollout, at least 1.
@@ -160,7 +161,7 @@ def pack_workload(workload: Workload, shape: BatchShape, layout: RowLayout) -> P
 
 
 class Packing(NamedTuple):
-  """How many places and tokens an update computes for one batch."""
+  """The numbers of places and tokens that an update computes for one batch."""
 
   micro_batches: int
   places: int  # of rows, over all devices, empty rows too
@@ -168,7 +169,7 @@ class Packing(NamedTuple):
 
   @property
   def places_per_token(self) -> float:
-    """1 if no place were in vain."""
+    """The number of computed places per token, at best 1."""
     return self.places / self.tokens
 
 
@@ -184,7 +185,7 @@ def count_packing(batch: Workload, layout: RowLayout) -> Packing:
 
 
 def typical_batch(lengths: Lengths, shape: BatchShape, layout: RowLayout) -> Workload:
-  """The batch with the median number of places, of several drawn batches."""
+  """The batch with the median number of places among several drawn batches."""
   batches = [lengths.draw(shape, number) for number in range(_DRAWS)]
   if all(np.array_equal(batches[0].turns, batch.turns) for batch in batches):
     return batches[0]

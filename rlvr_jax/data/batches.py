@@ -15,7 +15,7 @@ from rlvr_jax.types import Prompts
 def problem_batches(
   source: ProblemSource, *, batch_size: int, seed: int
 ) -> grain.DatasetIterator[list[Problem]]:
-  """Endless batches: every epoch is a new permutation of the source; batches may span two epochs.
+  """Batches without end: every epoch is a new permutation of the source; a batch may span two.
 
   The iterator works in this process, without threads. Its position is a counter: `get_state()`
   returns a small JSON-serializable dict, and `set_state()` on a new iterator continues from that
@@ -62,7 +62,7 @@ def pad_prompts(rows: Sequence[Sequence[int]], max_prompt_length: int, pad_id: i
   Args:
     rows: P prompts, of at most S tokens each.
     max_prompt_length: S.
-    pad_id: the padding.
+    pad_id: the padding token.
   Returns:
     Prompts of NumPy arrays: tokens i32[P, S], lengths i32[P].
   """
@@ -85,9 +85,9 @@ def encode_demonstrations(
       a turn.
     max_response_length: T, in tokens of all turns, stop tokens included.
   Returns:
-    tokens i32[P, T], and bool[P, T] where they are the policy's.
+    tokens i32[P, T], and bool[P, T], whether a token is the policy's.
   Raises:
-    ValueError: a problem has no demonstration, or one of more than T tokens.
+    ValueError: a problem has no demonstration, or its demonstration has more than T tokens.
   """
   for problem in problems:
     if not problem.solution:

@@ -1,4 +1,4 @@
-"""What a chat template writes between the turns of a dialogue, learned once per role and checked.
+"""The text of a chat template between the turns of a dialogue, learned and checked per role.
 
 A dialogue's tokens are appended, never encoded again. That is the template's own format only if a
 longer dialogue begins with the shorter one, token by token: the template is then append-only.
@@ -74,9 +74,9 @@ class ChatTurns:
     self._frames: dict[str, _Frame] = {}
 
   def learn(self, role: str, prompt: Sequence[Mapping[str, str]]) -> None:
-    """Learns the texts around replies of the role, unless known, and checks dialogues with them.
+    """Learns the texts around replies of a role, unless known, and checks dialogues with them.
 
-    The role follows, and is followed by, itself and each role known so far.
+    In the checked dialogues, the role comes before and after itself and each known role.
 
     Args:
       role: the role of the replies, such as "user" or "tool".
@@ -94,7 +94,7 @@ class ChatTurns:
     self._frames = frames
 
   def encode(self, reply: str, role: str, last_id: int) -> list[int]:
-    """Token ids after a policy's turn whose last token is `last_id`; the role is known."""
+    """Token ids after a policy's turn whose last token is `last_id`; the role must be known."""
     return self._encode(self._frames[role], reply, last_id)
 
   def _encode(self, frame: _Frame, reply: str, last_id: int | None) -> list[int]:

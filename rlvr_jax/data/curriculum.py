@@ -37,7 +37,7 @@ def curriculum(
   A cell is a problem, or a part (a level, for instance) with all of its problems. Every cell has an
   estimate p of its solve rate, which begins at `first`. A group of rollouts with the solve rate s
   updates it: p ← p + rate·(s − p). A batch samples cells with probabilities in proportion to
-  max(w(p), floor): problems without repetition within a batch; a part's problems in a random order,
+  max(w(p), floor): Problems do not repeat within a batch; a part's problems come in a random order,
   each once until all have been read.
 
   Estimates are updated when the next policy is synced, so that all batches of one refresh are
@@ -96,12 +96,12 @@ class Curriculum(Concatenated):
     self.parts, self.settings = parts, settings
 
   def map(self, change: Change) -> Curriculum:
-    """The same problems, each passed through `change` when it is read."""
+    """The problems, each passed through `change` when it is read."""
     parts = {label: source.map(change) for label, source in self.parts.items()}
     return Curriculum(parts, self.settings)
 
   def where(self, condition: Callable[[Problem], bool]) -> Curriculum:
-    """The problems that meet a condition, in the parts that have any."""
+    """The problems that meet a condition, in the parts that have such problems."""
     parts = {label: Chosen.where(condition, source) for label, source in self.parts.items()}
     return Curriculum({label: source for label, source in parts.items() if source}, self.settings)
 

@@ -19,7 +19,7 @@ def _append_answer(steps: list[str], entry: Entry) -> str:
 
 
 def chain_sum(entry: Entry) -> str:
-  """Running totals: 4 - 1 - 7 is "4-1=3", "3-7=-4"."""
+  """Writes running totals: 4 - 1 - 7 is "4-1=3", "3-7=-4"."""
   first, *rest = entry["metadata"]["expression"].split()
   total = int(first)
   steps = []
@@ -31,7 +31,7 @@ def chain_sum(entry: Entry) -> str:
 
 
 def gcd(entry: Entry) -> str:
-  """Euclid's algorithm, number by number: "856%174=160", "174%160=14", ..."""
+  """Writes Euclid's algorithm step by step: "856%174=160", "174%160=14", ..."""
   first, *rest = entry["metadata"]["numbers"]
   steps = []
   divisor = first
@@ -45,7 +45,7 @@ def gcd(entry: Entry) -> str:
 
 
 def letter_counting(entry: Entry) -> str:
-  """Word by word, with the running count: "hundred 1", "thousand 2", ..."""
+  """Writes word by word the running count: "hundred 1", "thousand 2", ..."""
   letter = entry["metadata"]["target_letter"]
   steps = []
   count = 0
@@ -66,6 +66,6 @@ def number_sorting(entry: Entry) -> str:
 
 
 def spell_backward(entry: Entry) -> str:
-  """The letters separated by spaces, forward, then backward."""
+  """Writes the letters separated by spaces, forward, then backward."""
   word = entry["metadata"]["word"]
   return _append_answer([" ".join(word), " ".join(reversed(word))], entry)

@@ -12,7 +12,7 @@ from rlvr_jax.data.problems import Problem, ProblemSource
 
 
 class Draws(Protocol):
-  """Protocol of batches of problems with a restorable position, which may adapt to solve rates."""
+  """The interface of batches of problems with a restorable position; may adapt to solve rates."""
 
   def draw(self, draw: int, version: int, /) -> list[Problem]:
     """Returns the problems of draw number `draw`, for a policy after `version` updates."""
@@ -59,6 +59,6 @@ class ShuffledDraws:
 
 
 def problem_draws(source: ProblemSource, *, batch_size: int, seed: int) -> Draws:
-  """The batches of problems of a run; arguments as in `problem_batches`."""
+  """The batches of problems of a run; for arguments see `problem_batches`."""
   draws_class = CurriculumDraws if isinstance(source, Curriculum) else ShuffledDraws
   return draws_class(source, batch_size=batch_size, seed=seed)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Numbers to be found by "higher" and "lower", for the environment of that name."""
+"""Numbers to be found by the replies "higher" and "lower" of the environment `guess`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def guess(
 
   Args:
     low, high: as for the environment; 0 ≤ low ≤ high.
-    turns: guesses of a demonstration, at most, ≥ 1; fewer where one of them is right.
+    turns: ≥ 1, the most guesses of a demonstration, which ends at a right guess.
     train_size, warm_start_size, held_out_size: problems of each phase.
     warm_start_seed: seed by which the demonstrations are drawn.
   Raises:
@@ -89,8 +89,8 @@ def optimal_success(low: int, high: int, turns: int) -> float:
 def optimal_turns(low: int, high: int, turns: int) -> float:
   """The expected number of guesses of the best strategy, at most `turns` in each dialogue.
 
-  It is Σ over t < turns of the probability that t guesses have not found the number. Halving finds
-  as many as possible for every t.
+  It is Σ over t < turns of the probability that t guesses have not found the number. Halving the
+  range minimizes every term.
 
   Args:
     low: smallest number.

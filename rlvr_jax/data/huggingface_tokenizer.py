@@ -52,8 +52,8 @@ class HuggingFaceTokenizer:
   base model it often differs from the end of text.
 
   Dialogues need an append-only template: a longer dialogue's tokens begin with the shorter one's.
-  `check_turns`, or else the first reply, checks that. Where the template trims messages, replies
-  are trimmed; the policy's tokens stay as they were sampled.
+  `check_turns`, or else the first reply, checks that. If the template trims messages, replies are
+  trimmed; the policy's tokens stay unchanged.
   """
 
   def __init__(
@@ -127,10 +127,10 @@ class HuggingFaceTokenizer:
     return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
   def encode_prompt(self, text: str) -> list[int]:
-    """Encodes the text as a prompt, in `prompt_format`; a chat's without white space at its end.
+    """Encodes the text as a prompt in `prompt_format`; a chat's text loses white space at its end.
 
     Raises:
-      ValueError: the chat template rejects it.
+      ValueError: the chat template rejects the text.
     """
     return self._encode_prompt(text, self._messages(text.rstrip()))
 
@@ -175,8 +175,7 @@ class HuggingFaceTokenizer:
     """Checks dialogues of three policy turns, token by token, against the chat template.
 
     Args:
-      roles: the roles of replies, "user" or "tool"; all of one run, since they may follow one
-        another.
+      roles: all roles of a run's replies, "user" or "tool", since they may follow one another.
       stop_strings: the stop strings that end a policy's turn.
     Raises:
       ValueError: a role is unknown, the template is not append-only, or a stop string spells a

@@ -28,7 +28,7 @@ class Problem:
 
   @property
   def own_reference(self) -> Mapping[str, Any]:
-    """The reference as the problem's source made it, without names of graders around it."""
+    """The reference from the problem's source, without the names of graders around it."""
     return self.reference if self.inner is None else self.inner
 
   def wrap(self, reference: Mapping[str, Any]) -> Problem:

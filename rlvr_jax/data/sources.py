@@ -158,7 +158,7 @@ class Generated(_Indexed):
     return self._change(self._candidates.first_not_in(self._excluded, index))
 
   def without(self, questions: QuestionKeys) -> Generated:
-    """The same source without `questions`, which must include the questions excluded so far."""
+    """The source without `questions`, which must include the questions excluded so far."""
     return Generated(self._candidates, questions, self._change)
 
   def map(self, change: Change) -> Generated:

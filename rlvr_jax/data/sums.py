@@ -15,13 +15,13 @@ from rlvr_jax.ops.checks import check_integer
 def sums(*, largest: int = 40, held_out_numbers: int = 10, split_seed: int = 0) -> Task:
   """Makes a task of questions such as "What is 23 + 8?" and "What is 31 - 17?".
 
-  Some numbers are held out: they stand in held-out problems alone, and no other number does, so
-  that training shows neither a question nor a number of them. No difference is negative.
+  Some numbers are held out: they occur only in held-out problems, which have no other numbers. So
+  training shows neither a question nor a number of a held-out problem. No difference is negative.
 
   Args:
     largest: the numbers are 1 … `largest`.
-    held_out_numbers: how many of them are held out.
-    split_seed: seed of the choice of those.
+    held_out_numbers: how many numbers are held out.
+    split_seed: seed of the choice of held-out numbers.
   Raises:
     ValueError: an argument is out of range.
   """

@@ -22,7 +22,7 @@ _MAX_WIDTH = 100_000  # characters of a field; a larger width is a mistake and w
 
 
 def find_field(fields: Mapping[str, Any], name: str) -> Any:
-  """The value of a field, or of one within others: "reward_model.ground_truth", "choices.0".
+  """The value of a field or of a nested field: "reward_model.ground_truth", "choices.0".
 
   Raises:
     KeyError: there is no such field.

@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
     ...
 
   def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-    """Encodes messages as a prompt, as they are: a chat's up to the policy's turn.
+    """Encodes messages unchanged as a prompt, which ends where the policy's turn begins.
 
     Raises:
       ValueError: `check_messages` refuses them.
@@ -47,15 +47,15 @@ class Tokenizer(Protocol):
     Args:
       reply: the environment's text.
       role: "user" or "tool", for chat templates.
-      last_id: the last token id of the policy's turn; what the format needs to end that turn comes
-        first, unless this is it.
+      last_id: the last token id of the policy's turn; if it does not end the turn, the format's end
+        of a turn comes first.
     Raises:
       ValueError: the role is unknown, or `check_turns` refuses it.
     """
     ...
 
   def check_turns(self, roles: Iterable[str], stop_strings: Sequence[str] = ()) -> None:
-    """Checks that dialogues with such replies, and turns that end at such strings, are possible.
+    """Checks that dialogues with these roles of replies and these stop strings are possible.
 
     Raises:
       ValueError: a role is unknown, the format's tokens cannot be appended to, or a stop string
@@ -68,7 +68,7 @@ class Tokenizer(Protocol):
     ...
 
   def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
-    """Decodes ids; special tokens are left out, unless a reader is to see them."""
+    """Decodes ids; omits special tokens, unless a reader is to see them."""
     ...
 
 
@@ -209,7 +209,7 @@ class PromptError(ValueError):
 
 
 def encode_prompt(problem: Problem, tokenizer: Tokenizer) -> list[int]:
-  """The tokens of a problem's prompt: of its messages if it has some, else of its question."""
+  """The tokens of a problem's prompt, from its messages, or else from its question."""
   if problem.messages:
     return tokenizer.encode_messages(problem.messages)
   return tokenizer.encode_prompt(problem.question)
@@ -221,7 +221,7 @@ def encode_first_turn(
   max_prompt_length: int,
   first_messages: Sequence[Message] | None = None,
 ) -> list[int]:
-  """The tokens of the prompt that a policy is asked first, one at least.
+  """The tokens of the first prompt for a policy, at least one.
 
   Args:
     problem: the problem, whose question is the prompt.
@@ -251,8 +251,7 @@ def check_prompt(
     length: tokens in the prompt.
     max_prompt_length: S, the most tokens of a prompt.
     where: names the problem in the message if it has no file and line of its own.
-    begins: beginnings of the environment's first message, which is sampled from in place of the
-      question.
+    begins: the beginning of the environment's first messages, if they replace the question.
   """
   owner = problem.where or where
   owner = owner and f"{owner}: "

@@ -16,15 +16,16 @@ from rlvr_jax.types import Array, TrainBatch
 
 
 class Distillation(NamedTuple):
-  """A teacher's part in an update; τ is the teacher, constant for differentiation.
+  """A teacher's part in an update; τ is the teacher's distribution, a constant.
 
   Attributes:
     advantage: (policy_logprobs f32[P, G, T], batch) → f32[P, G, T], nats, constant for
-      differentiation: what every token's coefficient gets in addition, for any loss. None: nothing.
+      differentiation: the term added to every token's coefficient, for any loss. None: no term.
     per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats, which are added to the losses
-      of the reward. None: none are. Both are 0 where masked.
-    divergence: the divergence of the whole distributions, which the forward pass computes at each
-      place, so that the batch has `teacher_divergence`; None: sampled tokens are enough.
+      of the reward. None: no losses. Both terms are 0 where masked.
+    divergence: the divergence of the whole distributions that the forward pass computes at each
+      token position, as `teacher_divergence` of the batch; None: log-probabilities of sampled
+      tokens suffice.
   """
 
   advantage: Callable[[Array, TrainBatch], Array] | None = None
@@ -41,7 +42,7 @@ class Distillation(NamedTuple):
 
 
 class Tokens(NamedTuple):
-  """Log-probabilities of the same tokens in at least float32, nats; 0 where masked, [P, G, T]."""
+  """Log-probabilities of the same tokens, [P, G, T] in at least float32, nats; 0 where masked."""
 
   policy: Array  # log π
   behavior: Array  # log β, constant for differentiation
@@ -50,12 +51,12 @@ class Tokens(NamedTuple):
 
   @property
   def log_ratios(self) -> Array:
-    """log ρ = log π − log β."""
+    """The log ratios log ρ = log π − log β."""
     return log_ratios(self.policy, self.behavior, self.mask)
 
   @property
   def gap(self) -> Array:
-    """g = log τ − log π, constant for differentiation."""
+    """The gap g = log τ − log π, constant for differentiation."""
     return jax.lax.stop_gradient(self.teacher - self.policy)
 
 
@@ -77,7 +78,7 @@ def prepare(policy_logprobs: Array, batch: TrainBatch) -> Tokens:
 
 
 def divergences(batch: TrainBatch) -> Array:
-  """The divergence of each place, f32[P, G, T], nats; 0 where masked.
+  """The divergence at each token position, f32[P, G, T], nats; 0 where masked.
 
   Raises:
     ValueError: the batch has no divergences.

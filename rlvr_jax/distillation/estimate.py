@@ -1,4 +1,4 @@
-"""An estimate of the divergence from the teacher as a loss, differentiated as it stands."""
+"""An estimate of the divergence from the teacher, used directly as a loss."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ ESTIMATORS = ("k2", "k3", "k3+")
 
 
 def kl_estimate(*, estimator: str = "k2", bound: float | None = None) -> Distillation:
-  """ℓ = k2 or k3 of the sampled token, whose gradient is taken through the estimate itself.
+  """ℓ = k2 or k3 of the sampled token; the gradient is taken through the estimate itself.
 
-  For tokens that π has just sampled, the expected gradient of k2 = (log π − log τ)²/2 is that of
-  KL(π‖τ). That of k3 = τ/π − 1 − log(τ/π) is the *forward* KL's, of KL(τ‖π), though its value
-  estimates KL(π‖τ). There is no weight for staleness. k1 is refused: its expected gradient is 0.
+  For tokens that π has just sampled, the expected gradient of k2 = (log π − log τ)²/2 is the
+  gradient of KL(π‖τ). The expected gradient of k3 = τ/π − 1 − log(τ/π) is that of the *forward*
+  divergence KL(τ‖π), although the value of k3 estimates KL(π‖τ). There is no weight for staleness.
+  k1 is refused: its expected gradient is 0.
 
   Args:
     estimator: "k2"; "k3"; or "k3+", the value of k3 with the gradient of k2.
-    bound: on |log π − log τ| in k3, nats, > 0; half of it is then the bound of its value, beyond
-      which a token has no gradient. verl has 20. None does not bound.
+    bound: > 0, the bound of |log π − log τ| in k3, nats; half of it bounds the value of k3. Beyond
+      a bound a token has no gradient. verl uses 20. None sets no bound.
   Source: verl's `kl_penalty`; see `ops.kl`.
   """
   if bound is not None:

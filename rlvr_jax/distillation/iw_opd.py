@@ -1,4 +1,4 @@
-"""Distillation that weighs the places before which student and teacher have agreed."""
+"""Distillation with larger weights on tokens before which student and teacher have agreed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _LEAST_TOTAL = 1e-8  # s_T, nats, as TRL has it
 def iw_opd(*, gamma: float = 0.5) -> Distillation:
   """ℓ = −(1 + γ·(1 − s_t/s_T))·g·log π, where g = log τ − log β and s_t = Σ_{u<t} |g_u|.
 
-  s_T is the sum over the response. Early places weigh up to 1 + γ, and those behind all difference
-  1. A weight sees the full response, so that the expected gradient is not exactly a divergence's.
+  s_T is the sum over the response. Early tokens have weights up to 1 + γ; tokens after the last
+  difference have the weight 1. A weight depends on the full response, so that the expected
+  gradient is not exactly the gradient of a divergence.
 
   Args:
-    gamma: γ ≥ 0; 0 weighs all places alike.
-  Source: IW-OPD (arXiv:2606.22600), as TRL's `IWOPDTrainer` has it.
+    gamma: γ ≥ 0; 0 gives all tokens the same weight.
+  Source: IW-OPD (arXiv:2606.22600), as implemented in TRL's `IWOPDTrainer`.
   """
   check_between("iw_opd", "gamma", gamma, low=0.0)
 

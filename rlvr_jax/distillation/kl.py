@@ -1,4 +1,4 @@
-"""Distillation by whole distributions: a divergence at every place of the response."""
+"""Distillation by whole distributions: a divergence at every token of the response."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def kl(
   rest: str = "renormalize",
   floor: float | None = None,
 ) -> Distillation:
-  """ℓ = KL(π‖τ) (α = 1), KL(τ‖π) (α = 0) or their mixture, at each place of the response.
+  """ℓ = KL(π‖τ) (α = 1), KL(τ‖π) (α = 0) or their mixture, at each token of the response.
 
-  It sees every token that the student might have taken there. Nothing of the vocabulary's size is
-  kept: the head is computed in chunks, for student and teacher together. The places are those that
-  the sampler has visited; a token has no effect on later ones.
+  The loss sees every token that the student might have sampled, at the prefixes that the sampler
+  has visited; a token's effect on later tokens has no gradient. No array of the vocabulary's size
+  is kept: the head is computed in chunks, for student and teacher together.
 
   Args:
     alpha, support, top_k, rest, floor: see `ops.divergence.Divergence`.
   Source: "On-Policy Distillation of Language Models" (arXiv:2306.13649). SDPO (arXiv:2601.20802)
-    has the student's top 100 with a tail, OPSD (arXiv:2601.18734) α = 0.5, verl the teacher's top
-    32, with "drop" and the floor 0.
+    uses the student's top 100 with a tail, OPSD (arXiv:2601.18734) uses α = 0.5, and verl uses the
+    teacher's top 32 with "drop" and the floor 0.
   """
   made = Divergence(alpha=alpha, support=support, top_k=top_k, rest=rest, floor=floor)
 

@@ -1,4 +1,4 @@
-"""On-policy distillation as an advantage: the teacher's log-probability less the student's."""
+"""On-policy distillation as an advantage: teacher's minus student's log-probability."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from rlvr_jax.types import Array, TrainBatch
 
 
 def opd(*, student: str = "policy", discount: float = 0.0) -> Distillation:
-  """A_t gets g_t = sg(log τ − log π) in addition, or Σ_{s≥t} γ^(s−t)·g_s.
+  """Adds g_t = sg(log τ − log π), or Σ_{s≥t} γ^(s−t)·g_s, to the advantage A_t.
 
-  Under a loss with the ratio ρ = π/β the expected gradient is that of −KL(π‖τ) at each place, at
-  any staleness, as far as the loss does not clip. It comes after the group's normalization. With
-  γ = 0 a token answers for its own place alone; γ = 1 is the gradient of the response's KL.
+  Under a loss with the ratio ρ = π/β the expected gradient is that of −KL(π‖τ) at each token, at
+  any staleness, where the loss does not clip. The term is added after the group's normalization.
+  With γ = 0 a token gets only its own term; γ = 1 gives the gradient of the response's KL.
 
   Args:
-    student: whose log-probability g has: "policy", π of each update; or "behavior", β, as some
-      published code has it: stale, its expectation is no gradient of a divergence. **open**.
-    discount: γ, in [0, 1], by places of the response.
+    student: the policy whose log-probability is in g: "policy", π of each update; or "behavior", β,
+      as in some published code. With stale rollouts, the expectation for β is not the gradient of a
+      divergence. **open**.
+    discount: γ in [0, 1], per token.
   Source: "On-Policy Distillation of Language Models" (arXiv:2306.13649); as an advantage "On-Policy
     Distillation" (Thinking Machines Lab 2025), tinker-cookbook, slime, verl.
   """

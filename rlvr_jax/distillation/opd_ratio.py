@@ -1,4 +1,4 @@
-"""On-policy distillation as a loss of the ratio, without tokens that the policy has left."""
+"""On-policy distillation as a loss of the ratio; drops tokens that have become improbable."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rlvr_jax.types import Array, TrainBatch
 
 
 def opd_ratio(*, max_drop: float = 0.2, log_ratio_penalty: float = 1e-3) -> Distillation:
-  """ℓ = −g·ρ where π(y) − β(y) ≥ −δ, else 0, and λ·(log ρ)² at every token.
+  """ℓ = −g·ρ·1[π(y) − β(y) ≥ −δ] + λ·(log ρ)² at every token y.
 
   Here ρ = π/β and g = sg(log τ − log π).
 
   Args:
-    max_drop: δ, in (0, 1], how much probability a token may have lost; 1 keeps all.
+    max_drop: δ in (0, 1], the probability that a kept token may have lost; 1 keeps all tokens.
     log_ratio_penalty: λ ≥ 0.
-  Source: prime-rl's `ref_kl_loss_fn`, whose values these are.
+  Source: prime-rl's `ref_kl_loss_fn`, which has the default values.
   """
   check_between("opd_ratio", "max_drop", max_drop, low=0.0, high=1.0, open_low=True)
   check_between("opd_ratio", "log_ratio_penalty", log_ratio_penalty, low=0.0)

@@ -13,11 +13,11 @@ from rlvr_jax.types import Array, TrainBatch
 def opd_score(*, truncation: float | None = 2.0) -> Distillation:
   """ℓ = −sg(min(ρ, c))·g·log π, where ρ = π/β and g = sg(log τ − log π).
 
-  Its expected gradient is that of KL(π‖τ) at each place, at any staleness, as far as ρ ≤ c.
+  Its expected gradient is that of KL(π‖τ) at each token, at any staleness, where ρ ≤ c.
 
   Args:
     truncation: c > 0; None does not truncate.
-  Source: SDPO (arXiv:2601.20802), authors' `compute_self_distillation_loss`, of the sampled token.
+  Source: SDPO (arXiv:2601.20802), the authors' `compute_self_distillation_loss` for sampled tokens.
   """
   if truncation is not None:
     check_between("opd_score", "truncation", truncation, low=0.0, open_low=True)

@@ -1,4 +1,4 @@
-"""On-policy distillation with a score function at each of the student's most probable tokens."""
+"""On-policy distillation with a score function for each of the student's top k tokens."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from rlvr_jax.types import Array, TrainBatch
 
 
 def top_k_opd(*, top_k: int = 16) -> Distillation:
-  """ℓ = Σ_{v∈S} −sg(w_v·(log τ_v − log π_v))·π_v/sg(π_v), S the student's top k tokens.
+  """ℓ = Σ_{v∈S} −sg(w_v·(log τ_v − log π_v))·π_v/sg(π_v) over the student's top k tokens S.
 
-  w is π conditioned on S. Its gradient is that of the conditioned KL, plus f·∇log π(S) with
-  f = Σ w·(log π − log τ): S as a whole is pushed too.
+  w is π conditioned on S. The gradient of ℓ is that of the conditioned KL, plus f·∇log π(S) with
+  f = Σ w·(log π − log τ): it also changes the total probability of S.
 
   Args:
     top_k: k ≥ 1.
-  Source: "Rethinking On-Policy Distillation of Large Language Models" (arXiv:2604.13016), authors'
-    `compute_distillation_reward`. The scalar Σ w·(log π − log τ) as an advantage of the sampled
-    token, as other code has it, has the expected gradient 0 at its place.
+  Source: "Rethinking On-Policy Distillation of Large Language Models" (arXiv:2604.13016), the
+    authors' `compute_distillation_reward`. Other code takes the scalar Σ w·(log π − log τ) as an
+    advantage of the sampled token; its expected gradient at that token is 0.
   """
   made = Divergence(support="student", top_k=top_k, rest="score")
 

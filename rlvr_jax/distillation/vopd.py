@@ -1,4 +1,4 @@
-"""On-policy distillation whose baseline is the divergence at the token."""
+"""On-policy distillation with the divergence at the token as baseline."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rlvr_jax.types import Array, TrainBatch
 
 
 def vopd(*, top_k: int = 0) -> Distillation:
-  """A_t gets sg(log τ − log π) + sg(KL(π‖τ)) of its place in addition: g without its mean.
+  """Adds sg(log τ − log π) + sg(KL(π‖τ)) of the token, which has the mean 0, to A_t.
 
   The KL is a function of the prefix alone, so the expected gradient is that of `opd`, at any
   staleness, with less variance.
 
   Args:
-    top_k: 0: the baseline is the KL of the whole distributions; k: the KL of both distributions
-      conditioned on the student's top k tokens.
-  Source: vOPD (arXiv:2605.07865), authors' `opd_trainer.py`; 100 tokens there.
+    top_k: 0: the baseline is the KL of the whole distributions. Above 0: the baseline is the KL of
+      both distributions conditioned on the student's top_k tokens.
+  Source: vOPD (arXiv:2605.07865), the authors' `opd_trainer.py`, which uses 100 tokens.
   """
   support = "student" if top_k else "all"
   made = Divergence(support=support, top_k=top_k)

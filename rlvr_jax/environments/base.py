@@ -1,7 +1,7 @@
 """The interface of an environment, and the check of what it returns.
 
-An environment answers one policy in one rollout. Its factory is called with its hyper-parameters,
-keywords, once per rollout:
+An environment answers one policy in one rollout. Its factory is called once per rollout, with
+hyper-parameters as keywords:
 
     class Echo:
       def reset(self, problem, seed):
@@ -13,12 +13,12 @@ keywords, once per rollout:
     def echo() -> Environment:
       return Echo()
 
-A factory with a keyword `grade` is handed the task's grader for the rollout's problem, one with a
-keyword `deadline_s` the limit of a turn in seconds. Replies may depend on problem, seed and the
-policy's texts only: if the process of an environment dies, the dialogue is repeated in another one,
-and must give the same replies. Draw from `random.Random(seed)`, and keep no state outside of the
-environment's object. All rollouts of a problem have the same seed. The code runs in a thread, so it
-cannot set handlers of signals.
+A factory with a keyword `grade` gets the task's grader for the rollout's problem. A factory with a
+keyword `deadline_s` gets the time limit of a turn in seconds. Replies may depend only on problem,
+seed and the policy's texts: if the process of an environment dies, the dialogue is repeated in
+another process and must give the same replies. Draw from `random.Random(seed)`, and keep no state
+outside of the environment's object. All rollouts of a problem have the same seed. The code runs in
+a thread, so it cannot set signal handlers.
 
 Replies have the role "user", unless the class says `roles = ("tool",)`. An environment that holds
 something open may have `close()`, called when its dialogue has ended.
@@ -80,10 +80,10 @@ class TimedOut(Stopped):
 
 
 class Environment(Protocol):
-  """An environment, which answers the policy in one rollout."""
+  """The interface of an environment, which answers the policy in one rollout."""
 
   def reset(self, problem: Problem, seed: int) -> Sequence[Message] | None:
-    """Starts the dialogue; returns the prompt's messages, or None for the problem's own prompt."""
+    """Starts the dialogue; returns the prompt's messages, or None for the problem's prompt."""
 
   def step(self, text: str) -> Turn:
     """Answers the policy's text."""
@@ -96,7 +96,7 @@ def declared_roles(environment: Environment) -> list[str]:
   """The roles that an environment's replies may have.
 
   Raises:
-    ValueError: what it declares are not roles.
+    ValueError: the declared roles are invalid.
   """
   roles = getattr(environment, "roles", ROLES[:1])
   if isinstance(roles, str) or not roles or not set(roles) <= set(ROLES):
@@ -107,10 +107,10 @@ def declared_roles(environment: Environment) -> list[str]:
 
 
 def check_turn(turn: Any, roles: Sequence[str]) -> Turn:
-  """Checks what `step` returned; its reply becomes valid text of at most `MAX_REPLY` bytes.
+  """Checks the result of `step`; makes the reply valid text of at most `MAX_REPLY` bytes.
 
   Args:
-    turn: what it returned.
+    turn: the result of `step`.
     roles: the result of `declared_roles`.
   Raises:
     Refused: see `check_score`.
@@ -136,7 +136,7 @@ def check_turn(turn: Any, roles: Sequence[str]) -> Turn:
 
 
 def check_score(owner: str, score: numbers.Real) -> float:
-  """The score as a float. One that is no reward, such as NaN, refuses the text that led to it.
+  """The score as a float; a score that cannot be a reward, such as NaN, is refused.
 
   Raises:
     Refused: the score is not finite, or too large; the message begins with `owner`.
@@ -147,7 +147,7 @@ def check_score(owner: str, score: numbers.Real) -> float:
 
 
 def check_messages(messages: Any) -> list[dict[str, str]] | None:
-  """Checks what `reset` returned.
+  """Checks the result of `reset`.
 
   Raises:
     TypeError: `messages` is neither None nor a sequence of messages.
@@ -171,7 +171,7 @@ def check_messages(messages: Any) -> list[dict[str, str]] | None:
 
 
 def clean(owner: str, text: Any) -> str:
-  """Makes text of str or bytes; invalid parts become U+FFFD.
+  """Converts str or bytes to text; invalid parts become U+FFFD.
 
   Raises:
     TypeError: the text is neither str nor bytes; the message begins with `owner`.
@@ -186,7 +186,7 @@ def clean(owner: str, text: Any) -> str:
 
 
 def cut(text: str, max_bytes: int = MAX_REPLY) -> str:
-  """Cuts text of more than `max_bytes` bytes in UTF-8, and says so at its end."""
+  """Cuts text to `max_bytes` bytes in UTF-8, and adds a note at its end if it was longer."""
   data = text.encode()
   if len(data) <= max_bytes:
     return text

@@ -28,7 +28,7 @@ def parse_environment(field: str, text: str) -> specs.Spec:
 
 
 def tries_of(spec: specs.Spec) -> Any:
-  """The `tries` of one of the package's environments, given or by default; None if it has none."""
+  """The value of `tries` of one of the package's environments; None if it has no such parameter."""
   if ":" in spec.name:
     return None
   parameter = inspect.signature(getattr(environments, spec.name)).parameters.get("tries")
@@ -46,8 +46,8 @@ def make_environment(
     grade: the task's grader for the rollout's problem, for a factory with a keyword `grade`.
     deadline_s: limit of a turn, for a factory with a keyword `deadline_s`.
   Raises:
-    ValueError: as `parse_environment`; or the module or factory does not exist, raises it, or does
-      not return an environment; or it needs `grade`, which is None.
+    ValueError: `parse_environment` raises it; the module or factory does not exist; the factory
+      raises it, does not return an environment, or needs `grade`, which is None.
   """
   owner = f"{field} = {text!r}"
   spec = specs.parse(field, text)

@@ -1,4 +1,4 @@
-"""Tool calls in a policy's turn, as models write them whose chat templates show them tools."""
+"""Tool calls in a policy's turn, in the forms of models whose chat templates show tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Call(NamedTuple):
 
 
 def without_thoughts(text: str) -> str:
-  """What follows the last "</think>"; "" in a "<think>" that is never closed."""
+  """The text after the last "</think>"; "" if a "<think>" is never closed."""
   _, closing, answer = text.rpartition("</think>")
   return "" if not closing and answer.lstrip().startswith("<think>") else answer
 
@@ -34,11 +34,11 @@ def find_call(text: str, names: Collection[str]) -> Call | None:
   Three forms are read. Qwen 2.5 and 3, SmolLM3 and Hermes write `<tool_call>{"name": "f",
   "arguments": {…}}</tool_call>` anywhere after their thoughts. Qwen3-Coder and Qwen 3.5 write
   `<tool_call><function=f><parameter=x>…</parameter></function></tool_call>`; each argument is then
-  a text, without the line breaks next to its tags. Of Llama 3 the whole turn is
-  `{"name": "f", "parameters": {…}}`: such a turn is an answer unless f is one of `names`.
+  a text, without the line breaks next to its tags. For Llama 3 the whole turn is
+  `{"name": "f", "parameters": {…}}`; such a turn is an answer unless f is one of `names`.
 
   Raises:
-    ValueError: no call can be read of what follows `<tool_call>`.
+    ValueError: the text after `<tool_call>` is not a call.
   """
   answer = without_thoughts(text).strip()
   found, at = None, answer.find(_BEGIN)

@@ -42,7 +42,7 @@ class EnvironmentStartError(StartError):
 class Environments:
   """A worker process's `workers.worker.Program`: it keeps the environments of the dialogues.
 
-  Makes the environment once at the start, so that a mistake ends the worker's start.
+  It makes the environment once at the start, so that a mistake ends the worker's start.
   """
 
   def __init__(self, ask: Ask, *, environment: str, deadline_s: float, has_grade: bool):
@@ -89,10 +89,10 @@ class EnvironmentPool(PoolOwner):
   """Runs dialogues in worker processes, each reset and step under a wall-clock limit.
 
   Any thread may call the methods, and none of them blocks, except for the constructor and `close`.
-  A dialogue's results depend on its problem, seed and texts only: if its process ends, another one
-  repeats it. If a result then differs, the dialogue has failed.
+  A dialogue's results depend only on its problem, seed and texts. If its process ends, another
+  process repeats the dialogue; if a result then differs, the dialogue has failed.
 
-  The kind of a `Failure` is "timeout" for a step that exceeds the limit, as where the environment
+  The kind of a `Failure` is "timeout" for a step that exceeds the limit, or if the environment
   raised `TimedOut`; "refused" if it raised `Refused`; "memory" for a failed allocation; "failed"
   for any other exception, an invalid result, or a process that ended. A failure ends its dialogue.
 
@@ -100,16 +100,16 @@ class EnvironmentPool(PoolOwner):
     environment: string of an environment, "name(keyword=value)" or "my_module:factory".
     processes: number of workers, ≥ 1.
     deadline_s: wall-clock limit of a reset or step, seconds. Waiting for a grade, or in
-      `workers.worker.waiting`, has limits of its own.
+      `workers.worker.waiting`, has separate limits.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     startup_timeout_s: limit for a worker to start, seconds.
     variables: added to the workers' environment variables.
-    grade: `GraderPool.submit`, for an environment with a keyword `grade`. A grade that has not come
-      within an hour is a timeout; the grader's own limits are shorter.
+    grade: `GraderPool.submit`, for an environment with a keyword `grade`. A grade that takes over
+      an hour is a timeout; the grader's own limits are shorter.
   Attributes:
     roles: the roles that replies may have, of "user" and "tool".
   Raises:
-    ValueError: an argument out of range, an unknown environment, or variables that are not text.
+    ValueError: an argument is out of range, the environment is unknown, or variables are not text.
     EnvironmentStartError: the environment cannot be made.
   """
 
@@ -152,8 +152,8 @@ class EnvironmentPool(PoolOwner):
 
     Args:
       problem: "question", "answer" and "reference"; JSON-serializable.
-      seed: the same for all rollouts of a problem.
-      graded: the reference for `grade`; None: the problem's.
+      seed: the seed, which is the same for all rollouts of a problem.
+      graded: the reference for `grade`; None for the problem's reference.
     Raises:
       TypeError: the problem is not JSON-serializable.
       RuntimeError: the pool is closed, or has failed.
@@ -172,8 +172,9 @@ class EnvironmentPool(PoolOwner):
     """Gives the policy's text to a dialogue's environment.
 
     Args:
-      dialogue: the result of `Started`. Its previous result has come; `done` or a failure ends it.
-      text: the policy's.
+      dialogue: the dialogue of a `Started`. Its previous result must have arrived; `done` or a
+        failure ends it.
+      text: the policy's text.
     Raises:
       ValueError: the dialogue has ended or has a step under way.
       RuntimeError: the pool is closed, or has failed.
@@ -183,7 +184,7 @@ class EnvironmentPool(PoolOwner):
     return self._pool.submit(dialogue, encode({"text": text}), lambda reply: Turn(*reply))
 
   def close_dialogue(self, dialogue: Session) -> None:
-    """Ends a dialogue whose state is no longer needed; one that has ended already is fine."""
+    """Ends a dialogue whose state is no longer needed, unless it has ended already."""
     self._pool.close_session(dialogue)
 
 

@@ -48,13 +48,13 @@ def guess(
   """A number in [low, high], uniform and drawn from the seed; the right guess ends it with score 1.
 
   The policy's text is a decimal integer; space around it is ignored. The question of the problem is
-  the prompt. For tiny policies of bytes the default replies have one.
+  the prompt. The default replies have one byte, for tiny policies on bytes.
 
   Args:
     low: smallest number.
     high: largest number, ≥ low.
     higher: reply if the number is higher than the guess.
-    lower: reply if it is lower.
+    lower: reply if the number is lower than the guess.
     invalid: reply if the text is not an integer in the range; the turn counts.
   Raises:
     ValueError: a hyper-parameter is out of range, or two replies are equal.

@@ -6,9 +6,9 @@ A dialogue is a session of the server, a WebSocket at URL/ws. Both sides send JS
     {"type": "observation", "data": {"observation": {…}, "reward": 0.5, "done": false}}
     {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "…"}}
 
-Source: `openenv.core.env_server` of openenv 0.10. That package's own client would cost each process
-seconds and web frameworks at its start. Where a connection is lost, it goes on in a new session
-without a reset.
+Source: `openenv.core.env_server` of openenv 0.10. We do not use that package's client, which loads
+web frameworks and would take each process seconds at its start, and which continues a lost
+connection in a new session without a reset.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def make_action(template: Any, text: str) -> Any:
 def fill_in(template: str, observation: Mapping[str, Any]) -> str:
   """The template with an observation's values in place of "{field}" or "{field.0.inner}".
 
-  Text stands as it is, null as nothing, any other value as JSON.
+  Text is inserted unchanged, null as "", and any other value as JSON.
 
   Raises:
     ServerError: the observation has no such field.
@@ -133,8 +133,8 @@ def read_answer(text: str) -> _Answer:
   """Reads the server's answer to a reset or step.
 
   Raises:
-    Refused: the server's model of actions does not take the policy's text, or its reward is none.
-    ServerError: the server reports an error, or has sent what is not an observation.
+    Refused: the server does not accept the policy's text as an action, or the reward is invalid.
+    ServerError: the server reports an error, or has sent something other than an observation.
   """
   try:
     message = json.loads(text)
@@ -406,14 +406,14 @@ def openenv(
 ) -> Environment:
   """Plays with an environment that an OpenEnv server serves.
 
-  Each dialogue has a session of its own. The server needs `max_concurrent_envs` for all dialogues
-  at a time; one that finds no session tries again up to the deadline.
+  Each dialogue has its own session. The server's `max_concurrent_envs` must allow all dialogues at
+  a time; a dialogue that gets no session tries again until the deadline.
 
-  Bits repeat as far as the server does: it gets the seed, and its replies may depend on seed,
-  `reset` and actions only. What an answer means:
+  A run repeats bit for bit if the server does: it gets the seed, and its replies may depend only on
+  seed, `reset` and actions. An answer has this meaning:
 
-  * an observation is a reply, or with done the end. Its score comes from the rewards; the task's
-    grader judges where there were none.
+  * an observation is a reply, or with done the end of the dialogue. The score comes from the
+    rewards; if there were no rewards, the task's grader judges.
   * VALIDATION_ERROR refuses the policy's text; so do a reward that is not finite, and a text
     without a match of `pattern`.
   * a step without an answer in time, of a server that answers pings, counts against the text; so
@@ -426,7 +426,8 @@ def openenv(
       {"code": "{text}"}.
     reply: template of the reply, in which "{field}" stands for a field of the observation, such as
       "{stdout}{stderr}"; "{field.0.inner}" is within lists and objects.
-    prompt: likewise of the first message, from the observation of the reset; "": the problem's own.
+    prompt: template of the first message, from the observation of the reset; "" for the problem's
+      own prompt.
     reset: fields of the problem that the server's reset gets besides the seed, such as ("index",):
       "question", "answer", or one of the reference; "extra.index" is within others.
     pattern: regular expression; the text of the action is its last match's first group, or the

@@ -132,22 +132,22 @@ def python(
   read gets a reply that says so, unless the turn has a fenced program.
 
   The program runs in the sandbox of `rlvr_jax.codejudge`, with the limits of generated programs and
-  the standard library only; its standard input is empty. The reply is its standard output, then the
-  end of its standard error, which has the traceback. A limit that it exceeds is a reply, too. A
-  program that breaks its sandbox is refused. Text without a program ends the dialogue, and
-  the task's grader judges it.
+  the standard library only; its standard input is empty. The reply is the program's standard
+  output, then the end of its standard error, which has the traceback. A reply also names a limit
+  that the program has exceeded. A program that breaks its sandbox is refused. Text without a
+  program ends the dialogue, and the task's grader judges it.
 
   With `state`, the dialogue's earlier programs that ended without an error run again before each
-  program, in the same namespace and with their output dropped. So their other effects are repeated,
-  a random number that they drew may differ, and their time counts towards the limit.
+  program, in the same namespace and with their output dropped. So other effects of these programs
+  are repeated, random numbers in them may differ, and their time counts towards the limit.
 
-  Programs of one worker that use a core take turns; up to 3 that sleep wait beside them.
+  Programs of one worker that use a core take turns; up to 3 sleeping programs wait beside them.
 
   Args:
-    limit_s: processor time of a program, seconds, in (0, 120]; also the limit of its sleep.
+    limit_s: processor time of a program, seconds, in (0, 120]; it also limits the time of sleeping.
     memory_mib: memory of a program, MiB, ≥ 64. A smaller `memory_mib` of the pool takes precedence.
     max_output: characters of standard output that the reply has, ≥ 1.
-    state: whether programs see the variables of the dialogue's earlier ones.
+    state: whether programs see the variables of the dialogue's earlier programs.
   Raises:
     ValueError: a hyper-parameter is out of range.
     SandboxError: the sandbox does not work here.

@@ -1,4 +1,4 @@
-"""Try again: the verdict of the task's grader comes back, until it is right or tries run out."""
+"""Lets a policy try again after the grader's verdict, until it is right or has no tries left."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class _Retry:
 def retry(*, grade: Grade, tries: int = 3, discount: float = 1.0) -> Environment:
   """Tells the policy whether its answer is right, and lets it try again.
 
-  A right answer ends the dialogue with the grade's score · discount^(earlier tries). So does the
-  last try if it is wrong, with the score that its grader gives to wrong answers, normally 0. A
-  reply has the outcome and the grader's feedback, if it gives one. The feedback for programs is the
+  A right answer ends the dialogue with the grade's score · discount^(earlier tries). A wrong last
+  try also ends the dialogue, with the score that the grader gives to wrong answers, normally 0. A
+  reply has the outcome and the grader's feedback, if there is any. The feedback for programs is the
   first failing test, with its expected output: k tries show at most k − 1 tests.
 
   Args:

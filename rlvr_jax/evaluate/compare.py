@@ -101,7 +101,7 @@ def group_by_label(results: Iterable[Result]) -> dict[str, list[Result]]:
 def values_by_seed(
   results: Iterable[Result], value_of: Callable[[Result], float]
 ) -> dict[str, dict[int, float]]:
-  """Label → seed → value of the run."""
+  """The value of each run, as label → seed → value."""
   return {
     label: {result["seed"]: value_of(result) for result in group}
     for label, group in group_by_label(results).items()
@@ -111,7 +111,7 @@ def values_by_seed(
 def result_curve(
   result: Result, metric: str = METRIC, over: str = "updates", phase: str = "eval"
 ) -> tuple[curves.Floats, curves.Floats]:
-  """The curve of a metric in one run: positions and values, f64[N] each, as `curves.curve`.
+  """The curve of a metric in one run, like `curves.curve`: positions and values, f64[N] each.
 
   Every result has the evaluations; metrics of training are in the run's workdir. Results of
   experiments may also have metrics of training over updates: `curves`, metric → pairs
@@ -173,16 +173,16 @@ def markdown_table(
 
 
 def mean_cell(values: Sequence[float]) -> str:
-  """Mean over seeds with the half-width of its 95 % interval; only the mean if all are equal."""
+  """A table cell: mean over seeds ± half of the 95 % interval; only the mean of equal values."""
   mean, half = mean_and_half_width(values)
   return f"{mean:.3g} ± {half:.1g}" if half else f"{mean:.3g}"
 
 
 def difference_cell(difference: Difference, digits: int = 3) -> str:
-  """Mean difference paired by seed, with its 95 % interval.
+  """A table cell: the mean difference paired by seed, with its 95 % interval.
 
-  Only the mean, if the interval has no width at this number of decimal digits: seeds that are equal
-  by chance, for example two of them, do not show how much others would differ.
+  The interval is omitted if it has no width at this number of digits: seeds that are equal by
+  chance do not show how much other seeds would differ.
   """
   edges = (difference.mean, difference.low, difference.high)
   mean, low, high = (f"{x:+.{digits}f}" for x in edges)
@@ -190,15 +190,15 @@ def difference_cell(difference: Difference, digits: int = 3) -> str:
 
 
 def interval_cell(result: Result, index: int, metric: str = METRIC) -> str:
-  """A held-out metric of one evaluation, with its 95 % interval over problems."""
+  """A table cell: a held-out metric of one evaluation, with its 95 % interval over problems."""
   value, low, high = (result["evaluations"][f"{metric}{x}"][index] for x in ("", "_low", "_high"))
   return f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def error_over_problems(results: Sequence[Result], metric: str = METRIC) -> float | None:
-  """Standard error over problems of a metric's last value, mean over the runs; None if unknown.
+  """Standard error over problems of a metric's last value, averaged over runs; None if unknown.
 
-  All runs have the same problems, so more seeds do not reduce it.
+  All runs have the same problems, so more seeds do not reduce this error.
   """
   names = [f"{metric}_low", f"{metric}_high"]
   with_interval = [
@@ -214,7 +214,7 @@ def error_over_problems(results: Sequence[Result], metric: str = METRIC) -> floa
 def differences(
   results: Iterable[Result], baseline: str, value_of: Callable[[Result], float] = final_value
 ) -> dict[str, Difference | None]:
-  """Label → difference to the baseline, paired by seed; None if they share fewer than two seeds.
+  """Each label's difference to the baseline, paired by seed; None with fewer than two shared seeds.
 
   Args:
     results: the result of `read_results`.
@@ -237,7 +237,7 @@ def other_labels(results: Iterable[Result], baseline: str) -> list[str]:
   """The labels of the results, without the baseline's.
 
   Raises:
-    ValueError: no run has the baseline's label, or all have it.
+    ValueError: no run has the baseline's label, or all runs have it.
   """
   labels = list(group_by_label(results))
   if baseline not in labels:
@@ -248,7 +248,7 @@ def other_labels(results: Iterable[Result], baseline: str) -> list[str]:
 
 
 def adjusted_p(by_label: Mapping[str, Difference | None]) -> dict[str, float]:
-  """Label → p, adjusted by Holm's procedure over all differences that vary between seeds."""
+  """Each label's p-value, adjusted by Holm's procedure over all differences that vary."""
   p = {label: value.p for label, value in by_label.items() if value and value.deviation}
   return dict(zip(p, holm(list(p.values())).tolist(), strict=True))
 
@@ -355,7 +355,7 @@ def plot_differences(
     results: the result of `read_results`.
     baseline: a label.
     value_of: result → the value to compare.
-    name: name of this value, for the axis.
+    name: name of the value, for the axis.
   Raises:
     ValueError: see `other_labels`.
   """
@@ -387,7 +387,7 @@ def draw_differences(
 ) -> None:
   """Saves the figure of `plot_differences` for the last values of a metric.
 
-  Arguments as of `comparison_table`.
+  For arguments see `comparison_table`.
 
   Raises:
     ImportError: matplotlib, the extra `plot`, is missing.

@@ -1,7 +1,7 @@
 """Learning curves over any axis (updates, tokens, model FLOPs, seconds), and the time by phase.
 
-They are read from metrics.jsonl. Every record of the phases "train" and "eval" has the totals since
-the run began, including those before it was resumed.
+The curves are read from metrics.jsonl. Every record of the phases "train" and "eval" has the totals
+since the run first began, also if it was resumed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def metric_range(metric: str) -> tuple[float, float]:
 def curve(
   records: Iterable[Record], metric: str, over: str = "updates", phase: str = "eval"
 ) -> tuple[Floats, Floats]:
-  """The curve of a metric: its values, and the position of each on an axis.
+  """The curve of a metric: its values, and the position of each value on an axis.
 
   Args:
     records: the result of `read_metrics`.
@@ -99,7 +99,7 @@ def _axis_positions(records: Sequence[Record], over: str) -> Floats:
 
 
 class MeanCurve(NamedTuple):
-  """Mean over seeds with its 95 % interval by Student's t; f64[num] each."""
+  """A mean over seeds with its 95 % interval by Student's t; f64[num] each."""
 
   x: Floats
   mean: Floats
@@ -116,7 +116,8 @@ def mean_curve(
   """Mean over seeds on a common grid, by linear interpolation within the range of all curves.
 
   Args:
-    curves: (x, y) of each seed, x ascending; of several points with the same x, the last is used.
+    curves: (x, y) of each seed, x ascending; if several points have the same x, the last point is
+      used.
     num: number of points of the grid.
     within: range of y, to which the interval is clipped.
   Raises:
@@ -184,7 +185,7 @@ def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
 
 
 def time_table(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
-  """Phase → its seconds, and their share of the run's wall-clock time.
+  """The seconds of each phase, and their share of the run's wall-clock time, by phase.
 
   Shares add up to more than 1 if phases overlap, and to less if some time belongs to no phase.
 
@@ -274,7 +275,8 @@ def save_figure(
 
   Args:
     path: path of the file.
-    rows, columns: numbers of panels; with several, the axes are an array as from `pyplot.subplots`.
+    rows, columns: numbers of panels; with several panels, the axes are an array as from
+      `pyplot.subplots`.
     size: width and height, inches.
     dpi: dots per inch.
   Raises:
@@ -300,7 +302,7 @@ def draw(
   *,
   phase: str = "eval",
 ) -> None:
-  """Saves the figure of `plot`; raises ImportError as `save_figure` does."""
+  """Saves the figure of `plot`; raises the ImportError of `save_figure`."""
   with save_figure(path, size=(8, 4)) as axes:
     plot(axes, runs, metric, over, phase=phase)
 

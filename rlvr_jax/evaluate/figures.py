@@ -82,7 +82,7 @@ def plot_difference(
     axes: axes of matplotlib.
     row: position on the y axis.
     seeds: differences of single seeds.
-    difference: mean and interval; None for too few seeds, which have their mean if they are two.
+    difference: mean and interval; None if there are too few seeds for an interval.
   """
   # The dots stand off the interval, which would hide them.
   axes.plot(
@@ -107,7 +107,7 @@ def plot_cosines(
     axes: axes of matplotlib.
     names: names of the M rows.
     matrix: f[M, N], in [−1, 1].
-    columns: names of the N columns; None: they are the rows' vectors, too.
+    columns: names of the N columns; None if rows and columns are the same vectors.
   """
   columns = names if columns is None else columns
   image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu")

@@ -160,7 +160,7 @@ class GroupSizes(NamedTuple):
 def group_sizes(
   measurement: Measurement, advantage: Advantage, *, num_samples: int = 100, seed: int = 0
 ) -> GroupSizes:
-  """PR and n_eff of subsamples of every group, at sizes 2, 4, 8, … and G.
+  """Participation ratio and n_eff of subsamples of every group, at sizes 2, 4, 8, … and G.
 
   Each sample keeps that many rollouts of every prompt, drawn without replacement, and computes
   their coefficients with `advantage`. At G every sample is the full batch. The range is over the
@@ -379,7 +379,7 @@ def plot_coefficients(axes: Any, measurement: Measurement, salt: Reweighting) ->
 
 
 def plot_expert_load(axes: Any, measurement: Measurement) -> Any:
-  """Plots each expert's load by layer, 1 if it is even, experts with the largest first.
+  """Plots each expert's load by layer, largest loads first; an even load is 1.
 
   Returns the image, for a color bar.
 

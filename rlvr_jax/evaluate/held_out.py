@@ -38,16 +38,16 @@ def evaluate_problems(
   seed: int,
   first_batch: int = 0,
 ) -> Iterator[EvaluatedBatch]:
-  """Evaluates problems in order; responses are graded while the devices generate others.
+  """Evaluates problems in order; grading runs while the devices generate further responses.
 
   Every evaluation samples with the same keys: two evaluations differ only by the parameters, and a
   resumed evaluation samples the same responses.
 
   Args:
-    sampler: with the purpose "evaluation".
-    policy: the policy that is evaluated.
-    problems: the problems, all used.
-    batch_size: number of problems that are drawn, and yielded, together.
+    sampler: a sampler with the purpose "evaluation".
+    policy: the policy to evaluate.
+    problems: the problems, all of which are evaluated.
+    batch_size: number of problems that are drawn and yielded together.
     seed: seed of sampling.
     first_batch: index of the first batch to evaluate.
   """
@@ -84,7 +84,7 @@ def accuracy(
   max_turns: int = 1,
   best_play: Callable[[int], float] | None = None,
 ) -> dict[str, float]:
-  """pass@k, mean and, of three samples or more, majority, with 95 % intervals over problems.
+  """pass@k, mean, and majority of at least three samples, with 95 % intervals over problems.
 
   The intervals come from `pass_at_k.interval_over_problems`. A sample whose grading failed
   counts as incorrect. Majorities are omitted where graders extract no answers, and, with a
@@ -98,8 +98,8 @@ def accuracy(
     best_play: `Task.best_play`.
   Returns:
     {"eval/pass@1": …, "eval/pass@1_low": …, …}, the fractions of outcomes, and the fraction of
-    responses that were truncated at the length limit. Of dialogues, also the fractions that were
-    correct after at most 1, 2, … turns, and what the best play has more than this policy.
+    responses that were truncated at the length limit. For dialogues, also the fractions that were
+    correct after at most 1, 2, … turns, and by how much the best play exceeds this policy.
   """
   flat = [sample for row in samples for sample in row]
   correct = [[sample["outcome"] == "correct" for sample in row] for row in samples]

@@ -39,7 +39,7 @@ def plot_accuracy(axes: Any, records: Sequence[Record]) -> None:
 
 
 def plot_groups(axes: Any, records: Sequence[Record]) -> None:
-  """Plots the shares of groups with both outcomes, only failures, only successes; sum 1."""
+  """Plots the shares of groups with both outcomes, only failures, and only successes."""
   names = ("groups/all_wrong", "groups/effective", "groups/all_correct")
   if not all(_series(records, "train", name)[0] for name in names):
     return
@@ -109,7 +109,7 @@ Panel = Callable[[Any, Sequence[Record]], None]
 def panels_with_data(
   records: Sequence[Record], panels: Iterable[Panel] = tuple(PANELS)
 ) -> list[Panel]:
-  """The panels that have data; rounding noise around 0 does not count.
+  """The panels that have data; rounding noise around 0 does not count as data.
 
   Args:
     records: records of a run.

@@ -86,8 +86,9 @@ def _p_value(data: npt.NDArray[np.float64]) -> float:
 def holm(p_values: npt.ArrayLike) -> npt.NDArray[np.float64]:
   """p-values adjusted for multiple comparisons by Holm's step-down procedure.
 
-  The k-th smallest of m is multiplied by m − k + 1, and is at least the adjusted one before it.
-  Rejecting where the result is ≤ α keeps the probability of any false rejection at or below α.
+  The k-th smallest of m p-values is multiplied by m − k + 1, and is at least the previous adjusted
+  p-value. Rejecting where the result is ≤ α keeps the probability of any false rejection at or
+  below α.
 
   Args:
     p_values: f[comparisons], in [0, 1].
@@ -109,9 +110,9 @@ def seeds_needed(deviation: float, difference: float = 0.02, power: float = 0.8)
   Args:
     deviation: standard deviation of the paired difference over seeds, in the metric's unit.
     difference: the true difference, > 0.
-    power: probability to detect it, in (0.05, 0.999].
+    power: probability of detecting the difference, in (0.05, 0.999].
   Returns:
-    The smallest number, between 2 and a million.
+    The smallest sufficient number of seeds, between 2 and a million.
   """
   check_between("seeds_needed", "difference", difference, low=0.0, open_low=True)
   check_between("seeds_needed", "power", power, low=0.05, high=0.999, open_low=True)

@@ -16,7 +16,7 @@ def pass_at_k(num_samples: npt.ArrayLike, num_correct: npt.ArrayLike, k: int) ->
   """Unbiased pass@k = 1 − C(n−c, k) / C(n, k): probability that k samples include a correct one.
 
   The ratio of binomials is the product over i = 0..k−1 of (n−c−i)/(n−i): no factorial, no
-  cancellation, exact up to rounding for n in the thousands.
+  cancellation. It is exact up to rounding for n in the thousands.
 
   Args:
     num_samples: i[...], n ≥ 1, samples per problem.
@@ -180,8 +180,8 @@ def summarize(
     correct: bool[problems, n].
     ks: the values of k of pass@k, each ≤ n.
     seed: seed of the bootstrap.
-    answers: `[problems][n]`, see `majority_at_n`; None omits majority@n. Fewer than three have no
-      majority beside the mean.
+    answers: `[problems][n]`, see `majority_at_n`; None omits majority@n, as do fewer than three
+      samples.
   Returns:
     {"pass@1": …, "pass@1_low": …, "pass@1_high": …, …, "mean": …, "majority": …}; `mean` and
     `majority` also have `_low` and `_high`.

@@ -1,4 +1,4 @@
-"""A run whose groups other programs sample: they meet in a folder or a bucket, without locks."""
+"""A fleet: other programs sample a run's groups and exchange files through a folder or a bucket."""
 
 __all__ = [
   "exchange",

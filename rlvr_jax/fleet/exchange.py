@@ -1,14 +1,14 @@
-"""Where the trainer and the samplers of a run meet: a folder or a bucket, without locks or leases.
+"""The folder or bucket through which trainer and samplers of a run exchange files, without locks.
 
-  terms/E          one for each start of a trainer, the newest counts: what its samplers must have
+  terms/E          one per start of a trainer, the newest counts: the identity of its samplers
   policies/E.V     version V of the policy can be restored
   draws/E.N        a draw of problems, and which of its groups are wanted
   groups/N.I       group I of draw N, by the sampler that was first
   samplers/NAME    a counter, and what the sampler does; nothing else is overwritten
   ends/E           the trainer has all its batches
 
-All but groups are a line of JSON with a checksum. Anybody may have written the files: names
-of another form are ignored, and contents are checked here. Nothing is unpickled.
+All objects except groups are a line of JSON with a checksum. Anybody may have written the files, so
+names of another form are ignored, and contents are checked here. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Fields: TypeAlias = Mapping[str, Callable[[object], bool]]  # name → what it m
 
 
 class RecordError(ValueError):
-  """An object is damaged, or has contents that this version does not write."""
+  """An object is damaged, or has contents that this version would not write."""
 
 
 class View(NamedTuple):
-  """The contents of a listing of the exchange, for the newest term."""
+  """The contents of the exchange in one listing, for the newest term."""
 
   term: int  # −1: there is none yet
   policies: list[int]  # versions, ascending
@@ -60,7 +60,7 @@ class View(NamedTuple):
 
 
 class WantedDraw(NamedTuple):
-  """A draw as samplers read it."""
+  """A draw with its wanted groups, in the form that samplers read."""
 
   draw: Draw
   indices: list[int]  # of the groups that are wanted
@@ -68,7 +68,7 @@ class WantedDraw(NamedTuple):
 
 
 class SamplerRecord(NamedTuple):
-  """What a sampler says of itself."""
+  """The record that a sampler writes about itself."""
 
   term: int  # that it samples for; −1: none yet
   beat: int  # counts its records
@@ -89,7 +89,7 @@ class Exchange:
     self._objects = objects
 
   def look(self) -> View:
-    """The present contents of the exchange, by one listing."""
+    """Lists the exchange once and returns its present contents."""
     found: dict[str, dict[Any, Listed]] = {kind: {} for kind in _NAMES}
     for path, listed in self._objects.list().items():
       kind, name = _parse_name(path)
@@ -109,10 +109,10 @@ class Exchange:
   # --- the trainer --------------------------------------------------------------------------------
 
   def begin_term(self, identity: Mapping[str, str]) -> int:
-    """Begins the next term, and removes policies and draws of earlier ones.
+    """Begins the next term, and removes policies and draws of earlier terms.
 
     Args:
-      identity: what samplers must have in common with this trainer; name → text.
+      identity: properties that samplers must share with this trainer; name → text.
     Returns:
       The number of the term.
     """
@@ -128,7 +128,7 @@ class Exchange:
     return term
 
   def announce(self, term: int, version: int, fingerprint: str) -> None:
-    """Says that a policy can be restored; of the announcements the newest two stay."""
+    """Announces that a policy can be restored; only the newest two announcements are kept."""
     self._put(f"policies/{term}.{version}", {"fingerprint": fingerprint})
     view = self.look()
     if view.term == term:
@@ -136,14 +136,14 @@ class Exchange:
         self._objects.remove(f"policies/{term}.{old}")
 
   def put_draw(self, term: int, draw: Draw, indices: Collection[int]) -> str:
-    """Asks for groups of a draw; returns the digest of the draw."""
+    """Requests groups of a draw; returns the digest of the draw."""
     digest = digest_draw(draw)
     content = draw_to_json(draw) | {"indices": sorted(indices)}
     self._put(f"draws/{term}.{draw.number}", content)
     return digest
 
   def remove_draw(self, term: int, number: int) -> None:
-    """Asks for no more groups of a draw."""
+    """Withdraws the request for groups of a draw."""
     self._objects.remove(f"draws/{term}.{number}")
 
   def remove_group(self, place: Place) -> None:
@@ -151,10 +151,10 @@ class Exchange:
     self._objects.remove(_group_name(place))
 
   def get_group(self, place: Place, listed: Listed) -> tuple[Group, str] | None:
-    """A group and the digest of its draw; None if it was removed meanwhile.
+    """A group and the digest of its draw; None if the group was removed.
 
     Raises:
-      RecordError: the group is damaged, too large, or not of this place.
+      RecordError: the group is damaged or too large, or has another draw or index.
     """
     name = _group_name(place)
     if listed.size > MAX_GROUP_BYTES:
@@ -174,23 +174,23 @@ class Exchange:
     self._objects.remove(f"samplers/{name}")
 
   def end(self, term: int) -> None:
-    """Says that the trainer has all its batches."""
+    """Announces that the trainer has all its batches."""
     self._put(f"ends/{term}", {})
 
   # --- samplers -----------------------------------------------------------------------------------
 
   def identity(self, term: int) -> dict[str, str] | None:
-    """The identity that a term's trainer demands of samplers; None if a later term has begun."""
+    """The identity that a term's trainer requires of samplers; None if a later term has begun."""
     content = self._get(f"terms/{term}", {"identity": _is_texts})
     return None if content is None else content["identity"]
 
   def fingerprint(self, term: int, version: int) -> str | None:
-    """The fingerprint of an announced policy; None if newer ones have replaced it."""
+    """The fingerprint of an announced policy; None if newer policies have replaced it."""
     content = self._get(f"policies/{term}.{version}", {"fingerprint": _is_text})
     return None if content is None else content["fingerprint"]
 
   def get_draw(self, term: int, number: int) -> WantedDraw | None:
-    """A draw; None if it was removed meanwhile. Raises RecordError if it is damaged."""
+    """Reads a draw; None if it was removed. Raises RecordError if it is damaged."""
     content = self._get(f"draws/{term}.{number}", _DRAW)
     if content is None:
       return None
@@ -254,7 +254,7 @@ def _parse_name(path: str) -> tuple[str, Any]:
 
 
 def check_sampler_name(name: str) -> str:
-  """Returns a sampler's name; raises ValueError if it has another form than samplers' names."""
+  """Returns a sampler's name; raises ValueError if its form is not allowed."""
   if not _NAMES["samplers"].fullmatch(name):
     raise ValueError(f"a sampler named {name!r}: use letters, digits, - and _, at most 80")
   return name
@@ -275,7 +275,7 @@ def _to_line(content: Mapping[str, JSON]) -> bytes:
 
 
 def draw_from_json(content: JsonObject) -> Draw:
-  """The inverse of `draw_to_json`, of checked content."""
+  """A draw from the JSON of `draw_to_json`, whose content has been checked."""
   problems = [_problem_from_json(problem) for problem in content["problems"]]
   fields = (content[name] for name in ("seed", "version", "sources"))
   return Draw(content["number"], problems, *fields)
@@ -364,7 +364,7 @@ _SAMPLER: Fields = {
 
 
 class Watch:
-  """Which samplers are alive: an observer saw their records change, by its own clock."""
+  """Tracks which samplers are alive: their records change, by the observer's own clock."""
 
   def __init__(self, limit_s: float, clock: Callable[[], float]):
     """`limit_s`: seconds without a change after which a sampler is dead."""
@@ -372,7 +372,7 @@ class Watch:
     self._seen: dict[str, tuple[Hashable, float]] = {}  # name → (`Listed.change`, since when)
 
   def look(self, samplers: Mapping[str, Listed]) -> list[str]:
-    """The names of the living, sorted, after a look at a listing; a new name is alive at first."""
+    """The sorted names of living samplers, after a listing; a new name counts as alive at first."""
     now = self._clock()
     for name, listed in samplers.items():
       if name not in self._seen or self._seen[name][0] != listed.change:
@@ -381,6 +381,6 @@ class Watch:
     return sorted(name for name, (_, since) in self._seen.items() if now - since <= self._limit_s)
 
   def dead(self, since_s: float) -> list[str]:
-    """The names that have not changed for so many seconds."""
+    """The names whose records have not changed for `since_s` seconds."""
     now = self._clock()
     return sorted(name for name, (_, since) in self._seen.items() if now - since > since_s)

@@ -1,7 +1,8 @@
 """The program of a sampler: samples groups of the trainer's draws until the run ends.
 
-Which groups are whose follows from the names of the living samplers, see `Orders`: nobody asks
-anybody. A late group becomes others' too. Then it may be sampled twice, and the first file counts.
+The names of the living samplers determine which sampler takes which group, see `Orders`, without
+any messages. Other samplers may also take a late group. It may then be sampled twice, and the first
+file counts.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ _REMEMBERED = 64  # of its groups whose times a sampler remembers
 
 
 class PolicyGoneError(RuntimeError):
-  """A policy is no longer published: newer ones have replaced it."""
+  """A policy is no longer published, since newer policies have replaced it."""
 
 
 class RefusedError(RuntimeError):
-  """This sampler must not sample for the trainer: its code, configuration or data are others."""
+  """This sampler must not sample for the trainer: its code, configuration or data differ."""
 
 
 class Settings(NamedTuple):
-  """How a sampler takes part."""
+  """The settings of a sampler in a fleet."""
 
   name: str
   identity: Mapping[str, str]  # code, configuration, data …: must equal the trainer's
@@ -64,7 +65,7 @@ class Settings(NamedTuple):
 
 
 class Known(NamedTuple):
-  """A policy of the exchange, by name."""
+  """A policy in the exchange, by its name."""
 
   term: int
   version: int
@@ -72,7 +73,7 @@ class Known(NamedTuple):
 
 
 class Step(NamedTuple):
-  """The next step of a sampler."""
+  """The next step that a sampler takes."""
 
   ended: bool = False
   restore: Known | None = None  # a newer policy
@@ -81,10 +82,10 @@ class Step(NamedTuple):
 
 
 class Orders:
-  """Whose a group is, among some samplers: of the first in its order, then of the second, …
+  """For each group an order of samplers: the first takes it, and the next if the first is late.
 
-  The order of two samplers does not depend on a third one: nothing that a sampler has begun becomes
-  another's when one joins or dies, but for the groups of the dead and the share of the new one.
+  The order of two samplers does not depend on a third. So when a sampler joins or dies, only the
+  share of the new sampler and the groups of the dead sampler change hands.
   """
 
   def __init__(self, names: Sequence[str]):
@@ -94,7 +95,7 @@ class Orders:
     self._of: dict[Place, list[str]] = {}
 
   def of(self, place: Place) -> list[str]:
-    """The samplers in the order in which a group is theirs."""
+    """The samplers in the order in which they may take a group."""
     if place not in self._of:
       key = _mix(np.array([(place[0] << 32 | place[1]) & (2**64 - 1)], np.uint64))
       self._of[place] = [self.names[i] for i in np.argsort(_mix(self._hashes ^ key))]
@@ -109,7 +110,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class Pace:
-  """How long groups take, and which are late; by the observer's own clock."""
+  """Measures how long groups take and which groups are late, by the observer's own clock."""
 
   def __init__(self, patience_s: float, clock: Callable[[], float]):
     """Has seen nothing yet.
@@ -143,14 +144,14 @@ class Pace:
     }
 
   def patiences(self, number: int) -> int:
-    """How many times the patience a draw has been the oldest."""
+    """How long a draw has been the oldest, in units of the patience."""
     oldest, since = self._oldest
     return int((self._clock() - since) / self._patience_s) if number == oldest else 0
 
   def times_late(self, place: Place, name: str) -> int:
-    """How many times the time that a group may take a sampler has taken; 0: it is not late.
+    """How long a sampler has taken for a group, in units of the allowed time; 0 if it is not late.
 
-    To an observer that has finished no group none is late: all may take as long.
+    For an observer that has not finished a group yet, no group is late.
     """
     if not self._times:
       return 0
@@ -201,7 +202,7 @@ class _Term:
 
 
 class Member:
-  """A sampler's part in a fleet: what it samples next. It neither waits nor samples."""
+  """Decides what a sampler of a fleet samples next; it neither waits nor samples itself."""
 
   def __init__(self, exchange: Exchange, settings: Settings, clock: Callable[[], float]):
     """Has sampled nothing yet; `clock`: seconds, of this machine."""
@@ -214,7 +215,7 @@ class Member:
     self.record = SamplerRecord(-1, 0, -1, "starts", "", False, [], 0, 0, 0)
 
   def look(self) -> Step:
-    """Reads the exchange, and decides; the groups that it wants count as begun.
+    """Reads the exchange and decides the next step; groups that it takes count as begun.
 
     Raises:
       RefusedError: this sampler must not sample for the trainer.
@@ -237,12 +238,12 @@ class Member:
     return step
 
   def adopt(self, policy: Known) -> None:
-    """Notes the policy with which it samples from now on."""
+    """Notes the policy with which the sampler samples from now on."""
     self._policy = policy
     self.record = self.record._replace(version=policy.version)
 
   def must_finish(self, policy: Known) -> bool:
-    """Whether groups in progress must end before this policy, which is no newer, may sample."""
+    """Whether groups in progress must end before this policy may sample, as it is not newer."""
     return self.is_busy() and self._policy is not None and policy.version <= self._policy.version
 
   def give(self, groups: Sequence[Group]) -> None:
@@ -262,17 +263,17 @@ class Member:
       )
 
   def beat(self, number: int) -> None:
-    """Writes a sign of life, with another number than the one before; any thread may call it."""
+    """Writes a sign of life with a new number; any thread may call this."""
     self._exchange.beat(self._settings.name, self.record._replace(beat=number))
 
   def fail(self, error: BaseException, *, ends_run: bool) -> None:
-    """Leaves an error behind, which the trainer names."""
+    """Writes an error for the trainer, which names it."""
     text = f"{type(error).__name__}: {error}"
     self.record = self.record._replace(error=text, ends_run=ends_run, doing=[])
     self.beat(0)
 
   def leave(self) -> None:
-    """Takes this sampler off the list."""
+    """Removes this sampler's record from the exchange."""
     self._exchange.remove_sampler(self._settings.name)
 
   def is_busy(self) -> bool:
@@ -403,8 +404,8 @@ def run_sampler(
     exchange: the exchange of the run.
     sampler: the sampler of this program; it is closed at the end.
     settings: the settings of this sampler.
-    restore: (version, fingerprint) → the policy's parameters. Called in a thread, while the sampler
-      goes on. It, and the sampler's `offer`, may raise PolicyGoneError.
+    restore: (version, fingerprint) → the policy's parameters. It is called in a thread, while the
+      sampler continues. Both `restore` and the sampler's `offer` may raise PolicyGoneError.
     ends_run: errors that any sampler would meet, so that they end the run.
     stop: whether to end now, as after a signal.
     say: prints a line.
@@ -443,12 +444,12 @@ def run_sampler(
 
 
 def policy_of(known: Known, params: Params) -> Policy:
-  """A restored policy, as samplers take it."""
+  """A restored policy in the form that samplers take."""
   return Policy(known.version, params, lambda: known.fingerprint)
 
 
 class Speaker:
-  """Prints what a program waits for, at each change and now and then."""
+  """Prints what a program waits for, at each change and from time to time."""
 
   def __init__(self, who: str, say: Callable[[str], None], clock: Callable[[], float]):
     self._who, self._say, self._clock = who, say, clock

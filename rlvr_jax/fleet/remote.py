@@ -1,4 +1,4 @@
-"""The trainer's side of a fleet: a sampler whose groups other programs sample."""
+"""The trainer's side of a fleet: a sampler that gets its groups from other programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GONE_S = 600.0  # without a change, until what a sampler said is removed
 
 
 class FleetError(RuntimeError):
-  """The trainer cannot go on with its samplers."""
+  """The trainer cannot continue with its samplers."""
 
 
 class Allowed(NamedTuple):
@@ -34,7 +34,7 @@ class Allowed(NamedTuple):
 
 
 class Settings(NamedTuple):
-  """How the trainer takes part."""
+  """The settings of the trainer in a fleet."""
 
   identity: Mapping[str, str]  # code, configuration, data …: samplers must have the same
   allowed: Allowed
@@ -155,7 +155,7 @@ class RemoteSampler:
     self._publish(policy, lambda: self._exchange.announce(term, policy.version, fingerprint))
 
   def want(self, draw: Draw, indices: Collection[int]) -> None:
-    """Asks the samplers for groups of a draw; draws come in the order of their numbers."""
+    """Requests groups of a draw from the samplers; draws must come in order."""
     if draw.plan is not None:
       raise ValueError(
         "a fleet cannot repeat a recorded run with a version for each token: set"
@@ -168,7 +168,7 @@ class RemoteSampler:
     self._state.begin(draw.number, found)
 
   def take(self) -> list[Group]:
-    """Waits for groups; returns at least one. Groups returned before must be in the store by now.
+    """Waits for groups and returns at least one; groups returned earlier must be in the store.
 
     Raises:
       FleetError: see `look`.
@@ -179,13 +179,13 @@ class RemoteSampler:
     return groups
 
   def look(self, waited_s: float) -> list[Group]:
-    """The groups that have come. Groups returned before must be in the store by now.
+    """The groups that have arrived; groups returned earlier must be in the store.
 
     Args:
-      waited_s: seconds since a call has returned groups.
+      waited_s: seconds since a call last returned groups.
     Raises:
-      FleetError: no sampler is alive, one has met an error that ends the run, no group came before
-        the deadline, another trainer has begun, or nothing is wanted.
+      FleetError: no sampler is alive, a sampler has met an error that ends the run, no group
+        arrived before the deadline, another trainer has begun, or no group is wanted.
     """
     self._remove_complete()
     if not self._state.open:
@@ -202,7 +202,7 @@ class RemoteSampler:
     return groups
 
   def end(self) -> None:
-    """Tells the samplers that all batches are there."""
+    """Tells the samplers that the trainer has all batches."""
     self._exchange.end(self._term)
 
   def close(self) -> None:
@@ -211,8 +211,9 @@ class RemoteSampler:
   def statistics(self) -> dict[str, float]:
     """Metrics: samplers that are alive, and counts since the start.
 
-    `late_groups` came after their draw was complete; `dropped_groups` are sampled again.
-    `duplicate_groups`, `duplicate_tokens`: that the living samplers finished as the second ones.
+    `late_groups` arrived after their draw was complete; `dropped_groups` are sampled again.
+    `duplicate_groups` and `duplicate_tokens` count groups that a living sampler finished after
+    another sampler.
     """
     view = self._exchange.look()
     living = self._state.watch.look(view.samplers)

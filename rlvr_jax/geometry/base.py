@@ -1,4 +1,4 @@
-"""The interface of methods that compute a Gram matrix."""
+"""The interface of methods that compute a Gram matrix of rollouts' gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GramContext(NamedTuple):
 
 
 class GramFn(NamedTuple):
-  """A method of computing the inner products of per-rollout gradient features.
+  """A method that computes the inner products of per-rollout gradient features.
 
   The feature "score" of rollout i is g_i = ∇_φ(−Σ_t m[i,t] log π[i,t]) for a subset φ of the
   parameters. The feature "sampled" omits the softmax term in the derivative of log π with respect

@@ -24,7 +24,7 @@ class Places(NamedTuple):
 
 
 class Spans(NamedTuple):
-  """The rollouts in the order of their places; rollouts without a place come last."""
+  """The rollouts ordered by their places; rollouts without a place come last."""
 
   firsts: Array  # i32[B], place of the first token in the loss, of M·R·L
   ends: Array  # i32[B], place after the last one; an environment's tokens may lie between
@@ -33,7 +33,7 @@ class Spans(NamedTuple):
 
 
 def find_places(batch: TrainBatch) -> Places:
-  """Finds the places of a batch's rollouts; without packing, each is a row of T places."""
+  """Finds the places of a batch's rollouts; without packing, each rollout is a row of T places."""
   P, G, T = batch.tokens.shape
   B, mask = P * G, batch.mask > 0
   if batch.packed is None:
@@ -55,13 +55,13 @@ def find_places(batch: TrainBatch) -> Places:
 
 
 def choose_tile(batch: TrainBatch) -> tuple[int, int | None]:
-  """(places multiplied at once, number of such tiles if all rollouts have T places, else None)."""
+  """(places per tile, number of tiles per rollout if all rollouts have T places, else None)."""
   width, tiles = split_into_tiles(batch.tokens.shape[-1])
   return width, None if batch.packed is not None else tiles
 
 
 def split_into_tiles(length: int) -> tuple[int, int]:
-  """(places of a tile, number of tiles) for the longest rollout."""
+  """(places per tile, number of tiles) for the longest rollout."""
   tiles = -(-length // _TILE)
   return -(-length // tiles), tiles
 
@@ -74,9 +74,9 @@ def outer_sums(
   index: Array | int,
   tile: tuple[int, int | None],
 ) -> Array:
-  """Adds Σ_n left[n] ⊗ right[n] of each rollout of one micro-batch, n over its places.
+  """Adds Σ_n left[n] ⊗ right[n] for each rollout of one micro-batch; n runs over its places.
 
-  Places are multiplied in tiles of one rollout, as many as it needs: short rollouts cost less.
+  Each rollout is multiplied in as many tiles as it needs, so that short rollouts cost less.
 
   Args:
     sums: [B, X, Y], by index of the rollout.

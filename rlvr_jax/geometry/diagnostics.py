@@ -55,14 +55,15 @@ def diagnose(
     coefficients: f32[P, G] or f32[B], A, from the advantage estimator.
     reweighted: the same shape, A', as given to the loss; equal to A without a reweighting.
     num_prompts: P.
-    valid: bool[P, G] or bool[B], rollouts that have a grade; the gradients and coefficients of
-      others are 0, and no result depends on their number. None: all.
+    valid: bool[P, G] or bool[B], rollouts that have a grade; other rollouts have gradient and
+      coefficient 0, and their number has no effect. None: all rollouts.
     rank_scale, min_rank, max_rank: ρ_s, k_min and k_max of the shared subspace. A run uses SALT's
       defaults, whatever its reweighting, so that runs can be compared.
   Returns:
-    f32[] each, all finite where A and A' are:
-      geometry/gram_usable: 0 if the Gram is zero or not finite; the others are then meaningless.
-      geometry/participation_ratio: effective number of directions of the batch's gradients, in
+    f32[] each, all finite if A and A' are finite:
+      geometry/gram_usable: 0 if the Gram matrix is zero or not finite; the other metrics then have
+      no meaning. geometry/participation_ratio: effective number of directions of the batch's
+      gradients, in
         [1, B]. Near 1 all rollouts push in one direction, whatever their number.
       geometry/group_participation_ratio: the mean of the groups' participation ratios, in [1, G].
       geometry/effective_rollouts, …_reweighted: n_eff under A and under A', in [0, B]. Below 1 the
@@ -72,11 +73,12 @@ def diagnose(
       geometry/redundancy_within, …_between, each with and without …_positive: see `redundancy`.
       geometry/rank: k, the dimension of the shared subspace.
       geometry/shared_energy, geometry/residual_energy: see `energies`, under A.
-      geometry/group_shared_energy: its mean over groups, each with its own Gram matrix and k.
-      geometry/update_norm, …_reweighted, geometry/update_norm_bound: see `update_norms`; the bound
-        is under A.
-      geometry/group_update_norm, …_bound: their means over groups, each with its own Gram matrix, k
-        and number of rollouts; geometry/group_norm_correlation: of the two, over groups.
+      geometry/group_shared_energy: the mean shared energy over groups, each with its own Gram
+      matrix and k. geometry/update_norm, …_reweighted, geometry/update_norm_bound: see
+        `update_norms`; the bound is computed for A.
+      geometry/group_update_norm, …_bound: the means of norm and bound over groups, each with its
+        own Gram matrix, k and number of rollouts. geometry/group_norm_correlation: the correlation
+        of norm and bound over groups.
   """
   coefficients, reweighted = coefficients.reshape(-1), reweighted.reshape(-1)
   chex.assert_shape([coefficients, reweighted], gram.shape[:1])
@@ -121,9 +123,9 @@ def diagnose(
 
 
 def cosine_gram(gram: Array) -> Array:
-  """cos(g_i, g_j), f32[B, B] in [−1, 1]; row, column and diagonal are 0 where a gradient is 0.
+  """cos(g_i, g_j), f32[B, B] in [−1, 1]; entries of a zero gradient are 0.
 
-  I for a Gram that is zero or not finite.
+  The result is the identity for a Gram matrix that is zero or not finite.
   """
   gram = spectral.normalized_gram(gram)
   norms = jnp.sqrt(jnp.maximum(jnp.diagonal(gram), 0.0))
@@ -134,7 +136,7 @@ def cosine_gram(gram: Array) -> Array:
 
 
 def redundancy(gram: Array, num_prompts: int) -> Redundancy:
-  """Mean pairwise cosine of gradients within a prompt, and between the prompts' mean gradients.
+  """Mean pairwise cosine of gradients within a prompt, and of mean gradients between prompts.
 
   At 1 the G rollouts of a prompt carry the information of one. Independent rollouts have a mean
   inner product of 0 on-policy, but not a mean cosine of 0: two answers of probabilities p and q
@@ -192,7 +194,7 @@ def energies(coefficients: Array, spectrum: spectral.Spectrum, rank: Array) -> t
 def update_norms(
   coefficients: Array, spectrum: spectral.Spectrum, rank: Array, count: Array
 ) -> tuple[Array, Array]:
-  """Norm ‖Σ A_i g_i‖/B of the update, and a bound on the part of it outside the top-k subspace.
+  """The update's norm ‖Σ A_i g_i‖/B, and a bound on its part outside the top-k subspace.
 
   With K = (g_i · g_j)/B, ‖Σ A_i g_i‖/B = √(AᵀKA/B), and the residual part is at most
   √(λ_{k+1}(K)/B)·‖(I − P_k)A‖. The spectrum here belongs to B·K, whose eigenvalues are B times
@@ -238,7 +240,7 @@ def group_participation_ratios(gram: Array, num_prompts: int) -> tuple[Array, Ar
 def group_effective_rollouts(
   coefficients: Array, gram: Array, num_prompts: int
 ) -> tuple[Array, Array]:
-  """n_eff of every group, and whether it is defined.
+  """The effective number of rollouts n_eff of every group, and whether it is defined.
 
   Args:
     coefficients: f32[P, G] or f32[B], A.
@@ -326,7 +328,7 @@ def _mean_cosines(gram: Array, pairs: Array | bool) -> tuple[Array, Array]:
 
 
 def distinct_pairs(nonzero: Array) -> Array:
-  """bool[B, B]: pairs of two different rollouts whose gradients are both nonzero."""
+  """bool[B, B]: the pairs of different rollouts in which both gradients are nonzero."""
   return nonzero[:, None] & nonzero & ~jnp.eye(nonzero.size, dtype=bool)
 
 

@@ -1,4 +1,4 @@
-"""Per-rollout gradients by differentiating each rollout: a reference for any parameters."""
+"""Per-rollout gradients by differentiation, rollout by rollout: a reference for any parameters."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _PATTERNS = {"last_block": r"^blocks/", "all": ""}
 
 
 def per_rollout(*, parameters: str = "head", feature: str = "score") -> GramFn:
-  """Gram matrix of the gradients of each rollout's −Σ_t m log π, m the loss mask.
+  """The Gram matrix of the gradients of each rollout's −Σ_t m log π; m is the loss mask.
 
-  Stores the features of all rollouts, [B, N] for N parameters: for small models, small subsets and
-  tests. Runs the model again.
+  It runs the model again and stores the features of all rollouts, [B, N] for N parameters. This
+  suits small models, small subsets and tests.
 
-  With tied embeddings the feature is the derivative through the embedding's use as output only.
+  With tied embeddings the feature is the derivative only through the embedding's use as output.
 
   Args:
     parameters: "head": the output head's kernel, hidden states fixed; "last_block": the last
       transformer block; "all"; any other value is a regular expression that is searched for in the
       parameters' paths, such as "blocks/(query|key)$".
-    feature: "score": as above; "sampled": the gradients of −Σ_t m z/τ, z the logits of the
-      response's tokens, that is, without the softmax term.
+    feature: "score": as above; "sampled": the gradients of −Σ_t m z/τ, where z are the logits of
+      the response's tokens, which omits the softmax term.
   Raises:
     ValueError: `parameters` is not a regular expression, or the feature is unknown; when called, no
       path matches `parameters`.
@@ -75,7 +75,7 @@ def per_rollout_features(
   parameters: str = "head",
   feature: str = "score",
 ) -> Array:
-  """The gradient features themselves, f32[B, N]; for small models.
+  """The gradient features f32[B, N] of all rollouts; for small models.
 
   Args:
     parameters, feature: as for `per_rollout`.
@@ -126,7 +126,7 @@ def _gradients(
 def num_selected(
   trained: Params, frozen: Params, context: GramContext, *, parameters: str = "head"
 ) -> int:
-  """N, the number of parameters that `per_rollout` with these `parameters` differentiates by."""
+  """The number N of parameters by which `per_rollout` with this `parameters` differentiates."""
   selected, _ = _select_subset(trained, frozen, context, parameters)
   return sum(leaf.size for leaf in selected)
 

@@ -61,10 +61,12 @@ def choose_sizes(
 def sampled_gram(
   batch: TrainBatch, forward: Forward, head: Head, context: GramContext, block_elements: int
 ) -> Array:
-  """The Gram matrix f32[B, B]; on a mesh each device has a part of the width of all hidden states.
+  """The Gram matrix f32[B, B] of the feature "sampled".
+
+  On a mesh each device has a part of the width of all hidden states.
 
   Args:
-    forward: its `logprobs` are read where the head has a soft cap.
+    forward: results of the forward pass; a head with a soft cap needs `logprobs`.
     block_elements: as for `streaming`.
   """
   mesh = context.mesh if context.mesh is not None and context.mesh.size > 1 else None
@@ -84,7 +86,7 @@ def sampled_gram(
 def head_products(
   batch: TrainBatch, hidden: Any, kernel: Any, mesh: Any, block_elements: int
 ) -> Any:
-  """An upper bound of the cost, for the most pairs, in products of the size of the head's."""
+  """An upper bound of the cost, in products of the size of the head's product."""
   (D, V), B = kernel.shape, batch.rewards.size
   used = 1 if batch.packed is None else batch.packed.num_micro_batches
   places = used * math.prod(hidden.shape[1:-1])
@@ -100,8 +102,8 @@ def head_products(
 def bytes_moved(hidden: Any, mesh: Any, *, rollouts: int) -> float:
   """Bytes that each device receives for one Gram matrix.
 
-  These are its part of the width of the hidden states [M, R, L, D] on other devices, and two rounds
-  of a ring for the final sum. Tokens and masks are small in comparison.
+  The bytes are the device's part of the width of the hidden states [M, R, L, D] on other devices,
+  and two rounds of a ring for the final sum. Tokens and masks are small in comparison.
   """
   if mesh is None or mesh.size == 1:
     return 0.0

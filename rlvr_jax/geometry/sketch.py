@@ -18,22 +18,23 @@ from rlvr_jax.types import Array, Forward, Mean, Metrics, Params, TrainBatch
 def sketch(
   *, copies: int = 64, hidden_size: int = 64, vocabulary_size: int = 64, seed: int = 0
 ) -> GramFn:
-  """Unbiased, cheap estimate of the Gram matrix of g_i = Σ_t h[i,t] ⊗ d[i,t].
+  """An unbiased, cheap estimate of the Gram matrix of g_i = Σ_t h[i,t] ⊗ d[i,t].
 
   Each of s independent copies projects both factors with random signs, R_h [D, a] and R_v [V, b],
 
       g̃_i = Σ_t (R_hᵀ h[i,t]) ⊗ (R_vᵀ d[i,t]) / √(ab),      K̂ = mean over copies of (g̃_i · g̃_j).
 
   h are the hidden states and d the derivatives with respect to the logits. The error of one copy
-  scales as √(1/a + 1/b), that of the mean as 1/√s. The forward pass accumulates R_vᵀd over the
-  vocabulary, at the cost of s·b/D products of the size of the head's product; the rest costs
-  s·a/V + s·a·b·(1 + B²/n)/(D·V) of one, n the places of the rows.
+  scales as √(1/a + 1/b); averaging s copies divides it by √s. The forward pass accumulates R_vᵀd
+  over the vocabulary, at the cost of s·b/D products of the size of the head's product. The rest
+  costs s·a/V + s·a·b·(1 + B²/n)/(D·V) of such a product, where n is the number of places in the
+  rows.
 
-  SALT's A′ is more sensitive than K: where k, a rounded number, or one of the last directions in
-  the subspace is another, it jumps. With the default sizes A′ is within 10 % of the exact one on
-  16 and 64 rollouts of a real model; a sixteenth of the copies has 28 % there, see
-  docs/reading_geometry.md. They cost 4096/D head products, where `streaming`, which is exact, costs
-  2 + B/T: less from D = 2048 on. For the feature "sampled", `streaming` always costs less.
+  SALT's A′ is more sensitive than K: it jumps if k, a rounded number, or one of the last directions
+  in the subspace changes. With the default sizes A′ is within 10 % of the exact A′ on 16 and 64
+  rollouts of a real model; a sixteenth of the copies gives 28 %, see docs/reading_geometry.md. The
+  default sizes cost 4096/D head products. The exact `streaming` costs 2 + B/T head products, which
+  is less from D = 2048 on. For the feature "sampled", `streaming` always costs less.
 
   Args:
     copies: s.
@@ -88,7 +89,7 @@ def sketch_with_error(
   """The estimate of `sketch` with the same arguments, and an estimate of its relative error.
 
   Args:
-    forward: its `projected` must come from the projection of `sketch`.
+    forward: results of the forward pass; `projected` must come from the projection of `sketch`.
   Returns:
     f32[B, B], K̂; f32[], ‖K̂ − K‖_F/‖K‖_F estimated from the spread between copies as
     √(Σ_c ‖K_c − K̂‖²_F / (s(s−1))) / ‖K̂‖_F; 0 where K̂ is 0.

@@ -51,12 +51,12 @@ class _Columns(NamedTuple):
 
 
 def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
-  """Exact output-head Gram matrix at the cost of 2 + B²/n products of the size of the head's.
+  """The exact output-head Gram matrix, at the cost of 2 + B²/n products of the head's size.
 
   n is the number of places of the rows, B·T if each rollout is a row. One product recomputes a
-  block's logits, whose normalizer is known, one forms the block of g, and B²/n are the inner
-  products. All accumulate in float32 (float64 for float64 models); operands, including g, are in
-  the model's compute dtype. The feature "sampled" costs about 2B/V products, see
+  block's logits, whose normalizer is known, and one forms the block of g; the inner products cost
+  B²/n. All products accumulate in float32 (float64 for float64 models); operands, including g, are
+  in the model's compute dtype. The feature "sampled" costs about 2B/V products, see
   `geometry.sampled`.
 
   On a mesh the hidden states of one micro-batch at a time are gathered over the data axes in the
@@ -66,9 +66,10 @@ def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
   Args:
     feature: "score": g_i as above; "sampled": Σ_t h ⊗ (−onehot(y)), without the softmax.
     block_elements: numbers in the largest array of a block, [B, v, D] or [R·L, v]; it sets the
-      block's width v, of 128 to 512 columns. Each block reads the hidden states, which several
-      micro-batches on a mesh gather again: wide blocks are faster on accelerators, blocks that fit
-      the caches on CPUs. Blocks of "sampled" are columns of the hidden states, [n, d].
+      block's width v, of 128 to 512 columns. Each block reads the hidden states; with several
+      micro-batches on a mesh, each block gathers them again. Wide blocks are faster on
+      accelerators, and blocks that fit the caches are faster on CPUs. Blocks of "sampled" are
+      columns of the hidden states, [n, d].
   Raises:
     ValueError: block_elements is below 1, or the feature is unknown.
   Source: methods of "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How
@@ -152,7 +153,7 @@ def bytes_moved(
 ) -> Any:
   """Bytes that each device receives in one streaming Gram matrix.
 
-  These are hidden states, log-normalizers, tokens and masks of the other devices (for several
+  The bytes are hidden states, log-normalizers, tokens and masks of the other devices (with several
   micro-batches, once per block of the vocabulary); the rows of the head's kernel on other devices
   along `fsdp`; and two rounds of a ring for the final sum.
 
@@ -161,7 +162,7 @@ def bytes_moved(
     kernel: shape [D, V] of the head's kernel, split over (fsdp, tensor).
     mesh: None or a mesh with axes (data, fsdp, tensor).
     rollouts: B.
-    block_elements: as given to `streaming`.
+    block_elements: the value given to `streaming`.
     used: micro-batches that are not empty.
   """
   if mesh is None or mesh.size == 1:

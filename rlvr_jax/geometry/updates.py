@@ -16,14 +16,14 @@ from rlvr_jax.types import Array, Params
 
 
 def rank_one_fraction(update: Array) -> Array:
-  """σ₁²/Σσ² of a matrix, the share of an update that is explained by one outer product.
+  """σ₁²/Σσ² of a matrix: the share of an update that one outer product explains.
 
   Intended for the accumulated update W_t − W_0 of the output head. If it rises toward 1 during
   training, the updates repeat one direction: the collapse that FADE reports if failures dominate
   the gradient mass. The minimum is 1/min(D, V).
 
   Args:
-    update: [D, V] or [V, D]; the σ² are eigenvalues of its smaller Gram matrix, not from an SVD.
+    update: [D, V] or [V, D]; σ² are computed as eigenvalues of its smaller Gram matrix.
   Returns:
     f32[], in [1/min(D, V), 1]; 0 for an update that is zero or not finite.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
@@ -38,7 +38,7 @@ def rank_one_fraction(update: Array) -> Array:
 
 
 def head_share(update: Params, head_path: str) -> Array:
-  """Share of ‖ΔW‖² that is in the output head.
+  """The share of ‖ΔW‖² that is in the output head.
 
   Compare it with the head's share of the parameters: if it is far above, the update is mostly in
   the last projection, which changes token frequencies rather than the network's computation.

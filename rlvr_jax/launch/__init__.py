@@ -1,6 +1,6 @@
 """Starts a run: as processes here, on TPU VMs, or on GKE through xpk. Guide: docs/launch.md.
 
-Imports only the standard library, and nothing else of rlvr_jax, so it works without jax.
+It imports only the standard library and nothing else of rlvr_jax, so that it works without jax.
 """
 
 __all__ = [

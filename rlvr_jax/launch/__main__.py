@@ -8,8 +8,7 @@
   python -m rlvr_jax.launch local start --name=fleet --processes=1 --samplers=2 -- …
 
 The flags after -- are flags of rlvr_jax.main. --dry_run prints the commands without running them;
-of `tpu_vm stop --all` it runs the one that lists machines.
-The guide is docs/launch.md.
+only `tpu_vm stop --all` still runs the command that lists machines. The guide is docs/launch.md.
 """
 
 from __future__ import annotations

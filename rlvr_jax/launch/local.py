@@ -1,8 +1,8 @@
 """Processes on this machine, connected over loopback, and samplers beside them: a small pod.
 
-`start` stays with the run: it prints what process 0 prints, and starts a program whose process
-fails again. Ctrl-C, `stop` and the end of the terminal let the run save and end; the same command
-resumes it. Under nohup or tmux it outlives the terminal.
+`start` stays with the run: it prints the output of process 0, and restarts a program if one of its
+processes fails. Ctrl-C, `stop` and the end of the terminal let the run save and end; the same
+command resumes it. Under nohup or tmux it outlives the terminal.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> No
 
 
 def status(name: str, args: argparse.Namespace, shell: Shell) -> None:
-  """Prints whether the run goes on."""
+  """Prints whether the run is still running."""
   del args, shell
   pid = _holder(name)
   say(f"{name}: {f'runs, as process {pid}' if pid else 'does not run'}; see {folder_of(name)}")
 
 
 def logs(name: str, args: argparse.Namespace, shell: Shell) -> None:
-  """Prints the output of a program's process 0 as it comes, until Ctrl-C."""
+  """Prints the output of a program's process 0 as it appears, until Ctrl-C."""
   del args
   shell.run(["tail", "-n", "100", "-f", str(folder_of(name) / _LOG)])
 
@@ -165,7 +165,7 @@ def _holder(name: str) -> int | None:
 def supervise(trainer: Program, samplers: Sequence[Program] = ()) -> str:
   """Stays with programs until all have ended, and prints the output of the first one.
 
-  Samplers end by themselves after a run that has finished, and are told to end otherwise.
+  Samplers end by themselves after a run that has finished; otherwise they are told to end.
 
   Returns:
     How the first program ended: finished, stopped or failed.
@@ -205,7 +205,7 @@ def _signals(requested: list[int]) -> Iterator[None]:
 
 
 class Program:
-  """Processes that work together: if one fails, all are started again, up to a limit."""
+  """Processes that work together: if one fails, all are restarted, up to a limit."""
 
   def __init__(
     self,
@@ -233,7 +233,7 @@ class Program:
     self._kill_at = float("inf")
 
   def end(self) -> None:
-    """Tells the processes to save and end, once, and not to start again; later kills them."""
+    """Tells the processes to save and end without a restart; kills them if they take too long."""
     if self.state == "running" and not self._is_ending:
       self._is_ending = True
       self._kill_at = time.monotonic() + _SAVE_S

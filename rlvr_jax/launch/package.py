@@ -1,4 +1,4 @@
-"""The files of the commit, which are shipped to other machines, so that exactly the commit runs."""
+"""Ships the files of the commit to other machines, so that exactly the commit runs there."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ship(
     programs: the programs of the launch.
     machines: the machines of the first program.
     allow_dirty: see `make_package`.
-    share: what mounts a file system of all hosts at `SHARED`; "" if nothing does.
+    share: the file system that is mounted at `SHARED` on all hosts; "" for none.
   Returns:
     The programs, which now know their commit, and the package.
   Raises:
@@ -91,8 +91,8 @@ def make_package(folder: pathlib.Path, *, allow_dirty: bool = False) -> Package:
   """The package of the checkout that contains `folder`.
 
   Args:
-    folder: in a git checkout of this repository.
-    allow_dirty: whether files may differ from the commit; the version then says so.
+    folder: a folder in a git checkout of this repository.
+    allow_dirty: whether files may differ from the commit; the version then has a mark.
   Raises:
     LaunchError: `folder` is not in a checkout, or files differ from the commit.
   """

@@ -13,7 +13,7 @@ STOPPED = 143  # 128 + SIGTERM, after a requested shutdown; xpk restarts statuse
 
 
 class Run(NamedTuple):
-  """A program to launch: a run, or a sampler, which is a run of its own."""
+  """A program to launch: a run, or a sampler, which is launched like a run."""
 
   name: str
   flags: tuple[str, ...]  # of rlvr_jax.main
@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
     Args:
       python: the host's interpreter.
-      place: flags by which the process finds the others of the program; a sweep has no others.
+      place: flags by which the process finds the program's other processes; not used for a sweep.
     """
     own = () if self.is_sweep else place
     return [python, "-m", "rlvr_jax.main", *own, f"--stopped_status={STOPPED}", *self.flags]
@@ -40,7 +40,7 @@ def programs_of(run: Run, samplers: int | None, sampler_config: Sequence[str]) -
   """The programs of a launch: the run, and then the samplers that it trains with.
 
   Args:
-    run: as the user gave it.
+    run: the run that the user has described.
     samplers: number of samplers; None for a run that samples by itself.
     sampler_config: FIELD=VALUE pairs of the configuration, for samplers only.
   Raises:

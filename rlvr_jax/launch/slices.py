@@ -79,7 +79,7 @@ def machines_of(args: argparse.Namespace, *, count: int) -> list[Machines]:
 
   Args:
     args: flags of `add_flags`.
-    count: number of programs, the run among them.
+    count: number of programs, including the run.
   Raises:
     LaunchError: a slice is unknown, or a flag of samplers is given without samplers.
   """

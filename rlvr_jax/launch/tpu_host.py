@@ -71,7 +71,7 @@ def state_script(name: str) -> str:
 
 
 def stop_script(name: str) -> str:
-  """The script that requests a shutdown, before which the process saves, and waits for it."""
+  """The script that requests a shutdown and waits until the process has saved and ended."""
   return (
     f'{_BUS}\nmkdir -p "$HOME/rlvr_jax"\ntouch "$HOME/rlvr_jax/{name}.stopped"\n'
     f"systemctl --user stop {unit_name(name)} || true\n"

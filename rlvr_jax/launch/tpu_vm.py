@@ -2,9 +2,9 @@
 
 Every host runs one process as a systemd service of its user, which survives a lost connection.
 systemd restarts a failed process; this program replaces preempted machines. --retries limits both.
-Each sampler of a fleet has a queued resource of its own, so that it comes and goes by itself.
-Ctrl-C ends only this program; `start` again continues to watch, with another number of samplers
-too.
+Each sampler of a fleet has its own queued resource, so that it starts and ends independently.
+Ctrl-C ends only this program; another `start` continues to watch, also with another number of
+samplers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class QueuedResource:
     )
 
   def describe(self) -> None:
-    """Prints what Cloud knows of the queued resource, such as why it has failed."""
+    """Prints Cloud's description of the queued resource, such as why it has failed."""
     self.shell.run(self._command("queued-resources", "describe", self.name))
 
   def delete(self) -> None:
@@ -168,7 +168,7 @@ def status(name: str, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def logs(name: str, args: argparse.Namespace, shell: Shell) -> None:
-  """Prints the output of a program's process 0 as it comes, until Ctrl-C."""
+  """Prints the output of a program's process 0 as it appears, until Ctrl-C."""
   num_slices = args.num_slices if name == args.name else 1
   shell.run(QueuedResource(name, num_slices, args, shell).follow_command("100"))
 
@@ -180,9 +180,9 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def stop_all(args: argparse.Namespace, shell: Shell) -> None:
-  """Stops and deletes all that this program has created in the zone, and says what else is there.
+  """Stops and deletes all machines that this program has created in the zone; lists the others.
 
-  A dry run reads the list as well, and prints the commands for what is on it.
+  A dry run also reads the list of machines, and prints the commands for them.
 
   Raises:
     LaunchError: machines of this program are left.

@@ -1,9 +1,9 @@
 """Workloads on a GKE cluster that xpk has created; Kubernetes restarts them, not this program.
 
-xpk lays the commit's files over an image that has what they need. Each sampler of a fleet is a
-workload of its own, so that one that fails restarts by itself. `start` returns once the workloads
-are there; given again, with another number of samplers too, it creates missing workloads and
-deletes surplus ones.
+xpk adds the commit's files to an image with the dependencies. Each sampler of a fleet is a separate
+workload, so that it restarts independently after a failure. `start` returns once the workloads
+exist. Another `start`, also with another number of samplers, creates missing workloads and deletes
+surplus workloads.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def status(name: str, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def logs(name: str, args: argparse.Namespace, shell: Shell) -> None:
-  """Prints the output of a program's process 0 as it comes, until its pod ends."""
+  """Prints the output of a program's process 0 as it appears, until its pod ends."""
   del args
   labels = {
     f"{_JOBSET}/jobset-name": name,

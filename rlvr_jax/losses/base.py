@@ -23,15 +23,15 @@ class Loss(NamedTuple):
     per_token: (policy_logprobs f32[P, G, T], batch, coefficients f32[P, G], statistics) →
       (losses f32[P, G, T], metrics). `batch` may be one micro-batch of the full batch. Losses of
       masked tokens are finite but have no meaning; the aggregation drops them. Coefficients are
-      f32[P, G, T] where the advantage gives each token its own, see `Advantage.per_token`.
+      f32[P, G, T] if the advantage has one for each token, see `Advantage.per_token`.
     statistics: (policy_logprobs, batch, coefficients) of the *full* batch → the `statistics`
       argument of `per_token`, constant for differentiation; None if the loss needs none.
     needs_proximal: whether the batch must contain `proximal_logprobs`.
-    of_responses: whether the formula is one of a full response, with one coefficient for it; each
-      token's own are a configuration error.
-    ratio_to: the policy that its ratio is to: "old", PPO's old policy, which is the sampler unless
-      a correction puts a later one in its place; "sampler", the sampler by the formula's own
-      derivation, so that no correction applies; "none", without a ratio.
+    of_responses: whether the formula takes one coefficient for a full response; coefficients per
+      token are then a configuration error.
+    ratio_to: the policy in the denominator of the loss's ratio. "old": PPO's old policy, which is
+      the sampler unless a correction replaces it by a later policy. "sampler": the formula is
+      derived for the sampler, so that no correction applies. "none": the loss has no ratio.
   """
 
   per_token: Callable[[Array, TrainBatch, Array, Any], tuple[Array, Metrics]]
@@ -45,7 +45,7 @@ class Loss(NamedTuple):
 
 
 class Tokens(NamedTuple):
-  """A loss's inputs in at least float32, with masked entries set to 0."""
+  """The inputs of a loss in at least float32; masked entries are 0."""
 
   policy_logprobs: Array  # f32[P, G, T], nats; 0 where masked
   log_ratios: Array  # f32[P, G, T], log ρ = log π − log β, nats; 0 where masked
@@ -70,10 +70,10 @@ def prepare_tokens(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
 
 
 def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
-  """log π_prox f32[P, G, T], nats, constant: of the policy when the batch is first trained on.
+  """log π_prox f32[P, G, T], nats, as a constant; see `TrainBatch.proximal_logprobs`.
 
   Args:
-    name: the name of the loss or correction that needs them.
+    name: the name of the loss or correction that needs these log-probabilities.
   Raises:
     ValueError: the batch has no proximal log-probabilities.
   """
@@ -91,7 +91,7 @@ def token_loss(function: Callable[[Tokens], tuple[Array, Array | bool]]) -> Loss
   Args:
     function: tokens → (losses f32[P, G, T], clipped [P, G, T] or [P, G, 1], see `clip_metrics`).
   Raises:
-    ValueError: at trace time, the function returns anything else.
+    ValueError: at trace time, if the function returns anything else.
   """
 
   def per_token(
@@ -121,23 +121,24 @@ def _check_result(result: Any, tokens: Tokens) -> None:
 
 
 def clip_metrics(clipped: Array | bool, tokens: Tokens) -> Metrics:
-  """Share of loss tokens whose ratio was clipped or capped: of all, with A > 0, and with A < 0.
+  """Metrics: the share of loss tokens with a clipped or capped ratio; also by the sign of A.
 
   Args:
-    clipped: [P, G, T] or [P, G, 1], 1 where the bound takes effect; False: there is no bound.
+    clipped: [P, G, T] or [P, G, 1], 1 where the bound takes effect; False if there is no bound.
   """
   return shares_by_sign("loss/clip_fraction", clipped, tokens.coefficients, tokens.mask)
 
 
 def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: Array) -> Metrics:
-  """Share of loss tokens that are marked: of all, with A > 0, and with A < 0.
+  """Metrics: the share of marked tokens among loss tokens: all, those with A > 0, with A < 0.
 
-  The metric of all tokens has the tokens' marks, see `types.Mean`.
+  The metric over all loss tokens keeps each token's mark, see `types.Mean`.
 
   Args:
-    name: the name of the metric of all tokens; the others are name_positive and name_negative.
-    marked: [P, G, T] or [P, G, 1], 1 where a token counts; False: none ever does, and there are no
-      marks.
+    name: the name of the metric over all tokens; the metrics by sign are called name_positive and
+      name_negative.
+    marked: [P, G, T] or [P, G, 1], 1 where a token is marked; False: no token can be marked, and no
+      marks are kept.
     coefficients: A, f32[P, G, 1] or f32[P, G, T].
     mask: [P, G, T], loss tokens.
   """
@@ -150,10 +151,10 @@ def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: A
 
 
 def exp_or_constant(x: Array) -> Array:
-  """eˣ, and where it is infinite a constant: 0 times its derivative there would be NaN.
+  """eˣ, with derivative 0 where eˣ is infinite, since 0 times an infinite derivative is NaN.
 
-  So a token that is dropped from the loss has no gradient, however large its ratio; one that stays
-  makes the loss infinite, and the update is skipped and counted.
+  So a token that is dropped from the loss has no gradient, however large its ratio. A token that
+  stays makes the loss infinite, and the update is skipped and counted.
   """
   is_infinite = jnp.isinf(jnp.exp(jax.lax.stop_gradient(x)))
   return jnp.exp(jnp.where(is_infinite, jax.lax.stop_gradient(x), x))
@@ -165,11 +166,11 @@ def score_function(weights: Array | float, tokens: Tokens) -> Array:
 
 
 def follow(values: Array, terms: Array) -> Array:
-  """`values` at every token, with the gradient of `terms`: sg(v) + (x − sg(x)), sg stops gradients.
+  """`values` at every token, with the gradient of `terms`: sg(v) + x − sg(x); sg stops gradients.
 
-  Of the logarithm v of a ratio of the full response, the exponential is the token form: its sum
-  over the tokens has the response's value and gradient times the token count, and dropping a token
-  from the loss drops exactly that token's gradient.
+  If v is the logarithm of a full response's ratio, the exponential of the result is the ratio's
+  token form. The sum of the token form over the tokens has the response's value and gradient times
+  the token count. Dropping a token from the loss drops exactly that token's gradient.
 
   Args:
     values: f32[P, G, 1], constant for differentiation.

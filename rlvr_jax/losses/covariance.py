@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: hold back the tokens that reduce the entropy most."""
+"""Clip-Cov and KL-Cov restrain the updates of the tokens that reduce the entropy most."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def covariances(tokens: Tokens) -> Array:
 
 
 def number_of(share: float, mask: Array) -> Array:
-  """⌊share·n⌋ of the n loss tokens, at least one: f32[]."""
+  """max(1, ⌊share·n⌋) for n loss tokens: the number of tokens to select, f32[]."""
   return jnp.maximum(jnp.floor(share * masked_count(mask)), 1.0)
 
 
 def largest(scores: Array, eligible: Array, count: Array) -> Array:
-  """The `count` eligible entries with the largest scores, the first ones of equals: bool[...]."""
+  """bool[...]: the `count` eligible entries with the largest scores; earlier entries win ties."""
   flat = jnp.where(eligible, scores, -jnp.inf).reshape(-1)
   order = jnp.argsort(-flat)  # stable
   rank = jnp.zeros(flat.shape, jnp.int32).at[order].set(jnp.arange(flat.size, dtype=jnp.int32))
@@ -37,10 +37,10 @@ def largest(scores: Array, eligible: Array, count: Array) -> Array:
 
 
 def chances_of(batch: TrainBatch, seed: int) -> Array:
-  """A uniform random number of each loss token, f32[P, G, T]; any value elsewhere.
+  """A uniform random number for each loss token, f32[P, G, T]; any value elsewhere.
 
-  The loss tokens of the batch, in their order, determine it: a rerun draws the same, and so does a
-  batch with other padding, or with an environment's tokens between.
+  The loss tokens of the batch, in their order, determine the numbers. A rerun draws the same
+  numbers; padding and an environment's tokens do not change them.
   """
   is_kept = batch.mask > 0
   ranks = (jnp.cumsum(is_kept) - is_kept.reshape(-1)).reshape(is_kept.shape)  # before each token
@@ -62,10 +62,11 @@ def clip_cov(
   epsilon_high: float = 0.2,
   seed: int = 0,
 ) -> Loss:
-  """`ppo_clip`, but a random share of the tokens with a large covariance has the loss 0.
+  """`ppo_clip`, with the loss 0 for a random share of the tokens with a large covariance.
 
-  c = (A − mean A)·(log π − mean log π), with means over the batch's loss tokens. Of the tokens that
-  are not clipped and have low < c < high, ⌊share·n⌋ of all n loss tokens are drawn, at least one.
+  c = (A − mean A)·(log π − mean log π), with means over the batch's loss tokens. The tokens that
+  are not clipped and have low < c < high are eligible. Of them max(1, ⌊share·n⌋) are drawn, for n
+  loss tokens.
 
   Args:
     share: in (0, 1], of the loss tokens.
@@ -74,7 +75,8 @@ def clip_cov(
     epsilon_high: ≥ 0.
     seed: the seed of the draw, an integer ≥ 0; the tokens of the batch determine the rest.
   Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
-    (arXiv:2505.22617). **open**: means and draw are of the full batch, the peers' of a micro-batch.
+    (arXiv:2505.22617). **open**: here means and draw are over the full batch; other implementations
+    use a micro-batch.
   """
   check_between("clip_cov", "share", share, low=0.0, high=1.0, open_low=True)
   check_between("clip_cov", "low", low)
@@ -110,17 +112,18 @@ def clip_cov(
 
 
 def kl_cov(*, share: float = 2e-4, coefficient: float = 1.0) -> Loss:
-  """ℓ = −A·ρ, plus χ·|log ρ| on the share of tokens with the largest covariance; ρ = π/β.
+  """ℓ = −A·ρ, plus χ·|log ρ| for the tokens with the largest covariance; ρ = π/β.
 
-  c = (A − mean A)·(log π − mean log π), with means over the batch's loss tokens. The penalty is on
-  the ⌊share·n⌋ tokens of largest c among the n loss tokens, at least one. Nothing is clipped.
+  c = (A − mean A)·(log π − mean log π), with means over the batch's loss tokens. The penalty
+  applies to the max(1, ⌊share·n⌋) tokens with the largest c among the n loss tokens. Nothing is
+  clipped.
 
   Args:
-    share: in (0, 1]; the authors' 2e−3 for 7B, 2e−4 for 32B, which is also verl's.
+    share: in (0, 1]; the authors use 2e−3 for 7B and 2e−4 for 32B; verl uses 2e−4.
     coefficient: χ ≥ 0.
   Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
-    (arXiv:2505.22617). **open**: means and ranks are of the full batch, the peers' of a
-    micro-batch.
+    (arXiv:2505.22617). **open**: here means and ranks are over the full batch; other
+    implementations use a micro-batch.
   """
   check_between("kl_cov", "share", share, low=0.0, high=1.0, open_low=True)
   check_between("kl_cov", "coefficient", coefficient, low=0.0)

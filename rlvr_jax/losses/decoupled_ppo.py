@@ -1,4 +1,4 @@
-"""Decoupled PPO: clips around a recent policy, with importance weights for the sampling policy."""
+"""Decoupled PPO: clips around a recent policy and weights by its ratio to the sampler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 def decoupled_ppo(
   *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, behavior_weight_cap: float = 2.0
 ) -> Loss:
-  """ℓ = min(π_prox/β, cap)·`ppo_clip` on π/π_prox, for the behavior policy β.
+  """ℓ = min(π_prox/β, cap)·`ppo_clip` on the ratio π/π_prox; β is the behavior policy.
 
   π_prox, `batch.proximal_logprobs`, is the policy when a batch is first trained on, or at regular
   updates; the training step provides it.
@@ -27,7 +27,7 @@ def decoupled_ppo(
     epsilon_high: ≥ 0.
     behavior_weight_cap: above 0.
   Raises:
-    ValueError: at trace time, without `proximal_logprobs` in the batch.
+    ValueError: at trace time, if the batch has no `proximal_logprobs`.
   Source: "Batch size-invariance for policy optimization" (arXiv:2110.00641).
   """
   check_between("decoupled_ppo", "epsilon_low", epsilon_low, low=0.0, high=1.0)

@@ -1,4 +1,4 @@
-"""DPPO: tokens are masked by how far their probability has moved, not by their ratio."""
+"""DPPO masks tokens by the change of their probability, not by their ratio."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _LEAST_REST = 2.0**-24
 
 
 def binary_divergence(logprobs: Array, anchor_logprobs: Array, *, kind: str) -> Array:
-  """Distance of two probabilities of the same token, each of one event and its opposite.
+  """The divergence of two Bernoulli distributions: "this token or another one" under p and q.
 
   Args:
     logprobs: f32[...], log p, nats.
     anchor_logprobs: f32[...], log q, nats.
     kind: "tv", |p − q|; or "kl", q·log(q/p) + (1−q)·log((1−q)/(1−p)), nats.
   Returns:
-    f32[...], ≥ 0, and finite where log q is: in kl 1 − p counts as at least 2⁻²⁴.
+    f32[...], ≥ 0, finite where log q is finite: "kl" takes 1 − p as at least 2⁻²⁴.
   """
   log_p, log_q = jnp.minimum(logprobs, 0.0), jnp.minimum(anchor_logprobs, 0.0)
   if kind == "tv":
@@ -59,7 +59,7 @@ def dppo(
   symmetric: bool = False,
   log_ratio_penalty: float = 0.0,
 ) -> Loss:
-  """ℓ = −sg(min(ρ, c))·A·log π, or −A·ρ, at the kept tokens; 0 at dropped tokens.
+  """ℓ = −sg(min(ρ, c))·A·log π, or ℓ = −A·ρ, at kept tokens; ℓ = 0 at dropped tokens.
 
   ρ = π/β. A token is dropped if its probability has moved further than allowed in the direction
   that A pushes it: A > 0, p > q and D(p, q) > δ_high, or A < 0, p < q and D(p, q) > δ_low. Here p
@@ -69,16 +69,16 @@ def dppo(
   Args:
     divergence: D, "tv" or "kl".
     delta_low, delta_high: above 0; None: 0.15 for tv, 0.05 for kl (nats). `symmetric` reads
-      delta_high alone.
-    truncation: c > 0 of the score form; None does not truncate.
+      only delta_high.
+    truncation: c > 0, for the score form; None does not truncate.
     form: "score" or "ratio"; both have the same gradient where ρ < c.
-    anchor: the policy that q is of: "sampler", β; or "proximal", the policy when the batch is first
-      trained on. ρ is always to β.
-    symmetric: whether δ_high drops tokens in either direction and whatever the sign of A.
+    anchor: the policy that gives q: "sampler", β; or "proximal", the policy when the batch is first
+      trained on. ρ is π/β in both cases.
+    symmetric: whether δ_high drops tokens that have moved in either direction, for both signs of A.
     log_ratio_penalty: λ ≥ 0, which adds λ·(log ρ)² to every loss token, dropped ones included.
-  Source: "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879); symmetric
-    and the penalty from prime-rl's `ipo_loss_fn`. **open**: c; verl's function has 20, its example
-    10⁴, the authors' fallback 10.
+  Source: "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879);
+    `symmetric` and the penalty are from prime-rl's `ipo_loss_fn`. **open**: c, which is 20 in
+    verl's function, 10⁴ in its example and 10 as the authors' fallback.
   """
   check_choice("dppo", "divergence", divergence, tuple(DELTAS))
   bounds = {"delta_low": delta_low, "delta_high": delta_high}

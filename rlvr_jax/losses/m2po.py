@@ -1,4 +1,4 @@
-"""M2PO: a clip interval that a budget on the second moment of log ρ sets for the batch."""
+"""M2PO: the batch's clip interval follows from a budget on the second moment of log ρ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Interval(NamedTuple):
 
 
 def second_moment_threshold(squares: Array, harmful: Array, *, budget: float) -> Array:
-  """The largest t² among the harmful Δ² for which Σ min(Δ², t²) < τn; 0 if there is none.
+  """The largest t² among the n harmful Δ² for which Σ min(Δ², t²) < τn; 0 if none satisfies it.
 
   Args:
     squares: f32[...], Δ² = (log ρ)², nats².
@@ -64,7 +64,7 @@ def clip_interval(
 def m2po(
   *, budget: float = 0.04, min_epsilon_low: float = 0.3, min_epsilon_high: float = 0.5
 ) -> Loss:
-  """`ppo_clip` whose interval keeps the second moment of harmful tokens within a budget.
+  """`ppo_clip` with an interval that keeps the second moment of harmful tokens within a budget.
 
   Harmful tokens have A > 0 and ρ > 1, or A < 0 and ρ < 1, for ρ = π/β; Δ² = (log ρ)². If the mean
   Δ² ≤ τ, nothing is clipped; otherwise the interval is [min(e^−t, 1−0.3), max(e^t, 1+0.5)], with

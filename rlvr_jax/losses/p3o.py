@@ -27,21 +27,21 @@ def p3o(
 ) -> Loss:
   """ℓ = −sg(min(ρ, e))·A·log π + (1 − e)·k3.
 
-  ρ = π/β, e is the normalized effective sample size of the batch's token ratios, and
+  Here ρ = π/β, e is the normalized effective sample size of the batch's token ratios, and
   k3 = log π − log β + exp(clip(log β − log π, −10, 10)) − 1. On samples of β, k3 is not an unbiased
   estimate of KL(π‖β). There is no clip range, snapshot policy or coefficient. Intended for
   `token_mean`. A ratio that is not finite makes the loss NaN, so that the update is skipped.
 
-  The arguments are the ablations: cap only `kl_term=False`, KL only `cap="none"`, per-sequence ESS
-  `ess="sequence"`, e fixed at 1 `ess="one"`, cap 1/e `cap="inverse_ess"`.
+  The arguments set the paper's ablations: `kl_term=False` (cap only), `cap="none"` (KL only),
+  `ess="sequence"` (ESS per sequence), `ess="one"` (e fixed at 1), `cap="inverse_ess"` (cap 1/e).
 
   Args:
-    ess: the set that e is computed over: "batch" (global), "sequence" (each response), or "one"
-      (e = 1).
-    ess_scope: the rollouts that share an e of ess="batch": "batch" for all rollouts of the
-      update, or the size of a block of consecutive rollouts, which must divide the batch. The
-      authors' code has blocks of 16, a micro-batch over all ranks: a few large ratios then lower
-      the e of their own block alone.
+    ess: the set over which e is computed: "batch" (global) or "sequence" (each response); "one"
+      sets e = 1.
+    ess_scope: the rollouts that share one e if ess="batch": "batch" for all rollouts of the update,
+      or the size of a block of consecutive rollouts, which must divide the batch. The authors' code
+      has blocks of 16 rollouts, a micro-batch over all ranks. A few large ratios then lower e only
+      in their own block.
     cap: the weight is min(ρ, e) for "ess", min(ρ, 1/e) for "inverse_ess", ρ for "none".
     kl_term: whether (1 − e)·k3 is added.
   Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training"

@@ -18,7 +18,7 @@ def clipped_surrogate(
   high: Array | float,
   negative_high: float = jnp.inf,
 ) -> tuple[Array, Array]:
-  """max(−Aρ, −A·clip(ρ, low, high)): ρ is at most `high` where A > 0, at least `low` where A < 0.
+  """max(−Aρ, −A·clip(ρ, low, high)): bounds ρ by `high` where A > 0 and by `low` where A < 0.
 
   Args:
     log_ratios: f32[P, G, T], log ρ, nats.
@@ -26,7 +26,8 @@ def clipped_surrogate(
     low, high: the interval of ρ within which nothing is clipped.
     negative_high: the largest ρ where A < 0.
   Returns:
-    The losses, and bool[P, G, T], where a bound is crossed: no gradient flows there.
+    The losses f32[P, G, T], and bool[P, G, T], True at tokens beyond a bound, which have no
+    gradient.
   """
   log_ratios = jnp.where(coefficients == 0, 0.0, log_ratios)
   ratios = jnp.exp(jax.lax.stop_gradient(log_ratios))
@@ -42,13 +43,13 @@ def ppo_clip(
 ) -> Loss:
   """ℓ = max(−Aρ, −A·clip(ρ, 1−ε_low, 1+ε_high)), and min(ℓ, −A·c) where A < 0.
 
-  ρ = π/β. GRPO uses ε_low = ε_high = 0.2, DAPO 0.2 and 0.28; μ-GRPO's relaxed interval [0, 5] is
-  1.0 and 4.0.
+  ρ = π/β. GRPO uses ε_low = ε_high = 0.2, DAPO uses 0.2 and 0.28. μ-GRPO's relaxed interval [0, 5]
+  has ε_low = 1.0 and ε_high = 4.0.
 
   Args:
     epsilon_low: in [0, 1].
     epsilon_high: ≥ 0.
-    dual_clip: c > 1, usually 3; None leaves the loss of large ratios with A < 0 unbounded.
+    dual_clip: c > 1, usually 3; None does not bound the loss of large ratios where A < 0.
   Source: "Proximal Policy Optimization Algorithms" (arXiv:1707.06347); "DeepSeekMath: Pushing the
     Limits of Mathematical Reasoning in Open Language Models" (arXiv:2402.03300); dual clip
     "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning" (arXiv:1912.09729).

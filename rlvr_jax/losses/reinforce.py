@@ -10,12 +10,12 @@ from rlvr_jax.types import Array
 
 
 def reinforce(*, truncation: float | None = None) -> Loss:
-  """ℓ = −sg(w)·A·log π with w = min(ρ, c), ρ = π/β, or w = 1.
+  """ℓ = −sg(w)·A·log π with w = min(ρ, c) for ρ = π/β, or with w = 1.
 
   Args:
     truncation: c > 0; None uses w = 1, which ignores the distance of π from β.
-  Source: Williams 1992; truncated weights Ionides 2008, "IMPALA: Scalable Distributed Deep-RL with
-    Importance Weighted Actor-Learner Architectures" (arXiv:1802.01561).
+  Source: Williams 1992; for truncated weights Ionides 2008 and "IMPALA: Scalable Distributed
+    Deep-RL with Importance Weighted Actor-Learner Architectures" (arXiv:1802.01561).
   """
   if truncation is not None:
     check_between("reinforce", "truncation", truncation, low=0.0, open_low=True)

@@ -13,14 +13,14 @@ LARGEST_LOG_RATIO = 80.0  # nats; its exponential is finite in float32
 
 
 def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.05) -> Loss:
-  """ℓ = −A·(4/τ)·σ(τ(ρ−1)), with ρ = π/β and τ by the sign of A.
+  """ℓ = −A·(4/τ)·σ(τ(ρ−1)) with ρ = π/β; τ depends on the sign of A.
 
-  Its gradient is −ρ·A·∇log π times the gate 4σ(1−σ) ∈ (0, 1], 1 at ρ = 1. The clip fraction is the
-  mean of 1 − gate, the share of the gradient that the gate removes.
+  The gradient is −ρ·A·∇log π times the gate 4σ(1−σ) in (0, 1], which is 1 at ρ = 1. The clip
+  fraction is the mean of 1 − gate: the share of the gradient that the gate removes.
 
   Args:
     temperature_positive: τ > 0 where A > 0.
-    temperature_negative: τ > 0 elsewhere; larger values suppress off-policy failures faster.
+    temperature_negative: τ > 0 where A ≤ 0; larger values suppress off-policy failures faster.
   Source: "Soft Adaptive Policy Optimization" (arXiv:2511.20347).
   """
   check_between("sapo", "temperature_positive", temperature_positive, low=0.0, open_low=True)

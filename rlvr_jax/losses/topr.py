@@ -10,7 +10,9 @@ from rlvr_jax.types import Array
 
 
 def topr() -> Loss:
-  """ℓ = −sg(w)·A·log π, w = 1 where A ≥ 0, and min(Π_t ρ_t, 1) of the response where A < 0.
+  """ℓ = −sg(w)·A·log π with w = 1 where A ≥ 0, and w = min(Π_t ρ_t, 1) where A < 0.
+
+  The product is over the tokens of the response.
 
   Source: "Tapered Off-Policy REINFORCE: Stable and efficient reinforcement learning for LLMs"
     (arXiv:2503.14286).

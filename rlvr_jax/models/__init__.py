@@ -1,4 +1,4 @@
-"""The network, its files and its variants; the only room that imports flax."""
+"""The network, its files and its variants; no other folder of the package imports flax."""
 
 from importlib.metadata import version
 
@@ -14,7 +14,7 @@ __all__ = [
 
 
 def describe_import_error(flax_version: str, jax_version: str, cause: Exception) -> str:
-  """A message for a flax that does not work with this version of jax, with the remedy."""
+  """A message, with the remedy, for a flax version that does not work with this jax version."""
   return (
     f"flax {flax_version} cannot be imported with jax {jax_version} ({cause}): a release of flax"
     " supports the jax releases of its time. Install the newest flax for this jax:"

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: a layer's mixer with a state of constant size, in place of attention.
+"""Gated DeltaNet: mixes a layer's tokens by a state of constant size, in place of attention.
 
     q, k, v = silu(conv(x·W)) by head, q and k of length 1;  g = −e^a·softplus(x·W_g + b);
     β = σ(x·W_β);  o from `ops.delta_rule`;  y = (rms(o) ⊙ silu(x·W_z))·W_o
@@ -46,7 +46,7 @@ class DeltaSettings:
     return keys, keys, self.value_heads * self.value_dim
 
   def find_mistakes(self) -> Iterator[str]:
-    """Yields what is wrong with the settings, and how to fix it."""
+    """Yields a message for each mistake in the settings, with its remedy."""
     for name, size in vars(self).items():
       if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 2**31:
         yield f"delta_{name}={size!r} must be at least 1, a whole number, with delta_layers"

@@ -3,12 +3,13 @@
     p = softmax(x·W_router),  E(x) = the k largest of p,  y = Σ_{e ∈ E(x)} w_e · MLP_e(x)
 
 The weights w are p at the chosen experts, in some models divided by their sum. Every chosen expert
-computes its token: none has a capacity. Router, softmax and choice are at least float32. Some
-models add σ(x·v) · MLP_shared(x), an expert for all tokens.
+computes its token, since experts have no capacity limit. Router, softmax and choice are at least
+float32. Some models add σ(x·v) · MLP_shared(x), an expert for all tokens.
 
 Parameters of the stacked layers, under "blocks/experts": router [layers, D, E], gate and up
 [layers, E, D, F], down [layers, E, F, D], for E experts of width F; shared_gate, shared_up,
-shared_down and shared_weight (v) [layers, D, 1] of a shared one. They take the place of the MLP's.
+shared_down and shared_weight (v) [layers, D, 1] for a shared expert. They replace the MLP's
+parameters.
 
 Source: "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer"
 (arXiv:1701.06538); the router as in "Mixtral of Experts" (arXiv:2401.04088), §2.1.
@@ -52,7 +53,7 @@ class ExpertSettings:
   products: str  # one of `ops.grouped.KINDS`
 
   def find_mistakes(self) -> Iterator[str]:
-    """Yields what is wrong with the settings, and how to fix it."""
+    """Yields a message for each mistake in the settings, with its remedy."""
     for name, size in (
       ("experts_per_token", self.per_token),
       ("expert_width", self.width),
@@ -120,16 +121,15 @@ class Experts(nnx.Module):
   ) -> tuple[Array, Routing]:
     """Applies the mixture to every token.
 
-    On a mesh every device sorts its own tokens, split over (data, fsdp) if these divide the first
-    axis; each expert's width is split over tensor.
+    On a mesh the tokens are split over (data, fsdp) if these divide the first axis, and every
+    device sorts its own tokens. Each expert's width is split over tensor.
 
     Args:
       x: [R, L, D].
       activation: the activation of the gate.
-      routes: int[R, L, k], experts to take in place of the router's choice; their weights are the
-        router's.
-      real: bool[R, L], where there are tokens; elsewhere no expert is chosen.
-        None: everywhere.
+      routes: int[R, L, k], experts to use in place of the router's choice, with the router's
+        weights.
+      real: bool[R, L], False at padding, where no expert is chosen; None: all places have tokens.
       mesh: None, or axes (data, fsdp, tensor).
     """
     with jax.named_scope("router"):
@@ -163,7 +163,7 @@ class Experts(nnx.Module):
       return mixed + weight * dense(hidden, self.shared_down)
 
   def route(self, x: Array, *, routes: Array | None, real: Array | None) -> Routing:
-    """The experts of tokens x[..., D]; see `__call__`."""
+    """The experts chosen for tokens x[..., D]; see `__call__`."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     with jax.default_matmul_precision("highest"):  # rounded inputs could choose other experts
       logits = dense(wide, self.router)

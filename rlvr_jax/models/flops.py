@@ -1,9 +1,9 @@
 """Model FLOPs: the necessary arithmetic of a policy, independent of the implementation.
 
-Matrix products count, 2·M·N·K each, over real tokens and the keys that they attend to. States count
-as their recurrence computes them, not the chunks of `ops.delta_rule`: two products with a vector;
-the outer product that changes a state is elementwise. Padding, masked scores, rematerialization and
-elementwise operations do not count.
+Matrix products count 2·M·N·K each, over real tokens and the keys that these attend to. A state of a
+gated DeltaNet counts two products with a vector per token, as in its recurrence, not as in the
+chunks of `ops.delta_rule`; the outer product that changes a state is elementwise. Padding, masked
+scores, rematerialization and elementwise operations do not count.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def forward_flops(
 ) -> float:
   """FLOPs of computing the logits of every response token, in generation or in scoring.
 
-  With a prompt of s tokens and a response of t, the layers process s + t − 1 tokens, since the last
-  one predicts nothing, and the head is applied at t positions. Generation with a KV cache costs the
-  same. A dialogue counts as one response with the tokens of all turns, of which the head is applied
-  to those of the policy only; caches that are computed anew do not count.
+  With a prompt of s tokens and a response of t tokens, the layers process s + t − 1 tokens, since
+  the last token predicts nothing, and the head is applied at t positions. Generation with a KV
+  cache costs the same. A dialogue counts as one response with the tokens of all turns; the head is
+  applied only to the policy's tokens. Caches that are computed again do not count.
 
   Args:
     config: the network's settings.
     prompt_lengths: i32[P], tokens, at least 1.
     response_lengths: i32[P, G], tokens; an empty response costs nothing.
-    predicted: i32[P, G], tokens of the policy among these; None: all.
-    shared_prompt: whether a prompt is computed once for its G responses, as in this package;
-      otherwise once for each.
+    predicted: i32[P, G], number of the policy's tokens in each response; None: all tokens.
+    shared_prompt: whether a prompt is computed once for its G responses, as in this package, or
+      once for each response.
   Returns:
     FLOPs of all P·G responses.
   Raises:

@@ -1,4 +1,4 @@
-"""The boundary between flax and the rest of the package: plain dicts in, arrays out."""
+"""The boundary between flax and the rest of the package: functions of plain dicts of arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WIDE = ("scale", "log_rate", "decay_bias")
 
 
 def take_trained(trained: Params, frozen: Params) -> Params:
-  """Combines the parameters of a network without frozen parameters: returns `trained`."""
+  """`combine` of a network without frozen parameters: returns `trained`."""
   del frozen
   return trained
 
@@ -58,7 +58,7 @@ class Model(NamedTuple):
 
 
 def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model:
-  """The transformer of `config` as pure functions; see `Transformer` for shapes."""
+  """The transformer with settings `config` as pure functions; see `Transformer` for shapes."""
   build = lambda key: Transformer(config, nnx.Rngs(key), layout)
   # Splitting off `Param` only raises if the module has any other state.
   graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)), nnx.Param)
@@ -110,7 +110,7 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
 
 
 def cast_to_decode(params: Params, config: TransformerConfig) -> Params:
-  """Parameters in the dtypes for decoding: `compute_dtype`, except parameters of `_WIDE`."""
+  """Casts parameters to `compute_dtype` for decoding, except the parameters in `_WIDE`."""
 
   def cast(path, w):
     is_wide = jax.tree_util.keystr(path[-1:], simple=True) in _WIDE

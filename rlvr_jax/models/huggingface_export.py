@@ -18,7 +18,7 @@ from rlvr_jax.ops.layers import DENSE, layers_in
 def published_config(
   config: TransformerConfig, dtype: str, source: str | os.PathLike[str] | None
 ) -> dict[str, Any]:
-  """The content of config.json, for transformers 5 and, under the older names as well, 4.
+  """The content of config.json for transformers 5 and, with older names beside, for transformers 4.
 
   Raises:
     ValueError: no family implements `config`.
@@ -125,7 +125,7 @@ def _choose_family(config: TransformerConfig, source: str | os.PathLike[str] | N
 
 
 def families_of(config: TransformerConfig) -> tuple[str, ...]:
-  """The families that may compute the network, the likeliest first; it may have other settings."""
+  """The families that may compute the network, the likeliest first; settings may still differ."""
   slides = config.sliding_layers or (False,)
   if config.full_head_dim is not None:
     return ("gemma4_text",)

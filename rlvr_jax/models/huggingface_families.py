@@ -46,7 +46,7 @@ _FOUR_NORMS = _NORMS_BEHIND | {
 
 
 class Family(NamedTuple):
-  """The common settings of a family's networks, and how config.json gives the other settings."""
+  """The common settings of a family's networks, and where config.json has the other settings."""
 
   architectures: tuple[str, ...]  # names of its classes; exports have the first
   defaults: Mapping[str, Any]  # of fields that a config.json may omit
@@ -72,22 +72,22 @@ class Family(NamedTuple):
 
   @property
   def has_output_gate(self) -> bool:
-    """Whether rows of each head's query, then of the gate on its output, are one tensor."""
+    """Whether each head's query and the gate on its output are stored in one tensor."""
     return bool(self.fixed.get("attention_gate"))
 
   @property
   def has_full_heads(self) -> bool:
-    """Whether config.json has other heads for full layers than for sliding ones."""
+    """Whether config.json has other heads for full layers than for sliding layers."""
     return "global_head_dim" in self.defaults
 
   @property
   def has_query_scale(self) -> bool:
-    """Whether config.json has the factor on attention scores."""
+    """Whether config.json states the factor on attention scores."""
     return "query_pre_attn_scalar" in self.defaults
 
   @property
   def has_partial_rotation(self) -> bool:
-    """Whether config.json has the rotated part of a head."""
+    """Whether config.json states the rotated part of a head."""
     return "partial_rotary_factor" in self.defaults
 
   @property

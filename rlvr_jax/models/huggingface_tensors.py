@@ -31,7 +31,7 @@ class Leaf(NamedTuple):
 
   @property
   def stacked(self) -> int:
-    """Number of leading axes on which published tensors are stacked: of layers, and of experts."""
+    """Number of leading axes on which published tensors are stacked, for layers and experts."""
     return self.names.ndim
 
   def published(self, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -119,7 +119,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
     config: settings of the network.
     family: the checkpoint's family, one of `FAMILIES`.
   Raises:
-    ValueError: a parameter that no published checkpoint has.
+    ValueError: a parameter is in no published checkpoint.
   """
   norms = {**_HEAD_NORMS, **FAMILIES[family].norms}
   of_experts: dict[tuple[str, ...], str] = {
@@ -162,7 +162,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
 
 
 class Part(NamedTuple):
-  """A tensor of one kernel or bias, as the whole or a part of a published tensor."""
+  """The tensor of one kernel or bias, which is a published tensor or a part of one."""
 
   name: str  # of the tensor, if it were published alone
   shape: tuple[int, ...]
@@ -170,20 +170,20 @@ class Part(NamedTuple):
 
 
 class Published(NamedTuple):
-  """A published tensor and what its rows are."""
+  """A published tensor and the meaning of its rows."""
 
   shape: tuple[int, ...]
   parts: tuple[Part, ...]
 
 
 def find_published(params: Params, config: TransformerConfig, family: str) -> dict[str, Published]:
-  """Every tensor of these parameters' checkpoint by its usual name, in the order of writing.
+  """Every tensor of a checkpoint with these parameters, by its usual name, in writing order.
 
   Args:
     config: settings of the network.
     family: the checkpoint's family, one of `FAMILIES`.
   Raises:
-    ValueError: a parameter that no published checkpoint has.
+    ValueError: a parameter is in no published checkpoint.
   """
   places = {  # of a module within a layer: the module it is published in, and its rows there
     module: (whole, rows)
@@ -212,11 +212,11 @@ RowTables = Mapping[str, Mapping[str, npt.NDArray[np.int64]]]
 
 
 def row_tables(c: TransformerConfig, family: str) -> RowTables:
-  """Published modules of a layer that are not one module here row by row.
+  """The published modules of a layer that combine or reorder several modules of this package.
 
   Returns:
-    Their names → names of the modules that they consist of → each one's rows of the published
-    tensor, in the order that they have here. Together they are all rows.
+    Name of a published module → names of its modules here → each module's rows of the published
+    tensor, in this package's order. Together these are all rows.
   """
   tables: dict[str, Mapping[str, npt.NDArray[np.int64]]] = {}
   if FAMILIES[family].has_fused_gate:
@@ -252,7 +252,7 @@ def _rows_of_pairs(c: TransformerConfig, heads: int) -> npt.NDArray[np.int64]:
 def split_parts(
   tensors: Mapping[str, Tensor], published: Mapping[str, Published]
 ) -> dict[str, Tensor]:
-  """The tensors of single kernels and biases, which are views of published ones, by their names."""
+  """The tensors of single kernels and biases, by name, as views of published tensors."""
   return {
     part.name: tensors[name] if part.rows is None else _select(tensors[name], part)
     for name, (_, parts) in published.items()
@@ -319,7 +319,7 @@ def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, T
 
 
 def outside_tensors(names: Iterable[str]) -> list[str]:
-  """A checkpoint's tensors outside of its text model, which are not read."""
+  """The tensors of a checkpoint outside of its text model, which are not read."""
   return [name for name in names if _OUTSIDE.search(name)]
 
 

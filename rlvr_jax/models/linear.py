@@ -34,7 +34,7 @@ class Rounded(NamedTuple):
 
 
 def init_kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str, gain: float = 1.0) -> nnx.Param:
-  """Initializes kernels [..., D, E] so that a product with one scales variances by `gain`."""
+  """Initializes kernels [..., D, E] so that a product with a kernel scales variances by `gain`."""
   batch_axes = tuple(range(len(shape) - 2))
   initializer = jax.nn.initializers.variance_scaling(
     gain, "fan_in", "normal", batch_axis=batch_axes
@@ -45,7 +45,7 @@ def init_kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str, gain: float 
 def merge_low_rank(params: Params) -> Params:
   """Merges every `LowRank` kernel into one array, W + A·B.
 
-  The result is at least float32: rounded to fewer bits, small changes would be lost.
+  The result is at least float32, since rounding to fewer bits would lose small changes.
   """
 
   def merge(x):
@@ -71,7 +71,7 @@ def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:
 
 
 def value_of(parameter: nnx.Param) -> Array | LowRank | Rounded:
-  """The value of a parameter, which may be other than an array."""
+  """The value of a parameter, which may be a structure instead of an array."""
   # `value` is deprecated since flax 0.12, which has `get_value`; [...] is for arrays only.
   return parameter.get_value() if hasattr(parameter, "get_value") else parameter.value
 

@@ -84,7 +84,7 @@ def init(key: Array, base: Params, settings: LoraSettings) -> Params:
 
 
 def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
-  """The kernels [L, D, E] of the layers that `settings` names, by name, in alphabetical order.
+  """The layers' kernels [L, D, E] that `settings` targets, by name in alphabetical order.
 
   Args:
     base: parameters, or their shapes.
@@ -125,8 +125,8 @@ def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
 
   Args:
     adapters: the trained parameters.
-    base: the frozen parameters. In a jitted function they must be one of its arguments; otherwise
-      they are compiled in as constants.
+    base: the frozen parameters. In a jitted function they must be an argument; otherwise they are
+      compiled in as constants.
     settings: the settings that the adapters were made with.
   """
 
@@ -139,7 +139,7 @@ def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
 
 
 def nest(pairs: Mapping[str, Any]) -> Params:
-  """Adapters by the names of their kernels, as a dict that is nested as the kernels are."""
+  """Nests adapters, given by the names of their kernels, in the same way as the kernels."""
   nested: Params = {}
   for name, pair in pairs.items():
     *folders, last = name.split("/")
@@ -148,7 +148,7 @@ def nest(pairs: Mapping[str, Any]) -> Params:
 
 
 def flatten(blocks: Params) -> dict[str, Any]:
-  """The inverse of `nest`."""
+  """Adapters by the names of their kernels, from nested adapters; the inverse of `nest`."""
   leaves = jax.tree_util.tree_leaves_with_path(blocks, is_leaf=_is_pair)
   return {jax.tree_util.keystr(path, simple=True, separator="/"): pair for path, pair in leaves}
 

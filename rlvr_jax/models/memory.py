@@ -1,4 +1,4 @@
-"""Bytes that training and sampling a network take on one device, by arithmetic.
+"""Estimates by arithmetic the bytes that training and sampling a network take on one device.
 
 The compiler's temporary buffers do not count. For the KV cache see `rollouts.decoder.slot_bytes`.
 """
@@ -48,12 +48,12 @@ def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
 def activation_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
   """Bytes that the forward pass saves for the backward pass, plus twice one layer's activations.
 
-  Of gated DeltaNets, also what `_delta_bytes` says, of one layer or, without remat, of all.
+  For gated DeltaNets `_delta_bytes` is added, for one layer or, without remat, for all layers.
 
   Args:
     config: the network's settings.
     tokens: the tokens of a micro-batch on one device.
-    tensor: devices that share a layer.
+    tensor: number of devices that share a layer.
   """
   layers = [config.width + _product_widths(config, *kind) for kind in config.kinds]
   saved = {"full": lambda _: config.width, "dots": lambda x: x, "none": lambda x: 2 * x}
@@ -64,7 +64,7 @@ def activation_bytes(config: TransformerConfig, tokens: float, tensor: int) -> f
 
 
 def forward_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
-  """Bytes of a forward pass alone, which saves nothing: twice the largest layer's activations.
+  """Bytes of a forward pass without gradient: twice the largest layer's activations.
 
   Args:
     config, tokens, tensor: see `activation_bytes`.
@@ -75,14 +75,14 @@ def forward_bytes(config: TransformerConfig, tokens: float, tensor: int) -> floa
 
 
 def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> float:
-  """Bytes that a CPU's compiler saves besides `activation_bytes` where nothing is recomputed.
+  """Bytes that a CPU's compiler saves beside `activation_bytes` if nothing is recomputed.
 
-  These are further operands of a layer's element-wise operations, about as many as results of
-  products, and the scores of attention, in short rows for all pairs of their places.
+  They are the operands of a layer's element-wise operations, about as many as results of products,
+  and attention scores, in short rows for all pairs of places.
 
   Args:
     config, tokens: see `activation_bytes`.
-    row_length: the row length of the rows, tokens.
+    row_length: tokens per row.
   """
   if config.remat != "none":
     return 0.0
@@ -127,11 +127,11 @@ def _delta_bytes(config: TransformerConfig, tokens: float) -> float:
 def output_head_bytes(
   config: TransformerConfig, tokens: float, tensor: int, *, backward: bool = True
 ) -> float:
-  """Bytes of a chunk's float32 logits and of the kernel; with `backward`, of their gradients too.
+  """Bytes of a chunk's float32 logits and of the kernel, and with `backward` of the gradients.
 
   Args:
     config, tokens, tensor: see `activation_bytes`.
-    backward: whether gradients are computed; float32.
+    backward: whether gradients are computed, in float32.
   """
   rows = min(default_chunk_rows(config.vocab_size), tokens)
   kernel = config.width * (jnp.dtype(config.compute_dtype).itemsize + 4 * backward)

@@ -59,7 +59,7 @@ def save_adapters(
   """Writes adapters in the format that `peft.PeftModel.from_pretrained` reads.
 
   Args:
-    directory: to be created; local or a URL.
+    directory: the folder to create; local or a URL.
     adapters: as `lora.init` returns them, fully on this host.
     settings: the settings that the adapters were made with.
     config: settings of the base network.
@@ -116,8 +116,8 @@ def load_adapters(
   Returns:
     Adapters as `lora.init` returns them, NumPy arrays of at least float32.
   Raises:
-    ValueError: the adapters are for another model, or not of the form W + (α/R)·A·B in every layer,
-      or NaN or infinite.
+    ValueError: the adapters are for another model, are not of the form W + (α/R)·A·B in every
+      layer, or are NaN or infinite.
     FileNotFoundError: adapters or settings are missing.
   """
   system, folder = locate(directory)
@@ -201,7 +201,7 @@ class Module(NamedTuple):
   stack: str  # see `ops.layers`
 
   def layers(self, config: TransformerConfig) -> list[int]:
-    """The numbers of the layers that have it."""
+    """The numbers of the layers that have this module."""
     return layers_in(self.stack, config.kinds)
 
 

@@ -1,4 +1,4 @@
-"""Model shapes by name: small ones for a laptop, and the published ones.
+"""Model shapes by name: small shapes for a laptop, and the shapes of published models.
 
 Source of the published shapes: the models' own `config.json` files.
 """
@@ -247,7 +247,7 @@ def check_overrides(overrides: Iterable[str]) -> None:
 
 
 def given_overrides(model: Mapping[str, Any]) -> dict[str, Any]:
-  """The fields that `model["overrides"]` sets; None means unset."""
+  """The fields that `model["overrides"]` sets, without fields that are None."""
   overrides = dict(model["overrides"])
   return {k: v for k, v in overrides.items() if v is not None or k not in _OF_COMPUTING}
 
@@ -256,8 +256,9 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
   """The settings of the network that a configuration's `model` section describes.
 
   Args:
-    model: `preset`, the name of a shape, "" for the checkpoint's; `checkpoint`, a folder in
-      Hugging Face's layout, "" for none; `overrides`, fields to replace in either.
+    model: `preset`, the name of a shape, "" for the checkpoint's shape; `checkpoint`, a folder in
+      Hugging Face's layout, "" for none; `overrides`, fields that replace those of the preset or
+      checkpoint.
   Raises:
     ValueError: a name or field is unknown, the checkpoint cannot be read, or the preset has another
       shape.

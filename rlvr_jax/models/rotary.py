@@ -16,8 +16,9 @@ from rlvr_jax.types import Array
 class RopeScaling:
   """Context extension of the rotary frequencies.
 
-  With `factor` only, all frequencies are divided by it (Gemma 3). With `low_frequency_factor`,
-  Llama 3's rule applies: it divides low frequencies, keeps high ones, and interpolates between.
+  With `factor` alone, all frequencies are divided by it (Gemma 3). With `low_frequency_factor`,
+  Llama 3's rule applies: it divides low frequencies, keeps high frequencies, and interpolates
+  between them.
   """
 
   factor: float
@@ -30,8 +31,9 @@ class RopeScaling:
 class YarnScaling:
   """Context extension by YaRN.
 
-  Frequencies with more than `fast_rotations` rotations within the original context are kept, those
-  below `slow_rotations` are divided by `factor`, those between are interpolated by their index.
+  Frequencies with more than `fast_rotations` rotations within the original context are kept.
+  Frequencies with fewer than `slow_rotations` are divided by `factor`. Frequencies between are
+  interpolated by their index.
 
   Source: "YaRN: Efficient Context Window Extension of Large Language Models" (arXiv:2309.00071).
   """
@@ -46,9 +48,10 @@ class YarnScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartialFrequencies:
-  """Rotation of the first pairs of a head, of entries i and i + W/2, with the frequencies of all.
+  """Rotation of only the first pairs of entries (i, i + W/2) of a head.
 
-  The others have frequency 0, so that they stay (Gemma 4).
+  The frequencies are those of a full rotation. The other pairs have frequency 0, so that they do
+  not rotate (Gemma 4).
   """
 
   part: float  # of the pairs that rotate, in (0, 1]
@@ -110,13 +113,13 @@ def rotary_tables(
 
 
 class RotaryTables(NamedTuple):
-  """Cosines and sines of tokens' positions, each [..., L, 1, W/2]; W may differ for the two."""
+  """Cosines and sines of positions, [..., L, 1, W/2], for two kinds of layers with their own W."""
 
   full: tuple[Array, Array]
   sliding: tuple[Array, Array] | None  # for sliding layers; None: the same
 
   def of_layer(self, slides: Array | bool, unrotated: Array | bool = False) -> tuple[Array, Array]:
-    """Selects the tables of a layer, whose kinds may be traced; angles are 0 if `unrotated`."""
+    """Selects the tables of a layer; its kind may be traced, and angles are 0 if `unrotated`."""
     cosine, sine = self.full
     if self.sliding is not None and isinstance(slides, bool):
       cosine, sine = self.sliding if slides else self.full

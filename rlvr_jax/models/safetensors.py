@@ -1,7 +1,7 @@
 """Checkpoints in safetensors files: one file, or shards and an index from tensors to shards.
 
 The safetensors library reads and checks the files. Tensors are read by rows from a memory-mapped
-file; one at a URL is first copied to a temporary file of this machine.
+file; a file at a URL is first copied to a temporary file of this machine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Tensor:
 
   @property
   def dtype(self) -> np.dtype:
-    """The NumPy dtype; raises ValueError unless the numbers are plain floating-point ones."""
+    """The NumPy dtype; raises ValueError unless it is a plain floating-point type."""
     if self.dtype_name not in DTYPES:
       raise ValueError(
         f"{self.path}: tensor {self.name!r} has dtype {self.dtype_name}, only {', '.join(DTYPES)}"
@@ -72,7 +72,7 @@ class Tensor:
   def rows(self, start: int, stop: int) -> np.ndarray:
     """Reads rows [start, stop) of the first axis; raises ValueError as `dtype` does.
 
-    Rows between selected rows are read as well.
+    Rows between selected rows are also read.
     """
     dtype = self.dtype
     if self.selected is None:
@@ -90,7 +90,7 @@ class Tensor:
 
 
 def open_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
-  """Opens the tensors of a checkpoint directory, by name; reads and checks the headers only.
+  """Opens the tensors of a checkpoint directory, by name; reads and checks only the headers.
 
   Args:
     directory: contains model.safetensors, or model.safetensors.index.json and its shards; local or
@@ -121,7 +121,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
 def tensor_names(directory: str | os.PathLike[str]) -> list[str]:
   """The names of the tensors of a checkpoint directory, from its index alone if it has one.
 
-  Args, Raises: as `open_checkpoint`.
+  For arguments and errors see `open_checkpoint`.
   """
   system, folder = locate(directory)
   names = list_files(directory)

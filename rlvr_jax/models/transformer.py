@@ -1,10 +1,10 @@
-"""The policy: one decoder-only transformer, with settings for all families that are read.
+"""The policy: one decoder-only transformer, with settings for all supported model families.
 
 A layer mixes tokens by attention or by a gated DeltaNet (`models.delta_net`); then comes an MLP or
 a mixture of experts (`models.experts`). `TransformerConfig.kinds` says which layer has what.
 
-All other operations are per token, so prompts and responses are packed into rows: a prompt
-is computed once for all its responses in a row. The engine computes it once for its slots.
+All other operations are per token, so prompts and responses can be packed into rows. A prompt is
+computed once for all its responses in a row, and in the engine once for all its slots.
 """
 
 from __future__ import annotations
@@ -289,14 +289,14 @@ class TransformerConfig:
 
   @property
   def split_heads(self) -> int:
-    """The most devices that attention is split over: key/value heads are whole on a device."""
+    """The most devices over which attention can be split, since each key/value head stays whole."""
     return math.gcd(self.num_kv_heads, self.full_kv_heads or 0)
 
   @property
   def mixture(self) -> tuple[int, ...]:
     """The sizes that recorded routes must fit: layers with experts, experts, experts per token.
 
-    The numbers of the layers follow if not all have experts.
+    If not all layers have experts, the numbers of the layers with experts follow.
     """
     numbers = layers_in(SPARSE, self.kinds)
     sizes = len(numbers), self.num_experts, self.experts_per_token
@@ -339,7 +339,7 @@ def _normalize(x: Array, epsilon: float) -> Array:
 
 
 class Mixers(NamedTuple):
-  """What mixes the tokens of a layer, by its kind; each returns its results and a carry."""
+  """The functions that mix the tokens of a layer, by its kind; each returns results and a carry."""
 
   attend: Callable[[Array, Array, Array], tuple[Array, Any]]  # of queries, keys and values
   delta: Callable[[DeltaInputs], tuple[Array, Any]]
@@ -376,7 +376,7 @@ class _AttentionModule(nnx.Module):
 
 
 class FullAttention(_AttentionModule):
-  """The parameters of attention in full layers with other heads than sliding ones have."""
+  """The parameters of attention in full layers whose heads differ from those of sliding layers."""
 
   def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
     has_value = not config.full_keys_as_values
@@ -384,9 +384,10 @@ class FullAttention(_AttentionModule):
 
 
 class Block(_AttentionModule):
-  """One layer: attention or a gated DeltaNet, and a gated MLP or a mixture of them.
+  """One layer: attention or a gated DeltaNet, followed by a gated MLP or a mixture of MLPs.
 
-  Both are added to the residual stream, with norms before, behind, or both.
+  The results of both parts are added to the residual stream. Each part has norms before it, after
+  it, or both.
   """
 
   def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, *, stacks: Collection[str]):
@@ -425,7 +426,7 @@ class Block(_AttentionModule):
 
   @property
   def heads(self) -> Heads:
-    """The heads of its attention."""
+    """The heads of the layer's attention."""
     return self.config.heads_of(FULL if self.is_full else ATTENTION)
 
   @jax.named_scope("layers")
@@ -443,11 +444,11 @@ class Block(_AttentionModule):
 
     Args:
       tables: the tables of the rotary embedding.
-      mixers: mix tokens.
+      mixers: the functions that mix tokens.
       layout: the layout of the residual stream, and the mesh of experts.
       routes, real: see `Experts`; ignored by an MLP.
     Returns:
-      The next x, the mixer's carry, and the choice of experts; None of an MLP.
+      The next x, the mixer's carry, and the choice of experts, which is None for an MLP.
     """
     c = self.config
     residual = layout.residual
@@ -545,7 +546,7 @@ class Transformer(nnx.Module):
       self.head_kernel = init_kernel(rngs, (c.width, c.vocab_size), c.param_dtype)
 
   def without_layers(self) -> Transformer:
-    """The same network without its layers, which `prefill` and `decode` get one by one."""
+    """The network without its layers, which `prefill` and `decode` get one by one."""
     del self.blocks
     return self
 
@@ -572,9 +573,9 @@ class Transformer(nnx.Module):
     Args:
       prompts: the P prompts, left-padded to S.
       tokens: i32[P, G, T], right-padded responses.
-      routes: the routes of a mixture, the experts to take in place of the routers' choice.
-      lengths: i32[P, G], tokens of each response: in a mixture, the last one, which predicts
-        nothing, and those behind have no expert. None: T.
+      routes: in a mixture, the experts to use in place of the routers' choice.
+      lengths: i32[P, G], tokens of each response; None: T. In a mixture, the last token, which
+        predicts nothing, and padding have no expert.
     Returns:
       [P, G, T, D] in the compute dtype; [..., t, :] predicts tokens[..., t].
     """
@@ -587,11 +588,11 @@ class Transformer(nnx.Module):
     routes: Routes | None = None,
     lengths: Array | None = None,
   ) -> tuple[Array, Routes, Array]:
-    """As `response_hidden`, of a mixture: also its routers' choice and probabilities.
+    """`response_hidden` for a mixture, which also returns its routers' choice and probabilities.
 
     Returns:
-      Hidden states; the routers' own routes, i32, whatever was taken in their place; and the sum
-      over the tokens of the probabilities of all experts, [sparse layers, E].
+      Hidden states; the routers' own routes, i32, even if `routes` replaces them; and the sum over
+      the tokens of the probabilities of all experts, [sparse layers, E].
     """
     hidden, routing = self._respond(prompts, tokens, routes, lengths, routed=True)
     P, G, T = tokens.shape
@@ -669,11 +670,11 @@ class Transformer(nnx.Module):
   def row_routed(
     self, tokens: Array, rows: Rows, routes: Array | None = None
   ) -> tuple[Array, Array, Array]:
-    """As `row_hidden`, of a mixture: also its routers' choice and probabilities.
+    """`row_hidden` for a mixture, which also returns its routers' choice and probabilities.
 
     Returns:
-      Hidden states; the routers' own routes i32[R, L, sparse layers, k], whatever was taken in
-      their place, `NO_EXPERT` at padding; and the sum over the tokens of the probabilities of all
+      Hidden states; the routers' own routes i32[R, L, sparse layers, k], even if `routes` replaces
+      them, with `NO_EXPERT` at padding; and the sum over the tokens of the probabilities of all
       experts, [sparse layers, E].
     """
     hidden, (routes, sums) = self._run_rows(tokens, rows, routes, routed=True)
@@ -710,14 +711,14 @@ class Transformer(nnx.Module):
     lengths: Array | None = None,
     attended: Callable[[Array], Array] = lambda x: x,
   ) -> tuple[list[tuple[Array, Array]], list[DeltaState], Array | None]:
-    """Computes the keys and values of prompts, and the states behind them.
+    """Computes the keys and values of prompts, and the states after the prompts.
 
     Args:
       blocks: the layers.
       tokens: i32[R, S], right-padded; results at padding have no meaning.
-      lengths: i32[R], tokens of each prompt: padding has no expert, and no effect on a state. None:
-        S.
-      attended: the keys or values [R, S, K, H] that attention reads, if rounded.
+      lengths: i32[R], tokens of each prompt; None: S. Padding has no expert and no effect on a
+        state.
+      attended: keys or values [R, S, K, H] → the keys or values that attention reads.
     Returns:
       Per layer with attention, keys and values [R, S, K, H]; per gated DeltaNet, the states; and
       the routes of a mixture, i32[R, S, sparse layers, k].
@@ -762,7 +763,8 @@ class Transformer(nnx.Module):
       attend: (index of a layer among those with attention, queries [slots, N, H], keys and values
         [slots, K, H], settings of attention) → (out [slots, N, H], carry).
       delta: (index of a layer among the gated DeltaNets, inputs) → (out [slots, 1, N, d_v], carry).
-      running: bool[slots]: in a mixture, the tokens of other slots have no expert. None: all.
+      running: bool[slots], the running slots; None: all slots. In a mixture, tokens of other slots
+        have no expert.
     Returns:
       Final hidden states [slots, D], which predict the next tokens; the carries of the layers with
       attention and of the gated DeltaNets; and the routes of a mixture, i32[slots, sparse layers,

@@ -2,12 +2,13 @@
 
 A slot is one row of a batch that decodes. Its cache has three parts: the prompt, the response, and
 the tokens staged since the burst of decoding steps began, which are written to the cache after it.
-`Cache` is for XLA: a burst reads the same number of blocks, `Read`, of all slots. That number is
-compiled in, so that no layer of a step has a loop. `Pages` is for a kernel on TPUs that reads only
-each slot's own blocks.
+`Cache` is for XLA: a burst reads the same number of blocks (`Read`) for all slots. This number is
+compiled in, so that no layer of a step has a loop. `Pages` is for a TPU kernel that reads only the
+blocks that each slot has filled.
 
-A `Cache` may keep 8-bit integers, with one scale per token and head. What enters it is rounded at
-once, staged tokens too. So what later tokens read does not depend on where bursts end.
+A `Cache` may keep 8-bit integers, with one scale per token and head. Keys and values are rounded at
+once, also those of staged tokens. So the values that later tokens read do not depend on where
+bursts end.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class CacheShape(NamedTuple):
   """Sizes of a slot's cache; static.
 
   Attributes:
-    prompt: for the prompt without its last token, the first to be decoded.
-    response: for the response without the tokens of its last burst.
+    prompt: blocks for the prompt without its last token, which is the first token to be decoded.
+    response: blocks for the response without the tokens of its last burst.
     steps: tokens of one burst; divides the blocks of the response.
   """
 
@@ -86,10 +87,9 @@ class CacheShape(NamedTuple):
   ) -> CacheShape:
     """The cache for S prompt and T response tokens: at most four blocks for each, of 32 or more.
 
-    Pages, which a kernel reads for every slot by itself, are some 16 together, of 32 to 512 tokens.
-
-    Of dialogues (`has_replies`), a burst has at most T / 8 tokens, since turns begin and end within
-    bursts: steps before a turn's first token and behind its last are lost.
+    Pages, which a kernel reads for every slot separately, are about 16 in all, of 32 to 512 tokens.
+    With dialogues (`has_replies`), a burst has at most T / 8 tokens: turns begin and end within
+    bursts, and steps before a turn's first token and after its last token are lost.
     """
     steps = min(_STEPS, max_new_tokens)
     if has_replies:  # a power of two, as _STEPS
@@ -106,17 +106,17 @@ class CacheShape(NamedTuple):
 
   @property
   def tokens(self) -> int:
-    """Number of keys of a slot, including staged ones."""
+    """Number of keys of a slot, including staged keys."""
     return self.prompt.tokens + self.response.tokens + self.steps
 
   @property
   def everything(self) -> Read:
-    """All blocks."""
+    """A `Read` of all blocks."""
     return Read(self.prompt.number, self.response.number)
 
   @property
   def copied_tokens(self) -> int:
-    """The most keys of a slot that a burst copies, since it does not read all blocks of a part."""
+    """The most keys per slot that a burst copies because it reads only some blocks of a part."""
     parts = (self.prompt, self.response)
     return sum(-(-part.number // 2) * part.size for part in parts if part.number > 1)
 
@@ -139,7 +139,7 @@ def round_to_int8(x: Array) -> tuple[Array, Array]:
 
 
 def read_back(x: Array) -> Array:
-  """s·q of vectors x[..., H], which attention reads from a cache in int8; in x's dtype."""
+  """The values s·q that attention reads from an int8 cache of vectors x[..., H], in x's dtype."""
   rounded, scales = round_to_int8(x)
   return (rounded * scales[..., None]).astype(x.dtype)
 
@@ -194,7 +194,7 @@ class Cache(NamedTuple):
     Args:
       staged: the staged keys and values of a burst.
       start: i32[slots], cached tokens of each response.
-      flushed: bool[slots], the slots that are written; None: all.
+      flushed: bool[slots], the slots to write; None: all slots.
     """
     write = functools.partial(_write_tokens, start=start, flushed=flushed)
     return self._put(write, staged, (4, 3, 3, 3))
@@ -310,7 +310,7 @@ def choose_cache(
   plain: bool,
   cache_format: str = "",
 ) -> str:
-  """Chooses how keys are cached and read; `auto` chooses a TPU's kernel if possible, or warns.
+  """Chooses how keys are cached and read; `auto` takes the TPU kernel, or else warns.
 
   Args:
     wanted: one of `KINDS`, from config.sampling.cache.
@@ -320,7 +320,8 @@ def choose_cache(
     plain: whether no layer has a sliding window or a soft cap.
     cache_format: one of `FORMATS`.
   Returns:
-    "blocks", all read up to the longest slot, or "pages", each slot's read up to its length.
+    "blocks", which are read up to the longest slot, or "pages", which are read up to each slot's
+    length.
   Raises:
     ValueError: the requested kind does not support this network or platform.
   """

@@ -34,7 +34,7 @@ def checksum(x: Array) -> Array:
 
 
 def checksums(tree: Any) -> Array:
-  """u32[leaves], the `checksum` of every leaf of a tree; trees of equal leaves have one program."""
+  """u32[leaves], the `checksum` of every leaf of a tree."""
   return _checksums(jax.tree.leaves(tree))
 
 

@@ -1,9 +1,10 @@
 """Attention of one query per slot over cached keys.
 
-Keys lie in blocks: a slot's prompt, its response, and its staged keys (`ops.caches`). The largest
-score of all is found first. Each block is then summed by itself, and the blocks' sums are added in
-order. A block without a visible key adds zeros, so that a row's bits do not depend on the number of
-blocks that other rows need. In bfloat16 on CPUs they may: XLA orders some sums by that number.
+Keys lie in blocks: a slot's prompt, its response, and its staged keys (`ops.caches`). First the
+largest of all scores is found. Then each block is summed separately, and the sums of blocks are
+added in order. A block without a visible key adds zeros, so that a row's bits do not depend on the
+number of blocks that other rows need. On CPUs in bfloat16, bits may depend on this number, since
+XLA orders some sums by it.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ def cached_attention(
   """softmax(q·kᵀ·scale) v over a slot's prompt, its response, and its staged keys.
 
   Scores and sums are at least float32. If keys and values are int8, the products read the 8-bit
-  numbers, which every dtype has exactly; scales are factors on scores and on the softmax.
+  numbers, which every dtype represents exactly; scales are factors on scores and on the softmax.
 
   Args:
     queries: [slots, N, H].
-    prompt, response: prompt and response of the layer; all their blocks are read, of pages those
+    prompt, response: the layer's caches of prompt and response; all blocks are read, but only pages
       with tokens.
     staged: keys and values of the burst's tokens 0 … step.
     reach: the reach of all slots at the start of the burst.

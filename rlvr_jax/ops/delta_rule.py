@@ -8,9 +8,9 @@ v [d_v], a log-decay g ≤ 0 and a strength β in [0, 1]:
 In a gated DeltaNet, queries, keys and values come from causal convolutions of a few tokens, so that
 a sequence's state has the last inputs of these as well.
 
-`delta_step` is one token. `delta_rows` computes packed rows, chunk by chunk, with the same result
-up to rounding. In a packed row a rollout begins with the state that its prompt has left; no other
-state passes from one sequence to another. A token without effect has g = 0 and β = 0.
+`delta_step` computes one token. `delta_rows` computes packed rows, chunk by chunk, with the same
+result up to rounding. In a packed row a rollout begins with the state that its prompt has left; no
+other state passes from one sequence to another. A token without effect has g = 0 and β = 0.
 
 Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv:2412.06464), §3.
 """
@@ -38,7 +38,7 @@ Inputs = TypeVar("Inputs")
 
 
 class Tokens(NamedTuple):
-  """What the rule reads of tokens, at least float32."""
+  """The inputs of the rule for some tokens, in at least float32."""
 
   query: Array  # [R, L, N, d_k]
   key: Array  # [R, L, N, d_k]
@@ -50,7 +50,7 @@ class Tokens(NamedTuple):
 def delta_step(
   state: Array, query: Array, key: Array, value: Array, decay: Array, strength: Array
 ) -> tuple[Array, Array]:
-  """One token of every sequence.
+  """Applies the rule to one token of every sequence.
 
   Args:
     state: S [..., d_k, d_v].
@@ -70,16 +70,16 @@ def delta_step(
 
 
 def delta_rows(inputs: Inputs, rows: Rows, read: Callable[[Inputs], Tokens]) -> tuple[Array, Array]:
-  """All tokens of packed rows.
+  """Applies the rule to all tokens of packed rows.
 
   Args:
     inputs: arrays [R, L, ...] of R rows of L tokens.
-    rows: their sequences. In each row a prompt comes before its rollouts, and these before the next
-      prompt.
-    read: inputs of some tokens → what the rule reads of them. It is called for each chunk, so that
-      heads are made and brought into order where they are needed.
+    rows: the sequences in the rows. In each row a prompt comes before its rollouts, and its
+      rollouts before the next prompt.
+    read: inputs of some tokens → their `Tokens`. It is called for each chunk, so that heads are
+      made and ordered where they are needed.
   Returns:
-    o [R, L, N, d_v], without meaning at padding; and the states [R, N, d_k, d_v] behind the
+    o [R, L, N, d_v], without meaning at padding; and the states [R, N, d_k, d_v] after the
     sequences of the last tokens.
   """
   length = rows.prompts.shape[1]
@@ -108,8 +108,8 @@ def conv_rows(x: Array, taps: Array, rows: Rows) -> Array:
 
   Args:
     x: [R, L, C]; channels are independent.
-    taps: [C, T], the last one for the current token. Before a rollout lies its prompt, before a
-      prompt 0.
+    taps: [C, T], the last tap for the current token. The inputs before a rollout are its prompt's;
+      the inputs before a prompt are 0.
     rows: as in `delta_rows`.
   Returns:
     [R, L, C].
@@ -127,7 +127,7 @@ def conv_rows(x: Array, taps: Array, rows: Rows) -> Array:
 
 
 def conv_step(x: Array, window: Array, taps: Array) -> tuple[Array, Array]:
-  """One token of every sequence: `conv_rows` of x[..., C], and the next window.
+  """`conv_rows` for one token x[..., C] of every sequence, and the next window.
 
   Args:
     window: the sequence's last inputs [..., T − 1, C], 0 before its first token.
@@ -146,14 +146,14 @@ def _sum_taps(inputs: Sequence[Array], taps: Array) -> Array:
 
 
 class DeltaState(NamedTuple):
-  """The state of a gated DeltaNet behind the tokens of a sequence."""
+  """The state of a gated DeltaNet after the tokens of a sequence."""
 
   memory: Array  # S [R, N, d_k, d_v], at least float32
   windows: tuple[Array, Array, Array]  # the last T − 1 inputs of the convolutions, [R, T − 1, C]
 
 
 class DeltaInputs(NamedTuple):
-  """What a gated DeltaNet mixes over tokens: of its projections, queries, keys and values."""
+  """The inputs that a gated DeltaNet mixes over tokens: projections of queries, keys, values."""
 
   channels: tuple[Array, Array, Array]  # [R, L, N_k·d_k] twice and [R, L, N·d_v]
   taps: tuple[Array, Array, Array]  # [C, T] each, of their convolutions
@@ -184,10 +184,10 @@ def mix_rows(inputs: DeltaInputs, rows: Rows) -> Array:
 
 
 def mix_prompts(inputs: DeltaInputs, lengths: Array | None) -> tuple[Array, DeltaState]:
-  """The results of right-padded sequences, [R, L, N, d_v], and the states behind them.
+  """The results of right-padded sequences, [R, L, N, d_v], and the states after them.
 
   Args:
-    inputs: the inputs of R sequences, each in a row of its own.
+    inputs: the inputs of R sequences, one per row.
     lengths: i32[R]; None: L.
   """
   R, L = inputs.decay.shape[:2]
@@ -223,9 +223,9 @@ def mix_token(inputs: DeltaInputs, state: DeltaState, running: Array) -> tuple[A
   """The results of one token of every slot, [slots, 1, N, d_v], and the next states.
 
   Args:
-    inputs: with L = 1.
+    inputs: the inputs of one token per slot, L = 1.
     state: the state of the slots.
-    running: bool[slots]; the states of the others stay.
+    running: bool[slots]; the states of other slots do not change.
   """
   first = lambda x: x[:, 0]
   triples = zip(map(first, inputs.channels), state.windows, inputs.taps, strict=True)

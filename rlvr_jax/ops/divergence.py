@@ -1,4 +1,4 @@
-"""Divergences of a student's and a teacher's distributions over the vocabulary, place by place."""
+"""Divergences of a student's and a teacher's distributions over the vocabulary, per token."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ RESTS = ("renormalize", "tail", "drop", "score")
 class Divergence:
   """A divergence of π, the student, from τ, the teacher, on a support S of tokens.
 
-  α = 1: Σ π·log(π/τ), the reverse KL. α = 0: Σ τ·log(τ/π), the forward one. Between them
+  α = 1: Σ π·log(π/τ), the reverse KL. α = 0: Σ τ·log(τ/π), the forward KL. For α between:
   α·KL(τ‖M) + (1−α)·KL(π‖M), where M = (1−α)·π + α·τ.
 
   Attributes:
     alpha: α, in [0, 1].
     support: S: "all", or the top k tokens of "student" or "teacher", or the "union" of both. Tokens
-      tied with the last one are in it. It is constant for differentiation.
+      tied with the last token are included. S is constant for differentiation.
     top_k: k; 0 with "all".
-    rest: what becomes of the mass outside S: "renormalize", π and τ are conditioned on S, so that
-      nothing pushes that mass; "tail", it is one more token; "drop", it is left out, so that the
-      sum is no divergence; or "score", Σ_S −sg(w·(log τ − log π))·π/sg(π) (α = 1), where w is π
-      conditioned on S.
-    floor: the least value of a place; below it there is no gradient. None: none.
+    rest: the treatment of the mass outside S: "renormalize": π and τ are conditioned on S, so that
+      this mass has no gradient; "tail": the mass is one more token; "drop": the mass is left out,
+      so that the sum is not a divergence; or "score", Σ_S −sg(w·(log τ − log π))·π/sg(π) (α = 1),
+      where w is π conditioned on S.
+    floor: the least value at a token, below which there is no gradient; None for no floor.
   Raises:
-    ValueError: a field is out of range, or does not go with the others.
+    ValueError: a field is out of range, or contradicts other fields.
   """
 
   alpha: float = 1.0
@@ -65,7 +65,7 @@ class Divergence:
       )
 
   def __call__(self, student_logprobs: Array, teacher_logprobs: Array) -> Array:
-    """The divergence of each place, f32[...], nats.
+    """The divergence at each token, f32[...], nats.
 
     Args:
       student_logprobs: f32[..., V], log π; the gradient goes through it.

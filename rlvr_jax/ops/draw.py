@@ -2,10 +2,10 @@
 
 A token v is drawn by inverting the distribution function. Its weight is exp(z_v − max z), rounded
 down to a multiple of 2⁻⁴⁴. Weights are added as integers, so that blocks of the vocabulary and the
-devices that hold them change no bit. The same weights give the recorded log-probability: what is
-recorded is what is drawn.
+devices that hold them change no bit. The same weights give the recorded log-probability, so that it
+is that of the distribution that is drawn from.
 
-Integers of 64 bits are pairs (high, low) of uint32, since jax has none of its own by default.
+Integers of 64 bits are pairs (high, low) of uint32, since jax has no 64-bit integers by default.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def draw_tokens(
     logits: f32[R, V], V at most 2²⁰; other float types likewise.
     sampling: the distribution; at temperature 0 the first largest logit is taken.
     bits: u32[R, 2], random.
-    shards: devices over which V is split; each sums its own part. Changes no result.
+    shards: number of devices over which V is split, each of which sums its own part; no effect on
+      results.
   Returns:
     tokens i32[R], and their log-probabilities under the distribution, in the dtype of `logits`.
     A row with NaN has a NaN log-probability.

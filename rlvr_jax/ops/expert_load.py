@@ -1,4 +1,4 @@
-"""How evenly a mixture's routers spread tokens over experts: metrics, and the published loss."""
+"""The distribution of tokens over a mixture's experts: metrics, and the published balance loss."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlvr_jax.types import Array, ExpertChoices, Metrics
 class Load(NamedTuple):
   """Sums over tokens, prompts included, by layer and expert; sums over disjoint tokens add up.
 
-  A prompt counts once in each row that has rollouts of it: the load, and the balance loss, depend
-  a little on how rollouts are packed.
+  A prompt counts once in each row that has rollouts of it, so that the load and the balance loss
+  depend a little on how rollouts are packed.
   """
 
   choices: Array  # f32[layers, E], number of tokens that chose an expert
@@ -24,10 +24,10 @@ class Load(NamedTuple):
 
 
 def expert_load(routes: Array, probabilities: Array) -> Load:
-  """The load of some tokens.
+  """The load of a set of tokens.
 
   Args:
-    routes: i32[..., layers, k], negative where there is no token.
+    routes: i32[..., layers, k], negative at places without a token.
     probabilities: [layers, E], sums over the same tokens.
   """
   layers, k = routes.shape[-2:]
@@ -36,18 +36,19 @@ def expert_load(routes: Array, probabilities: Array) -> Load:
 
 
 def balance_weights(load: Load) -> Array:
-  """Weights [layers, E] whose product with the probabilities, summed, is the balance loss.
+  """Weights [layers, E]; the balance loss is the sum of their products with the probabilities.
 
     loss = mean over layers of E · Σ_e f_e · P_e
 
   f_e is the share of choices that expert e has, constant for differentiation, and P_e its mean
-  probability over the same tokens. The loss is 1 where both are even. As f is computed over the
-  full batch, the losses of micro-batches add up to the batch's.
+  probability over the same tokens. The loss is 1 if f and P are uniform. Since f is computed over
+  the full batch, the losses of micro-batches add up to the loss of the batch.
 
   Args:
     load: the load of the full batch.
   Source: "Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient
-    Sparsity" (arXiv:2101.03961), §2.2, equations 4 to 6; with k choices per token, each is a k-th.
+    Sparsity" (arXiv:2101.03961), §2.2, equations 4 to 6; with k choices per token, each choice
+    counts 1/k.
   """
   layers, E = load.choices.shape
   positive = lambda x: jnp.where(x > 0, x, 1)
@@ -58,7 +59,7 @@ def balance_weights(load: Load) -> Array:
 
 
 def load_metrics(load: Load) -> Metrics:
-  """How even the load of experts is, see `ExpertChoices`."""
+  """Metrics of how evenly tokens are spread over experts, see `ExpertChoices`."""
   choices = jax.lax.stop_gradient(load.choices)
   return {
     "routing/load_entropy": ExpertChoices(choices, "entropy"),

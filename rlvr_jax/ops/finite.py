@@ -1,4 +1,4 @@
-"""Which arrays have NaN or infinite entries."""
+"""Finds arrays with NaN or infinite entries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlvr_jax.types import Array, Params
 
 
 def nonfinite_names(tree: Any) -> list[str]:
-  """Paths, joined by "/", of the floating-point arrays of a tree that are not finite throughout."""
+  """Paths, joined by "/", of a tree's floating-point arrays with entries that are not finite."""
   leaves = {
     jax.tree_util.keystr(path, simple=True, separator="/"): leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

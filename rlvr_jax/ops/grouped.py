@@ -1,17 +1,17 @@
 """Products of rows with the matrix of their group: one function, three implementations.
 
-Rows are sorted by group, so that a matrix is read for its own rows only. `reference` is
+Rows are sorted by group, so that a matrix is read only for its own rows. `reference` is
 `jax.lax.ragged_dot`. `blocks` is for CPUs: each group begins at a multiple of a block, and a loop
-multiplies block after block by the matrix of its group. It computes at most one partly filled
-block per group in vain; there `ragged_dot` would multiply every row by every matrix, and copy the
-rows once for each. `megablox` is a kernel for TPUs.
+multiplies block after block by the matrix of its group. At most one block per group is partly
+filled. On CPUs `ragged_dot` would multiply every row by every matrix, and copy the rows once for
+each matrix. `megablox` is a kernel for TPUs.
 
 Every implementation computes a row from the row and its matrix alone. In `blocks` the number of
 rows in a product is fixed, so that neighbors and the sizes of groups do not change its rounding.
 
-A row that belongs to no group may hold anything, also NaN, and no result depends on it. Clearing
-such rows takes a pass over all rows each time, which on TPUs costs nearly as much as a product.
-Only in `blocks`, where they lie between the others, are they 0.
+A row that belongs to no group may hold any value, also NaN, and no result depends on it. Such rows
+are not cleared, since clearing takes a pass over all rows each time, which on TPUs costs nearly as
+much as a product. Only in `blocks`, where such rows lie between groups, are they 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BLOCK = 32  # rows of a product on CPUs
 
 
 class Groups(NamedTuple):
-  """The rows of each group, of M rows altogether; rows between groups and behind them are unused.
+  """The rows of each group among M rows; rows between and after the groups are unused.
 
   E is the number of groups.
   """
@@ -48,7 +48,7 @@ class Groups(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Order:
-  """Where N tokens with k choices each lie among M rows that are sorted by group."""
+  """The rows of N tokens with k choices each, among M rows that are sorted by group."""
 
   groups: Groups
   rows: Array  # i32[N, k], row of a choice; M: the token chose no group
@@ -58,12 +58,12 @@ class Order:
 
   @property
   def chosen(self) -> Array:
-    """bool[N, k], False: the token chose no group."""
+    """bool[N, k], whether each choice of a token is a group."""
     return self.rows < len(self.choices)
 
 
 def choose_products(wanted: str, *, platform: str, dtype: str) -> str:
-  """Chooses the implementation; `auto` chooses the platform's.
+  """Chooses the implementation of grouped products; `auto` chooses by platform.
 
   Args:
     wanted: one of `KINDS`, from config.model.overrides.expert_products.
@@ -99,9 +99,10 @@ def order_by_group(choices: Array, num_groups: int, *, kind: str) -> Order:
   """Sorts the choices of tokens by group, and within a group by token.
 
   Args:
-    choices: i32[N, k], the groups that a token has chosen, all different; `num_groups`: none.
+    choices: i32[N, k], the groups that a token has chosen, all different; `num_groups` for no
+      group.
     num_groups: E.
-    kind: as `choose_products` returned it.
+    kind: the result of `choose_products`.
   """
   chex.assert_rank(choices, 2)
   N, k = choices.shape
@@ -151,7 +152,7 @@ to_rows.defvjp(lambda x, order: (to_rows(x, order), order), _to_rows_backward)
 
 @jax.custom_vjp
 def from_rows(rows: Array, order: Order) -> Array:
-  """The rows [M, F] of each token's choices, [N, k, F]; anything where none is `chosen`."""
+  """Gathers the rows [M, F] of each token's choices, [N, k, F]; any value where not `chosen`."""
   return rows.at[order.rows].get(mode="clip")
 
 
@@ -177,9 +178,9 @@ def grouped_product(rows: Array, kernels: Array, groups: Groups, kind: str) -> A
 
   Args:
     rows: [M, D].
-    kernels: [E, D, F], of any dtype; cast to the rows'.
+    kernels: [E, D, F], of any dtype; cast to the dtype of the rows.
     groups: the groups of the rows.
-    kind: as `choose_products` returned it.
+    kind: the result of `choose_products`.
   Returns:
     [M, F].
   """

@@ -33,7 +33,7 @@ def seeds_for(seed: int, purpose: str, counter: int, count: int) -> list[int]:
 
   Args:
     seed, purpose, counter: as for `key_for`.
-    count: the count of the seeds.
+    count: the number of seeds.
   """
   words = np.random.SeedSequence((seed, _number(purpose), counter)).generate_state(count)
   return words.tolist()

@@ -1,8 +1,8 @@
 """Layers of several kinds: where their parameters lie, and their loops.
 
 A layer's kind is a pair: what mixes its tokens, and what follows, "dense" (an MLP) or "sparse"
-(experts). Tokens are mixed by "attention", by "full" attention, whose heads are others than those
-of sliding layers, or by "delta" (a gated DeltaNet). A parameter under "blocks" is stacked over the
+(experts). Tokens are mixed by "attention", by "full" attention, whose heads differ from those of
+sliding layers, or by "delta" (a gated DeltaNet). A parameter under "blocks" is stacked over the
 layers that have it, in their order. Layers are computed in loops over a pattern that repeats, so
 that a program has each layer of a pattern once. Where all layers are alike, that is one loop over
 one layer.
@@ -53,12 +53,12 @@ def stack_of(name: str) -> str:
 
 
 def layers_in(stack: str, kinds: Sequence[Kind]) -> list[int]:
-  """The numbers of the layers in a stack, of layers of these kinds."""
+  """The numbers of the layers, of these kinds, whose parameters are in a stack."""
   return [i for i, kind in enumerate(kinds) if stack in (ALL, *kind)]
 
 
 def rows_of(layer: int, kinds: Sequence[Kind]) -> dict[str, np.int32]:
-  """A layer's row in each stack that it is in."""
+  """The row of a layer in each stack of parameters that contains it."""
   return {s: np.int32(layers_in(s, kinds).index(layer)) for s in (ALL, *kinds[layer])}
 
 
@@ -67,7 +67,7 @@ def take_rows(
   rows: Mapping[str, Any],
   take: Callable[[Array, Any], Array] = lambda stacked, row: stacked[row],
 ) -> Params:
-  """The parameters of the layer with these rows, by `take`."""
+  """Takes the parameters of the layer with these rows from their stacks, by `take`."""
   in_rows = {name: part for name, part in stacks.items() if stack_of(name) in rows}
   of_stack = lambda name: lambda stacked: take(stacked, rows[stack_of(name)])
   return {name: jax.tree.map(of_stack(name), part) for name, part in in_rows.items()}
@@ -76,7 +76,7 @@ def take_rows(
 def split_into_loops(kinds: Sequence[Kind]) -> list[tuple[tuple[Kind, ...], int]]:
   """Splits the layers into loops, each of a pattern of layers and its number of repetitions.
 
-  The patterns have as few layers together as possible, since these are compiled.
+  The patterns together have as few layers as possible, since every layer of a pattern is compiled.
   """
   kinds = tuple(kinds)
 

@@ -44,7 +44,7 @@ def check_sampling(owner: str, sampling: Sampling, vocab_size: int) -> None:
 
 
 def is_truncated(sampling: Sampling) -> bool:
-  """Whether settings such as top-k exclude tokens, which biases ratios."""
+  """Whether settings such as top-k exclude tokens; such sampling biases ratios."""
   return dataclasses.replace(sampling, temperature=1.0) != _PLAIN
 
 
@@ -80,9 +80,10 @@ def distribution(logits: Array, sampling: Sampling) -> Array:
   """Log-probabilities of the distribution that `sampling` describes.
 
   Temperature, top-k, top-p and min-p act here only, for the sampler and for the check that compares
-  the trainer with it. Temperature comes first, then the k most probable tokens, then the smallest
-  set of those whose renormalized mass reaches top_p, then of these the tokens with at least min_p
-  times the largest probability. Tokens tied with the last one kept are kept too.
+  the trainer with it. Temperature is applied first. Then the k most probable tokens are kept; of
+  them, the smallest set whose renormalized mass reaches top_p; and of this set, the tokens with at
+  least min_p times the largest probability. Tokens tied with the least probable kept token are also
+  kept.
 
   Args:
     logits: f32[..., V].
@@ -143,7 +144,7 @@ def smallest_kept(logits: Array, sampling: Sampling) -> Array | None:
 
 
 class TeacherHead(NamedTuple):
-  """A teacher's results for the same tokens, and how the student's distribution is compared."""
+  """A teacher's inputs for the same tokens, and the divergence to compute."""
 
   hidden: Array  # [P, ..., D'], constant for differentiation
   head: Head  # kernel [D', V]
@@ -152,7 +153,7 @@ class TeacherHead(NamedTuple):
 
 
 class Taught(NamedTuple):
-  """Of each token's place, the student's divergence from a teacher, and the teacher's numbers."""
+  """For each token, the student's divergence from a teacher, and the teacher's statistics."""
 
   divergence: Array  # [..., T], nats; its gradient goes through the student
   logprobs: Array  # [..., T], the teacher's of the token; a constant
@@ -160,7 +161,7 @@ class Taught(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-  """Statistics of the distribution that each token was sampled from; all at least float32."""
+  """Statistics of the distribution from which each token was sampled, in at least float32."""
 
   logprobs: Array  # [..., T], of the token
   entropy: Array  # [..., T], nats
@@ -181,7 +182,7 @@ def token_logprobs(
   mesh: Mesh | None = None,
   chunk_rows: int | None = None,
 ) -> tuple[Array, Array]:
-  """Log-probability of each token and entropy of the distribution that it was sampled from.
+  """The log-probability of each token and the entropy of its sampling distribution.
 
   Works through the tokens in chunks and recomputes their logits in a custom backward pass, so that
   no [B, T, V] array exists in either direction. The set of tokens that top-k, top-p and min-p keep
@@ -222,10 +223,10 @@ def token_statistics(
 
   Args:
     projection: [V, R], rows R_v; None omits `projected`. Only for sampling that excludes no token.
-    wanted: bool[P, ...], the tokens to compute; the values of others are 0. They are spared the
-      head where they fill chunks: each device moves its wanted tokens to its first chunks, and the
-      sum over tokens in the kernel's gradient takes their order. None: all.
-    masses: whether to compute the masses of bins.
+    wanted: bool[P, ...], the tokens to compute; None: all tokens. Other tokens get the value 0.
+      Each device moves its wanted tokens to its first chunks, and skips the head for chunks without
+      a wanted token. The sum over tokens in the kernel's gradient takes this order.
+    masses: whether to compute the total probability of each probability bin.
     squares: whether to compute the sums of squared probabilities.
     teacher: the teacher whose logits are computed beside the student's, by chunks; None omits
       `taught`.
@@ -249,16 +250,16 @@ def token_statistics(
 
 
 def wanted_loop(places: int) -> str:
-  """Name of the scope of the loop over a device's wanted tokens, of so many places."""
+  """Name of the scope of the loop over wanted tokens on a device with `places` tokens."""
   return f"wanted_of_{places}"
 
 
 def wanted_chunks(places: int, wanted: int, chunk_rows: int) -> int:
-  """Chunks that a device computes of its tokens, of which some are wanted.
+  """Number of chunks that a device computes if some of its tokens are wanted.
 
   Args:
-    places: tokens of the device.
-    wanted: the number of wanted ones among these tokens.
+    places: number of tokens of the device.
+    wanted: number of wanted tokens among these tokens.
     chunk_rows: tokens whose logits a device holds at once.
   """
   if places <= chunk_rows:
@@ -460,7 +461,7 @@ def _select(values, tokens):
 
 
 def probability_bins(logprobs: Array) -> Array:
-  """Number of the bin of `PROBABILITY_BINS` that each probability is in."""
+  """The number of each probability's bin in `PROBABILITY_BINS`."""
   bounds = jnp.log(jnp.asarray([*PROBABILITY_BINS.values()][:-1], logprobs.dtype))
   return jnp.sum(logprobs[..., None] < bounds, axis=-1)
 

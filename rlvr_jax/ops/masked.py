@@ -52,7 +52,7 @@ def masked_min(x: Array, mask: Array, axis: Axis = None, *, initial: float) -> A
 
 
 def for_tokens(coefficients: Array) -> Array:
-  """Coefficients of rollouts, [P, G], as [P, G, 1]; those of tokens, [P, G, T], unchanged."""
+  """Reshapes coefficients of rollouts, [P, G], to [P, G, 1]; returns [P, G, T] unchanged."""
   return coefficients[..., None] if coefficients.ndim == 2 else coefficients
 
 

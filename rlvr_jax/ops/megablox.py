@@ -27,17 +27,18 @@ def multiply(
 ) -> Array:
   """Multiplies each row by the matrix of its group; groups lie one after the other.
 
-  Float32 products have the precision of `jax.default_matmul_precision`; the kernel takes none.
+  Float32 products have the precision of `jax.default_matmul_precision`, since the kernel takes no
+  precision.
 
   Args:
     rows: [M, D], or [M, F] if transposed; M is a multiple of `TILE`.
     kernels: [E, D, F].
-    sizes: i32[E], rows of each group; rows behind the last group belong to none.
+    sizes: i32[E], rows of each group; rows after the last group belong to no group.
     transposed: whether to multiply by the transposed matrices.
     interpret: whether to emulate the kernel without a TPU; slow, for tests.
   Returns:
-    [M, F], or [M, D] if transposed, in the rows' dtype; anything in rows of no group, since tiles
-    without other rows are not written.
+    [M, F], or [M, D] if transposed, in the rows' dtype; rows of no group may have any value, since
+    tiles of only such rows are not written.
   """
   inner, outer = kernels.shape[1:][:: -1 if transposed else 1]
   largest_inner, largest_outer = _MATRIX

@@ -38,9 +38,10 @@ def paged_sums(
 
   Args:
     queries: [slots, N, H], times the scale of the scores.
-    pages: on this device.
-    lengths: i32[slots], tokens to read.
-    cores: the cores of the device, which share the slots; one does all if they do not divide them.
+    pages: the pages on this device.
+    lengths: i32[slots], number of tokens to read.
+    cores: number of cores of the device, which share the slots; if it does not divide the slots,
+      one core does all.
   Returns:
     f32 [K, slots, N/K], the largest score, −∞ without a token; f32 [K, slots, N/K], Σ exp(score −
     largest); f32 [K, slots, N/K, H], Σ exp(score − largest)·v.

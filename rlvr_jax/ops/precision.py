@@ -1,7 +1,8 @@
 """Precision of float32 matrix products, whose inputs accelerators round by default.
 
-TPUs round them to bfloat16, with 8 bits of significand, and recent NVIDIA GPUs to TensorFloat-32,
-with 11. CPUs do not round them. Products of bfloat16 arrays are the same under every setting.
+TPUs round the inputs to bfloat16, with 8 bits of significand, and recent NVIDIA GPUs to
+TensorFloat-32, with 11 bits. CPUs do not round them. Products of bfloat16 arrays are the same under
+every setting.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def with_matmul_precision(function: Callable[..., Any], precision: str) -> Calla
   This includes backward passes, loops, and the bodies of Pallas kernels.
 
   Args:
-    function: to be jitted; may be a `functools.partial`.
+    function: a function to be jitted, which may be a `functools.partial`.
     precision: one of `PRECISIONS`.
   """
 

@@ -113,7 +113,7 @@ def ratios_by_sign(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
     policy_logprobs: f32[P, G, T], nats, under the parameters being updated.
     coefficients: f32[P, G] or f32[P, G, T], A, as given to the loss.
   Returns:
-    behavior/ratio_mean_positive, _max_positive, _min_positive, and the same of _negative.
+    behavior/ratio_mean_positive, _max_positive, _min_positive, and the same metrics with _negative.
   """
   chex.assert_rank([policy_logprobs, coefficients], [3, {2, 3}])
   policy_logprobs = jax.lax.stop_gradient(policy_logprobs)

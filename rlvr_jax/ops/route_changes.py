@@ -1,4 +1,4 @@
-"""How many of a mixture's choices differ between the pass that sampled and one that trains."""
+"""Counts how many of a mixture's choices of experts differ between sampling and training."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def count_changes(recorded: Array, chosen: Array) -> RouteChanges:
   """Compares routes as sets: the order of a token's experts does not matter.
 
   Args:
-    recorded: int[..., layers, k], by the sampler.
-    chosen: i32[..., layers, k], by the router now; negative where there is no token.
+    recorded: int[..., layers, k], the sampler's routes.
+    chosen: i32[..., layers, k], the router's present choice; negative at places without a token.
   """
   # Experts are distinct, so as many are new as are missing.
   is_chosen = jnp.any(recorded[..., :, None] == chosen[..., None, :], axis=-1)
@@ -41,7 +41,7 @@ def count_changes(recorded: Array, chosen: Array) -> RouteChanges:
 
 
 def change_metrics(changes: RouteChanges) -> Metrics:
-  """The mean over layers, and the share of tokens that some layer routes otherwise."""
+  """Metrics: the mean over layers, and the share of tokens with a change in any layer."""
   return {
     "routing/changed": Mean(jnp.mean(changes.choices), changes.num_choices),
     "routing/changed_tokens": Mean(changes.tokens, changes.num_tokens),

@@ -68,7 +68,7 @@ def row_attention(
     window: tokens of its own sequence that a query attends to, itself included; None: all.
     slides: whether this layer has the window; may be traced, as in a scan over layers.
     soft_cap: c of c·tanh(score/c) (Gemma 2); None for no cap.
-    kind: one of `KINDS` but "auto", as `choose_attention` returned it.
+    kind: the result of `choose_attention`.
     mesh: None, or axes (data, fsdp, tensor); tensor divides K, and data · fsdp divides R.
   Returns:
     [R, L, N, H] in the queries' dtype; at padding, finite values that depend on padding only.
@@ -105,16 +105,16 @@ def choose_attention(
   dtype: str,
   soft_cap: float | None = None,
 ) -> str:
-  """Chooses the implementation; `auto` chooses a device's kernel if possible, or warns.
+  """Chooses the implementation of attention; `auto` takes the device's kernel, or else warns.
 
   Args:
     wanted: one of `KINDS`, from config.model.overrides.attention.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
     row_length: L.
     head_dims: the head widths in the network's layers, each width once.
-    dtype, soft_cap: dtype and soft cap of the network; dtype is the one it computes in.
+    dtype, soft_cap: compute dtype and soft cap of the network.
   Returns:
-    One of `KINDS` but "auto".
+    One of `KINDS`, except "auto".
   Raises:
     ValueError: the requested implementation does not support this network or platform.
   """
@@ -150,7 +150,7 @@ def choose_attention(
 
 
 def row_alignment(kind: str, length: int) -> int:
-  """Tokens at whose multiples, in a row of `length`, a prompt ends and a rollout begins."""
+  """The alignment of prompts' ends and rollouts' starts in a row of `length` tokens."""
   return splash_alignment(length) if kind == "splash" else 1
 
 

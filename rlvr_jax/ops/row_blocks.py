@@ -15,7 +15,7 @@ _LONG, _BLOCK_OF_LONG = 2**15, 1024  # in longer rows smaller ones would take to
 
 
 def splash_alignment(length: int) -> int:
-  """Tokens at whose multiples prompts end and rollouts start, in rows for the splash kernel.
+  """The alignment of prompts' ends and rollouts' starts in rows for the splash kernel, in tokens.
 
   The kernel's mask has 32 bits for a token's index, its rollout's start and its prompt's end: in
   rows of at most 2^b tokens, aligned to 2^a, these take b + 2(b − a). Hence 8 tokens in rows to
@@ -30,19 +30,19 @@ def splash_alignment(length: int) -> int:
 
 
 def round_to_blocks(length: int) -> int:
-  """At least `length` tokens that the splash kernel's blocks divide.
+  """Rounds `length` up to a multiple of the splash kernel's blocks.
 
-  They have 384 or 512 tokens. In rows above 32,768 they have 1024: the backward pass writes a
-  gradient of the queries for each block of keys.
+  Blocks have 384 or 512 tokens. In rows above 32,768 tokens they have 1024, since the backward
+  pass writes a gradient of the queries for each block of keys.
   """
   blocks = _BLOCKS if length <= _LONG else (_BLOCK_OF_LONG,)
   return min(-(-length // block) * block for block in blocks)
 
 
 def short_row(length: int) -> int:
-  """The length of a short row, in tokens: of a mostly empty row the start alone is computed.
+  """The length of a short row, in tokens: only the start of a mostly empty row is computed.
 
-  A third of the row, in whole blocks of the splash kernel if the row has room for three.
+  It is a third of the row, in whole blocks of the splash kernel if the row has three or more.
   """
   third = length // 3
   return max(third // block * block for block in _BLOCKS) or third
@@ -69,7 +69,7 @@ def is_visible(
 
 
 def sequence_starts(rows: Rows, index: Array) -> tuple[Array, Array]:
-  """Where each token's sequence begins, and how many tokens of its prompt are before a rollout.
+  """The start of each token's sequence, and for rollouts the number of prompt tokens before it.
 
   Args:
     rows: arrays [..., L].

@@ -35,7 +35,7 @@ def is_usable(gram: Array) -> Array:
 
 
 def normalized_gram(gram: Array) -> Array:
-  """The symmetrized Gram, scaled to a mean diagonal of 1, or I if it is not usable; f32[B, B]."""
+  """The symmetrized Gram matrix, scaled to a mean diagonal of 1; the identity if not usable."""
   chex.assert_rank(gram, 2)
   gram = upcast(gram)
   # Divide by the trace first: a small trace over B may be a denormal number.
@@ -118,7 +118,7 @@ def subspace_rank(
   Args:
     eigenvalues: f32[B], descending.
     ratio: f32[], the participation ratio.
-    count: f32[], n, the number of valid rollouts; the gradients of others are 0.
+    count: f32[], n, the number of valid rollouts; other rollouts have the gradient 0.
   Returns:
     i32[], data-dependent; at least 1 and at most n − 1 for n ≥ 2.
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
@@ -147,8 +147,8 @@ def project(vectors: Array, rank: Array, x: Array) -> Array:
 def random_basis(key: Array, valid: Array, dtype: Any) -> Array:
   """A random orthonormal basis, columns of f32[B, B].
 
-  The first n columns, for n valid rollouts bool[B], are 0 at the other rollouts, and uniform among
-  all such bases up to sign.
+  For n valid rollouts bool[B], the first n columns are 0 at other rollouts, and uniform among all
+  such bases up to sign.
   """
   random = jax.random.normal(key, (valid.size, valid.size), dtype)
   return jnp.linalg.qr(jnp.where(valid[:, None] > 0, random, 0.0))[0]

@@ -195,7 +195,7 @@ def splash_cost(
 
   Args:
     rows: arrays i32[R, L].
-    num_heads, num_kv_heads, head_dim: N, K and H, of one device.
+    num_heads, num_kv_heads, head_dim: N, K and H on one device.
     window: the window of the layer.
     item_bytes: bytes of an element of queries, keys and values.
   """

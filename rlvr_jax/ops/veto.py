@@ -47,12 +47,12 @@ def trigger_tokens(
 def vetoed_tokens(triggers: Array, negative: Array, *, scope: str) -> Array:
   """The loss tokens with A < 0 that the triggers exclude.
 
-  With after_t = max_{s<t} trigger_s: `suffix` after·(1 − trigger), `trigger` the triggers only,
-  `trigger_and_suffix` both, `response` all tokens of a response with a trigger.
+  With after_t = max_{s<t} trigger_s: `suffix` is after·(1 − trigger), `trigger` is only the
+  triggers, `trigger_and_suffix` is both, and `response` is all tokens of a response with a trigger.
 
   Args:
     triggers: bool[P, G, T].
-    negative: [P, G, T], m·1[A < 0]: each token by its own coefficient, where it has one.
+    negative: [P, G, T], m·1[A < 0], with each token's own coefficient if there is one.
   Returns:
     bool[P, G, T].
   """
@@ -80,8 +80,8 @@ def negative_advantage_veto(
     scope: the tokens to veto, one of `SCOPES`; the default keeps the triggers themselves.
     threshold: κ > 0, a ratio. **open**.
     trigger: "below" triggers where ρ < κ, "above" where ρ > κ. **open**.
-    renormalize: whether to remove vetoed tokens from the aggregation's denominator too, which
-      gives the remaining tokens more weight. **open**; by default the mask stays m.
+    renormalize: whether to remove vetoed tokens also from the aggregation's denominator, which
+      gives the remaining tokens more weight. **open**; by default the mask is not changed.
   Returns:
     (losses, policy_logprobs, batch, coefficients) → (losses with 0 at vetoed tokens, the mask to
     aggregate with, metrics). Metrics: veto/token_fraction of loss tokens, veto/trigger_rate of

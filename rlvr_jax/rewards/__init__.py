@@ -1,4 +1,4 @@
-"""Grading on the host: from text to outcomes. Neither this package nor its workers import jax."""
+"""Grading on the host: from text to outcomes. Nothing here imports jax, nor do the workers."""
 
 from rlvr_jax.rewards.grading import GraderPool as GraderPool
 from rlvr_jax.rewards.grading import GraderStartError as GraderStartError

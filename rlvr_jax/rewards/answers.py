@@ -2,8 +2,8 @@ r"""The typed value of a mathematical answer: text → Answer; and its normal fo
 
 The normal form is LaTeX without formatting: plain numbers as exact fractions ("0.50", r"$\dfrac12$"
 and "50/100" are "1/2"; r"2^{10}" and r"\sqrt{16}" are numbers too), without thousands separators
-and periods, with words in lower case in \text{}, and with lists and sets sorted. Formulas stay
-as they are written, without spaces except between two digits: "7 2" is not 72.
+and periods, with words in lower case in \text{}, and with lists and sets sorted. Formulas keep
+their notation, without spaces except between two digits: "7 2" is not 72.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Answer(NamedTuple):
     value: a formula, a condition or a ratio, without spaces, or words; "" for a number or a list.
     number: exact value of a plain number; None for anything else.
     words: whether `value` is text, to be compared as text.
-    items: elements of a list, set, tuple or interval, or entries of a matrix row by row, at least
-      two; () for anything else.
+    items: at least two elements of a list, set, tuple or interval, or entries of a matrix row by
+      row; () for anything else.
     brackets: around the items, "()", "[)", …, SET, or MATRIX with the number of columns; "" for a
       bare list.
     joint: "and" or "or" between the items of a bare list of words or conditions, else "".
@@ -156,7 +156,7 @@ class Answer(NamedTuple):
 
   @property
   def is_condition(self) -> bool:
-    """Whether the answer is an inequality, or several joined by "and" or "or"."""
+    """Whether the answer is an inequality, or several inequalities joined by "and" or "or"."""
     if self.items:
       return not self.brackets and any(item.is_condition for item in self.items)
     return not self.words and re.search(r"[<>]|\\[lgn]eq(?![A-Za-z])", self.value) is not None
@@ -196,7 +196,7 @@ class Answer(NamedTuple):
 
 
 def parse_answer(text: str) -> Answer:
-  """Parses an answer; never fails, since an unreadable formula becomes `value` as it is."""
+  """Parses an answer; never fails, since the text of an unreadable formula becomes `value`."""
   return _parse(normalize(text))
 
 

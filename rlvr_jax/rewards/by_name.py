@@ -19,10 +19,10 @@ Put slow imports into it, since no item's time limit applies to it.
 Write your own grader as "my_module:function(keyword=1)"; only the workers import it.
 
 `by_reference` and `weighted` call other graders, which the reference names by their strings. A
-worker loads such a part and runs its self-test when an item first needs it, within that item's time
-limit. A part in the pool's `preload` is loaded at the worker's start instead. With `weighted`, set
-the reward policy of "wrong" and "unparseable" to "score": by default they are worth 0, and the
-other parts would count for correct answers only.
+worker loads such a grader and runs its self-test when an item first needs it, within that item's
+time limit. A grader in the pool's `preload` is loaded at the worker's start instead. With
+`weighted`, set the reward policy of "wrong" and "unparseable" to "score": by default these outcomes
+are worth 0, and the other graders would count only for correct answers.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def parse_grader(field: str, text: str) -> specs.Spec:
 
 
 def load_grader(text: str) -> Grader:
-  """Loads the grader that a string names, and runs its self-test, whose exceptions pass through.
+  """Loads the grader that a string names and runs its self-test; exceptions of the test propagate.
 
   Raises:
-    ValueError: as `parse_grader`; or the module or function does not exist, or is not a plain
-      function of (completion, reference) and the given hyper-parameters.
+    ValueError: `parse_grader` raises it; or the module or function does not exist, or is not a
+      plain function of (completion, reference) and the given hyper-parameters.
   """
   spec = parse_grader("grader", text)
   function = _find_function(f"grader = {text!r}", spec)
@@ -152,7 +152,7 @@ def _run_self_test(function: Callable[..., Any], spec: specs.Spec) -> None:
 
 
 def convert_to_grade(value: Any) -> Grade:
-  """Converts a grader's return value; a number is a score: correct at 1 or more, wrong below.
+  """Converts a grader's return value to a Grade; a number means correct at 1 or more, else wrong.
 
   Raises:
     TypeError: the value is neither a Grade with an Outcome nor a number.
@@ -187,9 +187,9 @@ _RIGHT = {"gsm8k": "#### {}", "mathematics": "\\boxed{{{}}}", "reasoning_gym": "
 
 
 def right_completion(grader: str, reference: Mapping[str, Any]) -> str | None:
-  """A completion with the reference's answer, which the grader has to find correct.
+  """A completion with the reference's answer, which the grader must grade as correct.
 
-  None if the reference has no answer, or the grader takes none from it, or is a user's own.
+  None if the reference has no answer, or if the grader does not read one or is a user's own.
   """
   name = specs.parse("grader", grader).name
   if name in ("by_reference", "weighted"):
@@ -227,14 +227,15 @@ def by_reference(completion: str, reference: Mapping[str, Any]) -> Grade:
 
 
 def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
-  """Adds the weighted scores of several graders, Σ w·score; the first decides what is correct.
+  """Adds the weighted scores of several graders, Σ w·score; the first grader decides correctness.
 
   Args:
     completion: text.
     reference: "parts", at least one {"grader": its string, "weight": w, "reference": {…}}.
   Returns:
-    The first part's outcome and answer, with the sum as the score for any outcome, and the parts'
-    feedback and scores; crashed if a part crashed, since the sum would then lack a term.
+    The outcome and answer of the first grader, with the sum as the score for any outcome, and the
+    feedback and scores of all graders. The outcome is crashed if a grader crashed, since the sum
+    would then lack a term.
   Raises:
     ValueError: "parts" is empty.
   """
@@ -262,7 +263,7 @@ def weighted_reference(
 
   Args:
     grader: string of the main grader, with weight 1; it decides what is correct.
-    reference: passed to all graders.
+    reference: the reference for all graders.
     extra: (string, weight w) of each extra grader.
   """
   pairs = [(grader, 1.0), *extra]

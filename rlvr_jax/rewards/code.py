@@ -21,11 +21,11 @@ def extract_program(completion: str) -> str:
   """Extracts the program from a completion, after any "</think>".
 
   Returns:
-    The last fenced block whose info string is Python. Else, of the blocks without an info string,
-    the last that parses as Python, or the last. All text if there is no such block, or if all text
-    parses as Python, with fences only in its strings; without a block, the content of the last
-    "<answer>" that begins a line. "" if a "<think>" that begins the completion is never closed;
-    programs may have these tags in their strings.
+    The last fenced block whose info string is Python. Otherwise, among the blocks without an info
+    string, the last block that parses as Python, or else the last block. If there is no such block,
+    the content of the last "<answer>" that begins a line, or else all text. Also all text, if it
+    parses as Python with fences only in its strings. "" if a "<think>" that begins the completion
+    is never closed; programs may have these tags in their strings.
   """
   _, closing, answer = completion.rpartition(THINK_CLOSE)
   if not closing and answer.lstrip().startswith(THINK_OPEN):
@@ -48,7 +48,8 @@ def code(completion: str, reference: Mapping[str, Any], *, reward: str = "all") 
   """Runs a program against its tests.
 
   Args:
-    completion: the program is its last ```python block (or unnamed block), see `extract_program`.
+    completion: a text whose last ```python block (or unnamed block) is the program, see
+      `extract_program`.
     reference: the tests, see `codejudge.tasks`.
     reward: score of a program that does not pass all tests: 0 for "all", the fraction of tests that
       it passes for "fraction".
@@ -101,7 +102,7 @@ def _judge_program(source: str, tests: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def code_self_test(*, reward: str = "all") -> None:
-  """Opens this process's sandbox; raises unless it isolates programs and judges them correctly."""
+  """Opens this process's sandbox; raises an error unless it isolates and judges correctly."""
   cases = [{"input": [2], "output": 3}]
   reference = {"style": "function", "entry_point": "f", "cases": cases, "time_limit_s": 10.0}
   programs = ("def f(x):\n  return x + 1", "def f(x):\n  return x")

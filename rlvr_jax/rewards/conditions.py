@@ -1,4 +1,4 @@
-"""Equations, inequalities, and the sets of real numbers that they and intervals describe."""
+"""Equations, inequalities, and the sets of real numbers of conditions and intervals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OPERATION = re.compile(r"\\(cup|cap|setminus)(?![A-Za-z])")
 
 
 class Relation(NamedTuple):
-  """left - right < 0, or another sign."""
+  """The relation left - right < 0, or another sign in place of <."""
 
   difference: Node
   sign: str
@@ -46,9 +46,9 @@ class Region(NamedTuple):
   """A set of real numbers that is a finite union of intervals and points.
 
   Attributes:
-    ends: where membership may change.
-    contains: whether a number is in it.
-    variable: the variable of the condition that describes it; "" for an interval.
+    ends: the numbers at which membership may change.
+    contains: number → whether it is in the set.
+    variable: the variable of the condition that describes the set; "" for an interval.
   """
 
   ends: tuple[Fraction, ...]
@@ -72,7 +72,7 @@ def parse_relations(text: str) -> list[Relation] | None:
 
 
 def relations_match(gold: str, answer: str) -> bool:
-  """Whether each relation of two chains has the same solutions: both sides times a constant."""
+  """Whether the relations of two chains are pairwise equal up to a constant factor."""
   pair = parse_relations(gold), parse_relations(answer)
   if not (pair[0] and pair[1]) or len(pair[0]) != len(pair[1]):
     return False
@@ -135,9 +135,9 @@ def _region_of_items(answer: Answer) -> Region | None:
 
 
 def regions_match(gold: Answer, answer: Answer) -> bool | None:
-  """Whether two answers are the same set of real numbers; None if an answer is no such set.
+  """Whether two answers are the same set of real numbers; None if an answer is not such a set.
 
-  If both name their variable, the names are equal too.
+  If both answers name their variable, the names must also be equal.
   """
   try:
     regions = [_find_region(gold), _find_region(answer)]

@@ -79,7 +79,7 @@ def find_boxes(text: str) -> tuple[list[Box], list[int]]:
   r"""Finds the outermost boxes: \boxed{…}, \fbox{…} and \boxed 5.
 
   Returns:
-    (the boxes in order, where those begin that are never closed).
+    (the boxes in order, the positions where unclosed boxes begin).
   """
   closed: list[tuple[int, int, int, int]] = []  # start and end of each box, then of its content
   stack: list[tuple[int, int | None]] = []  # per open brace: start; start of a box's content
@@ -101,10 +101,10 @@ def find_boxes(text: str) -> tuple[list[Box], list[int]]:
 
 
 def find_stated_answer(text: str) -> str | None:
-  r"""Finds the last \boxed{…}, else the line after the last "####"; None if there is neither.
+  r"""Finds the last \boxed{…}, or else the line after the last "####"; None without either.
 
   Boxes with nothing between them but formatting, a comma, "and" or "or" are one answer, a list. If
-  the last box is never closed, the answer is empty: it may have revoked the others.
+  the last box is never closed, the answer is empty, since this box may have revoked earlier boxes.
   """
   boxes, unclosed = find_boxes(text)
   last_end = boxes[-1].end if boxes else 0

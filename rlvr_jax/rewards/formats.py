@@ -1,6 +1,6 @@
 """Graders of a completion's format: correct (score 1) if it matches the format, else wrong (0).
 
-They do not check the answer; `by_name.weighted` combines them with a grader that does.
+These graders do not check the answer; `by_name.weighted` combines them with a grader that does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _grade_format(violation: str) -> Grade:
 
 
 def boxed(completion: str, reference: Mapping[str, Any]) -> Grade:
-  r"""Exactly one \boxed{…} or \fbox{…}, closed and not empty, after any "</think>"."""
+  r"""Requires exactly one \boxed{…} or \fbox{…}, closed and not empty, after any "</think>"."""
   del reference
   text = strip_thought(completion)
   if text is None:
@@ -36,7 +36,7 @@ def boxed(completion: str, reference: Mapping[str, Any]) -> Grade:
 
 
 def think_answer(completion: str, reference: Mapping[str, Any]) -> Grade:
-  """One "<think>…</think>" at the start, not empty, then an answer.
+  """Requires one "<think>…</think>" at the start, which is not empty, then an answer.
 
   If the prompt already ends with "<think>", graders get that tag at the beginning of the text, and
   the completion must not open it again.
@@ -54,7 +54,7 @@ def think_answer(completion: str, reference: Mapping[str, Any]) -> Grade:
 
 
 def pattern(completion: str, reference: Mapping[str, Any], *, regex: str) -> Grade:
-  """A match of a regular expression anywhere in the completion ("." matches newlines).
+  """Requires a match of a regular expression anywhere in the completion ("." matches newlines).
 
   Anchor the expression with \\A and \\Z to match the full completion. A pattern that backtracks
   indefinitely exceeds the item's time limit.

@@ -1,8 +1,9 @@
 r"""Formulas as trees: LaTeX or plain text → tree → value; equality by values.
 
-Two formulas are equal if their values agree, to some 30 digits beside those of the largest and the
-smallest number in them: those of constants once, those of variables at several points. Nothing is
-simplified or multiplied out, so that a comparison costs no more than the length of the text.
+Two formulas are equal if their values agree to some 30 digits, plus the digits of their largest and
+smallest numbers. Formulas of constants are compared once, formulas with variables at several
+points. Nothing is simplified or multiplied out, so that a comparison costs no more than the length
+of the text.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ _BASES = {r"\log": _number(10), r"\lg": _number(10), "log": _ANY_BASE}  # log(x)
 
 @functools.lru_cache(maxsize=1024)
 def parse_formula(text: str) -> Node | None:
-  """Parses a formula without relations; None if the text is no formula that is evaluated."""
+  """Parses a formula without relations; None if the text is not a formula that can be evaluated."""
   if _UNEVALUATED.search(text):
     return None
   try:
@@ -272,8 +273,8 @@ def _is_integer(node: Node) -> bool:
 def plain_number(text: str) -> Fraction | None:
   r"""Parses a plain number: "-1,234.5", "3/4", r"\frac{3}{4}", "2 1/2", r"3\times10^8" …
 
-  One power or root of a number or a fraction is a plain number if it is rational, and no more than
-  one: r"2^{10}" and r"\sqrt{16}" are, "2^{3^2}" and "27^{2/3}" are not.
+  A single power or root of a number or a fraction is a plain number if it is rational: r"2^{10}"
+  and r"\sqrt{16}" are plain numbers, "2^{3^2}" and "27^{2/3}" are not.
 
   Returns:
     The exact value; None if the text is not a plain number.
@@ -336,7 +337,7 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
 
 
 def names_in(node: Node, kinds: tuple[str, ...] = ("name", "opaque")) -> frozenset[str]:
-  """The variables of a formula, and its functions such as f."""
+  """The names of a formula's variables, and of its functions such as f."""
   inside = [names_in(part, kinds) for part in node.args if isinstance(part, Node)]
   own = node.args[:1] if node.kind in kinds else ()
   return frozenset(own).union(*inside)
@@ -502,10 +503,10 @@ def _evaluate_all(
 
 
 def evaluate_at(node: Node, values: Mapping[str, Fraction], *, is_real: bool = True) -> Fraction:
-  """The real value at a point, to some 50 digits.
+  """The real value of a formula at a point, to some 50 digits.
 
   Raises:
-    UndefinedError: there is no real value, or only one that is too large or too small.
+    UndefinedError: there is no real value, or it is too large or too small.
   """
   (value,), _ = _evaluate_all((node,), values, is_real)
   if value is None or value.imag:
@@ -579,7 +580,7 @@ def _agree(a: Any, b: Any, precision: int) -> bool:
 
 
 def formulas_match(gold: str, answer: str) -> bool:
-  """Whether two formulas are equal; False if one is no formula or has no value."""
+  """Whether two formulas are equal; False if a text is not a formula or has no value."""
   gold_node, node = parse_formula(gold), parse_formula(answer)
   if gold_node is None or node is None:
     return False
@@ -597,7 +598,7 @@ def _with_base(node: Node, base: Node) -> Node:
 
 
 def constant_ratio(gold: Node, answer: Node) -> Any:
-  """The constant ratio of the second formula's values to the first one's; 0 if there is none."""
+  """The ratio of the second formula to the first, if it is constant; 0 otherwise."""
   mp = load_mpmath()
   ratios: list[Any] = []
 

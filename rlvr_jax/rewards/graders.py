@@ -49,7 +49,7 @@ def find_answer_part(completion: str) -> tuple[str | None, bool]:
   """Finds the part of a completion that has the answer.
 
   It is the content of the last answer tag, "<answer>5</answer>" or "<answer>5" at the end. Without
-  a tag, or with a box or "####" after it, it is all text that `strip_thought` returns.
+  a tag, or with a box or "####" after the tag, the part is all text that `strip_thought` returns.
 
   Returns:
     (the part, or None while a "<think>" is open; whether it is the content of a tag).
@@ -131,9 +131,9 @@ def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
       of them), "answer" and "metadata" (of the problem's entry).
   Returns:
     correct at score ≥ 1 (within 1e-9), wrong below, in both cases with the dataset's score;
-    unparseable if the answer is empty. `answer` is the stripped text. Wrong with score 0: an answer
-    on which the dataset's code fails; where the problem's answer is a number, one without a finite
-    number; and one that the dataset takes although its number or truth value is another.
+    unparseable if the answer is empty. `answer` is the stripped text. An answer is wrong with score
+    0 if the dataset's code fails on it, if it has no finite number although the problem's answer is
+    a number, or if the dataset accepts it although its number or truth value differs.
   """
   answer = extract_final_answer(completion)
   if not answer:
@@ -157,7 +157,7 @@ def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
 
 
 def reasoning_gym_self_test() -> None:
-  """Raises unless reasoning_gym is installed and tells a right answer from a wrong one."""
+  """Raises an error unless reasoning_gym is installed and distinguishes right and wrong answers."""
   reference = {"dataset": "gcd", "answer": "6", "metadata": {}}
   outcomes = [reasoning_gym(text, reference).outcome for text in ("#### 6", "7")]
   if outcomes != [Outcome.CORRECT, Outcome.WRONG]:
@@ -228,8 +228,8 @@ def gsm8k(completion: str, reference: Mapping[str, Any]) -> Grade:
   """Compares the final number of a completion with the published one, exactly.
 
   Args:
-    completion: its number is the one after the last "####" that a number follows, and must be the
-      only one on its line; words such as its unit may follow. Without such a mark it is the last
+    completion: a text whose number follows the last "####" with a number after it. It must be the
+      only number on its line; words such as a unit may follow. Without such a mark it is the last
       number in the text. Only the text after any "</think>" counts, and nothing while a "<think>"
       is open.
     reference: "answer", a number of JSON, or a text that is read likewise: the final number as

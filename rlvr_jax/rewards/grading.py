@@ -90,7 +90,7 @@ class GradingFuture(Future[list[Grade]]):
     return super().result(self.limit_s if timeout is None else timeout)
 
   def deliver(self, index: int, item: Future[Grade | Failure]) -> None:
-    """Takes the grade of one item; the last one, or an error, completes the future."""
+    """Takes the grade of one item; the last grade, or an error, completes the future."""
     error = item.exception()
     with self._count_lock:
       if self.done():
@@ -109,9 +109,9 @@ class GradingFuture(Future[list[Grade]]):
 class GraderPool(PoolOwner):
   """Grades completions in worker processes, each item under a wall-clock limit.
 
-  An item that exceeds the limit is graded `timeout`. One that ends its worker is `crashed`, or
-  `wrong` if the completion may have caused it (see `outcome`). An exception in the grader, or a
-  return value that is not a grade, is `crashed` too, and the worker continues.
+  An item that exceeds the limit is graded `timeout`. An item that ends its worker is graded
+  `crashed`, or `wrong` if the completion may have caused it (see `outcome`). An exception in the
+  grader, or a return value that is not a grade, is `crashed` too, and the worker continues.
 
   Args:
     grader: string of a grader, "name(keyword=value)" or "my_module:function"; see `by_name`.
@@ -125,7 +125,7 @@ class GraderPool(PoolOwner):
       that references name (see `by_name`) are loaded within an item's time limit.
     on_grade: called by a thread of the pool at every grade; shows that grading makes progress.
   Raises:
-    ValueError: an argument out of range, an unknown grader, or environment variables that are not
+    ValueError: an argument is out of range, the grader is unknown, or environment variables are not
       text.
     GraderStartError: the grader cannot be loaded, or its self-test fails.
   """

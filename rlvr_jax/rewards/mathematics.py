@@ -1,6 +1,6 @@
 r"""The mathematics grader: extracts a completion's final answer and compares it with the gold one.
 
-Gold answer and answer are parsed once, each into a typed value (`answers.Answer`), and compared by
+The gold answer and the answer are each parsed into a typed value (`answers.Answer`) and compared by
 type: plain numbers exactly, words as text, lists, tuples and sets element by element, intervals and
 conditions as sets of real numbers (`conditions`), formulas by their values (`formulas`). Units are
 compared by name if both answers have one.
@@ -476,7 +476,7 @@ def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
 
 
 def mathematics_self_test() -> None:
-  """Raises unless mpmath is installed and the grader tells a right answer from a wrong one."""
+  """Raises an error unless mpmath is installed and the grader knows right from wrong answers."""
   reference = {"answer": r"\frac{\sqrt{2}}{2}"}
   texts = (r"so \boxed{\frac{1}{\sqrt{2}}}", r"\boxed{\sqrt{2}}")
   outcomes = [mathematics(text, reference).outcome for text in texts]

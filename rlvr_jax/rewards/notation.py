@@ -97,7 +97,7 @@ _CONNECTIVE = re.compile(
 
 
 def normalize(text: str) -> str:
-  r"""Removes what changes only the appearance: fonts, \left, \dfrac, $, thin spaces, Unicode …"""
+  r"""Removes notation that changes only the appearance: fonts, \left, \dfrac, $, thin spaces …"""
   text = _unwrap_fonts(text.translate(_CHARACTERS))
   for pattern, replacement in _RULES:
     text = pattern.sub(replacement, text)
@@ -106,7 +106,7 @@ def normalize(text: str) -> str:
 
 
 def mark_connectives(text: str) -> str:
-  r"""Writes "and" and "or", also after a comma, as \land and \lor; not those within \text{…}."""
+  r"""Writes "and" and "or" outside of \text{…}, also after a comma, as \land and \lor."""
 
   def mark(match: re.Match[str]) -> str:
     found = match["sign"] or match["word"]

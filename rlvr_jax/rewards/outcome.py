@@ -47,7 +47,7 @@ class Grade:
     answer: normal form of the extracted answer, for majority votes; "" if there is no answer. For
       the same reference, equal answers have equal outcomes.
     feedback: what a policy that tries again may read, such as the first failing test. The other
-      texts may have the reference's answer, and are for people.
+      texts may contain the reference's answer and are only for people.
     parts: with `by_name.weighted`, the unweighted score of each grader; otherwise ().
   """
 
@@ -95,7 +95,7 @@ def outcome_policy(overrides: Mapping[str, float | str] | None = None) -> Outcom
   Returns:
     The complete table, read-only.
   Raises:
-    ValueError: unknown outcome or action, or a number beyond ±1e30.
+    ValueError: an outcome or action is unknown, or a number is beyond ±1e30.
   """
   table = dict(_DEFAULTS)
   names = [outcome.value for outcome in Outcome]

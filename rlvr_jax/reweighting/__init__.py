@@ -1,4 +1,4 @@
-"""Coefficients and Gram matrix → coefficients. One factory per rule, looked up by name."""
+"""Coefficients and Gram matrix → new coefficients. One factory per rule, looked up by name."""
 
 from rlvr_jax.reweighting.base import Reweighting as Reweighting
 from rlvr_jax.reweighting.none import none as none

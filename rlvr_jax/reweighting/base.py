@@ -13,14 +13,15 @@ from rlvr_jax.types import Array, Metrics
 
 
 class Reweighting(NamedTuple):
-  """Coefficients and the Gram matrix of the rollouts' gradient features → coefficients.
+  """Coefficients and the Gram matrix of the rollouts' gradient features → new coefficients.
 
   It acts on n blocks of b rollouts, each with its own Gram matrix. A block is the full batch
   (n = 1), a group, or a number of consecutive rollouts of the batch.
 
   Attributes:
     apply: (coefficients f32[n, b], gram f32[n, b, b] or None, valid bool[n, b], key) →
-      (f32[n, b], metrics). Rollouts that are not valid have the coefficient 0, before and after.
+      (new coefficients f32[n, b], metrics). Rollouts that are not valid have the coefficient 0 in
+      both.
     needs_gram: whether `apply` reads the Gram matrix; otherwise None may be passed.
     scope: the block: "batch", "group", or a number of rollouts.
   """

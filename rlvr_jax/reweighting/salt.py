@@ -1,4 +1,4 @@
-"""SALT: splits coefficients into a part along a batch's shared gradients and a residual."""
+"""SALT splits coefficients into a part along the batch's shared gradients and a residual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHANNELS = ("both", "shared", "residual", "amplified")
 
 
 class SaltResult(NamedTuple):
-  """SALT's result for the coefficients A of a block; with a leading axis n for n blocks."""
+  """SALT's result for the coefficients A of one block, or of n blocks with a leading axis n."""
 
   coefficients: Array  # f32[b], A'
   shared: Array  # f32[b], P_k A
@@ -49,14 +49,14 @@ def salt_coefficients(
   channels: str,
   random_subspace: bool,
 ) -> SaltResult:
-  """A' of one block, by default P_k A + α (I − P_k) A⁺; hyper-parameters as in `salt`.
+  """A' of one block, by default P_k A + α (I − P_k) A⁺; see `salt` for the hyper-parameters.
 
   Args:
     coefficients: f32[b], A, b ≥ 2.
-    gram: f32[b, b], inner products of per-rollout gradient features, in any unit; 0 where not
-      valid.
-    valid: bool[b]; A' is 0 where False.
-    key: random key; read for a random subspace only.
+    gram: f32[b, b], inner products of per-rollout gradient features, in any unit; 0 for rollouts
+      that are not valid.
+    valid: bool[b]; A' is 0 where `valid` is False.
+    key: random key; only a random subspace uses it.
   """
   coefficients, count = masked_fill(coefficients, valid), masked_count(valid)
   spectrum = spectral.spectrum(gram)
@@ -97,9 +97,9 @@ def salt_coefficients(
 def salt_metrics(coefficients: Array, result: SaltResult) -> Metrics:
   """Metrics of n blocks, from A f32[n, b] and SALT's result.
 
-  Metrics of the Gram matrix are means over the blocks with a usable one, metrics of A over the
-  blocks in which SALT acts, so that groups without a signal do not dilute them. Blocks with fewer
-  than two valid rollouts do not count.
+  Metrics of the Gram matrix are means over the blocks with a usable Gram matrix. Metrics of A are
+  means over the blocks in which SALT acts, so that groups without a signal do not dilute them.
+  Blocks with fewer than two valid rollouts do not count.
   """
   # In units of the largest coefficient, since its square may exceed float32's range.
   largest = jnp.max(jnp.abs(coefficients), axis=-1, keepdims=True)
@@ -144,25 +144,26 @@ def salt(
   gradients are scaled. A' = A if K is zero or not finite, if no rollout with a coefficient has a
   gradient, or if n < 2.
 
-  Ablations: a fixed α is alpha_min = alpha_max, a fixed k is min_rank = max_rank; the others are
-  the last four arguments.
+  Ablations: alpha_min = alpha_max fixes α, min_rank = max_rank fixes k, and the last four arguments
+  select the other ablations.
 
   Args:
     rank_scale: above 0, factor on the participation ratio.
     min_rank: ≥ 1.
     max_rank: ≥ min_rank.
     alpha_min: ≥ 0.
-    alpha_max: ≥ alpha_min; since n_eff ≥ 0, a value above 1 only permits an alpha_min above 1.
+    alpha_max: ≥ alpha_min; since n_eff ≥ 0, a value above 1 has an effect only if alpha_min is
+      above 1 too.
     positive_part: whether the residual is computed from A⁺; otherwise from A.
-    channels: "both", the authors' released form; "shared": P_k A only; "residual": α (I − P_k) A⁺
-      only; "amplified": A + α (I − P_k) A⁺. The paper says that the residual is amplified, but
-      α ≤ 1 attenuates it in the released form, which takes (I − P_k) A out (**open**).
+    channels: "both": the authors' released form; "shared": P_k A only; "residual": α (I − P_k) A⁺
+      only; "amplified": A + α (I − P_k) A⁺. **open**: the paper says that the residual is
+      amplified, but the released form removes (I − P_k) A, and its α ≤ 1 attenuates the residual.
     random_subspace: whether P_k projects onto k random directions, sampled with the key for each
       call and block.
-    scope: the block that has one Gram matrix: "batch", "group", or a number of consecutive
-      rollouts, which divides B.
+    scope: the block that has one Gram matrix: "batch", "group", or a number of consecutive rollouts
+      that divides B.
   Raises:
-    ValueError: a hyper-parameter is out of range; at trace time, blocks have one rollout.
+    ValueError: a hyper-parameter is out of range; or, at trace time, a block has one rollout.
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
     Them Matter" (arXiv:2606.05800), §3, and the authors' code.
   """

@@ -1,4 +1,4 @@
-"""From a draw of problems to a batch; `staleness` says which policy samples what."""
+"""From a draw of problems to a batch; `staleness` says which policy samples which batch."""
 
 __all__ = [
   "answers",

@@ -1,8 +1,9 @@
 """What follows a turn of the policy: the environment's reply, or the grade that ends the rollout.
 
-A grader is an environment of one turn. Whoever answers works in other processes of this machine, so
-answers come late and in any order. In several processes of a run all get the same answers after
-the same burst: the first process has the environments, and all share the grading.
+A grader is an environment of one turn. Graders and environments work in other processes of this
+machine, so answers come late and in any order. If a run has several processes, all of them get the
+same answers after the same burst: the first process has the environments, and all processes share
+the grading.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Reply = np.ndarray  # i32[n], n ≥ 1, the environment's tokens
 
 
 class EnvironmentStoppedError(RuntimeError):
-  """The environments of all problems failed where no policy's text can be the cause."""
+  """The environments of all problems failed before the policy had written any text."""
 
 
 def _same(value: JSON) -> JSON:
@@ -45,7 +46,7 @@ def _same(value: JSON) -> JSON:
 
 
 def in_this_process(action: Callable[[], JSON]) -> list[Any]:
-  """The results of an action in all processes, where there is one."""
+  """The results of an action in all processes, for a run of one process."""
   return [action()]
 
 
@@ -56,8 +57,8 @@ class Processes:
   Attributes:
     index: the index of this process.
     count: number of the processes.
-    gather: an action whose result is JSON → the results of all processes, in order. All call it
-      together, and all raise if the action raises in one.
+    gather: an action whose result is JSON → the results of all processes, in order. All processes
+      call it together, and all raise if the action raises in one of them.
   """
 
   index: int = 0
@@ -79,14 +80,14 @@ class Asked(NamedTuple):
 
 @dataclasses.dataclass
 class AnswerCounts:
-  """Counts of answers; all are sums.
+  """Counts of answers, summed over the run so far.
 
   Attributes:
     replies: turns that an environment has answered.
-    reply_waits_s: seconds from the end of a turn until its answer was taken, over all replies.
-    environment_wait_seconds: seconds in which the sampler waited for replies.
-    grade_seconds: seconds in which it waited for grades, with nothing to decode.
-    dropped_tokens: sampled behind a stop string.
+    reply_waits_s: seconds from the end of a turn until its reply was taken, summed over replies.
+    environment_wait_seconds: seconds for which the sampler waited for replies.
+    grade_seconds: seconds for which the sampler had nothing to decode and waited for grades.
+    dropped_tokens: number of tokens that were sampled after a stop string.
   """
 
   replies: int = 0
@@ -108,7 +109,7 @@ class AnswerCounts:
       self.grade_seconds += seconds
 
   def drop(self, tokens: int) -> None:
-    """Counts tokens behind a stop string."""
+    """Counts tokens that were sampled after a stop string."""
     self.dropped_tokens += tokens
 
 
@@ -123,7 +124,7 @@ class _Waiting(NamedTuple):
 
 
 class Answers:
-  """Asks graders, and environments if rollouts are dialogues.
+  """Asks graders for grades, and environments for replies if rollouts are dialogues.
 
   Attributes:
     counts: the counts of the answers so far.
@@ -153,7 +154,7 @@ class Answers:
 
   @property
   def is_waiting(self) -> bool:
-    """Whether a turn has no answer."""
+    """Whether a turn still has no answer."""
     return bool(self._waiting)
 
   @property
@@ -162,16 +163,16 @@ class Answers:
     return sum(waiting.kind == "turn" for waiting in self._waiting.values())
 
   def any_process(self, flag: bool) -> bool:
-    """Whether a flag is set in any process; all call it together."""
+    """Whether a flag is set in any process; all processes call this together."""
     return any(self._processes.gather(functools.partial(_same, flag)))
 
   def begin(self, problems: Sequence[Problem], seeds: Sequence[int], *, of: int) -> list[Beginning]:
-    """How the rollouts of problems begin, by problem; resets their environments to see that.
+    """Resets the environments of problems and returns how their rollouts begin, by problem.
 
     Args:
       problems: the problems that begin now.
       seeds: the seeds of their environments.
-      of: number of problems that are drawn together; some may have begun elsewhere.
+      of: number of problems in the draw; some of them may have begun elsewhere.
     Raises:
       EnvironmentStoppedError: the environments of all problems of a draw failed at their reset.
     """
@@ -192,11 +193,11 @@ class Answers:
     return beginnings
 
   def find_stop(self, rollout: Rollout, start: int) -> int | None:
-    """The length of a response with which its turn ends by a stop string; None if it does not.
+    """The length at which a stop string ends the response's turn; None if there is no stop string.
 
     Args:
-      rollout: up to its newest token.
-      start: the start of the tokens that are new.
+      rollout: the rollout up to its newest token.
+      start: the index of the first new token.
     """
     if self._dialogues is None:
       return None
@@ -206,7 +207,7 @@ class Answers:
     return length
 
   def ask(self, rollout: Rollout, asked: Asked) -> None:
-    """Takes the end of a turn; the answer comes from `take`."""
+    """Asks for the answer to a turn that has ended; `take` returns the answer."""
     number, self._num_asked = self._num_asked, self._num_asked + 1
     self._waiting[number] = _Waiting(rollout, asked, time.monotonic(), None, "turn")
     if self._dialogues is None:
@@ -223,13 +224,13 @@ class Answers:
   def take(
     self, *, patience_s: float, until_one: bool
   ) -> list[tuple[Rollout, Asked, Reply | Grade]]:
-    """The answers that have come, in the order in which they were asked for.
+    """The answers that have arrived, in the order in which they were requested.
 
     Waits some seconds at most, so that signals are noticed.
 
     Args:
-      patience_s: seconds to wait for all replies of environments.
-      until_one: whether to wait until there is an answer.
+      patience_s: seconds to wait for the outstanding replies of environments.
+      until_one: whether to wait until at least one answer has arrived.
     """
     known, self._known = self._known, {}
     if not self._waiting:

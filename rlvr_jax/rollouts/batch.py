@@ -1,4 +1,4 @@
-"""Training batches: from groups, to a file, and what scoring leaves out."""
+"""Training batches: made from groups, written as files, and reduced for scoring."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def drop_scores(batch: TrainBatch) -> TrainBatch:
 
 
 def response_lengths(batch: TrainBatch) -> np.ndarray:
-  """i32[P, G], the number of tokens up to the last one in the loss, an environment's included."""
+  """i32[P, G], the number of response tokens up to the last one in the loss, in any turn."""
   positions = np.arange(1, batch.mask.shape[-1] + 1)
   return np.asarray(np.max((batch.mask > 0) * positions, axis=-1))
 
 
 def loss_tokens(batch: TrainBatch) -> np.ndarray:
-  """i64[P, G], the number of tokens in the loss."""
+  """i64[P, G], the number of loss tokens."""
   return np.asarray(np.sum(np.asarray(batch.mask) > 0, axis=-1))
 
 
 def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
-  """Permutes rewards, and correctness with them, over valid rollouts; for control experiments.
+  """Permutes rewards and correctness together over valid rollouts; for control experiments.
 
-  The distribution of rewards in the batch stays, but they no longer depend on the rollouts. Scores
-  of turns, which belong to their tokens, are dropped.
+  The batch keeps its distribution of rewards, but the rewards no longer depend on the rollouts.
+  Scores of turns are dropped, since they belong to the tokens of a rollout.
   """
   order = rng.permutation(np.count_nonzero(batch.valid))
 
@@ -81,7 +81,7 @@ def write_batch(path: pathlib.Path, batch: TrainBatch) -> None:
 
 
 def read_batch(path: pathlib.Path) -> TrainBatch:
-  """The inverse of `write_batch`.
+  """Reads a batch that `write_batch` has written.
 
   Raises:
     DamagedError, FormatError: the file has another format, or is damaged.
@@ -90,7 +90,7 @@ def read_batch(path: pathlib.Path) -> TrainBatch:
 
 
 def train_batch(groups: Sequence[Group]) -> TrainBatch:
-  """The arrays of groups, for an update; NumPy. Where a group lacks an array there is padding."""
+  """The arrays of groups as an update's batch, in NumPy; a missing array is filled with padding."""
   arrays: dict[str, Any] = join(with_equal_names(groups))
   prompts = Prompts(arrays.pop("prompts.tokens"), arrays.pop("prompts.lengths"))
   sources: Any = np.array([group.source for group in groups], np.int32)
@@ -100,7 +100,7 @@ def train_batch(groups: Sequence[Group]) -> TrainBatch:
 
 
 def with_equal_names(groups: Sequence[Group]) -> list[Group]:
-  """The groups; where one lacks an array that another has, it has its padding.
+  """The groups, each with padding in place of an array that only other groups have.
 
   So groups of one turn join dialogues, and recorded groups join groups of several versions.
   """

@@ -1,8 +1,8 @@
 """Batches in order, from graded groups in any order: everything between a draw and a batch.
 
-A batch is the groups of a draw; with dynamic sampling, of several draws in a row. Every group goes
-through the store, so that a killed run samples no group twice. All processes of a run call the same
-functions together; the first one writes the store.
+A batch has the groups of one draw or, with dynamic sampling, of several draws in a row. Every group
+goes through the store, so that a killed run samples no group twice. All processes of a run call the
+same functions together; the first process writes the store.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class DynamicSamplingError(RuntimeError):
 
 
 class FingerprintError(RuntimeError):
-  """Rollouts that were not sampled by the policy of their version."""
+  """A version's rollouts were sampled by a policy with other parameters."""
 
 
 class Position(NamedTuple):
-  """State of drawing between two batches, which determines the next ones; JSON."""
+  """The state of drawing between two batches, which determines the next batches; JSON."""
 
   number: int = 0  # of the next batch
   draws: int = 0  # of problems, so far
@@ -57,15 +57,15 @@ class Batch:
   """A graded batch.
 
   Attributes:
-    number: from 0, in the order in which batches are sampled.
+    number: the number of the batch, from 0 in the order of sampling.
     groups: P groups, in the order of their sources.
-    after: where drawing stands behind it.
-    draws: number of draws of problems that it took, more than one with dynamic sampling.
-    prompts, tokens: sampled for the batch, including dropped groups.
-    statistics: metrics of its sampling and grading.
+    after: the position of drawing after this batch.
+    draws: number of draws of problems in the batch, more than one with dynamic sampling.
+    prompts, tokens: numbers of prompts and tokens sampled for the batch, including dropped groups.
+    statistics: metrics of the batch's sampling and grading.
     timings: seconds and counts of sampling since the last batch; {} if it was read from the store.
-    flops: model FLOPs of sampling it.
-    drawn: how each of its draws was drawn, where the clock decided that.
+    flops: model FLOPs of sampling the batch.
+    drawn: how each draw of the batch was made, if the clock decided that.
   """
 
   number: int
@@ -81,7 +81,7 @@ class Batch:
 
   @functools.cached_property
   def train(self) -> TrainBatch:
-    """The batch's arrays, for an update."""
+    """The arrays of the batch for an update."""
     return train_batch(self.groups)
 
   @property
@@ -96,7 +96,7 @@ class Batch:
 
   @property
   def fingerprints(self) -> dict[int, str]:
-    """The fingerprint of each version that has sampled it, ascending."""
+    """The fingerprint of each version that has sampled the batch, by ascending version."""
     found = {version: x for group in self.groups for version, x in group.versions.items()}
     return dict(sorted(found.items()))
 
@@ -112,7 +112,7 @@ class Batch:
 
 
 def read_batch(store: RolloutStore, number: int) -> Batch:
-  """A batch of a store.
+  """Reads a batch from a store.
 
   Raises:
     TornShardError: the batch is missing or damaged.
@@ -129,7 +129,7 @@ def versions_of(groups: Sequence[Group]) -> np.ndarray:
 
 
 class Measured(NamedTuple):
-  """A complete draw, compared with the trainer."""
+  """A complete draw after its comparison with the trainer."""
 
   groups: Sequence[Group]
   statistics: Mapping[str, float]
@@ -138,17 +138,18 @@ class Measured(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BatchSettings:
-  """How a run's batches are made.
+  """Settings that determine how a run's batches are made.
 
   Attributes:
-    quotas: groups of a batch, by source; recorded groups have the last one.
+    quotas: numbers of groups in a batch, by source; the last number is for recorded groups.
     seed: the seed of the rollouts.
-    max_draws: the most draws of problems for a batch, with dynamic sampling; 0: without.
-    waits_for_all: whether all batches that have begun are sampled before the next update: then a
-      checkpoint has no batch of an older policy in progress, and a resumed run repeats this one.
-    repeats: the recorded run that this run repeats; None: no run.
-    how_drawn: what a later run needs to repeat draws that depend on the clock, as a `Drawn` without
-      its draw, problems and version; {}: nothing does.
+    max_draws: the most draws of problems for a batch with dynamic sampling; 0 turns dynamic
+      sampling off.
+    waits_for_all: whether all batches that have begun are completed before the next update. Then no
+      batch of an older policy is in progress at a checkpoint, and a resumed run repeats this run.
+    repeats: the recorded run that this run repeats, or None.
+    how_drawn: fields of `Drawn` that a later run needs to repeat draws that depend on the clock,
+      without draw, problems and version; {} if draws do not depend on it.
     about: JSON values about the run, for runs that use its store.
   """
 
@@ -165,11 +166,12 @@ class Hooks(NamedTuple):
   """The functions of a run that its batches call.
 
   Attributes:
-    fingerprint: version → fingerprint of its parameters in this trainer; None if it is not known.
-    compare: compares a complete draw with the trainer: (its groups in order, recorded ones
-      included; version of the policy that the draw began with; version that was compared last).
+    fingerprint: version → fingerprint of the version's parameters in this trainer; None if unknown.
+    compare: compares a complete draw with the trainer: (the draw's groups in order, including
+      recorded groups; version of the policy with which the draw began; version that was compared
+      last).
     flops: arrays of groups → model FLOPs of sampling them.
-    on_first: runs an action on the first process; returns its result, JSON, on all.
+    on_first: runs an action on the first process and returns its result, JSON, on all processes.
     warn: prints a warning.
   """
 
@@ -213,7 +215,7 @@ class MeasuredSampler(Sampler, Protocol):
   """A sampler that reports seconds and counts of sampling, and finished groups."""
 
   def poll(self) -> list[Group]:
-    """Returns groups that are finished, as `take`, but does not wait."""
+    """Returns the groups that are finished, like `take`, but does not wait."""
     ...
 
   def measure(self) -> dict[str, float]:
@@ -241,7 +243,7 @@ class _Place(NamedTuple):
 
 
 class Batches:
-  """Draws problems, wants their groups, and assembles batches."""
+  """Draws problems, asks the sampler for their groups, and assembles batches."""
 
   def __init__(self, inputs: Inputs, store: RolloutStore, settings: BatchSettings, run: Hooks):
     """Binds the objects of a run; nothing is drawn yet.
@@ -260,29 +262,29 @@ class Batches:
   # --- as the loop sees it ------------------------------------------------------------------------
 
   def sample_with(self, sampler: MeasuredSampler, *, are_kept: bool) -> None:
-    """Lets another sampler give the groups; none is wanted so far.
+    """Takes groups from another sampler from now on; no group may be outstanding.
 
     Args:
       sampler: gives the groups from now on.
-      are_kept: whether it has written them to the store already.
+      are_kept: whether the sampler has already written its groups to the store.
     """
     self._inputs = self._inputs._replace(sampler=sampler, are_kept=are_kept)
 
   def move_to(self, position: Position) -> None:
-    """Continues behind a batch."""
+    """Continues drawing after a batch, from the position that the batch has recorded."""
     self._inputs.problems.set_state(dict(position.problems))
     self._place = _Place(position, position.number, position.draws)
 
   def position(self) -> Position:
-    """Where drawing stands, behind the last batch that is complete."""
+    """The position of drawing after the last complete batch."""
     return self._place.position
 
   def open(self, until: int, version: int) -> None:
-    """Begins the batches below `until`; batches that the store has are not sampled again.
+    """Begins all batches with a number below `until`; batches in the store are not sampled again.
 
     Args:
       until: one past the number of the last batch that may begin.
-      version: the version of the newest policy that was offered.
+      version: the version of the newest policy that the sampler was offered.
     """
     self._place = self._place._replace(version=version)
     while (number := self._place.begun) < until:
@@ -301,11 +303,11 @@ class Batches:
         self._add_batch(stored)
 
   def take(self, number: int, before_waiting: Callable[[], None] = lambda: None) -> Batch:
-    """The batch with this number; waits for it, or for all that have begun.
+    """The batch with this number; waits for it, or for all batches that have begun.
 
     Args:
       number: the number of the batch.
-      before_waiting: called once if the batch is not there yet.
+      before_waiting: called once if the batch is not complete yet.
     """
     until = self._place.begun if self._settings.waits_for_all else number + 1
     sampler, is_waiting = self._inputs.sampler, False
@@ -328,7 +330,7 @@ class Batches:
     return added
 
   def forget(self, before: int) -> None:
-    """Lets batches with a lower number go from memory."""
+    """Drops batches with a lower number from memory."""
     self._cache = {number: batch for number, batch in self._cache.items() if number >= before}
 
   # --- draws --------------------------------------------------------------------------------------
@@ -579,7 +581,7 @@ class Batches:
 
 
 def as_sampled(group: Group) -> Group:
-  """A group of a batch, as its sampler gave it."""
+  """A group of a batch, in the form in which its sampler gave it."""
   arrays = {name: array for name, array in group.arrays.items() if name != "solve_rate"}
   if "sampled_logprobs" in arrays:
     arrays["behavior_logprobs"] = arrays.pop("sampled_logprobs")
@@ -587,7 +589,7 @@ def as_sampled(group: Group) -> Group:
 
 
 def token_versions(groups: Sequence[Group]) -> np.ndarray:
-  """The versions of all tokens i32[P, G, T], or i32[P] where each group has one."""
+  """The versions of all tokens, i32[P, G, T]; or i32[P] if each group has one version."""
   arrays = join(with_equal_names(groups))
   return arrays.get("token_versions", versions_of(groups))
 
@@ -605,14 +607,14 @@ def mean_statistics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def join_timings(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """The sums of times, and the maxima of all other metrics."""
+  """Joins timings: the sums of times, and the maxima of all other metrics."""
   names = dict.fromkeys(name for part in parts for name in part)
   values = {name: [part[name] for part in parts if name in part] for name in names}
   return {name: sum(x) if name.startswith("time/") else max(x) for name, x in values.items()}
 
 
 def joined_measurements(groups: Sequence[Group]) -> dict[str, float]:
-  """What the programs that sampled groups have measured, see `join_measurements`."""
+  """The measurements of the programs that sampled groups, joined by `join_measurements`."""
   found: dict[str, list[float]] = {}
   for group in groups:
     for name, value in group.measured.items():
@@ -621,6 +623,6 @@ def joined_measurements(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def join_measurements(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
-  """Joins measurements by name: the mean of means, the largest of maxima, sums of draws."""
+  """Joins measurements by name: the mean of means, the maximum of maxima, the sum of counts."""
   join = lambda name: np.max if name.endswith("_max") else np.sum if "_draws" in name else np.mean
   return {name: float(join(name)(values)) for name, values in found.items()}

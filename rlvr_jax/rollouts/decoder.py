@@ -1,10 +1,11 @@
 """Generation in slots, as pure functions: prefill prompts, insert them, decode in bursts.
 
-A slot decodes one response. When it has ended, the slot takes the next one, so that short responses
-do not wait for long ones. `rollouts.engine` runs these functions from the host.
+A slot decodes one response. When a response has ended, its slot takes the next response, so that
+short responses do not wait for long responses. `rollouts.engine` runs these functions from the
+host.
 
 A layer with attention has a KV cache. A gated DeltaNet has a state, which a burst carries from
-token to token; it changes in running slots alone.
+token to token; the state changes only in running slots.
 
 The bits of a rollout depend only on its prompt, its key and the parameters: not on its slot, its
 neighbors or the order of requests. So every product has a fixed number of rows, a burst always
@@ -13,7 +14,7 @@ begins at a multiple of its length, and blocks of the cache are accumulated in o
 
 In a dialogue the environment's replies stand between the policy's turns. After each reply the
 response's cache is computed anew, up to a multiple of a burst's length. The next burst repeats the
-tokens behind that, and then samples. So the bits do not depend on when a reply came.
+tokens after that multiple, and then samples. So the bits do not depend on when a reply came.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Tables(Protocol):
 
 
 class DecodedModel(Protocol):
-  """The functions of a `models.functional.Model` that decoding calls; see there."""
+  """The functions of a `models.functional.Model` that decoding calls."""
 
   @property
   def config(self) -> NetworkSizes: ...
@@ -134,7 +135,7 @@ class Settings(NamedTuple):
 
 
 class Known(NamedTuple):
-  """Tokens that a dialogue already has when its burst begins."""
+  """Tokens that a dialogue already has when a burst begins."""
 
   tokens: OnHost  # i32[slots, steps], of the response, from the burst's first step on
   number: OnHost  # i32[slots], of them; the burst samples after these
@@ -155,7 +156,7 @@ class State(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-  """KV caches of a batch of prompts, one per layer with attention; states per gated DeltaNet."""
+  """Results of prefill: a KV cache per layer with attention, and a state per gated DeltaNet."""
 
   prompts: tuple[Part, ...]
   states: tuple[DeltaState, ...]
@@ -197,12 +198,12 @@ def take_layer(
 ) -> Params:
   """Selects the parameters of one layer, sharded as on the trainer's devices.
 
-  Layers are loaded one by one: a program that resharded all of them would hold many of them
-  unsharded. Nor may `load_layer` select the layer, since XLA may then move the others too.
+  Layers are loaded one by one, since a program that resharded all layers would hold many of them
+  unsharded. `load_layer` must not select the layer, since XLA might then move the other layers too.
 
   Args:
     trained, frozen: see `Model.combine`.
-    rows: i32[] each, from `ops.layers.rows_of`.
+    rows: i32[] each, the rows of the layer's parameters, from `ops.layers.rows_of`.
   """
   return _select_layer(trained, frozen, rows, model)["blocks"]
 
@@ -213,7 +214,7 @@ def load_layer(blocks: Params, *, model: DecodedModel) -> Params:
 
 
 def load_others(trained: Params, frozen: Params, *, model: DecodedModel) -> Params:
-  """Converts all parameters but the layers to the form that `decode` takes."""
+  """Converts all parameters except the layers to the form that `decode` takes."""
   first = rows_of(0, model.config.kinds)
   return {**model.decoding_params(_select_layer(trained, frozen, first, model)), "blocks": ()}
 
@@ -228,7 +229,7 @@ def _select_layer(
 
 
 def empty_slots(settings: Settings) -> State:
-  """Slots without responses; their caches are zero."""
+  """The state of slots without responses; the caches are zero."""
   c, shape, slots = settings.model.config, settings.shape, settings.slots
 
   def make_caches(part: Blocks) -> tuple[Part, ...]:
@@ -291,14 +292,15 @@ def prefill(
   *,
   settings: Settings,
 ) -> Prefilled:
-  """Computes the KV cache of prompts, per layer [K, blocks, R, block, H], and their states.
+  """Computes the KV caches of prompts, per layer [K, blocks, R, block, H], and DeltaNet states.
 
   Args:
     params: the result of `Model.decoding_params`.
-    tokens: i32[R, S], right-padded; S is a multiple of the block. Of dialogues that go on, each
-      row has the prompt and what the response has so far.
-    lengths: i32[R], tokens of each row; None: S.
-    prompt: i32[R], of these dialogues, the tokens before the ones that the response's cache gets.
+    tokens: i32[R, S], right-padded; S is a multiple of the block. If dialogues continue, each row
+      has the prompt and the tokens of the response so far.
+    lengths: i32[R], the number of tokens in each row; None: S.
+    prompt: i32[R], for dialogues that continue: the number of tokens before the first token that
+      goes into the response's cache.
   """
   # Prompts attend to what their caches will hold, as tokens that are decoded do.
   attended = (read_back,) if settings.cache_format else ()
@@ -343,7 +345,7 @@ def _to_caches(
 
 
 def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settings) -> State:
-  """Puts prompts, and earlier turns of dialogues, into slots, which run on; donate `state`."""
+  """Puts prompts and earlier turns of dialogues into slots, which then run; donate `state`."""
   new = jnp.asarray(fresh.row >= 0)
 
   def put(cached: Array, prompts: Array) -> Array:
@@ -373,18 +375,18 @@ def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settin
 
 
 def halt(state: State, ended: Array) -> State:
-  """Ends the responses of some slots, bool[slots]: the host has found their end."""
+  """Ends the responses of some slots, bool[slots], in which the host has found the end."""
   return state._replace(running=state.running & ~ended)
 
 
 def resume(state: State, halted: Array, token: Array, known: Known | None = None) -> State:
-  """Lets slots run on that were halted during a burst of others.
+  """Restarts slots that were halted during a burst of other slots.
 
   Args:
-    state: after that burst.
-    halted: bool[slots], these slots.
-    token: i32[slots], their next tokens to decode, which the burst has overwritten.
-    known: as in `State`, of dialogues.
+    state: the state after that burst.
+    halted: bool[slots], the slots to restart.
+    token: i32[slots], the next tokens of these slots, which the burst has overwritten.
+    known: the known tokens of dialogues, as in `State`.
   """
   where_halted = lambda x, y: jnp.where(halted.reshape(-1, *[1] * (y.ndim - 1)), x, y)
   return state._replace(
@@ -399,14 +401,14 @@ def burst(
 ) -> tuple[State, Emitted]:
   """Decodes up to `shape.steps` tokens in every slot; ends early when no slot is running.
 
-  The caches do not change within a burst: its keys and values are staged. So the loop carries
+  The caches do not change within a burst; new keys and values are staged. So the loop carries
   little, and nothing is copied. Donate `state`.
 
   Args:
     params: the result of `Model.decoding_params`.
     state: the state of the slots.
-    settings: compiled in.
-    read: the blocks of the caches that a running slot may have reached; compiled in.
+    settings: settings that are compiled into the program.
+    read: the blocks of the caches that a running slot may have reached, also compiled in.
     has_halted: whether slots that are not running keep their caches, for `resume`.
   """
   c, shape, slots = settings.model.config, settings.shape, settings.slots
@@ -469,7 +471,7 @@ def burst(
 
 
 def rotary_tables(reach: Reach, *, settings: Settings) -> Tables:
-  """The rotary tables of a burst, by step; computed once, so that no step computes cosines."""
+  """The rotary tables of a burst, by step, so that no step computes cosines."""
   steps = jnp.arange(settings.shape.steps)[:, None]
   return settings.model.rotary((reach.prompt + reach.response + steps)[..., None])
 
@@ -491,19 +493,19 @@ def decode(
 
   Args:
     params: the result of `Model.decoding_params`.
-    caches: per layer with attention, of the prompts and of the responses; not changed within a
-      burst.
+    caches: the caches of prompts and of responses, per layer with attention; they do not change
+      within a burst.
     staged: keys and values of the burst's earlier tokens in these layers.
-    states: per gated DeltaNet, behind these tokens.
-    reach: the reach of the caches.
+    states: a state per gated DeltaNet, after these tokens.
+    reach: the part of the caches that attention reads.
     tables: the result of `rotary_tables`.
     token: i32[slots].
-    step: i32[], index of the token in its burst.
-    running: bool[slots], the slots whose result is used; the states of the others stay.
+    step: i32[], index of the token in the burst.
+    running: bool[slots], the slots whose result is used; the states of other slots do not change.
   Returns:
     Hidden states [slots, D], which predict the next tokens; `staged` with the keys and values of
-    `token`; the states behind it; and the experts that a mixture chose, i32[slots, sparse layers,
-    k].
+    `token`; the states after `token`; and the experts that a mixture chose, i32[slots, sparse
+    layers, k].
   """
 
   def attend(
@@ -642,7 +644,7 @@ def slot_bytes(
   cache_format: str = "",
   cache: str = "blocks",
 ) -> int:
-  """Bytes of a slot's KV cache and states on one device, with staged and copied keys and values.
+  """Bytes of a slot on one device: KV cache, states, and staged and copied keys and values.
 
   Args:
     network: `TransformerConfig`.
@@ -683,16 +685,16 @@ def token_bytes(network: NetworkSizes, tensor: int, cache_format: str = "") -> i
 
 
 def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
-  """The dtype of cached keys and values: the format's, or the network's."""
+  """The dtype of cached keys and values: that of the cache format, or else of the network."""
   return cache_format or network.compute_dtype
 
 
 def cached_heads(heads: Heads, tensor: int) -> int:
-  """Number of key/value heads in the cache: copied if that gives each of `tensor` devices one.
+  """Number of key/value heads in the cache; heads are copied if each device then has one head.
 
   Args:
-    heads: the heads of the layer.
-    tensor: devices that the heads are split over.
+    heads: the head counts of the layer.
+    tensor: number of devices over which the heads are split.
   """
   copied = tensor % heads.keys == 0 and heads.queries % tensor == 0
   return tensor if copied else heads.keys
@@ -712,7 +714,7 @@ def logprobs_dtype(settings: Settings) -> jnp.dtype:
 def shardings(settings: Settings) -> tuple[State | None, NamedSharding | None]:
   """Shardings of the state and of the results that the host reads; None without a mesh.
 
-  Slots are split over (data, fsdp), and heads over `tensor` if it divides them.
+  Slots are split over (data, fsdp). Heads are split over `tensor` if their number allows it.
   """
   mesh = settings.model.mesh
   if mesh is None:
@@ -738,7 +740,7 @@ def shardings(settings: Settings) -> tuple[State | None, NamedSharding | None]:
 
 
 def cores_per_device(mesh: Mesh | AbstractMesh | None) -> int:
-  """Cores of each device that generates: 2 on v5p, 1 on v5e; 1 if it does not say."""
+  """Cores of each device of the mesh: 2 on v5p, 1 on v5e; 1 if the device does not report it."""
   if isinstance(mesh, AbstractMesh):
     return 1  # nothing is compiled for it
   device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
@@ -746,9 +748,10 @@ def cores_per_device(mesh: Mesh | AbstractMesh | None) -> int:
 
 
 def loaded_shardings(model: DecodedModel) -> Params | None:
-  """Shardings of what `load_layer`, in "blocks", and `load_others` return; None without a mesh.
+  """Shardings of the results of `load_layer` ("blocks") and `load_others`; None without a mesh.
 
-  XLA may otherwise leave complete parameters on every device, if they come from another layout.
+  Without these shardings XLA may leave complete parameters on every device if they come from
+  another layout.
   """
   if model.mesh is None or model.decoding_shardings is None:
     return None

@@ -1,4 +1,4 @@
-"""Dialogues with an environment: its replies as tokens, and how dialogues end."""
+"""Dialogues with an environment: the environment's replies as tokens, and how dialogues end."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class DialogueSettings:
 
   Attributes:
     max_turns: the most turns of the policy, ≥ 1.
-    max_reply_length: tokens of a reply's text, without what the template puts around it; a longer
-      one is cut. 0: no limit.
+    max_reply_length: the most tokens of a reply's text, without the template around it; a longer
+      text is cut. 0: no limit.
     cut: which part of a reply is cut off: "tail", "head" or "middle".
-    stop_strings: each ends a turn of the policy, as a stop token does, and is part of it.
+    stop_strings: strings that end a turn of the policy, as a stop token does, and are part of the
+      turn.
     grade_all_turns: whether the grader reads the whole dialogue, not just the policy's last turn.
   """
 
@@ -44,14 +45,14 @@ class DialogueSettings:
 
 
 class Beginning(NamedTuple):
-  """How the dialogues about a problem begin; JSON."""
+  """The beginning of all dialogues about a problem; JSON."""
 
   messages: Sequence[Message] | None = None  # None: with the problem's own prompt
   failure: str | None = None  # why the environment failed at its reset: the dialogues have failed
 
 
 class Dialogues:
-  """The environments of one sampler's dialogues.
+  """The dialogues of one sampler with their environments.
 
   Attributes:
     settings: the settings of the run.
@@ -73,12 +74,12 @@ class Dialogues:
   def reset(
     self, problems: Sequence[Problem], seeds: Sequence[int]
   ) -> list[Future[Started | Failure]]:
-    """Resets the environments of problems, to see how their dialogues begin."""
+    """Resets the environments of problems; the results say how dialogues begin."""
     pairs = zip(problems, seeds, strict=True)
     return [self.pool.reset(as_mapping(problem), seed) for problem, seed in pairs]
 
   def begun(self, resets: Sequence[Future[Started | Failure]]) -> list[Beginning]:
-    """The results of resets that are done; JSON."""
+    """The results of finished resets; JSON."""
     return [self._begun(reset.result()) for reset in resets]
 
   def _begun(self, started: Started | Failure) -> Beginning:
@@ -95,11 +96,11 @@ class Dialogues:
     return self._pool
 
   def find_stop(self, rollout: Rollout, start: int) -> int | None:
-    """The length of a response with which its turn ends by a stop string; None if it does not.
+    """The length at which a stop string ends the response's turn; None if there is no stop string.
 
     Args:
-      rollout: up to its newest token.
-      start: the start of the tokens that are new.
+      rollout: the rollout up to its newest token.
+      start: the index of the first new token.
     """
     strings = self.settings.stop_strings
     if not strings:
@@ -145,7 +146,7 @@ class Dialogues:
   def answer(self, rollout: Rollout, turn: Turn) -> np.ndarray | Grade | None:
     """The answer to an environment's turn: i32[n] tokens of a reply, or the dialogue's grade.
 
-    None: a grader judges the dialogue, which has ended.
+    None if the dialogue has ended and a grader judges it.
     """
     if turn.done:
       if turn.score is None:
@@ -169,15 +170,15 @@ class Dialogues:
     """The text that a grader judges: the policy's last turn, or the whole dialogue.
 
     Args:
-      rollout: the rollout that has ended.
-      thought: "<think>" if its prompt ends so, else "".
+      rollout: a rollout that has ended.
+      thought: "<think>" if the rollout's prompt ends with it, else "".
     """
     if self.settings.grade_all_turns:
       return thought + self._tokenizer.decode(rollout.arrays["tokens"][: rollout.length].tolist())
     return self._last_turn(rollout)
 
   def end(self, rollout: Rollout) -> None:
-    """Closes the dialogue of a rollout that has its grade."""
+    """Closes the dialogue of a rollout that has got its grade."""
     started = self._started.pop(rollout.place, None)
     if started is not None:
       began = started.result()  # an answer has come
@@ -207,12 +208,12 @@ class Dialogues:
 
 
 def shorten(text: str, cut: str, fits: Callable[[str], bool]) -> str:
-  """The text without its tail, its head or its middle, and a note where that was.
+  """The text without its tail, head or middle, and with a note in place of the removed part.
 
   Args:
-    text: too long.
+    text: a text that is too long.
     cut: one of `CUTS`.
-    fits: whether a text is short enough. About the longest that fits is found by bisection.
+    fits: text → whether it is short enough; bisection finds about the longest text that fits.
   """
   kept, too_many = 0, len(text)  # characters
   while too_many - kept > 1:
@@ -235,13 +236,13 @@ def _without(text: str, cut: str, kept: int) -> str:
 
 
 def turn_start(rollout: Rollout, length: int) -> int:
-  """The place where the last turn of a response of this length begins."""
+  """The index of the token with which the last turn of a response of this length begins."""
   turns = rollout.arrays["turns"][:length]
   return int(np.argmax(turns == turns[-1]))
 
 
 def as_mapping(problem: Problem) -> dict[str, JSON]:
-  """A problem, as environments get it: with the reference of its line, whatever graders are set."""
+  """A problem in the form that environments get, with the reference of the problem's line."""
   return {
     "question": problem.question,
     "answer": problem.answer,

@@ -1,4 +1,4 @@
-"""The host's side of generation: rollouts are pushed into slots, which decode them in bursts."""
+"""The host's side of generation: puts rollouts into slots, which decode them in bursts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Place: TypeAlias = tuple[int, int, int]  # of a rollout: draw, index of its grou
 
 
 class MissingWeightsError(ValueError):
-  """A version is to sample whose weights an engine does not have."""
+  """The engine does not have the weights of a version that is to sample."""
 
 
 @dataclasses.dataclass
 class Usage:
-  """Counts of decoding steps and tokens.
+  """Counts of an engine's decoding steps and tokens.
 
   Attributes:
     slot_steps: decoding steps times slots, idle slots included.
-    slot_tokens: tokens of the policy, without tokens that a burst of a dialogue repeats.
-    drain_slot_steps, drain_tokens: the same, in bursts when requests had run out, and fewer
-      responses than slots had not ended.
+    slot_tokens: sampled tokens, without tokens that a burst of a dialogue repeats.
+    drain_slot_steps, drain_tokens: slot_steps and slot_tokens in bursts when no requests were left
+      and fewer responses than slots were running.
   """
 
   slot_steps: int = 0
@@ -41,7 +41,7 @@ class Usage:
   drain_tokens: int = 0
 
   def add(self, slot_steps: int, tokens: int, *, drain: bool) -> None:
-    """Counts a burst."""
+    """Adds the counts of one burst."""
     self.slot_steps += slot_steps
     self.slot_tokens += tokens
     self.drain_slot_steps += slot_steps * drain
@@ -58,15 +58,15 @@ class SlotUsage(Usage):
 
   Attributes:
     idle_slot_steps: decoding steps of slots without a rollout, while dialogues waited for replies.
-    rebuilt_tokens: tokens of prompts and responses whose cache was computed anew after
-      a reply.
+    rebuilt_tokens: tokens of prompts and responses for which the cache was computed again after a
+      reply.
   """
 
   idle_slot_steps: int = 0
   rebuilt_tokens: int = 0
 
   def add_costs(self, *, idle_slot_steps: int = 0, rebuilt_tokens: int = 0) -> None:
-    """Adds the costs of dialogues."""
+    """Adds the costs that replies in dialogues have caused."""
     self.idle_slot_steps += idle_slot_steps
     self.rebuilt_tokens += rebuilt_tokens
 
@@ -76,13 +76,13 @@ class Rollout:
   """A response in progress; NumPy.
 
   Attributes:
-    place: says whose it is; the engine does not look at it.
+    place: identifies the rollout for the caller; the engine does not read it.
     prompt: i32[n], n ≥ 1 tokens.
-    key: u32[2], data of its PRNG key.
-    arrays: filled in place, by name, as `Engine.rollout` makes them.
-    plan: i32[n], n ≥ 1, the version that samples each token of the response; the last one samples
-      all later tokens. None: the newest version samples.
-    length: tokens of the response so far.
+    key: u32[2], data of the rollout's PRNG key.
+    arrays: arrays by name, from `Engine.rollout`, which the engine fills in place.
+    plan: i32[n], n ≥ 1, the version that samples each token of the response; the last version
+      samples all later tokens. None: the newest version samples.
+    length: number of tokens of the response so far.
     stopped: whether a stop token or a stop string has ended the turn.
   """
 
@@ -109,18 +109,18 @@ class Rollout:
     self.length, self.stopped = new.stop, stopped
 
   def add_reply(self, tokens: np.ndarray) -> None:
-    """Appends tokens of the environment, as many as there is room for."""
+    """Appends tokens of the environment, up to the response's maximum length."""
     new = slice(self.length, min(self.length + len(tokens), len(self.arrays["tokens"])))
     self.arrays["tokens"][new] = tokens[: new.stop - new.start]
     self.arrays["turns"][new] = self.arrays["turns"][self.length - 1] + 1
     self.length = new.stop
 
   def end(self, *, is_cut_off: bool) -> None:
-    """Notes whether the length limit has cut off the dialogue; before, it was its last turn."""
+    """Notes whether the length limit has cut off the dialogue, and no longer its last turn."""
     self.stopped = not is_cut_off
 
   def cut(self, length: int, pad_token: int) -> None:
-    """Ends the policy's turn after `length` tokens of the response; drops later tokens."""
+    """Ends the policy's turn after `length` tokens of the response and drops later tokens."""
     empty = {"tokens": pad_token, "behavior_logprobs": 0, "versions": NOT_SAMPLED}
     for name, value in {**empty, "turns": 0, "routes": 0}.items():
       if name in self.arrays:
@@ -353,8 +353,9 @@ class _Queue:
 class Engine:
   """Decodes rollouts in slots, which are refilled as turns end.
 
-  A driver swaps to weights, begins rollouts while the engine is free, and calls `burst`, again and
-  again. It may resume a rollout whose turn has ended, with the environment's reply.
+  A driver gives weights by `swap`, begins rollouts while the engine is free, and calls `burst`,
+  again and again. If a rollout's turn has ended, the driver may resume the rollout with the
+  environment's reply.
 
   Attributes:
     settings: the settings of the programs.
@@ -383,7 +384,7 @@ class Engine:
 
   @property
   def free(self) -> bool:
-    """Whether to begin the rollouts of one more prompt now, for slots or full prefill batches."""
+    """Whether the engine can take the rollouts of one more prompt, for slots or a prefill batch."""
     return self._queue.lacks(self.idle_slots)
 
   @property
@@ -393,25 +394,25 @@ class Engine:
 
   @property
   def idle_slots(self) -> int:
-    """Slots without a rollout."""
+    """Number of slots without a rollout."""
     return self._slots.count(None)
 
   @property
   def num_rollouts(self) -> int:
-    """Rollouts that are to be decoded, in slots or waiting for one."""
+    """Number of rollouts to be decoded, in slots or waiting for a slot."""
     return len(self._slots) - self.idle_slots + self._queue.num_rollouts
 
   def rollout(
     self, place: Place, prompt: np.ndarray, key: np.ndarray, plan: np.ndarray | None = None
   ) -> Rollout:
-    """A rollout that has not begun, see `Rollout`.
+    """A new `Rollout` that has not begun.
 
-    Its arrays, with T = `max_new_tokens` and S = `max_prompt_length`:
-      tokens: i32[T], right-padded.
-      behavior_logprobs: f32[T], under the distribution sampled from; 0 where padded or not sampled.
-      versions: i32[T], that sampled each token; −1 where padded, or not sampled.
-      turns, turn_scores: i32[T] and f32[T], of dialogues, see `group.ARRAYS`.
-      routes: [T, layers, k], if they are recorded, as `prompt_routes` [S, layers, k]; see there.
+    It has these arrays, with T = `max_new_tokens` and S = `max_prompt_length`:
+        tokens: i32[T], right-padded.
+        behavior_logprobs: f32[T], under the sampled distribution; 0 where padded or not sampled.
+        versions: i32[T], the version that sampled each token; −1 where padded or not sampled.
+        turns, turn_scores: i32[T] and f32[T], only for dialogues, see `group.ARRAYS`.
+        routes, prompt_routes: [T, layers, k] and [S, layers, k], if routes are recorded.
     """
     settings, programs = self.settings, self._programs
     T, routes = settings.max_new_tokens, settings.routes
@@ -429,7 +430,7 @@ class Engine:
     return Rollout(place, prompt, key, arrays, plan)
 
   def begin(self, rollouts: Sequence[Rollout]) -> None:
-    """Begins rollouts of one prompt, which share its prefill if one version samples them."""
+    """Begins rollouts of one prompt; they share the prefill if the same version samples them."""
     version = self._weights.version
     for _, alike in itertools.groupby(sorted(rollouts, key=version), version):
       self._queue.add(map(_Run, alike))
@@ -439,7 +440,7 @@ class Engine:
 
     Args:
       rollout: the result of `burst`.
-      reply: i32[n], n ≥ 1 tokens, and fewer than there is room for.
+      reply: i32[n], n ≥ 1 tokens; the response must have room for more than n tokens.
     """
     steps, before = self.settings.shape.steps, rollout.length
     rollout.add_reply(reply)
@@ -448,19 +449,19 @@ class Engine:
     self.usage.add_costs(rebuilt_tokens=len(context.tokens))
 
   def swap(self, version: int, params: Params, *, rebuild: bool = False) -> None:
-    """Lets a version sample from the next burst on; earlier ones are kept for plans.
+    """Lets a version sample from the next burst on; earlier versions are kept for plans.
 
     Args:
-      version: its number.
+      version: the number of the version.
       params: the result of `EnginePrograms.load`.
-      rebuild: whether the caches of running rollouts are computed anew whenever another version
-        goes on with them; otherwise they keep the cache that earlier versions have made.
+      rebuild: whether the cache of a running rollout is computed again whenever another version
+        continues the rollout; otherwise the rollout keeps the cache of the earlier versions.
     """
     self._weights.swap(version, params, rebuild=rebuild)
     self._queue.put_back()
 
   def release(self, before: int) -> None:
-    """Releases the weights of all earlier versions, which no plan names any more."""
+    """Releases the weights of all but the newest version; no plan may name an earlier version."""
     for version in [version for version in self._weights.loaded if version < before]:
       del self._weights.loaded[version]
 
@@ -468,9 +469,9 @@ class Engine:
     """Fills free slots and decodes one burst.
 
     Args:
-      waiting: rollouts whose turn has ended and that may be resumed, for `usage`.
+      waiting: number of rollouts that wait for a reply and may be resumed, for `usage`.
     Returns:
-      Rollouts whose turn has ended, in the order of their slots.
+      The rollouts whose turn has ended, in the order of their slots.
     Raises:
       ValueError: there is nothing to decode; or the engine lacks the version of a rollout.
     """

@@ -32,16 +32,17 @@ _WITH_DETAIL = {
 
 @dataclasses.dataclass(frozen=True)
 class Grading:
-  """How grades become rewards.
+  """Settings that determine how grades become rewards.
 
   Attributes:
     tokenizer: the tokenizer of the run.
     max_prompt_length: S, tokens.
     outcome_policy: the reward of each outcome of grading.
-    overlong_buffer: tokens before the limit over which the reward decreases; 0 turns this off.
+    overlong_buffer: number of tokens before the length limit over which the reward decreases; 0
+      turns this off.
     overlong_filter: whether the loss excludes responses without a stop token.
-    num_rewards: K of `TrainBatch.rewards_by_name`, the graders whose scores are kept; 0: none are.
-    more_of: function from a problem to further fields of its samples' records.
+    num_rewards: K of `TrainBatch.rewards_by_name`, the number of graders whose scores are kept.
+    more_of: problem → further fields in the records of its samples.
   """
 
   tokenizer: Tokenizer
@@ -57,7 +58,7 @@ class Grading:
 
     Args:
       rollouts: G rollouts of one prompt.
-      grades: the grades of each.
+      grades: the grades of each rollout.
     Raises:
       GradingStoppedError: the reward policy of an outcome is "stop".
     """
@@ -107,7 +108,7 @@ class Grading:
       version: the version of the oldest policy that has sampled it.
       arrays: the result of `arrays`.
       grades: the grades of the rollouts.
-      first_messages: messages of an environment that asks in its own words, if any.
+      first_messages: the first messages of a dialogue, if the environment writes them.
     """
     rewards, valid, *_ = rewards_from_grades(grades, self.outcome_policy)
     found: list[JsonObject] = []
@@ -178,7 +179,7 @@ def sampled_places(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def solve_rates(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-  """f64[P], the share of correct among each group's valid rollouts; NaN without a valid one."""
+  """f64[P], the share of correct rollouts among each group's valid rollouts, or NaN."""
   correct, valid = arrays["correct"], arrays["valid"]
   num_correct, num_valid = (x.sum(axis=1) for x in (correct * valid, valid))
   return np.where(num_valid > 0, num_correct / np.maximum(num_valid, 1), np.nan)
@@ -188,7 +189,7 @@ def mean_solve_rate(arrays: Mapping[str, np.ndarray], versions: np.ndarray) -> f
   """The policy's solve rate: the mean of `solve_rates` over groups.
 
   The mean is over the groups that this run sampled, or over all groups if it sampled none. Groups
-  without a valid rollout do not count; NaN if no group counts.
+  without a valid rollout do not count; the result is NaN if no group counts.
 
   Args:
     arrays: the arrays of P groups.
@@ -224,7 +225,7 @@ def draw_statistics(
 
 
 def length_statistics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
-  """Percentiles of the response lengths, in tokens, and the share cut off by the length limit."""
+  """Percentiles of response lengths in tokens, and the share of responses cut off by the limit."""
   points = {"p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
   lengths = np.percentile(sampled_places(arrays).sum(-1), list(points.values()))
   statistics = {
@@ -234,7 +235,7 @@ def length_statistics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def turn_statistics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
-  """Metrics of dialogues per rollout: the policy's turns, tokens of both sides, scores of turns."""
+  """Metrics of dialogues: turns per rollout, tokens of policy and environment, turn scores."""
   sampled = sampled_places(arrays)
   turns = np.max(arrays["turns"], axis=-1) // 2 + 1
   replies = arrays["lengths"] - sampled.sum(-1)
@@ -252,7 +253,7 @@ def turn_statistics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
 def route_statistics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
   """The number of bytes of recorded routes for each token of a response.
 
-  The routes of a prompt are recorded once for its group, and count too.
+  The routes of a prompt, which are recorded once for its group, are included.
   """
   responses = int(np.sum(arrays["lengths"]))
   places = responses + int(np.sum(arrays["prompts.lengths"] - 1))

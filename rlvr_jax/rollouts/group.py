@@ -1,12 +1,12 @@
-"""What samplers get and give: policies, draws of problems, and graded groups; and groups as a file.
+"""Policies and draws, which samplers get; graded groups, which they give; and files of groups.
 
-`ARRAYS` lists every array that a group may have. All that is done with arrays of any name follows
-it: cutting and restoring padding, joining groups of different widths, and storing.
+`ARRAYS` lists every array that a group may have. Cutting and restoring padding, joining groups of
+different widths, and storing groups follow this list.
 
-A file of groups is a safetensors file. Its metadata is one text: a checksum of the whole file, one
-of the JSON that follows, and the JSON. Padding is not stored: the rows of responses are cut to
-their lengths and lie one after another. The samples of a group are JSON too, but among the arrays,
-so that `read_info` need not read them.
+A file of groups is a safetensors file. Its metadata is one text: a checksum of the whole file, a
+checksum of the JSON that follows, and the JSON. Padding is not stored: the rows of responses are
+cut to their lengths and lie one after another. The samples of a group are also JSON, but are stored
+among the arrays, so that `read_info` need not read them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PADDED = ("S", "T")  # the axes with padding
 
 
 class Policy(NamedTuple):
-  """Weights that sample."""
+  """A policy with its weights, as a sampler gets it."""
 
   version: int  # number of updates before it
   params: Params
@@ -49,7 +49,7 @@ class Policy(NamedTuple):
 
 
 class Draw(NamedTuple):
-  """Problems sampled together; a batch takes one draw, with dynamic sampling several."""
+  """Problems that are sampled together; with dynamic sampling a batch takes several draws."""
 
   number: int
   problems: list[Problem]  # P
@@ -72,22 +72,22 @@ class Group(NamedTuple):
 
 
 class Sampler(Protocol):
-  """Samples and grades groups: in this thread, in another one, or in other programs."""
+  """Samples and grades groups: in this thread, in another thread, or in other programs."""
 
   def offer(self, policy: Policy) -> None:
-    """Gives newer weights; draws wanted from now on are sampled with these or later weights."""
+    """Gives the sampler newer weights; later requests are sampled with these or newer weights."""
     ...
 
   def want(self, draw: Draw, indices: Collection[int]) -> None:
-    """Asks for the groups of a draw with these indices."""
+    """Requests the groups of a draw with these indices."""
     ...
 
   def take(self) -> list[Group]:
-    """Waits for graded groups; returns at least one, in any order, or raises an error."""
+    """Waits for graded groups and returns at least one, in any order."""
     ...
 
   def close(self) -> None:
-    """Ends threads and processes."""
+    """Ends the sampler's threads and processes."""
     ...
 
 
@@ -115,7 +115,7 @@ class Kind(NamedTuple):
 
   @property
   def padded_axis(self) -> str | None:
-    """The axis with padding, "S" or "T"; None if the array has none."""
+    """The axis with padding, "S" or "T"; None if the array has no padding."""
     return next((axis for axis in self.axes if axis in _PADDED), None)
 
 
@@ -145,7 +145,7 @@ ARRAYS: Mapping[str, Kind] = {
 
 
 def check_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
-  """The sizes of a group's axes, by name, after a check of its arrays against `ARRAYS`.
+  """Checks the arrays of a group against `ARRAYS` and returns the sizes of its axes, by name.
 
   Raises:
     ValueError: a name is unknown, or shapes do not have the layouts or differ in an axis.
@@ -184,13 +184,13 @@ def _kind(name: str) -> Kind:
 def pad(
   arrays: Mapping[str, np.ndarray], *, S: int, T: int, pad_token: int
 ) -> dict[str, np.ndarray]:
-  """A group's arrays, with more padding.
+  """The arrays of a group with more padding.
 
   Args:
     arrays: by name, as `ARRAYS` lists them.
-    S: places that prompts have afterwards, at least as many as now.
-    T: places that responses have afterwards, at least as many as now.
-    pad_token: pads token ids.
+    S: the new number of places for prompts, at least the present number.
+    T: the new number of places for responses, at least the present number.
+    pad_token: the token id used as padding.
   """
   sizes = {"S": S, "T": T}
   padded = {}
@@ -208,9 +208,9 @@ def join(groups: Sequence[Group], *, pad_token: int = 0) -> dict[str, np.ndarray
 
   Args:
     groups: P ≥ 1 groups with arrays of the same names.
-    pad_token: pads token ids of groups that are narrower than the widest one.
+    pad_token: the token id that pads groups narrower than the widest group.
   Raises:
-    ValueError: a group lacks an array that another one has.
+    ValueError: a group lacks an array that another group has.
   """
   names = groups[0].arrays.keys()
   for group in groups:
@@ -227,12 +227,12 @@ def join(groups: Sequence[Group], *, pad_token: int = 0) -> dict[str, np.ndarray
 
 
 def empty(name: str, group: Group, like: Group) -> np.ndarray:
-  """An array of this name that is all padding, of the sizes that a group's other arrays have.
+  """An array of this name that is all padding, with the sizes of a group's other arrays.
 
   Args:
     name: the name of an array that the group lacks.
-    group: whose other arrays these are.
-    like: a group that has the array; it has the sizes of axes that the other one lacks.
+    group: the group that lacks the array.
+    like: a group that has the array, for the sizes of axes that `group` does not have.
   """
   kind, sizes = ARRAYS[name], check_arrays(like.arrays) | check_arrays(group.arrays)
   padding = 0 if kind.padding is PAD_TOKEN else kind.padding
@@ -243,7 +243,7 @@ def empty(name: str, group: Group, like: Group) -> np.ndarray:
 
 
 class DamagedError(ValueError):
-  """A file of groups does not have the bytes that were written."""
+  """A file of groups is damaged: its bytes are not those that were written."""
 
 
 class FormatError(ValueError):
@@ -278,16 +278,17 @@ def encode(groups: Sequence[Group], info: Mapping[str, JSON]) -> bytes:
 
 
 def decode(data: bytes, *, max_bytes: int = MAX_BYTES) -> tuple[list[Group], JsonObject]:
-  """Decodes (groups, info), bit for bit as they were given to `encode`.
+  """The groups and info that were given to `encode`, bit for bit.
 
-  Everything in the file is checked before it is used; the file may be of any author.
+  Everything in the file is checked before it is used, so that the file may come from anyone.
 
   Args:
     data: the bytes of the file.
-    max_bytes: most bytes that all arrays may have, padding included.
+    max_bytes: the most bytes that all arrays together may have, padding included.
   Raises:
     DamagedError: the bytes differ from the written bytes.
-    FormatError: the file has another format, an array that `ARRAYS` does not allow, or too much.
+    FormatError: the file has another format, an array that `ARRAYS` does not allow, or arrays of
+      more than `max_bytes`.
   """
   view = memoryview(data)
   found = _START.match(view[:64])
@@ -306,12 +307,12 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES) -> tuple[list[Group], Jso
 
 
 def read_info(read_start: Callable[[int], bytes]) -> JsonObject:
-  """The info of a file of groups, of which only the beginning is read.
+  """The info of a file of groups; only the beginning of the file is read.
 
   Args:
-    read_start: reads so many bytes of the file from its beginning on, or fewer if it is shorter.
+    read_start: number of bytes → these first bytes of the file, or fewer if the file is shorter.
   Raises:
-    DamagedError: the info is not as it was written; damage elsewhere may go unseen.
+    DamagedError: the info is not as it was written; damage in other parts may go unnoticed.
     FormatError: the file has another format.
   """
   size = int.from_bytes(read_start(8), "little")

@@ -3,12 +3,12 @@
 A row has each prompt of its rollouts once, followed by those rollouts. The last token of a prompt
 predicts the first token of each of its rollouts, so each rollout begins with a copy of it: a prompt
 of s tokens takes s − 1 places, a rollout of t tokens takes t, and each place of a rollout predicts
-one of its tokens. Tokens that are not in the loss, such as an environment's, take places like
-others, but no place predicts them; those after a rollout's last loss token take none.
+one of its tokens. Tokens that are not in the loss, such as an environment's, take places too, but
+no place predicts them. Tokens after a rollout's last loss token take no places.
 
-Rows come in micro-batches of as many rows as there are devices, or a multiple. The last one may be
-nearly empty, so up to two micro-batches of short rows may take its place, of which an update
-computes only a third.
+The number of rows in a micro-batch is a multiple of the number of devices. The last micro-batch may
+be nearly empty, so up to two micro-batches of short rows may take its place; an update computes
+only a third of a short row.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class RowLayout(NamedTuple):
     return self.rows_per_device * self.length
 
   def count_places(self, micro_batches: int, short: int) -> int:
-    """Places that an update computes in a number of micro-batches, some with short rows."""
+    """Number of places that an update computes in micro-batches, some of which have short rows."""
     lengths = (micro_batches - short) * self.length + short * short_row(self.length)
     return self.devices * self.rows_per_device * lengths
 
 
 class Row(NamedTuple):
-  """The rollouts of a row."""
+  """A row with its rollouts."""
 
   blocks: dict[int, list[int]]  # prompt → indices of its rollouts, in their order in the row
   used: int  # places, including alignment
@@ -81,17 +81,17 @@ def row_layout(
   tokens_per_micro_batch: int,
   has_short_rows: bool = False,
 ) -> RowLayout:
-  """The row layout with room for every batch of these sizes.
+  """The row layout that has room for every batch of these sizes.
 
   Args:
     length: places of a row, at least `min_row_length`.
     alignment: see `RowLayout`.
-    devices: devices that rows are split over.
-    tokens_per_micro_batch: places on each device, rounded down to whole rows; at least one row.
+    devices: number of devices over which rows are split. tokens_per_micro_batch: places on each
+    device, rounded down to whole rows; at least one row.
     has_short_rows: whether the last micro-batches may have short rows. They have none if every
       batch is one micro-batch.
   Raises:
-    ValueError: no batch of these sizes has a row for every device, or one has too many places.
+    ValueError: no batch of these sizes has a row for every device, or a batch has too many places.
   """
   prompt = _round_up(max_prompt_length - 1, alignment)
   rollout = _round_up(max_response_length, alignment)
@@ -127,11 +127,11 @@ def row_layout(
 
 
 def layout_of_few(layout: RowLayout, shape: BatchShape, devices: int) -> RowLayout:
-  """The layout of one group per device, in rows as long as a batch's; none are short.
+  """The row layout for one group per device, with rows as long as a batch's and no short rows.
 
   Args:
     layout: the layout of a batch.
-    shape: the shape of the batch, P aside.
+    shape: the shape of the batch; its P is not used.
     devices: devices that rows are split over.
   """
   prompt = _round_up(shape.max_prompt_length - 1, layout.alignment)
@@ -165,11 +165,11 @@ def min_row_length(max_prompt_length: int, max_response_length: int, *, alignmen
 def assign_rows(
   prompt_lengths: npt.ArrayLike, response_lengths: npt.ArrayLike, *, length: int, alignment: int
 ) -> list[Row]:
-  """Assigns rollouts to rows; deterministic: the order of prompts and rollouts only breaks ties.
+  """Assigns rollouts to rows, deterministically; the order of prompts and rollouts breaks ties.
 
-  Groups come by descending tokens, the rollouts of each by descending length, ties by index. A
-  rollout goes into the fullest row that has its prompt and room; else into the fullest row that has
-  room for both; else into a new row.
+  Groups are taken by descending number of tokens, and the rollouts of a group by descending length;
+  ties are broken by index. A rollout goes into the fullest row that has its prompt and room; else
+  into the fullest row that has room for both; else into a new row.
 
   Args:
     prompt_lengths: i[P], tokens, at least 1.
@@ -246,7 +246,7 @@ def _assign(
 def assign_micro_batches(
   prompt_lengths: npt.ArrayLike, response_lengths: npt.ArrayLike, layout: RowLayout
 ) -> MicroBatches:
-  """Assigns rollouts to the rows of micro-batches, with short rows if that computes less.
+  """Assigns rollouts to the rows of micro-batches, with short rows if these save computation.
 
   Args:
     prompt_lengths, response_lengths: as for `assign_rows`.
@@ -304,7 +304,7 @@ def attention_cost(
 
 
 def deal(costs: Sequence[float], *, devices: int, rows_per_device: int) -> np.ndarray:
-  """Deals rows to micro-batches and devices, so that devices always compute rows of similar cost.
+  """Deals rows to micro-batches and devices so that devices compute rows of similar cost.
 
   Args:
     costs: the costs of each row.
@@ -348,7 +348,7 @@ def pack_batch(
 
 
 def packed_lengths(batch: TrainBatch) -> np.ndarray:
-  """i64[P, G], tokens of each response up to its last one in the loss."""
+  """i64[P, G], number of tokens of each response up to its last loss token."""
   counts = np.asarray(batch.mask) > 0
   return np.where(counts.any(-1), counts.shape[-1] - np.argmax(counts[..., ::-1], axis=-1), 0)
 
@@ -371,11 +371,11 @@ def pack(
     prompt_lengths: i32[P].
     tokens: i32[P, G, T], right-padded.
     response_lengths: i32[P, G].
-    mask: bool[P, G, T], the tokens that are predicted; None: all of them.
+    mask: bool[P, G, T], the tokens to predict; None: all tokens.
     routes: the routes of prompts [P, S, layers, k] and responses [P, G, T, layers, k]; None: not
       recorded.
-    own_rows: the rows of a micro-batch that this process feeds: routes are large, so
-      that only these rows get theirs; None: all.
+    own_rows: the rows of a micro-batch that this process feeds. Routes are large, so only these
+      rows get routes; None: all rows.
   """
   P, G, T = tokens.shape
   length, alignment = layout.length, layout.alignment
@@ -430,7 +430,7 @@ def pack(
 
 
 def computed_rows(packed: Packed) -> list[Rows]:
-  """The rows that an update computes, empty ones too, as one or two arrays [R, places].
+  """The rows that an update computes, empty rows included, as one or two arrays [R, places].
 
   Args:
     packed: NumPy arrays.

@@ -37,7 +37,7 @@ class Programs(NamedTuple):
 
 
 class Ahead(Generic[Result]):
-  """Versions of a program that a thread compiles while the devices run another."""
+  """Compiles versions of a program in a thread, while the devices run another program."""
 
   def __init__(self, program: jax.stages.Wrapped):
     self._program = program
@@ -45,7 +45,7 @@ class Ahead(Generic[Result]):
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "compiles ahead")
 
   def begin(self, key: Hashable, *arguments: Any, **static: Hashable) -> None:
-    """Begins to compile for arguments or their shapes, unless it has been begun."""
+    """Begins to compile for arguments or their shapes, unless this has been begun."""
     if key in self._compiled:
       return
     shapes = jax.tree.map(_shape_on_devices, arguments)
@@ -53,13 +53,13 @@ class Ahead(Generic[Result]):
     self._compiled[key] = self._thread.submit(compile_it)
 
   def find(self, key: Hashable) -> Callable[..., Result] | None:
-    """The program that was begun, as soon as it is compiled; None if none was begun."""
+    """Waits for a compilation that was begun and returns its program; None if none was begun."""
     begun = self._compiled.get(key)
     return None if begun is None else begun.result()
 
   @property
   def is_idle(self) -> bool:
-    """Whether all compilations have ended, so that the end of the program need not wait."""
+    """Whether all compilations have ended, so that the process can end without waiting."""
     return all(begun.done() for begun in self._compiled.values())
 
 
@@ -70,10 +70,10 @@ def _shape_on_devices(x: Array | np.ndarray) -> jax.ShapeDtypeStruct:
 
 
 class Bursts:
-  """The burst programs of an engine: at most four, by the blocks of the caches that they read.
+  """The burst programs of an engine: at most four, which read different blocks of the caches.
 
-  Three read the prompts of the first burst, and a quarter, a half or all blocks of the responses.
-  The fourth reads everything, where later prompts need more blocks than the first ones.
+  Three programs read the blocks that the prompts of the first burst need, and a quarter, a half or
+  all blocks of the responses. The fourth program reads all blocks, for longer prompts.
   """
 
   def __init__(self, burst: jax.stages.Wrapped, settings: Settings, *, compiles_ahead: bool):
@@ -98,7 +98,7 @@ class Bursts:
 
     Args:
       params, state, has_halted: see `decoder.burst`.
-      prompt, response: the most tokens that the cache of a running slot has.
+      prompt, response: the most tokens in the caches of a running slot.
     """
     read = self._choose(prompt, response)
     following = self._shape.response.read_for(read.response * self._shape.response.size + 1)
@@ -168,17 +168,17 @@ class Compiled(NamedTuple):
 
 
 class EnginePrograms:
-  """The functions of `rollouts.decoder`, for one policy, one distribution and a number of slots.
+  """The compiled functions of `rollouts.decoder`, for one policy, distribution and slot count.
 
   Several engines may run the same programs, one after another.
 
   Attributes:
-    settings: compiled into the programs.
+    settings: the settings that are compiled into the programs.
     programs: jitted functions, run by `load` and an `Engine`.
-    compiled: what chooses among the versions of a program.
+    compiled: chooses among the versions of a program.
     max_prompt_length: S, tokens.
     pad_token: fills responses after their end.
-    to_host: a tree of device arrays → NumPy.
+    to_host: a tree of device arrays → NumPy arrays.
   """
 
   def __init__(
@@ -280,7 +280,7 @@ class EnginePrograms:
     )
 
   def load(self, trained: Params, frozen: Params) -> Params:
-    """Converts parameters for `Engine.swap`, on the mesh that generates."""
+    """Converts parameters on the generation mesh to the form that `Engine.swap` takes."""
     kinds, programs = self.settings.model.config.kinds, self.programs
     blocks = (programs.take_layer(trained, frozen, rows_of(i, kinds)) for i in range(len(kinds)))
     loaded = tuple(
@@ -291,7 +291,7 @@ class EnginePrograms:
   def lower_burst(self, trained: Params, frozen: Params) -> jax.stages.Lowered:
     """Lowers a burst that reads complete caches, for parameters or their shapes.
 
-    The trainer's parameters are arguments as well, since they stay in memory.
+    The trainer's parameters are also arguments of the program, since they stay in memory.
     """
     settings = self.settings
     state, host = decoder.shardings(settings)
@@ -312,7 +312,8 @@ class EnginePrograms:
   def lower_prefill(self, trained: Params, frozen: Params) -> jax.stages.Lowered:
     """Lowers the prefill of the longest dialogues after a reply, for parameters or their shapes.
 
-    The trainer's parameters and the slots are arguments as well, since they stay in memory.
+    The trainer's parameters and the slots are also arguments of the program, since they stay in
+    memory.
     """
     settings, (rows, length) = self.settings, self.longest_prefill()
     integers = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
@@ -342,7 +343,7 @@ class EnginePrograms:
     )
 
   def longest_prefill(self) -> tuple[int, int]:
-    """(rows, tokens of each) of the largest batch that is prefilled after replies."""
+    """(number of rows, tokens per row) of the largest batch that is prefilled after replies."""
     shape = self.settings.shape
     blocks = shape.prompt
     length = -(-(blocks.tokens + shape.response.tokens) // blocks.size) * blocks.size
@@ -377,9 +378,9 @@ class EnginePrograms:
     return self._round_up(min(self._max_prefill_rows, max(_PREFILL_TOKENS // length, 1)))
 
   def padded_length(self, tokens: int, *, has_response: bool) -> int:
-    """The length to which a prompt, with or without a response so far, is padded for its prefill.
+    """The length to which a context (prompt and response so far) is padded for its prefill.
 
-    A block's size times the least power of two that holds the tokens, capped.
+    It is the size of a block times the least power of two that holds the tokens, up to a maximum.
     """
     blocks = self.settings.shape.prompt
     longest = self.longest_prefill()[1] if has_response else blocks.tokens
@@ -394,14 +395,14 @@ class EnginePrograms:
     length: int,
     has_response: bool,
   ) -> Prefilled:
-    """Prefills contexts of like length; the number of rows depends only on this length.
+    """Prefills contexts of similar length; the number of rows depends only on the padded length.
 
     Args:
       params: the result of `load`.
       contexts: i32[n] each, tokens of prompt and response.
-      prompts: the prompts of each, the number of tokens that are the prompt's.
-      length: to which all are padded, from `padded_length`.
-      has_response: whether they have tokens of responses.
+      prompts: the number of prompt tokens in each context.
+      length: the padded length of all contexts, from `padded_length`.
+      has_response: whether the contexts contain tokens of responses.
     """
     size = self.prefill_rows(length)
     tokens = np.full((size, length), self.pad_token, np.int32)

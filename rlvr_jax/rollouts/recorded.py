@@ -15,11 +15,11 @@ _OF_ITS_RUN = ("sampled_logprobs", "token_versions", "solve_rate")
 
 
 class RecordedGroups:
-  """The groups of a store, in order, starting again after the last one.
+  """The groups of a store, in order, starting again from the first group after the last.
 
   Attributes:
     numbers: the numbers of the batches.
-    truncated: whether top-k, top-p or min-p truncated a distribution that sampled them.
+    truncated: whether top-k, top-p or min-p truncated a distribution from which they were sampled.
     shaped: whether rewards may differ from 0 and 1.
   """
 

@@ -1,8 +1,8 @@
-"""Samplers: one that works in the thread that calls it, and one that works in a thread of its own.
+"""Samplers: one works in the thread that calls it, the other in a thread of its own.
 
-A sampler is offered policies and asked for groups of draws; it gives graded groups back, in any
-order. What a rollout is depends on its draw, its place in it and its policy alone, not on when it
-is sampled, or beside what.
+A sampler is offered policies and asked for groups of draws; it returns graded groups in any order.
+The content of a rollout depends only on its draw, its place in the draw and its policy. The time
+of sampling and the other rollouts in the slots have no effect.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _POLL_S = 0.2  # interval at which a wait checks whether the run is to end
 
 
 class ReplayError(RuntimeError):
-  """A recorded run does not repeat itself."""
+  """A run that repeats a recorded run has sampled other rollouts."""
 
 
 class SamplerStoppedError(RuntimeError):
@@ -66,15 +66,16 @@ class SamplingSource(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SamplerSettings:
-  """How a sampler samples.
+  """Settings of a sampler.
 
   Attributes:
     group_size: G.
-    purpose: the purpose of its randomness, see `ops.keys`.
+    purpose: the purpose of the sampler's random keys, see `ops.keys`.
     new_weights: one of `CHOICES`.
     has_plans: whether draws say which version samples each token.
-    oldest_needed: the newest version that was offered → the oldest that later draws may name.
-    deadline_s: seconds for which `LocalSampler.take` waits without a token or an answer.
+    oldest_needed: newest version that was offered → oldest version that later draws may name.
+    deadline_s: seconds without a token or an answer after which `LocalSampler.take` raises an
+      error.
   """
 
   group_size: int
@@ -91,7 +92,7 @@ class SamplerSettings:
 
 
 class Progress(NamedTuple):
-  """How far a sampler is."""
+  """The progress of a sampler."""
 
   finished: int  # groups that the last burst has finished
   left: int  # groups that are wanted and not finished
@@ -180,8 +181,8 @@ class _Lane:
 class LocalSampler:
   """Samples with the devices of this program; works while `take` is called.
 
-  One source after another has the devices. Workers answer the end of a turn: with a reply, after
-  which the rollout goes on, or with its grade.
+  The sources use the devices one after another. When a turn ends, a worker answers with a reply,
+  after which the rollout continues, or with the rollout's grade.
   """
 
   def __init__(
@@ -240,8 +241,8 @@ class LocalSampler:
     """Works until groups are finished.
 
     Raises:
-      SamplerStoppedError: nothing came of graders and environments within the deadline, with
-        nothing to decode; or no group is wanted.
+      SamplerStoppedError: there was nothing to decode, and no grader or environment answered within
+        the deadline; or no group is wanted.
     """
     deadline_s, since = self._settings.deadline_s, time.monotonic()
     while not self._finished:
@@ -264,9 +265,9 @@ class LocalSampler:
     return ", ".join(texts[:8]) + (", …" if len(texts) > 8 else "")
 
   def examples(self) -> list[Group]:
-    """A group of each source with the arrays that its groups have, and nothing sampled.
+    """An empty group of each source, with the arrays that the source's groups have.
 
-    One of another run's policy has no version.
+    The group of a source with another run's policy has no version.
     """
     G, found = self._settings.group_size, []
     for number, lane in enumerate(self._lanes):
@@ -278,7 +279,7 @@ class LocalSampler:
     return found
 
   def rest(self) -> None:
-    """Lets parameters go that are not needed before the next offer. No group may be outstanding."""
+    """Drops parameters that are not needed before the next offer; no group may be outstanding."""
     if not self._settings.has_plans:
       self._policies = {v: policy._replace(params={}) for v, policy in self._policies.items()}
 
@@ -293,7 +294,7 @@ class LocalSampler:
 
   @property
   def is_busy(self) -> bool:
-    """Whether groups are wanted that are not finished."""
+    """Whether requested groups are still unfinished."""
     return bool(self._begun) or any(lane.requests for lane in self._lanes)
 
   def poll(self) -> list[Group]:
@@ -302,10 +303,10 @@ class LocalSampler:
     return groups
 
   def step(self) -> bool:
-    """One burst, if there is anything to decode; then the answers that have come.
+    """Runs one burst, if there is anything to decode; then handles the answers that have arrived.
 
     Returns:
-      Whether there was a burst or an answer; in all processes the same.
+      Whether there was a burst or an answer; the same in all processes.
     """
     before, lane = len(self._finished), self._active_lane()
     with self._meter.step(self._answers.counts):
@@ -478,7 +479,7 @@ class LocalSampler:
 
 
 def rollout_keys(draw: Draw, purpose: str, group_size: int) -> np.ndarray:
-  """u32[P, G, 2], data of the PRNG key of each rollout of a draw; of each source another one."""
+  """u32[P, G, 2], data of the PRNG key of each rollout of a draw; keys differ between sources."""
   keys = []
   for source, of_source in itertools.groupby(draw.sources):
     key = key_for(draw.seed, purpose, draw.number)
@@ -489,7 +490,7 @@ def rollout_keys(draw: Draw, purpose: str, group_size: int) -> np.ndarray:
 
 
 def row_keys(key: Array, prompts: int, group_size: int) -> np.ndarray:
-  """u32[prompts, G, 2], data of the key of each rollout; NumPy."""
+  """u32[prompts, G, 2], data of the PRNG key of each rollout, in NumPy."""
   return np.asarray(_row_keys(key, np.zeros((prompts, group_size), bool)))
 
 
@@ -543,7 +544,7 @@ class _Inbox(NamedTuple):
 
 
 class ThreadSampler:
-  """A sampler that works in its own thread, while the trainer works."""
+  """A sampler that works in its own thread, beside the trainer."""
 
   def __init__(
     self,
@@ -619,7 +620,7 @@ class ThreadSampler:
     return self._inner.measure()
 
   def close(self) -> None:
-    """Lets the thread end after the current burst; waits up to `_CLOSING_S` for it."""
+    """Asks the thread to end after the current burst; waits up to `_CLOSING_S` for its end."""
     with self._changed:
       self._inbox = _Inbox(is_closed=True)
       self._changed.notify_all()

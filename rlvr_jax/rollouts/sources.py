@@ -1,4 +1,4 @@
-"""The policies that sample a batch: the trained policy, and others for a fraction of the groups."""
+"""The policies that sample a batch: the trained policy, and other policies for some groups."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rlvr_jax.types import Params, Sampling
 
 
 def as_they_are(trained: Params, frozen: Params) -> tuple[Params, Params]:
-  """The trained policy's own (trained, frozen) parameters."""
+  """Returns the trained policy's (trained, frozen) parameters unchanged."""
   return trained, frozen
 
 
 class OfAnotherRun:
-  """The parameters of another run's policy, whatever the trained policy's are."""
+  """Returns the parameters of another run's policy, for any parameters of the trained policy."""
 
   def __init__(self, read: Callable[[], Params]):
     """`read`: called once, by the first batch that needs them."""
     self._read = functools.cache(read)
 
   def __call__(self, trained: Params, frozen: Params) -> tuple[Params, Params]:
-    """(all parameters of that policy, {})."""
+    """Returns (all parameters of the other run's policy, {})."""
     del trained, frozen
     return self._read(), {}
 
@@ -55,7 +55,7 @@ class Source(NamedTuple):
     """The programs that sample from the source.
 
     Raises:
-      ValueError: its rollouts are recorded.
+      ValueError: the rollouts of the source are recorded.
     """
     if self.engine is None:
       raise ValueError(f"the source {self.name} is recorded: nothing samples from it")
@@ -63,7 +63,7 @@ class Source(NamedTuple):
 
   @property
   def truncated(self) -> bool:
-    """Whether top-k, top-p or min-p truncates the distribution that is sampled."""
+    """Whether top-k, top-p or min-p truncates the sampled distribution."""
     return is_truncated(self.sampling) if self.recorded is None else self.recorded.truncated
 
   @property
@@ -77,32 +77,32 @@ class Sources(tuple[Source, ...]):
 
   @property
   def quotas(self) -> list[int]:
-    """Groups of a batch, by source."""
+    """Number of groups in a batch, by source."""
     return [source.prompts for source in self]
 
   @property
   def live(self) -> list[Source]:
-    """The sources that sample."""
+    """The sources that sample, without the recorded source."""
     return [source for source in self if source.recorded is None]
 
   @property
   def num_live(self) -> int:
-    """Groups of a batch that are sampled."""
+    """Number of sampled groups in a batch."""
     return sum(source.prompts for source in self.live)
 
   @property
   def recorded(self) -> RecordedGroups | None:
-    """The recorded groups, if there are any."""
+    """The recorded groups, or None."""
     return self[-1].recorded
 
   @property
   def num_recorded(self) -> int:
-    """Groups of a batch that are recorded."""
+    """Number of recorded groups in a batch."""
     return sum(self.quotas) - self.num_live
 
   @property
   def truncated(self) -> bool:
-    """Whether top-k, top-p or min-p truncates any of the distributions that are sampled."""
+    """Whether top-k, top-p or min-p truncates any of the sampled distributions."""
     return any(source.truncated for source in self)
 
   @property

@@ -1,4 +1,4 @@
-"""Staleness schedules: which policy samples which batch, which batch each update trains on.
+"""Staleness schedules: which policy samples each batch, and which batch each update uses.
 
 Updates t and batches b count from 0. The version v of a policy is the number of updates before it.
 The lag of update t is t − v, where v is the version that sampled its batch.
@@ -32,7 +32,7 @@ EncodedVersions: TypeAlias = list[int] | list[list[list[int]]]  # see `encode_ve
 
 
 class Drawn(NamedTuple):
-  """How a draw of prompts was made and sampled, as JSON: what the draw's batch does not say."""
+  """The details of drawing and sampling a draw of prompts that its batch does not contain; JSON."""
 
   draw: int  # its number
   problems: dict[str, JSON]  # state of the problems' order before it
@@ -49,8 +49,8 @@ class RecordedRun:
 
   Attributes:
     name: the name of the run, for messages.
-    versions: the versions of every batch, ascending, with dropped groups' versions; most have
-      one.
+    versions: the versions of every batch, ascending, including the versions of dropped groups; most
+      batches have one version.
   """
 
   def __init__(self, name: str, num_batches: int):
@@ -96,11 +96,11 @@ class RecordedRun:
     return any(len(versions) > 1 for versions in self.versions)
 
   def newest(self) -> list[int]:
-    """For every batch, the version after whose update it and all earlier ones can be sampled."""
+    """For every batch, the earliest version at which it and all earlier batches can be sampled."""
     return [*itertools.accumulate(map(max, self.versions), max)]
 
   def oldest_needed(self, update: int) -> int:
-    """The oldest version that batches need which are sampled at this update or later."""
+    """The oldest version needed by any batch that is sampled at this update or later."""
     needed = [
       versions[0]
       for versions, newest in zip(self.versions, self.newest(), strict=True)
@@ -109,11 +109,11 @@ class RecordedRun:
     return min(needed, default=update)
 
   def first_difference(self, number: int, sampled_by: Mapping[int, str | None]) -> str:
-    """Why a batch differs from the recorded run's; "" if it may not, or an earlier one differed.
+    """Why a batch differs from the recorded batch; "" for no difference, or after an earlier one.
 
     Args:
       number: the number of the batch.
-      sampled_by: the fingerprints of the versions that have sampled it now.
+      sampled_by: the fingerprints of the versions that have sampled the batch in this run.
     """
     recorded = {int(version): x for version, x in self._infos[number]["versions"].items()}
     for version, fingerprint in sorted(sampled_by.items()):
@@ -124,11 +124,11 @@ class RecordedRun:
     return ""
 
   def drawn(self, draw: int) -> Drawn | None:
-    """How a draw of prompts was made; None if its run did not say so."""
+    """How a draw of prompts was made; None if the recorded run did not store this."""
     return self._draws[draw][1] if draw in self._draws else None
 
   def token_versions(self, draw: int) -> np.ndarray:
-    """Versions of a draw's tokens, i32[P, G, T], −1 where no policy samples; or i32[P, 1, 1]."""
+    """The version of each token, i32[P, G, T], −1 for unsampled tokens; or i32[P, 1, 1]."""
     number, drawn = self._draws[draw]
     if drawn.token_versions is not None:
       return decode_versions(drawn.token_versions)
@@ -139,9 +139,9 @@ class RecordedRun:
 
 
 def encode_versions(versions: np.ndarray) -> EncodedVersions:
-  """Versions as JSON: i32[P] of groups, or the runs of equal ones of i32[P, G, T] of tokens.
+  """Versions as JSON: a version per group for i32[P], or run lengths per rollout for i32[P, G, T].
 
-  A rollout is [version, tokens, version, tokens, …] up to its last one.
+  A rollout becomes [version, tokens, version, tokens, …] up to its last sampled token.
   """
   if versions.ndim == 1:
     of_groups: list[int] = versions.tolist()
@@ -163,7 +163,7 @@ def _versions_in(encoded: Sequence[Any]) -> set[int]:
 
 
 def decode_versions(encoded: Sequence[Any]) -> np.ndarray:
-  """The inverse of `encode_versions`: i32[P, 1, 1], or i32[P, G, T], padded with −1 or more."""
+  """Decodes the result of `encode_versions` to i32[P, 1, 1], or to i32[P, G, T] padded with −1."""
   if isinstance(encoded[0], int):
     return np.array(encoded, np.int32)[:, None, None]
   rollouts = [np.repeat(runs[::2], runs[1::2]) for group in encoded for runs in group]
@@ -188,7 +188,7 @@ class Schedule(NamedTuple):
   recorded: RecordedRun | None = None  # whose batches are sampled again
 
   def samples(self, version: int) -> int:
-    """How many more batches may begin with this version than with the one before."""
+    """How many more batches may begin with this version than with the previous version."""
     return self.limit(version) - (self.limit(version - 1) if version else 0)
 
   def refreshes(self, update: int) -> bool:
@@ -201,7 +201,7 @@ class Schedule(NamedTuple):
 
     Args:
       batch: number of the batch.
-      update: before which it has begun; None: update `batch` trains on it.
+      update: the update before which the batch has begun; None: update `batch`, which trains on it.
     """
     last = batch if update is None else update
     for version in range(last + 1):
@@ -210,33 +210,33 @@ class Schedule(NamedTuple):
     raise ValueError(f"batch {batch} may not begin before update {last}; raise the limit")
 
   def oldest_trained(self, update: int) -> int:
-    """The oldest version that sampled a token for this update or a later one."""
+    """The oldest version that sampled a token for this update or a later update."""
     first = self.first(update)
     if self.recorded is not None:  # a batch may have versions that are older than one before it
       return min((versions[0] for versions in self.recorded.versions[first:]), default=update)
     return self.oldest_version(first, update=update)
 
   def oldest_sampling(self, update: int) -> int:
-    """The oldest version that may sample before this update or a later one."""
+    """The oldest version that may sample before this update or a later update."""
     if self.recorded is not None:
       return self.recorded.oldest_needed(update)
     return self.oldest_version(self.batch(update)) if self.threaded else update
 
   def batches_per_refresh(self, num_updates: int) -> int:
-    """How many batches a policy samples in most refreshes: the median; 1 if the clock decides."""
+    """The median number of batches that a policy samples per refresh; 1 if the clock decides."""
     counts = [count for count in map(self.samples, range(num_updates)) if count]
     return statistics.median_high(counts) if counts and not self.threaded else 1
 
 
 class PlanError(ValueError):
-  """A schedule trains on a batch that is not sampled yet or not kept any more."""
+  """A schedule uses a batch that has not been sampled yet or is no longer kept."""
 
 
 def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
   """Plans each update: (number of the batch it trains on, version that samples that batch).
 
   Raises:
-    ValueError: sampling goes on during updates, so that the plan is not known beforehand.
+    ValueError: sampling continues during updates, so that the plan is not known in advance.
     PlanError: an update trains on a batch that has not been sampled yet or is no longer kept.
   """
   if schedule.threaded:
@@ -249,9 +249,9 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
     oldest_batch = max(oldest_batch, schedule.first(t))
     batch = schedule.batch(t)
     if not oldest_batch <= batch < len(sampled_by):
-      there = f"only batches {oldest_batch} to {len(sampled_by) - 1} are sampled and kept by then"
+      there = f"only batches {oldest_batch} to {len(sampled_by) - 1} are available before it"
       if oldest_batch >= len(sampled_by):
-        there = "no batch is sampled and kept by then"
+        there = "no batch is sampled and kept before this update"
       raise PlanError(
         f"update {t} trains on batch {batch}, but {there}; fix the schedule's limit, batch or first"
       )
@@ -260,25 +260,25 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
 
 
 def same_number(update: int) -> int:
-  """The batch with the number of the update, so that every batch is used once, in order."""
+  """The number of the update as the batch's number: every batch is used once, in order."""
   return update
 
 
 def on_policy() -> Schedule:
-  """Update t trains on batch t, sampled just before it: b(t) = v(t) = t."""
+  """Update t trains on batch t, which is sampled just before the update: b(t) = v(t) = t."""
   return Schedule(limit=lambda v: v + 1, batch=same_number, first=same_number, open_ended=True)
 
 
 def updates_per_refresh(*, batches: int = 1, epochs: int = 1) -> Schedule:
-  """Samples `batches` batches every μ = batches·epochs updates, which use each one epochs times.
+  """Samples `batches` batches every μ = batches·epochs updates and uses each batch `epochs` times.
 
   b(t) = r·batches + (t − r·μ) mod batches and v(t) = r·μ, with r = ⌊t/μ⌋ and μ = batches·epochs.
   This is the schedule of GRPO and PPO. A refresh samples all its batches, even if the run ends
   before it has trained on them.
 
   Args:
-    batches: ≥ 1, sampled at each refresh.
-    epochs: ≥ 1.
+    batches: ≥ 1, number of batches sampled at each refresh. epochs: ≥ 1, number of updates on each
+    batch.
   Source: Algorithm 1 of "Proximal Policy Optimization Algorithms" (arXiv:1707.06347); Algorithm 1
     of "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
     (arXiv:2402.03300), for GRPO.
@@ -328,8 +328,8 @@ def stages(*, count: int = 4, num_updates: int) -> Schedule:
 def fixed_lag(*, lag: int, num_updates: int) -> Schedule:
   """Update t trains on rollouts of the policy from L updates ago: b(t) = t, v(t) = max(0, t − L).
 
-  L + 1 batches are sampled before the first update and one before each later update, until there is
-  one for every update.
+  L + 1 batches are sampled before the first update, and one batch before each later update, until
+  every update has a batch.
 
   Args:
     lag: L ≥ 0, updates; 0 is on_policy.
@@ -346,22 +346,24 @@ def fixed_lag(*, lag: int, num_updates: int) -> Schedule:
 def simulated_asynchronous(
   *, max_lag: int = 4, recorded: str = "", num_updates: int, seed: int
 ) -> Schedule:
-  """The lags of an asynchronous run, made reproducible: they do not depend on the clock.
+  """Simulates the lags of an asynchronous run reproducibly, without dependence on the clock.
 
   b(t) = t and v(t) = max(0, max_{s ≤ t} (s − l_s)), with l_s uniform on {0, …, L}, since a
   first-in, first-out queue never returns an older policy's batch after a newer one's. So the lag of
-  update t is min_{k ≥ 0} (l_{t−k} + k). It is at least j with probability Π_{i=1}^{j} (1 − i/(L+1))
-  for j ≤ L ≤ t: all lags occur, the longest rarely. `recorded` replays a run instead: its problems,
-  keys and versions, per token. A batch is sampled once its newest version is there.
+  update t is min_{k ≥ 0} (l_{t−k} + k). The lag is at least j with probability Π_{i=1}^{j} (1 −
+  i/(L+1)) for j ≤ L ≤ t: all lags occur, but the longest lag is rare. `recorded` instead replays
+  the problems, keys and versions per token of a run. A batch is then sampled once its newest
+  version exists.
 
   Args:
     max_lag: L ≥ 0, updates; also a bound on recorded lags.
     recorded: --workdir of a run, whose batches are sampled again; "" samples random lags.
     num_updates: updates of the run.
-    seed: ≥ 0, of the random lags; the lag of batch b depends only on (seed, b).
+    seed: ≥ 0, the seed of the random lags; the lag of batch b depends only on (seed, b).
   Raises:
-    ValueError: a hyper-parameter is out of range; or the recorded run lacks a batch, its versions
-      exceed the number of their batch or, with one per batch, decrease; or a lag exceeds max_lag.
+    ValueError: a hyper-parameter is out of range; the recorded run lacks a batch, or has a version
+      above its batch's number; versions decrease where each batch has one version; or a lag exceeds
+      max_lag.
     StoreError: the run has no rollouts.
   """
   owner = "simulated_asynchronous"
@@ -381,8 +383,9 @@ def simulated_asynchronous(
 def asynchronous(*, max_lag: int = 4) -> Schedule:
   """Generation and updates overlap in real time: b(t) = t, and any v(t) ≥ t − L.
 
-  A thread samples batch after batch from the newest policy. It waits while that policy is older
-  than version b − L for the next batch b. Unlike with other schedules, lags depend on the clock.
+  A thread samples batch after batch from the newest policy. The thread waits while this policy is
+  older than version b − L, where b is the next batch. Unlike with other schedules, lags depend on
+  the clock.
 
   Args:
     max_lag: L ≥ 0, updates; 0 means no overlap.
@@ -416,7 +419,7 @@ def sample_lag(seed: int, batch: int, max_lag: int) -> int:
 def check_versions(owner: str, versions: Sequence[Sequence[int]], max_lag: int) -> None:
   """Raises ValueError unless 0 ≤ b − v ≤ max_lag for all versions v of batch b.
 
-  If every batch has one version, they must not decrease either.
+  If every batch has one version, the versions must also not decrease.
   """
   previous = 0
   for batch, of_batch in enumerate(versions):

@@ -1,4 +1,4 @@
-"""A durable store of graded groups: one file a batch, one a group in progress.
+"""A durable store of graded groups: one file per batch, and one per group in progress.
 
 The folder is the index:
 
@@ -67,7 +67,7 @@ class TornShardError(RuntimeError):
 
 
 class RolloutStore:
-  """Batches of groups by number, in a folder; safe to use from several threads.
+  """A folder with batches of groups by number; safe to use from several threads.
 
   One process at a time may open it for writing; any number may read concurrently.
 
@@ -156,7 +156,7 @@ class RolloutStore:
         self._objects.remove(_info_name(number))
 
   def read(self, number: int) -> tuple[list[Group], JsonObject]:
-    """Reads groups and info of a batch, bit for bit as they were given to `write`.
+    """Reads the groups and info that were given to `write`, bit for bit.
 
     Raises:
       TornShardError: the batch is missing or not as it was written.
@@ -204,7 +204,7 @@ class RolloutStore:
     return True
 
   def find_damaged(self, numbers: Iterable[int]) -> Iterator[int]:
-    """Yields the numbers of batches that are missing or damaged, but not removed.
+    """Yields the numbers of batches that are missing or damaged, without removed batches.
 
     On a disk every file is read; an object of a bucket is complete if it is there.
     """
@@ -240,7 +240,7 @@ class RolloutStore:
     """Deletes batches; `info` still returns their info.
 
     Raises:
-      KeyError: the store does not have one of them.
+      KeyError: the store does not have one of the batches.
     """
     with self._writing:
       self._check_writable()
@@ -254,7 +254,7 @@ class RolloutStore:
   # --- groups of batches in progress ------------------------------------------------------------
 
   def write_groups(self, groups: Sequence[Group]) -> None:
-    """Writes groups of batches in progress; they survive a kill of the process from now on."""
+    """Writes groups of batches in progress; after this they survive a kill of the process."""
     self._check_writable()
 
     def write(group: Group) -> None:
@@ -265,7 +265,7 @@ class RolloutStore:
       list(pool.map(write, groups))
 
   def read_groups(self, draw: int) -> dict[int, Group]:
-    """The groups of a draw of a batch in progress, by index; without damaged ones."""
+    """The undamaged groups of a draw of a batch in progress, by index."""
     found = {}
     for name in self._groups().get(draw, []):
       try:
@@ -281,7 +281,7 @@ class RolloutStore:
     return found
 
   def forget_groups(self, before: int) -> None:
-    """Deletes the groups of draws with a number below `before`: their batches are complete."""
+    """Deletes the groups of draws with a number below `before`, whose batches are complete."""
     names = [name for draw, names in self._groups().items() if draw < before for name in names]
     with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
       list(pool.map(self._objects.remove, names))
@@ -296,7 +296,7 @@ class RolloutStore:
   # --- opening and closing ----------------------------------------------------------------------
 
   def close(self) -> None:
-    """Stops writing, so that another process may open the store for writing; reads still work."""
+    """Stops writing, so that another process may open the store for writing; one may still read."""
     with self._writing:
       self._writable = False
       self._lock.close()

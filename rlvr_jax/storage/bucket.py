@@ -1,7 +1,7 @@
 """Objects of a bucket of Google Cloud Storage, through gcsfs; each is complete or absent.
 
-fsspec has no preconditions on generations, by which a bucket decides between writers. So this
-module makes requests to the JSON API itself, with the session of gcsfs.
+A bucket decides between writers by preconditions on generations, which fsspec does not have. So
+this module makes requests to the JSON API itself, with the session of gcsfs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ChangedError(RuntimeError):
 
 
 class UnreachableError(OSError):
-  """The bucket does not respond, or refuses."""
+  """The bucket does not respond, or refuses a request."""
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ class Bucket:
     self._guard = guard
 
   def allowed_s(self) -> float:
-    """Seconds for which this process certainly may write; raises as `guard` does."""
+    """Seconds for which this process certainly may write; raises the errors of `guard`."""
     return self._guard()
 
   def names(self, prefix: str = "") -> list[str]:
@@ -130,7 +130,8 @@ class Bucket:
     Args:
       name: name of the object.
       data: the bytes to write.
-      generation: the generation that it must have; 0: it must not exist; None: any.
+      generation: the generation that the object must have; 0: it must not exist; None: any
+        generation.
       deadline_s: seconds after which the request is cancelled.
     Returns:
       The new generation.

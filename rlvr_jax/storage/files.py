@@ -31,7 +31,7 @@ class DamagedFileError(ValueError):
 
 
 class ForeignNameError(OSError):
-  """A name from a bucket or a record, of a file that would not be in its folder."""
+  """A name from a bucket or a record points to a file outside of its folder."""
 
 
 class DiskFullError(OSError):
@@ -42,11 +42,11 @@ class DiskFullError(OSError):
 
 
 def path_within(folder: pathlib.Path, name: str) -> pathlib.Path:
-  """The path of a file in a folder, by a name that need not be ours: the only way to one.
+  """The path of a file in a folder; every name that may come from others has to pass here.
 
   Args:
-    folder: on this machine.
-    name: such as "metrics.jsonl" or "rollouts/00000000.json"; of an object, or in a record.
+    folder: a folder on this machine.
+    name: the name of an object, or a name in a record, such as "rollouts/00000000.json".
   Raises:
     ForeignNameError: the name is absolute or has an empty part, "." or "..".
   """
@@ -130,10 +130,11 @@ def report_unwritable(name: str, error_type: type[Exception] = OSError) -> Itera
 
 
 def open_own(path: pathlib.Path, mode: str, *, buffering: int = -1) -> IO[Any]:
-  """Opens a file of a run to write it, which is created if needed; arguments as of `open`.
+  """Opens a file of a run for writing and creates it if needed; takes the arguments of `open`.
 
   Raises:
-    OSError: the file is a symbolic link, by which another's workdir could reach files of this user.
+    OSError: the file is a symbolic link, through which a foreign workdir could reach this user's
+      files.
   """
   try:
     return open(
@@ -160,10 +161,9 @@ def replace_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def replace_path(path: pathlib.Path, *, durable: bool = True) -> Iterator[pathlib.Path]:
-  """As `replace_file`, for libraries that need a path; an error removes the temporary file.
+  """`replace_file` for libraries that need a path; an error removes the temporary file.
 
-  At the end of the context the new file is durable, unless that is not asked for: it survives a
-  crash of the machine.
+  By default the new file is durable at the end of the context: it survives a crash of the machine.
   """
   temporary = path.with_name(path.name + TEMPORARY)
   if temporary.is_symlink():  # which the library would follow
@@ -326,7 +326,7 @@ def parse_line(line: bytes) -> JsonObject | None:
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[JsonObject]:
-  """Reads the records of a local file, as `parse_records`."""
+  """Reads the records of a local file, see `parse_records`."""
   with open(path, encoding="utf-8", errors="replace") as lines:
     yield from parse_records(lines, path)
 

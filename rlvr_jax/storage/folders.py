@@ -1,4 +1,4 @@
-"""Folders of any file system, local or at a URL: their files, and new ones written as a whole."""
+"""Folders of any file system, local or at a URL: reads files, and writes folders as a whole."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def list_files(directory: str | os.PathLike[str]) -> list[str]:
 
   Raises:
     FileNotFoundError: `directory` is not a directory.
-    OSError: the directory cannot be reached; fsspec's isfile and exists would return False.
+    OSError: the directory cannot be reached (fsspec's isfile and exists would return False).
   """
   system, folder = locate(directory)
   try:

@@ -1,7 +1,7 @@
 """Objects of a folder, on a disk or in a bucket; each is complete or absent.
 
-Several programs may share them. Nobody locks anything: the first put of a name counts, and a put of
-a name that exists changes nothing and says so. `replace` is for objects with one writer.
+Several programs may share the objects without locks: the first put of a name counts, and a put of
+an existing name changes nothing and returns False. `replace` is for objects with one writer.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Objects(Protocol):
     ...
 
   def replace(self, name: str, data: bytes, *, durable: bool = True) -> None:
-    """Writes an object, whether or not it exists; one program alone may write this name.
+    """Writes an object, whether or not it exists; only one program may write this name.
 
-    It survives a crash of the machine, unless that is not asked for.
+    By default the object survives a crash of the machine.
     """
     ...
 
   def get(self, name: str, size: int | None = None) -> bytes | None:
-    """The bytes of an object, or so many from its beginning on; None if it does not exist."""
+    """The bytes of an object, or its first bytes; None if the object does not exist."""
     ...
 
   def find(self, name: str) -> Listed | None:
@@ -73,10 +73,10 @@ class Objects(Protocol):
 
 
 class FolderObjects:
-  """Objects that are files of a folder; methods as of `Objects`.
+  """Objects that are files of a folder; implements `Objects`.
 
-  A network file system may answer that a file which another program has just removed or replaced is
-  stale: then its name is looked up anew.
+  If another program has just removed or replaced a file, a network file system may report that the
+  file is stale: then its name is looked up again.
   """
 
   def __init__(self, folder: pathlib.Path):
@@ -198,10 +198,10 @@ def _describe(status: os.stat_result) -> Listed | None:
 
 
 class BucketObjects:
-  """Objects of a bucket; methods as of `Objects`.
+  """Objects of a bucket; implements `Objects`.
 
-  They raise UnreachableError once it has not responded for `unreachable_s`, and is asked again
-  before.
+  A bucket that does not respond is asked again; after `unreachable_s` seconds the methods raise
+  UnreachableError.
   """
 
   def __init__(self, bucket: Bucket, unreachable_s: float):
@@ -259,7 +259,7 @@ def open_objects(
 
   Args:
     folder: the result of `parse_path`.
-    guard: what must hold before a write into a bucket, see `Bucket`; None: none.
+    guard: called before every write into a bucket, see `Bucket`; None for no guard.
     unreachable_s: seconds for which a bucket that does not respond is asked again.
   """
   if not in_bucket(folder):

@@ -32,7 +32,7 @@ _FORMER = re.compile(r".+\.jsonl/\d{8,}")  # a part of a file of lines
 def parse_path(
   owner: str, path: str | os.PathLike[str], *, must_be_on_disk: bool = False
 ) -> pathlib.Path:
-  """Parses the path in a flag or field: a `pathlib.Path`, or in a bucket an `etils.epath.Path`.
+  """Parses the path in a flag or field: a `pathlib.Path`, or an `etils.epath.Path` in a bucket.
 
   Args:
     owner: the flag or field, for the message.
@@ -72,7 +72,7 @@ def in_bucket(path: str | os.PathLike[str]) -> bool:
 
 
 def make_absolute(path: pathlib.Path) -> pathlib.Path:
-  """Makes a path on a disk absolute; returns one in a bucket unchanged."""
+  """Makes a path on a disk absolute; returns a path in a bucket unchanged."""
   return path if in_bucket(path) else path.absolute()
 
 

@@ -1,4 +1,4 @@
-"""The loop around the update, and its rooms."""
+"""The training loop around the update, and everything that it needs on the host."""
 
 __all__ = [
   "checkpointing",

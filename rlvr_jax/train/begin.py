@@ -1,4 +1,4 @@
-"""Makes a run of its parts, and brings it to its first update or to where it was saved."""
+"""Makes a run from its parts, and brings it to its first update or to a saved update."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_run(
   Args:
     parts, rows, log, checkpointer, store: parts, rows, log, checkpointer and store of the run.
     frozen: the result of `InitialParams.frozen`.
-    make_answers: what answers the turns of one sampler's rollouts.
+    make_answers: makes the `Answers` for the rollouts of one sampler.
     initial: trained parameters before the first update.
   """
   c, programs, schedule, sources = parts.config, parts.programs, parts.schedule, parts.sources
@@ -186,7 +186,7 @@ def make_run(
 
 
 def how_drawn(sources: Sources, new_weights: str) -> JsonObject:
-  """The record that repeats draws that depend on the clock, see `BatchSettings`."""
+  """The record with which a later run repeats draws that depend on the clock."""
   if not sources.live:
     return {}
   settings = sources.live[0].programs.settings
@@ -198,10 +198,10 @@ def how_drawn(sources: Sources, new_weights: str) -> JsonObject:
 
 
 def in_a_thread(run: Run, deadline_s: float) -> Run:
-  """The same run with a sampler that works in its own thread.
+  """The run with a sampler that works in its own thread.
 
   Args:
-    run: with the sampler of this program.
+    run: a run with a sampler of this program.
     deadline_s: `config.generation_deadline_s`.
   """
   if not isinstance(run.sampler, LocalSampler):
@@ -217,13 +217,13 @@ def in_a_thread(run: Run, deadline_s: float) -> Run:
 
 
 def with_fleet(run: Run, sampler: FleetSampler) -> Run:
-  """A run whose rollouts the samplers of a fleet sample."""
+  """The run with a fleet of samplers."""
   run.batches.sample_with(sampler, are_kept=False)
   return dataclasses.replace(run, sampler=sampler)
 
 
 def begin(run: Run, state: TrainState) -> RunState:
-  """Evaluates and saves step 0, with this state."""
+  """Evaluates and saves this state as step 0."""
   now = RunState(0, state, run.batches.position(), dict(run.log.counters))
   now = evaluate(run, now)
   save(run, now)

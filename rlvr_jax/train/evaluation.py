@@ -29,7 +29,7 @@ class Evaluation:
   """Evaluates the policies of a run on the task's held-out problems.
 
   Attributes:
-    sampler: the sampler of evaluations alone.
+    sampler: a sampler that only evaluations use.
     task: the task of the run.
     settings: `config.evaluation`.
     max_turns: `config.environment.max_turns`.
@@ -46,7 +46,7 @@ class Evaluation:
     return f"eval/pass@{self.settings.ks[0]}"
 
   def is_due(self, step: int, num_updates: int) -> bool:
-    """Whether a run of `num_updates` updates is evaluated after this update."""
+    """Whether an evaluation follows this update, in a run of `num_updates` updates."""
     return step == num_updates or step % self.settings.every == 0
 
   def measure(self, params: Params, step: int) -> Evaluated:
@@ -54,7 +54,7 @@ class Evaluation:
 
     Args:
       params: the trained parameters.
-      step: number of updates that they have had.
+      step: number of updates that the parameters have had.
     """
     batches = []
     for batch in evaluate_problems(

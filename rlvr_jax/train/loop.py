@@ -35,7 +35,7 @@ from rlvr_jax.types import Params, TrainState
 
 
 class RunState(NamedTuple):
-  """Where a run stands: all that changes from update to update."""
+  """The state of a run: everything that changes from update to update."""
 
   step: int  # number of updates so far
   state: TrainState  # donated by the next update
@@ -58,8 +58,8 @@ class Plan(NamedTuple):
   def saves(self, step: int) -> bool:
     """Whether the run is saved after this many updates.
 
-    Also where more batches are sampled now than there are updates between checkpoints, so that
-    damaged batches can be sampled again from there.
+    It is also saved before more batches are sampled than there are updates between checkpoints, so
+    that damaged batches can be sampled again from this checkpoint.
     """
     if step % self.save_every == 0:
       return True
@@ -70,23 +70,23 @@ class Plan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """The objects of a run that its loop uses.
+  """The objects of a run that the training loop uses.
 
   Attributes:
-    plan: what is done when.
+    plan: when the run evaluates, saves and ends.
     programs: the jitted functions.
-    rows: where its rollouts lie in rows.
+    rows: the row layout of the run's rollouts.
     frozen: the parameters that are not trained.
     policies: makes policies to sample with.
-    sampler: samples and grades.
-    batches: in order, of the groups that the sampler gives.
+    sampler: samples and grades groups.
+    batches: assembles batches in order from the sampler's groups.
     store: the store of batches.
     scorer: computes log-probabilities of batches.
-    first_entropy: (parameters) → their entropy on the first prompts, nats per token.
+    first_entropy: parameters → the policy's entropy on the first prompts, nats per token.
     evaluation: measures held-out accuracy.
     log: counts, and writes records.
     checkpointer: saves checkpoints.
-    layout: the layout of this start, from `restore.describe_layout`.
+    layout: the machine and layout of this start, from `restore.describe_layout`.
   """
 
   plan: Plan
@@ -110,7 +110,7 @@ def train(run: Run, now: RunState) -> RunState:
 
   Raises:
     EndRequestedError: shutdown was requested before the last update; the run has been saved.
-    SamplerStoppedError: there was no next batch; the run has been saved.
+    SamplerStoppedError: the sampler gave no next batch; the run has been saved.
   """
   try:
     now = evaluate_and_save(run, now)  # where a shutdown has interrupted the last evaluation
@@ -134,7 +134,7 @@ def train(run: Run, now: RunState) -> RunState:
 
 
 def next_batch(run: Run, now: RunState) -> Batch:
-  """The graded batch of the next update, which this trainer's policies have sampled."""
+  """The graded batch of the next update, after checking that this trainer's policies sampled it."""
   schedule, step, total = run.plan.schedule, now.step, run.plan.num_updates
   if schedule.refreshes(step):
     with run.log.measure("time/sync_weights_seconds"):
@@ -186,7 +186,7 @@ def update(run: Run, now: RunState, batch: Batch) -> RunState:
 
 
 def end_update(log: RunLog) -> None:
-  """Waits for the last update; its buffer is then free."""
+  """Waits for the last update, after which its buffers are free."""
   log.finish_update()
   return_freed_memory()
 
@@ -195,7 +195,7 @@ def end_update(log: RunLog) -> None:
 
 
 def evaluate_and_save(run: Run, now: RunState) -> RunState:
-  """Evaluates the policy and saves the run, as far as that is due after this many updates."""
+  """Evaluates the policy and saves the run, if these are due after this many updates."""
   is_due = run.evaluation.is_due(now.step, run.plan.num_updates)
   if is_due and now.step != now.evaluated:
     now = evaluate(run, now)
@@ -218,7 +218,7 @@ def evaluate(run: Run, now: RunState) -> RunState:
 
 
 def save(run: Run, now: RunState) -> None:
-  """Saves everything that determines the rest of the run, except the rollouts in the store."""
+  """Saves everything that the rest of the run depends on, except rollouts in the store."""
   end_update(run.log)
   check_state(now.state, now.step)
   scored_at, arrays = run.scorer.state()
@@ -249,7 +249,7 @@ def save(run: Run, now: RunState) -> None:
 
 
 def oldest_to_return_to(schedule: Schedule, now: RunState) -> int | None:
-  """The update from which the pending batches can be sampled again; None if there are none."""
+  """The update from which pending batches can be sampled again; None without pending batches."""
   if schedule.recorded is not None and schedule.recorded.has_several:  # see `find_resumable`
     return 0
   first = schedule.first(now.step)
@@ -259,7 +259,7 @@ def oldest_to_return_to(schedule: Schedule, now: RunState) -> int | None:
 
 
 def remove_used(store: RolloutStore, before: int) -> None:
-  """Removes batches with a lower number from the store; a damaged one is set aside."""
+  """Removes batches with a lower number from the store; sets damaged batches aside."""
   for number in store.numbers():
     if number >= before:
       return

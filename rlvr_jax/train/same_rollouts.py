@@ -1,4 +1,4 @@
-"""The gradient of each of several recipes on the same recorded rollouts, fresh and stale."""
+"""The gradients of several recipes on the same recorded rollouts, fresh and stale."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PART = 2**20  # entries
 
 
 def load_recipe(name: str) -> ConfigDict:
-  """The configuration of a recipe by name, such as "grpo"; ImportError for another name."""
+  """The configuration of the recipe of this name, such as "grpo"; ImportError if there is none."""
   config: ConfigDict = importlib.import_module(f"rlvr_jax.configs.{name}").get_config()
   return config
 
@@ -42,13 +42,13 @@ def load_recipe(name: str) -> ConfigDict:
 def train_and_record(
   base: ConfigDict, workdir: pathlib.Path, *, before: int, lags: Sequence[int]
 ) -> tuple[Parts, TrainBatch, dict[int, Params], Params, float]:
-  """Trains, and records one batch of rollouts.
+  """Trains, records one batch of rollouts, and keeps parameters of later updates.
 
   Args:
     base: configuration of the run.
     workdir: folder of the run's files.
-    before: updates before the batch is recorded.
-    lags: the numbers of updates after it whose parameters are kept.
+    before: number of updates before the batch is recorded.
+    lags: numbers of updates after the recording; the parameters after each of them are kept.
   Returns:
     The parts; the batch; parameters by lag; the first parameters, for recipes with a reference
     policy; and their entropy (nats per token), for FADE's state.
@@ -77,10 +77,10 @@ def train_and_record(
 
 
 def read_recorded_batch(place: str) -> TrainBatch:
-  """A batch of FILE.safetensors, or of a run's store and a number, STORE:NUMBER.
+  """Reads a batch from FILE.safetensors, or from a run's store by number, STORE:NUMBER.
 
   Raises:
-    ValueError: `place` is neither.
+    ValueError: `place` has neither form.
   """
   if place.endswith(".safetensors"):
     return read_batch(pathlib.Path(place))
@@ -97,12 +97,12 @@ def read_recorded_batch(place: str) -> TrainBatch:
 def sample_batches(
   config: ConfigDict, workdir: pathlib.Path, params: Params, *, count: int
 ) -> list[TrainBatch]:
-  """Fresh batches that one policy samples.
+  """Fresh batches sampled by one policy.
 
   Args:
-    config: the config of a run on that policy's problems, with its sampler; nothing is trained.
+    config: the configuration of a run with the policy's problems and sampler; nothing is trained.
     workdir: folder of the run's files, empty.
-    params: the params of the policy.
+    params: the parameters of the policy.
     count: number of batches.
   """
   copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
@@ -119,14 +119,14 @@ def sample_batches(
 def gradient_function(
   config: ConfigDict, trained: Method, mesh: Mesh, reference: Params, entropy: float
 ) -> Callable[[TrainBatch, Params], tuple[dict[str, float], np.ndarray]]:
-  """(batch, parameters) → a recipe's metrics there and its gradient as one vector f32[parameters].
+  """A function from (batch, parameters) to a recipe's metrics and gradient f32[parameters].
 
   The parameters are also the proximal policy, as when the batch is trained on for the first time.
 
   Args:
-    config: the recipe's.
-    trained: method of the run that has recorded the batches.
-    mesh: on which it made updates.
+    config: the configuration of the recipe.
+    trained: the method of the run that has recorded the batches.
+    mesh: the mesh on which that run made updates.
     reference: parameters of the reference policy, for recipes that have one.
     entropy: the entropy of the first policy, nats per token, for FADE's state.
   """
@@ -167,7 +167,7 @@ def gradient_function(
 
 
 def cosines(vectors: Sequence[np.ndarray]) -> np.ndarray:
-  """f64[M, M], pairwise; 0 where a vector is zero."""
+  """The cosine of each pair of M vectors, f64[M, M]; 0 if a vector is zero."""
   products = np.zeros((len(vectors), len(vectors)))
   # In parts: in float64, the gradients of a language model would not fit into memory.
   for first in range(0, len(vectors[0]), _PART):
@@ -203,11 +203,11 @@ def compare_gradients(
   Args:
     workdir: folder of the run's files.
     base: configuration of the policy that is trained.
-    recipes: names of recipes; grpo is always there.
+    recipes: names of recipes; grpo is always added.
     before, lags: see `train_and_record`.
-    rollouts: a batch to take instead, see `read_recorded_batch`.
+    rollouts: a recorded batch to use instead, see `read_recorded_batch`.
   Raises:
-    ValueError: `rollouts` is no such place.
+    ValueError: `rollouts` does not name a batch.
   """
   if rollouts is not None:
     batch = read_recorded_batch(rollouts)

@@ -216,7 +216,7 @@ def open_session(
 
 
 def check_teachers(parts: Parts) -> None:
-  """Raises ValueError unless teachers fit the policy, and problems have the fields they ask for."""
+  """Raises ValueError unless teachers fit the policy and problems have the fields for teachers."""
   for teacher in parts.teachers:
     teacher.check(parts.tokenizer)
 
@@ -233,13 +233,13 @@ def check_teachers(parts: Parts) -> None:
 def announce_data(
   schedule: Schedule, logged: LoggedRun, groups: int, dynamic_sampling: bool
 ) -> None:
-  """Prints how often a run will see its problems, and whether its demonstrations too often.
+  """Prints how often a run will see its problems; warns if it sees demonstrations too often.
 
   Args:
     schedule: the schedule of the run.
     logged: the result of `logged_run`.
     groups: number of groups that this run samples for a batch.
-    dynamic_sampling: whether it replaces some of them.
+    dynamic_sampling: whether the run replaces some of these groups.
   """
   say(
     advice.planned_passes(

@@ -1,4 +1,4 @@
-"""One update of the policy as a pure function: `step` is the algorithm, the rest are its parts."""
+"""One update of the policy as a pure function: `step` is the algorithm, other files its parts."""
 
 __all__ = [
   "accumulate",

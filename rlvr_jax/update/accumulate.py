@@ -1,9 +1,9 @@
-"""The gradient of an update, in one micro-batch or accumulated over several.
+"""The gradient of an update, from one micro-batch or accumulated over several micro-batches.
 
-Phase 1, without gradient: coefficients, and the statistics of the full batch that the reweighting
-and the loss need. Phase 2, with gradient: micro-batches get both as constants and add up undivided
-sums. If every batch of the run is one micro-batch, one forward pass serves both phases, see
-`rows_if_accumulating`.
+Phase 1, without gradient, computes coefficients, and the statistics of the full batch that the
+reweighting and the loss need. Phase 2, with gradient, takes both as constants and adds up undivided
+sums over micro-batches. If every batch of the run is one micro-batch, one forward pass serves both
+phases, see `rows_if_accumulating`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def update_gradient(
   method: Method,
   teacher: Any = None,
 ) -> tuple[tuple[Array, Metrics], Params]:
-  """((surrogate loss f32[], metrics), its gradient) of one update, both phases.
+  """((surrogate loss f32[], metrics), the loss's gradient) of one update, by both phases.
 
   Args:
-    trained: the gradient is with respect to these.
+    trained: the parameters with respect to which the gradient is taken.
     frozen: the network's other parameters; {} if all are trained.
     estimate: the coefficients before a reweighting, see `objective.estimate_coefficients`.
     key: the key for the randomness of a reweighting.
@@ -103,10 +103,10 @@ def policy_logprobs(
   method: Method,
   sampling: Sampling | None = None,
 ) -> tuple[Array, Array]:
-  """log π and entropy (nats) of every response token that counts, each f32[P, G, T].
+  """log π and the entropy (nats) of every loss token, each f32[P, G, T].
 
   Args:
-    sampling: the sampling of another distribution; None: of π.
+    sampling: the distribution to score, if it is not π; None: π.
   """
   method = method._replace(gram=None)
   scores, _ = batch_forward(trained, frozen, batch, method=method, sampling=sampling)
@@ -163,9 +163,9 @@ def second_phase(
   method: Method,
   teacher: Any = None,
 ) -> tuple[tuple[Array, Metrics], Params]:
-  """Phase 2 under accumulation: ((surrogate loss f32[], metrics), its gradient).
+  """Phase 2 under accumulation: ((surrogate loss f32[], metrics), the loss's gradient).
 
-  The sums Σ total and Σ weight are divided once, at the end, so that several micro-batches give the
+  The sums Σ total and Σ weight are divided only at the end, so that several micro-batches give the
   gradient of one batch.
   """
   method = method._replace(gram=None)  # phase 1 has used it
@@ -228,11 +228,11 @@ def micro_gradient(
 ) -> tuple[tuple[Array, tuple[Array, Metrics]], Params]:
   """((Σ total, (Σ weight, metrics)), gradient of Σ total) of one micro-batch.
 
-  The network runs once, forward and back: its log-probabilities give the constants before the
-  loss's gradient with respect to them is pulled back through the network.
+  The network runs forward and backward once. Its log-probabilities give the constants; then the
+  loss's gradient with respect to the log-probabilities is pulled back through the network.
 
   Args:
-    batch: its mask is 0 for the tokens of other micro-batches.
+    batch: the batch, with a mask that is 0 for the tokens of other micro-batches.
     index: the index of the micro-batch.
     constants_of: (scores, the forward pass that the Gram matrix needs or None) → constants.
     length, squares, teacher: as for `policy_forward`.

@@ -1,4 +1,4 @@
-"""The distance of a sampler's log-probabilities from an update's; scores of a padded batch."""
+"""How far a sampler's log-probabilities are from an update's, and how often tokens were drawn."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def response_logprobs(
     trained, frozen: parameters of the policy that sampled the rollouts.
     prompts: P prompts.
     tokens: i32[P, G, T].
-    lengths: i32[P, G], tokens of each response; those behind have no experts.
-    prompt_routes, routes: that a mixture takes, as recorded; None: its routers choose.
+    lengths: i32[P, G], tokens of each response; tokens after these use no experts.
+    prompt_routes, routes: recorded routes that a mixture of experts replays; None: its routers
+      choose.
     model: provides `combine`, `response_hidden` and `head`.
     sampling: the distribution.
   """
@@ -49,7 +50,7 @@ def response_logprobs(
 
 
 class Draws(NamedTuple):
-  """The tokens drawn whose probability is in each of the n bins `ops.logprobs.PROBABILITY_BINS`."""
+  """Counts of drawn tokens in each of the n probability bins `ops.logprobs.PROBABILITY_BINS`."""
 
   drawn: Array  # f32[n], tokens
   expected: Array  # f32[n], the bins' mass under the distributions that were drawn from
@@ -65,11 +66,13 @@ class Gap(NamedTuple):
 
 
 def count_draws(logprobs: Array, masses: tuple[Array, ...], counted: Array) -> Draws:
-  """Counts draws by bin. Recorded log-probabilities cannot show that rare tokens are never drawn.
+  """Counts drawn tokens by probability bin.
+
+  Recorded log-probabilities cannot show that rare tokens are never drawn; these counts can.
 
   Args:
-    logprobs: f32[...], of the tokens drawn.
-    masses: f32[...] each, of the bins, see `TokenStatistics`.
+    logprobs: f32[...], log-probabilities of the drawn tokens.
+    masses: f32[...] each, the total probability of each bin, see `TokenStatistics`.
     counted: bool[...], the tokens to count.
   """
   bins = probability_bins(logprobs)
@@ -80,9 +83,9 @@ def count_draws(logprobs: Array, masses: tuple[Array, ...], counted: Array) -> D
 
 
 def draw_z(draws: Draws) -> Array:
-  """f32[], the largest |drawn − expected|/√variance of a bin with a variance of 5 or more; or 0.
+  """f32[], the largest |drawn − expected|/√variance over bins with a variance of at least 5; or 0.
 
-  Draws are independent given the tokens before them, so without a bug each bin's term is about the
+  Draws are independent given the preceding tokens. So, without a bug, each bin's term is about the
   absolute value of a standard normal variable.
   """
   z = jnp.abs(draws.drawn - draws.expected) / jnp.sqrt(jnp.maximum(draws.variance, 1e-30))

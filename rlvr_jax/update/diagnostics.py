@@ -1,4 +1,4 @@
-"""Diagnostics of the gradient geometry, computed on the batch of an update before the update."""
+"""Diagnostics of the gradient geometry, computed before an update on the update's batch."""
 
 from __future__ import annotations
 
@@ -62,15 +62,17 @@ def measure(
     initial: the trained parameters before the first update.
     teacher: as for `step.train_step`.
     method: the components of the update.
-    gram: computes the Gram matrix; the other feature's Gram matrix is that of the output head.
-    compared: selects parameters, as in `per_rollout`, whose Gram matrix is compared with that of
-      `gram`; "" for no comparison.
+    gram: computes the Gram matrix of the first feature; the second feature is the gradient of the
+      output head.
+    compared: selects parameters, as in `per_rollout`; the Gram matrix of their gradients is
+      compared with that of `gram`. "" for no comparison.
   Returns:
-    Scalars, see `geometry.diagnostics`, those of the other feature with its name as suffix, and of
-    a mixture by layer the largest load and the share of recorded choices that have changed; and
-    arrays: the Gram matrices f32[B, B] of rollout gradients (g_i · g_j, not divided by B = P·G),
-    f32[P, G] coefficients before and after the reweighting, rewards and lengths, bool[P, G] valid,
-    of a mixture f32[sparse layers, E] tokens that chose each expert, and those of `of_tokens`.
+    Scalars, see `geometry.diagnostics`; scalars of the second feature have its name as suffix. For
+    a mixture of experts also the largest load of each layer and the share of recorded choices that
+    have changed. And arrays: the Gram matrices f32[B, B] of rollout gradients (g_i · g_j, not
+    divided by B = P·G), f32[P, G] coefficients before and after the reweighting, rewards and
+    lengths; bool[P, G] valid; for a mixture f32[sparse layers, E], the number of tokens that chose
+    each expert; and the arrays of `of_tokens`.
   """
   params, context = state.params, method.gram_context
   estimate = functools.partial(estimate_coefficients, state.advantage_state, method=method)
@@ -121,15 +123,16 @@ def measure(
 def of_tokens(
   scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> dict[str, Array]:
-  """Measurements of the update at each token, [P, G, T]; only loss tokens' entries have a meaning.
+  """Measurements of the update at each token, [P, G, T]; only entries of loss tokens have meaning.
 
   Returns:
     token_log_ratio: log π/β, nats.
-    token_log_ratio_proximal: log π/π_prox, nats; only of a batch that has the proximal policy's.
+    token_log_ratio_proximal: log π/π_prox, nats; only if the batch has `proximal_logprobs`.
     token_entropy: the token entropy of π at `method.temperature`, nats.
-    token_clipped, token_dropped, token_vetoed: bool, whether a bound of the loss took effect, the
-      correction left the token out, the veto did; f32 in [0, 1] of a loss whose bound is smooth.
-      Their means are the metrics in `MARKS`. A mark that the method cannot make is absent.
+    token_clipped: bool, whether a bound of the loss took effect; f32 in [0, 1] for a loss with a
+      smooth bound. token_dropped, token_vetoed: bool, whether the correction or the veto excluded
+      the token. The means of these marks are the metrics in `MARKS`. A mark that the method cannot
+      make is absent.
   """
   logprobs, batch = scores.logprobs, add_taught(batch, scores.taught)
   arrays = {
@@ -147,7 +150,7 @@ def of_tokens(
 
 
 def accumulated_update(params: Params, initial: Params, method: Method) -> dict[str, Array]:
-  """Metrics of the head's change since the initial parameters, W_t − W_0, and its share of all."""
+  """Metrics of W_t − W_0, the head's change since the start, and its share of the total change."""
   path = "embedding" if method.model.config.tied_head else "head_kernel"
   if path not in params:
     return {}  # adapters do not change the head

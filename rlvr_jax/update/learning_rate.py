@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name, for `config.learning_rate`."""
+"""Learning-rate schedules, which `config.learning_rate` names."""
 
 from __future__ import annotations
 

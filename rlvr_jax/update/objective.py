@@ -46,17 +46,18 @@ class Method(NamedTuple):
     model: provides `combine`, `row_hidden`, `response_hidden`, `row_routed`, `response_routed`,
       `head` and `mesh`.
     optimizer: an optax transformation.
-    learning_rate: the optimizer's, as a function of the number of updates; used for metrics only.
+    learning_rate: the optimizer's learning rate as a function of the number of updates; only
+      metrics use it.
     advantage: rewards → coefficients, see `advantages.Advantage`.
     coefficient_metrics: (coefficients, rewards, correct, valid) → metrics.
     reweighting: coefficients → coefficients, see `reweighting.Reweighting`.
     loss: per-token loss, see `losses.Loss`.
     aggregation: how per-token losses become one number, see `ops.aggregate`.
     max_response_length: tokens; the denominator of the `constant` aggregation.
-    temperature: the temperature of the trained policy π.
+    temperature: the sampling temperature that defines the trained policy π.
     reference_kl: coefficient of KL(π‖π_reference); 0 leaves the term out.
     reference_kl_estimator: k1, k2 or k3.
-    teaching: the part of a teacher, or None.
+    teaching: the teacher's part in the objective, or None.
     veto: excludes tokens of negative-advantage rollouts from the loss, see `ops.veto`; or None.
     entropy_bonus: coefficient of the policy's entropy; 0 leaves the term out.
     expert_balance: coefficient of a mixture's balance loss, see `ops.expert_load`; 0 leaves it out.
@@ -65,8 +66,9 @@ class Method(NamedTuple):
     gram_context: properties of the run that `gram` needs, see `geometry.GramContext`; or None.
     seed: the seed of the randomness within an update.
     sources: names of the policies that the rollouts are sampled from.
-    records_routes: whether rollouts have the experts that a mixture chose when it sampled them.
-    replays_routes: whether the mixture takes these experts: π is the policy given them.
+    records_routes: whether rollouts contain the experts that a mixture chose in sampling.
+    replays_routes: whether an update uses the recorded experts, so that π is the policy given these
+      experts.
   """
 
   model: Any
@@ -105,7 +107,7 @@ class Method(NamedTuple):
 
   @property
   def measured(self) -> tuple[str, ...]:
-    """The fields of a batch that the first phase fills for the advantage."""
+    """The fields of a batch that the first phase computes for the advantage."""
     return tuple(name for name in MEASURED if name in self.advantage.needs)
 
   @property
@@ -121,15 +123,15 @@ class Method(NamedTuple):
 def rows_if_accumulating(batch: TrainBatch) -> Packed | None:
   """The packed rows if batches of these shapes may have several micro-batches, otherwise None.
 
-  The shapes decide, so one program serves all batches of a run: where some need several, one that
-  fits in a single micro-batch accumulates too.
+  The decision depends on shapes only, so that one program serves all batches of a run. If some
+  batches need several micro-batches, all batches accumulate.
   """
   packed = batch.packed
   return packed if packed is not None and packed.tokens.shape[0] > 1 else None
 
 
 class Scores(NamedTuple):
-  """A forward pass's results for the loss; results of disjoint micro-batches add up."""
+  """The results of a forward pass for the loss; results of disjoint micro-batches add up."""
 
   logprobs: Array  # f32[P, G, T], log π of every response token; 0 for other micro-batches' tokens
   entropy: Array  # f32[P, G, T], nats
@@ -141,7 +143,7 @@ class Scores(NamedTuple):
 
 
 class Estimate(NamedTuple):
-  """The advantage's results for a batch; constant for differentiation."""
+  """The results of the advantage for a batch, constant for differentiation."""
 
   coefficients: Array  # f32[P, G]
   in_loss: Array  # f32[P, G] or f32[P, G, T], what the loss gets before a reweighting
@@ -184,15 +186,16 @@ def policy_forward(
   """Runs one forward pass over one micro-batch.
 
   Args:
-    micro_batch: index of the micro-batch; a batch that is not packed is one micro-batch.
-    sampling: the distribution; None: π, the policy's at `method.temperature`.
-    masses: whether to compute the masses of bins of probability.
+    micro_batch: index of the micro-batch; an unpacked batch is one micro-batch.
+    sampling: the distribution to score; None: π, the policy at `method.temperature`.
+    masses: whether to compute the total probability of each probability bin.
     squares: whether to compute the sums of squared probabilities.
-    length: places of its rows that are computed, static; None: all. The others hold nothing.
-    teacher: (trained, frozen) parameters of the teacher that the method compares with; None
-      compares nothing.
+    length: the number of leading places of each row to compute, static; the rest must be empty.
+      None: all places.
+    teacher: (trained, frozen) parameters of the teacher with which the method compares the policy;
+      None for no comparison.
   Returns:
-    The scores, and the results that the Gram matrix needs (M = 1), or None.
+    The scores; and the results that the Gram matrix needs, for M = 1 micro-batch, or None.
   """
   params = method.model.combine(trained, frozen)
   is_mixture = method.model.config.num_experts > 0
@@ -279,9 +282,10 @@ def _routing_of(
 def recorded_routes(
   batch: TrainBatch, micro_batch: Array | int = 0, length: int | None = None
 ) -> Array | Routes | None:
-  """The sampler's routes as the network takes them; None: not recorded.
+  """The sampler's routes in the network's input format; None if they are not recorded.
 
-  Routes at the first places of a micro-batch's rows, [R, length, layers, k], or of a padded batch.
+  The routes of a micro-batch are [R, length, layers, k], at the first `length` places of its rows;
+  the routes of a padded batch are also possible.
   """
   if batch.packed is not None and batch.packed.routes is not None:
     routes = jax.lax.dynamic_index_in_dim(batch.packed.routes, micro_batch, keepdims=False)
@@ -292,7 +296,7 @@ def recorded_routes(
 
 
 def routes_of_inputs(prompt_routes: Array, routes: Array) -> Routes:
-  """Recorded routes, moved from the predicted tokens to the tokens that are read."""
+  """Recorded routes, moved from predicted tokens to the input tokens."""
   prompts = jnp.concatenate([prompt_routes[:, :-1], routes[:, 0, :1]], axis=1)
   last = jnp.zeros_like(routes[:, :, :1])  # predicts nothing
   return Routes(prompts, jnp.concatenate([routes[:, :, 1:], last], axis=2))
@@ -315,7 +319,7 @@ def predicting_places(packed: Packed, micro_batch: Array | int) -> Array:
 def select_rows(
   packed: Packed, micro_batch: Array | int, length: int | None = None
 ) -> tuple[Array, Array, Rows, Callable[[Array], Array]]:
-  """Selects the rows of one micro-batch, or their first `length` places, which hold everything.
+  """Selects the rows of one micro-batch, or their first `length` places; the rest must be empty.
 
   Returns:
     Tokens and targets, i32[R, length]; their `Rows`; and a function from values [R, length] to
@@ -343,10 +347,10 @@ def _lengthen(values: Array, length: int | None) -> Array:
 
 
 def fold_micro_batches(packed: Packed, step: Callable[..., Any], start: Any) -> Any:
-  """Carries a value through the micro-batches of a batch, first those with whole rows.
+  """Folds a step over the micro-batches of a batch; micro-batches with whole rows come first.
 
   Args:
-    step: (index of the micro-batch, value, length=places of its rows that are computed) → value.
+    step: (index of the micro-batch, value, length=computed places of its rows) → next value.
     start: the first value.
   """
   L = packed.tokens.shape[-1]
@@ -360,7 +364,7 @@ def fold_micro_batches(packed: Packed, step: Callable[..., Any], start: Any) -> 
 
 
 def estimate_coefficients(advantage_state: Any, batch: TrainBatch, *, method: Method) -> Estimate:
-  """The advantage's coefficients for a batch with all needed arrays, and their metrics."""
+  """The advantage's coefficients and their metrics, for a batch that has all needed arrays."""
   coefficients = jax.lax.stop_gradient(method.advantage.apply(advantage_state, batch))
   in_loss = method.advantage.in_loss(advantage_state, batch, coefficients)
   masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
@@ -379,10 +383,10 @@ def make_constants(
   *,
   method: Method,
 ) -> Constants:
-  """The loss's constants, from the forward pass of the full batch; None if nothing needs one.
+  """The loss's constants, given the forward pass of the full batch if anything needs it.
 
   Args:
-    estimate: gets the batch with what the advantage needs to know of the policy.
+    estimate: gets the batch with the policy's values that the advantage needs.
     key: the key for the randomness of a reweighting.
   """
   scores, forward = jax.lax.stop_gradient((scores, forward))
@@ -452,10 +456,11 @@ def loss_statistics(
 def policy_losses(
   logprobs: Array, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> tuple[Array, Array, Array, Metrics]:
-  """(coefficients, losses [P, G, T], the mask to aggregate with, metrics) of the loss and the veto.
+  """(coefficients, losses [P, G, T], the mask for the aggregation, metrics) of loss and veto.
 
-  Metrics have the marks of tokens, see `types.Mean`; coefficients and losses have a teacher's part.
-  The veto takes a token from reward and teacher alike, whether it stays in the denominator or not.
+  Metrics keep the marks of tokens, see `types.Mean`. Coefficients and losses include the teacher's
+  part. A vetoed token loses its reward part and its teacher part, whether or not it stays in the
+  denominator.
   """
   coefficients = constants.coefficients
   if method.teaching is not None:

@@ -1,4 +1,4 @@
-"""Optimizers by name, for `config.optimizer`: optax's, with our defaults.
+"""Optimizers of optax with our defaults, which `config.optimizer` names.
 
 `learning_rate` is the schedule of `config.learning_rate`. Weight decay is decoupled, multiplied by
 the learning rate, and not applied to norms, biases, and the rates at which states decay.
@@ -39,7 +39,7 @@ def adamw(
     learning_rate: the learning rate of the run.
     b1: in [0, 1), decay of the mean of the gradient.
     b2: in [0, 1), decay of the mean of the squared gradient.
-    epsilon: above 0, added to the square root of that mean.
+    epsilon: above 0, added to the square root of the mean of the squared gradient.
     weight_decay: ≥ 0.
   Source: "Decoupled Weight Decay Regularization" (arXiv:1711.05101).
   """
@@ -82,7 +82,7 @@ def muon(
   epsilon: float = 1e-8,
   weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-  """Orthogonalized momentum for the kernels, layer by layer; `adamw` for all other parameters.
+  """Orthogonalized momentum for the kernels of each layer; `adamw` for all other parameters.
 
   The momentum M of a layer's D×E kernel, with singular value decomposition UΣVᵀ, is replaced by
   about UVᵀ, by the quintic Newton–Schulz iteration. Embedding, head, norms and biases use AdamW.
@@ -93,10 +93,10 @@ def muon(
     nesterov: whether to use Nesterov momentum.
     steps: ≥ 1, Newton–Schulz iterations.
     update_rms: scales the update by update_rms·√max(D, E); 0.2 makes steps as long as AdamW's, so
-      that both can use its learning rate. None: scales by √max(1, E/D) as in the original, whose
-      learning rate is near 0.02.
-    b1: of `adamw`.
-    b2: of `adamw`.
+      that both can use its learning rate. None: scales by √max(1, E/D) as in the original code,
+      which uses a learning rate near 0.02.
+    b1: the b1 of `adamw`.
+    b2: the b2 of `adamw`.
     epsilon: the epsilon of `adamw`.
     weight_decay: ≥ 0, for both optimizers.
   Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024; `update_rms`:
@@ -158,7 +158,7 @@ def clip_gradients(
 
 
 def decay_mask(params: Params) -> Any:
-  """A pytree of bools: whether weight decay applies, that is, to all but `_NOT_DECAYED`."""
+  """A pytree of bools: whether weight decay applies to a parameter, see `_NOT_DECAYED`."""
   return jax.tree.map(lambda excluded: not excluded, _match_paths(_NOT_DECAYED, params))
 
 

@@ -1,8 +1,8 @@
 """One update of the policy, as a pure function.
 
-Rewards become coefficients. The loss and its gradient equal the full batch's: `accumulate`
-sums over micro-batches, `objective` computes one micro-batch's part. The optimizer proposes new
-parameters, which are applied if loss and gradient are finite.
+Rewards become coefficients. The loss and its gradient equal those of the full batch: `accumulate`
+sums over micro-batches, and `objective` computes the part of one micro-batch. The optimizer
+proposes new parameters, which are applied if loss and gradient are finite.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ def initial_state(method: Method, trained: Params, initial_entropy: Array) -> Tr
 def train_step(
   state: TrainState, frozen: Params, batch: TrainBatch, teacher: Any = None, *, method: Method
 ) -> tuple[TrainState, dict[str, Array]]:
-  """Performs one update on one batch; jit it with `method` bound and donate the state.
+  """Performs one update on one batch; to be jitted with `method` bound and the state donated.
 
-  If loss or gradient are not finite, the update is skipped: only its counters change.
+  If loss or gradient are not finite, the update is skipped: only the state's counters change.
 
   Args:
     state: `params` are the trained parameters.
     frozen: the network's other parameters; {} if all are trained.
     batch: graded rollouts.
-    teacher: (trained, frozen) parameters of a teacher, where the method compares with one.
+    teacher: (trained, frozen) parameters of the teacher, if the method compares the policy with a
+      teacher.
   Returns:
-    The next state, and metrics, f32[] by name; one over nothing is NaN.
+    The next state, and metrics, f32[] by name; a metric without any values to average is NaN.
   """
   estimate = functools.partial(estimate_coefficients, state.advantage_state, method=method)
   key = key_for(method.seed, "reweighting", state.step)

@@ -1,4 +1,4 @@
-"""A short supervised phase on demonstrations, so that a from-scratch policy can begin RL."""
+"""A short supervised phase on demonstrations, from which an untrained policy can begin RL."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def supervised_step(
     frozen: the network's other parameters; {} if all are trained.
     prompts: P prompts.
     solutions: i32[P, T], right-padded, stop tokens included.
-    mask: bool[P, T], tokens to learn: the policy's.
+    mask: bool[P, T], the tokens to learn: those that the policy would generate.
   Returns:
     The next (params, opt_state), and the loss f32[] in nats per token.
   """
@@ -72,7 +72,7 @@ def warm_start(
     batches: (prompts, solutions, mask), as for `supervised_step`.
     step: `supervised_step`, jitted and donating its state.
     num_steps: number of updates.
-    report: called with the number and the loss of a step, one report later than the step, so that
+    report: called with the number and the loss of a step. The call comes one report later, so that
       the devices are not idle.
     report_every: steps between reports; the last step is reported too.
   Raises:

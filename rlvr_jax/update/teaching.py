@@ -1,4 +1,4 @@
-"""How a teacher enters the objective: its part of advantages or losses, and its metrics."""
+"""A teacher's part in the objective: in advantages or losses, and in metrics."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from rlvr_jax.types import Array, Metrics, Rows, TrainBatch
 
 
 class Teaching(NamedTuple):
-  """The part of a teacher in an update.
+  """The settings of a teacher's part in an update.
 
   Attributes:
     distillation: see `distillation.Distillation`.
-    weight: λ ≥ 0, of distillation; 0: the teacher is only measured, and w is 1.
-    reward_weight: w ≥ 0, of the reward's advantages or losses; 0: distillation alone.
+    weight: λ ≥ 0, the weight of distillation; 0: the teacher is only measured, and w is 1.
+    reward_weight: w ≥ 0, the weight of the reward's advantages or losses; 0: distillation alone.
     temperature: the temperature of the teacher's distribution.
     names: the names of the teachers.
-    model: the model of the teacher whose forward pass is a part of the update; None: scored before.
+    model: the teacher's model, if its forward pass is a part of the update; None if the teacher's
+      scores are computed before the update.
   """
 
   distillation: Any
@@ -34,7 +35,7 @@ class Teaching(NamedTuple):
   model: Any = None
 
   def coefficients(self, logprobs: Array, batch: TrainBatch, coefficients: Array) -> Array:
-    """w·A + λ·g of every token, f32[P, G, T], where the teacher gives advantages; else A.
+    """The coefficients w·A + λ·g, f32[P, G, T], if the teacher gives advantages g; otherwise A.
 
     Args:
       logprobs: f32[P, G, T], log π.
@@ -47,7 +48,7 @@ class Teaching(NamedTuple):
     return self.reward_weight * for_tokens(coefficients) + of_teacher
 
   def losses(self, logprobs: Array, batch: TrainBatch, losses: Array) -> Array:
-    """w·ℓ + λ·ℓ_τ of every token, f32[P, G, T], where the teacher gives losses; else ℓ."""
+    """The losses w·ℓ + λ·ℓ_τ, f32[P, G, T], if the teacher gives losses ℓ_τ; otherwise ℓ."""
     per_token = self.distillation.per_token
     if per_token is None or not self.weight:
       return losses
@@ -56,10 +57,11 @@ class Teaching(NamedTuple):
     return self.reward_weight * losses + of_teacher if self.reward_weight else of_teacher
 
   def forward(self, teacher: Any, tokens: Array, rows: Rows) -> TeacherHead | None:
-    """The teacher's results for rows of a micro-batch; None if it has been scored before.
+    """The teacher's results for rows of a micro-batch; None if they were computed before.
 
     Args:
-      teacher: (trained, frozen) parameters; None where a pass compares nothing.
+      teacher: the teacher's (trained, frozen) parameters; None if this forward pass compares
+        nothing.
       tokens, rows: i32[R, L], see `Packed`.
     """
     if self.distillation.divergence is None or teacher is None:

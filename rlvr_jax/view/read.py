@@ -59,14 +59,14 @@ _FIELD = re.compile(r"(-?\d+)(?::(-?\d+))?")
 
 
 class Part(NamedTuple):
-  """Something that the page loads at once."""
+  """A part of the data that the page loads at once."""
 
   header: JsonObject
   arrays: dict[str, np.ndarray]
 
 
 class Run(NamedTuple):
-  """A run's folder, as far as it does not change while the run goes on."""
+  """The contents of a run's folder that do not change while the run continues."""
 
   folder: pathlib.Path
   config: JsonObject
@@ -82,9 +82,9 @@ def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:
 
   Args:
     workdir: the workdir of the run.
-    flag: the flag that names it, for messages.
+    flag: the flag that names the workdir, for messages.
   Raises:
-    ValueError: the folder is no run's, has no batch yet, or has a store of another format.
+    ValueError: the folder has no run or no batch yet, or its store has another format.
   """
   folder = parse_path(flag, workdir)
   if not (folder / "config.json").is_file():
@@ -146,11 +146,11 @@ def _advantage(config: JsonObject) -> Advantage | None:
 
 
 def read_summary(run: Run, base: Mapping[str, JSON]) -> Part:
-  """All metrics of a run, its recipe as a difference, its messages, and the batches to load.
+  """A run's metrics, its recipe as a difference to `base`, its messages, and its batches to load.
 
   Args:
     run: the result of `open_run`.
-    base: the configuration that the run's is compared with, JSON.
+    base: the configuration with which the run's is compared, JSON.
   Returns:
     Arrays "PHASE|step" f64[n] and "PHASE|METRIC" f32[n], NaN where a record lacks the metric.
   """
@@ -186,8 +186,8 @@ def _number(value: object) -> float:
 def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | None, str]]:
   """(update, text) of each of a run's warnings.
 
-  A run prints its warnings. Those about responses and padding are made again from its metrics; all
-  of them are in the output of a run that a sweep has started.
+  A run prints its warnings. Warnings about responses and padding are made again from its metrics.
+  For a run that a sweep has started, all warnings are read from its output.
   """
   path = run.folder / _OUTPUT_FILE
   if path.exists():
@@ -217,7 +217,7 @@ def choose_batches(spec: str, numbers: Sequence[int], preferred: Collection[int]
 
   Args:
     spec: `DEFAULT_BATCHES`; "all"; or numbers and ranges such as "0,10:20,-1", where -1 is the last
-      batch. A range has both of its ends.
+      batch. A range includes both ends.
     numbers: the numbers of the batches in the store, ascending.
     preferred: batches that `DEFAULT_BATCHES` prefers between the first and the last.
   Raises:
@@ -266,11 +266,11 @@ def _ends(ends: Sequence[int], numbers: Sequence[int]) -> tuple[int, int]:
 
 
 def read_batch(run: Run, number: int) -> Part:
-  """One batch: its groups and samples, and an entry per token of its rollouts.
+  """Reads one batch: its groups and samples, and an entry for each token of its rollouts.
 
   Arrays of N tokens have the rollouts one after another, in the order [P, G], each cut to its
-  length; arrays of B = P·G one entry per rollout. All are absent where the run stored nothing that
-  they follow from:
+  length; arrays of B = P·G one entry per rollout. An array is absent if the run did not store its
+  data:
 
     token u16|u32[N]: index into the header's "vocabulary"; "characters" has the texts of tokens
       that only together are a character, as [first token, text, number of tokens]
@@ -285,8 +285,8 @@ def read_batch(run: Run, number: int) -> Part:
     ratio, proximal f16[N]: log of the policy over β, and over the proximal policy;  entropy f16[N]
     clipped, dropped, vetoed f16[N], in [0, 1]: by the loss, the correction, the veto
 
-  They stand for the header's update "measured", the last one of "updates" that was measured;
-  "unread" says why that measurement cannot be read.
+  These arrays belong to the header's update "measured", the last measured update of "updates";
+  "unread" says why this measurement cannot be read.
 
   Raises:
     TornShardError, StoreError: the batch is missing or cannot be read.

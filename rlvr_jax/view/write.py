@@ -1,4 +1,4 @@
-"""The page of a run: one file that holds everything, or a server that reads what is asked for.
+"""The page of a run: one file that contains everything, or a server that reads data on request.
 
 Whatever a run has stored reaches the page as compressed numbers and JSON in base64, never as HTML.
 """
@@ -38,7 +38,7 @@ _MIB = 2**20
 
 
 class Written(NamedTuple):
-  """The contents of a file."""
+  """The page that was written, with its size and the parts that are left out."""
 
   path: pathlib.Path
   size: int  # bytes
@@ -51,7 +51,7 @@ class Written(NamedTuple):
 def encode(part: Part) -> bytes:
   """The compressed bytes of a part: size of the header u32, the header as JSON, the arrays.
 
-  The header's "arrays" has (name, dtype, shape, first byte behind the header) of each.
+  The header's "arrays" has (name, dtype, shape, first byte after the header) of each array.
   """
   places: list[JSON] = []
   blocks: list[bytes] = []
@@ -83,8 +83,8 @@ def _hash(text: str) -> str:
 def page_ends(names: Sequence[str], *, served: bool) -> tuple[str, str]:
   """The parts of a page before and after its data, for runs with these names.
 
-  Its policy lets a browser run only the page's own script and style, and load nothing; of a served
-  page, data from the same server.
+  The page's policy lets a browser run only its own script and style, and load nothing but, for a
+  served page, data from the same server.
   """
   style, script = _asset("page.css"), _asset("page.js")
   policy = (
@@ -118,11 +118,12 @@ def write_page(
   """Writes one file with the metrics of runs and some of their batches; needs memory for one batch.
 
   Args:
-    path: the path of the file, which is complete or as before.
-    runs: one, or two that are shown beside each other.
-    base: the configuration that recipes are compared with.
+    path: the path of the file, which is replaced atomically.
+    runs: one run, or two runs that are shown beside each other.
+    base: the configuration with which recipes are compared.
     batches: the batches of each run, the most important first.
-    max_bytes: the most bytes of the file; what does not fit is left out, and the page says so.
+    max_bytes: the most bytes of the file; batches that do not fit are left out, and the page says
+      so.
   """
   start, end = page_ends([make_absolute(run.folder).name for run in runs], served=False)
   left_out: list[str] = []
@@ -206,7 +207,7 @@ class Server(http.server.ThreadingHTTPServer):
     return f"http://{HOST}:{self.server_address[1]}/"
 
   def answer(self, path: str) -> tuple[str, bytes] | None:
-    """(content type, bytes) of the page's part with this path; None if there is none.
+    """(content type, bytes) of the part of the page with this path, or None.
 
     Raises:
       StoreError, TornShardError, OSError, ValueError: a file cannot be read.

@@ -1,7 +1,7 @@
-"""One pool of worker processes: start, limit, replace; a message is a line of JSON.
+"""A pool of worker processes: starts, limits and replaces workers; a message is a line of JSON.
 
-The workers run a program of the room that uses them: graders (`rewards.grading`), environments
-(`environments.dialogues`). A grader is an environment of one turn.
+The workers run a program: graders (`rewards.grading`) or environments (`environments.dialogues`). A
+grader is an environment of one turn.
 """
 
 __all__ = [

@@ -57,7 +57,7 @@ def check_limits(
   counts: Mapping[str, int],
   seconds: Mapping[str, float],
 ) -> None:
-  """Raises ValueError for an argument of a pool that is out of range, named as its owner does."""
+  """Raises ValueError, with the owner's name, if an argument of a pool is out of range."""
   for name, count in counts.items():
     check_integer(owner, name, count, low=1)
   for name, limit_s in seconds.items():
@@ -67,7 +67,7 @@ def check_limits(
 
 
 def encode(request: object) -> bytes:
-  """The request as the pool sends it; TypeError or ValueError unless it is JSON-serializable."""
+  """Encodes a request for the pool; TypeError or ValueError unless it is JSON-serializable."""
   return json.dumps(request).encode()
 
 
@@ -173,22 +173,22 @@ class _Bell:
 class Pool:
   """Answers requests in separate processes, each under a limit of wall-clock time.
 
-  Any thread may call the methods, and none of them waits for a worker's code, except for the
-  constructor. What a reply is depends on the requests of its session only.
+  Any thread may call the methods; only the constructor waits for a worker's code. A reply depends
+  only on the requests of its session.
 
   A worker has many sessions and runs one at a time. If a request exceeds the limit, its worker is
-  killed with all that it has started and replaced; the request's result is a `Failure`. So it is
-  where its code raised an exception, or ended the worker. A failure ends the session. The sessions
-  that were in the same worker go on in others, where they are repeated first.
+  killed with all that it has started and replaced; the request's result is a `Failure`. The result
+  is also a `Failure` if the code raised an exception or ended the worker. A failure ends the
+  session. The other sessions of the same worker are repeated in other workers and continue there.
 
-  Workers end when this process does. If a replacement cannot be started, the pool ends: all futures
-  have the error.
+  Workers end when this process does. If a replacement cannot be started, the pool ends, and all
+  futures get the error.
 
   Args:
     service: what the workers run.
     processes: number of workers.
   Raises:
-    StartError: of the service's class, the program cannot be made.
+    StartError: the program cannot be made; the service names the class of the error.
   """
 
   def __init__(self, service: Service, processes: int):
@@ -214,7 +214,7 @@ class Pool:
     return self._ready.result(0)
 
   def num_unanswered(self) -> int:
-    """Number of sessions that wait for a worker or are in one."""
+    """Number of sessions that wait for a worker or run in a worker."""
     with self._lock:
       return len(self._queue) + sum(len(worker.sessions) for worker in self._crew.workers)
 
@@ -228,9 +228,9 @@ class Pool:
     """Submits a session's next request, and returns at once.
 
     Args:
-      session: a new one, or one whose earlier requests have replies.
+      session: a new session, or a session whose earlier requests have replies.
       request: the result of `encode`.
-      convert: makes the future's result of the reply.
+      convert: reply → the future's result.
     Returns:
       A future of the result, or of a Failure. It cannot be canceled.
     Raises:
@@ -254,7 +254,7 @@ class Pool:
     return future
 
   def close_session(self, session: Session) -> None:
-    """Ends a session that is no longer needed; one that has ended already is fine."""
+    """Ends a session that is no longer needed; has no effect on a session that has ended."""
     with self._lock:
       worker, is_under_way = session.worker, session.pending is not None
       if session.has_ended or self._failure is not None:

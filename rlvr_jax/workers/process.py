@@ -1,4 +1,4 @@
-"""The pool's end of one worker: its process and pipes, its sessions, and the time they take."""
+"""The pool's side of one worker: its process, pipes and sessions, and the time of requests."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ class _Child(NamedTuple):
 
 
 class WorkerProcess:
-  """One worker; used by one thread at a time. Only the end of a process is waited for.
+  """One worker, used by one thread at a time; only the end of its process blocks.
 
   Workers are new interpreters, never forks, and each leads a session of the system.
 
   Attributes:
-    sessions: number → those in this worker.
-    clock: the limits of its requests.
+    sessions: the sessions in this worker, by number.
+    clock: the time and limits of the worker's requests.
   """
 
   def __init__(self, service: Service):
@@ -132,14 +132,14 @@ class WorkerProcess:
     return self._startup_limit is None
 
   def set_ready(self) -> None:
-    """The worker has reported that it is ready."""
+    """Notes that the worker has reported that it is ready."""
     self._startup_limit = None
 
   def is_alive(self) -> bool:
     return self._child.process.poll() is None
 
   def has_room(self, share: int) -> bool:
-    """Whether the worker should get one more request; it takes `share` beside its waiting ones."""
+    """Whether the worker should get one more request; it takes `share` beside waiting requests."""
     num_sent = len(self._sent_bytes)
     if not self.is_ready or num_sent == _MAX_SENT:
       return False
@@ -147,7 +147,7 @@ class WorkerProcess:
     return not is_large and num_sent - self.clock.num_waiting < share
 
   def next_limit(self) -> tuple[float, int | None]:
-    """The next limit of time, and the session that it is for, if any."""
+    """The next time limit, and the session to which it applies, if any."""
     return self.clock.next_limit() if self._startup_limit is None else (self._startup_limit, None)
 
   # --- lines
@@ -162,7 +162,7 @@ class WorkerProcess:
     self.send(line)
 
   def end_request(self, number: int) -> None:
-    """The worker has answered a session's request."""
+    """Notes that the worker has answered a session's request."""
     self._sent_bytes.pop(number, None)
 
   def flush(self) -> None:
@@ -175,11 +175,11 @@ class WorkerProcess:
       self._outgoing.clear()  # the worker has died or is dying; reading will report it
 
   def receive(self) -> Iterator[Message]:
-    """Reads all output that is there; yields the complete lines.
+    """Reads all available output and yields the complete lines.
 
     Raises:
-      BrokenWorkerError: the worker has ended, or has sent what is not its protocol. Lines before
-        that one come first: they say which session runs, and so whose fault it is.
+      BrokenWorkerError: the worker has ended, or has violated the protocol. Earlier lines are
+        yielded first, since they say which session runs and so caused the error.
     """
     try:
       data = os.read(self.stdout.fileno(), _PART)
@@ -214,7 +214,7 @@ class WorkerProcess:
     return self._child.stderr.read().decode(errors="replace").strip()[-_LAST_OUTPUT:]
 
   def kill(self) -> None:
-    """Kills the worker with all that it has started."""
+    """Kills the worker and all processes that it has started."""
     process = self._child.process
     started = find_processes(self._child.mark)
     if process.returncode is None:  # not yet reaped, so its id has not been reused
@@ -287,10 +287,10 @@ class _Pending(NamedTuple):
 class Session:
   """Requests that one process answers in order, and which request it has reached.
 
-  If the process ends, another one repeats the session: each reply has to be the same.
+  If the process ends, another process repeats the session, and each reply has to be the same.
 
   Args:
-    context: what the pool's `answer` needs; stays in this process.
+    context: data for the pool's `answer`, which stays in this process.
   """
 
   def __init__(self, context: object = None):
@@ -308,28 +308,28 @@ class Session:
     self.pending = _Pending(line, future, convert)
 
   def enter(self, worker: WorkerProcess) -> None:
-    """The session goes on in a worker that knows nothing of it."""
+    """Continues the session in a new worker, from its first request."""
     self.worker = worker
     worker.sessions[self.number] = self
 
   def leave_worker(self) -> None:
-    """The worker has ended."""
+    """Notes that the worker of the session has ended."""
     self.worker = None
     self._position = 0
 
   def send_next(self) -> None:
-    """Sends the pending request to the worker, or the one that has to be repeated before it."""
+    """Sends the pending request, or an earlier request that has to be repeated first."""
     if self.worker is not None and self.pending is not None:
       is_replayed = self._position < len(self._past)
       line = self._past[self._position].line if is_replayed else self.pending.line
       self.worker.send_request(self.number, line)
 
   def take_reply(self, reply: object, *, ends: bool) -> _Pending | None:
-    """Takes the worker's reply; returns the request that it answers, None for a repeated one.
+    """Takes a reply; returns the request that it answers, or None for a repeated request.
 
     Args:
       reply: JSON.
-      ends: whether it is the last one, which nobody will have repeated.
+      ends: whether the reply is the session's last, so that it need not be kept.
     Raises:
       ValueError: a repeated reply is not the recorded one.
     """
@@ -366,8 +366,8 @@ class Session:
 class Clock:
   """The time that the requests of one worker take, and their limits; seconds of `time.monotonic`.
 
-  One session runs at a time. The time in which it waits (`worker.waiting`) has a limit of its own,
-  and the time in which it is ready to go on, but another one runs, has none.
+  One session runs at a time. The time in which a session waits (`worker.waiting`) has a separate
+  limit. The time in which it is ready while another session runs has no limit.
   """
 
   def __init__(self, limit_s: float):
@@ -387,10 +387,10 @@ class Clock:
     return len(self._waiting)
 
   def update(self, event: str, session: int, limit_s: float, now: float) -> None:
-    """Takes an event that the worker reports; `limit_s` is of a wait.
+    """Takes an event that the worker reports; `limit_s` is the limit of a wait.
 
     Raises:
-      ValueError: the session does not run, as the event says.
+      ValueError: the event names a session that does not run.
     """
     match event:
       case "running":
@@ -419,7 +419,7 @@ class Clock:
     return min(limits, default=(math.inf, None))
 
   def slow_at(self) -> float:
-    """When the session that runs will have taken half its limit; infinity if none runs."""
+    """When the running session will have used half its limit; infinity if none runs."""
     if self._running is None:
       return math.inf
     session, since = self._running

@@ -2,10 +2,10 @@
 
 A pool starts it with its settings as the argument. It first writes {"ready": what its program says}
 or {"error": text}. Requests name a session by its number: {"session", "request"}, or {"session",
-"close"} for one that is no longer needed. Of a request the worker reports {"event": "running"} when
-the program's code starts, and at the end its "result": {"reply", "ends"}, or {"failure": [kind,
-detail]}. A session that has ended is closed on its own account, so that its `close` cannot take
-away a result; at the end of that the worker reports "closed". Where the code waits (`waiting`), it
+"close"} for one that is no longer needed. For a request the worker reports {"event": "running"}
+when the program's code starts, and at the end its "result": {"reply", "ends"}, or {"failure":
+[kind, detail]}. A session that has ended is closed in a separate step, so that its `close` cannot
+take away a result; after it the worker reports "closed". When the code waits (`waiting`), it
 reports "waiting" with "limit_s", then "waited", then "running" again, and other sessions run
 meanwhile. {"event": "ask", "question"} asks the pool, and {"session", "answer"} answers, or
 {"session", "error"}. The worker ends when its stdin does. It never loads jax.
@@ -50,16 +50,16 @@ sys.set_int_max_str_digits(50_000)
 
 
 class Stopped(Exception):
-  """Raised by a program: the failure of a request that is no fault."""
+  """Raised by a program for a failure of a request that is not a fault of the program."""
 
   kind = "failed"
 
 
 class Program(Protocol):
-  """The program of a worker; made once in each. May have `close(session)`, called after its end.
+  """The program of a worker, made once per worker; may have `close(session)` for ended sessions.
 
   Attributes:
-    ready: what the pool learns of it at the start; JSON.
+    ready: a JSON value about the program, which the pool gets at the start.
   """
 
   ready: object
@@ -82,11 +82,11 @@ _waiter = contextvars.ContextVar("waiter", default=_wait_alone)
 
 
 def waiting(limit_s: float) -> AbstractContextManager[None]:
-  """A request in this context waits for another program; meanwhile other requests go on.
+  """Context in which a request waits for another program while other requests run.
 
-  A worker runs the code of one request at a time, under the pool's limit of wall-clock time. What
-  is done in this context, such as reading from a socket, runs beside others' code, and has its own
-  limit instead.
+  A worker runs the code of one request at a time, under the pool's limit of wall-clock time. Code
+  in this context, such as reading from a socket, runs beside the code of other requests and has its
+  own limit instead.
 
   Args:
     limit_s: wall-clock seconds after which the request counts as timed out.
@@ -133,9 +133,10 @@ _main_thread = _MainThread()
 
 
 def on_main_thread(function: Callable[[], Result]) -> Result:
-  """The result of a call, made in the worker's main thread, which may set handlers of signals.
+  """Makes a call in the worker's main thread, which may set signal handlers; returns its result.
 
-  In the calling thread instead if a call there waits (`waiting`), or outside of workers.
+  The call is made in the calling thread if a call in the main thread waits (`waiting`), or outside
+  of workers.
   """
   return _main_thread.call(function)
 
@@ -318,10 +319,10 @@ def _protect_streams() -> tuple[BinaryIO, _Channel]:
 
 
 def limit_memory(memory_mib: int | None) -> None:
-  """Limits this process's address space; None is no limit.
+  """Limits this process's address space; None sets no limit.
 
   Raises:
-    MemoryError: the process takes more already, so that its first work would end it.
+    MemoryError: the process already takes more than the limit.
   """
   if memory_mib is None:
     return
@@ -337,7 +338,7 @@ def limit_memory(memory_mib: int | None) -> None:
 
 
 def find_processes(mark: str) -> set[int]:
-  """The processes that have a worker's mark or descend from one that has it."""
+  """The processes that have a worker's mark, or descend from such a process."""
   marked = f"{MARK}={mark}".encode()
   found, parents = set[int](), dict[int, int]()
   for entry in filter(str.isdigit, os.listdir("/proc")):

@@ -180,7 +180,7 @@ def test_after_a_kill_the_newest_policies_go_on(tmp_path):
     (dict(fleet__new_weights="later"), "new_weights = 'later'"),
     (
       dict(schedule="fixed_lag(lag=2)"),
-      r"'fixed_lag\(lag=2\)' has no policies that come meanwhile",
+      r"'fixed_lag\(lag=2\)' gives a response no newer weights",
     ),
     (
       dict(sources__temperature=dict(fraction=0.5, temperature=1.5, recorded="raw")),

@@ -1,4 +1,4 @@
-"""The judge's end of the channel to the program, and handles to the program's objects."""
+"""The judge's side of the channel to the program, and handles to the program's objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VIEWS = (collections.abc.KeysView, collections.abc.ValuesView, collections.abc.
 
 
 class UnsupportedTestError(Exception):
-  """A test uses a value that cannot be sent to the program; this says nothing about the program."""
+  """A test uses a value that cannot be sent to the program, which is not the program's fault."""
 
 
 class Handle:
@@ -70,7 +70,7 @@ class Handle:
 
 
 class Program:
-  """The judge's end of the channel to the program."""
+  """The judge's side of the channel to the program."""
 
   def __init__(self, channel: socket.socket):
     self._channel: socket.socket | None = channel
@@ -96,7 +96,7 @@ class Program:
     return self._decode(self._receive_answer()["value"])
 
   def call(self, function: Handle, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """As `request`, for a call; applies its changes of mutable arguments to `args`."""
+    """Like `request`, for a call; applies the call's changes of mutable arguments to `args`."""
     operands = [function, list(args), dict(kwargs)]
     # With a type from the program, a test can make an object that cannot be sent back.
     is_tests_own = function._number in self._entry_numbers and not self._has_program_types

@@ -66,7 +66,7 @@ def _mount_scratch(target: str, mebibytes: int) -> None:
 
 
 def die_with_parent() -> None:
-  """Makes the kernel kill this process when its parent dies; a change of user cancels that."""
+  """Makes the kernel kill this process when its parent dies; a change of user cancels this."""
   prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
@@ -183,7 +183,7 @@ def die_first() -> None:
 
 
 def isolate() -> None:
-  """Hides everything of other items; called by the first process in an item's namespaces."""
+  """Hides everything of other items; to be called by the first process in an item's namespaces."""
   _unshare(_NEW_MOUNTS)  # not earlier, since the supervisor needs the launcher's /proc
   try:
     # Read-only, so that the item cannot undo `die_first`; without information about the machine.

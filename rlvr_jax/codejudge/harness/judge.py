@@ -42,7 +42,7 @@ def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
   If a wrong answer ended the calls, a program could learn from their number which guess is correct.
 
   Args:
-    program: has just been started.
+    program: a program that has just been started.
     task: "style" and its fields, see `_make_checks`.
   Returns:
     "passed" and "total" tests, and "failure", a text about the first failed test. For the style
@@ -210,20 +210,20 @@ def _find_entry(program: Program, entry_point: str) -> Callable[..., Any]:
 
 
 class Tolerance(NamedTuple):
-  """How much numbers of an output may differ from the expected ones."""
+  """The allowed difference of numbers in an output from the expected numbers."""
 
   absolute: float
   relative: float  # times the expected number
 
   @classmethod
   def of(cls, task: Mapping[str, Any]) -> Tolerance | None:
-    """That of a task; None if it has none."""
+    """The tolerance of a task; None if it has no tolerance."""
     absolute, relative = (task.get(f"{name}_tolerance") for name in cls._fields)
     has_one = absolute is not None or relative is not None
     return cls(absolute or 0.0, relative or 0.0) if has_one else None
 
   def includes(self, actual: float | decimal.Decimal, expected: float | decimal.Decimal) -> bool:
-    """Whether a number is near the expected one; both are floats, or both decimals."""
+    """Whether a number is near the expected number; both are floats, or both are decimals."""
     if not (math.isfinite(actual) and math.isfinite(expected)):
       return False
     kind: Any = type(expected)
@@ -282,7 +282,8 @@ def is_same_output(actual: str, expected: str, tolerance: Tolerance | None) -> b
   """Whether outputs are equal by LiveCodeBench's rule.
 
   All lines must be equal when stripped, or be equal as exact decimal numbers. With a tolerance, all
-  words of a line must be equal, or be numbers that it includes, of which one is not an integer.
+  words of a line must be equal, or be two numbers within the tolerance, of which at least one is
+  not an integer.
   """
   lines, expected_lines = (
     [line.strip() for line in text.strip().split("\n")] for text in (actual, expected)

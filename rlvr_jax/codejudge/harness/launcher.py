@@ -1,4 +1,4 @@
-"""The launcher, and the supervisor and judge of each item: how they start and end each other."""
+"""Starts and ends the processes of a sandbox: launcher, and per item a supervisor and a judge."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ class Sleep:
 
     The kernel's counters (schedstat) are exact, but include a wait for a core only once it is over,
     and ignore the time in which the host gives the core to another machine. So the states of
-    threads count as well.
+    threads are also used.
     """
     states = set()
     awake_s = {}

@@ -112,7 +112,7 @@ def encode(value: Any, refer: Callable[[Any], list]) -> Any:
 
 
 def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
-  """Decodes `encode`'s JSON into exact plain types; `resolve` returns the values of other tags.
+  """Decodes the JSON of `encode` into exact plain types; `resolve` returns values of other tags.
 
   A plain type itself has the tag "type", and is one of `TYPES`.
 

@@ -31,9 +31,9 @@ def replace_streams(
   channel: socket.socket | None, stdin: int | None = None, output: int | None = None,
   error: int | None = None,
 ) -> None:  # fmt: skip
-  """Closes all descriptors except the channel, and makes the given ones the standard streams.
+  """Closes all descriptors except the channel, and sets the standard streams.
 
-  None: /dev/null, or no channel.
+  None stands for /dev/null, or for no channel.
   """
   os.setsid()
   null = os.open(os.devnull, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Runs the program as a script: once per case, or after others, each time in a new process."""
+"""Runs the program as a script, per case or after other programs, each time in a new process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def serve_cases(channel: socket.socket, sources: Sequence[str]) -> None:
 
 
 def serve_last(channel: socket.socket, sources: Sequence[str]) -> None:
-  """Serves cases of the last source, as `serve_cases`; earlier ones run first, without output."""
+  """Serves cases of the last source, like `serve_cases`, after running earlier sources silently."""
   _serve(channel, sources[:-1], sources[-1:])
 
 
@@ -47,9 +47,9 @@ def run_case(text: str, sources: Sequence[str], silent: Sequence[str] = ()) -> d
   """Runs the program as a script.
 
   Args:
-    text: its standard input.
-    sources: its parts, which run in one namespace.
-    silent: programs that run before it in the same namespace, with their output dropped.
+    text: the standard input.
+    sources: the program's parts, which run in one namespace.
+    silent: programs that run first in the same namespace, with their output dropped.
   Returns:
     "output", its standard output; "status", 0 if it succeeded; "stderr", the end of its standard
     error.

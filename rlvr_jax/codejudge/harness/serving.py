@@ -17,7 +17,7 @@ _MUTABLE = ("list", "set", "deque", "dict", "bytearray")
 
 
 class Server:
-  """The program's end of the channel: answers the judge's requests."""
+  """The program's side of the channel, which answers the judge's requests."""
 
   def __init__(self, channel: socket.socket, namespace: Mapping[str, Any]):
     self._channel = channel

@@ -116,7 +116,7 @@ def prctl(option: int, *values: int) -> None:
 
 
 def call_number(name: str) -> int:
-  """The number of a system call on this architecture; negative if it has none."""
+  """The number of a system call on this architecture; negative if it does not exist."""
   return _load_library().seccomp_syscall_resolve_name(name.encode())
 
 

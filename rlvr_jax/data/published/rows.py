@@ -71,7 +71,7 @@ class Row:
     """The text of the first of the named fields that is present; a number is converted to text.
 
     Raises:
-      ValueError: no such field is present, it is blank (without a default), or not a text.
+      ValueError: no such field is present, or it is not a text, or is blank without a default.
     """
     name, value = self._find(names, _MISSING if default is None else default)
     if isinstance(value, float) and value.is_integer():

@@ -62,7 +62,8 @@ class _EncodeOnly(nnx.Module):
 def split_head(model: Any) -> tuple[Any, Head]:
   """Splits a model of Tunix into a copy that returns final hidden states as logits, and its head.
 
-  The copy shares the parameters. Supports Qwen 2 and 3, Llama 3, Gemma 1 to 3, tied or not.
+  The copy shares the parameters. Supports Qwen 2 and 3, Llama 3 and Gemma 1 to 3, with tied or
+  untied embeddings.
 
   Raises:
     ValueError: the model is not supported, or its head has adapters.

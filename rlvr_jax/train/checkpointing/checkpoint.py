@@ -1,8 +1,8 @@
 """Saves, keeps and restores checkpoints; survives kills, corrupted files and full disks.
 
 Orbax writes into a temporary directory and renames it at the end, so that a step directory is
-complete or absent; in a bucket it is complete if it has the last object, `COMMITTED`. The checksums
-of `checkpoint_files` detect later damage.
+complete or absent. In a bucket a step is complete if it has the last object, `COMMITTED`. The
+checksums of `checkpoint_files` detect later damage.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SPARE_BYTES = 4 * 2**20  # space for the manifest and orbax's files
 
 
 class Checkpointer:
-  """Asynchronous, atomic checkpoints of a training run; keeps the latest ones and the best one."""
+  """Asynchronous, atomic checkpoints of a training run; keeps the latest and the best."""
 
   def __init__(
     self,
@@ -103,7 +103,7 @@ class Checkpointer:
     metric: float | None = None,
     keep_at_or_before: int | None = None,
   ) -> bool:
-    """Starts saving and returns once everything is copied; files are written in the background.
+    """Starts saving: copies the state, then writes files in the background.
 
     The caller may donate `state` and change `arrays` as soon as this returns. Blocks while an
     earlier save is still being written; its error, if any, is raised here.
@@ -113,9 +113,9 @@ class Checkpointer:
       state: pytree of jax arrays, with any sharding.
       host: JSON values (string keys, finite nesting), restored exactly, such as counters.
       arrays: the host's arrays by name, such as scores of pending rollouts.
-      metric: the step with the highest metric is kept; None if it was not measured.
-      keep_at_or_before: the greatest saved step ≤ this one is kept too, until the next save, so
-        that the run can go back to it.
+      metric: the step with the highest metric is kept; None if the metric was not measured.
+      keep_at_or_before: the latest saved step at or before this step is also kept until the next
+        save, so that the run can go back to it.
     Returns:
       False if the step was already saved, else True. If a saved step had no metric, `metric` and
       `host` are added to it.
@@ -145,11 +145,11 @@ class Checkpointer:
     return True
 
   def restore(self, abstract_state: object) -> Restored | None:
-    """Loads the latest intact checkpoint; None if nothing is saved. Arguments as of `intact`."""
+    """Loads the latest intact checkpoint; None if nothing is saved. For arguments see `intact`."""
     return next(self.intact(abstract_state), None)
 
   def intact(self, abstract_state: object) -> Iterator[Restored]:
-    """Loads the checkpoints, the latest first; damaged ones are named and skipped.
+    """Yields the checkpoints, the latest first; names and skips damaged checkpoints.
 
     Args:
       abstract_state: the state's structure: a pytree of `jax.ShapeDtypeStruct` with shardings
@@ -187,7 +187,7 @@ class Checkpointer:
     return found
 
   def discard_after(self, step: int) -> None:
-    """Removes the checkpoints later than `step`, the latest first; damaged ones are renamed."""
+    """Removes the checkpoints later than `step`, the latest first; renames damaged checkpoints."""
     later = [number for number in reversed(self.steps()) if number > step]
     with self._convert_errors():
       multihost.run_on_first(lambda: self._remove(later), None)
@@ -195,7 +195,7 @@ class Checkpointer:
     self._damaged.clear()
 
   def check(self) -> None:
-    """Raises the error of the current save if that has failed; does not wait while it goes on."""
+    """Raises the error of the current save if it has failed; does not wait for the save."""
     with self._convert_errors():
       try:
         self._writer.check_for_errors()

@@ -91,7 +91,7 @@ def items_to_save(
 ) -> tuple[dict[str, Array | np.ndarray], dict[str, JSON]]:
   """The two items of a checkpoint: its arrays by name, and its manifest.
 
-  Arguments as of `Checkpointer.save`.
+  For arguments see `Checkpointer.save`.
   """
   leaves, of_host = _named_leaves(state), {_HOST + name: x for name, x in arrays.items()}
   values = leaves | of_host
@@ -111,7 +111,7 @@ def _manifest(content: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def with_metric(manifest: JsonObject, host: Mapping[str, JSON], metric: float) -> bytes:
-  """Content of the manifest file of a step whose metric was measured after it was saved."""
+  """The new manifest of a saved step, with a metric that was measured after saving."""
   content = {name: manifest[name] for name in ("step", "arrays")}
   return json.dumps(_manifest(content | {"host": dict(host), "metric": metric})).encode()
 
@@ -156,8 +156,8 @@ def read_state(
     directory: the directory of one step.
     abstract_state: see `Checkpointer.restore`.
     if_other: remedy for a ForeignCheckpointError, a sentence.
-    verifies: False: the state is left to `verify_state`. A thread of one of several processes must
-      not dispatch the programs that do it.
+    verifies: whether to verify the state; if False, `verify_state` does it later. A thread of one
+      of several processes must not dispatch the programs that verify.
   Raises:
     TornCheckpointError: files are truncated, changed or missing.
     ForeignCheckpointError: the checkpoint is of another program, or of a state with another
@@ -180,7 +180,7 @@ def read_state(
 
 
 def verify_state(directory: pathlib.Path, state: object) -> None:
-  """Verifies every leaf of the state that `read_state` loaded; all processes call it together.
+  """Verifies every leaf of a state from `read_state`; all processes call this together.
 
   Raises:
     TornCheckpointError: files are truncated, changed or missing.
@@ -343,7 +343,7 @@ def shorten_error(error: BaseException) -> str:
 
 @functools.cache
 def silence_orbax() -> None:
-  """Drops orbax's log records; problems that matter to users are raised as our errors.
+  """Drops orbax's log records; our own errors report the problems that matter to users.
 
   When a read fails, orbax never awaits some other reads, and closes the event loop to which threads
   of tensorstore deliver the rest: Python would print a warning or a traceback for each.

@@ -1,9 +1,9 @@
 """Claims a workdir in a bucket for one process, which shows by a heartbeat that it is alive.
 
 The claim is an object that its owner rewrites every few seconds, on the condition that no other
-process has written it. A process that finds a claim watches it, by its own clock. If the object
-changes, the process is refused. If it does not change within the owner's time limit, the process
-takes it over. An owner that was silent for longer than its limit stops writing.
+process has written it. A process that finds a claim watches the object, by its own clock. If the
+object changes, the process is refused. If the object does not change within the owner's time limit,
+the process takes the claim over. An owner that was silent for longer than its limit stops writing.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class BucketClaim:
     self._thread.start()
 
   def check(self) -> float:
-    """Seconds for which this process certainly has the claim; call it before every write.
+    """Seconds for which this process certainly keeps the claim; to be called before every write.
 
     Raises:
       WorkdirError: another process may have taken over.

@@ -1,4 +1,4 @@
-"""The host's state in a checkpoint: all but the train state and the arrays of pending batches."""
+"""The host's state in a checkpoint, beside the train state and arrays of pending batches."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ class HostState(NamedTuple):
 
   @classmethod
   def from_json(cls, host: JsonObject) -> HostState:
-    """The inverse of `to_json`."""
+    """The host's state from the JSON values of `to_json`."""
     fields = {name: host[name] for name in cls._fields}
     return cls(**fields | {"position": Position(**host["position"])})

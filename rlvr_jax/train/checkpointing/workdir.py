@@ -70,7 +70,7 @@ class WorkdirLock:
 class StartFiles:
   """The files written by a start, which `close` removes if the start failed.
 
-  Earlier files are kept, as is everything in the workdir of a resumed run.
+  Earlier files are kept; so is everything in the workdir of a resumed run.
   """
 
   def __init__(self, workdir: Workdir):
@@ -83,7 +83,7 @@ class StartFiles:
     self._remove_on_close = False
 
   def check_config(self, config_json: str, may_differ: Collection[str]) -> None:
-    """Calls `check_config`, in the process that has the claim."""
+    """Calls the function `check_config` in the process that has claimed the workdir."""
     self._remove_on_close = not (self._workdir.local / "config.json").exists()
     check_config(self._workdir, config_json, may_differ=may_differ)
 
@@ -125,7 +125,7 @@ def open_workdir(workdir: str | os.PathLike[str], enter: Enter) -> tuple[Workdir
 
 
 def claim_workdir(workdir: Workdir) -> WorkdirLock | BucketClaim:
-  """Claims a workdir until `close`; call it in one process per run, the first.
+  """Claims a workdir until `close`; only the first process of a run calls this.
 
   Raises:
     WorkdirError: another process has claimed it.
@@ -140,8 +140,8 @@ def claim_workdir(workdir: Workdir) -> WorkdirLock | BucketClaim:
 def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[str] = ()) -> None:
   """Writes `workdir`/config.json on the first run; later runs must have the same configuration.
 
-  In the fields that may differ, the file of a run with samplers follows its last start: samplers
-  read it.
+  If the run has samplers, which read the file, the file gets the fields that may differ from the
+  last start.
 
   Args:
     workdir: a workdir after `fetch`; created if needed.
@@ -194,7 +194,7 @@ def differing_fields(
   """(dotted name, old value, new value) of the fields of a configuration that differ.
 
   Args:
-    old, new: JSON objects; those of an earlier version lack the fields of `_NEWER`.
+    old, new: JSON objects; a configuration of an earlier version lacks the fields in `_NEWER`.
     may_differ: dotted names of fields, or of groups of fields, that are left out.
   """
   old_fields, new_fields = ({**_NEWER, **dict(_flatten(fields))} for fields in (old, new))
@@ -211,7 +211,7 @@ def read_config(path: pathlib.Path, shown: str = "") -> JsonObject:
 
   Args:
     path: path of config.json.
-    shown: path for messages, if it is another one.
+    shown: the path to show in messages, if it differs from `path`.
   Raises:
     WorkdirError: the file is not a JSON object.
   """

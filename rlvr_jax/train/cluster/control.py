@@ -1,8 +1,8 @@
 """Control messages between the processes of a run, over TCP instead of the devices' network.
 
-Every process has a connection to the first one, which collects the values of an exchange and sends
-all of them to each process. So a message does not wait for programs on the devices. The kernel
-closes the connections of a process that dies, so that the others notice at once.
+Every process has a connection to the first process, which collects the values of an exchange and
+sends all of them to each process. So a message does not wait for programs on the devices. The
+kernel closes the connections of a process that dies, so that the other processes notice at once.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Ended:
 
 
 class Channel:
-  """The connections of one process, with a thread that reads each; a run of one has none."""
+  """The connections of one process, each read by a thread; a run of one process has none."""
 
   def __init__(
     self,
@@ -115,16 +115,17 @@ class Channel:
       ).start()
 
   def exchange(self, value: JSON, phase: str, deadline_s: float) -> list[Any]:
-    """Exchanges values; one thread of each process calls it, equally often on all.
+    """Exchanges values; one thread of each process calls this, equally often on all processes.
 
     Args:
       value: a JSON value; floats are exchanged exactly.
-      phase: what the run is doing, for messages; the same on all processes.
+      phase: what the run is doing, for messages; it must be the same on all processes.
       deadline_s: seconds to wait for the other processes.
     Returns:
       The values of all processes, in order.
     Raises:
-      ControlError: a process did not call in time, or called in another phase; it is named.
+      ControlError: a process did not call in time, or called in another phase; the message names
+        it.
     """
     self._phase, deadline = phase, time.monotonic() + deadline_s
     found = {self.process: (phase, value)}
@@ -154,7 +155,7 @@ class Channel:
       connection.send("request")
 
   def leave(self, failure: str = "") -> None:
-    """Announces that this process ends now, in order or with a failure that the others report."""
+    """Announces the end of this process, orderly or with a failure that other processes report."""
     self._ended.add(*self._connections)
     for connection in self._connections.values():
       connection.send("leave", self.process, failure)
@@ -191,7 +192,7 @@ class Channel:
 
 
 class Server:
-  """Accepts, in the first process, the connections of all others."""
+  """Accepts the connections of all other processes; used in the first process."""
 
   def __init__(self, count: int, hosts: Sequence[str] = ()):
     """Listens on a free port.
@@ -233,7 +234,7 @@ class Server:
 
 
 def connect(address: Address, process: int) -> _Connection:
-  """Connects a process to the first one.
+  """Connects this process to the first process.
 
   Raises:
     ControlError: the first process cannot be reached.

@@ -1,9 +1,9 @@
 """Runs in several processes, as on a TPU pod: exchange of values, grades, signals and failures.
 
-Every process runs the same loop on the same data, so that all dispatch the same device programs in
-the same order. Whatever could differ between them (grades, a signal, a failure) is exchanged before
-it has an effect, over separate connections (`control`). One process exchanges with nobody, by the
-same calls.
+Every process runs the same loop on the same data, so that all processes dispatch the same device
+programs in the same order. Whatever could differ between processes (grades, a signal, a failure) is
+exchanged before it has an effect, over separate connections (`control`). A run of one process makes
+the same calls without any exchange.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ _phase = contextvars.ContextVar("phase", default="the start")
 
 
 class OtherProcessError(RuntimeError):
-  """Another process of the run failed; the message is its error's."""
+  """Another process of the run failed; the message is that of the other process's error."""
 
 
 def initialize(
   coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-  """Joins the processes of a run; call it before any device is used.
+  """Joins the processes of a run; to be called before any device is used.
 
-  If a process dies, the others end with a message that names it.
+  If a process dies, the other processes end with a message that names it.
 
   Args:
     coordinator: host:port, a free port of process 0. All three arguments are None if the cluster
@@ -69,7 +69,7 @@ def initialize(
     num_processes: number of processes of the run.
     process_id: index of this process, 0 ≤ id < num_processes.
   Raises:
-    ValueError: only some of the three are given, or they are invalid.
+    ValueError: only some of the three arguments are given, or they are invalid.
     RuntimeError: the other processes could not be reached within five minutes (a ControlError if
       the devices connected but the hosts did not).
   """
@@ -135,16 +135,15 @@ def num_processes() -> int:
 
 
 def exchange(value: JSON) -> list[Any]:
-  """Exchanges values; every process must call it.
+  """Exchanges values between processes; every process must call this.
 
-  Runs no collective, so it does not wait for programs on the devices.
+  No collective runs, so the exchange does not wait for programs on the devices.
 
   Args:
-    value: a JSON value; floats are exchanged exactly. One process keeps any object.
-  Returns:
-    Gathers a value from every process; returns the values in order of process id.
+    value: a JSON value; floats are exchanged exactly. In a run of one process, any object.
+  Returns: The values of all processes, in order of process id.
   Raises:
-    ControlError: another process did not call it in time; the message names the phase.
+    ControlError: another process did not call this in time; the message names the phase.
   """
   restart_deadline()
   if _channel.count == 1:  # any thread may call it
@@ -176,22 +175,22 @@ def any_process(flag: bool) -> bool:
 
 
 def share_shutdown_signals() -> contextlib.AbstractContextManager[None]:
-  """`process.handle_shutdown_signals` for all processes: a signal to one shuts all down."""
+  """Handles shutdown signals for all processes: a signal to one process shuts all down."""
   return handle_shutdown_signals(_channel.request_shutdown)
 
 
 def raise_if_shutdown_requested() -> None:
-  """Raises EndRequestedError on all processes if shutdown was requested; all must call it.
+  """Raises EndRequestedError on all processes if shutdown was requested; all must call this.
 
-  Call it where the state before the phase can still be saved. Outside of `share_shutdown_signals`
-  it does nothing.
+  Call it where the state before the phase can still be saved. It does nothing outside of
+  `share_shutdown_signals`.
   """
   if handles_shutdown_signals() and any_process(shutdown_requested()):
     raise EndRequestedError(f"shutdown requested during {_phase.get()}")
 
 
 def run_together(action: Callable[[], T]) -> T:
-  """Runs `action` on every process; if it raises on one, all processes raise.
+  """Runs `action` on every process; if it raises on one process, all processes raise.
 
   Returns:
     The result on this process.
@@ -210,12 +209,12 @@ def run_together(action: Callable[[], T]) -> T:
 
 
 def run_on_first(action: Callable[[], T], elsewhere: T) -> T:
-  """Runs `action` on the first process, as `run_together`; other processes return `elsewhere`."""
+  """Runs `action` on the first process, like `run_together`; other processes get `elsewhere`."""
   return run_together(action if is_first() else lambda: elsewhere)
 
 
 def result_of_first(action: Callable[[], JSON]) -> Any:
-  """Runs `action` on the first process, as `run_together`; returns its result, JSON, on all."""
+  """Runs `action` on the first process, like `run_together`; all get its result, which is JSON."""
   return exchange(run_on_first(action, None))[0]
 
 
@@ -234,17 +233,18 @@ def silence_all_but_first() -> Iterator[None]:
 
 
 def leave(failure: str = "") -> None:
-  """Announces the end of this process to the other processes, which end too after a failure."""
+  """Announces the end of this process; after a failure the other processes end too."""
   _left.set()
   _channel.leave(failure)
 
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-  """Context that, with several processes, ends this one immediately at its end or on an exception.
+  """Context that ends this process immediately at its end if the run has several processes.
 
-  An orderly exit would wait minutes for the other processes, which may be waiting for this one, or
-  may have been ended by a signal after their last work. They receive a failure and end as well.
+  An orderly exit would wait minutes for the other processes, which may be waiting for this
+  process, or may have been ended by a signal. After an exception, the other processes receive the
+  failure and end as well.
   """
   try:
     yield

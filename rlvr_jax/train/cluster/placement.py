@@ -1,4 +1,4 @@
-"""Where a run is: its meshes, and how its arrays lie on them."""
+"""The meshes of a run, and the shardings of its arrays on them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Placement:
   """The devices of a run, and the shapes, dtypes and shardings of its arrays.
 
   Attributes:
-    mesh: the mesh that makes updates and evaluates.
-    generation_mesh: the generation mesh that generates rollouts; `mesh` itself, or the mesh of
+    mesh: the mesh for updates and evaluations.
+    generation_mesh: the mesh for sampling rollouts; `mesh` itself, or that of
       `config.generation_mesh`.
-    compared_mesh: where sampler and trainer are compared: `mesh`, if the policy that samples is on
-      its devices; otherwise the devices of `generation_mesh`.
+    compared_mesh: the mesh for comparing sampler and trainer: `mesh`, if the sampling policy is on
+      its devices; otherwise a mesh of the devices of `generation_mesh`.
     row_layout: the row layout of the rollouts of a training batch.
-    compared_layout: the compared layout of the rows in which sampler and trainer are compared.
+    compared_layout: the row layout for comparing sampler and trainer.
     state: the train state, as shapes, dtypes and shardings.
-    base: all parameters of the network, likewise.
-    frozen: the parameters that are not trained, likewise; {} if all are trained.
-    teachers: by teacher, likewise, the parameters that only this teacher has.
-    scored_groups: groups that a forward pass on the devices that generate takes at most.
+    base: all parameters of the network, as shapes, dtypes and shardings.
+    frozen: the parameters that are not trained, in the same form; {} if all are trained.
+    teachers: for each teacher, in the same form, the parameters that only this teacher has.
+    scored_groups: the most groups in one forward pass on the devices of `generation_mesh`.
   """
 
   mesh: Mesh
@@ -43,11 +43,11 @@ class Placement:
   teachers: tuple[Params, ...] = ()
 
   def to_devices(self, tree: Any) -> Any:
-    """Places NumPy arrays of a batch on the devices that make updates."""
+    """Places NumPy arrays of a batch on the devices of `mesh`."""
     return sharding.to_devices(tree, sharding.batch_sharding(self.mesh))
 
   def to_generation(self, tree: Any) -> Any:
-    """As `to_devices`, on the devices that generate."""
+    """Places NumPy arrays of a batch on the devices of `generation_mesh`."""
     return sharding.to_devices(tree, sharding.batch_sharding(self.generation_mesh))
 
   def pack_to_devices(self, batch: TrainBatch) -> TrainBatch:

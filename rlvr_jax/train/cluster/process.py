@@ -36,9 +36,9 @@ _YOUNG_OBJECTS = 10_000
 def keep_freed_memory() -> None:
   """Makes glibc reuse freed memory instead of returning it to the kernel.
 
-  XLA on a CPU allocates and frees its buffers at every step, where page faults took up to half of
-  the time. Call it before any thread begins: glibc then fixes how many arenas there are. Does
-  nothing with other C libraries.
+  XLA on a CPU allocates and frees its buffers at every step, and page faults took up to half of the
+  time. Call this before any thread begins, since glibc then fixes the number of its arenas. With
+  other C libraries it does nothing.
   """
   if platform.libc_ver()[0] != "glibc":
     return
@@ -64,11 +64,11 @@ class _Malloc(ctypes.Structure):
 
 
 def return_freed_memory() -> None:
-  """Returns memory that `keep_freed_memory` has kept to the kernel, if it is much.
+  """Returns a large amount of memory kept by `keep_freed_memory` to the kernel.
 
-  The buffer of a program is one piece, which may find no place between what other programs have
-  left, so that kept memory adds up over the phases of an update. Small networks keep all of it: at
-  every step their page faults would cost more.
+  A program's buffer is one piece, which may not fit into the gaps left by other programs, so
+  that kept memory adds up over the phases of an update. Small amounts are kept, since page faults
+  at every step would cost more.
   """
   if platform.libc_ver()[0] != "glibc":
     return
@@ -83,14 +83,15 @@ def return_freed_memory() -> None:
 def collect_garbage_less_often() -> None:
   """Makes Python look for cycles of objects after 10,000 new ones, not after 700.
 
-  Records that live through a burst, such as those of a dialogue's turns, would otherwise grow old,
-  and every few batches all objects would be looked at: 0.2 s after jax has been loaded.
+  Otherwise records that live through a burst, such as the turns of dialogues, would be promoted to
+  the oldest generation. Every few batches Python would then search all objects, which takes 0.2 s
+  after jax has been loaded.
   """
   gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 def lacks_bfloat16(info: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> bool:
-  """Whether this machine's processor is known to have no arithmetic in bfloat16."""
+  """Whether this machine's processor is known to lack bfloat16 arithmetic."""
   text = info.read_text() if info.exists() else ""
   lines = [line.partition(":") for line in text.splitlines()]
   features = next((text for name, _, text in lines if name.strip() in ("flags", "Features")), "")
@@ -98,10 +99,10 @@ def lacks_bfloat16(info: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> bool:
 
 
 def quiet_compiler() -> None:
-  """Silences messages that XLA logs as errors on a CPU wrongly, such as a slow compilation.
+  """Silences XLA's log on a CPU, which reports harmless events as errors, such as slow compilation.
 
-  What ends a compilation is raised all the same. TF_CPP_MIN_LOG_LEVEL goes first, and several
-  processes keep the log, which says why one has lost the others.
+  Errors that end a compilation are still raised. TF_CPP_MIN_LOG_LEVEL has precedence. Runs of
+  several processes keep the log, which says why a process has lost the other processes.
   """
   import jax
 
@@ -137,7 +138,7 @@ def usable_cores() -> int:
 
 
 def memory_limit() -> int:
-  """Bytes of memory that the processes of this host may use together, by its control group too."""
+  """Bytes of memory that the processes of this host may use together, within the control group."""
   group = pathlib.Path("/sys/fs/cgroup/memory.max")
   text = group.read_text().strip() if group.exists() else "max"
   total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -147,7 +148,7 @@ def memory_limit() -> int:
 def enable_compilation_cache(workdir: str) -> None:
   """Caches compiled programs, so that a resumed run does not compile again.
 
-  JAX_COMPILATION_CACHE_DIR goes before the folder of `compilation_cache`.
+  JAX_COMPILATION_CACHE_DIR has precedence over the folder of `compilation_cache`.
   JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
   """
   import jax
@@ -161,14 +162,15 @@ def enable_compilation_cache(workdir: str) -> None:
 def compilation_cache(workdir: str, backend: str, processes: int) -> str:
   """The folder of compiled programs.
 
-  On accelerators, where a program takes up to minutes, all runs of a user share one: a second run,
-  or another arm of a sweep, finds what the first one compiled. A run of several processes has it in
-  its workdir, which all its hosts access: process 0 writes, all read.
+  On accelerators, where compiling a program may take minutes, all runs of a user share one folder:
+  a second run, or another arm of a sweep, finds the programs of the first run. A run of several
+  processes has the folder in its workdir, which all its hosts access: process 0 writes, all
+  processes read.
 
   Args:
     workdir: the workdir of the run.
     backend: "tpu", "gpu" or "cpu".
-    processes: the processes of the run.
+    processes: number of processes of the run.
   """
   of_run = os.path.join(workdir, "compilation_cache")
   if backend == "cpu" or processes > 1:
@@ -191,7 +193,8 @@ def compilation_cache(workdir: str, backend: str, processes: int) -> str:
 def open_closed_streams() -> None:
   """Opens /dev/null in place of standard streams that the caller closed, such as by >&-.
 
-  Otherwise the next files to be opened would get their descriptors, and printed text with them.
+  Otherwise the next files to be opened would get these streams' descriptors, and printed text would
+  go into the files.
   """
   for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
     if getattr(sys, name) is None:
@@ -200,7 +203,7 @@ def open_closed_streams() -> None:
 
 
 def describe_error(error: BaseException) -> str:
-  """The message of an error that ends the program; adds the remedy to the system's own errors."""
+  """The message of an error that ends the program; errors of the system get a remedy."""
   # Imported here: it loads fsspec, which --help does not need.
   from rlvr_jax.storage.files import is_out_of_descriptors
 
@@ -230,7 +233,7 @@ def exit_immediately(message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def exit_after(seconds: float, message: str) -> Iterator[None]:
-  """Context that ends the process with a message if it takes longer; devices have no time limit."""
+  """Context that ends the process with a message after a time limit, which devices lack."""
   timer = threading.Timer(seconds, exit_immediately, [message])
   timer.daemon = True
   timer.start()
@@ -245,10 +248,10 @@ _open_deadlines = 0
 
 @contextlib.contextmanager
 def deadline() -> Iterator[None]:
-  """Context with a deadline: `DEADLINE_S` after the last `restart_deadline` the process ends.
+  """Context that ends the process `DEADLINE_S` seconds after the last `restart_deadline`.
 
-  It then prints the tracebacks of all threads. Collectives and the thread pools of libraries have
-  no time limit of their own.
+  The process then prints the tracebacks of all threads. Collectives and the thread pools of
+  libraries have no time limit of their own.
   """
   global _open_deadlines
   _open_deadlines += 1
@@ -265,7 +268,7 @@ _total_wait_s = 0.0
 
 @contextlib.contextmanager
 def measure_wait() -> Iterator[None]:
-  """Context around a wait for devices or other processes: a `deadline`, whose time is counted."""
+  """Context around a wait for devices or processes, with a `deadline`; counts the time waited."""
   global _total_wait_s
   start = time.perf_counter()
   try:
@@ -327,13 +330,14 @@ def handles_shutdown_signals() -> bool:
 
 @contextlib.contextmanager
 def handle_shutdown_signals(pass_on: Callable[[], None]) -> Iterator[None]:
-  """Context in which SIGTERM, SIGINT and SIGHUP request shutdown; works in the main thread.
+  """Context in which SIGTERM, SIGINT and SIGHUP request shutdown; for the main thread only.
 
   A thread receives signals at once, even while the main thread is in native code. A second Ctrl-C
-  ends the process immediately. If SIGHUP is ignored, as by nohup, it stays so.
+  ends the process immediately. If SIGHUP is ignored, as under nohup, it stays ignored.
 
   Args:
-    pass_on: called in that thread at each signal, to request shutdown of the other processes.
+    pass_on: called at each signal, in the thread that receives it, to request shutdown of the other
+      processes.
   """
   global _handling_signals
   numbers = [signal.SIGTERM, signal.SIGINT]

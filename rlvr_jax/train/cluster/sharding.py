@@ -69,13 +69,13 @@ def make_mesh(
   skipped: int = 0,
   devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-  """A mesh over data·fsdp·tensor devices, after the first `skipped` ones.
+  """A mesh over data·fsdp·tensor devices, without the first `skipped` devices.
 
   With several TPU slices, `data` spans the slices, and the other axes stay within a slice.
 
   Args:
-    data, fsdp, tensor: number of devices along each axis, ≥ 1; one of them may be −1: all remaining
-      devices.
+    data, fsdp, tensor: number of devices along each axis, ≥ 1; one of the three may be −1 for all
+      remaining devices.
     field: name of the configuration field, for messages.
     skipped: number of devices that belong to another mesh.
     devices: devices to choose from, which need not exist; None: this run's devices.
@@ -161,12 +161,12 @@ def has_same_devices(mesh: Mesh, other: Mesh) -> bool:
 
 
 def is_on_cpu(mesh: Mesh | AbstractMesh) -> bool:
-  """Whether a mesh is of CPUs; one without devices stands for accelerators."""
+  """Whether a mesh consists of CPUs; a mesh without devices stands for accelerators."""
   return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
 def state_shardings(abstract: Tree, mesh: Mesh) -> Tree:
-  """A NamedSharding for every leaf, from `RULES` by its path; also for optimizer moments.
+  """A NamedSharding for every leaf, from `RULES` by the leaf's path; also for optimizer moments.
 
   A dimension that is not divisible by the size of its axis is replicated.
   """
@@ -200,7 +200,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def rows_of_process(mesh: Mesh, number: int) -> set[int]:
-  """The rows of a micro-batch, of `number` in all, that lie on this process's devices."""
+  """The rows that lie on this process's devices, for a micro-batch of `number` rows."""
   parts = batch_sharding(mesh).addressable_devices_indices_map((number,)).values()
   return {row for part in parts if part for row in range(number)[part[0]]}
 
@@ -215,7 +215,8 @@ def make_layout(mesh: Mesh | None, parameters: Mesh | None = None) -> Layout:
 
   Args:
     mesh: None for one device.
-    parameters: the mesh that its parameters are sharded on, of the same devices; None for `mesh`.
+    parameters: the mesh on which the parameters are sharded, with the same devices; None for
+      `mesh`.
   """
   if mesh is None:
     return Layout()
@@ -225,7 +226,7 @@ def make_layout(mesh: Mesh | None, parameters: Mesh | None = None) -> Layout:
 
 
 def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
-  """A function that keeps activations [P, ...] sharded on prompts, so that weights move instead."""
+  """A function that keeps activations [P, ...] sharded on prompts; weights are moved instead."""
   if mesh.size == 1:
     return lambda x: x
   return lambda x: jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
@@ -263,12 +264,13 @@ def _with_gradient_map(
 def fsdp_gather(mesh: Mesh, *, rearranged: bool = False) -> Callable[[Params], Params]:
   """A function that gathers parameters along fsdp, for loops that use them often.
 
-  They stay sharded along tensor.
+  The parameters stay sharded along tensor.
 
   Args:
     mesh: the mesh of the result.
-    rearranged: whether they come from another layout of the same devices. Then a device first gets
-      a part of what it will have, so that none gathers what only others need.
+    rearranged: whether the parameters come from another layout of the same devices. Then a device
+      first gets a part of its final shard, so that no device gathers parameters that only other
+      devices need.
   """
   if mesh.size == 1:
     return lambda params: params
@@ -287,7 +289,7 @@ def decoding_shardings(params: Params, mesh: Mesh) -> Params:
 
   Args:
     params: shapes of the stacked parameters.
-    mesh: the mesh that generates.
+    mesh: the mesh for generation.
   """
   gathered = _replace_fsdp(state_shardings(params, mesh), params, ())
   of_layer = lambda stacked: NamedSharding(mesh, PartitionSpec(*stacked.spec[1:]))
@@ -311,8 +313,8 @@ def _replace_fsdp(shardings: Params, arrays: Params, axes: tuple[str, ...]) -> P
 def host_result_sharding(mesh: Mesh) -> NamedSharding:
   """The sharding of batch-sized results that the host reads: replicated with several processes.
 
-  The program that computes them then also gathers them. A separate gather would wait in the
-  devices' queue behind programs dispatched in the meantime.
+  The program that computes the results then also gathers them. A separate gather would wait in the
+  devices' queue after programs dispatched in the meantime.
   """
   return batch_sharding(mesh) if jax.process_count() == 1 else replicated_sharding(mesh)
 
@@ -359,7 +361,7 @@ def batch_to_devices(batch: TrainBatch, mesh: Mesh, groups: PartitionSpec = BATC
   """Puts a batch of the host, equal on every process, on devices as global arrays.
 
   Args:
-    groups: how arrays [P, ...] are split, over prompts or not at all.
+    groups: the sharding of arrays [P, ...]: over prompts, or replicated.
   """
   shardings = batch_shardings(batch, mesh, groups)
   on_devices: TrainBatch = jax.tree.map(to_devices, batch, shardings)

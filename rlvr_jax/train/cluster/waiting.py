@@ -12,9 +12,9 @@ from rlvr_jax.types import Tree
 
 
 def burst_to_host(tree: Tree, *, deadline_s: float) -> Tree:
-  """The tokens that a burst has sampled, as NumPy arrays; waits for the devices.
+  """Waits for the devices and returns the tokens that a burst has sampled, as NumPy arrays.
 
-  Ends the process if that takes longer than `deadline_s` seconds.
+  Ends the process if the wait takes longer than `deadline_s` seconds.
 
   Raises:
     EndRequestedError: shutdown was requested.
@@ -30,10 +30,10 @@ def burst_to_host(tree: Tree, *, deadline_s: float) -> Tree:
 
 
 def gather_answers(action: Callable[[], JSON]) -> list[Any]:
-  """The results of an action in all processes; an error in one process ends all.
+  """The results of an action in all processes; an error in one process ends all processes.
 
   Raises:
-    EndRequestedError: shutdown was requested. All rollouts may wait, so that no burst notices it.
+    EndRequestedError: shutdown was requested; no burst would notice it while all rollouts wait.
   """
   multihost.raise_if_shutdown_requested()
   return multihost.exchange(multihost.run_together(action))

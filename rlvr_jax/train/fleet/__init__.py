@@ -1,4 +1,4 @@
-"""A run whose rollouts other programs sample, see docs/fleet.md: what `fleet` needs of a run."""
+"""A trainer with a fleet of sampling programs, see docs/fleet.md."""
 
 __all__ = [
   "policies",

@@ -1,8 +1,9 @@
 """The policies that a trainer publishes in its workdir, for samplers to restore.
 
-A policy is a checkpoint of parameters alone, in the folder of its version: complete or absent, with
-the checksum of every leaf. It has the dtypes that decode: a network whose products are in bfloat16
-is published in bfloat16. Of a run that trains adapters it has the adapters alone, as they are.
+A policy is a checkpoint of parameters alone, in the folder of its version. It is complete or
+absent, and has the checksum of every leaf. It has the dtypes of decoding: a network that computes
+products in bfloat16 is published in bfloat16. If a run trains adapters, only the adapters are
+published, in their own dtypes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ KEEP = 3  # the latest ones: a sampler that begins to restore one has two update
 
 
 class Policy(NamedTuple):
-  """A policy, by which trainer and samplers name it."""
+  """The name of a policy, which trainer and samplers share."""
 
   version: int  # number of updates before it
   fingerprint: str  # of the trainer's parameters, see `generation.policies.lazy_fingerprint`
@@ -53,7 +54,7 @@ class PolicyDamagedError(RuntimeError):
 
 
 class PolicyPublisher:
-  """Publishes policies, and keeps the latest ones; all processes of a trainer call it together."""
+  """Publishes policies and keeps the latest ones; all processes of a trainer call it together."""
 
   def __init__(
     self,
@@ -86,16 +87,16 @@ class PolicyPublisher:
     self._writing: Policy | None = None
 
   def publish(self, params: Params, policy: Policy) -> dict[str, float]:
-    """Copies a policy's parameters; they are written in the background.
+    """Copies a policy's parameters and writes them in the background.
 
-    Waits for the policy before it to be written. Policies of this version and of later ones, which
-    an earlier trainer has written, are removed: they may be damaged, or of updates that were lost.
+    Waits until the previous policy is written. Removes policies of this version and of later
+    versions that an earlier trainer has written: they may be damaged, or of lost updates.
 
     Args:
       params: the trained parameters, which may be donated when this returns.
-      policy: their version and fingerprint.
+      policy: version and fingerprint of the parameters.
     Returns:
-      Metrics: the seconds that this took, and the bytes that all processes write.
+      Metrics: the seconds that this call took, and the bytes that all processes write.
     """
     began = time.perf_counter()
     self.wait()
@@ -125,7 +126,7 @@ class PolicyPublisher:
     return [*self._published.values()]
 
   def failure(self) -> str:
-    """Why the last policy could not be published; "" if it was, or is still being published."""
+    """Why the last policy could not be published; "" unless publishing has failed."""
     try:
       self._checkpointer.check()
     except (CheckpointError, DiskFullError) as error:
@@ -134,7 +135,7 @@ class PolicyPublisher:
     return ""
 
   def wait(self) -> None:
-    """Waits until everything is written; raises the error if it failed."""
+    """Waits until everything is written; raises the error if writing has failed."""
     self._checkpointer.wait()
     self.published()
 
@@ -144,7 +145,7 @@ class PolicyPublisher:
 
 
 def read_name(folder: pathlib.Path, version: int) -> Policy | None:
-  """The name of a published policy, by its manifest; None if that is missing or damaged."""
+  """The name of a published policy, from its manifest; None if it is missing or damaged."""
   try:
     return Policy(version, read_manifest(folder / str(version))["host"]["fingerprint"])
   except (CheckpointError, OSError, ValueError, KeyError):
@@ -178,8 +179,7 @@ class PolicyReader:
     """Restores a policy, and verifies every leaf; with several processes, `verify` does that.
 
     Raises:
-      PolicyGoneError: the policy is not published any more, was removed meanwhile, or cannot be
-        read now.
+      PolicyGoneError: the policy was removed, or cannot be read at present.
       PolicyDamagedError: the policy is there, but was damaged for some time.
       CheckpointError: the policy has another network, so that this sampler cannot use it.
       UnreachableError: the bucket does not respond.
@@ -215,7 +215,7 @@ class PolicyReader:
     """Verifies every leaf of a restored policy; all processes call it together.
 
     Raises:
-      PolicyGoneError: the policy was removed meanwhile, or cannot be read now.
+      PolicyGoneError: the policy was removed, or cannot be read at present.
       PolicyDamagedError: the policy is there, but was damaged for some time.
     """
     try:

@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 
 class FleetSampler:
-  """A fleet as the sampler of all processes of a trainer; the first process exchanges the files."""
+  """A fleet as the sampler of a trainer's processes; the first process exchanges the files."""
 
   def __init__(
     self,
@@ -114,7 +114,7 @@ class FleetSampler:
     self._remote = multihost.run_on_first(begin, None)
 
   def offer(self, policy: Policy) -> None:
-    """Publishes newer weights; all processes write their part."""
+    """Publishes newer weights; every process writes its part."""
     name = published.Policy(policy.version, policy.fingerprint())
     for metric, value in self._publisher.publish(policy.params, name).items():
       self._measured[metric] = self._measured.get(metric, 0.0) + value
@@ -122,15 +122,15 @@ class FleetSampler:
       self._remote.offer(policy)
 
   def want(self, draw: Draw, indices: Collection[int]) -> None:
-    """Asks the samplers for groups of a draw."""
+    """Requests groups of a draw from the samplers."""
     if self._remote is not None:
       self._remote.want(draw, indices)
 
   def take(self) -> list[Group]:
-    """Waits for groups; the same in all processes.
+    """Waits for groups; all processes get the same groups.
 
     Raises:
-      SamplerStoppedError: waiting is in vain, see `RemoteSampler.look`; or the samplers cannot get
+      SamplerStoppedError: waiting is useless, see `RemoteSampler.look`; or the samplers cannot get
         the last policy.
     """
     began = time.monotonic()
@@ -141,7 +141,7 @@ class FleetSampler:
     return groups
 
   def poll(self) -> list[Group]:
-    """The groups that have come; does not wait. Errors as of `take`."""
+    """The groups that have arrived; does not wait. Raises the errors of `take`."""
     return self._look_together(0.0)
 
   def _look_together(self, waited_s: float) -> list[Group]:
@@ -167,12 +167,12 @@ class FleetSampler:
     return "", base64.b64encode(encode(groups, {})).decode() if groups else ""
 
   def measure(self) -> dict[str, float]:
-    """Metrics of the fleet since the last call, and of its samplers now."""
+    """Metrics of the fleet since the last call, and of its present samplers."""
     measured, self._measured = self._measured, {}
     return measured | (self._remote.statistics() if self._remote is not None else {})
 
   def close(self) -> None:
-    """Ends the samplers too if all batches have been sampled."""
+    """Closes the fleet; ends the samplers too if all batches have been sampled."""
     try:
       self._publisher.close()
     finally:
@@ -201,7 +201,7 @@ class FleetSampler:
 class ComparedSampler:
   """A sampler of this program that compares each policy's first group with the trainer's network.
 
-  It samples what a trainer asks for, and refuses problems that name graders of their own.
+  It samples the groups that a trainer requests, and refuses problems that name unknown graders.
   """
 
   def __init__(
@@ -226,7 +226,7 @@ class ComparedSampler:
     self._graders = {*used_graders(task)}
 
   def offer(self, policy: Policy) -> None:
-    """Lets another policy sample; after a restart of the trainer perhaps an earlier one."""
+    """Lets another policy sample; after a restart of the trainer it may be an earlier policy."""
     self._checked = {(v, source) for v, source in self._checked if v < policy.version}
     self._policies.repeat_from(policy.version)
     self._inner.offer(policy)
@@ -235,8 +235,8 @@ class ComparedSampler:
     """Asks for groups of a draw.
 
     Raises:
-      ForeignGraderError: a problem names a grader in a module that this program's task does not
-        use, as far as its first problems say.
+      ForeignGraderError: a problem names a grader that none of the first problems of this program's
+        task names.
     """
     for problem in draw.problems:
       self._check(problem)
@@ -252,10 +252,10 @@ class ComparedSampler:
       )
 
   def take(self) -> list[Group]:
-    """Works until groups are finished; [] if none is wanted, or this program is to end.
+    """Works until groups are finished; returns [] if no group is wanted or the program is to end.
 
     Raises:
-      AgreementError: this program samples another distribution than the trainer computes.
+      AgreementError: this program samples from another distribution than the trainer computes.
     """
     try:
       return [self._compare(group) for group in self._inner.take()]
@@ -293,7 +293,7 @@ class ComparedSampler:
 
 
 class Leader:
-  """The sampler of the first of several processes, which tells the others what to do."""
+  """The sampler of the first of several processes; it tells the other processes what to do."""
 
   def __init__(self, inner: ComparedSampler, reader: PolicyReader):
     """Binds the sampler of this process; `reader`: of policies, on the mesh of all processes."""
@@ -315,13 +315,13 @@ class Leader:
     _tell("close")
 
   def is_ending(self) -> bool:
-    """Whether the program is to end. Tells the other processes that the first one waits."""
+    """Whether the program is to end; also tells the other processes that the first one waits."""
     _tell("wait")
     return _is_ending()
 
 
 def follow(inner: ComparedSampler, reader: PolicyReader) -> None:
-  """Does what the `Leader` in the first process does; returns when that closes."""
+  """Repeats the steps of the `Leader` in the first process, until the leader closes."""
   while True:
     command, *arguments = multihost.exchange(None)[0]
     if command == "offer":
@@ -376,7 +376,7 @@ def _unless_gone(action: Callable[[], T]) -> T:
 def sample_for(
   folder: pathlib.Path, sampler: ComparedSampler, settings: program.Settings, policy: Params
 ) -> None:
-  """Samples for the trainer of a workdir, until that has all its batches.
+  """Samples for the trainer of a workdir until the trainer has all its batches.
 
   Args:
     folder: the workdir, from `parse_path`.
@@ -412,7 +412,7 @@ def sample_for(
 
 
 def poll_s(folder: pathlib.Path) -> float:
-  """Seconds between two looks at the objects of a fleet."""
+  """Seconds between two reads of a fleet's objects."""
   return 1.0 if in_bucket(folder) else 0.1
 
 
@@ -424,12 +424,12 @@ def trainer_settings(
   identity: Mapping[str, str],
   deadline_s: float,
 ) -> remote.Settings:
-  """How a trainer takes part.
+  """The settings of the trainer of a fleet.
 
   Args:
     folder: the workdir.
     fleet: `config.fleet`.
-    allowed: what its groups may be.
+    allowed: the arrays that groups may have.
     identity: the result of `identify`.
     deadline_s: `config.generation_deadline_s`.
   """
@@ -452,7 +452,7 @@ def sampler_settings(
   group_size: int,
   deadline_s: float,
 ) -> program.Settings:
-  """How a sampler takes part.
+  """The settings of a sampler of a fleet.
 
   Args:
     folder: the workdir.
@@ -480,7 +480,7 @@ def identify(
   """The identity that all programs of a fleet must share, by name.
 
   Args:
-    config: the run's, as JSON.
+    config: the run's configuration, as JSON.
     may_differ: fields that a resumed run may change.
     source: the source of training problems.
     tokenizer: the tokenizer of the run.
@@ -548,10 +548,10 @@ def _differences(
 def sources_of_run(
   sources: Sources, make_sources: Callable[..., Sources], folder: pathlib.Path
 ) -> Sources:
-  """The sources, with the checkpoint of another run that the trainer has begun with, if any.
+  """The sources, with the checkpoint of another run with which the trainer began, if any.
 
   Args:
-    sources: as they are now.
+    sources: the sources made from the present configuration.
     make_sources: see `restore_sources`.
     folder: the workdir.
   """

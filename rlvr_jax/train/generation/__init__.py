@@ -1,4 +1,4 @@
-"""What samples for a run: its policies and samplers, and their comparison with the trainer."""
+"""The policies and samplers of a run, and their comparison with the trainer."""
 
 __all__ = [
   "agreement",

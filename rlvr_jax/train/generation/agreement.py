@@ -37,13 +37,13 @@ class Compared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-  """Compares the log-probabilities of sampler and trainer, on the first draw of every policy.
+  """Compares log-probabilities of sampler and trainer on the first draw of every policy.
 
   Attributes:
     sources, programs, rows, policies: sources, programs, rows and policies of the run.
     replays_routes: see `Method`.
-    mixes_caches: whether a token's cache may be of several versions.
-    samplers_compare: whether the programs that sample compare themselves with the trainer.
+    mixes_caches: whether a token's cache may come from several versions.
+    samplers_compare: whether the sampling programs do the comparison themselves.
   """
 
   sources: Sources
@@ -62,8 +62,8 @@ class Agreement:
       version: the version of the policy that the draw began with.
       checked_version: the version of the policy that was compared last.
     Returns:
-      The groups, with raw log-probabilities where a source records those; metrics of the gaps; and
-      the version that was compared last.
+      The groups, with raw log-probabilities if their source records raw log-probabilities; metrics
+      of the gaps; and the version that was compared last.
     Raises:
       AgreementError: a gap is too large.
     """
@@ -118,25 +118,27 @@ def behavior_gaps(
   """Gaps of log-probabilities between sampler and trainer, nats per token, by source.
 
   The trainer's log-probabilities come from the forward pass of updates, over packed rows, see
-  `update.agreement.behavior_gap`. Each token is computed under the version that it bears. In a
-  group of several versions a mixture's routers choose anew, since each version had its own routes
-  of all that stands before.
+  `update.agreement.behavior_gap`. Each token is computed under the version that sampled it. In a
+  group of several versions a mixture's routers choose again, since each version had its own routes
+  for the preceding tokens.
 
   Args:
-    groups: P groups; a few of every source are compared, of which alone a batch is made.
+    groups: P groups; only a few groups of every source are compared.
     mask: f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
-    of_tokens: i32[P, G, T], the version of each token, or i32[P]; None: one has sampled all.
-    policies: policies whose tokens are compared; without versions of tokens, the sampler of all.
-    frozen: the parameters that are not trained, on the devices that generate.
+    of_tokens: i32[P, G, T], the version of each token, or i32[P], of each group; None: one version
+      has sampled all tokens.
+    policies: the policies whose tokens are compared; if `of_tokens` is None, the policy that
+      sampled all tokens.
+    frozen: the parameters that are not trained, on the devices for generation.
     sources, placement, programs: sources, placement and programs of the run.
-    mixes_caches: whether a token's cache may be of several versions. The gap of such a token is
-      more than rounding: it is a metric of its own, and is not checked.
+    mixes_caches: whether a token's cache may come from several versions. The gap of such a token is
+      more than rounding: it has a separate metric and is not checked.
   Returns:
-    agreement/SOURCE_mean and agreement/SOURCE_max; agreement/SOURCE_draws/BIN, the tokens drawn
-    with a probability in each bin, …_draws_expected/BIN, the bin's mass under the distributions
-    that they were drawn from, and …_draws_z_max, the largest deviation in standard deviations. With
-    SOURCE_mixed those of mixed caches. Of several versions the mean of the means, the largest of
-    maxima, and sums of draws.
+    agreement/SOURCE_mean and agreement/SOURCE_max, the gaps; agreement/SOURCE_draws/BIN, the number
+    of drawn tokens with a probability in the bin; …_draws_expected/BIN, the expected number; and
+    …_draws_z_max, the largest deviation in standard deviations. SOURCE_mixed names the gaps of
+    tokens with mixed caches. Several versions are joined by the mean of means, the maximum of
+    maxima and the sum of draws.
   Raises:
     AgreementError: the gap of a source that samples with the policy's own parameters is too large.
   """
@@ -200,13 +202,13 @@ def _check_gap(source: Source, gap: float, version: int) -> None:
 
 
 def sampled_by(groups: Sequence[Group], version: int) -> tuple[set[int], np.ndarray | None]:
-  """(versions that sampled the groups, version of each token or group; None: one sampled all).
+  """(versions that sampled the groups, version of each token or group, or None for one version).
 
-  In real time all may be later than the version that their draw began with.
+  With real-time sampling all versions may be later than the version with which the draw began.
 
   Args:
     groups: the groups of a draw.
-    version: the version that the draw began with, for groups without versions of this run.
+    version: the version with which the draw began, for groups without versions of this run.
   """
   versions = {v for group in groups for v in group.versions} or {version}
   has_several = len(versions) > 1 or any("token_versions" in group.arrays for group in groups)
@@ -218,8 +220,8 @@ def sampled_mask(groups: Sequence[Group], num_recorded: int) -> np.ndarray:
 
   Args:
     groups: P groups.
-    num_recorded: groups at the end that another run has recorded, whose mask of the loss is all
-      that is known.
+    num_recorded: number of groups at the end that another run has recorded; for these only the
+      loss's mask is known.
   """
   first_recorded = len(groups) - num_recorded
   sampled = [sampled_places(group.arrays) for group in groups[:first_recorded]]

@@ -1,4 +1,4 @@
-"""The policies of a run: the trainer's parameters on the devices that generate, by version."""
+"""The policies of a run: the trainer's parameters by version, on the devices for generation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from rlvr_jax.types import Array, Params
 
 
 class Policies:
-  """Makes policies, and keeps each until its samples are compared with the trainer.
+  """Makes policies and keeps each policy until its samples are compared with the trainer.
 
   Attributes:
-    frozen: the parameters that are not trained, on the devices that generate.
-  """
+    frozen: the parameters that are not trained, on the devices for generation."""
 
   def __init__(
     self,
@@ -53,11 +52,11 @@ class Policies:
     self._compared: set[int] = set()  # versions
 
   def make(self, params: Params, version: int) -> Policy:
-    """Syncs the trainer's parameters to the devices that generate.
+    """Copies the trainer's parameters to the devices for generation.
 
     Args:
       params: the trainer's parameters.
-      version: number of updates that they have had.
+      version: number of updates that the parameters have had.
     """
     # What samples has to match these parameters.
     self._trained[version] = lazy_fingerprint(self._checksums(params))
@@ -71,7 +70,7 @@ class Policies:
     return policy
 
   def load(self, source: Source, policy: Policy) -> Params:
-    """A source's weights under a policy, in the form that the source's engine takes."""
+    """The weights of a source for a policy, in the form that the source's engine takes."""
     self._use(policy)
     return source.programs.load(*source.params_of(policy.params, self.frozen))
 
@@ -86,29 +85,29 @@ class Policies:
     } | {policy.version: policy}
 
   def rest(self) -> None:
-    """Lets parameters go that are not needed before the next policy; nothing is sampled now."""
+    """Drops parameters that are not needed before the next policy; nothing may be sampling."""
     if not keeps_several(self._schedule):
       self._used = {}
 
   def used(self, versions: Collection[int]) -> list[Policy]:
-    """The versions, of these, that have sampled and are kept, ascending."""
+    """The given versions that have sampled and are kept, ascending."""
     return [policy for version, policy in sorted(self._used.items()) if version in versions]
 
   def newest_used(self) -> list[Policy]:
-    """The newest one that has sampled, if any has."""
+    """The newest policy that has sampled, or None."""
     return [policy for _, policy in sorted(self._used.items())][-1:]
 
   def repeat_from(self, version: int) -> None:
-    """Forgets this version and later ones, which are being repeated, perhaps with other bits."""
+    """Forgets this version and later versions, which are repeated, perhaps with other bits."""
     self._used = {v: policy for v, policy in self._used.items() if v < version}
     self._compared = {v for v in self._compared if v < version}
 
   def mark_compared(self, versions: Collection[int]) -> None:
-    """Notes that these versions were compared."""
+    """Notes that these versions have been compared."""
     self._compared |= {*versions}
 
   def fingerprint(self, version: int) -> str | None:
-    """The trainer's fingerprint of a version; None if it is not known, or forgotten."""
+    """The trainer's fingerprint of a version; None if it is unknown or forgotten."""
     compute = self._trained.get(version)
     return compute() if compute else None
 
@@ -146,12 +145,12 @@ class Policies:
 
 
 def keeps_several(schedule: Schedule) -> bool:
-  """Whether a response of the run may have tokens of several policies, as a recorded one had."""
+  """Whether a response of the run may have tokens of several policies."""
   return schedule.recorded is not None and schedule.recorded.has_several
 
 
 def make_sync(placement: Placement, schedule: Schedule) -> Callable[[Params], Params]:
-  """(the trainer's parameters) → parameters to sample rollouts with, on the devices that generate.
+  """A function from the trainer's parameters to the sampler's, on the devices for generation.
 
   An update donates the trainer's parameters, so sampling during an update needs a copy. Engines on
   the same devices move the parameters into a layout of their own, once per refresh.
@@ -165,7 +164,7 @@ def make_sync(placement: Placement, schedule: Schedule) -> Callable[[Params], Pa
 
 
 def as_they_are(params: Params) -> Params:
-  """The parameters themselves."""
+  """Returns the parameters unchanged."""
   return params
 
 

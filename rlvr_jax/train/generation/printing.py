@@ -1,4 +1,4 @@
-"""How far the sampling of a long refresh is, for people."""
+"""Prints the progress of sampling a long refresh."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _PRINT_EVERY_S = 30.0
 
 
 def keep_alive(progress: Progress) -> None:
-  """Tells this process that sampling goes on."""
+  """Restarts the process's deadline, since sampling makes progress."""
   del progress
   restart_deadline()
 
 
 class Printer:
-  """Prints how far a long refresh is, after some of its bursts."""
+  """Prints the progress of a long refresh after some of its bursts."""
 
   def __init__(self) -> None:
     """Begins with the first refresh."""
@@ -27,7 +27,7 @@ class Printer:
     self._tokens = self._steps = 0  # of slots, when it began
 
   def __call__(self, progress: Progress) -> None:
-    """Takes note of a burst."""
+    """Counts a burst, and prints the progress if it is time."""
     keep_alive(progress)
     now, usage = time.monotonic(), progress.usage
     self._finished += progress.finished

@@ -40,13 +40,13 @@ def replace_with_raw(
   replays_routes: bool,
   logprobs_at_temperature_1: Callable[..., Array],
 ) -> tuple[list[Group], dict[str, float]]:
-  """Makes raw log-probabilities the behavior policy's, for sources with recorded = "raw".
+  """Replaces behavior log-probabilities by raw ones, for sources with recorded = "raw".
 
-  The groups keep both. What was sampled from has been compared with the trainer before.
+  The groups keep both. The sampled distribution has been compared with the trainer before.
 
   Args:
     groups: the groups of a draw, in the order of their sources.
-    params, frozen: parameters of the policy that sampled the groups, on the devices that generate.
+    params, frozen: parameters of the policy that sampled the groups, on the devices for generation.
     sources, placement: sources and placement of the run.
     replays_routes: see `Method`.
     logprobs_at_temperature_1: the function of this name in `Programs`.

@@ -1,4 +1,4 @@
-"""Makes the samplers of a run: of training, of evaluation, and of the first entropy."""
+"""Makes the samplers of a run: for training, for evaluation, and for the first entropy."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def training_sampler(
   new_weights: str,
   deadline_s: float,
 ) -> LocalSampler:
-  """The sampler of a run's rollouts.
+  """The sampler of the training rollouts of a run.
 
   Args:
     sources, policies, grading, schedule: sources, policies, grading and schedule of the run.
     answers: for this sampler alone.
     group_size: G.
     new_weights: `config.fleet.new_weights`.
-    deadline_s: seconds that sampling may be without progress.
+    deadline_s: seconds without progress after which sampling fails.
   """
   settings = SamplerSettings(group_size, new_weights=new_weights, deadline_s=deadline_s)
   if keeps_several(schedule):
@@ -68,7 +68,7 @@ def sampler_of_policy(
   """A sampler of the trainer's policy alone, such as the sampler of evaluations.
 
   Args:
-    programs: the programs of its engine.
+    programs: the programs of the sampler's engine.
     frozen: the parameters that are not trained.
     grading: the grading of the run.
     answers: for this sampler alone.

@@ -24,14 +24,15 @@ from rlvr_jax.types import RECORDED, Params, TrainBatch, TrainState
 
 
 class ScorerSettings(NamedTuple):
-  """What the updates of a run need.
+  """The values that the updates of a run need.
 
   Attributes:
     seed: the seed of the run.
     permutes_rewards: whether this is a control run, whose rewards are permuted.
-    has_reference: whether the loss has a term of the reference policy, the initial one.
+    has_reference: whether the loss has a term of the reference policy, which is the initial policy.
     has_proximal: whether the loss has a proximal policy.
-    proximal_every: updates after which its log-probabilities are computed again; 0: never.
+    proximal_every: number of updates after which the proximal log-probabilities are computed again;
+      0: never.
     needs: fields of the batch that the advantage takes, see `Advantage.needs`.
     compares: see `Method`.
     diagnose_every: updates between measurements of the gradient geometry; 0: never.
@@ -70,7 +71,7 @@ class _OtherPolicies:
 
 
 class Scorer:
-  """Computes log-probabilities of batches under the current, the initial and a teacher's policy."""
+  """Computes log-probabilities of batches under the current and initial policies and teachers."""
 
   def __init__(
     self,
@@ -104,9 +105,9 @@ class Scorer:
 
   @property
   def teacher(self) -> tuple[Params, Params] | None:
-    """(trained, frozen) parameters of the teacher that every update compares distributions with.
+    """(trained, frozen) parameters of the teacher whose distributions every update needs.
 
-    None if there is none, or its log-probabilities are enough.
+    None if there is no teacher, or if its log-probabilities of sampled tokens suffice.
     """
     return self._others.teacher(0, None) if self._settings.compares else None
 
@@ -117,7 +118,7 @@ class Scorer:
 
     Args:
       sampled: a graded batch.
-      state: before the update.
+      state: the state before the update.
       step: number of updates so far.
     """
     settings, number, batch = self._settings, sampled.number, sampled.train
@@ -176,14 +177,16 @@ class Scorer:
   def teach(
     self, batch: TrainBatch, groups: Sequence[Group], current: Params
   ) -> dict[str, np.ndarray]:
-    """The teachers' log-probabilities of the responses, and entropies, at their temperature.
+    """The teachers' log-probabilities of the responses and their entropies, at their temperature.
 
     Args:
       batch: the batch of these groups.
-      groups: the groups of a problem each, which may name its teacher and have a text for it.
-      current: the trained parameters now.
+      groups: the groups of the batch; the problem of a group may name its teacher and have a text
+        for it.
+      current: the trained parameters at present.
     Returns:
-      Arrays f32[P, G, T] by field of the batch; with several teachers also their numbers, i32[P].
+      Arrays f32[P, G, T] by field of the batch; with several teachers also the teachers' numbers,
+      i32[P].
     """
     # Routes are of the policy's experts.
     batch = dataclasses.replace(batch, routes=None, prompt_routes=None)
@@ -249,17 +252,17 @@ def measure_entropy(
 ) -> float:
   """Mean entropy, in nats per token, on responses to the first training prompts.
 
-  All sampled tokens count, also tokens that the loss leaves out, since it may leave out all. They
-  are sampled with separate keys, so that measuring does not affect the run.
+  All sampled tokens count, since the loss may exclude all tokens. The responses are sampled with
+  separate keys, so that measuring does not affect the run.
 
   Args:
     params: the trained parameters.
     source: the source of training problems.
     batch_size: number of prompts, P.
     seed, rows: seed and rows of the run.
-    sampler: for this alone.
+    sampler: a sampler that only this measurement uses.
     frozen: the parameters that are not trained.
-    score: the score that function of `Programs`.
+    score: the function `score` of `Programs`.
   """
   problems = next(problem_batches(source, batch_size=batch_size, seed=seed))
   P = len(problems)

@@ -1,4 +1,4 @@
-"""What a run writes and prints; nothing here changes what it computes."""
+"""The output of a run: files, logs and printed lines; none of it changes the computation."""
 
 __all__ = [
   "advice",

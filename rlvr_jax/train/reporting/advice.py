@@ -1,6 +1,6 @@
-"""What a run advises: how often it sees its data, and what its metrics say of its settings.
+"""Advice that a run prints: how often it sees its data, and which settings its metrics question.
 
-Every function returns texts, "" where there is nothing to say; `log` prints them.
+Every function returns a text, "" if there is no advice; `log` prints the text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WarmStart(NamedTuple):
 
   @property
   def passes(self) -> float:
-    """How often it sees each demonstration; 0 without any."""
+    """The number of passes over the demonstrations; 0 without demonstrations."""
     if not self.demonstrations:
       return 0.0
     return self.num_steps * self.batch_size / self.demonstrations
@@ -42,7 +42,7 @@ class WarmStart(NamedTuple):
 def plan_warm_start(
   settings: ml_collections.ConfigDict, task: Task, *, checkpoint: str
 ) -> WarmStart:
-  """The supervised phase of a run; without steps if there is none.
+  """The supervised phase of a run; it has 0 steps if the run has no warm start.
 
   Args:
     settings: `config.warm_start`.
@@ -76,7 +76,7 @@ def planned_passes(
 
 
 def on_demonstrations(warm_start: WarmStart) -> str:
-  """Says that the warm start sees its demonstrations too often."""
+  """Warns if the warm start sees its demonstrations too often."""
   if warm_start.passes <= MANY_PASSES:
     return ""
   few = MANY_PASSES * warm_start.demonstrations // warm_start.batch_size
@@ -89,11 +89,11 @@ def on_demonstrations(warm_start: WarmStart) -> str:
 
 
 def on_first_update(warm_start: WarmStart, values: Mapping[str, float]) -> str:
-  """Says that the warm start has left little to learn from.
+  """Warns if few groups of the first update have different rewards after the warm start.
 
   Args:
     warm_start: the warm start of the run.
-    values: metrics of the first update, whose rollouts are of the policy after the warm start.
+    values: metrics of the first update, whose rollouts were sampled after the warm start.
   """
   passes = warm_start.passes
   if "groups/effective" not in values or "policy/entropy" not in values:
@@ -123,11 +123,11 @@ def on_first_update(warm_start: WarmStart, values: Mapping[str, float]) -> str:
 
 
 def on_responses(statistics: Mapping[str, float], update: int, limit: int) -> dict[str, str]:
-  """Says why most responses of a batch have ended, by the name of the cause.
+  """Warns if most responses of a batch ended for one undesired cause; texts by cause.
 
   Args:
     statistics: the statistics of the batch.
-    update: the first one that trains on it.
+    update: the first update that trains on the batch.
     limit: `config.max_response_length`, tokens.
   """
   if "dialogue/turns" in statistics:
@@ -165,11 +165,11 @@ def _on_dialogues(statistics: Mapping[str, float], update: int) -> dict[str, str
 
 
 def on_repetition(recorded: RecordedRun | None, batch: Batch) -> dict[str, str]:
-  """Says that a run which is sampled again has other rollouts from this batch on.
+  """Warns if a run that repeats a recorded run has other rollouts from this batch on.
 
   Args:
-    recorded: the run that is repeated; None if none is.
-    batch: the batch that is new.
+    recorded: the recorded run that is repeated, or None.
+    batch: the new batch of this run.
   """
   why = recorded.first_difference(batch.number, batch.fingerprints) if recorded else ""
   text = (
@@ -183,12 +183,12 @@ def on_repetition(recorded: RecordedRun | None, batch: Batch) -> dict[str, str]:
 def on_faults(
   samples: Sequence[Mapping[str, JSON]], which: str, consequence: str
 ) -> dict[str, str]:
-  """Says that the grader or the environment has failed, and how.
+  """Warns if the grader or the environment has failed, with the first error.
 
   Args:
     samples: records of rollouts.
-    which: rollouts these are.
-    consequence: what happens to them; {} in it becomes the outcome.
+    which: the name of these rollouts in the text.
+    consequence: what happens to these rollouts; {} in it becomes the outcome.
   """
   texts = {}
   for outcome, what in (
@@ -207,7 +207,7 @@ def on_faults(
 
 
 def on_padding(filled: float, update: int, batch: ml_collections.ConfigDict) -> dict[str, str]:
-  """Says that most positions of an update are padding.
+  """Warns if most positions of an update are padding.
 
   Args:
     filled: share of the computed places that hold a token.

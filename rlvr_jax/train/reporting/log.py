@@ -1,4 +1,4 @@
-"""What a run logs: counters, seconds by phase, and a record of every update and evaluation."""
+"""The log of a run: counters, seconds by phase, and a record of every update and evaluation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _PHASES = (  # seconds in one of these are not idle
 
 
 class NonFiniteError(FloatingPointError):
-  """Too many updates in a row were not finite, or one has made the state so."""
+  """Too many updates in a row were not finite, or an update has made the state non-finite."""
 
 
 class LoggedRun(NamedTuple):
@@ -102,7 +102,7 @@ class Clock:
   """Times of a run on the host's clock, in seconds.
 
   Attributes:
-    recorded: when the last record was written; from then on the trainer's devices were free.
+    recorded: when the last record was written; since then the trainer's devices have been free.
   """
 
   def __init__(self, elapsed: float):
@@ -113,7 +113,7 @@ class Clock:
     self._busy: list[float] = []  # by process, up to the last update
 
   def record(self, phases: Mapping[str, float]) -> dict[str, float]:
-    """Metrics: idle seconds since the last record, not in `phases`; seconds of the run so far."""
+    """Metrics: seconds since the last record outside of `phases`; seconds of the run so far."""
     before, self.recorded = self.recorded, time.perf_counter()
     idle = self.recorded - before - sum(phases.values())
     elapsed = self.recorded - self._began
@@ -122,10 +122,10 @@ class Clock:
   def busy(self, waits: Sequence[float]) -> dict[str, float]:
     """Seconds that each process has worked since the last update; {} with one process.
 
-    All wait for the slowest, which therefore waits least.
+    All processes wait for the slowest process, which therefore waits least.
 
     Args:
-      waits: by process, seconds that it has waited for devices or other processes so far.
+      waits: seconds that each process has waited so far for devices or other processes.
     """
     before, self._busy = self._busy, [self.recorded - seconds for seconds in waits]
     if len(before) < 2:
@@ -134,10 +134,10 @@ class Clock:
     return {f"hosts/busy_seconds_{k}": max(now - then, 0.0) for k, (now, then) in pairs}
 
   def left(self, step: int, total: int) -> float | None:
-    """Estimate of the seconds from update `step`, recorded just now, to update `total`.
+    """Estimated seconds from update `step`, which was just recorded, to update `total`.
 
-    The mean of this process's updates after the first one, which compiles, evaluations included;
-    None before there are any.
+    The estimate is the mean time of this process's updates, evaluations included, without the first
+    update, which compiles. It is None before the second update.
     """
     if self._first is None:
       self._first = step, self.recorded
@@ -148,7 +148,7 @@ class Clock:
 class RunLog:
   """Counts, measures time, and writes records; does not affect what a run computes.
 
-  The loop calls `write_update` and `write_evaluation`; what samples and scores calls the rest.
+  The loop calls `write_update` and `write_evaluation`; sampling and scoring call the other methods.
 
   Attributes:
     writer: the writer of the records.
@@ -188,20 +188,20 @@ class RunLog:
   # --- counting -----------------------------------------------------------------------------------
 
   def add_measurement(self, name: str, amount: float) -> None:
-    """Adds to a sum, or to a maximum, in the next update's record; see `_RATES`."""
+    """Adds a measurement to a sum or a maximum in the next update's record; see `_RATES`."""
     before = self._measured.get(name, 0.0)
     is_sum = name.startswith("time/") or name == _FRESH
     self._measured[name] = before + amount if is_sum else max(before, amount)
 
   @contextlib.contextmanager
   def measure(self, phase: str) -> Iterator[None]:
-    """Context whose seconds count as this phase's."""
+    """Context whose seconds are counted for this phase."""
     began = time.perf_counter()
     yield
     self.add_measurement(phase, time.perf_counter() - began)
 
   def count_sampled(self, batch: Batch, step: int) -> None:
-    """Counts a new batch and writes some of its rollouts; `step`: number of updates so far."""
+    """Counts a new batch and writes some of its rollouts, after `step` updates."""
     run = self._run
     self.counters["batches"] += batch.draws
     self.counters["prompts_sampled"] += batch.prompts
@@ -270,22 +270,22 @@ class RunLog:
     geometry: dict[str, jax.Array],
     adapters: Params | None,
   ) -> dict[str, float]:
-    """Counts an update that was dispatched, and writes the record of the one before it.
+    """Counts an update that was dispatched, and writes the record of the previous update.
 
-    `finish_update` writes its own record, for which it waits.
+    `finish_update` waits for the dispatched update and writes its record.
 
-    Args:
-      step: number of updates, this one included.
-      batch: it trains on.
-      metrics: the metrics of the update, on the devices.
-      statistics: the statistics of the batch's sampling and grading.
-      dispatched: when it was, on the host's clock, in seconds.
-      geometry: arrays measured before the update; may be empty.
-      adapters: the trained parameters if others are frozen.
-    Returns:
-      The counters, this update included.
-    Raises:
-      NonFiniteError: too many updates in a row were not finite.
+      Args:
+        step: number of updates, this one included.
+        batch: the batch that the update trains on.
+        metrics: the metrics of the update, on the devices.
+        statistics: the statistics of the batch's sampling and grading.
+        dispatched: the time of dispatch on the host's clock, in seconds.
+        geometry: arrays measured before the update; may be empty.
+        adapters: the trained parameters, if other parameters are frozen.
+      Returns:
+        The counters, this update included.
+      Raises:
+        NonFiniteError: too many updates in a row were not finite.
     """
     lengths = batch.prompts.lengths, response_lengths(batch)
     self.counters["tokens_trained"] += int(batch.mask.sum())
@@ -377,7 +377,7 @@ class RunLog:
       step: number of updates so far.
       values: as `evaluate.held_out.accuracy` returns them.
       samples: [problems][samples].
-      lengths: (of prompts, of responses, of these the policy's), in tokens.
+      lengths: tokens of (prompts, responses, the policy's parts of responses).
       began: when the evaluation began, seconds on the host's clock.
     Returns:
       The counters, this evaluation included.
@@ -413,7 +413,7 @@ class RunLog:
 
 
 def check_state(state: TrainState, step: int) -> None:
-  """Raises NonFiniteError if the state after `step` updates is not finite: it must not be saved."""
+  """Raises NonFiniteError if the state after `step` updates is not finite, so cannot be saved."""
   if names := nonfinite_names(state):
     raise NonFiniteError(
       f"after update {step} the optimizer has left NaN or infinite values in {len(names)} arrays of"

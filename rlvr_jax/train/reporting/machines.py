@@ -16,8 +16,8 @@ _GIB = 2**30
 def memory(phase: str) -> dict[str, float]:
   """GiB in use at the end of a phase: RAM of this process, and memory of its fullest device.
 
-  For a device it is the peak since the run began: the first phase with a value is the one that
-  reached it. CPU devices have none.
+  The device's value is the peak since the run began, so the first phase with this value reached the
+  peak. CPU devices have no value.
   """
   values = {f"memory/{phase}_host_gib": _resident() / _GIB}
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -64,7 +64,7 @@ class Profile:
     self._open = False
 
   def before(self, update: int) -> None:
-    """Starts the trace before its first update; a resumed run may be beyond that."""
+    """Starts the trace before its first update, unless a resumed run is already beyond it."""
     if self.first <= update <= self.last and not self._open:
       self._open = True
       jax.profiler.start_trace(str(self._folder))

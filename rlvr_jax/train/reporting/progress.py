@@ -1,4 +1,4 @@
-"""What a run prints: lines, warnings, and progress bars."""
+"""Prints lines, warnings and progress bars."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def compact_line(
   held_out: str = "",
   seconds_left: float | None = None,
 ) -> str:
-  """The printed line of one step; missing values are left out, and rare outcomes that are 0.
+  """The printed line of one step, without missing values and without rare outcomes that are 0.
 
   Args:
     step: number of updates so far, of `total`.
@@ -83,7 +83,7 @@ def say(line: str) -> None:
 
 
 def warn(text: str) -> None:
-  """Prints "warning: …": what the user may want to change; the run goes on."""
+  """Prints "warning: …" about something that the user may want to change; the run continues."""
   say(f"warning: {text}")
 
 

@@ -52,17 +52,17 @@ Value: TypeAlias = float | str | np.generic | np.ndarray | Array  # arrays of no
 
 
 class Writer(Protocol):
-  """Something that takes the records of a run."""
+  """An object that takes the records of a run."""
 
   def write(self, step: int, phase: str, values: Mapping[str, float]) -> None:
-    """Takes the numbers and texts of a phase's step."""
+    """Takes the numbers and texts of one step of a phase."""
 
   def close(self) -> None:
-    """Ends."""
+    """Closes the writer."""
 
 
 class MetricWriter:
-  """Passes the records of a run to its writers; all processes but the first have none.
+  """Passes the records of a run to its writers; only the first process has writers.
 
   Write every record of step N before saving the checkpoint of step N, which stores what `written`
   returns.
@@ -128,14 +128,14 @@ class MetricWriter:
       np.savez(file, **named)
 
   def write_stage(self, step: int, length: int) -> None:
-    """Writes the record of a stage that ends with this step, of so many updates."""
+    """Writes the record of a stage of `length` updates that ends with this step."""
     if self._lines:
       self.write(step, "stage", stage_summary(self.workdir, step, length))
 
   def written(self, step: int) -> dict[str, Sequence[int]]:
-    """Syncs the records to disk; returns a checkpoint's note of records up to a step; JSON.
+    """Syncs the records to disk; returns a note on the records up to a step for a checkpoint; JSON.
 
-    Later ones were written in preparing an update that was not made.
+    Later records belong to an update that was prepared but not made.
     """
     found: dict[str, Sequence[int]]
     found = {name: records.written(step) for name, records in self._lines.items()}
@@ -165,16 +165,16 @@ def open_writer(
   publish: Callable[[], None] = lambda: None,
   kept: str | os.PathLike[str] | None = None,
 ) -> MetricWriter:
-  """A writer of the files of `workdir`, so that a killed and resumed run ends with the same files.
+  """A writer of the files of `workdir`; a killed and resumed run ends with the same files.
 
   Args:
     workdir: created if needed.
-    last_step: the last step whose records are kept; `BEFORE_FIRST_STEP`: only the warm start's
-      records are kept; None: no record is.
-    written: what `MetricWriter.written` returned when the checkpoint of that step was saved.
-    trackers: get a copy of every number.
+    last_step: the last step whose records are kept; `BEFORE_FIRST_STEP` keeps only the warm start's
+      records; None keeps no record.
+    written: the result of `MetricWriter.written` when the checkpoint of that step was saved.
+    trackers: writers that get a copy of every number.
     publish: see `MetricWriter`.
-    kept: the folder where the files stay, for messages; None for `workdir`.
+    kept: the final folder of the files, for messages; None for `workdir`.
   """
   folder = pathlib.Path(workdir)
   folder.mkdir(parents=True, exist_ok=True)
@@ -311,7 +311,7 @@ class TensorBoard:
 class Tracker:
   """A run of wandb, or of trackio, which has the same functions.
 
-  Its first error is printed, and ends the copies, not the run.
+  The first error of the tracker is printed and ends the copies; the run continues.
   """
 
   def __init__(self, name: str, workdir: pathlib.Path, config: Mapping[str, JSON]):
@@ -348,7 +348,7 @@ class Tracker:
       warn(f"{self.name} gets no more metrics of this run: {error}; metrics.jsonl has all of them")
 
   def close(self) -> None:
-    """Waits until all that was logged has been sent."""
+    """Waits until all logged numbers have been sent."""
     self._run.finish()
 
 

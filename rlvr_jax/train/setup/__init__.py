@@ -1,4 +1,4 @@
-"""From a configuration to the components of a run; every error is found before compilation."""
+"""From a configuration to the components of a run; finds every error before compilation."""
 
 __all__ = [
   "behavior_sources",

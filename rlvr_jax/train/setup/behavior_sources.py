@@ -43,7 +43,7 @@ MAX_GAP = {"highest": 1e-4, "default": 5e-2}
 def make_sampling(
   settings: ml_collections.ConfigDict, vocab_size: int, *, allow_truncated: bool
 ) -> Sampling:
-  """The distribution that rollouts are sampled from.
+  """The distribution from which training rollouts are sampled.
 
   Args:
     settings: `config.sampling`.
@@ -83,10 +83,10 @@ def make_held_out_sampling(settings: ml_collections.ConfigDict, vocab_size: int)
 
 
 def groups_by_source(fractions: Mapping[str, float], num_prompts: int) -> dict[str, int]:
-  """Number of groups of a batch by source, the trained policy first; without sources that have 0.
+  """Number of groups in a batch by source, the trained policy first; omits sources with 0 groups.
 
   Args:
-    fractions: the fractions of the groups of a batch, by name of the other sources.
+    fractions: the other sources' fractions of the groups of a batch, by name.
     num_prompts: P.
   Raises:
     ValueError: a fraction of P is not an integer, or the fractions sum to more than 1.
@@ -126,10 +126,11 @@ def make_sources(
     mesh: the mesh of generation.
     tokenizer: the tokenizer of the run.
     shape: the shape of a training batch.
-    engines: makes their engines.
-    pins: `Source.pin` by name when the run began; empty for a new run.
+    engines: makes the engines of the sources.
+    pins: the `Source.pin` of each source when the run began; empty for a new run.
   Raises:
-    ValueError: with the field, its value, what is allowed and how to fix it.
+    ValueError: a setting is invalid; the message has the field, its value, what is allowed and how
+      to fix it.
   """
   settings, sampling = config.sources, sampling_of(config.sampling)
   check_between("config", "max_behavior_gap", config.max_behavior_gap, low=0.0)
@@ -241,10 +242,11 @@ def recorded_groups(
 
   Args:
     store: `config.sources.recorded.store`.
-    tokenizer: `config.tokenizer`, and the token that pads.
+    tokenizer: `config.tokenizer`, and the padding token.
     shape: the shape of this run's largest batch.
     allow_truncated: `config.allow_truncated_behavior`.
-    numbers: the numbers of the batches to use; None for all that the store has now.
+    numbers: the numbers of the batches to use; None for all batches that are in the store at
+      present.
     routes: see `RecordedGroups`.
   Raises:
     ValueError: there is no store, or its rollouts do not fit this run.
@@ -279,14 +281,14 @@ def other_policy(
   """(another run's model, the step of its checkpoint, a function that reads its parameters).
 
   Args:
-    settings: `config.sources.checkpoint`, with the `workdir` of that run, and the `step`, −1 for
-      the last one.
-    tokenizer: `config.tokenizer`, which both runs must have.
+    settings: `config.sources.checkpoint`: the `workdir` of the other run and the `step` of its
+      checkpoint, −1 for the last checkpoint.
+    tokenizer: `config.tokenizer`, which must be the same in both runs.
     model: the model of this run.
     mesh: the mesh of generation.
     step: the step when this run began; None for a new run.
   Raises:
-    ValueError: no run in that folder, no checkpoint of that step, or another tokenizer.
+    ValueError: the folder has no run, the run has no checkpoint of this step, or tokenizers differ.
   """
   workdir = parse_path("config.sources.checkpoint.workdir", settings.workdir)
   try:
@@ -325,7 +327,7 @@ def max_gap(
   *,
   rounded: bool = False,
 ) -> float:
-  """`Source.max_gap` of a source that samples with the policy's own parameters.
+  """The `Source.max_gap` of a source that samples with the policy's own parameters.
 
   Dividing logits by a temperature below 1 also divides their differences by it.
 
@@ -333,7 +335,8 @@ def max_gap(
     configured: `config.max_behavior_gap`, at temperature 1; None or 0 for the default.
     network: settings of the policy's network.
     sampling: the source's distribution.
-    rounded: whether the sampler's cache has 8 bits, so that it differs from the trainer's network.
+    rounded: whether the sampler's cache has 8 bits, so that the sampler differs from the trainer's
+      network.
   """
   bound = configured or MAX_GAP["default" if rounded else network.precision]
   return bound / min(1.0, sampling.temperature)

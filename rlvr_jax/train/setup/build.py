@@ -105,7 +105,7 @@ _MAX_PLANNED = 10_000  # updates for which a schedule is checked at the start
 class Parts:
   """The components that `build` makes of a configuration. Nothing is placed on a device yet.
 
-  For the programs' entry points, which hand each function what it uses.
+  Only entry points of programs hold this record; other functions get the parts that they use.
   """
 
   config: ml_collections.ConfigDict
@@ -129,7 +129,7 @@ class Parts:
 
   @property
   def training_grading(self) -> Grading:
-    """The grading of training rollouts, whose records have the fields that a teacher asks for."""
+    """The grading of training rollouts; records have the fields that a teacher needs."""
     more_of = functools.partial(read_problem, self.config.teacher)
     return dataclasses.replace(self.grading, more_of=more_of)
 
@@ -146,13 +146,14 @@ def build(
 
   Args:
     config: see `configs/base.py`.
-    task: instead of `config.task`, for problems made by the caller.
-    tokenizer: instead of `config.tokenizer`.
-    mesh: instead of `config.mesh` on the available devices; for shapes and compilation only.
-    only_samples: whether they belong to a sampler of a fleet, which has no optimizer beside its
-      slots, but two copies of the policy while it restores one.
+    task: a task to use instead of `config.task`, for problems made by the caller.
+    tokenizer: a tokenizer to use instead of `config.tokenizer`.
+    mesh: a mesh to use instead of `config.mesh`; for shapes and compilation only.
+    only_samples: whether the parts are for a sampler of a fleet. It needs no memory for an
+      optimizer, but memory for two copies of the policy while it restores a policy.
   Raises:
-    ValueError: an invalid setting, with the field, its value, what is allowed and how to fix it.
+    ValueError: a setting is invalid; the message has the field, its value, what is allowed and how
+      to fix it.
   """
   mesh = mesh or sharding.make_mesh(**config.mesh)
   config = config.copy_and_resolve_references()
@@ -387,7 +388,7 @@ def batch_shape(config: ml_collections.ConfigDict) -> BatchShape:
 
 
 def scored_groups(layout: RowLayout, shape: BatchShape, mesh: Mesh) -> int:
-  """`Placement.scored_groups`: groups of full length that fill a micro-batch on every device."""
+  """Number of full-length groups that fill a micro-batch on every device."""
   group = shape.group_size * (shape.max_prompt_length + shape.max_response_length)
   groups = max(layout.device_places // group, 1)
   devices: int = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -400,12 +401,12 @@ def make_sampler(
   mesh: Mesh,
   make_model_on: Callable[..., Model],
 ) -> PlacedModel:
-  """The model and mesh that generate rollouts: the arguments, or another layout's.
+  """The model and mesh for generation: the arguments, or a model and mesh of another layout.
 
   Args:
     settings: `config.generation_mesh`.
     model, mesh: model and mesh of updates.
-    make_model_on: (another mesh, the mesh its parameters are sharded on) → the model.
+    make_model_on: (another mesh, the mesh on which parameters are sharded) → the model.
   """
   generation_mesh = make_generation_mesh(settings, mesh)
   if generation_mesh is mesh:
@@ -420,10 +421,10 @@ def make_sampler(
 def make_compared(
   sampler: PlacedModel, model: Model, mesh: Mesh, make_model_on: Callable[..., Model]
 ) -> PlacedModel:
-  """The model whose log-probabilities the sampler's must equal: the updates', if possible.
+  """The model with which the sampler's log-probabilities are compared: the updates', if possible.
 
-  Devices of their own have only the sampler's copy of the parameters. The updates' forward pass
-  then runs on these devices, in a layout that splits no key/value head.
+  Separate devices of a sampler have only its own copy of the parameters. In this case the
+  forward pass of updates runs on these devices, in a layout that splits no key/value head.
 
   Args:
     sampler, make_model_on: see `make_sampler`.
@@ -453,7 +454,7 @@ def make_network(
   Args:
     settings: `config.model`.
     tokenizer: `config.tokenizer`, for messages.
-    vocab_size: the vocab size of the tokenizer.
+    vocab_size: the vocabulary size of the tokenizer.
   Raises:
     ValueError: the network has no embedding for some tokens.
   """
@@ -488,7 +489,8 @@ def make_model(
     adapters: the result of `make_lora`.
     shape: the shape of a training batch.
     mesh: the mesh of updates, or of generation.
-    parameters: the mesh that its parameters are sharded on, of the same devices; None for `mesh`.
+    parameters: the mesh on which the parameters are sharded, with the same devices; None for
+      `mesh`.
     tokens_per_row: `config.batch.tokens_per_row`.
   """
   attention = choose_row_attention(network, mesh, shape, tokens_per_row=tokens_per_row)
@@ -542,7 +544,7 @@ def make_schedule(name: str, *, num_updates: int, seed: int) -> staleness.Schedu
 
 
 def make_generation_mesh(settings: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
-  """The mesh that generates rollouts: `mesh` itself unless `config.generation_mesh` is set."""
+  """The mesh for generation: `mesh` itself unless `config.generation_mesh` is set."""
   sizes: dict[str, Any] = {axis: settings[axis] for axis in sharding.AXES}
   if not any(sizes.values()):
     return mesh
@@ -553,7 +555,7 @@ def make_generation_mesh(settings: ml_collections.ConfigDict, mesh: Mesh) -> Mes
 
 
 def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> Method:
-  """The components of an update that the configuration names, and its settings."""
+  """The components and settings of an update, from the configuration."""
   rate, transformation = make_optimizer("config", config, config.num_updates)
   check_choice("config", "aggregation", config.aggregation, AGGREGATIONS)
   check_choice("config.reference", "estimator", config.reference.estimator, REFERENCE_KL_ESTIMATORS)
@@ -615,8 +617,8 @@ def make_needed_gram(
     name, advantage_name: `config.gram` and `config.advantage`.
     reweighter, advantage: reweighter and advantage of the method.
   Raises:
-    ValueError: the advantage needs norms of gradients, and the norms of `name` are of something
-      else.
+    ValueError: the advantage needs norms of gradients, but the feature of `name` is not the
+      gradient.
   """
   needs_norms = "squared_norms" in advantage.needs
   if not (reweighter.needs_gram or needs_norms):
@@ -631,7 +633,7 @@ def make_needed_gram(
 
 
 def make_loss(name: str, correction: str, proximal_every: int) -> losses.Loss:
-  """The loss of `config.loss`, corrected as `config.correction` says.
+  """The loss of `config.loss` with the correction of `config.correction`.
 
   Args:
     name, correction, proximal_every: fields of the configuration.
@@ -700,7 +702,7 @@ def make_veto(settings: ml_collections.ConfigDict) -> Veto | None:
 def make_optimizer(
   owner: str, settings: ml_collections.ConfigDict, num_updates: int
 ) -> tuple[optax.Schedule, optax.GradientTransformation]:
-  """(learning rate as a function of the update, optimizer) of the group of fields `owner`."""
+  """(learning rate as a function of the update, optimizer) from the group of fields `owner`."""
   field, name = f"{owner}.optimizer", settings.optimizer
   rate = specs.make(
     f"{owner}.learning_rate", learning_rate, settings.learning_rate, Callable,

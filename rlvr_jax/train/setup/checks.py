@@ -1,4 +1,4 @@
-"""Checks that compare parts of a run, all before compilation; each part checks itself when made."""
+"""Checks that compare parts of a run before compilation; each part checks itself when made."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _AT_LEAST_ONE = {
 def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   """Raises ValueError if batches do not split over a mesh, or a number of a run is out of range.
 
-  It compares sections with the mesh, and has the ranges of those in `_AT_LEAST_ONE`.
+  It compares sections with the mesh, and checks the ranges of the fields in `_AT_LEAST_ONE`.
   """
   for group, names in _AT_LEAST_ONE.items():
     section = config[group] if group else config
@@ -91,7 +91,7 @@ def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
 
 
 def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) -> None:
-  """Raises ValueError unless the heads, or copies of key/value heads, split over `tensor`."""
+  """Raises ValueError unless heads, or copies of key/value heads, can be split over `tensor`."""
   if not sampling_splits(network, tensor):
     heads = network.num_heads
     allowed = [size for size in range(1, heads + 1) if sampling_splits(network, size)]
@@ -102,7 +102,7 @@ def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) ->
 
 
 def sampling_splits(network: TransformerConfig, tensor: int) -> bool:
-  """Whether the heads, or copies of key/value heads, split over `tensor` devices."""
+  """Whether heads, or copies of key/value heads, can be split over `tensor` devices."""
   return all(
     heads.queries % tensor == 0 and (heads.keys % tensor == 0 or tensor % heads.keys == 0)
     for heads in network.heads
@@ -209,7 +209,7 @@ def check_new_weights(
   if setting == "finish" or schedule.recorded is not None:
     return
   reasons = {
-    f"config.schedule = {name!r} has no policies that come meanwhile; set it to"
+    f"config.schedule = {name!r} gives a response no newer weights; set it to"
     " 'asynchronous(max_lag=4)'": not schedule.threaded,
     "config.model.routing = 'replayed' has the routes of one version, and the cache has those of"
     " several; set new_weights = 'recompute'": setting == "switch" and routing == "replayed",
@@ -225,7 +225,7 @@ def check_new_weights(
 def check_repeats(
   new_weights: str, schedule: staleness.Schedule, sources: Sequence[Source]
 ) -> None:
-  """Raises ValueError unless a run samples as the recorded one that its schedule repeats.
+  """Raises ValueError unless a run samples like the recorded run that its schedule repeats.
 
   Args:
     new_weights: `config.fleet.new_weights`.
@@ -323,12 +323,12 @@ def check_rewards_by_name(
 def check_advantage_of_tokens(
   advantage: str, reweighting: str, loss: str, *, lacks_turns: bool, of_responses: bool
 ) -> None:
-  """Raises ValueError unless coefficients may be of tokens, and of turns where there are any.
+  """Raises ValueError if this run cannot use coefficients per token, or has no turns to compare.
 
   Args:
     advantage, reweighting, loss: fields of the configuration.
-    lacks_turns: whether the advantage compares turns, and rollouts have one each.
-    of_responses: whether the loss is of full responses.
+    lacks_turns: whether the advantage compares turns, but every rollout has one turn.
+    of_responses: whether the loss takes one coefficient per response.
   """
   reasons = {
     "config.environment.name = '' has no turns to compare; name an environment": lacks_turns,
@@ -347,7 +347,7 @@ def check_advantage_of_tokens(
 
 
 def check_dynamic_sampling(settings: ml_collections.ConfigDict, group_size: int) -> None:
-  """Raises ValueError if dynamic sampling would keep nothing.
+  """Raises ValueError if dynamic sampling would never keep a group.
 
   Args:
     settings: `config.dynamic_sampling`.
@@ -366,7 +366,7 @@ def check_dynamic_sampling(settings: ml_collections.ConfigDict, group_size: int)
 def may_differ(schedule: staleness.Schedule, *, learning_rate: str, optimizer: str) -> list[str]:
   """Names of fields that may change when a run is resumed, since they do not affect its results.
 
-  Those of the machine change rounding, which `restore.find_resumable` says.
+  Fields of the machine change rounding; `restore.find_resumable` then prints a warning.
 
   Args:
     schedule: the schedule of the run.

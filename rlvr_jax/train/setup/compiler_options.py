@@ -17,7 +17,7 @@ Options = dict[str, bool | int | float | str]
 
 
 class CompilerOptions(NamedTuple):
-  """Options by kind of program, as `jax.jit` takes them; None: the compiler's defaults."""
+  """Compiler options by kind of program, for `jax.jit`; None for the compiler's defaults."""
 
   training: Options | None
   generation: Options | None
@@ -61,10 +61,11 @@ def make_compiler_options(
 
 
 def add_defaults(configured: CompilerOptions, training: Mesh, generation: Mesh) -> CompilerOptions:
-  """The configured options, or the devices' default options where none are configured.
+  """The configured options, with the devices' default options for what is not configured.
 
   Args:
-    configured: the result of `parse_compiler_options`; they replace defaults of the same name.
+    configured: the result of `parse_compiler_options`; these options replace defaults of the same
+      name.
     training, generation: the meshes; meshes without devices have no defaults.
   """
 
@@ -81,13 +82,13 @@ def add_defaults(configured: CompilerOptions, training: Mesh, generation: Mesh) 
 
 
 def format_options(options: Options | None) -> str:
-  """The options as `config.compiler_options` has them."""
+  """The options as text, in the form of `config.compiler_options`."""
   lower = lambda value: str(value).lower() if isinstance(value, bool) else str(value)
   return " ".join(f"{name}={lower(value)}" for name, value in (options or {}).items())
 
 
 def announce_defaults(options: CompilerOptions, settings: ml_collections.ConfigDict) -> None:
-  """Says which options a run has that `config.compiler_options` does not name."""
+  """Prints the default options of a run that `config.compiler_options` does not name."""
   for kind, wanted in options._asdict().items():
     given = _parse(f"config.compiler_options.{kind}", settings[kind]) or {}
     added = {name: value for name, value in (wanted or {}).items() if name not in given}
@@ -97,7 +98,7 @@ def announce_defaults(options: CompilerOptions, settings: ml_collections.ConfigD
 
 
 def slow_precision(compute_dtype: str) -> str | None:
-  """Says so where a network is in bfloat16 on a CPU that has no such arithmetic."""
+  """A warning if a network computes in bfloat16 on a CPU without bfloat16 arithmetic."""
   if compute_dtype != "bfloat16" or jax.default_backend() != "cpu" or not lacks_bfloat16():
     return None
   return (
@@ -148,8 +149,8 @@ def check_compiler_options(field: str, options: Options | None, mesh: Mesh) -> N
 
   Args:
     field: name of the field, for messages.
-    options: to try; None needs no trial.
-    mesh: the mesh whose first device is compiled for. One without devices is not checked.
+    options: the options to try; None needs no trial.
+    mesh: the options are tried on its first device; a mesh without devices is not checked.
   """
   if options is None or not isinstance(mesh, Mesh):
     return

@@ -1,4 +1,4 @@
-"""Traces components on shapes, so that their mistakes are one line, before compilation."""
+"""Traces components on shapes, so that a mistake in them gives one line before compilation."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _REMEDIES: dict[type[Exception], str] = {
 def check_optimizer(
   owner: str, name: str, transformation: optax.GradientTransformation, params: Params
 ) -> None:
-  """Raises ValueError if an optimizer fails on shapes: many of optax's are checked when traced.
+  """Raises ValueError if tracing an optimizer on shapes fails.
 
   Args:
     owner: group of fields of the configuration, such as "config.warm_start".
-    name: its `optimizer`.
+    name: the value of the group's field `optimizer`.
     transformation: the result of `build.make_optimizer`.
     params: shapes and dtypes of the trained parameters.
   """
@@ -81,7 +81,7 @@ def check_update(
     diagnose: `programs.make_measure`, if the run measures its gradient geometry.
     teacher: shapes, from `programs.abstract_teacher`.
     has_turns: whether rollouts are dialogues.
-    num_rewards: K, the graders whose scores the groups have by name.
+    num_rewards: K, the number of graders whose scores the groups have by name.
   """
   state, frozen = placement.state, placement.frozen
   sizes: dict[str, Any] = dict(has_turns=has_turns, num_rewards=num_rewards)

@@ -1,4 +1,4 @@
-"""Reads the configuration file and its overrides on the command line; reports errors in them."""
+"""Reads the configuration file and its overrides on the command line, and reports errors."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ _LIBRARIES = (
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-  """Parses all flags; ends the process with a message on an error in them or the configuration.
+  """Parses all flags; an error in flags or configuration ends the process with a message.
 
-  The program's flag for the configuration must be called config. An evaluation or an export of a
-  run takes the run's where that flag is missing.
+  The program's flag for the configuration must be called config. If this flag is missing, an
+  evaluation or an export uses the configuration of the run.
   """
   try:
     argv = _with_config_of_run(argv)
@@ -136,7 +136,7 @@ def _wait_for_run(folder: pathlib.Path) -> pathlib.Path:
 
 
 def read(arguments: Sequence[str], *, trusting: bool = False) -> ConfigDict:
-  """The configuration that flags stand for, apart from the flags of this process.
+  """The configuration that a list of flags describes, independent of this process's flags.
 
   Args:
     arguments: --config=FILE, then --config.FIELD=VALUE of any fields.
@@ -174,7 +174,7 @@ def _check_is_complete(config: Any) -> None:
 
 
 def missing_field(error: AttributeError | KeyError) -> str | None:
-  """A message if the error is that a configuration has no such field, else None."""
+  """A message if the error is a missing field of a configuration, else None."""
   frames = traceback.extract_tb(error.__traceback__)
   if not frames[-1].filename.startswith(os.path.dirname(str(ml_collections.__file__))):
     return None
@@ -226,7 +226,7 @@ def _needed_type(message: str) -> str:
 
 
 class Parser(config_flags.ConfigFileFlagParser):
-  """Reads a recipe; the command line also sets any keyword of the task and field of the model."""
+  """Reads a recipe; the command line may also set keywords of the task and fields of the model."""
 
   def __init__(self, name: str, argv: Sequence[str]):
     """`name` is the flag's name, `argv` the complete command line."""
@@ -328,8 +328,9 @@ def _existing(path: str) -> str:
 def installed_recipe(path: str) -> str:
   """The path of a configuration file; for a recipe's name, the path of the installed recipe.
 
-  quickstart and full_size/gsm8k_qwen25_05b are names. So is configs/quickstart.py, as the documents
-  have it, where there is no such file. What follows a colon is the argument of get_config().
+  quickstart and full_size/gsm8k_qwen25_05b are names of recipes. configs/quickstart.py, as the
+  documentation writes it, is also a name if there is no such file. Text after a colon is the
+  argument of get_config().
   """
   file, colon, argument = path.partition(":")
   name = re.fullmatch(r"configs/([\w/]+)\.py|([\w/]+)", file)
@@ -375,13 +376,13 @@ def _inside_a_string(flag: str, config: ConfigDict, given: Mapping[str, object])
 
 
 def texts(name: str, argv: Sequence[str]) -> dict[str, str]:
-  """Path → text of each field that a command line sets."""
+  """The text of each field that a command line sets, by the field's path."""
   argv = flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)
   return {path[1]: text for path, text in _flags_like(rf"{name}\.([\w.]+)", argv)}
 
 
 def overrides(name: str, argv: Sequence[str]) -> dict[str, object]:
-  """As `texts`, with a value where the text is a literal."""
+  """The value of each field that a command line sets, by path; text unless it is a literal."""
   found = texts(name, argv)
   given: dict[str, object] = dict(found)
   for path, text in found.items():
@@ -391,7 +392,7 @@ def overrides(name: str, argv: Sequence[str]) -> dict[str, object]:
 
 
 def recipe_path(argv: Sequence[str]) -> str:
-  """The configuration file as a command line names it."""
+  """The path of the configuration file, as given on the command line."""
   return _file_flag(argv).partition("=")[2]
 
 
@@ -404,7 +405,8 @@ def open_task(config: ConfigDict, given: Mapping[str, object]) -> None:
     config: the config of the recipe; changed in place.
     given: see `overrides`.
   Raises:
-    ValueError: the task is unknown or does not take the keyword, or only a part of one is set.
+    ValueError: the task is unknown or does not take the keyword, or only a part of a keyword is
+      set.
   """
   task, name = config.task, str(given.get("task.name", config.task.name))
   another = name != task.name
@@ -433,13 +435,13 @@ def open_task(config: ConfigDict, given: Mapping[str, object]) -> None:
 def open_model(config: ConfigDict, given: Mapping[str, object]) -> None:
   """Adds placeholders to `config.model.overrides` for the fields that a command line sets.
 
-  Recipes set the overrides as a dict, which has the fields of that recipe alone.
+  Recipes set the overrides as a dict, which has only the fields that the recipe sets.
 
   Args:
     config: the config of the recipe; changed in place.
     given: see `overrides`.
   Raises:
-    ValueError: a network has no such field, or none that a command line can set.
+    ValueError: a network has no such field, or a command line cannot set it.
   """
   paths = [path.split(".")[2:] for path in given if path.startswith("model.overrides.")]
   listed = config.model.get("overrides")

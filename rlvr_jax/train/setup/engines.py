@@ -27,7 +27,7 @@ _USABLE = 0.85  # of a device's memory; the rest is for temporary buffers
 
 
 class TrainerLayout(NamedTuple):
-  """What determines the memory that the trainer takes where rollouts are generated."""
+  """The quantities that determine the trainer's memory on the devices for generation."""
 
   mesh: Mesh | AbstractMesh
   separate: bool  # whether rollouts are generated on other devices
@@ -36,7 +36,7 @@ class TrainerLayout(NamedTuple):
 
 
 def bytes_per_trained_parameter(state: TrainState) -> float:
-  """Bytes of a trained parameter with its optimizer state, such as moments."""
+  """Bytes per trained parameter, including its optimizer state, such as moments."""
   leaves: list[jax.ShapeDtypeStruct] = jax.tree.leaves((state.params, state.opt_state))
   parameters: int = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
   num_bytes: int = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves if x.ndim)
@@ -44,7 +44,7 @@ def bytes_per_trained_parameter(state: TrainState) -> float:
 
 
 def bytes_per_restored_parameter(published: Params) -> float:
-  """Bytes of a parameter while a sampler restores a policy beside the one that samples.
+  """Bytes per parameter while a sampler restores a policy beside its present policy.
 
   Args:
     published: shapes and dtypes of a policy, from `published_params`.
@@ -56,12 +56,12 @@ def bytes_per_restored_parameter(published: Params) -> float:
 
 
 def records_routes(settings: ml_collections.ConfigDict) -> bool:
-  """Whether rollouts have the routes of a mixture, by `config.model`."""
+  """Whether rollouts contain the routes of a mixture, according to `config.model`."""
   return routing_of(settings) == "replayed" or bool(settings.get("record_routes", False))
 
 
 def routing_of(settings: ml_collections.ConfigDict) -> str:
-  """`config.model.routing`; a recipe that replaces `config.model` need not name it."""
+  """The value of `config.model.routing`, or its default if a recipe's model section lacks it."""
   routing: str = settings.get("routing", ROUTINGS[0])
   return routing
 
@@ -75,11 +75,11 @@ class Engines:
     shape: the shape of the largest batch.
     tokenizer: the tokenizer of the run.
     trainer: the trainer of the run.
-    batches: the batches that the stream of a refresh has.
+    batches: number of batches that are sampled in one refresh.
     deadline_s: seconds without progress after which the process ends.
     compiler_options: the compiler options of generation.
     has_replies: whether rollouts are dialogues.
-    records_routes: whether rollouts have the routes of a mixture.
+    records_routes: whether rollouts contain the routes of a mixture.
   """
 
   settings: ml_collections.ConfigDict
@@ -95,13 +95,13 @@ class Engines:
   def make(
     self, model: Model, sampling: Sampling, prompts: int | None = None, batches: int | None = None
   ) -> EnginePrograms:
-    """An engine.
+    """Makes an engine.
 
     Args:
-      model: on the mesh that generates.
+      model: the model on the mesh for generation.
       sampling: the distribution to sample from.
-      prompts: the number of prompts in its batches; by default the largest batch's.
-      batches: the batches that it samples as one stream; by default a refresh's.
+      prompts: the number of prompts in a batch; by default that of the largest batch.
+      batches: number of batches that are sampled as one stream; by default those of a refresh.
     Raises:
       ValueError: the devices have no memory for a slot.
     """
@@ -150,7 +150,7 @@ def _cache(settings: ml_collections.ConfigDict, model: Model) -> str:
 
 
 def sampling_platform(model: Model) -> str:
-  """The platform of the devices that generate: "tpu", "gpu" or "cpu"."""
+  """The platform of the devices for generation: "tpu", "gpu" or "cpu"."""
   devices = model.mesh.devices.flat if isinstance(model.mesh, Mesh) else jax.devices()
   platform: str = devices[0].platform
   return platform
@@ -168,23 +168,23 @@ def choose_slots(
   cache_format: str = "",
   has_replies: bool = False,
 ) -> int:
-  """The configured slots; if there are none, one per response, or fewer if the memory is too small.
+  """The configured number of slots, or by default one per response, if the memory suffices.
 
-  More slots decode a stream in fewer steps, and a step reads the weights once for all of them.
-  Devices that do not say how much memory they have get slots for one batch.
+  With more slots a stream takes fewer steps, and every step reads the weights once for all slots.
+  Devices that do not report their memory get slots for one batch.
 
   Args:
     configured: `config.sampling.slots`; 0: not configured.
     shape: the shape of the largest batch.
-    model: on the mesh that generates.
+    model: the model on the mesh for generation.
     trainer: the trainer of the run.
-    limit: bytes of a device; None: as the device says.
-    batches: the batches that are sampled as one stream.
-    cache: "blocks" or "pages", as `caches.choose_cache` returned it.
+    limit: bytes of memory of a device; None: the memory that the device reports.
+    batches: number of batches that are sampled as one stream.
+    cache: "blocks" or "pages", the result of `caches.choose_cache`.
     cache_format: `config.sampling.cache_format`.
     has_replies: whether rollouts are dialogues.
   Raises:
-    ValueError: the devices have no memory for a slot, or for as many as are configured.
+    ValueError: the devices have no memory for a slot, or for the configured number of slots.
   """
   check_integer("config.sampling", "slots", configured, low=0, high=MAX_INT32)
   limit = limit or _memory(model.mesh)
@@ -203,7 +203,7 @@ def choose_slots(
   slots = int(free // per_slot) * mesh.shape["data"] * mesh.shape["fsdp"]
   if slots < (configured or 1):
     too_many = f"config.sampling.slots = {configured}: {slots} of them fit" if configured else ""
-    too_long = f"config.max_response_length = {shape.max_response_length}: none fits"
+    too_long = f"config.max_response_length = {shape.max_response_length}: no slot fits"
     raise ValueError(
       f"{too_many or too_long}. A response takes {per_slot / 2**30:.2f} GiB of keys, values and"
       f" logits, a device has {free / 2**30:.2f} of {limit / 2**30:.0f} GiB free beside the"

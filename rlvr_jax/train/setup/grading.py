@@ -53,7 +53,7 @@ _NUM_INSPECTED = 100  # problems per source whose references are searched for na
 
 
 class ChangedProblems:
-  """A source whose problems are changed when they are read."""
+  """A source of problems that changes each problem when it is read."""
 
   def __init__(self, source: ProblemSource, change: Change):
     self.source, self.change = source, change
@@ -107,11 +107,10 @@ def with_graders(settings: ml_collections.ConfigDict, held_out_grader: str, task
   Args:
     settings: `config.grading`, of training.
     held_out_grader: `config.evaluation.grader`.
-    task: with a grader of its own, for the fields that are empty.
+    task: the task, whose own grader is used where these fields are empty.
   Raises:
-    ValueError: a number out of range, an unknown grader, hyper-parameters that it does not take,
-      or a weight that is not a number. A user's module is checked by the pool, whose workers
-      import it.
+    ValueError: a number is out of range, a grader is unknown or does not take its hyper-parameters,
+      or a weight is not a number. A user's module is checked by the pool, whose workers import it.
   """
   check_integer("config.grading", "memory_mib", settings.memory_mib, low=1, high=MAX_INT32)
   check_integer("config.grading", "num_workers", settings.num_workers, low=0, high=MAX_WORKERS)
@@ -157,7 +156,7 @@ def _check_weighted(pair: Any) -> tuple[str, float]:
 
 
 def grader_pool(settings: ml_collections.ConfigDict, task: Task) -> GraderPool:
-  """The grading processes; each runs the self-tests of the task's graders at its start.
+  """The pool of grading processes; each process first runs the self-tests of the task's graders.
 
   Args:
     settings: `config.grading`.
@@ -187,7 +186,7 @@ def grader_pool(settings: ml_collections.ConfigDict, task: Task) -> GraderPool:
 
 
 def check_first_grade(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task) -> None:
-  """Grades an answer to the first problem: a grader that fails on it may fail on all.
+  """Grades an answer to the first problem; a grader that fails here may fail on all problems.
 
   Raises:
     GraderStartError: the grader failed, and config.grading.outcomes gives failures no reward.
@@ -236,7 +235,7 @@ def _may_score_partly(text: str) -> bool:
 
 
 def used_graders(task: Task) -> list[str]:
-  """The graders of a task: its own, or the graders that its references name instead."""
+  """The graders of a task: its own grader, or the graders that references name instead."""
   if task.grader != BY_REFERENCE:
     return [task.grader]
   return _graders_of(task.grader, [task.train, task.held_out])
@@ -250,7 +249,7 @@ def _graders_of(grader: str, sources: Sequence[ProblemSource]) -> list[str]:
 
 
 def named_graders(grader: str, reference: Mapping[str, Any]) -> list[str]:
-  """The graders that a reference names, if `grader` reads them there."""
+  """The graders that a reference names, if `grader` is one that reads names from references."""
   if grader not in (BY_REFERENCE, WEIGHTED):
     return []
   parts = [reference] if grader == BY_REFERENCE else reference["parts"]
@@ -259,7 +258,7 @@ def named_graders(grader: str, reference: Mapping[str, Any]) -> list[str]:
 
 
 def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer) -> None:
-  """Raises ValueError if dialogues are not possible as configured; see `EnvironmentPool` too.
+  """Raises ValueError if the configuration of dialogues is invalid; see also `EnvironmentPool`.
 
   Args:
     settings: `config.environment`.
@@ -299,7 +298,7 @@ def start_pools(
   tokenizer: Tokenizer,
   enter: Enter,
 ) -> tuple[GraderPool, EnvironmentPool | None]:
-  """Starts the processes of graders and of environments, the arguments of `make_answers`.
+  """Starts the processes of graders and environments, for the arguments of `make_answers`.
 
   Args:
     grading: `config.grading`.
@@ -346,14 +345,14 @@ def _environment_pool(
 def check_first_dialogue(
   outcome_policy: OutcomePolicy, pool: EnvironmentPool | None, task: Task
 ) -> str:
-  """Plays a turn of the first problem: an environment that fails in it may fail in all.
+  """Plays a turn of the first problem; an environment that fails here may fail everywhere.
 
   Args:
     outcome_policy: the rewards of outcomes.
     pool: the result of `start_pools`; None except on the first process.
     task: the task of the run.
   Returns:
-    What the environment did, for people; "" without a pool.
+    A text about what the environment did; "" without a pool.
   Raises:
     EnvironmentStartError: the environment failed, and config.grading.outcomes gives failures no
       reward.
@@ -385,7 +384,7 @@ def make_answers(
   graders: GraderPool,
   environments: EnvironmentPool | None = None,
 ) -> Answers:
-  """The `Answers` of one sampler, which answer the turns of its rollouts.
+  """The `Answers` to the turns of one sampler's rollouts.
 
   Args:
     settings: `config.environment`.
@@ -407,9 +406,10 @@ def make_answers(
 def check_first_messages(
   answers: Answers, tokenizer: Tokenizer, max_prompt_length: int, *sources: ProblemSource
 ) -> None:
-  """Raises PromptError if the messages with which dialogues begin are too long; all call it.
+  """Raises PromptError if the first messages of dialogues are too long; all processes call this.
 
-  Those of the first problems: others are measured when they are drawn, since they need a seed.
+  Only the first problems are checked: messages of other problems are measured when the problems
+  are drawn, since they depend on a seed.
 
   Args:
     answers: the result of `make_answers`.
@@ -430,7 +430,7 @@ def make_grading(
   tokenizer: Tokenizer,
   shape: BatchShape,
 ) -> Grading:
-  """How the grades of a run become rewards.
+  """The `Grading` of a run, which determines how grades become rewards.
 
   Args:
     outcomes: `config.grading.outcomes`.
@@ -438,7 +438,7 @@ def make_grading(
     tokenizer: the tokenizer of the run.
     shape: the shape of a training batch.
   Raises:
-    ValueError: an unknown outcome or action, or a buffer beyond the limit on length.
+    ValueError: an outcome or action is unknown, or the buffer is longer than a response may be.
   """
   check_between("config.overlong", "buffer", overlong.buffer, low=0)
   if overlong.buffer > shape.max_response_length:
@@ -469,14 +469,14 @@ def _as_number(text: str) -> float | str:
 
 
 def shaped_outcomes(outcome_policy: OutcomePolicy) -> dict[str, float | str]:
-  """Outcomes whose reward may be other than 0 or 1; only the score of a correct answer is 1."""
+  """The outcomes whose reward may differ from 0 and 1; a correct answer's score counts as 1."""
   plain = ("mask", "stop", 0.0, 1.0)
   binary = lambda outcome, reward: reward in plain or (outcome, reward) == ("correct", "score")
   return {o.value: reward for o, reward in outcome_policy.items() if not binary(o.value, reward)}
 
 
 def scores_partly(environment: str, outcome_policy: OutcomePolicy) -> bool:
-  """Whether the reward of a correct dialogue may be other than 1.
+  """Whether the reward of a correct dialogue may differ from 1.
 
   Args:
     environment: `config.environment.name`.

@@ -1,8 +1,8 @@
 """The parameters of a run before its first update: initialized, or read from a published model.
 
-Of adapters on a frozen base, the train state's parameters are the adapters alone, so that
-checkpoints, optimizer state and weight syncs are small. The base is an argument of every program,
-never a compiled-in constant.
+If adapters are trained on a frozen base, the train state's parameters are the adapters alone, so
+that checkpoints, optimizer state and weight syncs are small. The base is an argument of every
+program, never a compiled-in constant.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class InitialParams:
   identity: Mapping[str, JSON]
 
   def of_network(self) -> Params:
-    """All parameters: the published model's, or else randomly initialized.
+    """All parameters, from the published model or else randomly initialized.
 
     Raises:
       CheckpointError: the published model does not fit this network.
@@ -162,10 +162,10 @@ def _first_adapters(
 
 
 def network_identity(config: JsonObject) -> dict[str, JSON]:
-  """The fields that say which function parameters compute, by name.
+  """The configuration fields that determine what the parameters compute, by name.
 
   Args:
-    config: a run's configuration, as read from its JSON.
+    config: a run's configuration, read from JSON.
   Raises:
     AttributeError, KeyError, TypeError, ValueError: `config` is not the configuration of a run.
   """

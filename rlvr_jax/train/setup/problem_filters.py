@@ -1,4 +1,4 @@
-"""Which problems of a task fit a run's limits on length."""
+"""Selects the problems of a task that fit a run's limits on length."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def describe_long_texts(
   network: str | None = None,
   prompts: str = "config.max_prompt_length",
 ) -> str:
-  """Says that prompts and responses may be longer than the checkpoint supports; "" if not.
+  """A warning if prompts and responses may be longer than the checkpoint supports; else "".
 
   Args:
-    checkpoint: a folder in Hugging Face's layout; "": none, which states nothing.
+    checkpoint: a folder in Hugging Face's layout, which states the supported length; "" for none.
     shape: sizes of the largest batch, as this network reads it.
-    network: field and value that name the network; None: those of `config.model.checkpoint`.
-    prompts: the field that limits its prompts.
+    network: field and value that name the network in the warning; None: `config.model.checkpoint`.
+    prompts: the field that limits the prompts.
   """
   longest = longest_text(checkpoint) if checkpoint else None
   needed = shape.max_prompt_length + shape.max_response_length
@@ -56,18 +56,19 @@ def describe_long_texts(
 def limit_lengths(
   task: Task, tokenizer: Tokenizer, shape: BatchShape, *, too_long: str, warm_starts: bool
 ) -> Task:
-  """The task without prompts beyond the limit, if the configuration says to drop them.
+  """The task without prompts beyond the limit, if the configuration asks to drop such prompts.
 
-  Held-out problems are dropped by "drop_everywhere" only, since that changes the benchmark.
+  Held-out problems are dropped only by "drop_everywhere", since dropping them changes the
+  benchmark.
 
   Args:
     task, tokenizer: task and tokenizer of the run.
-    shape: with the limits on length.
+    shape: the shape of a batch, with the limits on length.
     too_long: `config.prompts.too_long`.
     warm_starts: whether the run trains on demonstrations.
   Raises:
-    ValueError: a prompt or a demonstration is too long and is not to be dropped, or none fits.
-      Of training problems that are generated when sampled only the first 100 are checked here.
+    ValueError: a prompt or a demonstration is too long and is not to be dropped, or no prompt fits.
+      If training problems are generated when sampled, only the first 100 are checked here.
   """
   limit = shape.max_prompt_length
   phases = {"error": (), "drop": _OF_TRAINING, "drop_everywhere": (*_OF_TRAINING, "held_out")}

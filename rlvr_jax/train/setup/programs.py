@@ -84,14 +84,14 @@ class Programs(NamedTuple):
 
 
 class RowTokens(NamedTuple):
-  """The sizes of `config.batch`, in tokens on each device; 0: not given."""
+  """The sizes of rows and micro-batches from `config.batch`, in tokens; 0 if not given."""
 
   tokens_per_row: int
   tokens_per_micro_batch: int
 
 
 class PlacedModel(NamedTuple):
-  """The policy's functions on a mesh, and that mesh."""
+  """A mesh, and the policy's functions on it."""
 
   model: Model
   mesh: Mesh
@@ -117,15 +117,15 @@ def make_programs(
   Args:
     method, placement: method and placement of the run.
     sources: the policies that sample.
-    teachers: whose log-probabilities of the rollouts an update takes.
+    teachers: the teachers whose log-probabilities of the rollouts an update needs.
     sampler: the sampler that generates rollouts, on the mesh of updates or another one.
-    compared: the policy that the sampler's log-probabilities are compared with, on
+    compared: the policy with which the sampler's log-probabilities are compared, on
       `Placement.compared_mesh`.
     engines: makes the engines.
     sampling, held_out_sampling: the distributions of training and of evaluation.
     diagnose: the result of `make_measure`.
-    warm_start_optimizer: the warm start optimizer of the supervised phase.
-    compiler_options: by kind of program.
+    warm_start_optimizer: the optimizer of the supervised phase.
+    compiler_options: the compiler options by kind of program.
   """
   model, mesh = method.model, placement.mesh
   shardings = jax.tree.map(lambda x: x.sharding, placement.state)
@@ -183,7 +183,7 @@ def _bound(function: Callable[..., Result], network: Model, **bound: Any) -> Cal
 
 
 def make_teach(method: Method, teacher: Model) -> Callable[..., tuple[Array, Array]]:
-  """`update.accumulate.policy_logprobs` of a teacher, at its temperature.
+  """The function that computes a teacher's log-probabilities, at the teacher's temperature.
 
   A mixture that teaches chooses its own experts.
   """
@@ -209,7 +209,9 @@ def make_behavior_gap(
 def make_logprobs_at_temperature_1(
   sampler: PlacedModel, compiler_options: Options | None
 ) -> Callable[..., Array]:
-  """(trained, frozen, prompts, tokens, lengths) → f32[P, G, T] for the host, where it samples."""
+  """The function that computes log-probabilities at temperature 1, on the sampler's mesh.
+
+  It maps (trained, frozen, prompts, tokens, lengths) to f32[P, G, T] on the host."""
   logprobs = _bound(
     response_logprobs, sampler.model, model=sampler.model, sampling=AT_TEMPERATURE_1
   )
@@ -296,7 +298,7 @@ def _platform(mesh: Mesh) -> str:
 
 
 def least_row_length(kind: str, shape: BatchShape) -> int:
-  """Tokens of the shortest row with room for the longest rollout, as `kind` aligns it."""
+  """Tokens in the shortest row with room for the longest rollout, with the alignment of `kind`."""
   sizes = shape.max_prompt_length, shape.max_response_length
   for longest in (2**15, 2**16, LONGEST_ROW):  # longer rows are aligned more coarsely
     least = row_length(kind, min_row_length(*sizes, alignment=row_alignment(kind, longest)))
@@ -306,7 +308,7 @@ def least_row_length(kind: str, shape: BatchShape) -> int:
 
 
 def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mesh) -> RowLayout:
-  """How the rollouts of a training batch lie in rows, for an implementation of attention.
+  """The row layout of a training batch for an implementation of attention.
 
   By default a row has room for eight times as many response tokens as prompt tokens: a prompt is
   computed once in each row that has rollouts of it. On TPUs the last micro-batches may have short
@@ -344,9 +346,9 @@ def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mes
 
 
 def most_places(mesh: Mesh | AbstractMesh) -> int:
-  """Places of a micro-batch on a device, at most, unless a rollout needs more.
+  """The most places of a micro-batch on a device, unless a rollout needs more.
 
-  Larger ones are slower on a CPU, whose caches are small, and take more memory.
+  Larger micro-batches take more memory, and are slower on a CPU, whose caches are small.
   """
   return 1024 if sharding.is_on_cpu(mesh) else 4096
 
@@ -369,13 +371,14 @@ def abstract_batch(
 
   Args:
     shape, layout, mesh: shape, layout and mesh of the run.
-    needs_reference, needs_proximal, needs_teacher: whether it has the log-probabilities of those
-      policies.
+    needs_reference, needs_proximal, needs_teacher: whether the batch has the log-probabilities of
+      these policies.
     has_teachers: whether groups have one of several teachers.
     has_turns: whether rollouts are dialogues.
-    has_turn_scores: whether it has the scores of their turns.
-    num_rewards: K, the graders whose scores it has by name; 0: none.
-    routes: recorded of a token, see `TransformerConfig.routes`; None: not recorded.
+    has_turn_scores: whether the batch has the scores of turns.
+    num_rewards: K, the number of graders whose scores the batch has by name.
+    routes: shape and dtype of a token's recorded routes, see `TransformerConfig.routes`; None if
+      routes are not recorded.
   """
   P, G, S, T = shape
   of = jax.ShapeDtypeStruct
@@ -455,7 +458,7 @@ def abstract_taught_batch(
   *,
   has_turns: bool = False,
 ) -> TrainBatch:
-  """`abstract_batch` of what teachers score: with their prompts, and without routes.
+  """`abstract_batch` of the batch that teachers score: with their prompts, and without routes.
 
   Args:
     placement: the run's placement.
@@ -472,7 +475,7 @@ def abstract_taught_batch(
 def abstract_teacher(
   method: Method, teachers: Sequence[Teacher], placement: Placement
 ) -> tuple[Params, Params] | None:
-  """Shapes of the (trained, frozen) parameters of a teacher that an update takes; None: of none."""
+  """Shapes of a teacher's (trained, frozen) parameters for an update; None without a teacher."""
   if not method.compares:
     return None
   (teacher,) = teachers
@@ -499,7 +502,7 @@ def published_params(trained: Params, network: TransformerConfig, adapters_only:
 
 
 def trained_params(adapters: lora.LoraSettings | None, base: Params) -> Params:
-  """Shapes and dtypes of the parameters that are trained: `base`, or its adapters."""
+  """Shapes and dtypes of the trained parameters: `base`, or its adapters."""
   if adapters is None:
     return base
   return jax.eval_shape(lambda key: lora.init(key, base, adapters), jax.random.key(0))

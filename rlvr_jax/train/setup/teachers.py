@@ -1,4 +1,4 @@
-"""The teachers of a run, from `config.teacher`: whose distribution the policy learns."""
+"""The teachers of a run, from `config.teacher`; the policy learns a teacher's distribution."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class Teacher(NamedTuple):
   """One teacher, before its parameters are read.
 
   Attributes:
-    field: field of the configuration that names its checkpoint, and which of several, for messages.
-    name: for metrics.
-    model: its functions, on the mesh of updates.
+    field: the configuration field that names the teacher's checkpoint, for messages.
+    name: the name of the teacher in metrics.
+    model: the teacher's functions on the mesh of updates.
     checkpoint: a folder; or `INITIAL`, `BASE` or `POLICY`.
-    params: shapes, dtypes and shardings of parameters that are kept for it; {} if none are.
-    read: reads these; None if the run has them.
-    check: raises ValueError unless the checkpoint has them, without reading weights, and another
-      ValueError unless its tokenizer is this one's.
-    published: the folder in Hugging Face's layout whose config.json describes its network; "": none
-      does. None: the policy's.
+    params: shapes, dtypes and shardings of the parameters that are kept for the teacher.
+    read: reads these parameters; None if the run has them.
+    check: raises ValueError unless the checkpoint has these parameters, without reading weights,
+      and the same tokenizer.
+    published: the folder in Hugging Face's layout whose config.json describes the teacher's
+      network; "" if there is none; None if it is the policy's.
   """
 
   field: str
@@ -73,11 +73,11 @@ class Teacher(NamedTuple):
   def policy(
     self, own: Params, initial: Params, frozen: Params, current: Params
   ) -> tuple[Params, Params]:
-    """(trained, frozen) parameters, as `model.combine` takes them.
+    """The teacher's (trained, frozen) parameters for `model.combine`.
 
     Args:
       own: the result of `read`.
-      initial, current: the trained parameters before the first update, and now.
+      initial, current: the trained parameters before the first update, and at present.
       frozen: the parameters that are not trained.
     """
     of_run = {INITIAL: (initial, frozen), BASE: (frozen, {}), POLICY: (current, frozen)}
@@ -90,7 +90,7 @@ class TeacherPrompts(NamedTuple):
   Attributes:
     tokenizer: the tokenizer of the run.
     template: the template of the prompt's text, with {question} and {privileged}.
-    length: tokens of a prompt at most.
+    length: the most tokens of a prompt.
     row_layout: the row layout of the rollouts with these prompts.
   """
 
@@ -103,7 +103,7 @@ class TeacherPrompts(NamedTuple):
     """The tokens of a prompt.
 
     Raises:
-      ValueError: there are more than `length`.
+      ValueError: the prompt has more than `length` tokens.
     """
     text = self.template.replace("{question}", question).replace("{privileged}", privileged)
     tokens = self.tokenizer.encode_prompt(text)
@@ -130,14 +130,14 @@ def make_teaching(
   vocab_size: int,
   loss: tuple[str, Loss],
 ) -> Teaching | None:
-  """The part of the teacher in an update; None without one.
+  """The teacher's part in an update; None without a teacher.
 
   Args:
     name: `config.distillation`.
     settings: `config.teacher`.
     policy_temperature: `config.policy_temperature`.
     vocab_size: V.
-    loss: `config.loss`, and what it has made.
+    loss: `config.loss`, and the loss that it names.
   Raises:
     ValueError: there is a teacher without distillation or the other way round, a number is out of
       range, or the loss takes one coefficient per response where each token has its own.
@@ -269,12 +269,12 @@ def make_prompts(
   *,
   longest_row: float,
 ) -> TeacherPrompts | None:
-  """The prompts of a teacher that reads more than the policy; None where it reads the same.
+  """The prompts of a teacher that reads more than the policy; None if it reads the policy's.
 
   Args:
     settings: `config.teacher`.
     tokenizer: the tokenizer of the run.
-    make_layout: (tokens of a prompt at most) → layout of the rollouts in rows.
+    make_layout: the most tokens of a prompt → the row layout.
     longest_row: the most places of a row; ∞ without a limit.
   Raises:
     ValueError: the teacher's prompts are too long for a row.
@@ -295,12 +295,12 @@ def make_prompts(
 def describe_long_teachers(
   teachers: Sequence[Teacher], prompts: TeacherPrompts | None, shape: BatchShape, checkpoint: str
 ) -> list[str]:
-  """Findings of `describe_long_texts` on teachers' networks that are not covered by the policy's.
+  """Warnings of `describe_long_texts` for teachers' networks that differ from the policy's.
 
   Args:
     teachers, prompts: the run's teachers and their prompts.
     shape: sizes of the largest batch.
-    checkpoint: `config.model.checkpoint`, of the policy.
+    checkpoint: `config.model.checkpoint`, the policy's.
   """
   field = "config.max_prompt_length"
   if prompts is not None:
@@ -403,7 +403,7 @@ def make_teacher(
   make_model: Callable[[TransformerConfig], Model],
   trained: Params,
 ) -> Teacher:
-  """One teacher; fields as those of `Teacher`, the rest and errors as those of `make_teachers`."""
+  """Makes one teacher; see `Teacher` and `make_teachers` for arguments and errors."""
   if checkpoint in (INITIAL, POLICY):
     kept = trained if checkpoint == INITIAL else {}
     return Teacher(field, name, model, checkpoint, kept, None, lambda tokenizer: None)

@@ -25,11 +25,11 @@ _SAY_FROM_S = 5.0  # how long it took
 
 
 def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task) -> int:
-  """Grades every problem's own answer, which must be correct, and an empty one.
+  """Grades every problem's own answer, which must be correct, and an empty answer.
 
-  Of problems that are generated when sampled only the first are graded. With a user's own grader,
-  which may be slow, no more are begun after some seconds. Each of several processes grades its
-  share.
+  If problems are generated when sampled, only the first problems are graded. With a user's own
+  grader, which may be slow, no more gradings begin after some seconds. Each of several processes
+  grades its share.
 
   Returns:
     The number of problems that were graded.
@@ -75,7 +75,7 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
 
 
 def check_every_problem(task: Task, check: Callable[[Problem], Any]) -> None:
-  """Calls `check` for every training problem; of generated problems only for the first ones."""
+  """Calls `check` for every training problem, or only for the first if problems are generated."""
   for problem in _checked(task.train):
     check(problem)
 

@@ -1,4 +1,4 @@
-"""The parameters before the first update that take time: of another run, or after a warm start."""
+"""Parameters before the first update that come from another run or from a warm start."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def load_from_other_run(
   writer: MetricWriter,
   checkpointer: Checkpointer,
 ) -> Params:
-  """The policy of another run, saved: a resumed run does not need the other run any more.
+  """Loads and saves the policy of another run; a resumed run no longer needs the other run.
 
   Args:
     start: `config.start`.
     initial: the initial parameters of this run.
-    writer: the writer of its records.
+    writer: the writer of the run's records.
     checkpointer: the checkpointer of policies before the first update.
   """
   folder = parameters.start_folder(start.checkpoint)

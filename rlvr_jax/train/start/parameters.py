@@ -1,4 +1,4 @@
-"""The begin of a run: its first state, the demonstrations, the policy of a checkpoint."""
+"""The start of a run: its first state, its demonstrations, and the policy of a checkpoint."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def supervised_batches(
   Args:
     demonstrations: problems with solutions.
     tokenizer: the tokenizer of the run.
-    shape: with the limits on length.
+    shape: the shape of a batch, with the limits on length.
     batch_size: P.
     seed: the seed of the run.
   """
@@ -124,7 +124,7 @@ def start_folder(checkpoint: str) -> Path:
 
 
 def checkpoint_folder(checkpoint: str, *, field: str = "--checkpoint") -> Path:
-  """The folder WORKDIR/checkpoints/STEP that a field names; the last STEP if it names a run.
+  """The folder WORKDIR/checkpoints/STEP that a field names; the last STEP if the field names a run.
 
   Raises:
     ValueError: there is no checkpoint, or the path is not local.
@@ -143,7 +143,7 @@ def checkpoint_folder(checkpoint: str, *, field: str = "--checkpoint") -> Path:
 
 
 def load_policy(initial: InitialParams, folder: Path | None) -> tuple[Params, int]:
-  """(trained parameters of a policy, its number of updates).
+  """Loads (trained parameters of a policy, number of updates of the policy).
 
   Args:
     initial: the initial parameters of a run with the policy's network and adapters.

@@ -1,4 +1,4 @@
-"""Where a run resumes: which checkpoint, with which rollouts, and the sources it began with."""
+"""Finds where a run resumes: its checkpoint, its rollouts, and the sources with which it began."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LastRecords: TypeAlias = tuple[int | None, Mapping[str, Sequence[int]] | None]
 def restore_sources(
   sources: Sources, make_sources: Callable[..., Sources], workdir: Path
 ) -> Sources:
-  """The sources, with the checkpoint and the batches of other runs that this run began with.
+  """The sources, with the checkpoint and batches of other runs with which this run began.
 
   Args:
     sources: as they are now.
@@ -45,7 +45,7 @@ def restore_sources(
     workdir: the workdir of the run.
   Raises:
     StoreError: a checkpoint or batch no longer exists.
-    WorkdirError: this run began before, and which ones these are is not known any more.
+    WorkdirError: this run has begun before, and its record of these sources is lost.
   """
   path = workdir / SOURCES_FILE
   pins = {source.name: source.pin for source in sources if source.pin is not None}
@@ -101,11 +101,11 @@ def find_resumable(
   store: RolloutStore,
   layout: Mapping[str, JSON],
 ) -> Resumed | None:
-  """The latest intact checkpoint whose pending rollouts are too; None if there is no checkpoint.
+  """The latest intact checkpoint with intact pending rollouts; None if there is no checkpoint.
 
   Later checkpoints are removed; damaged ones are renamed on a disk, and removed in a bucket. From
   an earlier checkpoint the run repeats itself bit for bit: it samples damaged batches again with
-  the same policy, and reads the others from the store.
+  the same policy, and reads other batches from the store.
 
   Args:
     checkpointer, schedule, store: checkpointer, schedule and store of the run.
@@ -146,9 +146,9 @@ def find_resumable(
 def describe_layout(
   placement: Placement, compiler_options: CompilerOptions, *, slots: int
 ) -> dict[str, JSON]:
-  """The machine and the layout of work on it, which change results by rounding alone.
+  """The machine and the layout of work on it, which change results only by rounding.
 
-  The run's rows do so too, see `rows.row_fields`.
+  The run's rows also change rounding, see `rows.row_fields`.
 
   Args:
     placement, compiler_options: placement and compiler options of the run.

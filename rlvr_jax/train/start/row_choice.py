@@ -1,8 +1,8 @@
 """Chooses the rows and micro-batches that suit a run's lengths of rollouts, and its devices.
 
 Rows always have room for the longest rollout that the configuration allows, so that every batch
-fits. Which length of theirs computes least depends on the lengths that rollouts really have, and on
-the device: what a micro-batch costs apart from its places, and how many places it takes at once.
+fits. The best row length depends on the actual lengths of rollouts and on the device: on the fixed
+cost of a micro-batch, and on how many places the device computes at once.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def choose_row_layout(
 ) -> RowLayout:
   """The layout in which batches with lengths such as these are computed fastest.
 
-  It packs this batch, and others that are drawn from its groups, some with longer responses. Of the
-  layouts with little padding it takes the one of the least cost. A place costs 1, and more in long
-  rows whose attention computes all scores; a micro-batch costs as much as some more places.
+  It packs this batch and batches that are drawn from its groups, some with longer responses. Among
+  layouts with little padding, it takes the layout with the least cost. A place costs 1, or more in
+  long rows whose attention computes all scores; a micro-batch has a fixed cost of some places.
 
   Args:
     shape, kind, mesh: as in `make_row_layout`.
     prompt_lengths: i[P], tokens.
     response_lengths: i[P, G], tokens, up to the last one in the loss.
     width: the width of the network.
-    has_first_phase: whether the method needs a forward pass of its own where a batch may have
-      several micro-batches, see `update.accumulate`.
+    has_first_phase: whether the method needs a separate forward pass if a batch may have several
+      micro-batches, see `update.accumulate`.
   """
   batches = list(_similar_batches(prompt_lengths, response_lengths, shape))
   overhead = _overhead(mesh, width)

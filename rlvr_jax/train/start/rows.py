@@ -1,4 +1,4 @@
-"""The rows of a run: chosen by its first batch, recorded, and taken by every later start."""
+"""The row layout of a run: chosen by the first batch, recorded, and used by every later start."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ROWS_FILE = "rows.json"
 
 
 def read_rows(workdir: Path) -> RowTokens | None:
-  """The rows that a run began with; None if its first batch has yet to choose them.
+  """The rows with which a run began; None if its first batch has yet to choose them.
 
-  Without rows.json the fields of config.json hold, where older versions have recorded them.
+  Without rows.json the fields of config.json apply, in which older versions recorded the rows.
 
   Raises:
     WorkdirError: the record is damaged.
@@ -59,13 +59,13 @@ def write_rows(workdir: Path, tokens: RowTokens) -> None:
 
 
 def row_fields(tokens: RowTokens | None) -> dict[str, int | None]:
-  """The fields of the configuration that give these rows, by name; None: not chosen yet."""
+  """The configuration fields that give these rows, by name; None if rows are not chosen yet."""
   values = tokens._asdict() if tokens else dict.fromkeys(RowTokens._fields)
   return {f"batch.{name}": value for name, value in values.items()}
 
 
 class RunRows:
-  """Where the rollouts of a run lie in rows, from its first batch on."""
+  """The row layout of a run's rollouts, from its first batch on."""
 
   def __init__(
     self,
@@ -102,7 +102,7 @@ class RunRows:
 
   @property
   def fields(self) -> dict[str, int | None]:
-    """The fields of the configuration that give these rows; None before they are chosen."""
+    """The configuration fields that give these rows; None before rows are chosen."""
     return row_fields(self._tokens)
 
   def placement(self, batch: Callable[[], TrainBatch]) -> Placement:
