@@ -56,7 +56,7 @@ class Objects(Protocol):
     ...
 
   def get(self, name: str, size: int | None = None) -> bytes | None:
-    """The bytes of an object, or its first bytes; None if the object does not exist."""
+    """The bytes of an object, or its first `size` bytes; None if the object does not exist."""
     ...
 
   def find(self, name: str) -> Listed | None:

@@ -140,8 +140,7 @@ def claim_workdir(workdir: Workdir) -> WorkdirLock | BucketClaim:
 def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[str] = ()) -> None:
   """Writes `workdir`/config.json on the first run; later runs must have the same configuration.
 
-  If the run has samplers, which read the file, the file gets the fields that may differ from the
-  last start.
+  If samplers read the file, every later start also writes its values of the fields that may differ.
 
   Args:
     workdir: a workdir after `fetch`; created if needed.

@@ -201,7 +201,8 @@ class FleetSampler:
 class ComparedSampler:
   """A sampler of this program that compares each policy's first group with the trainer's network.
 
-  It samples the groups that a trainer requests, and refuses problems that name unknown graders.
+  It samples the groups that a trainer requests. It refuses a problem that names a user's grader
+  which its own task does not name.
   """
 
   def __init__(
@@ -235,8 +236,8 @@ class ComparedSampler:
     """Asks for groups of a draw.
 
     Raises:
-      ForeignGraderError: a problem names a grader that none of the first problems of this program's
-        task names.
+      ForeignGraderError: a problem names a grader in a module, and none of the first problems of
+        this program's task names it.
     """
     for problem in draw.problems:
       self._check(problem)
@@ -429,7 +430,7 @@ def trainer_settings(
   Args:
     folder: the workdir.
     fleet: `config.fleet`.
-    allowed: the arrays that groups may have.
+    allowed: the groups that the run allows.
     identity: the result of `identify`.
     deadline_s: `config.generation_deadline_s`.
   """

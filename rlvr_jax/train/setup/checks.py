@@ -366,7 +366,7 @@ def check_dynamic_sampling(settings: ml_collections.ConfigDict, group_size: int)
 def may_differ(schedule: staleness.Schedule, *, learning_rate: str, optimizer: str) -> list[str]:
   """Names of fields that may change when a run is resumed, since they do not affect its results.
 
-  Fields of the machine change rounding; `restore.find_resumable` then prints a warning.
+  Fields of the machine change rounding; `restore.find_resumable` then prints what changed.
 
   Args:
     schedule: the schedule of the run.

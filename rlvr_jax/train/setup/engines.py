@@ -168,7 +168,7 @@ def choose_slots(
   cache_format: str = "",
   has_replies: bool = False,
 ) -> int:
-  """The configured number of slots, or by default one per response, if the memory suffices.
+  """The configured number of slots, or one per response, or fewer if the memory is too small.
 
   With more slots a stream takes fewer steps, and every step reads the weights once for all slots.
   Devices that do not report their memory get slots for one batch.

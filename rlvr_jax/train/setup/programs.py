@@ -84,7 +84,7 @@ class Programs(NamedTuple):
 
 
 class RowTokens(NamedTuple):
-  """The sizes of rows and micro-batches from `config.batch`, in tokens; 0 if not given."""
+  """The sizes of rows and micro-batches from `config.batch`, in tokens on each device; 0: unset."""
 
   tokens_per_row: int
   tokens_per_micro_batch: int
@@ -211,7 +211,8 @@ def make_logprobs_at_temperature_1(
 ) -> Callable[..., Array]:
   """The function that computes log-probabilities at temperature 1, on the sampler's mesh.
 
-  It maps (trained, frozen, prompts, tokens, lengths) to f32[P, G, T] on the host."""
+  It maps (trained, frozen, prompts, tokens, lengths) to f32[P, G, T], which the host then reads.
+  """
   logprobs = _bound(
     response_logprobs, sampler.model, model=sampler.model, sampling=AT_TEMPERATURE_1
   )
@@ -475,7 +476,10 @@ def abstract_taught_batch(
 def abstract_teacher(
   method: Method, teachers: Sequence[Teacher], placement: Placement
 ) -> tuple[Params, Params] | None:
-  """Shapes of a teacher's (trained, frozen) parameters for an update; None without a teacher."""
+  """Shapes of the (trained, frozen) parameters of the teacher that updates need, or None.
+
+  An update needs them only if the method compares full distributions.
+  """
   if not method.compares:
     return None
   (teacher,) = teachers

@@ -53,10 +53,11 @@ class Teacher(NamedTuple):
     name: the name of the teacher in metrics.
     model: the teacher's functions on the mesh of updates.
     checkpoint: a folder; or `INITIAL`, `BASE` or `POLICY`.
-    params: shapes, dtypes and shardings of the parameters that are kept for the teacher.
+    params: shapes, dtypes and shardings of the parameters that are kept for the teacher; {} if
+      none are.
     read: reads these parameters; None if the run has them.
-    check: raises ValueError unless the checkpoint has these parameters, without reading weights,
-      and the same tokenizer.
+    check: raises ValueError unless the checkpoint has these parameters and the given tokenizer;
+      reads no weights.
     published: the folder in Hugging Face's layout whose config.json describes the teacher's
       network; "" if there is none; None if it is the policy's.
   """
@@ -295,7 +296,7 @@ def make_prompts(
 def describe_long_teachers(
   teachers: Sequence[Teacher], prompts: TeacherPrompts | None, shape: BatchShape, checkpoint: str
 ) -> list[str]:
-  """Warnings of `describe_long_texts` for teachers' networks that differ from the policy's.
+  """Warnings of `describe_long_texts` for teachers with their own network or prompts.
 
   Args:
     teachers, prompts: the run's teachers and their prompts.
