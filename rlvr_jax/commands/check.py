@@ -429,7 +429,7 @@ def _dear_sketch(parts: Parts) -> str | None:
     return None
   return (
     f"config.gram = {parts.config.gram!r} costs {sketched:.1f} of the head's products at a width of"
-    f" {width}, and 'streaming', which is exact, {exact:.1f}; set config.gram = 'streaming'"
+    f" {width}, the exact 'streaming' only {exact:.1f}; set config.gram = 'streaming'"
   )
 
 

@@ -176,7 +176,8 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
     raise WorkdirError(
       f"{folder} belongs to a run with another configuration:\n" + "\n".join(lines) + "\n"
       "Use another --workdir, or the configuration of that run. A field that is absent in the"
-      f" workdir is newer than that run, which only its own version can resume.{renamed}"
+      " workdir is newer than that run: only the version of rlvr_jax that began it can resume it."
+      f"{renamed}"
     )
   if new != old and new.get("fleet", {}).get("samplers", False):
     _write_config(path, new)

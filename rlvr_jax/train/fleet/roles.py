@@ -532,7 +532,7 @@ def check_same_run(ours: Mapping[str, JSON], folder: pathlib.Path) -> None:
   if differences := _differences(theirs, ours, OF_A_SAMPLER):
     lines = [f"  {name}: {old} in the workdir, {new} here" for name, old, new in differences]
     raise WorkdirError(
-      f"a sampler has the configuration of its run; these fields differ from {folder}:\n"
+      f"a sampler must have the configuration of its run; these fields differ from {folder}:\n"
       + "\n".join(lines)
       + f"\nOnly these may be set for a sampler: {', '.join(OF_A_SAMPLER)}"
     )

@@ -308,7 +308,7 @@ def check_rewards_by_name(
     f"config.sources.recorded.fraction = {recorded} takes rollouts without them; set it to 0": (
       recorded
     ),
-    f"config.overlong.buffer = {overlong_buffer} shapes their sum alone; set it to 0": (
+    f"config.overlong.buffer = {overlong_buffer} shapes only their sum; set it to 0": (
       overlong_buffer
     ),
   }
@@ -335,7 +335,7 @@ def check_advantage_of_tokens(
     f"config.reweighting = {reweighting!r} needs one number per rollout; set it to 'none'": (
       specs.parse("config.reweighting", reweighting).name != "none"
     ),
-    f"config.loss = {loss!r} is of full responses, and needs one number for each; choose"
+    f"config.loss = {loss!r} works on full responses, and needs one number for each; choose"
     " another loss, such as ppo_clip or gspo": of_responses,
   }
   for why, applies in reasons.items():

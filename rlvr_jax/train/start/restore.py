@@ -79,7 +79,7 @@ def _read_pins(path: Path, names: Collection[str]) -> dict[str, JSON]:
     return {name: pins[name] for name in names}
   except (OSError, ValueError) as error:
     raise WorkdirError(
-      f"{path}, which says the checkpoint and the batches of other runs that this run began with,"
+      f"{path}, which records the checkpoint and batches of other runs that this run uses,"
       f" cannot be read: {error}. Put back a copy, or start again in another --workdir"
     ) from error
 
