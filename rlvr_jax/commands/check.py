@@ -419,7 +419,7 @@ def _describe_grade(pool: GraderPool, problem: Problem) -> str:
 
 
 def _dear_sketch(parts: Parts) -> str | None:
-  """Says so where a sketched Gram matrix costs more than the exact one."""
+  """A warning if a sketched Gram matrix costs more than the exact matrix."""
   gram, width = parts.method.gram, parts.model.config.width
   if gram is None or gram.projection is None:
     return None

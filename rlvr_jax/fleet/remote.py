@@ -312,7 +312,7 @@ class RemoteSampler:
   # --- samplers -----------------------------------------------------------------------------------
 
   def _check_samplers(self, view: View, waited: float) -> None:
-    """Says what the trainer waits for; raises FleetError if that is in vain."""
+    """Says what the trainer waits for; raises FleetError if waiting is useless."""
     settings, watch, now = self._settings, self._state.watch, self._clock()
     living = watch.look(view.samplers)
     for name in watch.dead(GONE_S):

@@ -159,7 +159,7 @@ class FleetSampler:
     return decode(base64.b64decode(text))[0] if text else []
 
   def _look(self, waited_s: float) -> tuple[str, str]:
-    """(why waiting is in vain, the groups that have come), each "" if there is nothing."""
+    """(why waiting is useless, the groups that have come), each "" if there is nothing."""
     try:
       groups = self._remote.look(waited_s) if self._remote is not None else []
     except FleetError as error:
@@ -219,7 +219,7 @@ class ComparedSampler:
       inner: samples.
       policies: the policies that `inner` loads.
       sources, task: sources and task of the run.
-      compare: `agreement.behavior_gaps` with all bound but what one comparison differs in.
+      compare: `agreement.behavior_gaps` with the arguments bound that all comparisons share.
     """
     self._inner, self._policies, self._sources, self._task = inner, policies, sources, task
     self._compare_with_trainer = compare
@@ -267,7 +267,7 @@ class ComparedSampler:
     """Does nothing: nothing runs in the background."""
 
   def _compare(self, group: Group) -> Group:
-    """The group, with what a comparison has measured if its policy had none."""
+    """The group, with the gaps of a comparison if its policy had not been compared."""
     policies, live = self._policies, self._sources.live
     source = live[group.source]
     versions = {*group.versions} or {0}

@@ -76,7 +76,7 @@ class Policies:
     return source.programs.load(*source.params_of(policy.params, self.frozen))
 
   def _use(self, policy: Policy) -> None:
-    """Keeps a policy that samples, and lets earlier ones go that nothing needs any more."""
+    """Keeps a policy that samples, and drops earlier policies that are no longer needed."""
     oldest = self._schedule.oldest_sampling(policy.version)
     is_raw = any(source.raw for source in self._sources)
     self._used = {

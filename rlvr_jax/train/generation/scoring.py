@@ -50,7 +50,7 @@ class ScorerSettings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _OtherPolicies:
-  """The parameters, beside the trained ones now, with which batches are scored.
+  """The parameters, besides the current ones, with which batches are scored.
 
   Attributes:
     frozen: the parameters that are not trained.

@@ -300,7 +300,7 @@ class RunLog:
     return dict(self.counters)
 
   def _take_measured(self) -> dict[str, float]:
-    """The measurements since the last update, with their rates; begins anew."""
+    """The measurements since the last update, with their rates; resets them."""
     found, self._measured = self._measured, {}
     rates = {
       name: found[part] / found[whole]

@@ -232,7 +232,7 @@ def _resident_bytes(model: Model, base: Params, trainer: TrainerLayout) -> float
 
 
 def _memory(mesh: Mesh | AbstractMesh | None) -> int | None:
-  """Bytes of this process's devices, if they generate and say so."""
+  """Bytes of this process's first device; None if it does not generate or report them."""
   device = jax.local_devices()[0]
   if isinstance(mesh, AbstractMesh) or (mesh is not None and device not in mesh.devices.flat):
     return None  # the devices need not exist

@@ -313,11 +313,11 @@ def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mes
 
   By default a row has room for eight times as many response tokens as prompt tokens: a prompt is
   computed once in each row that has rollouts of it. On TPUs the last micro-batches may have short
-  rows, see `rollouts.packing`. Elsewhere they have none, so that results stay what they were.
+  rows, see `rollouts.packing`. Elsewhere they have none, so that results do not change.
 
   Args:
-    settings: or `config.batch`. A micro-batch of 0 has as many as `choose_row_layout` takes at
-      most.
+    settings: the sizes, or `config.batch`. If tokens_per_micro_batch is 0, a micro-batch has
+      `most_places`.
     shape: the shape of the largest batch.
     kind: implementation of attention, from `choose_row_attention`.
     mesh: the mesh that makes updates.
@@ -499,7 +499,7 @@ def abstract_state(method: Method, trained: Params, mesh: Mesh) -> TrainState:
 
 
 def published_params(trained: Params, network: TransformerConfig, adapters_only: bool) -> Params:
-  """Shapes and dtypes of a policy as a trainer publishes it for samplers; `trained`: likewise."""
+  """Shapes and dtypes of a published policy, from those of the `trained` parameters."""
   if adapters_only:
     return trained
   return jax.eval_shape(lambda params: cast_to_decode(params, network), trained)

@@ -40,7 +40,7 @@ def restore_sources(
   """The sources, with the checkpoint and batches of other runs with which this run began.
 
   Args:
-    sources: as they are now.
+    sources: the sources made from the present configuration.
     make_sources: (pins: `Source.pin` by name) → the sources with these.
     workdir: the workdir of the run.
   Raises:
