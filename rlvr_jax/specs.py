@@ -80,7 +80,7 @@ def _parse_literal(keyword: ast.keyword) -> Any:
 
 
 def outside_package(value: Any, field: str = "config") -> Iterator[tuple[str, str]]:
-  """Yields (field, text) for each text of a configuration that names another module.
+  """Yields (field, text) for each text of a configuration that names another module's function.
 
   Args:
     value: the configuration, or a part of it: JSON values and tuples.
