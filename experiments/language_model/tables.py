@@ -8,7 +8,15 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
-from experiments.language_model.sweep import METHODS, PILOT, PRECISION, SAMPLERS, label
+from experiments.language_model.sweep import (
+  METHODS,
+  NO_PULL,
+  PILOT,
+  PRECISION,
+  SAMPLERS,
+  WHY,
+  label,
+)
 from experiments.testbed.claims import (
   MISMATCH,
   Claim,
@@ -36,7 +44,7 @@ PRIMARY = (
 OTHERS = tuple(
   Claim(f"P3O against GRPO, {sampler}", label(P3O, sampler), label(GRPO, sampler), "more")
   for sampler in SAMPLERS
-)
+) + (Claim("P3O's KL term", NO_PULL, label(P3O, FP8), "more"),)
 QUANTITIES = (
   Quantity("Primary comparisons, late pass@1", PRIMARY, LATE, MARGIN),
   Quantity("Other comparisons, late pass@1", OTHERS, LATE, MARGIN),
@@ -53,9 +61,9 @@ def draw(results: Sequence[Result]) -> None:
 
 def tables(results: Sequence[Result]) -> str:
   """All tables as Markdown."""
-  compared = arm_table(results, list(PRECISION), MEASURED, LATE)
+  compared = arm_table(results, [*PRECISION, *WHY], MEASURED, LATE)
   return "\n\n".join([*quantity_tables(QUANTITIES, results), compared])
 
 
 if __name__ == "__main__":
-  write_page(HOME, [*PILOT, *PRECISION], MEASURED, tables, draw)
+  write_page(HOME, [*PILOT, *PRECISION, *WHY], MEASURED, tables, draw)
