@@ -159,7 +159,10 @@ class Experts(nnx.Module):
       return mixed
     with jax.named_scope("shared_expert"):
       hidden = activation(dense(x, self.shared_gate)) * dense(x, self.shared_up)
-      weight = jax.nn.sigmoid(dense(x, self.shared_weight))
+      # Not as a product with one column: XLA on CPU adds that up in another order in the last rows.
+      wide = jnp.promote_types(x.dtype, jnp.float32)
+      terms = x.astype(wide) * self.shared_weight[..., 0].astype(wide)
+      weight = jax.nn.sigmoid(jnp.sum(terms, axis=-1, keepdims=True)).astype(x.dtype)
       return mixed + weight * dense(hidden, self.shared_down)
 
   def route(self, x: Array, *, routes: Array | None, real: Array | None) -> Routing:

@@ -8,9 +8,9 @@ A layer with attention has a KV cache. A gated DeltaNet has a state, which a bur
 token to token; the state changes only in running slots.
 
 The bits of a rollout depend only on its prompt, its key and the parameters: not on its slot, its
-neighbors or the order of requests. So every product has a fixed number of rows, a burst always
-begins at a multiple of its length, and blocks of the cache are accumulated in order
-(`ops.decoding`).
+neighbors or the order of requests. So every product has a fixed number of rows and more than one
+column, a burst always begins at a multiple of its length, and blocks of the cache are accumulated
+in order (`ops.decoding`).
 
 In a dialogue the environment's replies stand between the policy's turns. After each reply the
 response's cache is computed anew, up to a multiple of a burst's length. The next burst repeats the

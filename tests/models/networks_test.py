@@ -83,7 +83,7 @@ def test_a_cache_in_8_bits_is_near_with_other_heads_in_full_layers():
   assert 0 < np.abs(recorded - scored).mean() < 0.05
 
 
-@each_network("experts")
+@each_network("delta mixture", "experts")
 def test_the_order_of_requests_changes_no_bit(config):
   """Slots are refilled at other times, beside other rollouts; experts get other numbers of rows."""
   engine = networks.make_engine(updates.small_model(config), slots=3, prefill_rows=4)
