@@ -69,14 +69,16 @@ def batch_of(
   squared_probabilities: Array | None = None,
   squared_norms: Array | None = None,
 ) -> TrainBatch:
-  """Makes a batch from the given arrays, for functions that take a batch; other fields are 0.
+  """Makes a batch from the given arrays, for functions that take a batch.
+
+  Fields that are not given have a default, which is 0 or None unless stated below.
 
   Args:
     mask: [P, G, T], 1 on response tokens that count in the loss, the stop token included.
     tokens: i32[P, G, T], the response tokens.
     rewards: f32[P, G].
-    correct: f32[P, G] in {0, 1}; None: equal to the rewards. valid: bool[P, G], False for rollouts
-    without a grade; None: all True.
+    correct: f32[P, G] in {0, 1}; None: equal to the rewards.
+    valid: bool[P, G], False for rollouts without a grade; None: all True.
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` needs them.
     lags: i32[P, G, T], updates since the policy that sampled a token.
@@ -201,7 +203,9 @@ def loss_of(
   proximal_logprobs: Array | None = None,
   veto: Veto | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-  """(loss f32[], metrics f32[] by name) of one batch; differentiable by `policy_logprobs`.
+  """(loss f32[], metrics f32[] by name) of one batch.
+
+  The loss is differentiable with respect to `policy_logprobs`.
 
   Args:
     loss: a loss of `rlvr_jax.losses`, such as `p3o()`, or a loss from
@@ -256,7 +260,7 @@ def gram_of_head(
   """Inner products f32[B, B] of the rollouts' gradients with respect to the output head.
 
   The gradients are g_i = ∇(−Σ_t m log π) with respect to `kernel`, where logits = hidden @ kernel.
-  The gradients are not stored.
+  The gradient of a single rollout is never stored.
 
   Args:
     hidden: [P, G, T, D], the final hidden states that predict `tokens`.

@@ -21,5 +21,5 @@ class Sampling:
 
 
 def sampling_of(settings: Mapping[str, Any]) -> Sampling:
-  """The distribution that a section such as `config.sampling` describes."""
+  """The distribution that a section such as `config.sampling` sets; it may have other fields."""
   return Sampling(**{field.name: settings[field.name] for field in dataclasses.fields(Sampling)})

@@ -80,7 +80,7 @@ def _parse_literal(keyword: ast.keyword) -> Any:
 
 
 def outside_package(value: Any, field: str = "config") -> Iterator[tuple[str, str]]:
-  """Yields (field, text) for each text of a configuration that names a function elsewhere.
+  """Yields (field, text) for each text of a configuration that names another module's function.
 
   Args:
     value: the configuration, or a part of it: JSON values and tuples.
@@ -112,7 +112,7 @@ def make(field: str, package: types.ModuleType, text: str, kind: Any, **of_run: 
       string cannot set it.
   Raises:
     ValueError: the string or the name is invalid, hyper-parameters are unknown or missing, or the
-      factory raises an error.
+      factory raises an error other than ImportError and OSError, which pass through.
   """
   owner = f"{field} = {text!r}"
   try:

@@ -1,4 +1,4 @@
-"""The records that pass between packages, with a shape for every field.
+"""The records that pass between the package's folders, with a shape for every field.
 
 Records of sampling are in `rollouts.group` and `rollouts.batches`.
 
@@ -158,7 +158,7 @@ class Packed(NamedTuple):
   # i32[], of the last micro-batches that are not empty: their rows' first places, of which
   # `ops.row_blocks.short_row` says how many, hold everything. None: there never are any.
   num_short: Array | None = None
-  routes: Array | None = None  # [M, R, L, layers, k], see `Rollouts.routes`; 0 on padding
+  routes: Array | None = None  # [M, R, L, layers, k], see `TrainBatch.routes`; 0 on padding
 
 
 class Forward(NamedTuple):

@@ -105,9 +105,8 @@ def gdpo(
   rollouts differ, and a reward that hardly varies counts as much as one that varies much. A
   constant reward contributes 0.
 
-  A group that is constant in every reward has exactly A = 0 if μ is a mean over rollouts. If μ is a
-  mean over tokens, it is not 0 where rewards depend on the length, and such a group gets −μ/(σ +
-  ε).
+  A group that is constant in every reward has exactly A = 0 if μ is a mean over rollouts. A mean
+  over tokens is not 0 where rewards depend on the length; such a group then gets −μ/(σ + ε).
 
   Args:
     weights: ω, a number for each reward; () sets all to 1. The weights in `config.grading.extra`

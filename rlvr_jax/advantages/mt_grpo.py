@@ -1,4 +1,4 @@
-"""MT-GRPO: each turn of a dialogue gets its own advantage, besides the dialogue's."""
+"""MT-GRPO: a turn with a score gets an advantage of its own, added to the dialogue's."""
 
 from __future__ import annotations
 

@@ -121,8 +121,8 @@ def otb(
     truncation: c > 0 in the loss's weights w = min(π/β, c) (`config.correction`); None sets w = 1,
       for rollouts sampled from the policy itself.
     level: "token"; or "sequence", where the ratio is the product over the response.
-    zero_tail: whether the baseline is 0 beyond the second longest response, as in verl; otherwise A
-      = 0 there.
+    zero_tail: whether the baseline is 0 beyond the second longest response, as in verl; otherwise
+      A = 0 there.
     zero_constant: whether A = 0 in a group with equal rewards; False leaves A = r in its longest
       response beyond the second longest, as in verl.
   Source: "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL"

@@ -4,7 +4,7 @@ PROGRAM is a file of Python source; TESTS is a JSON file, whose fields are liste
 Prints the verdict as one line of JSON.
 
 Exit status: 0 if all tests pass, 1 if not, 2 if the arguments or the tests are invalid, 3 if the
-sandbox gave no verdict, which is not the program's fault.
+sandbox gave no verdict, so that nothing is known about the program.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _LAST_OUTPUT = 1000  # characters of the output of a launcher that does not star
 
 
 class SandboxError(RuntimeError):
-  """The sandbox does not work, which is not the fault of the code in it."""
+  """The sandbox does not work; nothing is known about the code to run in it."""
 
 
 def deadline_s(time_limit_s: float) -> float:

@@ -209,7 +209,7 @@ def run(
     "output", at most 2 MiB; "status", 0 if the program succeeded; "stderr", the end of its standard
     error; or {"timeout": true}, {"memory": true} or {"died": status}, as `judge`.
   Raises:
-    SandboxError: the sandbox does not work, which is not the program's fault.
+    SandboxError: the sandbox does not work; nothing is known about the program.
   """
   return sandbox.run(
     {"mode": "last", "sources": [*earlier, source]},

@@ -52,7 +52,7 @@ def lowerings(run: Parts, packed: Packed | None = None) -> dict[str, Lower]:
 
 
 def count(run: Parts, lengths: str) -> tuple[Packed, Counts]:
-  """A typical batch of an update, and how often a run executes each program for these lengths.
+  """A typical batch of an update, and the counts of a run's programs for these lengths.
 
   Args:
     run: result of `build`.

@@ -419,7 +419,7 @@ def _describe_grade(pool: GraderPool, problem: Problem) -> str:
 
 
 def _dear_sketch(parts: Parts) -> str | None:
-  """Says so where a sketched Gram matrix costs more than the exact one."""
+  """A warning if a sketched Gram matrix costs more than the exact matrix."""
   gram, width = parts.method.gram, parts.model.config.width
   if gram is None or gram.projection is None:
     return None
@@ -429,7 +429,7 @@ def _dear_sketch(parts: Parts) -> str | None:
     return None
   return (
     f"config.gram = {parts.config.gram!r} costs {sketched:.1f} of the head's products at a width of"
-    f" {width}, and 'streaming', which is exact, {exact:.1f}; set config.gram = 'streaming'"
+    f" {width}, the exact 'streaming' only {exact:.1f}; set config.gram = 'streaming'"
   )
 
 

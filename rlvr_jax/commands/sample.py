@@ -131,5 +131,5 @@ def _report_shutdown() -> Iterator[None]:
   try:
     yield
   except EndRequestedError as error:
-    say(f"{error}; others sample its groups. Rerun the same command to continue")
+    say(f"{error}; other samplers take over its groups. Rerun the same command to continue")
     raise

@@ -109,8 +109,8 @@ def read_runs(
     if (other := first.setdefault(run.name, run)) is not run:
       labels = " and ".join(map(repr, dict.fromkeys([other.label, run.label])))
       raise ValueError(
-        f"{owner}: several runs have the name {run.name!r}, of the label {labels}; give them"
-        ' different seeds, or labels of other letters or digits, such as {"label": "…"}'
+        f"{owner}: several runs have the name {run.name!r}, from the label {labels}; give"
+        ' them different seeds, or labels with other letters or digits, such as {"label": "…"}'
       )
   _check_labels(owner, runs)
   return runs

@@ -389,8 +389,8 @@ def _compile_updates(
 def compiled_seconds(cost: Cost, chip: Chip) -> Seconds:
   """Seconds of a compiled program.
 
-  Computation takes the compiler's cycles, which omit kernels that are not XLA's. Such a kernel
-  takes the time of its FLOPs or of its bytes, whichever is longer. For GPUs, whose cycles no
+  Computation takes the compiler's cycles, which omit kernels that are not XLA's. Each of these
+  adds the time of its FLOPs or of its bytes, whichever is longer. For GPUs, whose cycles no
   compiler estimates, computation takes the time of the FLOPs.
   """
   compute = cost["seconds"]["compute"]

@@ -355,8 +355,8 @@ class _Program:
     of, mark, index = name.rpartition("#")
     if not mark:
       raise CostsError(
-        f"the program has an operand %{name[:200]} that no instruction before it is: the compiler"
-        " writes programs in a form that is not known"
+        f"the program has an operand %{name[:200]} that no earlier instruction defines: the"
+        " compiler writes programs in a form that is not known"
       )
     return _element(self._shape(computation, of), int(index))
 

@@ -276,9 +276,8 @@ def program_cost(
   if found["executed_flops"] < (1 - _ELEMENTWISE) * useful_flops:
     raise CostsError(
       f"the costs of the {name} are not known: {found['executed_flops'] / 1e12:.4g} TFLOPs were"
-      f" counted, of which {useful_flops / 1e12:.4g} are useful. The compiler writes this program"
-      " in a form that is not read rightly; of libtpu, versions 0.0.42.1 and 0.0.50.1 are known to"
-      " be"
+      f" counted, but {useful_flops / 1e12:.4g} are needed. The compiler writes this program in a"
+      " form that is not read correctly; versions 0.0.42.1 and 0.0.50.1 of libtpu are known to work"
     )
   found["compile_seconds"] = compiled.seconds
   if compiled.thunks:

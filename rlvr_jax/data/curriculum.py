@@ -37,7 +37,7 @@ def curriculum(
   A cell is a problem, or a part (a level, for instance) with all of its problems. Every cell has an
   estimate p of its solve rate, which begins at `first`. A group of rollouts with the solve rate s
   updates it: p ← p + rate·(s − p). A batch samples cells with probabilities in proportion to
-  max(w(p), floor): Problems do not repeat within a batch; a part's problems come in a random order,
+  max(w(p), floor). Problems do not repeat within a batch. A part's problems come in a random order,
   each once until all have been read.
 
   Estimates are updated when the next policy is synced, so that all batches of one refresh are

@@ -146,7 +146,7 @@ class HuggingFaceTokenizer:
     check_messages(messages)
     if self._system and messages[0]["role"] == "system":
       raise ValueError(
-        f"config.prompts.system = {self._system[0]['content']!r}, and a prompt begins with its own"
+        f"config.prompts.system = {self._system[0]['content']!r}, but a prompt begins with its own"
         f" system message, {messages[0]['content']!r}; set config.prompts.system = ''"
       )
     texts = [{"role": m["role"], "content": m["content"]} for m in messages]

@@ -104,8 +104,8 @@ def reasoning_gym(
   _check_reference(_create_dataset(dataset, settings, seed=0, size=1), task.held_out[0])
   if dataset in TAKES_ONE_ANSWER:
     logging.warning(
-      "reasoning_gym dataset %r: its own program takes one answer for every problem, which a policy"
-      " can learn instead of solving them; use another dataset", dataset,
+      "reasoning_gym dataset %r: its own program accepts one answer for every problem, which a"
+      " policy can learn instead of solving them; use another dataset", dataset,
     )  # fmt: skip
   if any(not task.warm_start[index].solution for index in range(warm_start_size)):
     raise ValueError(

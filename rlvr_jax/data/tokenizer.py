@@ -251,7 +251,7 @@ def check_prompt(
     length: tokens in the prompt.
     max_prompt_length: S, the most tokens of a prompt.
     where: names the problem in the message if it has no file and line of its own.
-    begins: the beginning of the environment's first messages, if they replace the question.
+    begins: the first message of the environment, if its messages replace the question.
   """
   owner = problem.where or where
   owner = owner and f"{owner}: "

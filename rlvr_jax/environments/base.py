@@ -123,8 +123,8 @@ def check_turn(turn: Any, roles: Sequence[str]) -> Turn:
     raise TypeError(f"step returned done = {turn.done!r:.100}, expected True or False")
   if not turn.done and turn.role not in roles:
     raise ValueError(
-      f"step returned role = {turn.role!r:.100}, expected one of {roles}; an environment that"
-      " replies as another one declares it, such as roles = ('tool',) in its class"
+      f"step returned role = {turn.role!r:.100}, expected one of {roles}; declare every"
+      " role of a reply in the environment's class, such as roles = ('tool',)"
     )
   if not isinstance(turn.score, numbers.Real | None):
     raise TypeError(f"step returned score = {turn.score!r:.100}, expected a number or None")

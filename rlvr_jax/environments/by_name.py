@@ -55,7 +55,7 @@ def make_environment(
     "grade"
   )
   if grade is None and parameter is not None and parameter.default is parameter.empty:
-    raise ValueError(f"{owner}: {spec.name} needs grade, but here is no grader to hand to it")
+    raise ValueError(f"{owner}: {spec.name} needs grade, but there is no grader here")
   of_run: dict[str, Any] = {"deadline_s": deadline_s}
   if grade is not None:
     of_run["grade"] = grade

@@ -260,7 +260,7 @@ class _Session:
       raise (
         unasked
         if isinstance(unasked, Exception)
-        else ServerError(f"the server has sent an answer to nothing: {_shorten(unasked)}")
+        else ServerError(f"the server has sent an answer without a request: {_shorten(unasked)}")
       )
     try:
       await self._socket.send_json({"type": kind, "data": data})

@@ -248,7 +248,10 @@ def other_labels(results: Iterable[Result], baseline: str) -> list[str]:
 
 
 def adjusted_p(by_label: Mapping[str, Difference | None]) -> dict[str, float]:
-  """Each label's p-value, adjusted by Holm's procedure over all differences that vary."""
+  """Each label's p-value, adjusted by Holm's procedure.
+
+  Labels whose difference does not vary between seeds are left out.
+  """
   p = {label: value.p for label, value in by_label.items() if value and value.deviation}
   return dict(zip(p, holm(list(p.values())).tolist(), strict=True))
 

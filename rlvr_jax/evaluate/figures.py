@@ -82,7 +82,8 @@ def plot_difference(
     axes: axes of matplotlib.
     row: position on the y axis.
     seeds: differences of single seeds.
-    difference: mean and interval; None if there are too few seeds for an interval.
+    difference: mean and interval; None if there are too few seeds for an interval. Two seeds then
+      get their mean.
   """
   # The dots stand off the interval, which would hide them.
   axes.plot(

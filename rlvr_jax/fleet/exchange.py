@@ -1,6 +1,6 @@
 """The folder or bucket through which trainer and samplers of a run exchange files, without locks.
 
-  terms/E          one per start of a trainer, the newest counts: the identity of its samplers
+  terms/E          one per start of a trainer, the newest counts: the identity that samplers need
   policies/E.V     version V of the policy can be restored
   draws/E.N        a draw of problems, and which of its groups are wanted
   groups/N.I       group I of draw N, by the sampler that was first

@@ -144,12 +144,12 @@ class Pace:
     }
 
   def patiences(self, number: int) -> int:
-    """How long a draw has been the oldest, in units of the patience."""
+    """How long a draw has been the oldest, in full units of the patience; 0 for other draws."""
     oldest, since = self._oldest
     return int((self._clock() - since) / self._patience_s) if number == oldest else 0
 
   def times_late(self, place: Place, name: str) -> int:
-    """How long a sampler has taken for a group, in units of the allowed time; 0 if it is not late.
+    """How long a sampler has taken for a group, in full units of the allowed time; 0: not late.
 
     For an observer that has not finished a group yet, no group is late.
     """

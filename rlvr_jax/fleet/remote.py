@@ -258,7 +258,7 @@ class RemoteSampler:
           return None
         group, digest = found
         if digest != of.digest:
-          raise RecordError("it is of other problems, or of another seed")
+          raise RecordError("it has other problems or another seed")
         check_group(group, of.draw, self._settings.allowed)
       if self._is_early(group):
         of.early[index] = group
@@ -312,7 +312,7 @@ class RemoteSampler:
   # --- samplers -----------------------------------------------------------------------------------
 
   def _check_samplers(self, view: View, waited: float) -> None:
-    """Says what the trainer waits for; raises FleetError if that is in vain."""
+    """Says what the trainer waits for; raises FleetError if waiting is useless."""
     settings, watch, now = self._settings, self._state.watch, self._clock()
     living = watch.look(view.samplers)
     for name in watch.dead(GONE_S):
@@ -325,7 +325,7 @@ class RemoteSampler:
       )
     if waited > settings.deadline_s:
       raise FleetError(
-        f"no group came for {waited:.0f} s, of at most {settings.deadline_s:.0f} s"
+        f"no group has come for {waited:.0f} s; allowed are {settings.deadline_s:.0f} s"
         f" (config.generation_deadline_s){self._errors(view)}; {missing}"
       )
     if self._state.is_due(now):

@@ -62,8 +62,8 @@ def diagnose(
   Returns:
     f32[] each, all finite if A and A' are finite:
       geometry/gram_usable: 0 if the Gram matrix is zero or not finite; the other metrics then have
-      no meaning. geometry/participation_ratio: effective number of directions of the batch's
-      gradients, in
+        no meaning.
+      geometry/participation_ratio: effective number of directions of the batch's gradients, in
         [1, B]. Near 1 all rollouts push in one direction, whatever their number.
       geometry/group_participation_ratio: the mean of the groups' participation ratios, in [1, G].
       geometry/effective_rollouts, …_reweighted: n_eff under A and under A', in [0, B]. Below 1 the
@@ -74,11 +74,12 @@ def diagnose(
       geometry/rank: k, the dimension of the shared subspace.
       geometry/shared_energy, geometry/residual_energy: see `energies`, under A.
       geometry/group_shared_energy: the mean shared energy over groups, each with its own Gram
-      matrix and k. geometry/update_norm, …_reweighted, geometry/update_norm_bound: see
-        `update_norms`; the bound is computed for A.
+        matrix and k.
+      geometry/update_norm, …_reweighted, geometry/update_norm_bound: see `update_norms`; the bound
+        is computed for A.
       geometry/group_update_norm, …_bound: the means of norm and bound over groups, each with its
-        own Gram matrix, k and number of rollouts. geometry/group_norm_correlation: the correlation
-        of norm and bound over groups.
+        own Gram matrix, k and number of rollouts.
+      geometry/group_norm_correlation: the correlation of norm and bound over groups.
   """
   coefficients, reweighted = coefficients.reshape(-1), reweighted.reshape(-1)
   chex.assert_shape([coefficients, reweighted], gram.shape[:1])

@@ -86,7 +86,7 @@ def sampled_gram(
 def head_products(
   batch: TrainBatch, hidden: Any, kernel: Any, mesh: Any, block_elements: int
 ) -> Any:
-  """An upper bound of the cost, in products of the size of the head's product."""
+  """The cost for the most pairs possible, in products of the size of the head's product."""
   (D, V), B = kernel.shape, batch.rewards.size
   used = 1 if batch.packed is None else batch.packed.num_micro_batches
   places = used * math.prod(hidden.shape[1:-1])

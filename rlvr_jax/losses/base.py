@@ -30,7 +30,7 @@ class Loss(NamedTuple):
     of_responses: whether the formula takes one coefficient for a full response; coefficients per
       token are then a configuration error.
     ratio_to: the policy in the denominator of the loss's ratio. "old": PPO's old policy, which is
-      the sampler unless a correction replaces it by a later policy. "sampler": the formula is
+      the sampler unless a correction replaces it with a later policy. "sampler": the formula is
       derived for the sampler, so that no correction applies. "none": the loss has no ratio.
   """
 
@@ -70,7 +70,9 @@ def prepare_tokens(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
 
 
 def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
-  """log π_prox f32[P, G, T], nats, as a constant; see `TrainBatch.proximal_logprobs`.
+  """log π_prox f32[P, G, T], nats, as a constant.
+
+  π_prox is the policy when the batch is first trained on.
 
   Args:
     name: the name of the loss or correction that needs these log-probabilities.

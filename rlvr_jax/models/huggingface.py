@@ -91,8 +91,8 @@ def load_params(
   Raises:
     FileNotFoundError: there are no weights, or a shard is missing.
     ValueError: weights are pickled or quantized, a file is damaged, or tensors are missing, unknown
-      or of another shape than the parameters. These errors come before weights are read. Or weights
-      are NaN or infinite.
+      or of another shape than the parameters, all found before weights are read; or weights are NaN
+      or infinite.
   """
   family = checkpoint_family(directory)
   leaves = find_leaves(abstract_params, config, family)

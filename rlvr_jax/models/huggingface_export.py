@@ -18,7 +18,7 @@ from rlvr_jax.ops.layers import DENSE, layers_in
 def published_config(
   config: TransformerConfig, dtype: str, source: str | os.PathLike[str] | None
 ) -> dict[str, Any]:
-  """The content of config.json for transformers 5 and, with older names beside, for transformers 4.
+  """The content of config.json, with the field names of transformers 5 and of transformers 4.
 
   Raises:
     ValueError: no family implements `config`.

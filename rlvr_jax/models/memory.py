@@ -77,8 +77,8 @@ def forward_bytes(config: TransformerConfig, tokens: float, tensor: int) -> floa
 def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> float:
   """Bytes that a CPU's compiler saves beside `activation_bytes` if nothing is recomputed.
 
-  They are the operands of a layer's element-wise operations, about as many as results of products,
-  and attention scores, in short rows for all pairs of places.
+  They are further operands of a layer's element-wise operations, about as many as results of
+  products, and in short rows the attention scores of all pairs of places.
 
   Args:
     config, tokens: see `activation_bytes`.

@@ -247,7 +247,7 @@ def check_overrides(overrides: Iterable[str]) -> None:
 
 
 def given_overrides(model: Mapping[str, Any]) -> dict[str, Any]:
-  """The fields that `model["overrides"]` sets, without fields that are None."""
+  """The fields that `model["overrides"]` sets; None does not set a field of `_OF_COMPUTING`."""
   overrides = dict(model["overrides"])
   return {k: v for k, v in overrides.items() if v is not None or k not in _OF_COMPUTING}
 

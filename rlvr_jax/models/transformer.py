@@ -660,7 +660,7 @@ class Transformer(nnx.Module):
     Args:
       tokens: i32[R, L].
       rows: the sequences of the tokens; positions below L.
-      routes: int[R, L, sparse layers, k], of a mixture, the experts to take in place of the
+      routes: int[R, L, sparse layers, k], in a mixture, the experts to use in place of the
         routers' choice.
     Returns:
       [R, L, D] in the compute dtype.

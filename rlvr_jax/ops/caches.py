@@ -310,7 +310,10 @@ def choose_cache(
   plain: bool,
   cache_format: str = "",
 ) -> str:
-  """Chooses how keys are cached and read; `auto` takes the TPU kernel, or else warns.
+  """Chooses how keys are cached and read.
+
+  `auto` chooses pages on a TPU if the network allows it, and blocks otherwise, with a warning on a
+  TPU.
 
   Args:
     wanted: one of `KINDS`, from config.sampling.cache.

@@ -74,8 +74,8 @@ def cached_attention(
 
   Args:
     queries: [slots, N, H].
-    prompt, response: the layer's caches of prompt and response; all blocks are read, but only pages
-      with tokens.
+    prompt, response: the layer's caches of prompt and response. All blocks of a `Cache` are read;
+      of `Pages` only pages with tokens are read.
     staged: keys and values of the burst's tokens 0 … step.
     reach: the reach of all slots at the start of the burst.
     step: i32[], index of the query's token in the burst.

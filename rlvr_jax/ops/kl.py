@@ -32,15 +32,14 @@ def k1(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
 
 
 def k2(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
-  """(log p − log q)²/2: biased, never negative; its gradient is that of KL. For arguments see
-  `k1`."""
+  """(log p − log q)²/2: biased, never negative; its gradient is KL's. For arguments see `k1`."""
   return jnp.square(_log_ratio(p_logprobs, q_logprobs, mask)) / 2
 
 
 def k3(
   p_logprobs: Array, q_logprobs: Array, mask: Array, *, log_ratio_bound: float | None = None
 ) -> Array:
-  """q/p − 1 − log(q/p): unbiased, never negative. For other arguments see `k1`.
+  """q/p − 1 − log(q/p): unbiased, never negative. For the other arguments see `k1`.
 
   Args:
     log_ratio_bound: log(q/p) is clipped to ± this inside the exponential (10 in P3O); None does not

@@ -105,7 +105,10 @@ def choose_attention(
   dtype: str,
   soft_cap: float | None = None,
 ) -> str:
-  """Chooses the implementation of attention; `auto` takes the device's kernel, or else warns.
+  """Chooses the implementation of attention.
+
+  `auto` chooses the device's kernel if the network allows it, otherwise "whole" in short rows on
+  GPUs, otherwise "reference", with a warning on accelerators.
 
   Args:
     wanted: one of `KINDS`, from config.model.overrides.attention.

@@ -75,7 +75,7 @@ def sequence_starts(rows: Rows, index: Array) -> tuple[Array, Array]:
     rows: arrays [..., L].
     index: i32[L], of the tokens in their row.
   Returns:
-    Indices in the row, and numbers, 0 of a prompt's tokens; i32[..., L] each.
+    Indices in the row, and numbers, 0 for a prompt's tokens; i32[..., L] each.
   """
   in_prompt = index < rows.prompt_ends
   before = rows.positions - (index - rows.starts)

@@ -152,7 +152,7 @@ def _run_self_test(function: Callable[..., Any], spec: specs.Spec) -> None:
 
 
 def convert_to_grade(value: Any) -> Grade:
-  """Converts a grader's return value to a Grade; a number means correct at 1 or more, else wrong.
+  """Converts a grader's return value; a number is the score: correct at 1 or more, else wrong.
 
   Raises:
     TypeError: the value is neither a Grade with an Outcome nor a number.

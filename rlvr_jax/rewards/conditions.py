@@ -72,7 +72,7 @@ def parse_relations(text: str) -> list[Relation] | None:
 
 
 def relations_match(gold: str, answer: str) -> bool:
-  """Whether the relations of two chains are pairwise equal up to a constant factor."""
+  """Whether the relations of two chains, in any order, are equal up to constant factors."""
   pair = parse_relations(gold), parse_relations(answer)
   if not (pair[0] and pair[1]) or len(pair[0]) != len(pair[1]):
     return False

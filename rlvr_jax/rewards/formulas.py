@@ -71,7 +71,7 @@ class Node(NamedTuple):
 
 
 class UndefinedError(ArithmeticError):
-  """A formula has no value at a point, or one that is too large or too small."""
+  """A formula has no value at a point, or its value is too large or too small."""
 
 
 class _SyntaxError(ValueError):

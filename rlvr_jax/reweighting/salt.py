@@ -152,8 +152,7 @@ def salt(
     min_rank: ≥ 1.
     max_rank: ≥ min_rank.
     alpha_min: ≥ 0.
-    alpha_max: ≥ alpha_min; since n_eff ≥ 0, a value above 1 has an effect only if alpha_min is
-      above 1 too.
+    alpha_max: ≥ alpha_min; since n_eff ≥ 0, a value above 1 only allows an alpha_min above 1.
     positive_part: whether the residual is computed from A⁺; otherwise from A.
     channels: "both": the authors' released form; "shared": P_k A only; "residual": α (I − P_k) A⁺
       only; "amplified": A + α (I − P_k) A⁺. **open**: the paper says that the residual is

@@ -32,7 +32,7 @@ def drop_scores(batch: TrainBatch) -> TrainBatch:
 
 
 def response_lengths(batch: TrainBatch) -> np.ndarray:
-  """i32[P, G], the number of response tokens up to the last one in the loss, in any turn."""
+  """i32[P, G], number of response tokens up to the last loss token, an environment's included."""
   positions = np.arange(1, batch.mask.shape[-1] + 1)
   return np.asarray(np.max((batch.mask > 0) * positions, axis=-1))
 

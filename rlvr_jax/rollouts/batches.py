@@ -141,7 +141,7 @@ class BatchSettings:
   """Settings that determine how a run's batches are made.
 
   Attributes:
-    quotas: numbers of groups in a batch, by source; the last number is for recorded groups.
+    quotas: numbers of groups in a batch, by source; recorded groups, if any, are the last source.
     seed: the seed of the rollouts.
     max_draws: the most draws of problems for a batch with dynamic sampling; 0 turns dynamic
       sampling off.

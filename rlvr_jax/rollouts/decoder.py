@@ -497,7 +497,7 @@ def decode(
       within a burst.
     staged: keys and values of the burst's earlier tokens in these layers.
     states: a state per gated DeltaNet, after these tokens.
-    reach: the part of the caches that attention reads.
+    reach: the numbers of cached tokens that attention reads.
     tables: the result of `rotary_tables`.
     token: i32[slots].
     step: i32[], index of the token in the burst.

@@ -79,7 +79,7 @@ class Dialogues:
     return [self.pool.reset(as_mapping(problem), seed) for problem, seed in pairs]
 
   def begun(self, resets: Sequence[Future[Started | Failure]]) -> list[Beginning]:
-    """The results of finished resets; JSON."""
+    """The beginnings of dialogues, from finished resets; JSON."""
     return [self._begun(reset.result()) for reset in resets]
 
   def _begun(self, started: Started | Failure) -> Beginning:

@@ -31,8 +31,9 @@ class Usage:
   Attributes:
     slot_steps: decoding steps times slots, idle slots included.
     slot_tokens: sampled tokens, without tokens that a burst of a dialogue repeats.
-    drain_slot_steps, drain_tokens: slot_steps and slot_tokens in bursts when no requests were left
-      and fewer responses than slots were running.
+    drain_slot_steps, drain_tokens: slot_steps and slot_tokens of the bursts after requests had run
+      out, with fewer unfinished responses than slots. A response that waits for a reply counts as
+      unfinished.
   """
 
   slot_steps: int = 0
@@ -116,7 +117,7 @@ class Rollout:
     self.length = new.stop
 
   def end(self, *, is_cut_off: bool) -> None:
-    """Notes whether the length limit has cut off the dialogue, and no longer its last turn."""
+    """Sets `stopped` for the dialogue: False if the length limit has cut it off."""
     self.stopped = not is_cut_off
 
   def cut(self, length: int, pad_token: int) -> None:
@@ -384,7 +385,7 @@ class Engine:
 
   @property
   def free(self) -> bool:
-    """Whether the engine can take the rollouts of one more prompt, for slots or a prefill batch."""
+    """Whether one more prompt's rollouts should begin, to fill free slots or a prefill batch."""
     return self._queue.lacks(self.idle_slots)
 
   @property
@@ -408,11 +409,11 @@ class Engine:
     """A new `Rollout` that has not begun.
 
     It has these arrays, with T = `max_new_tokens` and S = `max_prompt_length`:
-        tokens: i32[T], right-padded.
-        behavior_logprobs: f32[T], under the sampled distribution; 0 where padded or not sampled.
-        versions: i32[T], the version that sampled each token; −1 where padded or not sampled.
-        turns, turn_scores: i32[T] and f32[T], only for dialogues, see `group.ARRAYS`.
-        routes, prompt_routes: [T, layers, k] and [S, layers, k], if routes are recorded.
+      tokens: i32[T], right-padded.
+      behavior_logprobs: f32[T], under the sampled distribution; 0 where padded or not sampled.
+      versions: i32[T], the version that sampled each token; −1 where padded or not sampled.
+      turns, turn_scores: i32[T] and f32[T], only for dialogues, see `TrainBatch`.
+      routes, prompt_routes: [T, layers, k] and [S, layers, k], if routes are recorded.
     """
     settings, programs = self.settings, self._programs
     T, routes = settings.max_new_tokens, settings.routes
@@ -461,7 +462,7 @@ class Engine:
     self._queue.put_back()
 
   def release(self, before: int) -> None:
-    """Releases the weights of all but the newest version; no plan may name an earlier version."""
+    """Releases the weights of versions below `before`, which no plan may name any more."""
     for version in [version for version in self._weights.loaded if version < before]:
       del self._weights.loaded[version]
 

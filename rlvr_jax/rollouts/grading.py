@@ -58,7 +58,7 @@ class Grading:
 
     Args:
       rollouts: G rollouts of one prompt.
-      grades: the grades of each rollout.
+      grades: the grade of each rollout.
     Raises:
       GradingStoppedError: the reward policy of an outcome is "stop".
     """
@@ -179,7 +179,7 @@ def sampled_places(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def solve_rates(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-  """f64[P], the share of correct rollouts among each group's valid rollouts, or NaN."""
+  """f64[P], the share of correct rollouts among a group's valid rollouts; NaN if none is valid."""
   correct, valid = arrays["correct"], arrays["valid"]
   num_correct, num_valid = (x.sum(axis=1) for x in (correct * valid, valid))
   return np.where(num_valid > 0, num_correct / np.maximum(num_valid, 1), np.nan)

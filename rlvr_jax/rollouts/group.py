@@ -49,7 +49,7 @@ class Policy(NamedTuple):
 
 
 class Draw(NamedTuple):
-  """Problems that are sampled together; with dynamic sampling a batch takes several draws."""
+  """Problems that are sampled together; with dynamic sampling a batch may need several."""
 
   number: int
   problems: list[Problem]  # P
@@ -83,7 +83,7 @@ class Sampler(Protocol):
     ...
 
   def take(self) -> list[Group]:
-    """Waits for graded groups and returns at least one, in any order."""
+    """Waits for graded groups; returns at least one, in any order, or raises an error."""
     ...
 
   def close(self) -> None:

@@ -86,8 +86,8 @@ def row_layout(
   Args:
     length: places of a row, at least `min_row_length`.
     alignment: see `RowLayout`.
-    devices: number of devices over which rows are split. tokens_per_micro_batch: places on each
-    device, rounded down to whole rows; at least one row.
+    devices: number of devices over which rows are split.
+    tokens_per_micro_batch: places on each device, rounded down to whole rows; at least one row.
     has_short_rows: whether the last micro-batches may have short rows. They have none if every
       batch is one micro-batch.
   Raises:
@@ -304,7 +304,7 @@ def attention_cost(
 
 
 def deal(costs: Sequence[float], *, devices: int, rows_per_device: int) -> np.ndarray:
-  """Deals rows to micro-batches and devices so that devices compute rows of similar cost.
+  """Deals rows to micro-batches and devices; rows computed together have similar costs.
 
   Args:
     costs: the costs of each row.

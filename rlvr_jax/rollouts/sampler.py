@@ -49,7 +49,7 @@ _POLL_S = 0.2  # interval at which a wait checks whether the run is to end
 
 
 class ReplayError(RuntimeError):
-  """A run that repeats a recorded run has sampled other rollouts."""
+  """A run that repeats a recorded run differs from it."""
 
 
 class SamplerStoppedError(RuntimeError):

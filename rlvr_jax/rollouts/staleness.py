@@ -277,8 +277,8 @@ def updates_per_refresh(*, batches: int = 1, epochs: int = 1) -> Schedule:
   before it has trained on them.
 
   Args:
-    batches: ≥ 1, number of batches sampled at each refresh. epochs: ≥ 1, number of updates on each
-    batch.
+    batches: ≥ 1, number of batches sampled at each refresh.
+    epochs: ≥ 1, number of updates on each batch.
   Source: Algorithm 1 of "Proximal Policy Optimization Algorithms" (arXiv:1707.06347); Algorithm 1
     of "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
     (arXiv:2402.03300), for GRPO.

@@ -296,7 +296,7 @@ class RolloutStore:
   # --- opening and closing ----------------------------------------------------------------------
 
   def close(self) -> None:
-    """Stops writing, so that another process may open the store for writing; one may still read."""
+    """Stops writing, so that another process may open the store for writing; reads still work."""
     with self._writing:
       self._writable = False
       self._lock.close()

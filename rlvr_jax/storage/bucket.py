@@ -47,7 +47,7 @@ def _explain_errors(url: str) -> Iterator[None]:
     # Status 412 is one or the other, depending on the version of gcsfs.
     if isinstance(error, FileExistsError) or str(getattr(error, "code", "")) == "412":
       raise ChangedError(
-        f"{url} was changed by another process; rerun the same command when that has ended"
+        f"{url} was changed by another process; rerun the same command when that process has ended"
       ) from error
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if isinstance(error, TimeoutError):

@@ -53,8 +53,8 @@ def path_within(folder: pathlib.Path, name: str) -> pathlib.Path:
   parts = name.split("/") if isinstance(name, str) else [""]
   if any(part in ("", ".", "..") or "\0" in part for part in parts):
     raise ForeignNameError(
-      f"a file named {name!r:.200} would not be in {folder}, to which its name belongs; nothing was"
-      " read or written. Remove what has that name, or do not use what its author gave you"
+      f"a file named {name!r:.200} would not be in its folder, {folder}; nothing was read or"
+      " written. Remove the object or record with this name, or use no files of its author"
     )
   return folder.joinpath(*parts)
 

@@ -56,7 +56,7 @@ class Objects(Protocol):
     ...
 
   def get(self, name: str, size: int | None = None) -> bytes | None:
-    """The bytes of an object, or its first bytes; None if the object does not exist."""
+    """The bytes of an object, or its first `size` bytes; None if the object does not exist."""
     ...
 
   def find(self, name: str) -> Listed | None:
@@ -191,7 +191,7 @@ def _entries(folder: pathlib.Path, prefix: str) -> Iterator[tuple[str, Listed]]:
 
 
 def _describe(status: os.stat_result) -> Listed | None:
-  """A file's entry in a listing; None for what is no file."""
+  """A file's entry in a listing; None if it is not a regular file."""
   if not stat.S_ISREG(status.st_mode):
     return None
   return Listed(status.st_size, (status.st_mtime_ns, status.st_ino))

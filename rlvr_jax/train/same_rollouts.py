@@ -133,7 +133,7 @@ def gradient_function(
   method = make_method(config, trained.model, mesh)
   if method.teaching is not None:
     raise ValueError(
-      "the recipe has a teacher, which these rollouts have no log-probabilities of; leave it out"
+      "the recipe has a teacher, but these rollouts lack its log-probabilities; leave it out"
     )
   method = method._replace(  # what the batch has, whatever the recipe would record
     max_response_length=trained.max_response_length,

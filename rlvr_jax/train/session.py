@@ -356,7 +356,7 @@ def _fleet_sampler(
 ) -> FleetSampler:
   """The samplers of a run that meet it in its workdir; `identity`: from `identify`."""
   if not isinstance(run.sampler, LocalSampler):
-    raise TypeError(f"examples come of a local sampler, not of {type(run.sampler).__name__}")
+    raise TypeError(f"examples come from a local sampler, not from {type(run.sampler).__name__}")
   config, network = parts.config, parts.model.config
   publisher = PolicyPublisher(
     workdir.path / WEIGHTS,

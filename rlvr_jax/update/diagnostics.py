@@ -62,12 +62,12 @@ def measure(
     initial: the trained parameters before the first update.
     teacher: as for `step.train_step`.
     method: the components of the update.
-    gram: computes the Gram matrix of the first feature; the second feature is the gradient of the
-      output head.
+    gram: computes the Gram matrix. The Gram matrix of the other feature of `geometry.FEATURES` is
+      that of the output head.
     compared: selects parameters, as in `per_rollout`; the Gram matrix of their gradients is
       compared with that of `gram`. "" for no comparison.
   Returns:
-    Scalars, see `geometry.diagnostics`; scalars of the second feature have its name as suffix. For
+    Scalars, see `geometry.diagnostics`; scalars of the other feature have its name as suffix. For
     a mixture of experts also the largest load of each layer and the share of recorded choices that
     have changed. And arrays: the Gram matrices f32[B, B] of rollout gradients (g_i · g_j, not
     divided by B = P·G), f32[P, G] coefficients before and after the reweighting, rewards and
@@ -130,9 +130,10 @@ def of_tokens(
     token_log_ratio_proximal: log π/π_prox, nats; only if the batch has `proximal_logprobs`.
     token_entropy: the token entropy of π at `method.temperature`, nats.
     token_clipped: bool, whether a bound of the loss took effect; f32 in [0, 1] for a loss with a
-      smooth bound. token_dropped, token_vetoed: bool, whether the correction or the veto excluded
-      the token. The means of these marks are the metrics in `MARKS`. A mark that the method cannot
-      make is absent.
+      smooth bound.
+    token_dropped, token_vetoed: bool, whether the correction or the veto excluded the token. The
+      means of these three marks are the metrics in `MARKS`. A mark that the method cannot make is
+      absent.
   """
   logprobs, batch = scores.logprobs, add_taught(batch, scores.taught)
   arrays = {

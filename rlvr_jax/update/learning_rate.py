@@ -1,4 +1,4 @@
-"""Learning-rate schedules, which `config.learning_rate` names."""
+"""The learning-rate schedules that `config.learning_rate` names."""
 
 from __future__ import annotations
 

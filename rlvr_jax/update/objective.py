@@ -284,8 +284,8 @@ def recorded_routes(
 ) -> Array | Routes | None:
   """The sampler's routes in the network's input format; None if they are not recorded.
 
-  The routes of a micro-batch are [R, length, layers, k], at the first `length` places of its rows;
-  the routes of a padded batch are also possible.
+  For packed rows these are [R, length, layers, k], at the first `length` places of a micro-batch's
+  rows; for a padded batch they are `Routes`.
   """
   if batch.packed is not None and batch.packed.routes is not None:
     routes = jax.lax.dynamic_index_in_dim(batch.packed.routes, micro_batch, keepdims=False)

@@ -90,7 +90,7 @@ class _Child(NamedTuple):
 
 
 class WorkerProcess:
-  """One worker, used by one thread at a time; only the end of its process blocks.
+  """One worker, used by one thread at a time; only `kill` waits, for the end of its process.
 
   Workers are new interpreters, never forks, and each leads a session of the system.
 

@@ -84,7 +84,7 @@ def test_labels_of_other_scripts_have_folders_of_their_own(tmp_path):
     ([{"config": "nowhere.py"}], {}, r"nowhere\.py"),
     ([{"loss": "ppo"}, {"loss": "ppo"}], {}, r"several runs have the name 'tiny_loss"),
     ([{"label": "GRPO+"}, {"label": "grpo-"}], {},
-     r"several runs have the name 'grpo_0', of the label 'GRPO\+' and 'grpo-'; .* other letters"),
+     r"several runs have the name 'grpo_0', from the label 'GRPO\+' and 'grpo-'; .* other letters"),
     ([{"label": "a", "loss": "ppo_clip"}, {"label": "a", "loss": "reinforce", "seed": 1}], {},
      r"label 'a' and seeds 0 and 1 differ by more than the seed: --config.loss=ppo_clip --config"),
     ([{"seed": 0}, {"seed": 1}], {"seed": "3"}, r"--config\.seed applies to all runs, but .*sev"),

@@ -196,7 +196,7 @@ def test_messages_of_system_and_user(load):
   assert tokenizer.encode_messages(messages) == briefly.encode_prompt("5?")
   assert briefly.encode_messages(messages[1:]) == briefly.encode_prompt("5?")
   with pytest.raises(
-    ValueError, match=r"'Be brief\.', and a prompt begins with its own.*system = ''"
+    ValueError, match=r"'Be brief\.', but a prompt begins with its own.*system = ''"
   ):
     briefly.encode_messages(messages)
   with pytest.raises(ValueError, match=r"System role not supported; .*set config.prompts.template"):

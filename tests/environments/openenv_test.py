@@ -351,7 +351,7 @@ def test_an_answer_to_nothing_is_not_taken_for_a_later_one(nonsense_pool):
   assert ask(nonsense_pool, dialogue, "twice") == Turn('-[1, "é"]')
   time.sleep(0.2)
   failure = ask(nonsense_pool, dialogue, "a")
-  assert failure.kind == "failed" and "an answer to nothing" in failure.detail
+  assert failure.kind == "failed" and "an answer without a request" in failure.detail
 
 
 def test_sessions_end_with_their_dialogues():

@@ -15,7 +15,7 @@ _VIEWS = (collections.abc.KeysView, collections.abc.ValuesView, collections.abc.
 
 
 class UnsupportedTestError(Exception):
-  """A test uses a value that cannot be sent to the program, which is not the program's fault."""
+  """A test uses a value that cannot be sent to the program; the program was not judged."""
 
 
 class Handle:

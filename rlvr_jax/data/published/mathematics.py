@@ -28,7 +28,7 @@ _AIME_ANSWER = re.compile(r"\$?0*(\d{1,3})(?:\^\\circ|\^\{\\circ\})?\$?")
 
 
 def last_boxed(text: str) -> str | None:
-  r"""Content of the last \boxed{…}, with balanced braces; None if no complete box is there.
+  r"""Content of the last \boxed{…}, with balanced braces; None if there is none or it is cut off.
 
   Boxes with nothing between them but formatting, a comma, "and" or "or" are one answer, as for the
   grader: \boxed{3} \text{ or } \boxed{4} is "3, 4"; conditions keep their "and" or "or".

@@ -1,4 +1,4 @@
-"""Checkpoints, and the workdir, which only one process at a time may write."""
+"""Checkpoints, and the workdir, which only one run at a time may write."""
 
 __all__ = [
   "checkpoint",

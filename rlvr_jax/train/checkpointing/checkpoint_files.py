@@ -111,7 +111,7 @@ def _manifest(content: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def with_metric(manifest: JsonObject, host: Mapping[str, JSON], metric: float) -> bytes:
-  """The new manifest of a saved step, with a metric that was measured after saving."""
+  """The bytes of the new manifest of a saved step, with a metric measured after saving."""
   content = {name: manifest[name] for name in ("step", "arrays")}
   return json.dumps(_manifest(content | {"host": dict(host), "metric": metric})).encode()
 

@@ -98,7 +98,7 @@ class BucketClaim:
     if left_s <= 0:
       raise WorkdirError(
         f"{self._bucket.url} has had no heartbeat of this process for {silent_s:.0f} s, so that"
-        " another one may have taken it over. Rerun the same command to resume"
+        " another process may have taken it over. Rerun the same command to resume"
       )
     return left_s
 
@@ -167,8 +167,8 @@ class BucketClaim:
         self._confirmed = start
       except ChangedError:
         on_loss(
-          f"error: another process has taken over {self._bucket.url}, since this one was silent for"
-          f" more than {self._owner.limit_s:.0f} s; this one has stopped writing"
+          f"error: another process has taken over {self._bucket.url}, since this process was silent"
+          f" for more than {self._owner.limit_s:.0f} s; it has stopped writing"
         )
         return
       except WorkdirError as error:

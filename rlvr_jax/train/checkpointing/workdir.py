@@ -140,8 +140,7 @@ def claim_workdir(workdir: Workdir) -> WorkdirLock | BucketClaim:
 def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[str] = ()) -> None:
   """Writes `workdir`/config.json on the first run; later runs must have the same configuration.
 
-  If the run has samplers, which read the file, the file gets the fields that may differ from the
-  last start.
+  If samplers read the file, every later start also writes its values of the fields that may differ.
 
   Args:
     workdir: a workdir after `fetch`; created if needed.
@@ -177,7 +176,8 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
     raise WorkdirError(
       f"{folder} belongs to a run with another configuration:\n" + "\n".join(lines) + "\n"
       "Use another --workdir, or the configuration of that run. A field that is absent in the"
-      f" workdir is newer than that run, which only its own version can resume.{renamed}"
+      " workdir is newer than that run: only the version of rlvr_jax that began it can resume it."
+      f"{renamed}"
     )
   if new != old and new.get("fleet", {}).get("samplers", False):
     _write_config(path, new)

@@ -141,7 +141,8 @@ def exchange(value: JSON) -> list[Any]:
 
   Args:
     value: a JSON value; floats are exchanged exactly. In a run of one process, any object.
-  Returns: The values of all processes, in order of process id.
+  Returns:
+    The values of all processes, in order of process id.
   Raises:
     ControlError: another process did not call this in time; the message names the phase.
   """
@@ -240,11 +241,11 @@ def leave(failure: str = "") -> None:
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-  """Context that ends this process immediately at its end if the run has several processes.
+  """Context that ends one of several processes immediately, at its end and on an exception.
 
   An orderly exit would wait minutes for the other processes, which may be waiting for this
   process, or may have been ended by a signal. After an exception, the other processes receive the
-  failure and end as well.
+  failure and end as well. A run of one process is not affected.
   """
   try:
     yield

@@ -233,7 +233,7 @@ def exit_immediately(message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def exit_after(seconds: float, message: str) -> Iterator[None]:
-  """Context that ends the process with a message after a time limit, which devices lack."""
+  """Context that ends the process with a message after `seconds`; devices have no time limit."""
   timer = threading.Timer(seconds, exit_immediately, [message])
   timer.daemon = True
   timer.start()

@@ -159,7 +159,7 @@ class FleetSampler:
     return decode(base64.b64decode(text))[0] if text else []
 
   def _look(self, waited_s: float) -> tuple[str, str]:
-    """(why waiting is in vain, the groups that have come), each "" if there is nothing."""
+    """(why waiting is useless, the groups that have come), each "" if there is nothing."""
     try:
       groups = self._remote.look(waited_s) if self._remote is not None else []
     except FleetError as error:
@@ -201,7 +201,8 @@ class FleetSampler:
 class ComparedSampler:
   """A sampler of this program that compares each policy's first group with the trainer's network.
 
-  It samples the groups that a trainer requests, and refuses problems that name unknown graders.
+  It samples the groups that a trainer requests. It refuses a problem that names a user's grader
+  which its own task does not name.
   """
 
   def __init__(
@@ -218,7 +219,7 @@ class ComparedSampler:
       inner: samples.
       policies: the policies that `inner` loads.
       sources, task: sources and task of the run.
-      compare: `agreement.behavior_gaps` with all bound but what one comparison differs in.
+      compare: `agreement.behavior_gaps` with the arguments bound that all comparisons share.
     """
     self._inner, self._policies, self._sources, self._task = inner, policies, sources, task
     self._compare_with_trainer = compare
@@ -235,8 +236,8 @@ class ComparedSampler:
     """Asks for groups of a draw.
 
     Raises:
-      ForeignGraderError: a problem names a grader that none of the first problems of this program's
-        task names.
+      ForeignGraderError: a problem names a grader in a module, and none of the first problems of
+        this program's task names it.
     """
     for problem in draw.problems:
       self._check(problem)
@@ -266,7 +267,7 @@ class ComparedSampler:
     """Does nothing: nothing runs in the background."""
 
   def _compare(self, group: Group) -> Group:
-    """The group, with what a comparison has measured if its policy had none."""
+    """The group, with the gaps of a comparison if its policy had not been compared."""
     policies, live = self._policies, self._sources.live
     source = live[group.source]
     versions = {*group.versions} or {0}
@@ -429,7 +430,7 @@ def trainer_settings(
   Args:
     folder: the workdir.
     fleet: `config.fleet`.
-    allowed: the arrays that groups may have.
+    allowed: the groups that the run allows.
     identity: the result of `identify`.
     deadline_s: `config.generation_deadline_s`.
   """
@@ -531,7 +532,7 @@ def check_same_run(ours: Mapping[str, JSON], folder: pathlib.Path) -> None:
   if differences := _differences(theirs, ours, OF_A_SAMPLER):
     lines = [f"  {name}: {old} in the workdir, {new} here" for name, old, new in differences]
     raise WorkdirError(
-      f"a sampler has the configuration of its run; these fields differ from {folder}:\n"
+      f"a sampler must have the configuration of its run; these fields differ from {folder}:\n"
       + "\n".join(lines)
       + f"\nOnly these may be set for a sampler: {', '.join(OF_A_SAMPLER)}"
     )

@@ -136,9 +136,9 @@ def behavior_gaps(
   Returns:
     agreement/SOURCE_mean and agreement/SOURCE_max, the gaps; agreement/SOURCE_draws/BIN, the number
     of drawn tokens with a probability in the bin; …_draws_expected/BIN, the expected number; and
-    …_draws_z_max, the largest deviation in standard deviations. SOURCE_mixed names the gaps of
-    tokens with mixed caches. Several versions are joined by the mean of means, the maximum of
-    maxima and the sum of draws.
+    …_draws_z_max, the largest deviation in standard deviations. The same
+    metrics with SOURCE_mixed are of tokens with mixed caches. Several versions are joined by the
+    mean of means, the maximum of maxima and the sum of draws.
   Raises:
     AgreementError: the gap of a source that samples with the policy's own parameters is too large.
   """

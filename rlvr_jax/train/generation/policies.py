@@ -23,7 +23,8 @@ class Policies:
   """Makes policies and keeps each policy until its samples are compared with the trainer.
 
   Attributes:
-    frozen: the parameters that are not trained, on the devices for generation."""
+    frozen: the parameters that are not trained, on the devices for generation.
+  """
 
   def __init__(
     self,
@@ -75,7 +76,7 @@ class Policies:
     return source.programs.load(*source.params_of(policy.params, self.frozen))
 
   def _use(self, policy: Policy) -> None:
-    """Keeps a policy that samples, and lets earlier ones go that nothing needs any more."""
+    """Keeps a policy that samples, and drops earlier policies that are no longer needed."""
     oldest = self._schedule.oldest_sampling(policy.version)
     is_raw = any(source.raw for source in self._sources)
     self._used = {
@@ -94,7 +95,7 @@ class Policies:
     return [policy for version, policy in sorted(self._used.items()) if version in versions]
 
   def newest_used(self) -> list[Policy]:
-    """The newest policy that has sampled, or None."""
+    """A list of the newest policy that has sampled and is kept; [] if there is none."""
     return [policy for _, policy in sorted(self._used.items())][-1:]
 
   def repeat_from(self, version: int) -> None:
@@ -145,7 +146,7 @@ class Policies:
 
 
 def keeps_several(schedule: Schedule) -> bool:
-  """Whether a response of the run may have tokens of several policies."""
+  """Whether the run repeats a recorded run in which several versions sampled one batch."""
   return schedule.recorded is not None and schedule.recorded.has_several
 
 

@@ -50,7 +50,7 @@ class ScorerSettings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _OtherPolicies:
-  """The parameters, beside the trained ones now, with which batches are scored.
+  """The parameters, besides the current ones, with which batches are scored.
 
   Attributes:
     frozen: the parameters that are not trained.
@@ -252,8 +252,8 @@ def measure_entropy(
 ) -> float:
   """Mean entropy, in nats per token, on responses to the first training prompts.
 
-  All sampled tokens count, since the loss may exclude all tokens. The responses are sampled with
-  separate keys, so that measuring does not affect the run.
+  Sampled tokens also count if the loss excludes them, since it may exclude all. The responses are
+  sampled with separate keys, so that measuring does not affect the run.
 
   Args:
     params: the trained parameters.

@@ -89,7 +89,7 @@ def on_demonstrations(warm_start: WarmStart) -> str:
 
 
 def on_first_update(warm_start: WarmStart, values: Mapping[str, float]) -> str:
-  """Warns if few groups of the first update have different rewards after the warm start.
+  """Warns if the warm start has left few groups with different rewards, or a low entropy.
 
   Args:
     warm_start: the warm start of the run.

@@ -102,7 +102,7 @@ class Clock:
   """Times of a run on the host's clock, in seconds.
 
   Attributes:
-    recorded: when the last record was written; since then the trainer's devices have been free.
+    recorded: when the last record was written; the trainer's devices were then free.
   """
 
   def __init__(self, elapsed: float):
@@ -136,8 +136,8 @@ class Clock:
   def left(self, step: int, total: int) -> float | None:
     """Estimated seconds from update `step`, which was just recorded, to update `total`.
 
-    The estimate is the mean time of this process's updates, evaluations included, without the first
-    update, which compiles. It is None before the second update.
+    The estimate assumes the mean time of this process's updates, evaluations included, without the
+    first update, which compiles. It is None before the second update.
     """
     if self._first is None:
       self._first = step, self.recorded
@@ -274,18 +274,18 @@ class RunLog:
 
     `finish_update` waits for the dispatched update and writes its record.
 
-      Args:
-        step: number of updates, this one included.
-        batch: the batch that the update trains on.
-        metrics: the metrics of the update, on the devices.
-        statistics: the statistics of the batch's sampling and grading.
-        dispatched: the time of dispatch on the host's clock, in seconds.
-        geometry: arrays measured before the update; may be empty.
-        adapters: the trained parameters, if other parameters are frozen.
-      Returns:
-        The counters, this update included.
-      Raises:
-        NonFiniteError: too many updates in a row were not finite.
+    Args:
+      step: number of updates, this one included.
+      batch: the batch that the update trains on.
+      metrics: the metrics of the update, on the devices.
+      statistics: the statistics of the batch's sampling and grading.
+      dispatched: the time of dispatch on the host's clock, in seconds.
+      geometry: arrays measured before the update; may be empty.
+      adapters: the trained parameters, if other parameters are frozen.
+    Returns:
+      The counters, this update included.
+    Raises:
+      NonFiniteError: too many updates in a row were not finite.
     """
     lengths = batch.prompts.lengths, response_lengths(batch)
     self.counters["tokens_trained"] += int(batch.mask.sum())
@@ -300,7 +300,7 @@ class RunLog:
     return dict(self.counters)
 
   def _take_measured(self) -> dict[str, float]:
-    """The measurements since the last update, with their rates; begins anew."""
+    """The measurements since the last update, with their rates; resets them."""
     found, self._measured = self._measured, {}
     rates = {
       name: found[part] / found[whole]
@@ -413,7 +413,7 @@ class RunLog:
 
 
 def check_state(state: TrainState, step: int) -> None:
-  """Raises NonFiniteError if the state after `step` updates is not finite, so cannot be saved."""
+  """Raises NonFiniteError if the state after `step` updates is not finite: it must not be saved."""
   if names := nonfinite_names(state):
     raise NonFiniteError(
       f"after update {step} the optimizer has left NaN or infinite values in {len(names)} arrays of"

@@ -127,7 +127,7 @@ def make_sources(
     tokenizer: the tokenizer of the run.
     shape: the shape of a training batch.
     engines: makes the engines of the sources.
-    pins: the `Source.pin` of each source when the run began; empty for a new run.
+    pins: the `Source.pin` of each source, by name, when the run began; empty for a new run.
   Raises:
     ValueError: a setting is invalid; the message has the field, its value, what is allowed and how
       to fix it.

@@ -308,7 +308,7 @@ def check_rewards_by_name(
     f"config.sources.recorded.fraction = {recorded} takes rollouts without them; set it to 0": (
       recorded
     ),
-    f"config.overlong.buffer = {overlong_buffer} shapes their sum alone; set it to 0": (
+    f"config.overlong.buffer = {overlong_buffer} shapes only their sum; set it to 0": (
       overlong_buffer
     ),
   }
@@ -335,7 +335,7 @@ def check_advantage_of_tokens(
     f"config.reweighting = {reweighting!r} needs one number per rollout; set it to 'none'": (
       specs.parse("config.reweighting", reweighting).name != "none"
     ),
-    f"config.loss = {loss!r} is of full responses, and needs one number for each; choose"
+    f"config.loss = {loss!r} works on full responses, and needs one number for each; choose"
     " another loss, such as ppo_clip or gspo": of_responses,
   }
   for why, applies in reasons.items():
@@ -366,7 +366,7 @@ def check_dynamic_sampling(settings: ml_collections.ConfigDict, group_size: int)
 def may_differ(schedule: staleness.Schedule, *, learning_rate: str, optimizer: str) -> list[str]:
   """Names of fields that may change when a run is resumed, since they do not affect its results.
 
-  Fields of the machine change rounding; `restore.find_resumable` then prints a warning.
+  Fields of the machine change rounding; `restore.find_resumable` then prints what changed.
 
   Args:
     schedule: the schedule of the run.

@@ -94,7 +94,7 @@ def announce_defaults(options: CompilerOptions, settings: ml_collections.ConfigD
     added = {name: value for name, value in (wanted or {}).items() if name not in given}
     if added:
       field = f"config.compiler_options.{kind}"
-      say(f"{kind} is compiled with {format_options(added)}; {field} goes first")
+      say(f"{kind} is compiled with {format_options(added)}; {field} takes precedence")
 
 
 def slow_precision(compute_dtype: str) -> str | None:
@@ -102,7 +102,7 @@ def slow_precision(compute_dtype: str) -> str | None:
   if compute_dtype != "bfloat16" or jax.default_backend() != "cpu" or not lacks_bfloat16():
     return None
   return (
-    "this CPU has no arithmetic in bfloat16, which saves memory on it and takes more time;"
+    "this CPU has no bfloat16 arithmetic, so that bfloat16 saves memory, but takes more time;"
     " config.model.overrides.compute_dtype = 'float32' is faster"
   )
 

@@ -127,8 +127,8 @@ def _wait_for_run(folder: pathlib.Path) -> pathlib.Path:
     if time.monotonic() - said > _SAY_EVERY_S:
       said = time.monotonic()
       print(
-        f"waits for a run: {folder} has no {_OF_A_RUN} yet; is it the trainer's --workdir, and has"
-        " that been started with --config.fleet.samplers=True?",
+        f"waits for a run: {folder} has no {_OF_A_RUN} yet; is it the trainer's --workdir, and was"
+        " the trainer started with --config.fleet.samplers=True?",
         flush=True,
       )
     time.sleep(_POLL_S)

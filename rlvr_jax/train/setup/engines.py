@@ -168,7 +168,7 @@ def choose_slots(
   cache_format: str = "",
   has_replies: bool = False,
 ) -> int:
-  """The configured number of slots, or by default one per response, if the memory suffices.
+  """The configured number of slots, or one per response, or fewer if the memory is too small.
 
   With more slots a stream takes fewer steps, and every step reads the weights once for all slots.
   Devices that do not report their memory get slots for one batch.
@@ -232,7 +232,7 @@ def _resident_bytes(model: Model, base: Params, trainer: TrainerLayout) -> float
 
 
 def _memory(mesh: Mesh | AbstractMesh | None) -> int | None:
-  """Bytes of this process's devices, if they generate and say so."""
+  """Bytes of this process's first device; None if it does not generate or report them."""
   device = jax.local_devices()[0]
   if isinstance(mesh, AbstractMesh) or (mesh is not None and device not in mesh.devices.flat):
     return None  # the devices need not exist

@@ -282,7 +282,7 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
   least = len(tokenizer.encode(CUT_NOTE))
   if 0 < settings.max_reply_length < least:
     raise ValueError(
-      f"config.environment.max_reply_length = {settings.max_reply_length}: what says that a reply"
+      f"config.environment.max_reply_length = {settings.max_reply_length}: the note that a reply"
       f" was cut has {least} tokens; set at least as many, or 0 for no limit"
     )
   try:

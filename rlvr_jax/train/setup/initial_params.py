@@ -150,8 +150,8 @@ def _first_adapters(
   adapters, loaded = peft.load_adapters(folder, network)
   if (loaded.rank, loaded.alpha) != (settings.rank, settings.alpha):
     raise ValueError(
-      f"config.lora.adapters = {folder!r} have rank {loaded.rank} and alpha {loaded.alpha}, not"
-      f" those of config.lora, {settings.rank} and {settings.alpha}; set these to the former"
+      f"config.lora.adapters = {folder!r} have rank {loaded.rank} and alpha {loaded.alpha}, but"
+      f" config.lora has {settings.rank} and {settings.alpha}; set it to the adapters' values"
     )
   try:
     peft.check_adapters(adapters, settings, network)

@@ -84,7 +84,7 @@ class Programs(NamedTuple):
 
 
 class RowTokens(NamedTuple):
-  """The sizes of rows and micro-batches from `config.batch`, in tokens; 0 if not given."""
+  """The sizes of rows and micro-batches from `config.batch`, in tokens on each device; 0: unset."""
 
   tokens_per_row: int
   tokens_per_micro_batch: int
@@ -211,7 +211,8 @@ def make_logprobs_at_temperature_1(
 ) -> Callable[..., Array]:
   """The function that computes log-probabilities at temperature 1, on the sampler's mesh.
 
-  It maps (trained, frozen, prompts, tokens, lengths) to f32[P, G, T] on the host."""
+  It maps (trained, frozen, prompts, tokens, lengths) to f32[P, G, T], which the host then reads.
+  """
   logprobs = _bound(
     response_logprobs, sampler.model, model=sampler.model, sampling=AT_TEMPERATURE_1
   )
@@ -312,11 +313,11 @@ def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mes
 
   By default a row has room for eight times as many response tokens as prompt tokens: a prompt is
   computed once in each row that has rollouts of it. On TPUs the last micro-batches may have short
-  rows, see `rollouts.packing`. Elsewhere they have none, so that results stay what they were.
+  rows, see `rollouts.packing`. Elsewhere they have none, so that results do not change.
 
   Args:
-    settings: or `config.batch`. A micro-batch of 0 has as many as `choose_row_layout` takes at
-      most.
+    settings: the sizes, or `config.batch`. If tokens_per_micro_batch is 0, a micro-batch has
+      `most_places`.
     shape: the shape of the largest batch.
     kind: implementation of attention, from `choose_row_attention`.
     mesh: the mesh that makes updates.
@@ -475,7 +476,10 @@ def abstract_taught_batch(
 def abstract_teacher(
   method: Method, teachers: Sequence[Teacher], placement: Placement
 ) -> tuple[Params, Params] | None:
-  """Shapes of a teacher's (trained, frozen) parameters for an update; None without a teacher."""
+  """Shapes of the (trained, frozen) parameters of the teacher that updates need, or None.
+
+  An update needs them only if the method compares full distributions.
+  """
   if not method.compares:
     return None
   (teacher,) = teachers
@@ -495,7 +499,7 @@ def abstract_state(method: Method, trained: Params, mesh: Mesh) -> TrainState:
 
 
 def published_params(trained: Params, network: TransformerConfig, adapters_only: bool) -> Params:
-  """Shapes and dtypes of a policy as a trainer publishes it for samplers; `trained`: likewise."""
+  """Shapes and dtypes of a published policy, from those of the `trained` parameters."""
   if adapters_only:
     return trained
   return jax.eval_shape(lambda params: cast_to_decode(params, network), trained)

@@ -53,10 +53,11 @@ class Teacher(NamedTuple):
     name: the name of the teacher in metrics.
     model: the teacher's functions on the mesh of updates.
     checkpoint: a folder; or `INITIAL`, `BASE` or `POLICY`.
-    params: shapes, dtypes and shardings of the parameters that are kept for the teacher.
+    params: shapes, dtypes and shardings of the parameters that are kept for the teacher; {} if
+      none are.
     read: reads these parameters; None if the run has them.
-    check: raises ValueError unless the checkpoint has these parameters, without reading weights,
-      and the same tokenizer.
+    check: raises ValueError unless the checkpoint has these parameters and the given tokenizer;
+      reads no weights.
     published: the folder in Hugging Face's layout whose config.json describes the teacher's
       network; "" if there is none; None if it is the policy's.
   """
@@ -179,8 +180,8 @@ def make_teaching(
   if made.advantage is not None and loss[1].of_responses:
     raise ValueError(
       f"config.distillation = {name!r} gives each token its own advantage, but config.loss ="
-      f" {loss[0]!r} is of full responses, and needs one number for each; choose another loss, such"
-      " as ppo_clip or gspo, or config.distillation = 'opd_score'"
+      f" {loss[0]!r} works on full responses, and needs one number for each; choose another loss,"
+      " such as ppo_clip or gspo, or config.distillation = 'opd_score'"
     )
   if made.divergence is not None and (named or settings.privileged):
     field = "checkpoints" if named else "privileged"
@@ -202,11 +203,11 @@ def _pairs(checkpoints: Any) -> list[tuple[str, str]]:
   field = "config.teacher.checkpoints"
   remedy = "write (('math', 'initial'),), with a comma after each pair (name, checkpoint)"
   if not isinstance(checkpoints, (tuple, list)):
-    raise ValueError(f"{field} = {checkpoints!r} is no tuple of pairs; {remedy}")
+    raise ValueError(f"{field} = {checkpoints!r} is not a tuple of pairs; {remedy}")
   for pair in checkpoints:
     is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
     if not is_pair or not all(isinstance(text, str) and text for text in pair):
-      raise ValueError(f"{field} has {pair!r}, which is no pair of texts; {remedy}")
+      raise ValueError(f"{field} has {pair!r}, which is not a pair of texts; {remedy}")
   return [(name, checkpoint) for name, checkpoint in checkpoints]
 
 
@@ -252,8 +253,9 @@ def check_recorded_texts(
   field = "privileged" if settings.privileged else "by"
   if settings[field] and recorded:
     raise ValueError(
-      f"config.teacher.{field} = {settings[field]!r} is read of the problems that this run draws,"
-      f" but config.sources.recorded.fraction = {recorded}; set one of them to nothing"
+      f"config.teacher.{field} = {settings[field]!r} is a field of the problems that this run"
+      f" draws, but config.sources.recorded.fraction = {recorded} takes rollouts without it; leave"
+      " one of the two unset"
     )
   if settings.privileged and environment:
     raise ValueError(
@@ -295,7 +297,7 @@ def make_prompts(
 def describe_long_teachers(
   teachers: Sequence[Teacher], prompts: TeacherPrompts | None, shape: BatchShape, checkpoint: str
 ) -> list[str]:
-  """Warnings of `describe_long_texts` for teachers' networks that differ from the policy's.
+  """Warnings of `describe_long_texts` for teachers with their own network or prompts.
 
   Args:
     teachers, prompts: the run's teachers and their prompts.
@@ -336,8 +338,8 @@ def read_problem(settings: ml_collections.ConfigDict, problem: Problem) -> dict[
   if settings.privileged:
     if problem.messages:
       raise ValueError(
-        f"{_place(problem)}: its prompt is of messages, config.teacher.privileged ="
-        f" {settings.privileged!r} is for prompts of one text"
+        f"{_place(problem)}: its prompt is a list of messages, but config.teacher.privileged ="
+        f" {settings.privileged!r} needs a prompt of one text"
       )
     found["privileged"] = _text_of(problem, "privileged", settings.privileged)
   return found

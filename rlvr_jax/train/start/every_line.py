@@ -63,7 +63,7 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
       warn(f"the graders are slow: only the first {count} problems were graded before the start")
       break
   if slow:
-    warn(f"the grader is too slow for the own answers of {_describe(slow, count)}")
+    warn(f"the grader exceeds its time limit on the own answers of {_describe(slow, count)}")
   if faults:
     raise GraderStartError(
       f"the grader does not fit {_describe(faults, count)}. A problem's own answer must be correct,"

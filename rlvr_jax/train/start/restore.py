@@ -40,7 +40,7 @@ def restore_sources(
   """The sources, with the checkpoint and batches of other runs with which this run began.
 
   Args:
-    sources: as they are now.
+    sources: the sources made from the present configuration.
     make_sources: (pins: `Source.pin` by name) → the sources with these.
     workdir: the workdir of the run.
   Raises:
@@ -79,7 +79,7 @@ def _read_pins(path: Path, names: Collection[str]) -> dict[str, JSON]:
     return {name: pins[name] for name in names}
   except (OSError, ValueError) as error:
     raise WorkdirError(
-      f"{path}, which says the checkpoint and the batches of other runs that this run began with,"
+      f"{path}, which records the checkpoint and batches of other runs that this run uses,"
       f" cannot be read: {error}. Put back a copy, or start again in another --workdir"
     ) from error
 

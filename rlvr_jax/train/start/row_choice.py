@@ -148,7 +148,7 @@ def _similar_batches(
 
 
 def _overhead(mesh: Mesh | AbstractMesh, width: int) -> float:
-  """Places that take as long as what a micro-batch costs besides its places.
+  """The fixed cost of a micro-batch, as the number of places that take as long.
 
   Its weights are read, and its gradient is added to the others'. That takes a CPU of two cores 50
   places, whatever the network; and small products are work for one of its cores. Accelerators have

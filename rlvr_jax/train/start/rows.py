@@ -42,7 +42,7 @@ def read_rows(workdir: Path) -> RowTokens | None:
       return RowTokens(**{name: record[name] for name in RowTokens._fields})
     except (OSError, ValueError) as error:
       raise WorkdirError(
-        f"{path}, which says the rows that this run began with, cannot be read: {error}. Put back a"
+        f"{path}, which records the rows of this run, cannot be read: {error}. Put back a"
         " copy, or remove it: then the next batch chooses rows, and results differ by rounding"
       ) from error
   if not (workdir / "config.json").exists():

@@ -324,7 +324,7 @@ def test_samplers_are_killed_frozen_and_asked_to_end(fleet):
   asked.kill(signal.SIGTERM)
   assert asked.end() == 0
   assert time.monotonic() - began < 10
-  assert "others sample its groups" in asked.text()
+  assert "other samplers take over its groups" in asked.text()
   fleet.sampler()
   fleet.wait_for_update(trainer, 12)
   frozen.kill(signal.SIGCONT)  # long after others have sampled its groups

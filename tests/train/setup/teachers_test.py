@@ -196,8 +196,8 @@ def two(first="initial", second="initial"):
 PRIVILEGED = dict(teacher__privileged="hint", teacher__max_prompt_length=24)
 REFUSED |= {  # fields that do not go together
   "both": (two() | dict(teacher__checkpoint="base"), "both set"),
-  "no pair": (two() | dict(teacher__checkpoints=("math", "initial")), "no pair of texts"),
-  "no checkpoint": (two() | dict(teacher__checkpoints=(("math", 3),)), "no pair of texts"),
+  "no pair": (two() | dict(teacher__checkpoints=("math", "initial")), "not a pair of texts"),
+  "no checkpoint": (two() | dict(teacher__checkpoints=(("math", 3),)), "not a pair of texts"),
   "no folder of a pair": (two("initial", "nowhere"), "of 'b' = 'nowhere'"),
   "base of a pair": (two("base"), "of 'a' = 'base'"),
   "by alone": (fields(teacher__by="kind"), "set both"),
