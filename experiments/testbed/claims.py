@@ -11,7 +11,7 @@ from experiments.testbed import report
 from experiments.testbed.report import Result, RunValue
 from rlvr_jax.evaluate import compare
 from rlvr_jax.evaluate.compare import METRIC, markdown_table
-from rlvr_jax.evaluate.paired import Difference
+from rlvr_jax.evaluate.paired import Difference, paired_difference
 from rlvr_jax.evaluate.run_files import read_metrics
 
 MATTERS = 0.03  # of pass@1
@@ -90,18 +90,17 @@ def claim_table(
   """The differences that claims are about, paired by seed, with their verdicts.
 
   Args:
-    claims: all of one quantity; there are no rows as long as none of their arms has run.
+    claims: all of one quantity; a claim whose arms share fewer than two seeds has no row.
     results: with the runs of their arms.
     value: the quantity, of a result.
     matters: the difference of it that would matter.
   """
+  values = compare.values_by_seed(results, value)
   rows = {}
-  have_run = {result["label"] for result in results}
-  if any(claim.arm in have_run for claim in claims):
-    for claim in claims:
-      of_both = [r for r in results if r["label"] in (claim.arm, claim.control)]
-      found = compare.differences(of_both, claim.control, value)[claim.arm]
-      rows[claim.name] = claim_row(claim, found, matters)
+  for claim in claims:
+    arm, control = (values.get(label, {}) for label in (claim.arm, claim.control))
+    if len(arm.keys() & control.keys()) > 1:
+      rows[claim.name] = claim_row(claim, paired_difference(arm, control), matters)
   return markdown_table(HEADINGS, rows, "claim")
 
 
