@@ -160,7 +160,7 @@ def test_a_checkpoint_without_its_weights(capsys, tmp_path):
 
 def test_a_sketch_that_costs_more_than_the_exact_gram_is_warned_of(tmp_path):
   status, text = checked(tmp_path, "config", reweighting="salt", gram="sketch")
-  expected = "config.gram = 'sketch' costs 128.0 of .* at a width of 32, and 'streaming', .* 10.0;"
+  expected = "config.gram = 'sketch' costs 128.0 of .* at a width of 32, .* 'streaming' only 10.0;"
   assert status == WARN and re.search(expected, text), text
 
 

@@ -230,7 +230,7 @@ def test_roles_of_replies_are_declared(pool):
   name = "faulty_environments:closing(roles=('user',))"
   with EnvironmentPool(name, deadline_s=5.0) as undeclared:
     failure = ask(undeclared, start(undeclared), "a")
-    assert failure.kind == "failed" and "declares it, such as roles = ('tool',)" in failure.detail
+    assert failure.kind == "failed" and "roles = ('tool',)" in failure.detail
 
 
 def test_a_closed_dialogue_has_ended(pool):
