@@ -90,17 +90,23 @@ def claim_table(
   """The differences that claims are about, paired by seed, with their verdicts.
 
   Args:
-    claims: all of one quantity; a claim whose arms share fewer than two seeds has no row.
+    claims: all of one quantity; there are no rows as long as none of their arms has run. A claim
+      whose arms share fewer than two seeds is undecided.
     results: with the runs of their arms.
     value: the quantity, of a result.
     matters: the difference of it that would matter.
   """
   values = compare.values_by_seed(results, value)
   rows = {}
-  for claim in claims:
-    arm, control = (values.get(label, {}) for label in (claim.arm, claim.control))
-    if len(arm.keys() & control.keys()) > 1:
-      rows[claim.name] = claim_row(claim, paired_difference(arm, control), matters)
+  if any(claim.arm in values for claim in claims):
+    for claim in claims:
+      arm, control = (values.get(label, {}) for label in (claim.arm, claim.control))
+      num_seeds = len(arm.keys() & control.keys())
+      if num_seeds > 1:
+        rows[claim.name] = claim_row(claim, paired_difference(arm, control), matters)
+      else:
+        few = ["–", str(num_seeds), claim.claimed, f"{matters:g}", "undecided"]
+        rows[claim.name] = [claim.arm, claim.control, *few]
   return markdown_table(HEADINGS, rows, "claim")
 
 
