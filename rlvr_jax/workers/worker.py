@@ -25,11 +25,12 @@ import resource
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias, TypeVar
 
 MAX_DETAIL = 1000  # characters
 MEMORY_STATUS = 77  # exit status if the memory is used up outside of a program's code
@@ -38,6 +39,7 @@ MEMORY_STATUS = 77  # exit status if the memory is used up outside of a program'
 MARK = "RLVR_JAX_WORKER"
 _MARGIN_S = 1.0  # after the limit; then a worker that its parent has not killed ends by itself
 _MAX_THREADS = 32  # requests that wait at a time, and one that runs
+_EXECUTION_S = 1.0  # for a process that is just being executed to show its variables
 _STACK_BYTES = 4 * 2**20  # of a thread; stacks count as address space, which may be limited
 
 Result = TypeVar("Result")
@@ -338,19 +340,57 @@ def limit_memory(memory_mib: int | None) -> None:
 
 
 def find_processes(mark: str) -> set[int]:
-  """The processes that have a worker's mark, or descend from such a process."""
+  """The processes that have a worker's mark, or descend from such a process.
+
+  A process that is just being executed shows no variables, and its parent may have ended. So the
+  search is repeated until there is no such process, for at most `_EXECUTION_S`.
+  """
+  deadline = time.monotonic() + _EXECUTION_S
+  while True:
+    processes = list(_read_processes())
+    if not any(is_being_executed(x.stat, x.variables) for x in processes):
+      break
+    if time.monotonic() > deadline:
+      break
+    time.sleep(0.001)
   marked = f"{MARK}={mark}".encode()
-  found, parents = set[int](), dict[int, int]()
-  for entry in filter(str.isdigit, os.listdir("/proc")):
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
-      with open(f"/proc/{entry}/stat", "rb") as file:
-        parents[int(entry)] = int(file.read().rpartition(b")")[2].split()[1])
-      with open(f"/proc/{entry}/environ", "rb") as file:
-        if marked in file.read().split(b"\0"):
-          found.add(int(entry))
-  while more := {pid for pid, parent in parents.items() if parent in found} - found:
+  found = {x.pid for x in processes if x.variables and marked in x.variables.split(b"\0")}
+  while more := {x.pid for x in processes if int(x.stat[1]) in found} - found:
     found |= more
   return found
+
+
+class _Process(NamedTuple):
+  """A process of this machine."""
+
+  pid: int
+  stat: list[bytes]  # the fields of /proc/PID/stat from the state on; the second is the parent
+  variables: bytes | None  # /proc/PID/environ, read after `stat`; None: of another user
+
+
+def _read_processes() -> Iterator[_Process]:
+  for entry in filter(str.isdigit, os.listdir("/proc")):
+    variables = None
+    with contextlib.suppress(OSError):  # it has ended
+      with open(f"/proc/{entry}/stat", "rb") as file:
+        stat = file.read().rpartition(b")")[2].split()
+      with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
+        variables = file.read()
+      yield _Process(int(entry), stat, variables)
+
+
+def is_being_executed(stat: Sequence[bytes], variables: bytes | None) -> bool:
+  """Whether a process has a new program whose variables are not there yet.
+
+  Args:
+    stat, variables: as in `_Process`.
+  Source: proc_pid_stat(5): the fields vsize, env_start and env_end.
+  """
+  if variables is None or variables or len(stat) < 49:
+    return False
+  size, start, end = int(stat[20]), int(stat[47]), int(stat[48])
+  was_started_without = start == end > 0
+  return size > 0 and not was_started_without  # threads of the kernel and zombies have no memory
 
 
 def kill(pids: Iterable[int]) -> None:

@@ -4,6 +4,7 @@ import os
 import pathlib
 import queue
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import Future
@@ -187,3 +188,22 @@ def test_a_call_of_the_first_request_is_made_in_the_main_thread():
   server = threading.Thread(target=main.serve, args=(begin,), daemon=True)
   server.start()
   assert found.get(timeout=20) == server.ident
+
+
+# --- processes that belong to a worker ------------------------------------------------------------
+
+
+def test_a_process_that_is_just_being_executed_is_known():
+  """Its new memory has no variables yet; other processes without variables are not taken for it."""
+  read = lambda pid: (
+    pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split(),
+    pathlib.Path(f"/proc/{pid}/environ").read_bytes(),
+  )
+  stat, variables = read(os.getpid())
+  assert variables and not worker.is_being_executed(stat, variables)
+  assert worker.is_being_executed(stat, b"")  # executed between the two files
+  assert worker.is_being_executed([*stat[:47], b"0", b"0", *stat[49:]], b"")
+  with subprocess.Popen(["/bin/sleep", "60"], env={}) as bare:
+    wait_until(lambda: not worker.is_being_executed(*read(bare.pid)))
+    bare.kill()
+  assert not worker.is_being_executed([*stat[:20], b"0", *stat[21:]], b"")  # a kernel's thread
