@@ -17,7 +17,7 @@ TEMPERATURE = 0.5
 
 def get_config() -> ConfigDict:
   c = pretrained.get_config()
-  c.num_updates = 100
+  c.num_updates = 60
   c.prompts.system = ""
   c.max_response_length = 24
   c.task.kwargs = dict(largest=20, held_out_numbers=13)

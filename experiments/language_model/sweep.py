@@ -9,7 +9,6 @@ from the repository root. Products are of bfloat16 in all runs, as in P3O's clai
 from experiments.steps.sweep import quantized
 
 FIELDS = {
-  "num_updates": 60,
   "schedule": "updates_per_refresh(batches=4)",
   "model.overrides.compute_dtype": "bfloat16",
   # A group with a mean response fills half a row: see "rows/filled".
@@ -33,8 +32,6 @@ PILOT = {
   for rate in PILOT_RATES
   for method, fields in METHODS.items()
 }
-
-
 RATES = {"GRPO": "1e-5", "P3O": "1e-5"}  # method → the best of its pilot
 SEEDS = range(5)
 
