@@ -11,7 +11,13 @@ from jax.sharding import Mesh
 
 from rlvr_jax import specs
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.checks import MAX_INT32, check_between, check_choice, check_integer
+from rlvr_jax.ops.checks import (
+  MAX_INT32,
+  check_between,
+  check_choice,
+  check_integer,
+  check_reasons,
+)
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.grading import Grading
 from rlvr_jax.rollouts.sampler import CHOICES
@@ -143,9 +149,7 @@ def check_fleet(
     " sampler has all of its program's; set config.generation_mesh.same_devices = True, or its axes"
     " to 0": generates_separately(generation_mesh),
   }
-  for why, applies in reasons.items():
-    if applies:
-      raise ValueError(f"config.fleet.samplers = True, but {why}")
+  check_reasons("config.fleet.samplers = True, but ", reasons)
 
 
 def check_real_time(
@@ -217,9 +221,7 @@ def check_new_weights(
       is_raw
     ),
   }
-  for why, applies in reasons.items():
-    if applies:
-      raise ValueError(f"config.fleet.new_weights = {setting!r}, but {why}")
+  check_reasons(f"config.fleet.new_weights = {setting!r}, but ", reasons)
 
 
 def check_repeats(
@@ -279,9 +281,7 @@ def check_binary(
     " config.grading.outcomes.correct = 1, or choose another"
     " advantage": scores_partly(environment, grading.outcome_policy),
   }
-  for why, applies in reasons.items():
-    if applies:
-      raise ValueError(f"config.advantage = {advantage!r} needs rewards that are 0 or 1, but {why}")
+  check_reasons(f"config.advantage = {advantage!r} needs rewards that are 0 or 1, but ", reasons)
 
 
 def check_rewards_by_name(
@@ -312,12 +312,11 @@ def check_rewards_by_name(
       overlong_buffer
     ),
   }
-  for why, applies in reasons.items():
-    if applies:
-      raise ValueError(
-        f"config.advantage = {advantage!r} needs rewards by name, but {why}. Or choose"
-        " another advantage"
-      )
+  check_reasons(
+    f"config.advantage = {advantage!r} needs rewards by name, but ",
+    reasons,
+    remedy=". Or choose another advantage",
+  )
 
 
 def check_advantage_of_tokens(
@@ -338,12 +337,11 @@ def check_advantage_of_tokens(
     f"config.loss = {loss!r} works on full responses, and needs one number for each; choose"
     " another loss, such as ppo_clip or gspo": of_responses,
   }
-  for why, applies in reasons.items():
-    if applies:
-      raise ValueError(
-        f"config.advantage = {advantage!r} gives tokens of a response different coefficients,"
-        f" but {why}. Or choose another advantage"
-      )
+  check_reasons(
+    f"config.advantage = {advantage!r} gives tokens of a response different coefficients, but ",
+    reasons,
+    remedy=". Or choose another advantage",
+  )
 
 
 def check_dynamic_sampling(settings: ml_collections.ConfigDict, group_size: int) -> None:

@@ -23,7 +23,7 @@ from rlvr_jax.models.huggingface import load_params, open_tensors
 from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.checks import MAX_INT32, check_between, check_integer
+from rlvr_jax.ops.checks import MAX_INT32, check_between, check_integer, check_reasons
 from rlvr_jax.rollouts.group import Group
 from rlvr_jax.rollouts.packing import RowLayout
 from rlvr_jax.sampling import LEAST_TEMPERATURE
@@ -235,9 +235,7 @@ def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str])
     )
     != bool(settings.max_prompt_length),
   }
-  for why, applies in reasons.items():
-    if applies:
-      raise ValueError(f"config.teacher: {why}")
+  check_reasons("config.teacher: ", reasons)
 
 
 def check_recorded_texts(
