@@ -181,31 +181,13 @@ def build(
   )
   held_out_sampling = make_held_out_sampling(config.evaluation.sampling, vocab_size)
   schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
-  checks.check_new_weights(
-    config.schedule,
-    schedule,
-    config.fleet,
-    is_raw=config.sources.temperature.recorded == "raw",
-    routing=routing_of(config.model),
-  )
-  if config.fleet.samplers:
-    checks.check_fleet(
-      config.schedule, schedule, config.fleet, config.sources, config.generation_mesh
-    )
-  else:
-    checks.check_real_time(config.schedule, schedule, config.mesh, config.generation_mesh)
+  checks.check_schedule(config, schedule)
   sampler = make_sampler(config.generation_mesh, model, mesh, make_model_on)
   compared = make_compared(sampler, model, mesh, make_model_on)
   compiler_options = make_compiler_options(config.compiler_options, mesh, sampler.mesh)
   method = make_method(config, model, mesh)
+  checks.check_advantage(config, method, grading)
   if "rewards_by_name" in method.advantage.needs:
-    checks.check_rewards_by_name(
-      config.advantage,
-      extra=config.grading.extra,
-      environment=config.environment.name,
-      recorded=config.sources.recorded.fraction,
-      overlong_buffer=config.overlong.buffer,
-    )
     grading = dataclasses.replace(grading, num_rewards=1 + len(config.grading.extra))
   base = abstract_params(model, mesh)
   trained = trained_params(adapters, base)
@@ -233,6 +215,7 @@ def build(
   make_pinned = functools.partial(make_sources, config, *sampler, tokenizer, shape, engines)
   sources = make_pinned(pins={})
   checks.check_repeats(config.fleet.new_weights, schedule, sources)
+  checks.check_recorded_rewards(config, method, sources)
   method = method._replace(sources=tuple(source.name for source in sources))
   row_layout = make_row_layout(config.batch, shape, model.config.attention, mesh)
   teachers: tuple[Teacher, ...] = ()
@@ -286,24 +269,6 @@ def build(
     has_turns=bool(config.environment.name),
     num_rewards=grading.num_rewards,
   )
-  if method.advantage.needs_binary:
-    checks.check_binary(
-      config.advantage,
-      grading,
-      sources,
-      extra=config.grading.extra,
-      store=config.sources.recorded.store,
-      environment=config.environment.name,
-    )
-  if method.advantage.per_token is not None:
-    checks.check_advantage_of_tokens(
-      config.advantage,
-      config.reweighting,
-      config.loss,
-      lacks_turns="turn_scores" in method.advantage.needs
-      and not (config.environment.name or config.sources.recorded.fraction),
-      of_responses=method.loss.of_responses,
-    )
   task = with_graders(config.grading, config.evaluation.grader, task or make_task(config.task))
   task = limit_lengths(
     task,

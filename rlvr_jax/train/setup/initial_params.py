@@ -17,6 +17,7 @@ import ml_collections
 from rlvr_jax.models import lora, peft
 from rlvr_jax.models.functional import Model
 from rlvr_jax.models.huggingface import load_params
+from rlvr_jax.models.lora import LoraSettings
 from rlvr_jax.models.presets import given_overrides
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.keys import key_for
@@ -27,7 +28,7 @@ from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.types import Params
 
 
-def make_lora(settings: ml_collections.ConfigDict) -> lora.LoraSettings | None:
+def make_lora(settings: ml_collections.ConfigDict) -> LoraSettings | None:
   """The settings of `config.lora`; None if all parameters are trained."""
   check_between("config.lora", "rank", settings.rank, low=0)
   if not settings.rank:
@@ -38,7 +39,7 @@ def make_lora(settings: ml_collections.ConfigDict) -> lora.LoraSettings | None:
       )
     return None
   try:
-    return lora.LoraSettings(rank=settings.rank, alpha=settings.alpha, targets=settings.targets)
+    return LoraSettings(rank=settings.rank, alpha=settings.alpha, targets=settings.targets)
   except ValueError as error:
     raise ValueError(f"config.lora: {error}; rank = 0 trains all parameters") from error
 
@@ -65,7 +66,7 @@ class InitialParams:
   """
 
   model: Model
-  lora: lora.LoraSettings | None
+  lora: LoraSettings | None
   placement: Placement
   checkpoint: str
   adapters: str
@@ -110,7 +111,7 @@ class InitialParams:
     except ValueError as error:
       raise CheckpointError(str(error)) from error
 
-  def _first_adapters(self, settings: lora.LoraSettings) -> Params:
+  def _first_adapters(self, settings: LoraSettings) -> Params:
     """The adapters of `config.lora.adapters`, or new ones with no effect yet; sharded.
 
     Args:
