@@ -21,6 +21,7 @@ from rlvr_jax import advantages, corrections, geometry, losses, reweighting, spe
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.data import Task, Tokenizer, tasks
 from rlvr_jax.data.by_name import make_tokenizer
+from rlvr_jax.environments.dialogues import EnvironmentPool
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import model_settings
@@ -29,6 +30,7 @@ from rlvr_jax.ops.aggregate import AGGREGATIONS
 from rlvr_jax.ops.checks import MAX_INT32, check_between, check_choice, check_integer
 from rlvr_jax.ops.row_attention import longest_row
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
+from rlvr_jax.rewards.grading import GraderPool
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.answers import Answers
 from rlvr_jax.rollouts.grading import Grading
@@ -36,6 +38,7 @@ from rlvr_jax.rollouts.packing import RowLayout, layout_of_few
 from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.sampling import LEAST_TEMPERATURE
+from rlvr_jax.train.checkpointing.workdir import Enter
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.setup import checks
@@ -63,6 +66,7 @@ from rlvr_jax.train.setup.grading import (
   check_environment,
   make_answers,
   make_grading,
+  start_pools,
   with_graders,
 )
 from rlvr_jax.train.setup.initial_params import InitialParams, make_lora, network_identity
@@ -132,6 +136,11 @@ class Parts:
     """The grading of training rollouts; records have the fields that a teacher needs."""
     more_of = functools.partial(read_problem, self.config.teacher)
     return dataclasses.replace(self.grading, more_of=more_of)
+
+  def start_pools(self, enter: Enter) -> tuple[GraderPool, EnvironmentPool | None]:
+    """Starts the processes of graders and environments; see `grading.start_pools`."""
+    config = self.config
+    return start_pools(config.grading, config.environment, self.task, self.tokenizer, enter)
 
 
 def build(

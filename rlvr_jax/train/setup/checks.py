@@ -24,8 +24,7 @@ from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.engines import routing_of
 from rlvr_jax.train.setup.grading import scores_partly, shaped_outcomes
-from rlvr_jax.update import learning_rate as learning_rates
-from rlvr_jax.update import optimizer as optimizers
+from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import Method
 
 # Numbers that nothing takes before compilation: sections whose objects are made with the run.
@@ -289,14 +288,10 @@ def check_dynamic_sampling(settings: ml_collections.ConfigDict, group_size: int)
     )
 
 
-def may_differ(schedule: staleness.Schedule, *, learning_rate: str, optimizer: str) -> list[str]:
+def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> list[str]:
   """Names of fields that may change when a run is resumed, since they do not affect its results.
 
   Fields of the machine change rounding; `restore.find_resumable` then prints what changed.
-
-  Args:
-    schedule: the schedule of the run.
-    learning_rate, optimizer: fields of the configuration.
   """
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]
@@ -305,10 +300,7 @@ def may_differ(schedule: staleness.Schedule, *, learning_rate: str, optimizer: s
   fields += ["batch.tokens_per_row", "batch.tokens_per_micro_batch"]
   # A decaying learning rate, and some schedules, depend on num_updates.
   may_end_elsewhere = schedule.open_ended and not any(
-    specs.has_parameter(f"config.{field}", package, name, "num_updates")
-    for field, package, name in (
-      ("learning_rate", learning_rates, learning_rate),
-      ("optimizer", optimizers, optimizer),
-    )
+    specs.has_parameter(f"config.{field}", package, config[field], "num_updates")
+    for field, package in (("learning_rate", learning_rate), ("optimizer", optimizer))
   )
   return [*fields, "num_updates"] if may_end_elsewhere else fields
