@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import ml_collections
 import optax
 from absl import logging
@@ -24,10 +23,11 @@ from rlvr_jax.data.by_name import make_tokenizer
 from rlvr_jax.environments.dialogues import EnvironmentPool
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model, transformer
-from rlvr_jax.models.presets import model_settings
+from rlvr_jax.models.presets import given_overrides, model_settings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.aggregate import AGGREGATIONS
 from rlvr_jax.ops.checks import MAX_INT32, check_between, check_choice, check_integer
+from rlvr_jax.ops.grouped import choose_products
 from rlvr_jax.ops.row_attention import longest_row
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.rewards.grading import GraderPool
@@ -77,8 +77,6 @@ from rlvr_jax.train.setup.programs import (
   RowTokens,
   abstract_state,
   abstract_teacher,
-  choose_expert_products,
-  choose_loop_of_layers,
   choose_row_attention,
   make_gram,
   make_measure,
@@ -97,7 +95,7 @@ from rlvr_jax.train.setup.teachers import (
   make_teaching,
   read_problem,
 )
-from rlvr_jax.types import BatchShape, Params
+from rlvr_jax.types import BatchShape
 from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import REFERENCE_KL_ESTIMATORS, Method
 
@@ -176,7 +174,10 @@ def build(
   grading = make_grading(config.grading.outcomes, config.overlong, tokenizer, shape)
   adapters = make_lora(config.lora)
   network = make_network(config.model, config.tokenizer, tokenizer.vocab_size)
-  network = choose_loop_of_layers(network, mesh, config.model)
+  if sharding.platform(mesh) == "gpu" and "unroll_layers" not in given_overrides(config.model):
+    # Small presets unroll their layers, which saves copies on a CPU. Compiled for a GPU every
+    # layer adds seconds.
+    network = dataclasses.replace(network, unroll_layers=1)
   make_model_on = functools.partial(
     make_model, network, adapters, shape, tokens_per_row=config.batch.tokens_per_row
   )
@@ -198,7 +199,7 @@ def build(
   checks.check_advantage(config, method, grading)
   if "rewards_by_name" in method.advantage.needs:
     grading = dataclasses.replace(grading, num_rewards=1 + len(config.grading.extra))
-  base = abstract_params(model, mesh)
+  base = sharding.abstract_params(model, mesh)
   trained = trained_params(adapters, base)
   check_optimizer("config", config.optimizer, method.optimizer, trained)
   check_optimizer("config.warm_start", config.warm_start.optimizer, warm_start, trained)
@@ -219,7 +220,7 @@ def build(
     deadline_s=config.generation_deadline_s,
     compiler_options=compiler_options.generation,
     has_replies=bool(config.environment.name),
-    records_routes=records_routes(config.model),
+    records_routes=method.records_routes,
   )
   make_pinned = functools.partial(make_sources, config, *sampler, tokenizer, shape, engines)
   sources = make_pinned(pins={})
@@ -415,11 +416,6 @@ def make_compared(
   return PlacedModel(make_model_on(other, sampler.mesh), other)
 
 
-def abstract_params(model: Model, mesh: Mesh) -> Params:
-  """Shapes, dtypes and shardings of all parameters of the network."""
-  return sharding.add_shardings(jax.eval_shape(model.init, jax.random.key(0)), mesh)
-
-
 def make_network(
   settings: ml_collections.ConfigDict, tokenizer: str, vocab_size: int
 ) -> TransformerConfig:
@@ -468,7 +464,9 @@ def make_model(
     tokens_per_row: `config.batch.tokens_per_row`.
   """
   attention = choose_row_attention(network, mesh, shape, tokens_per_row=tokens_per_row)
-  products = choose_expert_products(network, mesh)
+  products = choose_products(
+    network.expert_products, platform=sharding.platform(mesh), dtype=network.compute_dtype
+  )
   network = dataclasses.replace(network, attention=attention, expert_products=products)
   return lora.adapt(transformer(network, sharding.make_layout(mesh, parameters)), adapters)
 

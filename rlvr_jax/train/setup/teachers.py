@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import ml_collections
 from jax.sharding import Mesh
 
@@ -438,7 +437,7 @@ def make_teacher(
       expert_products="auto",
     )
   )
-  params = sharding.add_shardings(jax.eval_shape(own.init, jax.random.key(0)), mesh)
+  params = sharding.abstract_params(own, mesh)
   if is_run:
     read: Callable[[], Params] = functools.partial(read_params, folder, params)
     find = lambda: None
