@@ -66,8 +66,8 @@ class Teacher(NamedTuple):
   model: Model
   checkpoint: str
   params: Params
-  read: Callable[[], Params] | None
-  check: Callable[[Tokenizer], None]
+  read: Callable[[], Params] | None = None
+  check: Callable[[Tokenizer], None] = lambda tokenizer: None
   published: str | None = None
 
   def policy(
@@ -404,11 +404,10 @@ def make_teacher(
 ) -> Teacher:
   """Makes one teacher; see `Teacher` and `make_teachers` for arguments and errors."""
   if checkpoint in (INITIAL, POLICY):
-    kept = trained if checkpoint == INITIAL else {}
-    return Teacher(field, name, model, checkpoint, kept, None, lambda tokenizer: None)
+    return Teacher(field, name, model, checkpoint, trained if checkpoint == INITIAL else {})
   if checkpoint == BASE:
     plain = transformer(model.config, sharding.make_layout(mesh))
-    return Teacher(field, name, plain, checkpoint, {}, None, lambda tokenizer: None)
+    return Teacher(field, name, plain, checkpoint, {})
   folder = parse_path(field, checkpoint)
   is_run = folder.name.isdigit() and folder.parent.name == "checkpoints"
   if not is_run and (folder / "checkpoints").is_dir():
