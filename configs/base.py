@@ -202,7 +202,7 @@ def get_config() -> ConfigDict:
     num_samples=4,  # answers per problem
     ks=(1, 4),  # k of pass@k
     batch_prompts=64,  # problems per generated batch
-    sampling=dataclasses.asdict(Sampling()),
+    sampling=dataclasses.asdict(Sampling()),  # temperature, top_k, top_p, min_p, as above
     seed=12345,
     grader="",  # for held-out problems, such as "mathematics"; "": the task's grader
   )
@@ -243,7 +243,7 @@ def get_config() -> ConfigDict:
     stop_strings=(),  # strings that end a turn besides the stop tokens: ("</tool_call>",)
     grade_all_turns=False,  # the grader reads the whole dialogue, not just the last turn
   )
-  c.diagnostics = dict(  # measures the gradient geometry; costs: docs/methods/README.md
+  c.diagnostics = dict(  # measures the gradient geometry: docs/reading_geometry.md
     every=0,  # updates from one measurement to the next, the first included; 0: never
     compared="",  # parameters whose Gram matrix is compared too: last_block, all, a pattern
   )
