@@ -38,8 +38,8 @@ def get_config() -> ConfigDict:
     system="",  # system message of the chat format
     template="",  # file with a Jinja chat template, in place of the tokenizer's
     tools="",  # file with the JSON schemas of tools that the template shows, or "python"
-    # error; drop: leave out training problems with a longer prompt, in data sets of a fixed size;
-    # drop_everywhere: leave out such held-out problems too
+    # error; drop: leave out training problems with a longer prompt; drop_everywhere: leave out such
+    # held-out problems too
     too_long="error",
   )
   c.max_prompt_length = 96  # tokens of a prompt

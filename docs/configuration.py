@@ -18,14 +18,13 @@ from rlvr_jax.configs import base
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 COMMAND = "python -m docs.configuration"
-_INTRODUCTION = f"""# Configuration
+_INTRODUCTION = """# Configuration
 
-Every field with its default, and what it means. A recipe starts from these values and changes some
-of them. Any field can be set on the command line, `--config.FIELD=VALUE`:
+Every field of [`configs/base.py`](../configs/base.py), with its default. A recipe starts from these
+values. Any field can be set on the command line, `--config.FIELD=VALUE`:
 
     --config.batch.group_size=16 --config.loss="ppo_clip(epsilon_high=0.28)"
-
-`{COMMAND}` writes this page from [`configs/base.py`](../configs/base.py)."""
+"""
 
 
 class Comments:
@@ -143,7 +142,7 @@ def page() -> str:
   """Markdown: the single fields first, then each group under its name."""
   found = fields()
   single = [f for f in found if "." not in f.name and not f.group]
-  parts = [_INTRODUCTION, "## Single fields", _rows(single)]
+  parts = [_INTRODUCTION.strip(), "## Single fields", _rows(single)]
   for group in (f for f in found if "." not in f.name and f.group):
     below = [f for f in found if f.name.startswith(f"{group.name}.")]
     below = [f for f in below if not f.name.startswith("evaluation.sampling.")]  # as `sampling.`
