@@ -50,11 +50,11 @@ def get_config() -> ConfigDict:
   c.model = dict(
     preset="tiny",
     checkpoint="",
-    routing="recomputed",  # of mixtures in training; or replayed; docs/experts.md
+    routing="recomputed",  # recomputed, replayed: experts in training; docs/experts.md
     record_routes=False,  # with recomputed, keep the sampler's choices too, for metrics
     overrides=dict(
       compute_dtype=placeholder(str),  # float32, bfloat16
-      # of float32 products; highest or None: exact; default: fast; docs/precision.md
+      # of float32 products: highest or None (exact), default (fast); docs/precision.md
       matmul_precision=placeholder(str),
       param_dtype=placeholder(str),
       # gradient checkpointing: none, dots, full; with a checkpoint None means dots
