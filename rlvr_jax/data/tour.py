@@ -152,7 +152,7 @@ def _grid(width: int) -> _Grid:
 
 
 def _rings(goal: int, width: int, walls: Collection[int]) -> list[int]:
-  """Bit sets of the cells 0, 1, 2, … steps from a goal; fast, since a task does 80,000 searches."""
+  """Bit sets of the cells that are 0, 1, 2, … steps from a goal."""
   grid = _grid(width)
   unvisited = grid.all & ~sum(1 << cell for cell in walls)
   rings = []
@@ -167,7 +167,7 @@ def _rings(goal: int, width: int, walls: Collection[int]) -> list[int]:
 
 
 def _step_count(cell: int, rings: Sequence[int]) -> int | None:
-  """Number of steps from a cell to the goal of the rings; None if no path exists."""
+  """The number of steps from a cell to the goal of `rings`; None if no path exists."""
   return next((steps for steps, ring in enumerate(rings) if ring >> cell & 1), None)
 
 

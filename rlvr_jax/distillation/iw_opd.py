@@ -1,4 +1,4 @@
-"""Distillation with larger weights on tokens before which student and teacher have agreed."""
+"""Distillation with larger weights on tokens whose prefix student and teacher agree on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def iw_opd(*, gamma: float = 0.5) -> Distillation:
   """ℓ = −(1 + γ·(1 − s_t/s_T))·g·log π, where g = log τ − log β and s_t = Σ_{u<t} |g_u|.
 
   s_T is the sum over the response. Early tokens have weights up to 1 + γ; tokens after the last
-  difference have the weight 1. A weight depends on the full response, so that the expected
-  gradient is not exactly the gradient of a divergence.
+  difference have the weight 1. A weight depends on the full response, so that the expected gradient
+  is not exactly the gradient of a divergence.
 
   Args:
     gamma: γ ≥ 0; 0 gives all tokens the same weight.

@@ -26,9 +26,9 @@ from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, Forward, Head, Mean, Metrics, Params, Sum, TrainBatch
 
 _LANES = 128  # columns that an accelerator multiplies at once
-_WIDEST = 512  # columns; from here on, reading the hidden states is not the bottleneck
+_WIDEST = 512  # columns; in wider blocks, reading the hidden states is not the bottleneck
 _BATCH_AXES = ("data", "fsdp")
-# The kernel is split along `tensor`: with that axis first, columns stay within their tensor part.
+# The kernel is split along `tensor`. With this axis first, a device's columns stay in its part.
 _COLUMN_AXES = ("tensor", "data")
 _VOCABULARY_AXES = (*_COLUMN_AXES, "fsdp")
 
@@ -163,7 +163,7 @@ def bytes_moved(
     mesh: None or a mesh with axes (data, fsdp, tensor).
     rollouts: B.
     block_elements: the value given to `streaming`.
-    used: micro-batches that are not empty.
+    used: number of micro-batches that are not empty.
   """
   if mesh is None or mesh.size == 1:
     return 0
@@ -223,7 +223,7 @@ def _sum_over_blocks(
   """Inner products of all rollouts over these columns, [B, B].
 
   Args:
-    count: micro-batches that are not empty.
+    count: number of micro-batches that are not empty.
     gather: one device's rows → all devices' rows.
   """
   M, _, _, D = tokens.hidden.shape
@@ -264,7 +264,7 @@ def _sum_over_blocks(
 
 
 def _block_width(rollouts: int, places: int, width: int, columns: int, block_elements: int) -> int:
-  """Columns of a block whose largest array has at most `block_elements` numbers, if possible."""
+  """The columns per block, so that its largest array has at most `block_elements` numbers."""
   fitting = block_elements // max(rollouts * width, places) // _LANES * _LANES
   return min(max(fitting, _LANES), _WIDEST, columns)
 
@@ -272,7 +272,7 @@ def _block_width(rollouts: int, places: int, width: int, columns: int, block_ele
 def _derivatives(
   tokens: _Tokens, head: Head, indices: Array, vocabulary: int, temperature: float
 ) -> Array:
-  """d of every place for the columns `indices` of the vocabulary, [R·L, v].
+  """The derivatives d at every place for the columns `indices` of the vocabulary, [R·L, v].
 
   d = scale/τ · (1 − (z/c)²) · (softmax(z/τ) − onehot(y)) for logits z, soft cap c, temperature τ.
   """

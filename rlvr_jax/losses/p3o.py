@@ -14,7 +14,7 @@ from rlvr_jax.ops.masked import mean_metric
 from rlvr_jax.ops.ratios import log_ratios, normalized_ess
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
-# The authors clip log(β/π) to ± this inside the exponential of k3, nats.
+# The authors clip log(β/π) to ± this bound inside the exponential of k3; nats.
 K3_LOG_RATIO_BOUND = 10.0
 
 

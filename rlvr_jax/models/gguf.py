@@ -141,7 +141,7 @@ def _to_json(content: Mapping[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def _unpacked(source: pathlib.Path, folder: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yields the path of a .gguf file: `source`, or what is in that zip, for a while in `folder`."""
+  """Yields the path of a .gguf file: `source`, or the file in that zip, unpacked into `folder`."""
   if not _first_bytes(source).startswith(b"PK"):
     yield source
     return
@@ -190,7 +190,7 @@ def _require(metadata: Mapping[str, Any], key: str, source: Any) -> Any:
 
 
 def _check_known(source: Any, name: str, value: Any, allowed: Collection[Any]) -> None:
-  """Raises ValueError unless what a file has is among what is converted."""
+  """Raises ValueError unless the file's `value` of `name` is one that can be converted."""
   if value not in allowed:
     raise ValueError(
       f"{source}: {name} is {value!r}, which is not converted, only"
@@ -206,7 +206,7 @@ def _network(metadata: Mapping[str, Any], names: Collection[str], source: Any) -
 
   Args:
     metadata: the metadata of the file.
-    names: the names of its tensors.
+    names: the names of the file's tensors.
     source: the file, for messages.
   """
   architecture = _require(metadata, "general.architecture", source)
@@ -274,7 +274,7 @@ def _published_tensors(
 
 
 def _published_name(name: str) -> str:
-  """The published name of a file's tensor; its own if no network here has it."""
+  """The published name of a file's tensor; an unknown tensor keeps its name."""
   module = name.removesuffix(".weight")
   if module in _MODULES:
     return _MODULES[module]
@@ -302,8 +302,8 @@ def _arrays(tensors: Mapping[str, ReaderTensor], head_dim: int) -> Iterator[np.n
 def _order_by_halves(rows: np.ndarray, head_dim: int) -> np.ndarray:
   """Orders the rows of a query or key kernel as the published rotation needs them.
 
-  Angle i rotates rows 2i and 2i + 1 of a head in a GGUF file of this architecture, and rows i and
-  i + head_dim / 2 of a published one. Each row is quantized by itself.
+  Angle i rotates rows 2i and 2i + 1 of a head in a GGUF file of this architecture, and rows i and i
+  + head_dim / 2 in a published checkpoint. Rows can be moved, since each is quantized by itself.
   """
   pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
   return pairs.swapaxes(1, 2).reshape(rows.shape)
@@ -345,7 +345,7 @@ def _small_files(
 def _tokenizer(
   metadata: Mapping[str, Any], ids: Mapping[str, int], source: Any
 ) -> tokenizers.Tokenizer:
-  """The byte-level byte-pair encoding of a file; `ids`: ids of tokens with a role."""
+  """The byte-level byte-pair encoding of a file; `ids` has the ids of tokens with a role."""
   require = lambda name: _require(metadata, f"tokenizer.ggml.{name}", source)
   _check_known(source, "tokenizer.ggml.model", require("model"), ("gpt2",))
   _check_known(source, "tokenizer.ggml.pre", require("pre"), PRE_TOKENIZERS)

@@ -201,12 +201,12 @@ class Module(NamedTuple):
   stack: str  # see `ops.layers`
 
   def layers(self, config: TransformerConfig) -> list[int]:
-    """The numbers of the layers that have this module."""
+    """The indices of the layers that have this module."""
     return layers_in(self.stack, config.kinds)
 
 
 def _modules(config: TransformerConfig) -> dict[Module, Parts]:
-  """The published modules of layers → their kernels here → the rows of each; None: all."""
+  """Published module → names of its kernels here → each kernel's rows in the module; None: all."""
   stacks = {name: stack_of(name.split("/")[0]) for name in kernel_modules(config)}
   names = {Module(theirs, stacks[name]): name for name, theirs in kernel_modules(config).items()}
   modules: dict[Module, Parts] = {module: {name: None} for module, name in names.items()}
@@ -224,8 +224,9 @@ def _modules(config: TransformerConfig) -> dict[Module, Parts]:
 def _join(pairs: Mapping[str, Matrices], parts: Parts) -> Matrices:
   """PEFT's matrices of a module in a layer, made from its kernels' matrices.
 
-  The matrices of one kernel are A [R, D] and B [rows, R]. Of several, each of the module's k
-  kernels has a block of A [k·R, D] and B [rows, k·R], which is 0 if the kernel is not adapted.
+  A module with one kernel, or with one adapted kernel, has A [R, D] and B [rows, R]. Otherwise it
+  has A [k·R, D] and B [rows, k·R] with a block for each of its k kernels, which is 0 if that kernel
+  is not adapted.
   """
   some = next(iter(pairs.values()))
   none = np.zeros_like(some["a"]).T
@@ -245,13 +246,13 @@ def _join(pairs: Mapping[str, Matrices], parts: Parts) -> Matrices:
 def _split(pair: Matrices, parts: Parts, rank: Any, owner: str) -> dict[str, Matrices]:
   """The adapters of a module's kernels, in all layers: the inverse of `_join`.
 
-  An adapter of rank R of several kernels has one A for all. Kernels that it leaves as they are have
-  none.
+  If the module's adapter has rank R, its kernels share A. A kernel that the adapter does not change
+  gets no adapter.
 
   Args:
     pair: A [layers, D, R or k·R] and B [layers, R or k·R, rows].
   Raises:
-    ValueError: an adapter of another rank than R is not made of single kernels' adapters.
+    ValueError: the adapter has another rank than R, and does not consist of one block per kernel.
   """
   a, b = pair["a"], pair["b"]
   of_kernels = {name: b if rows is None else b[:, :, rows] for name, rows in parts.items()}
@@ -272,7 +273,7 @@ def _split(pair: Matrices, parts: Parts, rank: Any, owner: str) -> dict[str, Mat
 
 
 def _patterns(kernels: Mapping[Module, Collection[str]], rank: Any, alpha: Any) -> dict[str, Any]:
-  """The fields of modules of k > 1 kernels, by `_join`: rank k·R, and k·α, so that α/R is the same.
+  """PEFT's rank_pattern and alpha_pattern: k·R and k·α for modules whose adapter joins k kernels.
 
   Args:
     kernels: modules → the names of their kernels.
@@ -324,7 +325,7 @@ def _target_modules(adapted: Collection[Module], config: TransformerConfig) -> l
   has_experts = bool(layers_in(SPARSE, config.kinds))
   targets: list[str] = []
   for module in adapted:
-    # Without the layers' numbers, those of an MLP would also name the projections of experts.
+    # The names of an MLP's modules without layer numbers would also match the experts' modules.
     if module.name in others or (module.stack == DENSE and has_experts):
       targets += [f"layers.{i}.{module.name}" for i in module.layers(config)]
     else:
@@ -335,7 +336,7 @@ def _target_modules(adapted: Collection[Module], config: TransformerConfig) -> l
 def _adapted_modules(
   tensors: Mapping[str, Any], config: TransformerConfig, path: str
 ) -> dict[Module, Parts]:
-  """The modules that the file adapts, each in every layer that has it."""
+  """The modules that the file adapts; raises ValueError if it leaves out some of their layers."""
   modules = _modules(config)
   names = {module.name for module in modules}
   matches = {name: _TENSOR.fullmatch(name) for name in tensors}

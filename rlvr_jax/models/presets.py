@@ -214,7 +214,8 @@ _OF_COMPUTING = (
 )
 
 
-# All that a layer computes would take twice the memory, and is no faster to read than to compute.
+# Saving all results of a layer ("none") would take twice the memory, and reading them is no faster
+# than computing them again.
 _REMAT_OF_CHECKPOINTS = "dots"
 
 

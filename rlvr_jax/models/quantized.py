@@ -20,8 +20,8 @@ from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.types import Array, Params
 
 FORMATS = ("int8", "float8_e4m3fn")
-# Rounded routers would choose other experts. The gates of states act through all later tokens, and
-# are as small as the taps of convolutions.
+# Matrices that are not rounded. Rounded routers would choose other experts. Errors in the gates of
+# a DeltaNet's state would act on all later tokens. Gates and convolutions' taps are small.
 _EXACT_MATRICES = (
   *("router", "shared_weight", "strength", "decay"),
   *("query_taps", "key_taps", "value_taps"),
@@ -123,9 +123,9 @@ def _import_qwix() -> ModuleType:
 
 
 def _contracted_axis(path: Any, weights: Array) -> int | None:
-  """The axis that a product with the matrix sums over; None for what stays as it is.
+  """The axis that a product with the matrix sums over; None for a parameter that is not rounded.
 
-  These are norms, biases and `_EXACT_MATRICES`.
+  Norms, biases and `_EXACT_MATRICES` are not rounded.
   """
   stacked = path[0].key == "blocks"
   if weights.ndim - stacked < 2 or path[-1].key in _EXACT_MATRICES:

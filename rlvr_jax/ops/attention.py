@@ -1,7 +1,7 @@
 """Grouped-query attention over a shared prompt and a rollout's own tokens.
 
-It encodes prompts for the engine, and computes unpacked batches. The mask follows from positions
-only: padding has negative positions.
+The sampling engine encodes prompts with it, and unpacked batches are scored with it. Only positions
+determine the mask: padding has negative positions.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def attention(
 
   Args:
     queries: [P, G, Q, N, H].
-    positions: i32[P, G, Q], of the queries.
+    positions: i32[P, G, Q], positions of the queries.
     segments: keys and values; a segment with G = 1 is shared by the prompt's rollouts, not copied.
     scale: factor on the scores, usually 1/√H.
     window: tokens that a query attends to, itself included; may be traced.

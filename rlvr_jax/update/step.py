@@ -24,7 +24,7 @@ from rlvr_jax.update.objective import Method, estimate_coefficients
 
 def initial_state(method: Method, trained: Params, initial_entropy: Array) -> TrainState:
   """The state before the first update; `initial_entropy` f32[] in nats per token."""
-  # Distinct arrays: a donated state must not have the same buffer twice.
+  # The arrays are distinct, since a donated state must not have the same buffer twice.
   zero = lambda: jnp.zeros((), jnp.int32)
   return TrainState(
     params=trained,

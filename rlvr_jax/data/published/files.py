@@ -167,7 +167,7 @@ class PublishedFiles:
 
 
 def _describe_endings(others: Iterable[str]) -> str:
-  """The endings that are read, and the names of files with others."""
+  """A phrase for messages: the endings that are read, and the files with other endings."""
   names = ", ".join(sorted(map(os.path.basename, others))[:_MAX_NAMED])
   found = f": the ending is another one of {names}; rename files of JSON lines to .jsonl"
   return f"({', '.join(FORMATS)}){found if names else ''}"
