@@ -39,7 +39,7 @@ WHOLE_COLLECTIVES = (
   "xla_tpu_enable_windowed_einsum_for_all_gather=false"
   " xla_tpu_enable_windowed_einsum_for_reduce_scatter=false"
 )
-# Gathers of weights go on beside products, several at a time.
+# Several gathers of weights run at a time, beside products.
 FUSED_GATHERS = (
   "xla_tpu_enable_windowed_einsum_for_all_gather=false xla_enable_async_all_gather=true"
   " xla_tpu_enable_async_collective_fusion=true"
@@ -47,7 +47,7 @@ FUSED_GATHERS = (
   " xla_tpu_enable_async_collective_fusion_multiple_steps=true"
 )
 
-# Of Qwen2.5 7B with rows of 9216 tokens, one response of 8192 or several of 2048.
+# Settings for Qwen2.5 7B with rows of 9216 tokens, for one response of 8192 or several of 2048.
 SLICES_OF_7B = {  # found by --mode=tune; see docs/tuning.md
   "v5p:2x2x4": {
     "mesh.fsdp": 16,
@@ -116,7 +116,7 @@ def set_for_slice(
     slices: topology → dotted name of a field → its value.
     topology: a key of `slices`, such as "v5p:2x2x4"; "" leaves c unchanged, for any machine.
   Raises:
-    ValueError: nothing has been found for this slice.
+    ValueError: there are no settings for this slice.
   """
   if topology and topology not in slices:
     others = f", only for {sorted(slices)}" if slices else ""

@@ -7,8 +7,8 @@ other settings are ours and untuned; the KL term is off. See --config=configs/fu
   python -m rlvr_jax.main --config=configs/full_size/gsm8k_qwen25_05b.py --workdir=runs/gsm8k_05b \\
     --config.model.checkpoint=Qwen2.5-0.5B-Instruct --config.task.kwargs.data_dir=GSM8K
 
-The two folders hold the checkpoint, and train.jsonl and test.jsonl. With what was tuned for
-v5e:2x4: gsm8k_qwen25_05b.py:v5e:2x4.
+The two folders hold the checkpoint, and train.jsonl and test.jsonl. Settings tuned for v5e:2x4:
+gsm8k_qwen25_05b.py:v5e:2x4.
 """
 
 from ml_collections import ConfigDict
