@@ -2,10 +2,11 @@
 
 This is not a complete recipe. Four recipes that start from it have the settings of four papers at
 full size: salt_qwen25_math_7b, p3o_qwen3_4b, fade_qwen25_7b, mu_grpo_r1_distill_7b. Settings that
-neither a paper nor its authors' code states are marked **open** there. Two more recipes are a start
-on one chip: gsm8k_qwen25_05b and gsm8k_qwen25_15b_lora; gspo_qwen3_30b_a3b and gsm8k_olmoe_1b_7b
-train mixtures of experts, grpo_qwen35_4b gated DeltaNets. No recipe has been trained, since no
-accelerator was available. This command prints the memory per chip, and needs no chip (v5p:2x2x4 has
+neither a paper nor its authors' code states are marked **open** there. Two more recipes fit on one
+chip, to start with: gsm8k_qwen25_05b and gsm8k_qwen25_15b_lora. gspo_qwen3_30b_a3b and
+gsm8k_olmoe_1b_7b train mixtures of experts, and grpo_qwen35_4b trains gated DeltaNets. No recipe
+has been trained, since no accelerator was available. This command prints the memory per chip, and
+needs no chip (v5p:2x2x4 has
 16 chips, and is v5p-32 in Cloud's names):
 
   python -m rlvr_jax.main --mode=fits --config=configs/full_size/base.py --topology=v5p:2x2x4

@@ -2,7 +2,7 @@
 
 OLMoE (arXiv:2409.02060) has 64 experts in each of 16 layers, of which a token takes 8. It has 6.9 B
 parameters, of which a token uses 1.3 B. Its weights are not normalized over the chosen experts.
-Routes are replayed: the sampler's choice of experts is also that of updates (docs/experts.md).
+Routes are replayed: updates use the experts that the sampler chose (docs/experts.md).
 Grade-school word problems (arXiv:2110.14168) as published, graded by the last number. The settings
 are ours and untuned.
 

@@ -29,7 +29,7 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 def leave_one_out_advantages(
   rewards: Array, valid: Array, *, epsilon: float, name: str = "gdpo"
 ) -> Array:
-  """(r − b)/(s + ε) for one reward; b, s: mean and unbiased deviation over the *other* rollouts.
+  """(r − b)/(s + ε) for one reward, with the *other* rollouts' mean b and unbiased deviation s.
 
   If the other rollouts' rewards are all equal, the result is r − b, as in NeMo-RL. It is 0 in a
   constant group.
@@ -106,7 +106,7 @@ def gdpo(
   that varies much. A constant reward contributes 0.
 
   A group that is constant in every reward has exactly A = 0 if μ is a mean over rollouts. A mean
-  over tokens is not 0 where rewards depend on the length; such a group then gets −μ/(σ + ε).
+  over tokens is not 0 if rewards depend on the length; a constant group then gets −μ/(σ + ε).
 
   Args:
     weights: ω, a number for each reward; () sets all to 1. The weights in `config.grading.extra`

@@ -39,7 +39,7 @@ def scores_by_turn(turn_scores: Array, turns: Array, valid: Array) -> tuple[Arra
 
 
 def mt_grpo(*, turn_weight: float = 1.0, epsilon: float = 1e-6) -> Advantage:
-  """A = A_dialogue + λ·A_turn; both are (x − x̄)/(std + ε), of rewards x and of turn scores x.
+  """A = A_dialogue + λ·A_turn, each (x − x̄)/(std + ε), where x is the reward or the turn's score.
 
   An environment may score a turn of the policy after which the dialogue goes on (`Turn.score`).
   A_turn compares this score with the scores of the same turn in the other dialogues of the group,

@@ -4,7 +4,7 @@ Task: an answer of T tokens is right if every token is in the set allowed at its
 differ in size between prompts, so that some prompts are hard. Policy: the logits at a position are
 fixed random features of the prompt, the position and the previous token, times the kernel of an
 output head. Only the kernel is trained, by plain gradient descent. Advantages, losses, vetoes,
-schedules and metrics are those of the package.
+schedules and metrics come from the package.
 """
 
 from __future__ import annotations

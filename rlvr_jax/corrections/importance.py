@@ -252,7 +252,7 @@ def sequence_rejection(
 
   Args:
     low, high: bounds of Π κ, 0 ≤ low < high.
-    weight: "none", "token" or "sequence": the level of min(κ, truncation).
+    weight: the level of the weight min(κ, truncation): "token" or "sequence"; "none": no weight.
     truncation: above 0.
   Source: verl 0.9.1, `decoupled_seq_is_rs`.
   """
@@ -273,7 +273,7 @@ def geometric_rejection(
   Args:
     low, high: bounds of exp(mean log κ), 0 ≤ low < high; verl states bounds of 1/κ, 0.999 and
       1.001.
-    weight: "none", "token" or "sequence": the level of min(κ, truncation).
+    weight: the level of the weight min(κ, truncation): "token" or "sequence"; "none": no weight.
     truncation: above 0.
     policies: 3 or 2, see `importance`.
   Source: verl 0.9.1, `decoupled_geo_rs`, `…_token_tis`, `…_seq_tis`, `bypass_ppo_clip_geo_rs`.
@@ -291,7 +291,7 @@ def k3_rejection(
 
   Args:
     high: above 0.
-    weight: "none", "token" or "sequence": the level of min(κ, truncation).
+    weight: the level of the weight min(κ, truncation): "token" or "sequence"; "none": no weight.
     truncation: above 0.
     policies: 3 or 2, see `importance`.
   Source: verl 0.9.1, `decoupled_k3_rs`, `…_token_tis`, `…_seq_tis`, `bypass_ppo_clip_k3_rs`.

@@ -54,7 +54,7 @@ class Item(NamedTuple):
   """One instruction; bytes and operations are sums over all its runs."""
 
   part: str  # the part of the program, by the innermost of the given scopes, or `OTHER`
-  opcode: str  # XLA's; a collective has one of COLLECTIVES, a loop of unknown length OPEN_LOOP
+  opcode: str  # XLA's opcode; or one of COLLECTIVES; or OPEN_LOOP for a loop of unknown length
   name: str
   times: int  # number of runs
   flops: float  # FLOPs of matrix products, 2·M·N·K each

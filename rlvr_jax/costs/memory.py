@@ -204,7 +204,7 @@ def generation_bytes(
   mesh: Mesh | AbstractMesh,
   slots: int,
 ) -> Table:
-  """Bytes that generation needs besides the trainer's, without the compiler's temporary buffers.
+  """Bytes that generation adds to the trainer's bytes, without the compiler's temporary buffers.
 
   Args:
     network: the network of the policy.

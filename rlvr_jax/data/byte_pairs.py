@@ -48,7 +48,7 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeni
   Any text can be encoded and decodes to itself; texts are not normalized.
 
   Args:
-    texts: training texts, read once; no pair spans two of them.
+    texts: training texts, read once; no pair spans two texts.
     vocab_size: exact number of tokens; a multiple of 8, so that it can be sharded.
   Raises:
     ValueError: the size is not a multiple of 8, is below 264, or is more than the texts support.

@@ -63,8 +63,8 @@ class ChatTurns:
     Args:
       tokenizer: the tokenizer of transformers, with a chat template.
       apply_template: the tokenizer's `apply_chat_template`, with errors that name the folder.
-      control_tokens: text that the template writes → pattern of all control tokens, with those in
-        the text.
+      control_tokens: text that the template writes → pattern of all control tokens, also of those
+        in the text.
       end_of_turn_id: the token that the template writes after an assistant's message; None if it
         writes no token there.
       name: the folder's name, for messages.
@@ -132,8 +132,8 @@ class ChatTurns:
         written = self._apply_template([*prompt, turn], tokenize=False)
         if _THOUGHT not in written:
           raise ValueError(
-            f"the chat template of {self._name} drops thoughts: of {turn['content']!r} it writes"
-            f" {written[-_SHOWN:]!r}; {_REMEDY}"
+            f"the chat template of {self._name} drops thoughts: it writes"
+            f" {turn['content']!r} as {written[-_SHOWN:]!r}; {_REMEDY}"
           )
         return turn
     return {"role": "assistant", "content": ANSWER}

@@ -52,9 +52,9 @@ class HuggingFaceTokenizer:
   In the chat format the template's end-of-turn token comes first, since demonstrations end with it;
   in a base model it is often another token than the end of text.
 
-  Dialogues need an append-only template: the tokens of a longer dialogue begin with those of a
-  shorter one. `check_turns` checks this, or else the first call of `encode_reply`. If the template
-  trims messages, replies are trimmed; the policy's tokens stay unchanged.
+  Dialogues need an append-only template: the tokens of a longer dialogue begin with the tokens of a
+  shorter dialogue. `check_turns` checks this, or else the first call of `encode_reply`. If the
+  template trims messages, replies are trimmed; the policy's tokens stay unchanged.
   """
 
   def __init__(
@@ -313,7 +313,7 @@ class HuggingFaceTokenizer:
       ) from error
 
   def _end_of_turn_id(self) -> int | None:
-    """Id of the token that the template writes after an assistant's message; None if none."""
+    """Id of the token that the template writes after an assistant's message; None without one."""
     messages = [*self._messages("6 times 7?"), {"role": "assistant", "content": ANSWER}]
     _, answer, suffix = self._apply_template(messages, tokenize=False).rpartition(ANSWER)
     ids = self._tokenizer.encode(suffix.lstrip(), add_special_tokens=False) if answer else []

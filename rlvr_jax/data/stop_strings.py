@@ -37,7 +37,7 @@ def find_stop(
 
 
 def _window(tokenizer: Tokenizer, ids: Sequence[int], characters: int, searched: int) -> int:
-  """An index, at most `searched`, from which the ids up to `searched` have enough characters."""
+  """An index ≤ `searched` such that the ids from it to `searched` decode to enough characters."""
   size = characters
   more = 1  # doubles, so that even ids without characters are decoded about twice at most
   while size < searched:

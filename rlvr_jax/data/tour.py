@@ -34,10 +34,10 @@ def tour(
   """Makes a task of walks that visit goals in order on a square grid; a response lists the cells.
 
   A cell is one character of `CELLS`. The question is the start, the goals in order, "|", the walls
-  and "=". The response is the cells after the start, each a neighbor above, below, left or right of
-  the one before, and ends on the last goal. Any such walk is right if it has at most `slack` times
-  the cells of a shortest one; white space is ignored. Demonstrations have one line per goal, make
-  detours, and may exceed the limit.
+  and "=". The response is the cells after the start, each a neighbor (above, below, left or right)
+  of the previous cell, and ends on the last goal. Any such walk is right if it has at most `slack`
+  times the cells of a shortest walk; white space is ignored. Demonstrations have one line per goal,
+  make detours, and may exceed the limit.
 
   Args:
     width: width of the grid in cells, 3 … 8.
@@ -49,7 +49,7 @@ def tour(
     train_size, warm_start_size, held_out_size, train_seed, warm_start_seed, held_out_seed: see
       `make_seeded_task` and `make_task`.
   Raises:
-    ValueError: an argument is out of range, or no problem fits them.
+    ValueError: an argument is out of range, or no problem satisfies them.
   """
   check_integer("tour", "width", width, low=3, high=8)
   check_integer("tour", "goals", goals, low=1)

@@ -1,4 +1,4 @@
-"""Gram matrices of per-rollout gradient features. Each name makes one way to compute them."""
+"""Gram matrices of per-rollout gradient features. Each name here is a factory."""
 
 from rlvr_jax.geometry.base import FEATURES as FEATURES
 from rlvr_jax.geometry.base import GramContext as GramContext

@@ -32,8 +32,8 @@ def gram_agreement(
   pairs of rollouts whose gradients are not zero. At 1, the cheaper subset can replace the other; a
   correlation below the 95 % quantile of either null distribution is not evidence of agreement.
 
-  The permutation null matches the rollouts of `b` with those of `a` at random, which preserves both
-  spectra. The noise null replaces the features of `b` by Gaussian ones. Cosines do not depend on
+  The permutation null matches the rollouts of `a` and `b` at random, which preserves both spectra.
+  The noise null replaces the features of `b` by Gaussian ones. Cosines do not depend on
   the norms, except that zero stays zero, so the features themselves are not needed: their
   triangular factor is sampled exactly from its distribution (Bartlett), with B²/2 numbers instead
   of B·feature_dim. For a dimension well above B the correlation hardly depends on it, since all

@@ -5,7 +5,7 @@ The softmax of g_i = Σ_t h[i,t] ⊗ d[i,t] is omitted. With ĥ = m·h·∂(z_y/
     K_ij = Σ_{t,s} [y_it = y_js] ĥ_it · ĥ_js = Σ_v u_iv · u_jv,    u_iv = Σ_{t: y_it = v} ĥ_it.
 
 The tokens are sorted by (v, i) and added up to at most one row u_iv for each pair. A token v has at
-most B rows, so in tiles of B rows or more, a tile has products only with itself and the next one.
+most B rows, so in tiles of B rows or more, a tile has products only with itself and the next tile.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class _Columns(NamedTuple):
 def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
   """The exact output-head Gram matrix, at the cost of 2 + B²/n products of the head's size.
 
-  n is the number of places of the rows, B·T if each rollout is a row. One product recomputes a
-  block's logits, whose normalizer is known, and one forms the block of g; the inner products cost
+  n is the number of places of the rows, B·T if each rollout is a row. For each block, one product
+  recomputes the logits, whose normalizer is known, and another forms g; the inner products cost
   B²/n. All products accumulate in float32 (float64 for float64 models); operands, including g, are
   in the model's compute dtype. The feature "sampled" costs about 2B/V products, see
   `geometry.sampled`.

@@ -69,7 +69,7 @@ def clip_cov(
   tokens are drawn.
 
   Args:
-    share: in (0, 1], of the loss tokens.
+    share: in (0, 1], the drawn share of the loss tokens.
     low, high: the interval of c; high above low.
     epsilon_low: in [0, 1].
     epsilon_high: ≥ 0.

@@ -63,8 +63,8 @@ def dppo(
 
   ρ = π/β. A token is dropped if its probability has moved further than allowed in the direction
   that A pushes it: A > 0, p > q and D(p, q) > δ_high, or A < 0, p < q and D(p, q) > δ_low. Here p
-  is π's probability of the token, q the anchor's, and D the total variation or the KL divergence
-  of "this token or another one". Intended for the aggregation `constant`.
+  is π's probability of the token, q the anchor's probability, and D the total variation or the KL
+  divergence of "this token or another one". Intended for the aggregation `constant`.
 
   Args:
     divergence: D, "tv" or "kl".

@@ -114,7 +114,7 @@ def local_folder(directory: str | os.PathLike[str]) -> str:
   """The path of a local folder; raises ValueError for a path on another file system."""
   system, target = locate(directory)
   if not isinstance(system, LocalFileSystem):
-    raise ValueError(f"{directory} is not a local folder; convert to one, and copy that")
+    raise ValueError(f"{directory} is not a local folder; convert to a local folder, and copy it")
   return target
 
 

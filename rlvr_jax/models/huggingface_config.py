@@ -90,8 +90,8 @@ def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> Tr
   """
   if CONFIG not in list_files(directory):
     raise FileNotFoundError(
-      f"{directory} has no {CONFIG}; name the folder of a checkpoint (that of configs/pretrained.py"
-      " is made by: python -m rlvr_jax.models.pretrained)"
+      f"{directory} has no {CONFIG}; name the folder of a checkpoint (to make the checkpoint of"
+      " configs/pretrained.py, run: python -m rlvr_jax.models.pretrained)"
     )
   return TransformerConfig(**(config_fields(*read_config(directory)) | overrides))
 
@@ -182,7 +182,7 @@ def _check_implemented(family: Family, c: Mapping[str, Any], owner: str) -> None
   unread = [name for name in _NOT_OF_MIXTURES if name not in own and c.get(name)]
   if family.is_mixture and unread:
     raise ValueError(
-      f"{owner}: {unread[0]} = {c[unread[0]]!r} is not implemented; mixtures are those of"
+      f"{owner}: {unread[0]} = {c[unread[0]]!r} is not implemented; known mixtures are"
       f" {', '.join(MIXTURES)}, whose layers have routed experts, chosen by a plain softmax"
     )
   for name, values in family.allowed.items():
@@ -226,7 +226,7 @@ def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict
     return kind, _with_usual_number(kind, published, owner)
   text = published.get("text_config") or {}
   if not isinstance(text, Mapping) or text.get("model_type", family) != family:
-    raise ValueError(f"{owner}: text_config = {text!r} is not that of a {family}")
+    raise ValueError(f"{owner}: text_config = {text!r} is not a {family}'s")
   outer = {name: published[name] for name in _OF_OUTER if published.get(name) is not None}
   tied = {"tie_word_embeddings": FAMILIES[family].defaults["tie_word_embeddings"]}
   return family, _with_usual_number(family, dict(text) | tied | outer, owner)
@@ -401,7 +401,7 @@ def _rotary_width(
   if width < 2 or width % 2:
     raise ValueError(
       f"{owner}: partial_rotary_factor = {factor!r} rotates {width} of head_dim = {c['head_dim']}"
-      " entries; it must be an even number of them, at least 2"
+      " entries; the number must be even, at least 2"
     )
   return width
 
@@ -457,7 +457,7 @@ def _sliding_theta(
   if scaling is not None:
     raise ValueError(
       f"{owner}: rotary embeddings of sliding layers are scaled, which is not implemented; only"
-      " those of full_attention can be"
+      " rotary embeddings of full_attention may be scaled"
     )
   return theta
 

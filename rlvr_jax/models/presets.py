@@ -258,7 +258,7 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
 
   Args:
     model: `preset`, the name of a shape, "" for the checkpoint's shape; `checkpoint`, a folder in
-      Hugging Face's layout, "" for none; `overrides`, fields that replace those of the preset or
+      Hugging Face's layout, "" for none; `overrides`, fields that replace fields of the preset or
       checkpoint.
   Raises:
     ValueError: a name or field is unknown, the checkpoint cannot be read, or the preset has another

@@ -33,17 +33,17 @@ def quantize(params: Params, format: str) -> Params:
 
     s = max |w| / bound,  q = round(w / s),  bound: 127.5 for int8, 448 for float8_e4m3fn
 
-  The maximum is over the axis that a product with the matrix contracts, for each layer separately;
-  for the embedding over the width, so that a row has the same values in the lookup and in a tied
-  head. Pure and deterministic, the same bits on every mesh; jit it with `format` static. The result
-  shares no buffer with `params`, so these may be donated afterwards.
+  The maximum is over the axis that a product with the matrix contracts, for each layer separately.
+  In the embedding it is over the width, so that a row has the same values in the lookup and in a
+  tied head. Pure and deterministic, the same bits on every mesh; jit it with `format` static. The
+  result shares no buffer with `params`, so these may be donated afterwards.
 
   Args:
     params: nested dict of float arrays, layers stacked under "blocks".
     format: one of `FORMATS`.
   Returns:
-    The same nested dict with `qwix.QArray`s for matrices: qvalue in `format`, of the matrix's
-    shape; scale at least float32, of length 1 along the contracted axis.
+    The same nested dict with `qwix.QArray`s for matrices. A qvalue has the dtype `format` and the
+    matrix's shape; a scale is at least float32, and has length 1 along the contracted axis.
   Raises:
     ValueError: unknown format.
     ImportError: qwix, the extra `quantized`, is missing.

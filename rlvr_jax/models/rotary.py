@@ -50,8 +50,8 @@ class YarnScaling:
 class PartialFrequencies:
   """Rotation of only the first pairs of entries (i, i + W/2) of a head.
 
-  The frequencies are those of a full rotation. The other pairs have frequency 0, so that they do
-  not rotate (Gemma 4).
+  These pairs have the same frequencies as in a full rotation. The other pairs have frequency 0, so
+  that they do not rotate (Gemma 4).
   """
 
   part: float  # the fraction of the pairs that rotate, in (0, 1]

@@ -86,7 +86,7 @@ class TransformerConfig:
   rope_theta: float = 10_000.0
   rope_scaling: RopeScaling | YarnScaling | PartialFrequencies | None = None
   rotary_width: int | None = None  # number of rotated entries of a head; None: all (GLM-4)
-  unrotated_layers: tuple[bool, ...] | None = None  # layers without positions; None: none (SmolLM3)
+  unrotated_layers: tuple[bool, ...] | None = None  # layers without rotation (SmolLM3); None: none
   tied_head: bool = True
   qk_norm: bool = False  # RMSNorm on each head's queries and keys (Qwen 3, Gemma 3)
   qkv_bias: bool = False  # biases of queries, keys and values (Qwen 2)

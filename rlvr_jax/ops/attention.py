@@ -46,9 +46,9 @@ def attention(
 ) -> Array:
   """softmax(q·kᵀ·scale) v over the keys of all segments jointly.
 
-  A key is visible to a query unless its position is negative (padding), later than the query's, or
-  `window` or more tokens earlier. Scores and the softmax are at least float32. Above 512 queries
-  the scores exist for one block of queries at a time, in the backward pass too.
+  A query sees a key unless the key's position is negative (padding), later than the query's, or at
+  least `window` tokens earlier. Scores and the softmax are at least float32. Above 512 queries the
+  scores exist for one block of queries at a time, in the backward pass too.
 
   Args:
     queries: [P, G, Q, N, H].

@@ -25,7 +25,7 @@ class Divergence:
   Attributes:
     alpha: α, in [0, 1].
     support: S: "all", or the top k tokens of "student" or "teacher", or the "union" of both. Tokens
-      tied with the least probable of them are included. S is constant for differentiation.
+      as probable as the least probable of these are included. S is constant for differentiation.
     top_k: k; 0 with "all".
     rest: the treatment of the mass outside S: "renormalize": π and τ are conditioned on S, so that
       this mass has no gradient; "tail": the mass is one more token; "drop": the mass is left out,

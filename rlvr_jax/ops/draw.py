@@ -37,7 +37,7 @@ def draw_tokens(
   most probable one are never drawn, nor are tokens that top-k, top-p or min-p exclude.
 
   Args:
-    logits: f32[R, V], V at most 2²⁰; other float types likewise.
+    logits: f32[R, V], V at most 2²⁰; or of another float type.
     sampling: the distribution; at temperature 0 the first largest logit is taken.
     bits: u32[R, 2], random.
     shards: number of devices over which V is split, each of which sums its own part; no effect on

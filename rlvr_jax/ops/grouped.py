@@ -122,7 +122,7 @@ def order_by_group(choices: Array, num_groups: int, *, kind: str) -> Order:
 
 
 def _num_rows(tokens: int, k: int, num_groups: int, kind: str) -> tuple[int, int]:
-  """M, and the number of rows of whose multiples each group begins at one; both static."""
+  """M, and the alignment of each group's first row; both static."""
   pairs = tokens * k
   if kind == "megablox":
     return -(-pairs // TILE) * TILE, 1

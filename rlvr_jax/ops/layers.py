@@ -4,8 +4,8 @@ A layer's kind is a pair of names, of its mixer and of the part after the mixer.
 "attention"; "full", attention whose heads differ from the sliding layers' heads; or "delta", a
 gated DeltaNet. The part after it is "dense", an MLP, or "sparse", experts. A parameter under
 "blocks" is stacked over the layers that have it, in their order. Layers are computed in loops over
-a pattern that repeats, so that a program has each layer of a pattern once. Where all layers are
-alike, that is one loop over one layer.
+a pattern that repeats, so that a program has each layer of a pattern once. If all layers are alike,
+there is one loop over one layer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Heads(NamedTuple):
 
 
 def stack_of(name: str) -> str:
-  """The stack of the parameters blocks/`name`, one of `STACKS`: the layers that have them."""
+  """The stack of the parameters blocks/`name`: the one of `STACKS` whose layers have them."""
   return _STACKS.get(name, ALL)
 
 

@@ -148,7 +148,7 @@ class TeacherHead(NamedTuple):
 
   hidden: Array  # [P, ..., D'], constant for differentiation
   head: Head  # kernel [D', V]
-  temperature: float  # the teacher's; its distribution is never truncated
+  temperature: float  # temperature of the teacher's distribution, which is never truncated
   divergence: Divergence
 
 

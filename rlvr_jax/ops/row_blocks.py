@@ -86,7 +86,7 @@ def sequence_starts(rows: Rows, index: Array) -> tuple[Array, Array]:
 def visible_blocks(
   rows: Rows, query_block: int, key_block: int, window: Array | int | None
 ) -> Array:
-  """For each pair of blocks, whether some query of the one sees some key of the other.
+  """For each block of queries and each block of keys, whether some query sees some key.
 
   Args:
     rows: arrays [..., L].

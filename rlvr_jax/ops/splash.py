@@ -54,7 +54,7 @@ class _Mask:
 
 
 def _bits(length: int) -> tuple[int, int, int]:
-  """The bits that an index takes, those that index / alignment takes, and the alignment."""
+  """The bits of an index in the row, the bits of index / alignment, and the alignment."""
   alignment = splash_alignment(length)
   return (length - 1).bit_length(), ((length - 1) // alignment).bit_length(), alignment
 

@@ -225,13 +225,13 @@ def _find_last_number(completion: str) -> tuple[decimal.Decimal | None, str]:
 
 
 def gsm8k(completion: str, reference: Mapping[str, Any]) -> Grade:
-  """Compares the final number of a completion with the published one, exactly.
+  """Compares the final number of a completion exactly with the published number.
 
   Args:
     completion: a text whose number follows the last "####" with a number after it. It must be the
-      only number on its line; words such as a unit may follow. Without such a mark it is the last
-      number in the text. Only the text after any "</think>" counts, and nothing while a "<think>"
-      is open.
+      only number on its line; words such as a unit may follow. Without such a mark the answer is
+      the last number in the text. Only the text after any "</think>" counts, and nothing while a
+      "<think>" is open.
     reference: "answer", a number in JSON, or a text that is read in the same way: the final
       number as published (commas, sign and $ allowed), or a solution with that number after its
       last "####".

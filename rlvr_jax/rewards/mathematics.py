@@ -7,7 +7,7 @@ compared by name if both answers have one.
 
 A grade depends only on the gold answer and the answer's normal form (`Grade.answer`, see
 `answers`), so samples that vote for the same answer get the same grade. Names ("x = 5") and units
-are part of the normal form only if the gold answer has some, or if the name is that of a chain of
+are part of the normal form only if the gold answer has some, or if the name begins a chain of
 equations ("x = 2+3 = 5"). Formulas that are equal but written differently ("x+1", "1+x") are two
 votes.
 
@@ -105,8 +105,8 @@ def reduce_to_form_of(gold: Answer, answer: Answer) -> Answer:
   """Brings an answer into the gold answer's form.
 
   Removes the parts that the gold answer does not have: names, units, brackets of a list, repeated
-  elements of a set, and the letter or the value of a choice such as "(B) 5". Adds names: (1,2) is
-  x=1, y=2 if the gold answer names x and y in this order.
+  elements of a set, and the letter or the value of a choice such as "(B) 5". Adds names: if the
+  gold answer names x and y in this order, (1,2) becomes x=1, y=2.
   """
   if gold.words and answer.choice and re.fullmatch("[A-J]", gold.value):
     return Answer(value=answer.choice, words=True)

@@ -46,8 +46,8 @@ class Grade:
     detail: human-readable, such as the extracted answer or the exception.
     answer: normal form of the extracted answer, for majority votes; "" if there is no answer. For
       the same reference, equal answers have equal outcomes.
-    feedback: what a policy that tries again may read, such as the first failing test. The other
-      texts may contain the reference's answer and are only for people.
+    feedback: a text that a policy that tries again may read, such as the first failing test. The
+      other texts may contain the reference's answer and are only for people.
     parts: with `by_name.weighted`, the unweighted score of each grader; otherwise ().
   """
 

@@ -1,4 +1,4 @@
-"""Reweightings map coefficients and a Gram matrix to coefficients. Each name is a factory."""
+"""Reweightings map coefficients and a Gram matrix to coefficients. Names are factories."""
 
 from rlvr_jax.reweighting.base import Reweighting as Reweighting
 from rlvr_jax.reweighting.none import none as none

@@ -179,7 +179,7 @@ def salt(
   if scope not in ("batch", "group") and (not isinstance(scope, int) or scope < 2):
     raise ValueError(
       f"salt: scope = {scope!r} is not 'batch', 'group' or a number of rollouts ≥ 2; set it to one,"
-      " such as scope=8 (micro-batches, once a scope, have no fixed number of rollouts)"
+      " such as scope=8 (a micro-batch is no scope: its number of rollouts varies)"
     )
   block = functools.partial(
     salt_coefficients,

@@ -1,4 +1,4 @@
-"""Checks that a sampler's log-probabilities agree with an update's, and its draws with both."""
+"""Compares a sampler with an update: log-probabilities, and how often tokens are drawn."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def measure(
     gram: computes the Gram matrix. The Gram matrix of the other feature of `geometry.FEATURES` is
       computed from the output head's gradients.
     compared: selects parameters, as in `per_rollout`; the Gram matrix of their gradients is
-      compared with that of `gram`. "" for no comparison.
+      compared with the result of `gram`. "" for no comparison.
   Returns:
     Scalars, see `geometry.diagnostics`; scalars of the other feature have its name as suffix. For
     a mixture of experts also the largest load of each layer and the share of recorded choices that

@@ -1,4 +1,4 @@
-"""The optimizers that `config.optimizer` names: optax's, with our defaults.
+"""The optimizers that `config.optimizer` names: optimizers of optax, with our defaults.
 
 `learning_rate` is the schedule of `config.learning_rate`. Weight decay is decoupled, multiplied by
 the learning rate, and not applied to norms, biases, and the rates at which states decay.

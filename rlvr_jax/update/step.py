@@ -1,7 +1,7 @@
 """One update of the policy, as a pure function.
 
-Rewards become coefficients. The loss and its gradient equal those of the full batch: `accumulate`
-sums over micro-batches, and `objective` computes the part of one micro-batch. The optimizer
+Rewards become coefficients. The loss and its gradient are those of the full batch: `accumulate`
+sums over micro-batches, and `objective` computes the terms of one micro-batch. The optimizer
 proposes new parameters, which are applied if loss and gradient are finite.
 """
 

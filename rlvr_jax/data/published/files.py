@@ -103,7 +103,7 @@ class PublishedFiles:
     return [self._paths[name]] if name in self._paths else []
 
   def digest(self, paths: Sequence[str]) -> str:
-    """Digest of the files: of their bytes if local, of their listing if remote."""
+    """A digest of the files, by the bytes of local files, and by the listing of remote files."""
     digest = hashlib.sha256()
     for path in paths:
       digest.update(f"{self._stems[path]}\n".encode())

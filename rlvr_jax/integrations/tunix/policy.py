@@ -33,7 +33,7 @@ def policy_loss(loss: Loss, *, negative_veto: Veto | None = None) -> PolicyLoss:
 
   Args:
     loss: policy loss, such as `losses.p3o()`.
-    negative_veto: veto, such as `ops.veto.negative_advantage_veto()`; None for none.
+    negative_veto: veto, such as `ops.veto.negative_advantage_veto()`; None for no veto.
   Returns:
     A function for Tunix's `register_policy_loss_fn`. Its metrics are those of Tunix's learner and
     those of the loss.
