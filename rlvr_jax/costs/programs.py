@@ -101,7 +101,7 @@ def build_shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
 
 
 def build_for(config: ml_collections.ConfigDict, topology: str | None) -> Parts:
-  """`build_shapes_only` on the mesh of `make_topology_mesh`."""
+  """Builds a run without problems, as `build_shapes_only`, on the mesh of `make_topology_mesh`."""
   return build_shapes_only(config, make_topology_mesh(config.mesh, topology))
 
 

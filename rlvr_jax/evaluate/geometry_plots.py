@@ -133,7 +133,7 @@ class OrderedCosines(NamedTuple):
 
 
 def ordered_cosines(measurement: Measurement) -> OrderedCosines:
-  """Computes `OrderedCosines`; rollouts of equal reward keep their order."""
+  """The `OrderedCosines` of a measurement; rollouts of equal reward keep their order."""
   P, G = measurement.rewards.shape
   within = jnp.argsort(-measurement.rewards, axis=1)
   order = (within + G * jnp.arange(P)[:, None]).reshape(-1)
@@ -223,7 +223,7 @@ class Energies(NamedTuple):
 
 
 def energies(measurement: Measurement, salt: Reweighting) -> Energies:
-  """Computes `Energies`; all 0 if the coefficients give no gradient."""
+  """The `Energies` of a measurement; all 0 if the coefficients give no gradient."""
   result = apply_salt(measurement, salt)
   spectrum = _spectrum(measurement.gram)
   ranks = jnp.arange(measurement.gram.shape[0] + 1)
@@ -247,7 +247,7 @@ class UpdateNorms(NamedTuple):
 
 
 def update_norms(measurements: Sequence[Measurement], salt: Reweighting) -> UpdateNorms:
-  """Computes `UpdateNorms`."""
+  """The norms of the updates in `measurements`, and of their residual parts; see `UpdateNorms`."""
   rows = []
   for measurement in measurements:
     A = measurement.coefficients.reshape(-1)

@@ -159,7 +159,9 @@ def load_adapters(
     )
     check_adapters(adapters, settings, config)
   except ValueError as error:
-    raise ValueError(f"{folder}: r or lora_alpha of {CONFIG_FILE}, or a shape, is invalid: {error}") from error
+    raise ValueError(
+      f"{folder}: r or lora_alpha of {CONFIG_FILE}, or a shape, is invalid: {error}"
+    ) from error
   check_finite(folder, adapters)
   return adapters, settings
 
@@ -343,8 +345,8 @@ def _adapted_modules(
   unknown = [name for name, match in matches.items() if not match or match[2] not in names]
   if unknown or not matches:
     raise ValueError(
-      f"{path} has {unknown[:3] or 'nothing'}, not only adapters of layers' kernels, whose names are"
-      f" base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight for MODULE of"
+      f"{path} has {unknown[:3] or 'nothing'}, not only adapters of layers' kernels, whose names"
+      f" are base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight for MODULE of"
       f" {sorted(names)}"
     )
   found = {(match[2], int(match[1])) for match in matches.values() if match}

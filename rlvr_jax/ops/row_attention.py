@@ -58,7 +58,8 @@ def row_attention(
 ) -> Array:
   """softmax(q·kᵀ·scale) v of each token over its own sequence, up to itself.
 
-  On a mesh every device works on its own rows, split over (data, fsdp), and heads, over tensor.
+  On a mesh every device works on its own rows and heads; rows are split over (data, fsdp), heads
+  over tensor.
 
   Args:
     queries: [R, L, N, H].

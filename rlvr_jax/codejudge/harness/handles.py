@@ -96,7 +96,7 @@ class Program:
     return self._decode(self._receive_answer()["value"])
 
   def call(self, function: Handle, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Calls a function of the program; `args` get the call's changes of mutable arguments."""
+    """Calls a function of the program; copies its changes of mutable arguments into `args`."""
     operands = [function, list(args), dict(kwargs)]
     # A test that has a type from the program can make objects that cannot be sent to the program.
     is_tests_own = function._number in self._entry_numbers and not self._has_program_types
