@@ -269,7 +269,7 @@ def probe(sandbox: Sandbox) -> None:
 
 
 def _hidden_paths() -> list[str]:
-  """Paths in the home and working directories that no program may see; not the interpreter's."""
+  """Paths in the home and working directories that no program may see, without interpreters."""
   visible = [pathlib.Path(os.path.realpath(path)) for path in visible_paths()]
 
   def overlaps_visible(path: pathlib.Path) -> bool:

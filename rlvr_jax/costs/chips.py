@@ -14,7 +14,7 @@ class Chip(NamedTuple):
   hbm_bytes_per_s: float  # bytes read and written
   interconnect_bytes_per_s: float  # bytes received from other chips, over all links together
   hbm_gib: float  # memory that XLA may use
-  flops_per_cycle: float | None  # of bfloat16 matrix products; None: no cycles are estimated
+  flops_per_cycle: float | None  # in bfloat16 matrix products; None: no cycles are estimated
 
   @property
   def cycles_per_s(self) -> float | None:

@@ -105,7 +105,7 @@ def find_loops(text: str, lengths: Mapping[str, int] | None = None) -> list[Loop
 
 @contextlib.contextmanager
 def _of_known_form() -> Iterator[None]:
-  """Context that raises CostsError if a program cannot be read in it."""
+  """Context in which a program that cannot be read raises CostsError."""
   try:
     yield
   except CostsError:
@@ -532,7 +532,8 @@ def _convolution_flops(
   """FLOPs of a matrix product that a TPU's compiler writes as a convolution.
 
   Each spatial dimension of the convolution is a dimension of the product: it has the same size in
-  two or all three of the arrays, and size 1 in the others. Taps on holes or padding do not count.
+  two or all three of the arrays, and size 1 in the others. Products with padding, or with the holes
+  of a dilation, do not count.
   """
   lhs, rhs, result = re.split(r"_|->", i.attribute(r"dim_labels=([\w>\-]+)"))
   pairs = math.prod(

@@ -115,7 +115,7 @@ def dialogue(
 
 
 def _lognormal(owner: str, means: npt.ArrayLike, sigma: float, prompt: int) -> Lengths:
-  """Turns and replies with lognormal lengths of these means [N], in tokens, cut at the end."""
+  """Turns and replies with lognormal lengths of means [N], in tokens, cut at the maximum length."""
   check_between(owner, "sigma", sigma, low=0.0)
   check_integer(owner, "prompt", prompt, low=0)
   means = np.asarray(means, np.float64)

@@ -32,7 +32,7 @@ def mixture(
 
   Args:
     parts: label → {"name": name of a task, as in `config.task.name`, "kwargs": its arguments}.
-    weights: label → relative frequency, > 0; exact to 1 % of the smallest.
+    weights: label → relative frequency, > 0; the error is at most 1 % of the smallest.
     size: problems in an epoch of training; 0 for about as many as read every part once.
     seed: seed of the parts' orders; a part's order depends on its label, not on the other parts.
   Raises:

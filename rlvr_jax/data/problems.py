@@ -21,7 +21,7 @@ class Problem:
   # of the environment, and so on.
   history: tuple[str, ...] = ()
   where: str = dataclasses.field(default="", compare=False)  # file and line, for error messages
-  # If the prompt is a list of messages, these: {"role": "system" or "user" …, "content": text}.
+  # The prompt's messages, {"role": "system" or "user" …, "content": text}; () if it is a text.
   messages: tuple[Mapping[str, str], ...] = ()
   # The source's own reference, if `reference` wraps it with the names of graders, as in mixtures.
   inner: Mapping[str, Any] | None = None

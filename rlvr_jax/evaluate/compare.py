@@ -305,7 +305,7 @@ def comparison_table(
 def _difference_cells(
   measured: Difference | None, adjusted: float | None, difference: float
 ) -> list[str]:
-  """Table cells on the measured difference to the baseline; dashes if all seeds have the same."""
+  """Table cells on the measured difference to the baseline; dashes if it is equal for all seeds."""
   if measured is None:
     return ["–"] * 6
   if adjusted is None:

@@ -129,7 +129,7 @@ class OrderedCosines(NamedTuple):
 
   cosines: Array  # f32[B, B] in [−1, 1]
   rewards: Array  # f32[B], in the same order
-  order: Array  # i32[B], indices into reshape(B)
+  order: Array  # i32[B], indices into the batch's rollouts, [P, G] reshaped to [B]
 
 
 def ordered_cosines(measurement: Measurement) -> OrderedCosines:
@@ -152,7 +152,7 @@ class Band(NamedTuple):
 class GroupSizes(NamedTuple):
   """Statistics of a batch that keeps fewer rollouts per prompt."""
 
-  sizes: np.ndarray  # i64[S], rollouts per prompt, G last
+  sizes: np.ndarray  # i64[S], rollouts per prompt; the last size is G
   participation_ratio: Band
   effective_rollouts: Band
 
@@ -219,7 +219,7 @@ class Energies(NamedTuple):
   even: Array  # for coefficients without a preferred direction: (λ_1 + … + λ_k)/Σλ
   coefficients: Array  # for the coefficients A
   reweighted: Array  # for the coefficients A'
-  rank: int  # SALT's k: at k the share is the shared energy, and 1 − share the residual energy
+  rank: int  # SALT's k, where the share is the shared energy; 1 − share is the residual energy
 
 
 def energies(measurement: Measurement, salt: Reweighting) -> Energies:
@@ -241,7 +241,7 @@ class UpdateNorms(NamedTuple):
 
   updates: np.ndarray
   norm: np.ndarray  # ‖Σ A_i g_i‖/B, for B valid rollouts
-  reweighted: np.ndarray  # the same for A'
+  reweighted: np.ndarray  # ‖Σ A'_i g_i‖/B
   residual: np.ndarray  # norm of the part of Σ A_i g_i outside the top k eigenvectors
   bound: np.ndarray  # √(λ_{k+1}/B)·‖(I − P_k)A‖ ≥ residual
 

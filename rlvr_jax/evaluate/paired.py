@@ -40,12 +40,12 @@ class Difference(NamedTuple):
 
   num_seeds: int
   mean: float
-  low: float  # by Student's t
+  low: float  # end of the interval by Student's t
   high: float
   bootstrap_low: float  # percentile bootstrap over seeds; too narrow below about eight seeds
   bootstrap_high: float
   deviation: float  # standard deviation of the difference over seeds
-  p: float  # two-sided paired t-test
+  p: float  # p-value of the two-sided paired t-test
 
 
 def paired_difference(values: BySeed, baseline: BySeed) -> Difference:

@@ -280,7 +280,7 @@ def effective_rollouts_histogram(values: Array, counted: Array) -> dict[str, Arr
 def _of_group(
   coefficients: Array, gram: Array, valid: Array, bounds: dict[str, Any]
 ) -> tuple[Array, Array, Array]:
-  """The shared energy, the update's norm and its bound, of one group; 0 for one rollout."""
+  """One group's shared energy, norm of the update, and bound; zeros for a group of one rollout."""
   if gram.shape[0] < 2:
     return jnp.zeros(()), jnp.zeros(()), jnp.zeros(())
   spectrum = spectral.spectrum(gram)

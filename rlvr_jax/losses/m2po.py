@@ -17,8 +17,8 @@ from rlvr_jax.types import Array, Mean, Metrics, TrainBatch
 class Interval(NamedTuple):
   """The clip interval of ρ for the full batch."""
 
-  low: Array  # f32[], 0 if nothing is clipped
-  high: Array  # f32[], inf if nothing is clipped
+  low: Array  # f32[], the lower end; 0 if nothing is clipped
+  high: Array  # f32[], the upper end; inf if nothing is clipped
   second_moment: Array  # f32[], mean (log ρ)² of harmful tokens, nats²
 
 

@@ -190,7 +190,7 @@ def _require(metadata: Mapping[str, Any], key: str, source: Any) -> Any:
 
 
 def _check_known(source: Any, name: str, value: Any, allowed: Collection[Any]) -> None:
-  """Raises ValueError unless the file's `value` of `name` is one that can be converted."""
+  """Raises ValueError unless `value`, which the file has for `name`, can be converted."""
   if value not in allowed:
     raise ValueError(
       f"{source}: {name} is {value!r}, which is not converted, only"

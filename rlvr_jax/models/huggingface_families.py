@@ -54,7 +54,7 @@ class Family(NamedTuple):
   allowed: Mapping[str, tuple[Any, ...]] = {}  # field → the values implemented here, besides null
   sizes: Mapping[str, str] = _SIZES
   flags: Mapping[str, str] = _BIASES
-  soft_caps: Mapping[str, str] = {}  # numbers above 0, or null
+  soft_caps: Mapping[str, str] = {}  # fields with a number above 0, or null
   # Which layers have a sliding window: "none"; "all", if a window is set; or "layer_types", as that
   # field of config.json says. "delta": none, and layer_types tell gated DeltaNets from full
   # attention.

@@ -170,7 +170,7 @@ class Part(NamedTuple):
 
   name: str  # the tensor's usual name, if it were published alone
   shape: tuple[int, ...]
-  rows: npt.NDArray[np.int64] | None  # of the published tensor, in this order; None: all
+  rows: npt.NDArray[np.int64] | None  # rows of the published tensor, in order; None: all
 
 
 class Published(NamedTuple):

@@ -199,7 +199,7 @@ Matrices = dict[str, npt.NDArray[Any]]
 class Module(NamedTuple):
   """A published module of the layers of one stack."""
 
-  name: str  # within a layer
+  name: str  # the module's name within a layer
   stack: str  # see `ops.layers`
 
   def layers(self, config: TransformerConfig) -> list[int]:

@@ -243,7 +243,7 @@ class _Links(NamedTuple):
 
   visible: Array  # bool[R, C, C], whether token i's state includes token j: j = i, or j is earlier
   from_last: Array  # bool[R, C], whether the token continues the last sequence of the chunk before
-  from_prompt: Array  # bool[R, C], whether it continues a prompt that ended in an earlier chunk
+  from_prompt: Array  # bool[R, C], whether the token continues a prompt of an earlier chunk
   last: Array  # bool[R, C], True at the last token only
   ends: Array  # bool[R, C], True only at the last token of a prompt, if a prompt ends here
 

@@ -38,7 +38,8 @@ def draw_tokens(
 
   Args:
     logits: f32[R, V], V at most 2²⁰; or of another float type.
-    sampling: the distribution; at temperature 0 the first largest logit is taken.
+    sampling: the distribution; at temperature 0 the token with the largest logit is taken, the
+      first of several.
     bits: u32[R, 2], random.
     shards: number of devices over which V is split, each of which sums its own part; no effect on
       results.

@@ -58,7 +58,7 @@ class Order:
 
   @property
   def chosen(self) -> Array:
-    """bool[N, k], whether the token chose a group there."""
+    """For each of a token's k choices, whether it is a group, bool[N, k]."""
     return self.rows < len(self.choices)
 
 

@@ -235,7 +235,7 @@ def _is_polynomial(node: Node) -> bool:
 def _real_roots(function: Callable[[Fraction], Fraction]) -> list[Fraction]:
   """The real roots of a polynomial of degree 1 to _MAX_DEGREE; [] if it has none.
 
-  [] also if a root is a double root, which is found too inexactly to distinguish < from ≤.
+  [] also if there is a double root, which is found too inexactly to distinguish < from ≤.
   """
   # Newton's interpolation at 0, 1, 2 …; then the coefficients, the constant term first.
   table = [function(Fraction(x)) for x in range(_MAX_DEGREE + 2)]

@@ -548,8 +548,9 @@ def _values_agree(gold: Node, answer: Node, agree: Callable[[Any, Any, int], boo
   """Whether `agree(gold value, answer value, bits of precision)` holds at all points.
 
   Variables are real. R means r unless a formula has both, and h(a) means h·a if h also occurs
-  alone. Points are in the gold formula's domain. Positive points are used only if the formulas have
-  no value at some other points, as roots and logarithms; then integers, as for (-1)^n.
+  alone. Points of any sign are tried first. If the gold formula has no value at some of these
+  points, as roots and logarithms, positive points are tried, and then positive integers, as for
+  (-1)^n.
   """
   names = [names_in(node) for node in (gold, answer)]
   if names[0] != names[1] and all(len({n.lower() for n in each}) == len(each) for each in names):

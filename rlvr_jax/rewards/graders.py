@@ -175,7 +175,7 @@ def _to_decimal(number: str) -> decimal.Decimal:
 
 
 def _parse_line(line: str) -> decimal.Decimal | None:
-  """The number at the beginning of a line; None if there is none, or if the line has another."""
+  """The number at the beginning of a line; None without one, or if the line has another number."""
   line = _SPACES.sub(",", _unify_signs(line))
   number = _MARKED_NUMBER.match(line)
   rest = line[number.end() :] if number else ""

@@ -86,8 +86,8 @@ def _mark_words(gold: Answer) -> Answer:
   """Marks adjacent letters of a gold answer as a word, unless they are a product.
 
   Capitals are a word, such as a code ABC, an order or points. Two lower-case letters are a product.
-  Three or more are a product if they have no vowel (lwh) or are sorted (abc), and else a word
-  (cat).
+  Three or more are a product if they have no vowel (lwh) or are sorted (abc); otherwise they are a
+  word (cat).
   """
   value = gold.value
   is_word = re.fullmatch("[A-Z]{2,}", value) or (

@@ -61,7 +61,7 @@ class Gap(NamedTuple):
   """A sampler's deviation from the forward pass of updates."""
 
   mean: Array  # f32[], mean of |log p − behavior_logprobs| over tokens, nats
-  largest: Array  # f32[], its maximum, nats
+  largest: Array  # f32[], maximum of |log p − behavior_logprobs|, nats
   draws: Draws
 
 

@@ -157,7 +157,7 @@ class Program:
     return encode(value, self._refer)
 
   def _encode_results(self, operands: Any) -> Any:
-    """Encodes values that the program may have returned; raises TypeError if it cannot."""
+    """Encodes values that the program may have returned; raises TypeError if that fails."""
     try:
       return self._encode(operands)
     except UnsupportedTestError as error:

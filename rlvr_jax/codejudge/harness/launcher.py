@@ -115,7 +115,7 @@ def _supervise(item: socket.socket, settings: Mapping[str, Any]) -> None:
 
 
 def _watch(first: int, item: socket.socket, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-  """Waits until the judge ends or the caller hangs up; returns a verdict if it exceeds a limit."""
+  """Waits until the judge ends or the caller hangs up; a verdict if the item exceeds a limit."""
   poll = select.poll()
   poll.register(os.pidfd_open(first), select.POLLIN)
   poll.register(item, 0)  # hanging up is always reported
@@ -219,7 +219,8 @@ def _process_memory_kib(process: str) -> float:
 def _socket_mib() -> float:
   """Memory of a full socket, MiB.
 
-  The last message may have half a socket's size, and is accepted even if it exceeds the rest.
+  The last message may have half a socket's size, and is accepted even if it exceeds the room that
+  is left.
   """
   with socket.socket(socket.AF_UNIX) as any_socket:
     return 1.5 * any_socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) / 2**20
