@@ -79,7 +79,8 @@ def importance(
   check_choice("importance", "policies", policies, (2, 3))
   if not isinstance(reject, (tuple, list)):
     raise ValueError(
-      f"importance: reject = {reject!r} is no list of rules; write ((statistic, high),) for one"
+      f"importance: reject = {reject!r} is not a tuple of rules; for one rule write"
+      " ((statistic, high),)"
     )
   for rule in reject:
     _check_rule(rule)

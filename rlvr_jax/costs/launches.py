@@ -80,7 +80,7 @@ def read_launches(text: str, loops: Sequence[LoopLength]) -> list[Body]:
         now["launches"] += buffer_indent is None
         now["copies_to_host"] += bool(_TO_HOST.search(kind))
   if len(counts) - 1 != len(loops):
-    raise ValueError(f"the program has {len(loops)} loops, its thunks have {len(counts) - 1}")
+    raise ValueError(f"the program has {len(loops)} loops, but its thunks have {len(counts) - 1}")
   bodies = list[Body]()
   for number, (count, around) in enumerate(zip(counts, outer, strict=True)):
     loop = loops[number - 1] if number else LoopLength(1, is_fixed=True)

@@ -202,6 +202,6 @@ class ChatTurns:
     shown = [self._tokenizer.decode(ids[same:])[:_SHOWN] for ids in (appended, whole)]
     raise ValueError(
       f"the chat template of {self._name} is not append-only with replies of role"
-      f" {' and '.join(map(repr, dict.fromkeys(roles)))}: after {same} equal tokens a dialogue goes"
-      f" on with {shown[0]!r}, but the template with {shown[1]!r}; {_REMEDY}"
+      f" {' and '.join(map(repr, dict.fromkeys(roles)))}: after {same} equal tokens the appended"
+      f" dialogue goes on with {shown[0]!r}, but the template's with {shown[1]!r}; {_REMEDY}"
     )

@@ -33,7 +33,7 @@ def kl_estimate(*, estimator: str = "k2", bound: float | None = None) -> Distill
     check_between("kl_estimate", "bound", bound, low=0.0, open_low=True)
   if estimator == "k1":
     raise ValueError(
-      "kl_estimate: estimator = 'k1' as a loss has no teacher in its expected gradient, which is 0;"
+      "kl_estimate: estimator = 'k1' as a loss has an expected gradient of 0, whatever the teacher;"
       " choose 'k2', or the advantage of opd"
     )
   check_choice("kl_estimate", "estimator", estimator, ESTIMATORS)

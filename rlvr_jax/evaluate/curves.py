@@ -92,8 +92,8 @@ def _axis_positions(records: Sequence[Record], over: str) -> Floats:
       available = [axis for axis, (_, fields) in AXES.items() if all(f in record for f in fields)]
       raise ValueError(
         f"curve: over = {over!r} needs {missing}, which the {record['phase']} record of step"
-        f" {record['step']} lacks: the run is older than this axis. Choose one of {available}, or"
-        " run it again in another --workdir"
+        f" {record['step']} lacks: the run was made before this axis existed. Choose one of"
+        f" {available}, or run it again in another --workdir"
       )
   return np.array([[r[field] for field in AXES[over][1]] for r in records], np.float64).sum(axis=1)
 
@@ -196,8 +196,8 @@ def time_table(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
   elapsed = max((record[ELAPSED] for record in records if ELAPSED in record), default=0.0)
   if elapsed <= 0:
     raise ValueError(
-      f"time_table: none of the {len(records)} records has {ELAPSED}: the run is older than this"
-      " field; run it again in another --workdir"
+      f"time_table: none of the {len(records)} records has {ELAPSED}: the run was made"
+      " before this field existed; run it again in another --workdir"
     )
   return {phase: (seconds, seconds / elapsed) for phase, seconds in phase_seconds(records).items()}
 

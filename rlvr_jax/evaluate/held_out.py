@@ -128,7 +128,7 @@ def _votes(samples: Sequence[Sequence[Sample]]) -> list[list[str | None]] | None
       answer, outcome = sample["extracted"], sample["outcome"]
       if answer and verdicts.setdefault(answer, outcome) != outcome:
         logging.warning(
-          "no majorities: the grader grades the answer %r of problem %d as both %s and %s",
+          "no metrics of majorities: the grader grades answer %r of problem %d as both %s and %s",
           answer[:100], number, verdicts[answer], outcome,
         )  # fmt: skip
         return None

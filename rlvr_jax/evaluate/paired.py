@@ -58,7 +58,7 @@ def paired_difference(values: BySeed, baseline: BySeed) -> Difference:
   if len(seeds) < 2:
     raise ValueError(
       f"paired_difference: seeds {sorted(values)} and {sorted(baseline)} share {len(seeds)}; run"
-      " both with two or more equal seeds"
+      " both with at least two of the same seeds"
     )
   data = np.array([values[seed] - baseline[seed] for seed in seeds], np.float64)
   mean, half_width = mean_and_half_width(data)

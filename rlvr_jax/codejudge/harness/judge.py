@@ -96,7 +96,9 @@ def _make_checks(program: Program, task: Mapping[str, Any]) -> list[tuple[str, _
   namespace.pop(task.get("entry_point", ""), None)  # a prompt defines only its beginning
   program_names = [name for name in task["names"] if name not in namespace]
   if task["names"] and not program_names:
-    raise UnsupportedTestError(f"the setup imports all that tests use: {task['names']}")
+    raise UnsupportedTestError(
+      f"the tests use only names that the setup imports, none of the program's: {task['names']}"
+    )
   namespace |= program.look_up(program_names)
   if task["style"] == "asserts":
     return [(_shorten(text), _text_check(text, namespace)) for text in task["tests"]]

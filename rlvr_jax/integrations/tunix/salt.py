@@ -131,8 +131,8 @@ def salt_coefficients(
   gram = streaming() if gram is None else gram
   if not gram.needs_forward:
     raise ValueError(
-      "salt_coefficients: gram = per_rollout runs a model of rlvr_jax; use geometry.streaming() or"
-      " geometry.sketch()"
+      "salt_coefficients: gram = per_rollout runs the model itself, which must be one of rlvr_jax;"
+      " use geometry.streaming() or geometry.sketch()"
     )
   batch = train_batch(train_example, num_generations)
   B, scope = batch.rewards.size, method.scope
