@@ -347,8 +347,8 @@ def _adapted_modules(
   if unknown or not matches:
     raise ValueError(
       f"{path} has {unknown[:3] or 'nothing'}, not only adapters of layers' kernels. Their names"
-      " are base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight; MODULE is one of"
-      f" {sorted(names)}"
+      " are base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight; MODULE is"
+      f" one of {sorted(names)}"
     )
   found = {(match[2], int(match[1])) for match in matches.values() if match}
   is_adapted = lambda module: any((module.name, i) in found for i in module.layers(config))
@@ -363,7 +363,8 @@ def _adapted_modules(
     missing, extra = sorted(needed - set(tensors)), sorted(set(tensors) - needed)
     raise ValueError(
       f"{path}: the adapters of {sorted({module.name for module in adapted})} must be given for"
-      f" each of the model's {config.num_layers} layers that has the module; missing are {missing[:3]}, extra are {extra[:3]}"
+      f" each of the model's {config.num_layers} layers that has the module; missing"
+      f" are {missing[:3]}, extra are {extra[:3]}"
     )
   return adapted
 
