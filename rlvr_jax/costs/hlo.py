@@ -551,7 +551,7 @@ def _written_shape(i: Instruction) -> str:
 def _library_flops(i: Instruction, operands: Sequence[Sequence[int]]) -> int:
   """FLOPs of a call of cuBLAS or of cuDNN's attention; 0 for other calls.
 
-  If attention is causal, only scores of a query with keys up to its own count.
+  If attention is causal, a query's scores with later keys are not counted.
 
   Args:
     i: a custom call.

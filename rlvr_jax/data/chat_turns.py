@@ -98,7 +98,7 @@ class ChatTurns:
     self._frames = frames
 
   def encode(self, reply: str, role: str, last_id: int) -> list[int]:
-    """The token ids from the policy's turn, which ends with `last_id`, to its next turn.
+    """The token ids between the policy's turn, which ends with `last_id`, and its next turn.
 
     `learn` must have been called for the role.
     """

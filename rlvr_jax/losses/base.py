@@ -170,9 +170,9 @@ def score_function(weights: Array | float, tokens: Tokens) -> Array:
 def follow(values: Array, terms: Array) -> Array:
   """An array with the values v at every token and the gradient of the terms x: sg(v) + x − sg(x).
 
-  sg stops gradients. If v is the logarithm of a full response's ratio, the exponential of the
-  result is the ratio's token form. The sum of the token form over the tokens has the response's
-  value and gradient, times the number of tokens. Dropping a token from the loss drops exactly this
+  sg stops gradients. If v is the mean log-ratio of a response's n tokens, the exponential of
+    the result is the token form of the response's ratio. Summed over these tokens, it has n times
+    the ratio's value and n times its gradient. Dropping a token from the loss drops exactly this
   token's gradient.
 
   Args:

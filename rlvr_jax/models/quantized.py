@@ -34,8 +34,10 @@ def quantize(params: Params, format: str) -> Params:
     s = max |w| / bound,  q = round(w / s),  bound: 127.5 for int8, 448 for float8_e4m3fn
 
   The maximum is over the axis that a product with the matrix contracts, for each layer separately.
-  In the embedding it is over the width, so that a row has the same values in the lookup and in a
-  tied head. Pure and deterministic, the same bits on every mesh; jit it with `format` static. The
+  In the embedding the maximum is over the width, so that a row has the same values in the lookup
+  and
+    in a tied head. Pure and deterministic, the same bits on every mesh; jit it with `format`
+    static. The
   result shares no buffer with `params`, so these may be donated afterwards.
 
   Args:

@@ -185,8 +185,8 @@ def _list_threads(process: str) -> list[str]:
 def _memory_mib() -> float:
   """Memory of all processes and sockets, without files, MiB.
 
-  Shared memory counts for each process. Every socket counts as full. This includes sockets that no
-  process has, since they wait to be accepted or are being sent to another process.
+  Shared memory counts for each process. Every socket counts as full, even one that no process
+    holds: one that waits to be accepted, or is being sent to another process.
   """
   kib = 0.0
   for process in _list_processes():
