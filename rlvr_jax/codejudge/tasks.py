@@ -12,8 +12,8 @@ Tests are a JSON object with a "style" and the fields of that style:
 Tests, setups and prompts import from the standard library only. The last two styles have optional
 fields:
   "absolute_tolerance", "relative_tolerance": a number of an output may differ from the expected
-      number by the larger of two bounds: the absolute tolerance, and the relative tolerance times
-      the expected number. Two integers must be equal. Without these fields, see README.md.
+    number by the larger of two bounds: the absolute tolerance, and the relative tolerance times
+    the expected number. Two integers must be equal. Without these fields, see README.md.
 All styles have optional fields:
   "time_limit_s": total processor time of the program's processes for all tests, seconds; also the
     limit on the time in which all of these processes sleep.

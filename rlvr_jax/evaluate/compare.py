@@ -114,9 +114,9 @@ def result_curve(
   """The curve of a metric in one run, like `curves.curve`: positions and values, f64[N] each.
 
   Every result has the evaluations; metrics of training are in the run's workdir. A file of results
-    may also have metrics of training over updates. `curves` maps a metric to pairs (update, value).
-    `train` maps a metric to its means over equal spans of the updates; each mean is placed at the
-    middle of its span.
+  may also have metrics of training over updates. `curves` maps a metric to pairs (update, value).
+  `train` maps a metric to its means over equal spans of the updates; each mean is placed at the
+  middle of its span.
 
   Raises:
     ValueError: see `curves.curve`; the message begins with the run.

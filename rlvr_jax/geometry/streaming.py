@@ -154,9 +154,9 @@ def bytes_moved(
   """Bytes that each device receives in one streaming Gram matrix.
 
   A device receives the hidden states, log-normalizers, tokens and masks of the other devices; the
-    rows of the head's kernel that other devices along `fsdp` hold; and two rounds of a ring for the
-    final sum. With several micro-batches it receives the first of these anew for each block of the
-    vocabulary.
+  rows of the head's kernel that other devices along `fsdp` hold; and two rounds of a ring for the
+  final sum. With several micro-batches it receives the first of these anew for each block of the
+  vocabulary.
 
   Args:
     hidden: shape [M, R, L, D] and dtype of the final hidden states of the full batch.

@@ -170,10 +170,10 @@ def score_function(weights: Array | float, tokens: Tokens) -> Array:
 def follow(values: Array, terms: Array) -> Array:
   """An array with the values v at every token and the gradient of the terms x: sg(v) + x − sg(x).
 
-  sg stops gradients. If v is the mean log-ratio of a response's n tokens, the exponential of
-    the result is the token form of the response's ratio. Summed over these tokens, it has n times
-    the ratio's value and n times its gradient. Dropping a token from the loss drops exactly this
-  token's gradient.
+  sg stops gradients. If v is the mean log-ratio of a response's n tokens, the exponential of the
+  result is the token form of the response's ratio. Summed over these tokens, it has n times the
+  ratio's value and n times its gradient. Dropping a token from the loss drops exactly this token's
+  gradient.
 
   Args:
     values: f32[P, G, 1], constant for differentiation.

@@ -40,9 +40,8 @@ def p3o(
       sets e = 1.
     ess_scope: the rollouts that share one e if ess="batch": "batch" for all rollouts of the update,
       or the size of a block of consecutive rollouts, which must divide the batch. With blocks, a
-      few
-            large ratios lower e only in their own block. In the authors' code a block is a
-            micro-batch of all ranks, 16 rollouts.
+      few large ratios lower e only in their own block. In the authors' code a block is a
+      micro-batch of all ranks, 16 rollouts.
     cap: the weight is min(ρ, e) for "ess", min(ρ, 1/e) for "inverse_ess", ρ for "none".
     kl_term: whether (1 − e)·k3 is added.
   Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training"

@@ -35,10 +35,8 @@ def quantize(params: Params, format: str) -> Params:
 
   The maximum is over the axis that a product with the matrix contracts, for each layer separately.
   In the embedding the maximum is over the width, so that a row has the same values in the lookup
-  and
-    in a tied head. Pure and deterministic, the same bits on every mesh; jit it with `format`
-    static. The
-  result shares no buffer with `params`, so these may be donated afterwards.
+  and in a tied head. Pure and deterministic, the same bits on every mesh; jit it with `format`
+  static. The result shares no buffer with `params`, so these may be donated afterwards.
 
   Args:
     params: nested dict of float arrays, layers stacked under "blocks".

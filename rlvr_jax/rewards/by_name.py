@@ -6,9 +6,9 @@ A grader is a plain function, run in worker processes:
 
 It is called with the completion's text and the problem's JSON-serializable reference, by position,
 and with the hyper-parameters from its string as keywords. If the prompt ends with "<think>", as in
-some chat templates, the text begins with that tag. It may return a number (or bool) instead of a
-Grade: the score, which is correct at 1 or more. The score of a wrong answer counts only if
-`config.grading.outcomes.wrong` is "score". An exception, a number beyond ±1e30, or any
+some chat templates, the text begins with that tag. The grader may return a number (or bool)
+instead of a Grade: the score, which is correct at 1 or more. The score of a wrong answer counts
+only if `config.grading.outcomes.wrong` is "score". An exception, a number beyond ±1e30, or any
 other return value crashes that item. Coroutines, generators and functions that cannot take two
 arguments are refused at start-up.
 

@@ -186,7 +186,7 @@ def _memory_mib() -> float:
   """Memory of all processes and sockets, without files, MiB.
 
   Shared memory counts for each process. Every socket counts as full, even one that no process
-    holds: one that waits to be accepted, or is being sent to another process.
+  holds: one that waits to be accepted, or is being sent to another process.
   """
   kib = 0.0
   for process in _list_processes():
