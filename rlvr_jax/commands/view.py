@@ -41,14 +41,14 @@ def view(
   Raises:
     ValueError: a folder has no run or lacks the batches, or the port cannot be used.
   """
-  jax.config.update("jax_platforms", "cpu")  # the run may have the other devices
+  jax.config.update("jax_platforms", "cpu")  # the run may use the other devices
   runs = [read.open_run(workdir)]
   runs += [read.open_run(beside, "--beside")] if beside else []
   recipe = json.loads(base.to_json_best_effort())
   if serve:
     return functools.partial(_serve, _open_server(runs, recipe, port), runs)
   numbers = [read.stored_numbers(run.folder) for run in runs]
-  if batches == read.DEFAULT_BATCHES:  # so that those of two runs are pairs
+  if batches == read.DEFAULT_BATCHES:  # two runs show the same batches if possible
     shared = sorted(set.intersection(*map(set, numbers)))
     numbers = [shared or of_run for of_run in numbers]
   measured = set[int]().union(*map(read.measured_updates, runs))

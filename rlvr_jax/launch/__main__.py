@@ -7,8 +7,8 @@
   python -m rlvr_jax.launch tpu_vm status --name=fade --zone=us-west4-a
   python -m rlvr_jax.launch local start --name=fleet --processes=1 --samplers=2 -- …
 
-The flags after -- are flags of rlvr_jax.main. --dry_run prints the commands without running them;
-only `tpu_vm stop --all` still runs the command that lists machines. The guide is docs/launch.md.
+The flags after -- are flags of rlvr_jax.main. --dry_run prints the commands without running them,
+except that `tpu_vm stop --all` still lists the machines. The guide is docs/launch.md.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _KINDS = {
   "v5p": _Kind("v2-alpha-tpuv5", 2, 4, _CUBES),
   "v6e": _Kind("v2-alpha-tpuv6e", 1, 8, _FLAT),
 }
-_CHIPS_PER_HOST = 4  # of slices with several hosts
+_CHIPS_PER_HOST = 4  # in slices with several hosts
 
 
 class Slice(NamedTuple):

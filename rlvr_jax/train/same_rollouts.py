@@ -30,7 +30,7 @@ from rlvr_jax.types import Params, TrainBatch
 from rlvr_jax.update.accumulate import policy_logprobs, update_gradient
 from rlvr_jax.update.objective import Method, estimate_coefficients
 
-_PART = 2**20  # entries
+_PART = 2**20  # entries of each vector that are multiplied at once
 
 
 def load_recipe(name: str) -> ConfigDict:
@@ -135,7 +135,7 @@ def gradient_function(
     raise ValueError(
       "the recipe has a teacher, but these rollouts lack its log-probabilities; leave it out"
     )
-  method = method._replace(  # what the batch has, whatever the recipe would record
+  method = method._replace(  # the batch decides what is recorded, not the recipe
     max_response_length=trained.max_response_length,
     records_routes=trained.records_routes,
     replays_routes=trained.replays_routes,

@@ -43,12 +43,12 @@ class Profile:
     workdir: str | os.PathLike[str],
     kept: str | os.PathLike[str] | None = None,
   ):
-    """Parses "10:13", updates 10 to 13; "" for none.
+    """Parses the updates to trace.
 
     Args:
-      updates: the first and the last one.
+      updates: the first and the last update, such as "10:13"; "" for no trace.
       workdir: local folder to which this process writes.
-      kept: folder or bucket that keeps it, for the message; None for `workdir`.
+      kept: folder or bucket that keeps the trace, for the message; None for `workdir`.
 
     Raises:
       ValueError: the text has another form.

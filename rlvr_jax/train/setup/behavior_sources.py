@@ -31,7 +31,7 @@ from rlvr_jax.train.setup.engines import Engines, records_routes, sampling_platf
 from rlvr_jax.types import BatchShape, Params, Sampling
 
 RECORDED = ("sampled", "raw")
-AT_TEMPERATURE_1 = Sampling()  # the distribution of "raw"
+AT_TEMPERATURE_1 = Sampling()  # the distribution of raw log-probabilities
 
 # Largest mean |Δ log p|, in nats per token at temperature 1, between the two computations of a
 # log-probability (cached decoding, one forward pass), by the precision of products. For networks of
@@ -71,7 +71,7 @@ def make_sampling(
 
 
 def make_held_out_sampling(settings: ml_collections.ConfigDict, vocab_size: int) -> Sampling:
-  """The distribution of evaluations.
+  """The distribution from which responses of evaluations are sampled.
 
   Args:
     settings: `config.evaluation.sampling`.
@@ -179,7 +179,7 @@ def make_sources(
     )
 
   def recorded(name: str, prompts: int) -> Source:
-    # How it was sampled is not known here; its gap is measured to the target policy.
+    # The distribution of the other run is not known here: the gap is measured to this run's policy.
     target = Sampling(temperature=config.policy_temperature)
     groups = recorded_groups(
       settings.recorded.store,
