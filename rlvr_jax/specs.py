@@ -32,8 +32,8 @@ _RULE = (
 class Spec(NamedTuple):
   """The name and the arguments of a component; `str` returns its string."""
 
-  name: str  # of a factory of the package, or "my_package.module:factory"
-  arguments: Mapping[str, Any]  # its hyper-parameters, literals
+  name: str  # the name of a factory of the package, or "my_package.module:factory"
+  arguments: Mapping[str, Any]  # the factory's hyper-parameters, literals
 
   def __str__(self) -> str:
     inner = ", ".join(f"{keyword}={value!r}" for keyword, value in self.arguments.items())

@@ -132,7 +132,7 @@ class Rows(NamedTuple):
   """
 
   prompts: Array  # prompt that a token belongs to; −1 on padding
-  positions: Array  # in the token's sequence, where a rollout's follow its prompt's; 0 on padding
+  positions: Array  # position of the token in its prompt and rollout; 0 on padding
   starts: Array  # index in the row where the token's rollout starts; for prompt tokens, prompt_ends
   prompt_ends: Array  # index in the row after the last token of the token's prompt
 

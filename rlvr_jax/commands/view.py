@@ -77,8 +77,8 @@ def _open_server(runs: Sequence[read.Run], base: JsonObject, port: int) -> write
     return write.Server(runs, base, port)
   except OSError as error:
     raise ValueError(
-      f"--port={port} of {write.HOST} cannot be used: {error.strerror}; choose another, or leave it"
-      " out for any free one"
+      f"--port={port} of {write.HOST} cannot be used: {error.strerror}; choose another port, or"
+      " leave --port out for any free port"
     ) from error
 
 

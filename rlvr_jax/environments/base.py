@@ -73,7 +73,7 @@ class Refused(Stopped):
 class TimedOut(Stopped):
   """Raised by `step`: the policy's text cost too much, an outcome with a reward and not a fault.
 
-  With a limit of its own, an environment keeps its process; the pool's limit kills the process.
+  An environment may raise it at a limit of its own; the pool's limit would kill the process.
   """
 
   kind = "timeout"

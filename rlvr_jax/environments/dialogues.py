@@ -28,7 +28,7 @@ SubmitGrades: TypeAlias = Callable[[Sequence[str], Sequence[Any]], "Future[Any]"
 class Started(NamedTuple):
   """A dialogue that has begun."""
 
-  dialogue: Session  # for `EnvironmentPool.step`
+  dialogue: Session  # the dialogue that `EnvironmentPool.step` takes
   messages: Sequence[Message] | None  # messages of the prompt; None: the problem's own prompt
 
 
@@ -55,7 +55,7 @@ class Environments:
     self.ready = base.declared_roles(self._make(refuse if has_grade else None))
 
   def answer(self, session: int, request: Any) -> tuple[Any, bool]:
-    """Resets a dialogue's environment, or makes its step: (result, whether it is the last one)."""
+    """Resets a dialogue's environment, or makes its step: (reply, whether it is the last reply)."""
     if "problem" in request:
       grade = None if self._ask is None else functools.partial(_grade, self._ask, session)
       environment = self._environments[session] = self._make(grade)

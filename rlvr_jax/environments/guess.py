@@ -45,7 +45,7 @@ class _Guess:
 def guess(
   *, low: int = 1, high: int = 31, higher: str = ">", lower: str = "<", invalid: str = "?"
 ) -> Environment:
-  """Asks for a number drawn uniformly from [low, high]; the right guess ends it with score 1.
+  """Asks for a number, uniform in [low, high]; the right guess ends the dialogue with score 1.
 
   The policy's text is a decimal integer; space around it is ignored. The question of the problem is
   the prompt. The default replies have one byte, for tiny policies on bytes.

@@ -181,7 +181,9 @@ def _network() -> _Network:
   async def refuse_redirect(_session: Any, _context: Any, params: Any) -> None:
     params.response.close()
     target = _shorten(params.response.headers.get("Location", "")).strip("'")
-    raise ServerError(f"{params.url} redirects to {target}: give that as url, if you trust it")
+    raise ServerError(
+      f"{params.url} redirects to {target}: give that address as url if you trust it"
+    )
 
   async def open_http() -> aiohttp.ClientSession:
     trace = aiohttp.TraceConfig()
@@ -294,7 +296,9 @@ class _OpenEnv:
       try:
         data[name.rpartition(".")[2]] = _find(fields, name)
       except ServerError:
-        raise ValueError(f"openenv: reset has {name!r}, the problem {sorted(fields)}") from None
+        raise ValueError(
+          f"openenv: reset has {name!r}, but the problem has only {sorted(fields)}"
+        ) from None
     try:
       answer = self._wait(self._session.begin(data))
     except TimeoutError:
@@ -412,7 +416,7 @@ def openenv(
   A run repeats bit for bit if the server does: it gets the seed, and its replies may depend only on
   seed, `reset` and actions. An answer has this meaning:
 
-  * an observation is a reply, or with done the end of the dialogue. The score comes from the
+  * an observation is a reply or, with `done`, the end of the dialogue. The score comes from the
     rewards; if there were no rewards, the task's grader judges.
   * VALIDATION_ERROR refuses the policy's text; so do a reward that is not finite, and a text
     without a match of `pattern`.
@@ -429,10 +433,10 @@ def openenv(
     prompt: template of the first message, from the observation of the reset; "" for the problem's
       own prompt.
     reset: fields of the problem that the server's reset gets besides the seed, such as ("index",):
-      "question", "answer", or one of the reference; "extra.index" is within others.
-    pattern: regular expression; the text of the action is its last match's first group, or the
-      match. "": the policy's complete turn.
-    score: "sum" of the rewards, or the "last" one.
+      "question", "answer", or a field of the reference; "extra.index" is a field within "extra".
+    pattern: regular expression; the text of the action is the first group of its last match, or
+      the whole match. "": the policy's complete turn.
+    score: "sum" of the rewards, or the "last" reward.
     role: the role of replies, "user" or "tool".
     deadline_s: limit of the run for a reset or step, seconds.
   Raises:

@@ -1,6 +1,6 @@
 """The folder or bucket through which trainer and samplers of a run exchange files, without locks.
 
-  terms/E          one per start of a trainer, the newest counts: the identity that samplers need
+  terms/E          one term per start of a trainer, with the identity that samplers need
   policies/E.V     version V of the policy can be restored
   draws/E.N        a draw of problems, and which of its groups are wanted
   groups/N.I       group I of draw N, by the sampler that was first
@@ -79,7 +79,7 @@ class SamplerRecord(NamedTuple):
   doing: list[list[int]]  # [draw, index] of the groups that it has begun
   groups: int  # number of groups that it wrote first
   duplicate_groups: int  # number of groups that another sampler wrote first
-  duplicate_tokens: int  # number of tokens in these
+  duplicate_tokens: int  # number of tokens in duplicate groups
 
 
 class Exchange:
@@ -261,7 +261,7 @@ def check_sampler_name(name: str) -> str:
 
 
 def digest_draw(draw: Draw) -> str:
-  """A digest of a draw, 16 hexadecimal digits: of its number, problems, seed and sources."""
+  """A digest of a draw's number, problems, seed and sources: 16 hexadecimal digits."""
   text = json.dumps(draw_to_json(draw._replace(version=0)), sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -364,7 +364,7 @@ _SAMPLER: Fields = {
 
 
 class Watch:
-  """Tracks which samplers are alive: their records change, measured by this process's own clock."""
+  """Tracks which samplers are alive: a sampler is while its record changes, by our own clock."""
 
   def __init__(self, limit_s: float, clock: Callable[[], float]):
     """`limit_s`: seconds without a change after which a sampler is dead."""

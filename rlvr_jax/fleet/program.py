@@ -190,7 +190,7 @@ class _Term:
   orders: Orders = dataclasses.field(default_factory=lambda: Orders([]))
 
   def see(self, sign: object, now: float) -> None:
-    """Notes the trainer's objects. When they change, the trainer is at work."""
+    """Notes a listing of the trainer's objects; if it has changed, the trainer is at work."""
     if sign != self.sign[0]:
       if self.sign[0] is not None:
         self.settles_at = min(self.settles_at, now)
@@ -225,7 +225,7 @@ class Member:
 
     Raises:
       RefusedError: this sampler must not sample for the trainer.
-      RecordError: what the trainer wrote is damaged, and no other trainer has begun for some time.
+      RecordError: a record of the trainer is damaged, and no other trainer has begun for some time.
     """
     view, now = self._exchange.look(), self._clock()
     try:
@@ -249,7 +249,7 @@ class Member:
     self.record = self.record._replace(version=policy.version)
 
   def must_finish(self, policy: Known) -> bool:
-    """Whether a policy must wait for the groups in progress: it is not newer than theirs."""
+    """Whether a policy must wait for groups in progress, as it is not newer than their policy."""
     return self.is_busy() and self._policy is not None and policy.version <= self._policy.version
 
   def give(self, groups: Sequence[Group]) -> None:
@@ -289,9 +289,10 @@ class Member:
   # --- what to do ---------------------------------------------------------------------------------
 
   def _begin_term(self, number: int) -> None:
-    """Follows another trainer. If it has ended, or differs, `settle_s` leaves time for another.
+    """Follows another trainer.
 
-    That holds only for the trainer that the first look finds, which may have been left behind.
+    The trainer that the first look finds may be an old one that has ended, or that differs: only
+    then `settle_s` leaves time for a new trainer.
     """
     now, own = self._clock(), self._settings.identity
     theirs = own if number < 0 else self._exchange.identity(number)
@@ -327,7 +328,7 @@ class Member:
     return Step(restore=restore, want=want, message=message)
 
   def _newest(self, view: View) -> Known | None:
-    """The newest policy; None if there is none, or if it has vanished (look again then)."""
+    """The newest policy; None if there is none, or if a newer policy has just replaced it."""
     for version in view.policies[-1:]:
       known = self._term.newest
       if known is not None and known.version == version:

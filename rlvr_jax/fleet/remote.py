@@ -274,7 +274,7 @@ class RemoteSampler:
     """Whether a version of a group is still to be offered again, after a restart.
 
     Raises:
-      RecordError: the group's policies are not this trainer's.
+      RecordError: the group was sampled by policies of another trainer.
     """
     known = self._state.fingerprints
     for version, fingerprint in group.versions.items():
@@ -364,7 +364,7 @@ def check_group(group: Group, draw: Draw, allowed: Allowed) -> None:
   """Raises ValueError unless a group's contents are possible for its draw."""
   check_arrays(group.arrays)
   if group.source != draw.sources[group.index]:
-    raise RecordError(f"it is of source {group.source}, not {draw.sources[group.index]}")
+    raise RecordError(f"it comes from source {group.source}, not {draw.sources[group.index]}")
   example = allowed.examples[group.source]
   if differing := group.arrays.keys() ^ example.arrays.keys():
     lacks = "lacks" if differing - group.arrays.keys() else "must not have"

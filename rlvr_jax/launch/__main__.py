@@ -26,7 +26,7 @@ VERBS = ("start", "status", "logs", "stop")
 
 
 def make_parser() -> argparse.ArgumentParser:
-  """The parser of the command line before the program's flags."""
+  """The parser of the part of the command line before `--`."""
   raw = argparse.RawDescriptionHelpFormatter
   parser = argparse.ArgumentParser("rlvr_jax.launch", description=__doc__, formatter_class=raw)
   targets = parser.add_subparsers(dest="target", required=True)

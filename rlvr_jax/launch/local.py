@@ -2,7 +2,7 @@
 
 `start` stays with the run: it prints the output of process 0, and restarts a program if one of its
 processes fails. Ctrl-C, `stop` and the end of the terminal let the run save and end; the same
-command resumes it. Under nohup or tmux it outlives the terminal.
+command resumes it. Under nohup or tmux the run outlives the terminal.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _holder(name: str) -> int | None:
 
 
 def supervise(trainer: Program, samplers: Sequence[Program] = ()) -> str:
-  """Stays with programs until all have ended, and prints the output of the first one.
+  """Stays with programs until all have ended, and prints the output of the first program.
 
   Samplers end by themselves after the run has finished; otherwise they are told to end.
 

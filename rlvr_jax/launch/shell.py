@@ -17,7 +17,7 @@ class CommandError(LaunchError):
 
 
 class Shell:
-  """Runs commands and prints what it runs; with `dry_run` it only prints."""
+  """Runs commands and prints them; with `dry_run` it only prints them."""
 
   def __init__(self, *, dry_run: bool = False):
     self.dry_run = dry_run

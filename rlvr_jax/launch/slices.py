@@ -33,7 +33,7 @@ _CHIPS_PER_HOST = 4  # in slices with several hosts
 class Slice(NamedTuple):
   """A TPU slice."""
 
-  name: str  # in Cloud's spelling
+  name: str  # the name in Cloud's spelling
   chips: int
   hosts: int
   runtime: str  # software version of TPU VMs

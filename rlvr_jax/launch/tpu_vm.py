@@ -106,7 +106,7 @@ class QueuedResource:
     return states
 
   def follow_command(self, lines: str) -> list[str]:
-    """The command that prints the last lines of process 0, and then new ones."""
+    """The command that prints the last lines of process 0, and then new lines."""
     script = tpu_host.logs_script(self.name, lines, follow=True)
     return self._ssh(self._nodes[0], script, worker="0")
 
@@ -335,7 +335,7 @@ class _Watch:
     self.is_prepared = True
 
   def _replace_machines(self, state: str) -> None:
-    """Deletes preempted machines and requests new machines; if that fails, the next step does."""
+    """Deletes preempted machines and requests new machines; if that fails, `step` tries again."""
     name, retries = self.resource.name, self.setup.run.retries
     if state == "FAILED" and not self._was_active:
       self.resource.describe()

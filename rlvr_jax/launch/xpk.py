@@ -115,7 +115,7 @@ def delete_command(name: str, args: argparse.Namespace) -> list[str]:
 
 
 def list_command(name: str, args: argparse.Namespace) -> list[str]:
-  """The command that lists the workloads whose names begin with a run's."""
+  """The command that lists the workloads whose names begin with a run's name."""
   return ["xpk", "workload", "list", f"--filter-by-job={name}", *_place_flags(args)]
 
 

@@ -44,7 +44,7 @@ class FingerprintError(RuntimeError):
 
 
 class Position(NamedTuple):
-  """Where drawing goes on after a batch: the state that determines the next batches; JSON."""
+  """The state of drawing problems after a batch, which determines the next batches; JSON."""
 
   number: int = 0  # number of the next batch
   draws: int = 0  # number of draws of problems so far
@@ -201,7 +201,7 @@ class _CompleteDraw(NamedTuple):
   """A draw that has all its groups, graded and measured."""
 
   groups: Sequence[Group]
-  position: Position  # where drawing goes on after the draw
+  position: Position  # the state of drawing after the draw
   prompts: int
   tokens: int
   solve_rate: float  # NaN if no group has a solve rate
@@ -235,7 +235,7 @@ class Inputs(NamedTuple):
 class _Progress(NamedTuple):
   """The progress of a run's batches."""
 
-  position: Position  # where drawing goes on after the last complete batch
+  position: Position  # the state of drawing after the last complete batch
   begun: int  # number of the next batch to begin
   draws: int  # number of the next draw
   version: int = 0  # version of the newest policy that was offered
@@ -451,7 +451,7 @@ class Batches:
     """The groups of the next batch; None if dynamic sampling needs another draw.
 
     Dynamic sampling keeps the groups that are neither all right nor all wrong, in the order in
-    which they were drawn; those beyond a full batch are dropped. It reads the correctness of valid
+    which they were drawn; groups beyond a full batch are dropped. It reads the correctness of valid
     rollouts, not a shaped reward.
 
     Raises:
@@ -518,7 +518,7 @@ class Batches:
     self._store.forget_groups(before=batch.after.draws)
 
   def _stored(self, number: int) -> Batch | None:
-    """The stored batch with this number; None if it is missing or damaged, and then set aside."""
+    """The stored batch with this number, or None; sets a damaged batch and later batches aside."""
     found: list[Batch] = []
 
     def find_damage() -> str | None:
@@ -556,13 +556,13 @@ class Batches:
     return f"rollouts {batch.number} begin with draw {first}, not with draw {self._place.draws}"
 
   def _set_aside(self, number: int, why: str) -> None:
-    """Moves a batch and all later ones away in the store, so that they can be made again.
+    """Sets a batch and all later batches aside in the store, so that they can be made again.
 
     Their groups stay in the store like groups of batches in progress: a group that a policy of this
     run has sampled is not sampled again. With dynamic sampling in real time they do not stay, since
     a batch that is sampled again may take other draws, and groups of later draws become too old.
     """
-    self._run.warn(f"{why}; it and all later ones are set aside, and sampled again where needed")
+    self._run.warn(f"{why}; it and all later batches are set aside, and sampled again if needed")
     settings = self._settings
     are_kept = settings.waits_for_all or not settings.max_draws
     recorded = len(settings.quotas) - 1 if self._inputs.recorded else -1

@@ -145,7 +145,7 @@ class State(NamedTuple):
   """The slots between two bursts."""
 
   prompts: tuple[Part, ...]  # KV cache of the prompts, one per layer with attention
-  responses: tuple[Part, ...]  # KV cache of the responses, likewise
+  responses: tuple[Part, ...]  # KV cache of the responses, one per layer with attention
   states: tuple[DeltaState, ...]  # after the cached tokens, one state per gated DeltaNet
   token: Array  # i32[slots], the next token to decode: at first the prompt's last token
   prompt: Array  # i32[slots], number of cached tokens of the prompt: all but the last
@@ -695,7 +695,7 @@ def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
 
 
 def cached_heads(heads: Heads, tensor: int) -> int:
-  """Number of key/value heads in the cache; heads are copied if each device then has one head.
+  """Number of key/value heads in the cache; if possible, copies of heads give each device one head.
 
   Args:
     heads: the head counts of the layer.

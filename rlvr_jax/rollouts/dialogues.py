@@ -116,7 +116,7 @@ class Dialogues:
     if rollout.place in self._started:
       started = self._started[rollout.place].result()
       if isinstance(started, Failure):
-        raise RuntimeError(f"a dialogue goes on whose environment has failed: {started.detail}")
+        raise RuntimeError(f"a dialogue goes on, but its environment has failed: {started.detail}")
       return pool.step(started.dialogue, text)
     reset = pool.reset(as_mapping(problem), seed, problem.reference)
     self._started[rollout.place] = reset

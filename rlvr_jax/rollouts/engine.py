@@ -215,7 +215,7 @@ class _Weights:
   rebuilds: bool = False
 
   def swap(self, version: int, params: Params, *, rebuild: bool) -> None:
-    """Makes a version the newest one, whose weights new rollouts get."""
+    """Makes a version the newest version, which samples rollouts without a plan."""
     self.loaded[version] = params
     self.newest, self.rebuilds = version, rebuild
 
@@ -314,7 +314,7 @@ class _Queue:
     return pending, left
 
   def put_back(self) -> None:
-    """Lets rollouts wait for another prefill if other weights will sample than have prefilled."""
+    """Moves rollouts back to `waiting` if another version will sample them than prefilled them."""
     is_stale = lambda of: self._weights.version(of.run.rollout) != of.run.version
     stale = [of for of in self.prefilled if is_stale(of)]
     if not stale:

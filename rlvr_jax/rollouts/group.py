@@ -243,7 +243,7 @@ def empty(name: str, group: Group, like: Group) -> np.ndarray:
 
 
 class DamagedError(ValueError):
-  """A file of groups is damaged: its bytes are not those that were written."""
+  """A file of groups is damaged: its bytes differ from the written bytes."""
 
 
 class FormatError(ValueError):
@@ -257,7 +257,7 @@ def encode(groups: Sequence[Group], info: Mapping[str, JSON]) -> bytes:
     groups: one group, or the groups of a batch.
     info: JSON values, finite.
   Raises:
-    ValueError, TypeError: the message says what cannot be stored.
+    ValueError, TypeError: something cannot be stored; the message names it.
   """
   arrays: dict[str, np.ndarray] = {}
   heads: list[dict[str, JSON]] = []
@@ -417,7 +417,8 @@ def _read_groups(
   """The groups of a file from their JSON and its arrays.
 
   Raises:
-    Exception: of a type that `_as_format_errors` converts, if `encode` would not write this.
+    Exception: `encode` does not write such content; the error is of a type that
+      `_as_format_errors` converts.
   """
   by_group: list[dict[str, np.ndarray]] = [{} for _ in heads]
   for full_name, array in stored.items():
@@ -452,10 +453,12 @@ def _restore(
   shapes = {name: tuple(sizes[axis] for axis in _kind(name).axes) for name in arrays}
   total = sum(array.itemsize * math.prod(shapes[name]) for name, array in arrays.items())
   if total > max_bytes:
-    raise FormatError(f"arrays of {total} bytes with padding, where {max_bytes} are allowed")
+    raise FormatError(
+      f"the arrays take {total} bytes with padding, at most {max_bytes} are allowed"
+    )
   for axis, found in lengths.items():
     if len(found) != (1 if axis == "S" else sizes["G"]) or max(found, default=0) > sizes[axis]:
-      raise FormatError(f"lengths {found!s:.80} for an axis {axis} of {sizes}")
+      raise FormatError(f"the lengths {found!s:.80} for an axis {axis} do not fit sizes {sizes}")
   restored = {}
   for name, array in arrays.items():
     kind, shape = ARRAYS[name], shapes[name]
@@ -471,13 +474,13 @@ def _restore(
       raise FormatError(f"{name!r} has the shape {array.shape}, its lengths are {lengths}")
     restored[name][places] = array
   if check_arrays(restored) != sizes:
-    raise FormatError(f"axes of {sizes}, but the arrays have {check_arrays(restored)}")
+    raise FormatError(f"the file has axes of {sizes}, but its arrays {check_arrays(restored)}")
   return restored
 
 
 def _count(value: object) -> int:
   if type(value) is not int or not 0 <= value < 2**53:
-    raise FormatError(f"{value!r:.80} where a whole number is expected")
+    raise FormatError(f"found {value!r:.80}, expected a whole number")
   return value
 
 

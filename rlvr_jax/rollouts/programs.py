@@ -161,7 +161,7 @@ def _padded_lengths(block: int, longest: int) -> list[int]:
 
 
 class Compiled(NamedTuple):
-  """The compiler of an engine's programs."""
+  """The `jit` of an engine, and its programs that have several compiled versions."""
 
   jit: Callable[..., jax.stages.Wrapped]
   bursts: Bursts

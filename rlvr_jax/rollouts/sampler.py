@@ -115,7 +115,7 @@ class _Prepared(NamedTuple):
 
   wanted: Sequence[int]  # see `_Request`
   prompts: dict[int, np.ndarray]  # i32[n], by index
-  asked: dict[int, Asked]  # by index
+  asked: dict[int, Asked]  # facts for graders and environments, by index
   keys: dict[int, np.ndarray]  # u32[G, 2], by index
 
 
@@ -362,7 +362,7 @@ class LocalSampler:
         ended = engine.burst(waiting=self._answers.replies_to_come)
     except MissingWeightsError as error:
       raise ReplayError(
-        f"this run differs from the recorded one: {error}. Repeat it with its seed and"
+        f"this run differs from the recorded run: {error}. Repeat that run with its seed and"
         " configuration, on the same devices, with the same versions of this package and jax"
       ) from error
     for rollout in ended:
@@ -376,7 +376,7 @@ class LocalSampler:
     return self._policies[max(self._policies)]
 
   def _may_swap(self, lane: _Lane) -> bool:
-    """Whether the weights may change without changing those of a response in progress."""
+    """Whether the weights may change now: no response in progress needs the present weights."""
     return not lane.decodes and not self._answers.replies_to_come
 
   def _may_begin(self, lane: _Lane) -> bool:
@@ -647,7 +647,7 @@ class ThreadSampler:
         self._changed.notify_all()
 
   def _next(self) -> _Inbox:
-    """The calls since the last one; waits for a call if no group is wanted."""
+    """The calls since `_next` last returned; waits for a call if no group is wanted."""
     with self._changed:
       self._changed.wait_for(lambda: self._inner.is_busy or self._inbox != _Inbox())
       inbox, self._inbox = self._inbox, _Inbox()

@@ -182,7 +182,7 @@ class Schedule(NamedTuple):
 
   limit: Callable[[int], int]  # v → how many batches may have begun once version v is offered
   batch: Callable[[int], int]  # t → number of the batch that update t trains on
-  first: Callable[[int], int]  # t → lowest number of a batch that update t or a later one needs
+  first: Callable[[int], int]  # t → lowest number of a batch that update t or a later update needs
   threaded: bool = False  # whether sampling goes on during updates: the clock then decides the lags
   stage_length: int | None = None  # updates per stage, for the stage metrics
   open_ended: bool = False  # whether a larger num_updates keeps earlier updates' plan

@@ -265,7 +265,7 @@ class RolloutStore:
       list(pool.map(write, groups))
 
   def read_groups(self, draw: int) -> dict[int, Group]:
-    """The stored groups of a draw, of a batch in progress, by index; skips damaged groups."""
+    """The stored groups of a draw in progress, by index; skips damaged groups."""
     found = {}
     for name in self._groups().get(draw, []):
       try:

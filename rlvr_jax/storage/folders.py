@@ -62,7 +62,7 @@ def list_files(directory: str | os.PathLike[str]) -> list[str]:
     raise OSError(f"{directory} cannot be listed: {type(error).__name__}: {error}") from error
   if [entry["name"].rstrip("/") for entry in entries] == [folder.rstrip("/")]:
     raise FileNotFoundError(
-      f"{directory} is not a directory: give a local one, or a URL such as gs://bucket/folder;"
+      f"{directory} is not a directory: give a local directory, or a URL, gs://bucket/folder;"
       " models are not downloaded by their name on a hub"
     )
   # Caches of hubs consist of symbolic links, which a local listing calls neither file nor folder.

@@ -47,7 +47,7 @@ def make_run(
   *,
   initial: Params,
 ) -> Run:
-  """The objects of a run.
+  """Makes the objects of a run from its parts.
 
   Args:
     parts, rows, log, checkpointer, store: parts, rows, log, checkpointer and store of the run.

@@ -2,7 +2,7 @@
 
 Nothing numerical happens here: updates are in `update.step`, sampling in `rollouts.decoder`.
 
-The order within a step is fixed: a killed and resumed run repeats the uninterrupted one bit for bit
+The order within a step is fixed: a killed and resumed run repeats an uninterrupted run bit for bit,
 on the same kind of machine with the same versions. A warm start, if any, comes before this loop.
 """
 
@@ -39,7 +39,7 @@ class RunState(NamedTuple):
 
   step: int  # number of updates so far
   state: TrainState  # donated by the next update
-  position: Position  # where problems are drawn next, after the last complete batch
+  position: Position  # the state of drawing problems after the last complete batch
   counters: Mapping[str, float]  # the totals that the run log had after the last update
   evaluation: Mapping[str, float] = {}  # results of the last evaluation
   evaluated: int = -1  # number of updates before the last evaluation
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
   num_updates: int
   schedule: Schedule
-  save_every: int  # updates
+  save_every: int  # number of updates between checkpoints
   keep: int  # number of latest checkpoints that are kept
   keeps_used: bool  # whether the store keeps batches that no resumed run needs
   reads_first: bool  # whether an update's metrics are read before the next update is prepared
@@ -106,7 +106,7 @@ class Run:
 
 
 def train(run: Run, now: RunState) -> RunState:
-  """Runs updates until the last one. A killed and resumed run repeats the uninterrupted one.
+  """Runs all updates that are left. A killed and resumed run repeats an uninterrupted run.
 
   Raises:
     EndRequestedError: shutdown was requested before the last update; the run has been saved.
@@ -153,7 +153,7 @@ def next_batch(run: Run, now: RunState) -> Batch:
 
 
 def update(run: Run, now: RunState, batch: Batch) -> RunState:
-  """Dispatches one update, then waits for the record of the previous one."""
+  """Dispatches one update, then waits for the record of the previous update."""
   plan, programs, frozen = run.plan, run.programs, run.frozen.trainer
   if plan.reads_first:
     run.log.finish_update()

@@ -182,7 +182,7 @@ def cosines(vectors: Sequence[np.ndarray]) -> np.ndarray:
 class Comparison(NamedTuple):
   """Metrics of several recipes, each applied to the same batch of rollouts."""
 
-  names: list[str]  # of the recipes, grpo first
+  names: list[str]  # names of the recipes, grpo first
   lags: list[int]  # updates between recording and gradient, ascending
   numbers: dict[int, dict[str, dict[str, float]]]  # lag → recipe → metric → value
   cosines: dict[int, np.ndarray]  # lag → f64[M, M] of the gradients' directions

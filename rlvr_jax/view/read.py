@@ -101,7 +101,7 @@ def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:
     raise ValueError(str(error)) from error
   if not numbers:
     raise ValueError(
-      f"{flag}={folder}: its store has no batch, or they were removed (config.store.keep_used)"
+      f"{flag}={folder}: its store has no batches, or they were removed (config.store.keep_used)"
     )
   return Run(folder, config, _updates(config), _tokenizer(config), _advantage(config))
 
@@ -285,8 +285,8 @@ def read_batch(run: Run, number: int) -> Part:
     ratio, proximal f16[N]: log of the policy over β, and over the proximal policy;  entropy f16[N]
     clipped, dropped, vetoed f16[N], in [0, 1]: by the loss, the correction, the veto
 
-  These arrays belong to the header's update "measured", the last measured update of "updates";
-  "unread" says why this measurement cannot be read.
+  The header's "measured" is the update of these arrays: the last update of "updates" that was
+  measured. "unread" says why its measurement cannot be read.
 
   Raises:
     TornShardError, StoreError: the batch is missing or cannot be read.

@@ -143,7 +143,7 @@ class _Crew:
 
 
 class _Bell:
-  """Wakes the pool's thread; for any thread."""
+  """Wakes the pool's thread; any thread may ring it."""
 
   def __init__(self) -> None:
     self._ringing, self.woken = socket.socketpair()
@@ -176,10 +176,11 @@ class Pool:
   Any thread may call the methods; only the constructor waits for a worker's code. A reply depends
   only on the requests of its session.
 
-  A worker has many sessions and runs one at a time. If a request exceeds the limit, its worker is
-  killed with all that it has started and replaced; the request's result is a `Failure`. The result
-  is also a `Failure` if the code raised an exception or ended the worker. A failure ends the
-  session. The other sessions of the same worker are repeated in other workers and continue there.
+  A worker has many sessions and runs one at a time. If a request exceeds the limit, its worker and
+  all processes that it has started are killed, and another worker replaces it; the request's result
+  is a `Failure`. So is the result if the code raised an exception or ended the worker. A failure
+  ends the session. The other sessions of the same worker are repeated in other workers and continue
+  there.
 
   Workers end when this process does. If a replacement cannot be started, the pool ends, and all
   futures get the error.
@@ -491,7 +492,7 @@ class PoolOwner:
   _pool: Pool
 
   def worker_pids(self) -> list[int]:
-    """Process ids of the current workers; each leads its own session."""
+    """Process ids of the current workers; each leads its own session of the system."""
     return self._pool.worker_pids()
 
   def close(self) -> None:

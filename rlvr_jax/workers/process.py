@@ -139,7 +139,7 @@ class WorkerProcess:
     return self._child.process.poll() is None
 
   def has_room(self, share: int) -> bool:
-    """Whether the worker should get one more request: up to `share`, without requests that wait."""
+    """Whether the worker should get one more request; requests that wait do not fill its share."""
     num_sent = len(self._sent_bytes)
     if not self.is_ready or num_sent == _MAX_SENT:
       return False

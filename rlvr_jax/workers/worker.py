@@ -68,7 +68,7 @@ class Program(Protocol):
   ready: object
 
   def answer(self, session: int, request: Any) -> tuple[object, bool]:
-    """Answers a request: the reply, JSON, and whether it is the session's last one."""
+    """Answers a request: (reply, JSON; whether it is the session's last reply)."""
 
 
 # --- for code that runs in a worker ---------------------------------------------------------------

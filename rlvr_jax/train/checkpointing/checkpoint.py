@@ -58,7 +58,7 @@ class Checkpointer:
     workdir: Workdir | None = None,
     short_lived: bool = False,
   ):
-    """Opens or creates `directory`, and removes what a killed save left behind.
+    """Opens or creates `directory`, and removes files that a killed save left behind.
 
     Args:
       directory: contains one directory per saved step, damaged steps included; may be in a
@@ -127,7 +127,7 @@ class Checkpointer:
     """
     self.wait()
     if step in self._metrics:
-      if metric is not None and self._metrics[step] is None:  # its evaluation was interrupted
+      if metric is not None and self._metrics[step] is None:  # the evaluation was interrupted
         self._metrics[step] = metric
         self._amend(step, host, metric)
       return False
@@ -154,8 +154,8 @@ class Checkpointer:
     """Yields the checkpoints, the latest first; names and skips damaged checkpoints.
 
     Args:
-      abstract_state: the state's structure: a pytree of `jax.ShapeDtypeStruct` with shardings
-        (or of arrays), which may differ from the saved state's.
+      abstract_state: the state's structure: a pytree of `jax.ShapeDtypeStruct` (or of arrays), with
+        the shardings to restore, which may differ from the saved shardings.
     Raises:
       TornCheckpointError: there are checkpoints, and all are damaged.
       ForeignCheckpointError: a checkpoint is of another program, or of a state with another
@@ -253,7 +253,7 @@ class Checkpointer:
   # --- the folder, in the first process -----------------------------------------------------------
 
   def _open(self) -> list[tuple[int, float | None]]:
-    """Removes what killed saves and removals left; returns (step, metric) of the checkpoints.
+    """Removes files left by killed saves and removals; returns (step, metric) of the checkpoints.
 
     Checkpoints whose manifest cannot be read have no metric; `intact` reports them.
     """
@@ -320,7 +320,7 @@ class Checkpointer:
 
 @contextlib.contextmanager
 def _damage_of_any() -> Iterator[None]:
-  """Context at whose end all processes raise the TornCheckpointError of any process."""
+  """Context that raises a TornCheckpointError of one process in all processes, at its end."""
   try:
     yield
   except TornCheckpointError as error:

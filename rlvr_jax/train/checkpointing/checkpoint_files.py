@@ -133,7 +133,7 @@ def read_manifest(directory: pathlib.Path) -> JsonObject:
     )
   manifest: JsonObject = json.loads((directory / MANIFEST).read_bytes())
   is_whole = isinstance(manifest, dict) and is_as_written(manifest)
-  former = isinstance(manifest, dict) and manifest.get("manifest")  # where format 1 has its content
+  former = isinstance(manifest, dict) and manifest.get("manifest")  # the content in format 1
   marker = (former or manifest)["marker"] if is_whole or former else MARKER
   if marker != MARKER:
     raise ForeignCheckpointError(

@@ -12,7 +12,7 @@ from rlvr_jax.storage.files import JSON, JsonObject
 class HostState(NamedTuple):
   """The host's part of a run's state; JSON values, except `position`."""
 
-  position: Position  # where problems are drawn next, after the last complete batch
+  position: Position  # the state of drawing problems after the last complete batch
   counters: dict[str, float]  # totals of the run log
   evaluation: dict[str, float]  # values of the last evaluation
   evaluated: int  # number of updates before the last evaluation

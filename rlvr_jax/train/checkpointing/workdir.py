@@ -112,7 +112,7 @@ def open_workdir(workdir: str | os.PathLike[str], enter: Enter) -> tuple[Workdir
     workdir: folder of the run, or gs://BUCKET/FOLDER.
     enter: registers an object to be closed when the run ends; returns it.
   Returns:
-    The workdir, and the files of this start, which are removed if it fails.
+    The workdir, and the files of this start, which are removed if the start fails.
   Raises:
     WorkdirError: another process has claimed the workdir, or it cannot be written.
   """
@@ -233,7 +233,7 @@ def run_file_names(folder: pathlib.Path) -> list[str]:
 
 
 def _flatten(node: JSON, prefix: str = "") -> Iterator[tuple[str, str]]:
-  """Dotted name and JSON text of every field; an empty group counts as a field."""
+  """Yields (dotted name, JSON text) of every field; an empty group counts as a field."""
   if isinstance(node, dict) and node:
     for key, child in node.items():
       yield from _flatten(child, f"{prefix}.{key}" if prefix else key)

@@ -32,7 +32,7 @@ class ControlError(RuntimeError):
 class Address(NamedTuple):
   """Address at which the first process listens; JSON."""
 
-  hosts: list[str]  # names and IP addresses of its host, to be tried in this order
+  hosts: list[str]  # names and IP addresses of that process's host, to be tried in this order
   port: int
   token: str  # identifies the processes of this run
 
@@ -272,7 +272,7 @@ def _shake_hands(connected: socket.socket, token: str, process: int) -> int | No
 
 
 def _host_addresses() -> list[str]:
-  """Addresses of this host, best first; the last one works if all processes share a host."""
+  """Addresses of this host, best first; the last address works if all processes share a host."""
   addresses = [socket.gethostname(), "127.0.0.1"]
   with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
     probe.connect(("192.0.2.1", 9))  # sends nothing; chooses the interface to the outside

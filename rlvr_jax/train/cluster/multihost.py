@@ -54,7 +54,7 @@ _phase = contextvars.ContextVar("phase", default="the start")
 
 
 class OtherProcessError(RuntimeError):
-  """Another process of the run failed; the message is that of the other process's error."""
+  """Another process of the run failed; the message is the message of its error."""
 
 
 def initialize(
@@ -95,7 +95,7 @@ def initialize(
 
 
 def _open_channel(coordinator: str | None) -> None:
-  """Connects the processes by `control`, whose address is broadcast over the devices."""
+  """Connects the processes by TCP, see `control`; the address is broadcast over the devices."""
   global _channel
   process, count = jax.process_index(), jax.process_count()
   if count == 1:
@@ -119,7 +119,7 @@ def _open_channel(coordinator: str | None) -> None:
 
 
 def _exit_with(message: str) -> None:
-  """Ends this process after another one died or failed; waiting for that one would never end."""
+  """Ends this process after another process died or failed: it would wait for it forever."""
   if not _left.wait(1.0):  # meanwhile a more specific message may be printed
     os.write(2, f"error: {message}\n".encode())  # sys.stderr may be silenced
     os._exit(1)

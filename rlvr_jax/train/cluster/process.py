@@ -184,7 +184,7 @@ def compilation_cache(workdir: str, backend: str, processes: int) -> str:
   except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
     logging.warning(
       "%s, where compiled programs are kept for all runs, cannot be written: %s. This run keeps its"
-      " own in %s; JAX_COMPILATION_CACHE_DIR names another folder",
+      " programs in %s; JAX_COMPILATION_CACHE_DIR names another folder",
       *(shared, error, of_run),
     )
     return of_run
@@ -226,14 +226,14 @@ def exit_immediately(message: str) -> NoReturn:
   sys.stderr.flush()
   terminal = os.dup(sys.stderr.fileno())
   os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-  time.sleep(0.2)  # for writes that have already begun
+  time.sleep(0.2)  # time for writes that have already begun
   os.write(terminal, f"{message}\n".encode(errors="backslashreplace"))
   os._exit(1)
 
 
 @contextlib.contextmanager
 def exit_after(seconds: float, message: str) -> Iterator[None]:
-  """Context that ends the process with a message after `seconds`; for waits without a limit."""
+  """Context that ends the process with a message if it takes longer than `seconds`."""
   timer = threading.Timer(seconds, exit_immediately, [message])
   timer.daemon = True
   timer.start()
@@ -366,7 +366,7 @@ def handle_shutdown_signals(pass_on: Callable[[], None]) -> Iterator[None]:
 def _watch_signals(
   reader: socket.socket, numbers: Collection[int], pass_on: Callable[[], None]
 ) -> None:
-  """Runs in a thread; the interpreter writes the number of each signal to the other socket."""
+  """Handles signals, in a thread: the interpreter writes their numbers to the other socket."""
   interrupts = 0
   while received := reader.recv(64):
     interrupts += received.count(signal.SIGINT)

@@ -297,7 +297,7 @@ def decoding_shardings(params: Params, mesh: Mesh) -> Params:
 
 
 def _replace_fsdp(shardings: Params, arrays: Params, axes: tuple[str, ...]) -> Params:
-  """`shardings` with other axes in place of fsdp, in dimensions that they divide."""
+  """`shardings` with `axes` in place of fsdp, in dimensions that the sizes of `axes` divide."""
 
   def replace(sharding: NamedSharding, x: Array) -> NamedSharding:
     devices = math.prod(sharding.mesh.shape[axis] for axis in axes)

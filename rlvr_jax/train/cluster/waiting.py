@@ -33,7 +33,7 @@ def gather_answers(action: Callable[[], JSON]) -> list[Any]:
   """The results of an action in all processes, by process; an error in one ends all.
 
   Raises:
-    EndRequestedError: shutdown was requested. While no rollout is sampled, only this call sees it.
+    EndRequestedError: shutdown was requested; while nothing is sampled, only this call notices.
   """
   multihost.raise_if_shutdown_requested()
   return multihost.exchange(multihost.run_together(action))

@@ -46,7 +46,7 @@ class Policy(NamedTuple):
   """The version and fingerprint by which trainer and samplers name a policy."""
 
   version: int  # number of updates before it
-  fingerprint: str  # of the trainer's parameters, see `generation.policies.lazy_fingerprint`
+  fingerprint: str  # identifies the parameters, see `generation.policies.lazy_fingerprint`
 
 
 class PolicyDamagedError(RuntimeError):
@@ -54,7 +54,7 @@ class PolicyDamagedError(RuntimeError):
 
 
 class PolicyPublisher:
-  """Publishes policies and keeps the latest ones; all processes of a trainer call it together."""
+  """Publishes policies and keeps the latest few; all processes of a trainer call it together."""
 
   def __init__(
     self,
@@ -157,7 +157,7 @@ class Restoring(NamedTuple):
 
   params: Params
   seconds: float
-  bytes: int  # of the policy on this process's devices
+  bytes: int  # bytes of the policy on this process's devices
 
 
 class PolicyReader:
@@ -167,7 +167,7 @@ class PolicyReader:
     """Reads nothing yet.
 
     Args:
-      folder: the folder that the trainer's `PolicyPublisher` has.
+      folder: the folder of the trainer's `PolicyPublisher`.
       abstract: the result of `abstract_policy`, on this sampler's mesh.
     """
     silence_orbax()
@@ -176,7 +176,7 @@ class PolicyReader:
     self._abstract = abstract
 
   def restore(self, policy: Policy) -> Restoring:
-    """Restores a policy, and verifies every leaf; with several processes, `verify` does that.
+    """Restores a policy and verifies every leaf; with several processes, `verify` verifies it.
 
     Raises:
       PolicyGoneError: the policy was removed, or cannot be read at present.

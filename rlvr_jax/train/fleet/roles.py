@@ -248,8 +248,8 @@ class ComparedSampler:
     if foreign := sorted({name for name in named if ":" in name} - self._graders):
       raise ForeignGraderError(
         f"the trainer sends a problem with the grader {foreign[0]!r}, which none of the first"
-        " problems of this sampler's task names. A sampler imports no other: name it in one of"
-        " them, and start again in another --workdir"
+        " problems of this sampler's task names. A sampler imports only graders of those problems:"
+        " name it in one of them, and start again in another --workdir"
       )
 
   def take(self) -> list[Group]:
@@ -294,7 +294,7 @@ class ComparedSampler:
 
 
 class Leader:
-  """The sampler of the first of several processes; it tells the other processes what to do."""
+  """The sampler of the first of several processes; it sends its calls to the other processes."""
 
   def __init__(self, inner: ComparedSampler, reader: PolicyReader):
     """Binds this process's sampler, and a reader of policies on the mesh of all processes."""
@@ -343,7 +343,7 @@ def _tell(*command: JSON) -> None:
 
 
 def _is_ending() -> bool:
-  """Whether this program is to end; all its processes ask together."""
+  """Whether this program is to end; all its processes call this together."""
   restart_deadline()
   return multihost.any_process(shutdown_requested())
 
@@ -361,7 +361,7 @@ def _offer(inner: ComparedSampler, reader: PolicyReader, version: int, fingerpri
 
 
 def _unless_gone(action: Callable[[], T]) -> T:
-  """The result of an action in all processes; raises PolicyGoneError in all if it does in one."""
+  """The result of an action; all processes raise PolicyGoneError if the action does in one."""
   result: list[T] = []
 
   def attempt() -> None:
@@ -527,7 +527,7 @@ def check_same_run(ours: Mapping[str, JSON], folder: pathlib.Path) -> None:
   if not theirs.get("fleet", {}).get("samplers", False):
     raise WorkdirError(
       f"{folder} belongs to a run that samples by itself; start its trainer again with"
-      " --config.fleet.samplers=True, or train another one"
+      " --config.fleet.samplers=True, or train another run"
     )
   if differences := _differences(theirs, ours, OF_A_SAMPLER):
     lines = [f"  {name}: {old} in the workdir, {new} here" for name, old, new in differences]
@@ -549,7 +549,7 @@ def _differences(
 def sources_of_run(
   sources: Sources, make_sources: Callable[..., Sources], folder: pathlib.Path
 ) -> Sources:
-  """The sources, with the checkpoint of another run with which the trainer began, if any.
+  """The sources, with the checkpoint of another run, if any, that the trainer's run began with.
 
   Args:
     sources: the sources made from the present configuration.

@@ -118,9 +118,9 @@ def behavior_gaps(
   """Gaps of log-probabilities between sampler and trainer, nats per token, by source.
 
   The trainer's log-probabilities come from the forward pass of updates, over packed rows, see
-  `update.agreement.behavior_gap`. Each token is computed under the version that sampled it. In a
-  group of several versions a mixture's routers choose again, since each version had its own routes
-  for the preceding tokens.
+  `update.agreement.behavior_gap`, each under the version that sampled the token. In a group of
+  several versions a mixture's routers choose again, since each version had its own routes for the
+  preceding tokens.
 
   Args:
     groups: P groups; only a few groups of every source are compared.

@@ -38,7 +38,7 @@ class Policies:
     """Starts without a policy.
 
     Args:
-      sources: what samples with the policies.
+      sources: the sources of the run, which sample with the policies.
       schedule: the schedule of the run.
       frozen: see the attribute.
       checksums: the function of this name in `Programs`.
@@ -151,7 +151,7 @@ def keeps_several(schedule: Schedule) -> bool:
 
 
 def make_sync(placement: Placement, schedule: Schedule) -> Callable[[Params], Params]:
-  """A function from the trainer's parameters to the sampler's, on the devices for generation.
+  """The function that brings the trainer's parameters to the devices for generation.
 
   An update donates the trainer's parameters, so sampling during an update needs a copy. Engines on
   the same devices move the parameters into a layout of their own, once per refresh.

@@ -83,7 +83,7 @@ def replace_with_raw(
 
 
 def with_both(group: Group, behavior_logprobs: np.ndarray) -> Group:
-  """The group with other behavior log-probabilities; it also keeps the sampler's."""
+  """The group with other behavior log-probabilities, and the sampler's as `sampled_logprobs`."""
   arrays = {
     "behavior_logprobs": behavior_logprobs,
     "sampled_logprobs": group.arrays["behavior_logprobs"],

@@ -55,7 +55,7 @@ class _OtherPolicies:
   Attributes:
     frozen: the parameters that are not trained.
     initial: the trained parameters before the first update; None if nothing needs them.
-    teachers: the teachers of the run with their parameters; {} if a teacher uses the policy's.
+    teachers: pairs (teacher, its own parameters); {} for a teacher with parameters of the policy.
     prompts: the prompts of the teachers; None if the teachers read the policy's prompts.
   """
 
@@ -183,10 +183,10 @@ class Scorer:
       batch: the batch of these groups.
       groups: the groups of the batch; the problem of a group may name its teacher and have a text
         for it.
-      current: the trained parameters at present.
+      current: the policy's trained parameters at present.
     Returns:
-      Arrays f32[P, G, T] by field of the batch; with several teachers also the teachers' numbers,
-      i32[P].
+      Arrays f32[P, G, T] by field of the batch; with several teachers also i32[P], the index of
+      each group's teacher.
     """
     # The recorded routes name experts of the policy, not of the teacher.
     batch = dataclasses.replace(batch, routes=None, prompt_routes=None)

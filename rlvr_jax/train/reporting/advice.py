@@ -29,7 +29,7 @@ class WarmStart(NamedTuple):
 
   num_steps: int
   batch_size: int  # demonstrations per step
-  demonstrations: int  # of the task
+  demonstrations: int  # number of demonstrations of the task
 
   @property
   def passes(self) -> float:
@@ -62,7 +62,7 @@ def planned_passes(
     schedule, num_updates: schedule and number of updates of the run.
     groups: number of groups sampled for a batch.
     problems: number of training problems.
-    dynamic_sampling: whether more groups are sampled to replace those that do not count.
+    dynamic_sampling: whether more groups are sampled to replace groups that do not count.
   """
   # A thread samples one batch for each update; otherwise the last refresh is sampled as a whole.
   by_limit = 0 if schedule.threaded or not num_updates else schedule.limit(num_updates - 1)
@@ -123,7 +123,7 @@ def on_first_update(warm_start: WarmStart, values: Mapping[str, float]) -> str:
 
 
 def on_responses(statistics: Mapping[str, float], update: int, limit: int) -> dict[str, str]:
-  """Warns if most responses of a batch ended for one undesired cause; texts by cause.
+  """Warns if most responses of a batch were truncated, or most dialogues cut; texts by cause.
 
   Args:
     statistics: the statistics of the batch.

@@ -113,7 +113,7 @@ class Clock:
     self._busy: list[float] = []  # seconds of each process without its waits, at the last update
 
   def record(self, phases: Mapping[str, float]) -> dict[str, float]:
-    """Metrics: idle seconds (since the last record, outside of `phases`), and seconds so far."""
+    """Metrics: idle seconds since the last record, outside of `phases`; seconds of the run."""
     before, self.recorded = self.recorded, time.perf_counter()
     idle = self.recorded - before - sum(phases.values())
     elapsed = self.recorded - self._began
@@ -207,7 +207,7 @@ class RunLog:
     self.counters["prompts_sampled"] += batch.prompts
     self.counters["tokens_generated"] += batch.tokens
     self.counters["flops_generate"] += batch.flops
-    if batch.timings:  # it was sampled now
+    if batch.timings:  # the batch was sampled now, not read from the store
       timings = {**batch.timings, **machines.memory("generate"), _FRESH: batch.tokens}
       for name, amount in timings.items():
         self.add_measurement(name, amount)
@@ -236,7 +236,7 @@ class RunLog:
     self.counters["flops_score"] += forward_flops(self._run.network, *lengths, predicted=predicted)
 
   def _advise(self, texts: Mapping[str, str]) -> None:
-    """Prints each text; does not repeat a name's text until the name has had none."""
+    """Prints each text, unless the last call already had a text of the same name."""
     for name, text in texts.items():
       if text and not self._said.get(name):
         warn(text)
@@ -377,7 +377,7 @@ class RunLog:
       step: number of updates so far.
       values: as `evaluate.held_out.accuracy` returns them.
       samples: [problems][samples].
-      lengths: tokens of (prompts, responses, the policy's parts of responses).
+      lengths: numbers of tokens in (prompts, responses, the policy's parts of responses).
       began: when the evaluation began, seconds on the host's clock.
     Returns:
       The counters, this evaluation included.

@@ -9,7 +9,7 @@ import jax
 
 from rlvr_jax.train.reporting.progress import say
 
-PROFILE_FOLDER = "profile"  # of a workdir; TensorBoard and xprof read it
+PROFILE_FOLDER = "profile"  # folder in a workdir, which TensorBoard and xprof read
 _GIB = 2**30
 
 

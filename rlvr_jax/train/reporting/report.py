@@ -82,7 +82,7 @@ def _table(train: Sequence[Record], held_out: Sequence[Record]) -> list[str]:
 
 
 def _totals(records: Sequence[Record]) -> list[str]:
-  """A line for tokens and one for model FLOPs; counters only grow, so the largest is the total."""
+  """A line on tokens and a line on model FLOPs; the largest value of a counter is its total."""
   lines = []
   for title, prefix, form in _COUNTERS:
     names = dict.fromkeys(name for r in records for name in r if name.startswith(prefix))

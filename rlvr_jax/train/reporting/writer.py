@@ -64,8 +64,8 @@ class Writer(Protocol):
 class MetricWriter:
   """Passes the records of a run to its writers; only the first process has writers.
 
-  Write every record of step N before saving the checkpoint of step N, which stores what `written`
-  returns.
+  Write every record of step N before saving the checkpoint of step N, which stores the result of
+  `written`.
   """
 
   def __init__(
@@ -203,7 +203,7 @@ class Records:
     Args:
       path: the path of the file.
       last_step: the last step whose records are kept; None: no record is kept.
-      written: what `written` returned when the checkpoint was saved; None: an empty file.
+      written: the result of `written` when the checkpoint was saved; None: an empty file.
       shown: path for messages.
     """
     size, checksum = written or (0, 0)
@@ -270,7 +270,7 @@ class TensorBoard:
   """
 
   def __init__(self, folder: pathlib.Path, last_step: int | None):
-    """Makes TensorBoard hide what earlier files have after `last_step`; None: all they have."""
+    """Makes TensorBoard hide events that earlier files have after `last_step`; None: all events."""
     self._folder, self._last_step = folder, last_step
     self._files: dict[str, EventsWriter] = {}
 
@@ -343,9 +343,9 @@ class Tracker:
       of_phase = {name.removeprefix(f"{phase}/"): value for name, value in values.items()}
       named = {f"{phase}/{name}": value for name, value in {"step": step, **of_phase}.items()}
       self._run.log(named)
-    except Exception as error:  # of the tracker's network, disk or site
+    except Exception as error:  # the tracker's network, disk or site has failed
       self._failed = True
-      warn(f"{self.name} gets no more metrics of this run: {error}; metrics.jsonl has all of them")
+      warn(f"{self.name} gets no more metrics of this run: {error}; metrics.jsonl has all metrics")
 
   def close(self) -> None:
     """Waits until all logged numbers have been sent."""

@@ -171,7 +171,8 @@ def make_sources(
         "config.sources.checkpoint.workdir ="
         f" {settings.checkpoint.workdir!r}: its (layers, experts, experts per token) are"
         f" {other.config.mixture}, this run's {model.config.mixture}, so that its routes do not"
-        " fit; choose another, or set config.model.routing = 'recomputed' and record_routes = False"
+        " fit; choose another run, or set config.model.routing = 'recomputed' and record_routes ="
+        " False"
       )
     engine = engines.make(other, sampling, prompts=prompts)
     return Source(
@@ -208,7 +209,7 @@ def make_sources(
 def _check_recorded_temperature(
   settings: ml_collections.ConfigDict, policy_temperature: float
 ) -> None:
-  """Raises ValueError if the source cannot record the log-probabilities that it should.
+  """Raises ValueError if the source cannot record the configured kind of log-probabilities.
 
   Args:
     settings: `config.sources.temperature`.
@@ -304,7 +305,7 @@ def other_policy(
     raise ValueError(
       f"config.sources.checkpoint.workdir = {settings.workdir!r}: its tokenizer and vocab_size are"
       f" {tokens}, this run's {(tokenizer, model.config.vocab_size)}; choose a run with the"
-      " same"
+      " same tokenizer and vocab_size"
     )
   check_integer("config.sources.checkpoint", "step", settings.step, low=-1)
   steps = saved_steps(workdir / "checkpoints")

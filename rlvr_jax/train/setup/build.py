@@ -109,7 +109,7 @@ class Parts:
   """
 
   config: ml_collections.ConfigDict
-  shape: BatchShape  # of a training batch
+  shape: BatchShape  # the shape of a training batch
   task: Task
   tokenizer: Tokenizer
   grading: Grading  # how grades become rewards
@@ -149,7 +149,7 @@ def build(
     task: a task to use instead of `config.task`, for problems made by the caller.
     tokenizer: a tokenizer to use instead of `config.tokenizer`.
     mesh: a mesh to use instead of `config.mesh`; for shapes and compilation only.
-    only_samples: whether the parts are for a sampler of a fleet. It needs no memory for an
+    only_samples: whether the parts are for a sampler of a fleet, which needs no memory for an
       optimizer, but memory for two copies of the policy while it restores a policy.
   Raises:
     ValueError: a setting is invalid; the message has the field, its value, what is allowed and how

@@ -203,7 +203,7 @@ def check_new_weights(
   if is_raw and schedule.threaded and not settings.samplers:  # fleets: see `check_fleet`
     raise ValueError(
       "config.sources.temperature.recorded = 'raw' needs one policy per batch, but with"
-      f" config.schedule = {name!r} groups of a batch may have several; set it to"
+      f" config.schedule = {name!r} groups of a batch may have several policies; set it to"
       " 'sampled', or choose another schedule"
     )
   if setting == "finish" or schedule.recorded is not None:

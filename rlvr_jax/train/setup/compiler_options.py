@@ -149,7 +149,7 @@ def check_compiler_options(field: str, options: Options | None, mesh: Mesh) -> N
 
   Args:
     field: name of the field, for messages.
-    options: the options to try; None needs no trial.
+    options: the options to try; None: nothing is tried.
     mesh: the options are tried on its first device; a mesh without devices is not checked.
   """
   if options is None or not isinstance(mesh, Mesh):

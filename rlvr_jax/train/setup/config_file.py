@@ -84,7 +84,7 @@ _MISSING = (
 
 
 def _with_config_of_run(argv: list[str]) -> list[str]:
-  """The arguments, with a --config if none is given: the configuration of the run that they name.
+  """The arguments; if they lack --config, the configuration of the run that they name is added.
 
   The run may be given as RUN, RUN/checkpoints/STEP or RUN/warm_start/STEP; --config becomes
   RUN/config.json. For a view --config becomes the base, with which the view compares the run's
@@ -218,7 +218,7 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
 
 
 def _needed_type(message: str) -> str:
-  """The flag libraries' message, with what the value has to be in place of Python's error."""
+  """The flag libraries' message; the type that a value must have replaces Python's error."""
   for pythons, needed in _NEEDED:
     before, separator, _ = message.partition(f": {pythons}")
     if separator:
@@ -239,7 +239,7 @@ class Parser(config_flags.ConfigFileFlagParser):
     config = self._of_run(path) if path.endswith(".json") else super().parse(_existing(path))
     if config is None:
       sys.exit(f"error: get_config() of {path} returns None; end it with: return c")
-    if not isinstance(config, ConfigDict):  # which is reported when it is used
+    if not isinstance(config, ConfigDict):  # `_check_is_complete` reports it
       return config
     given = overrides(self.name, self._argv)
     if message := _inside_a_string(self.name, config, given):
@@ -254,7 +254,7 @@ class Parser(config_flags.ConfigFileFlagParser):
     return config
 
   def _of_run(self, path: str) -> ConfigDict:
-    """The configuration that a run has written, with the types of fields of the base."""
+    """The configuration that a run has written; its fields have the types of the base."""
     try:
       values = json.loads(parse_path(f"--{self.name}", path).read_text(encoding="utf-8"))
       if not isinstance(values, dict):

@@ -22,12 +22,12 @@ from rlvr_jax.train.cluster import sharding, waiting
 from rlvr_jax.train.setup.compiler_options import Options
 from rlvr_jax.types import BatchShape, Params, Sampling, TrainState
 
-ROUTINGS = ("recomputed", "replayed")  # where updates get the experts of each token from
+ROUTINGS = ("recomputed", "replayed")  # how updates choose the experts of each token
 _USABLE = 0.85  # usable share of a device's memory; the rest is for temporary buffers
 
 
 class TrainerLayout(NamedTuple):
-  """The quantities that determine the trainer's memory on the devices for generation."""
+  """The facts that determine the trainer's memory on the devices for generation."""
 
   mesh: Mesh | AbstractMesh
   separate: bool  # whether rollouts are generated on other devices
@@ -100,8 +100,8 @@ class Engines:
     Args:
       model: the model on the mesh for generation.
       sampling: the distribution to sample from.
-      prompts: the number of prompts in a batch; by default that of the largest batch.
-      batches: number of batches that are sampled as one stream; by default those of a refresh.
+      prompts: the number of prompts in a batch; by default as many as in the largest batch.
+      batches: number of batches that are sampled as one stream; by default as many as in a refresh.
     Raises:
       ValueError: the devices have no memory for a slot.
     """

@@ -242,7 +242,7 @@ def used_graders(task: Task) -> list[str]:
 
 
 def _graders_of(grader: str, sources: Sequence[ProblemSource]) -> list[str]:
-  """The graders that the first problems' references name for a grader of parts, each once."""
+  """The distinct graders that references of the first problems name, see `named_graders`."""
   some = [s[index] for s in sources for index in range(min(len(s), _NUM_INSPECTED))]
   named = (text for problem in some for text in named_graders(grader, problem.reference))
   return [*dict.fromkeys(named)]
@@ -352,7 +352,7 @@ def check_first_dialogue(
     pool: the result of `start_pools`; None except on the first process.
     task: the task of the run.
   Returns:
-    A text about what the environment did; "" without a pool.
+    A text that says how the environment answered; "" without a pool.
   Raises:
     EnvironmentStartError: the environment failed, and config.grading.outcomes gives failures no
       reward.

@@ -56,7 +56,7 @@ def describe_long_texts(
 def limit_lengths(
   task: Task, tokenizer: Tokenizer, shape: BatchShape, *, too_long: str, warm_starts: bool
 ) -> Task:
-  """The task without prompts beyond the limit, if the configuration asks to drop such prompts.
+  """The task without problems whose prompts are too long, if the configuration drops such problems.
 
   Held-out problems are dropped only by "drop_everywhere", since dropping them changes the
   benchmark.

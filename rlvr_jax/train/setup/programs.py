@@ -498,7 +498,7 @@ def abstract_state(method: Method, trained: Params, mesh: Mesh) -> TrainState:
 
 
 def published_params(trained: Params, network: TransformerConfig, adapters_only: bool) -> Params:
-  """Shapes and dtypes of a published policy, from those of the `trained` parameters."""
+  """Shapes and dtypes of a published policy; `trained`: shapes of the trained parameters."""
   if adapters_only:
     return trained
   return jax.eval_shape(lambda params: cast_to_decode(params, network), trained)

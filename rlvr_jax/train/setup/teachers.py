@@ -150,15 +150,15 @@ def make_teaching(
       if value != unset and value != []:
         raise ValueError(
           f"config.teacher.{field} = {value!r} has no effect with config.distillation = {name!r};"
-          " set that to 'opd' or another one, or leave the teacher's fields out"
+          " set config.distillation to another name, such as 'opd', or leave these fields out"
         )
     return None
   for field in ("weight", "reward_weight"):
     check_between("config.teacher", field, settings[field], low=0.0)
   if not settings.weight and settings.reward_weight != 1:
     raise ValueError(
-      f"config.teacher: reward_weight = {settings.reward_weight} with weight = 0, which measures a"
-      " teacher beside the reward's own update; set weight above 0, or reward_weight = 1"
+      f"config.teacher: reward_weight = {settings.reward_weight} with weight = 0, but a teacher of"
+      " weight 0 is only measured, beside a plain update; set weight above 0, or reward_weight = 1"
     )
   temperature = settings.temperature
   if temperature is None:
@@ -186,8 +186,8 @@ def make_teaching(
   if made.divergence is not None and (named or settings.privileged):
     field = "checkpoints" if named else "privileged"
     raise ValueError(
-      f"config.distillation = {name!r} compares whole distributions in the update, which is offered"
-      f" for one teacher that reads the policy's prompt; set config.teacher.{field} ="
+      f"config.distillation = {name!r} compares whole distributions in the update: it needs one"
+      f" teacher, which reads the policy's prompt; set config.teacher.{field} ="
       f" {() if named else ''!r}, or choose a form of sampled tokens, such as 'opd'"
     )
   names = tuple(named) or ("teacher",)
@@ -359,7 +359,7 @@ def _text_of(problem: Problem, field: str, name: str) -> str:
     known = sorted({*problem.own_reference, *_OF_PROBLEMS})
     raise ValueError(
       f"{_place(problem)}: it has no text {name!r}, which config.teacher.{field} names; give every"
-      f" line one, or choose another of its fields: {known}"
+      f" line this field, or choose another field: {known}"
     )
   return text
 
@@ -431,8 +431,8 @@ def make_teacher(
     network, published = _published_network(field, checkpoint), checkpoint
   if network.vocab_size != model.config.vocab_size:
     raise ValueError(
-      f"{field} = {checkpoint!r} has a vocabulary of {network.vocab_size} tokens, the policy one"
-      f" of {model.config.vocab_size}; choose a teacher of the same vocabulary and tokenizer"
+      f"{field} = {checkpoint!r} has a vocabulary of {network.vocab_size} tokens, the policy has"
+      f" {model.config.vocab_size}; choose a teacher of the same vocabulary and tokenizer"
     )
   own = make_model(
     dataclasses.replace(

@@ -75,7 +75,7 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
 
 
 def check_every_problem(task: Task, check: Callable[[Problem], Any]) -> None:
-  """Calls `check` for every training problem, or only for the first if problems are generated."""
+  """Calls `check` for every training problem; of generated problems only for the first ones."""
   for problem in _checked(task.train):
     check(problem)
 

@@ -90,7 +90,7 @@ class Resumed(NamedTuple):
   step: int
   state: TrainState
   host: HostState
-  arrays: dict[str, np.ndarray]  # of `Scorer.state`
+  arrays: dict[str, np.ndarray]  # the arrays that `Scorer.state` returned
   damaged: list[int]  # pending batches that are to be sampled again
 
 
@@ -103,9 +103,9 @@ def find_resumable(
 ) -> Resumed | None:
   """The latest intact checkpoint with intact pending rollouts; None if there is no checkpoint.
 
-  Later checkpoints are removed; damaged ones are renamed on a disk, and removed in a bucket. From
-  an earlier checkpoint the run repeats itself bit for bit: it samples damaged batches again with
-  the same policy, and reads other batches from the store.
+  Later checkpoints are removed; damaged checkpoints are renamed on a disk, and removed in a bucket.
+  From an earlier checkpoint the run repeats itself bit for bit: it samples damaged batches again
+  with the same policy, and reads other batches from the store.
 
   Args:
     checkpointer, schedule, store: checkpointer, schedule and store of the run.

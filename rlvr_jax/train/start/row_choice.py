@@ -53,12 +53,12 @@ def choose_row_layout(
 
   It packs this batch and batches that are drawn from its groups, some with longer responses. Among
   layouts with little padding, it takes the layout with the least cost. A place costs 1, or more in
-  long rows whose attention computes all scores; a micro-batch has a fixed cost of some places.
+  long rows whose attention computes all scores; a micro-batch costs as much as some places more.
 
   Args:
     shape, kind, mesh: as in `make_row_layout`.
     prompt_lengths: i[P], tokens.
-    response_lengths: i[P, G], tokens, up to the last one in the loss.
+    response_lengths: i[P, G], tokens, up to the last loss token.
     width: the width of the network.
     has_first_phase: whether the method needs a separate forward pass if a batch may have several
       micro-batches, see `update.accumulate`.

@@ -108,7 +108,7 @@ class RunRows:
   def placement(self, batch: Callable[[], TrainBatch]) -> Placement:
     """The run's placement, with rows that the first batch chooses.
 
-    In several processes all make the first call together.
+    With several processes, all of them make the first call together.
 
     Args:
       batch: makes a batch of NumPy arrays; called if there are no rows yet.

@@ -79,7 +79,7 @@ def test_a_loss_of_full_responses_takes_a_teacher_s_loss():
 
 def test_another_vocabulary_is_refused(tmp_path):
   checkpoint = write_run(tmp_path, model__overrides=dict(vocab_size=512))
-  with pytest.raises(ValueError, match="has a vocabulary of 512 tokens, the policy one of 264"):
+  with pytest.raises(ValueError, match="has a vocabulary of 512 tokens, the policy has 264"):
     build(tiny.config(**fields(checkpoint)).lock())
 
 
