@@ -87,7 +87,7 @@ def batch_of(
     rewards_by_name: f32[P, G, K], K rewards of each rollout; `gdpo` needs them.
     policy_logprobs: f32[P, G, T], nats, of the trained policy before the update; `otb` and `opob`
       need them.
-    squared_probabilities: f32[P, G, T], Σ_v π(v)² where a token was sampled; `otb` needs them.
+    squared_probabilities: f32[P, G, T], Σ_v π(v)² at each sampled token; `otb` needs them.
     squared_norms: f32[P, G], ‖g_i‖², such as the diagonal of `gram_of_head`; `opob` needs them.
   Raises:
     ValueError: an array has another shape.

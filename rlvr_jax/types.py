@@ -117,7 +117,7 @@ class TrainBatch:
   # The next two are unsigned integers, for a mixture of experts whose routes are recorded: the k
   # experts that each layer's router chose at the place that predicts a token, by falling
   # probability; 0 where padded. None once they are in `packed`.
-  routes: Array | None = None  # [P, G, T, layers, k]; the first is that of the prompt's last token
+  routes: Array | None = None  # [P, G, T, layers, k]; first the route of the prompt's last token
   prompt_routes: Array | None = None  # [P, S, layers, k], left-padded, without the last token's: 0
   # i32[P, G, T], if weights may change within a response: the version of the policy that sampled a
   # token; −1 where padded, or not sampled. In the store only; updates read `lags`.

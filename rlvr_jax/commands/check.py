@@ -249,7 +249,7 @@ class Preflight:
   # --- the run's parts ----------------------------------------------------------------------------
 
   def check_tokenizer(self) -> Finding:
-    """The tokenizer can be read, and its chat template, if it has one, is used."""
+    """The tokenizer can be read, and the configuration uses its chat template, if any."""
     self.tokenizer = make_tokenizer(
       self.config.tokenizer, self.config.prompts, self.config.model.checkpoint
     )

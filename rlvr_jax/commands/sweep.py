@@ -120,7 +120,7 @@ def _check_labels(owner: str, runs: Sequence[Run]) -> None:
   """Checks that runs of one label differ only by the seed and by folders that depend on the seed.
 
   Raises:
-    ValueError: runs of one label differ by more than that.
+    ValueError: runs of one label differ by other fields.
   """
   first: dict[str, Run] = {}
   for run in runs:

@@ -356,7 +356,7 @@ def _action_schema(url: str, limit_s: float) -> Mapping[str, Any]:
   """JSON schema of the server's actions.
 
   Raises:
-    ValueError: the server does not give it.
+    ValueError: the server does not give the schema.
   """
 
   async def fetch() -> Any:

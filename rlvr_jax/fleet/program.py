@@ -83,7 +83,7 @@ class Step(NamedTuple):
 
 
 class Orders:
-  """For each group an order of samplers: the first takes it, and the next if the first is late.
+  """An order of samplers for each group: the first takes the group; if it is late, the next does.
 
   The order of two samplers does not depend on a third. So when a sampler joins or dies, only the
   share of the new sampler and the groups of the dead sampler change hands.
@@ -172,7 +172,7 @@ class _Term:
   Attributes:
     number: the number of the term; −1: no term has begun; `_UNKNOWN`: before the first look.
     settles_at: the time from which on the end of a run, or a trainer that differs, is final.
-    differs: why the sampler must not sample for this trainer; "" if it may.
+    differs: why the sampler must not sample for this trainer; "" if it may sample.
     sign: the trainer's objects, and the time when they last changed.
     pace: the pace of groups, in all terms.
     newest: the newest policy that was announced.

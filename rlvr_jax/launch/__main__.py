@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs one verb of one target.
+  """Runs one verb, such as start, for one target, such as tpu_vm.
 
   Raises:
     LaunchError: the launch cannot continue; the message says how to fix it.

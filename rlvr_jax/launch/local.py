@@ -150,7 +150,7 @@ def _lock(name: str) -> Iterator[None]:
 
 
 def _holder(name: str) -> int | None:
-  """The process that has the lock of a run; None if there is none."""
+  """The process that has the lock of a run; None if no process has it."""
   with contextlib.suppress(FileNotFoundError), open(folder_of(name) / "launcher") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

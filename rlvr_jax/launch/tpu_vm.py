@@ -95,7 +95,7 @@ class QueuedResource:
       self.shell.run(self._ssh(node, script))
 
   def host_states(self) -> list[str]:
-    """The state of the process on each host; raises CommandError if a slice reports none."""
+    """The state of the process on each host; CommandError if no host of a slice reports a state."""
     states = []
     for node in self._nodes:
       text = self.shell.capture(self._ssh(node, tpu_host.state_script(self.name)))
@@ -355,7 +355,7 @@ class _Watch:
     self.create()
 
   def _maintain_hosts(self) -> bool:
-    """Starts the program on hosts where it is missing; returns whether it has finished on all."""
+    """Starts the program on hosts that lack it; returns whether it has finished on all hosts."""
     name = self.resource.name
     states = self.resource.host_states() if self.is_prepared else ["missing"]
     if "stopped" in states:

@@ -75,7 +75,7 @@ class Asked(NamedTuple):
   problem: Problem
   beginning: Beginning
   seed: int  # the seed of the problem's environment
-  thought: str  # "<think>" if the prompt ends so, as in some chat templates; else ""
+  thought: str  # "<think>" if the prompt ends with it, as in some chat templates; else ""
 
 
 @dataclasses.dataclass

@@ -65,7 +65,7 @@ class Batch:
     statistics: metrics of the batch's sampling and grading.
     timings: seconds and counts of sampling since the last batch; {} if it was read from the store.
     flops: model FLOPs of sampling the batch.
-    drawn: how each draw of the batch was made, if the clock decided that.
+    drawn: a record of how each draw was made, see `Drawn`; () if draws do not depend on the clock.
   """
 
   number: int

@@ -591,7 +591,7 @@ def _flush_staged(
   response: Array,
   flushed: Array | None = None,
 ) -> tuple[Part, ...]:
-  """Writes staged keys and values to the responses' caches; each device its own slots, in place.
+  """Writes staged keys and values to the responses' caches; each device writes its slots in place.
 
   Args:
     settings: settings that are compiled into the program.

@@ -38,8 +38,8 @@ class Grading:
     tokenizer: the tokenizer of the run.
     max_prompt_length: S, tokens.
     outcome_policy: the reward of each outcome of grading.
-    overlong_buffer: number of tokens before the length limit over which the reward decreases; 0
-      turns this off.
+    overlong_buffer: number of tokens before the length limit over which the reward decreases; 0:
+      the reward does not depend on length.
     overlong_filter: whether the loss excludes responses without a stop token.
     num_rewards: K of `TrainBatch.rewards_by_name`, the number of graders whose scores are kept.
     more_of: problem → further fields of the records of its rollouts.

@@ -100,7 +100,7 @@ class RecordedGroups:
     return [self._read(index % len(self)) for index in range(start, start + count)]
 
   def _read(self, index: int) -> Group:
-    """One group, padded for this run; no policy of this run has sampled it."""
+    """One group, padded for this run, without versions, since no policy of this run sampled it."""
     file = bisect.bisect_right(self._ends, index)
     if self._last_read[0] != file:
       self._last_read = file, self._store.read(self.numbers[file])[0]

@@ -66,8 +66,8 @@ class Bucket:
 
     Args:
       folder: the result of `parse_path`.
-      guard: called before every write; raises if this process may no longer write, and returns the
-        seconds for which it certainly may. A write that takes longer is cancelled.
+      guard: called before every write; raises if this process may no longer write, else returns the
+        seconds for which it certainly may write. A write that takes longer is cancelled.
     """
     self.url = os.fspath(folder).rstrip("/")
     self._bucket, _, self._prefix = self.url.removeprefix("gs://").partition("/")

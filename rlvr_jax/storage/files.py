@@ -93,7 +93,7 @@ def is_out_of_descriptors(error: BaseException | None) -> bool:
 
 
 def _has_errno(error: BaseException | None, codes: Collection[int]) -> bool:
-  """Whether an error or one of its causes has one of these errnos, or the text of one."""
+  """Whether an error or one of its causes has one of these errnos, or the text of such an errno."""
   while error is not None:
     text = str(error)
     if getattr(error, "errno", None) in codes or any(os.strerror(code) in text for code in codes):

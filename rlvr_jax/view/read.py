@@ -269,11 +269,11 @@ def read_batch(run: Run, number: int) -> Part:
   """Reads one batch: its groups and samples, and an entry for each token of its rollouts.
 
   Arrays of N tokens have the rollouts one after another, in the order [P, G], each cut to its
-  length; arrays of B = P·G one entry per rollout. An array is absent if the run did not store its
-  data:
+  length; arrays of B = P·G have one entry per rollout. An array is absent if the run did not store
+  its data:
 
-    token u16|u32[N]: index into the header's "vocabulary"; "characters" has the texts of tokens
-      that only together are a character, as [first token, text, number of tokens]
+    token u16|u32[N]: index into the header's "vocabulary"; "characters" lists the characters that
+      several tokens form together, as [first token, text, number of tokens]
     logprob f16[N]: log β under the distribution that was sampled from, nats
     mask u8[N]: 1 in the loss;  version, lag i32[N];  turn u16[N];  score f16[N], NaN: none
     expert u8|u16[layers, N]: the first choice in the layers that the header's "layers" names

@@ -122,8 +122,8 @@ def write_page(
     runs: one run, or two runs that are shown beside each other.
     base: the configuration with which recipes are compared.
     batches: the batches of each run, the most important first.
-    max_bytes: the most bytes of the file; batches that do not fit are left out, and the page says
-      so.
+    max_bytes: the most bytes of the file; batches that do not fit are left out, and the page lists
+      them.
   """
   start, end = page_ends([make_absolute(run.folder).name for run in runs], served=False)
   left_out: list[str] = []

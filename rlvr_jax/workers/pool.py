@@ -182,7 +182,7 @@ class Pool:
   ends the session. The other sessions of the same worker are repeated in other workers and continue
   there.
 
-  Workers end when this process does. If a replacement cannot be started, the pool ends, and all
+  Workers end when this process ends. If a replacement cannot be started, the pool ends, and all
   futures get the error.
 
   Args:

@@ -331,7 +331,7 @@ class Session:
       reply: JSON.
       ends: whether the reply is the session's last, so that it need not be kept.
     Raises:
-      ValueError: a repeated reply is not the recorded one.
+      ValueError: a repeated reply differs from the recorded reply.
     """
     if ends and self._position == len(self._past):
       pending, self.pending = self.pending, None
@@ -378,7 +378,7 @@ class Clock:
 
   @property
   def running(self) -> int | None:
-    """The session that runs; None if none does."""
+    """The session that runs; None if no session runs."""
     return None if self._running is None else self._running[0]
 
   @property

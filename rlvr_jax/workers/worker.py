@@ -201,7 +201,7 @@ class _Worker:
     self._start_thread()
 
   def receive(self, lines: Iterable[bytes]) -> None:
-    """Handles the pool's messages in a thread, then ends this process with all that it started."""
+    """Handles the pool's messages, in a thread; at their end kills all processes of this worker."""
     try:
       for line in lines:
         message = json.loads(line)

@@ -61,7 +61,7 @@ class BucketClaim:
       bucket: the folder.
       beat_s: seconds between heartbeats.
       limit_s: seconds without a heartbeat after which others may take over the folder.
-      machine: identifies the machine since its boot; None for this one.
+      machine: identifies the machine since its boot; None for this machine.
       on_loss: called by another thread with a message when the claim is lost.
     Raises:
       WorkdirError: another process has claimed the folder.
@@ -178,7 +178,7 @@ class BucketClaim:
         pass  # retried until the limit
 
   def _send_heartbeat(self) -> int:
-    """Rewrites the claim; returns its generation. Raises ChangedError if another process has it."""
+    """Rewrites the claim; returns its generation. ChangedError: another process has the claim."""
     try:
       return self._put(self._generation)
     except ChangedError:
@@ -209,7 +209,7 @@ def _machine_id() -> str:
 
 
 def _start_ticks(process: int) -> str | None:
-  """Start time of a process of this machine, in clock ticks since boot; None if there is none."""
+  """Start time of a process here, in clock ticks since boot; None if there is no such process."""
   try:
     text = pathlib.Path(f"/proc/{process}/stat").read_text()
   except OSError:

@@ -129,7 +129,7 @@ def claim_workdir(workdir: Workdir) -> WorkdirLock | BucketClaim:
   """Claims a workdir until `close`; only the first process of a run calls this.
 
   Raises:
-    WorkdirError: another process has claimed it.
+    WorkdirError: another process has claimed the workdir.
   """
   if not in_bucket(workdir.path):
     return WorkdirLock(workdir.path)

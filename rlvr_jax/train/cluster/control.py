@@ -80,7 +80,7 @@ class _Ended:
 
 
 class Channel:
-  """The connections of one process, each read by a thread; a run of one process has none."""
+  """The connections of a process, each read by a thread; none if the run has one process."""
 
   def __init__(
     self,

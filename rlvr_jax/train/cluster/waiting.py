@@ -30,7 +30,7 @@ def burst_to_host(tree: Tree, *, deadline_s: float) -> Tree:
 
 
 def gather_answers(action: Callable[[], JSON]) -> list[Any]:
-  """The results of an action in all processes, by process; an error in one ends all.
+  """The results of an action in all processes, in order; an error in one process ends the others.
 
   Raises:
     EndRequestedError: shutdown was requested; while nothing is sampled, only this call notices.

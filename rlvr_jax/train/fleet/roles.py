@@ -361,7 +361,7 @@ def _offer(inner: ComparedSampler, reader: PolicyReader, version: int, fingerpri
 
 
 def _unless_gone(action: Callable[[], T]) -> T:
-  """The result of an action; all processes raise PolicyGoneError if the action does in one."""
+  """The result of an action; if it raises PolicyGoneError in one process, all processes do."""
   result: list[T] = []
 
   def attempt() -> None:

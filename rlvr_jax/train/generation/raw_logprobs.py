@@ -42,7 +42,7 @@ def replace_with_raw(
 ) -> tuple[list[Group], dict[str, float]]:
   """Replaces behavior log-probabilities by raw ones, for sources with recorded = "raw".
 
-  The groups keep both. The sampled distribution has been compared with the trainer before.
+  The groups keep both kinds. The sampled distribution has been compared with the trainer before.
 
   Args:
     groups: the groups of a draw, in the order of their sources.

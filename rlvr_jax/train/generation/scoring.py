@@ -252,8 +252,8 @@ def measure_entropy(
 ) -> float:
   """Mean entropy, in nats per token, on responses to the first training prompts.
 
-  Sampled tokens also count if the loss excludes them, since it may exclude all. The responses are
-  sampled with separate keys, so that measuring does not affect the run.
+  Sampled tokens also count if the loss excludes them, as it may exclude all tokens. The responses
+  are sampled with separate keys, so that measuring does not affect the run.
 
   Args:
     params: the trained parameters.

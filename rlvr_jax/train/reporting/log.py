@@ -169,7 +169,7 @@ class RunLog:
       run: the run that is logged.
       writer: writes the records.
       elapsed: seconds that the run had taken before it was resumed.
-      profile: the profile of some updates; None for none.
+      profile: the profile of some updates; None for no profile.
     """
     self.writer = writer
     self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)

@@ -32,7 +32,7 @@ def write_report(
 ) -> str:
   """Plots `learning_curves.png` and returns the final table, from the workdir's metrics.jsonl.
 
-  Without matplotlib (extra `plot`) there is no plot, and the text says so.
+  Without matplotlib (extra `plot`) there is no plot, and the table says how to install it.
 
   Raises:
     FileNotFoundError: if the workdir has no metrics.jsonl.

@@ -521,7 +521,7 @@ def make_task(settings: ml_collections.ConfigDict) -> Task:
 
 
 def _field_of(value: object, owner: str, fields: Mapping[str, object]) -> str:
-  """The dotted name of the field that has this text; "" if none has it."""
+  """The dotted name of the field that has this text; "" if there is no such field."""
   for name, field in fields.items():
     if isinstance(field, Mapping) and (path := _field_of(value, f"{owner}.{name}", field)):
       return path

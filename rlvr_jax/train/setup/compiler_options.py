@@ -120,7 +120,7 @@ def parse_compiler_options(settings: ml_collections.ConfigDict) -> CompilerOptio
 
 
 def _parse(field: str, text: str) -> Options | None:
-  """The options in a text, by name, with values as numbers or booleans if possible; or None."""
+  """The options in a text, by name, with values as numbers or booleans if possible; None for ""."""
   options: dict[str, bool | int | float | str] = {}
   for item in text.split():
     name, equals, value = item.partition("=")
@@ -163,7 +163,7 @@ def check_compiler_options(field: str, options: Options | None, mesh: Mesh) -> N
 
 
 def _refusal(options: Options, mesh: Mesh) -> str | None:
-  """Why the compiler for a mesh's devices does not accept the options; None if it does."""
+  """Why the compiler for a mesh's devices refuses the options; None if it accepts them."""
   device = mesh.devices.flat[0]
   argument = jax.ShapeDtypeStruct(
     (), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device)

@@ -115,7 +115,7 @@ def _with_config_of_run(argv: list[str]) -> list[str]:
 def _wait_for_run(folder: pathlib.Path) -> pathlib.Path:
   """Waits until a trainer has begun its run in a folder; returns the run's configuration.
 
-  A sampler may get its machine before the trainer has one, so it waits, and says so now and then.
+  A sampler may get its machine before the trainer does, so it waits, and now and then prints that.
 
   Raises:
     ValueError: the folder is a file.

@@ -228,7 +228,7 @@ def announce_partial_credit(
 
 
 def _may_score_partly(text: str) -> bool:
-  """Whether a grader may give wrong answers a score; a user's own grader may."""
+  """Whether a grader may give wrong answers a score, as any grader of a user's own may."""
   spec = parse_grader("grader", text)
   known = spec.name in (WEIGHTED, "reasoning_gym") or spec.arguments.get("reward") == "fraction"
   return known or ":" in spec.name

@@ -269,7 +269,7 @@ def choose_row_attention(
 def choose_loop_of_layers(
   network: TransformerConfig, mesh: Mesh, settings: ml_collections.ConfigDict
 ) -> TransformerConfig:
-  """The network, on GPUs with one layer per iteration of its loop unless `config.model` sets more.
+  """The network; on GPUs its loop runs one layer per iteration, unless `config.model` sets more.
 
   Small presets unroll their layers, which saves copies on a CPU. For a GPU, every unrolled layer
   adds seconds to the compilation.
@@ -312,7 +312,7 @@ def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mes
 
   By default a row has room for eight times as many response tokens as prompt tokens: a prompt is
   computed once in each row that has rollouts of it. On TPUs the last micro-batches may have short
-  rows, see `rollouts.packing`. Elsewhere they have none, so that results do not change.
+  rows, see `rollouts.packing`; elsewhere all rows are whole, so that results do not change.
 
   Args:
     settings: the sizes, or `config.batch`. If tokens_per_micro_batch is 0, a micro-batch has

@@ -26,7 +26,7 @@ ROWS_FILE = "rows.json"
 
 
 def read_rows(workdir: Path) -> RowTokens | None:
-  """The rows with which a run began; None if its first batch has yet to choose them.
+  """The rows with which a run began; None if its first batch has not chosen rows yet.
 
   Without rows.json the fields of config.json apply, in which older versions recorded the rows.
 
