@@ -132,7 +132,7 @@ class Rows(NamedTuple):
   """
 
   prompts: Array  # prompt that a token belongs to; −1 on padding
-  positions: Array  # position of the token in its prompt and rollout; 0 on padding
+  positions: Array  # the token's position, counted from the start of its prompt; 0 on padding
   starts: Array  # index in the row where the token's rollout starts; for prompt tokens, prompt_ends
   prompt_ends: Array  # index in the row after the last token of the token's prompt
 
@@ -145,7 +145,7 @@ class Routes(NamedTuple):
   """
 
   prompts: Array  # [P, S, layers, k], left-padded
-  responses: Array  # [P, G, T, layers, k], right-padded; the last token of a response has none
+  responses: Array  # [P, G, T, layers, k], right-padded; a response's last token has no routes
 
 
 class Packed(NamedTuple):

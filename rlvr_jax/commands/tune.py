@@ -158,8 +158,8 @@ def tune(
   options = compiler_options(topology)
   count = _MAX_MESHES + len(options) - 1 + _MAX_ROWS + 1
   say(
-    f"compiles about {count} programs for {topology}, {duration(count * _COMPILE_S)} for 7B on two"
-    " cores; the same command continues a search that was stopped"
+    f"compiles about {count} programs for {topology}, which takes {duration(count * _COMPILE_S)} for"
+    " a 7B network on two cores; the same command continues a search that was stopped"
   )
   target = Target(config, topology, lengths, workdir / "compiled")
   target.folder.mkdir(parents=True, exist_ok=True)

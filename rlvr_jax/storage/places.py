@@ -119,7 +119,7 @@ class Workdir:
     self._guard = guard
 
   def guard(self) -> float:
-    """Seconds for which this process certainly may write; raises if it may not."""
+    """Seconds for which this process certainly may write; raises if it may not write."""
     return self._guard()
 
   def bucket(self) -> Bucket:

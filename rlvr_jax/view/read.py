@@ -186,8 +186,8 @@ def _number(value: object) -> float:
 def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | None, str]]:
   """(update, text) of each of a run's warnings.
 
-  A run only prints its warnings. For a run of a sweep, all of them are read from its stored output.
-  For other runs, warnings about responses and padding are made again from the metrics.
+  Warnings are printed. For a run of a sweep, all of them are read from its stored output. For other
+  runs, warnings about responses and padding are made again from the metrics.
   """
   path = run.folder / _OUTPUT_FILE
   if path.exists():

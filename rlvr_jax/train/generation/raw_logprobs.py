@@ -40,7 +40,7 @@ def replace_with_raw(
   replays_routes: bool,
   logprobs_at_temperature_1: Callable[..., Array],
 ) -> tuple[list[Group], dict[str, float]]:
-  """Replaces behavior log-probabilities by raw ones, for sources with recorded = "raw".
+  """Replaces behavior log-probabilities by raw log-probabilities, if the source records these.
 
   The groups keep both kinds. The sampled distribution has been compared with the trainer before.
 

@@ -311,7 +311,7 @@ class TensorBoard:
 class Tracker:
   """A run of wandb, or of trackio, which has the same functions.
 
-  The first error of the tracker is printed and ends the copies; the run continues.
+  After its first error, which is printed, the tracker gets no more metrics; the run continues.
   """
 
   def __init__(self, name: str, workdir: pathlib.Path, config: Mapping[str, JSON]):

@@ -271,7 +271,7 @@ def recorded_groups(
   if groups.truncated and not allow_truncated:
     raise ValueError(
       f"config.sources.recorded.store = {store!r} has rollouts of truncated sampling, which bias"
-      " the ratio; choose another, or set config.allow_truncated_behavior = True to allow it"
+      " the ratio; choose another store, or set config.allow_truncated_behavior = True to allow it"
     )
   return groups
 
