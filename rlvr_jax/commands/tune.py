@@ -158,8 +158,8 @@ def tune(
   options = compiler_options(topology)
   count = _MAX_MESHES + len(options) - 1 + _MAX_ROWS + 1
   say(
-    f"compiles about {count} programs for {topology}, which takes {duration(count * _COMPILE_S)} for"
-    " a 7B network on two cores; the same command continues a search that was stopped"
+    f"compiles about {count} programs for {topology}; with 7B parameters and two cores that takes"
+    f" {duration(count * _COMPILE_S)}; the same command continues a search that was stopped"
   )
   target = Target(config, topology, lengths, workdir / "compiled")
   target.folder.mkdir(parents=True, exist_ok=True)
