@@ -13,7 +13,7 @@ from train import tiny
 from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.configs import base
 from rlvr_jax.costs import memory, programs
-from rlvr_jax.models.memory import shard_bytes
+from rlvr_jax.models.memory import forward_bytes, output_head_bytes, shard_bytes
 from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.layers import layers_in
 from rlvr_jax.rollouts import decoder
@@ -240,6 +240,18 @@ def test_a_sampler_holds_two_policies_while_it_restores_one():
   assert "policies to be compared" not in of_trainer
   alone = programs.build_shapes_only(tiny.config(**fields), sharding.make_mesh())
   assert "a sampler, estimated" not in estimated(alone)
+
+
+def test_a_teacher_that_scores_before_updates_takes_a_forward_pass_alone():
+  """No gradient: its head has no float32 products of its own, its layers keep nothing."""
+  config = tiny.config(teacher__checkpoint="initial", distillation="opd")
+  parts = programs.build_shapes_only(config, sharding.make_mesh())
+  (table,) = (table for name, table in estimated(parts).items() if programs.TEACHER in name)
+  network, rows = parts.model.config, parts.placement.row_layout
+  of_head = output_head_bytes(network, rows.device_places, 1, backward=False)
+  assert table["output head"] == of_head
+  assert table["activations"] == forward_bytes(network, rows.device_places, 1)
+  assert table["optimizer"] > 0
 
 
 def test_dialogues_add_the_prefill_after_a_reply():
