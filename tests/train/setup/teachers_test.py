@@ -204,7 +204,7 @@ REFUSED |= {  # fields that do not go together
   "itself": (fields("policy"), "the student itself"),
   "no place": (fields(**PRIVILEGED, teacher__prompt="{question}"), "lacks {privileged}"),
   "no length": (fields(teacher__privileged="hint"), "max_prompt_length = 0"),
-  "whole distributions": (fields(distillation="kl", **PRIVILEGED), "offered for one teacher"),
+  "whole distributions": (fields(distillation="kl", **PRIVILEGED), "needs one teacher"),
   "dialogues": (fields(**PRIVILEGED, environment__name="guess"), "environment"),
 }
 
