@@ -38,28 +38,23 @@ def get_config() -> ConfigDict:
     system="",  # system message of the chat format
     template="",  # file with a Jinja chat template, in place of the tokenizer's
     tools="",  # file with the JSON schemas of tools that the template shows, or "python"
-    # error; drop: leave out training problems with a longer prompt, in data sets of a fixed size;
-    # drop_everywhere: leave out such held-out problems too
+    # error; drop: leave out training problems with a longer prompt; drop_everywhere: leave out such
+    # held-out problems too
     too_long="error",
   )
   c.max_prompt_length = 96  # tokens of a prompt
   c.max_response_length = 16  # tokens of a response, stop token included
 
-  # checkpoint: folder in Hugging Face's layout, local or gs://, with the weights, and with the
-  # shape if preset is "". The overrides replace fields of TransformerConfig; with a checkpoint
-  # only those named here may be set. None overrides nothing.
+  # checkpoint: folder in Hugging Face's layout, with the weights, and with the shape if preset is
+  # "". The overrides replace fields of TransformerConfig; with a checkpoint only those named here.
   c.model = dict(
     preset="tiny",
     checkpoint="",
-    # Mixtures of experts in training. recomputed: the routers choose anew; replayed: the experts
-    # that the sampler chose are used; docs/experts.md
-    routing="recomputed",
+    routing="recomputed",  # recomputed, replayed: experts in training; docs/experts.md
     record_routes=False,  # with recomputed, keep the sampler's choices too, for metrics
     overrides=dict(
       compute_dtype=placeholder(str),  # float32, bfloat16
-      # Precision of float32 products on TPUs and GPUs. highest or None: exact. default: inputs
-      # are rounded to bfloat16 or TF32, several times faster, with bfloat16's max_behavior_gap.
-      # bfloat16 networks have default only.
+      # of float32 products: highest or None (exact), default (fast); docs/precision.md
       matmul_precision=placeholder(str),
       param_dtype=placeholder(str),
       # gradient checkpointing: none, dots, full; with a checkpoint None means dots
@@ -93,8 +88,7 @@ def get_config() -> ConfigDict:
   c.generation_deadline_s = 600.0
   c.proximal_every = 0  # updates until the proximal policy scores a batch again; 0: never again
   c.sources = dict(  # fractions of a batch's groups; the policy samples the remaining groups
-    # The policy at another temperature. recorded: the behavior log-probabilities. sampled: exact;
-    # raw: at temperature 1, so that the ratio does not see the temperature.
+    # The policy at another temperature. recorded: sampled, raw; docs/sources.md
     temperature=dict(fraction=0.0, temperature=1.5, recorded="sampled"),
     quantized=dict(fraction=0.0, format="int8"),  # the policy in int8 or float8_e4m3fn
     checkpoint=dict(fraction=0.0, workdir="", step=-1),  # another run's policy; −1: the last step
@@ -111,15 +105,14 @@ def get_config() -> ConfigDict:
   )
   # How the behavior policy samples. slots: responses sampled at a time, over all devices; 0: all
   # responses of a refresh that memory allows (on a CPU, of a batch). cache: auto, blocks or pages
-  # (a kernel for TPUs); see `choose_cache` in rlvr_jax/ops/caches.py. cache_format: the format of
-  # keys and values in blocks; int8, or "" for model.overrides.compute_dtype.
+  # (a kernel for TPUs). cache_format: the format of keys and values in blocks; int8, or "" for
+  # model.overrides.compute_dtype.
   c.sampling = dict(**dataclasses.asdict(Sampling()), slots=0, cache="auto", cache_format="")
   c.allow_truncated_behavior = False  # train although top-k, top-p or min-p bias the ratio
   c.policy_temperature = 1.0  # temperature of the trained policy
 
-  # A component is a name, "fade", or a name with hyper-parameters that differ from its defaults,
-  # "fade(alpha_max=2.0)". Your own component is "my_module:factory(keyword=1)". All names:
-  # docs/methods/README.md.
+  # A component is a name, "fade", with hyper-parameters "fade(alpha_max=2.0)", or your own,
+  # "my_module:factory(keyword=1)". All names: docs/methods/README.md.
   c.advantage = "grpo"
   c.reweighting = "none"  # none, salt
   c.gram = "streaming"  # Gram matrix by streaming, sketch, per_rollout
@@ -142,15 +135,14 @@ def get_config() -> ConfigDict:
   # iw_opd, vopd, kl, top_k_opd, kl_estimate; docs/distillation.md.
   c.distillation = "none"
   c.teacher = dict(
-    # WORKDIR/checkpoints/STEP of a run; a folder in Hugging Face's layout; initial: the policy
-    # before the first update; base: the network without adapters
+    # WORKDIR/checkpoints/STEP of a run; a folder in Hugging Face's layout; initial, base, policy:
+    # docs/distillation.md
     checkpoint="",
     # Several teachers: pairs (name, checkpoint as above), and the field of a problem's line that
     # has the name of its teacher.
     checkpoints=(),
     by="",
-    # What the teacher reads beside the question, before the same response: answer, solution, or a
-    # field of a problem's line; "": nothing. The checkpoint may then be policy, the current policy.
+    # What the teacher reads beside the question: answer, solution, or a field of a problem's line
     privileged="",
     prompt="{question}\n{privileged}\n",  # prompt of a teacher with privileged text
     max_prompt_length=0,  # tokens of that prompt
@@ -180,8 +172,7 @@ def get_config() -> ConfigDict:
 
   c.fleet = dict(  # schedules in real time, and samplers as programs: docs/fleet.md
     samplers=False,  # rollouts come from programs with --mode=sample and this --workdir
-    # What a response does when newer weights come. finish: ends with its first weights; switch:
-    # continues with the newer weights and its old cache; recompute: computes its cache anew
+    # what a response does when newer weights come: or switch, recompute; docs/staleness.md
     new_weights="finish",
     silent_s=30.0,  # seconds until others take over groups of a silent sampler, and late groups
   )
@@ -202,7 +193,7 @@ def get_config() -> ConfigDict:
     num_samples=4,  # answers per problem
     ks=(1, 4),  # k of pass@k
     batch_prompts=64,  # problems per generated batch
-    sampling=dataclasses.asdict(Sampling()),
+    sampling=dataclasses.asdict(Sampling()),  # temperature, top_k, top_p, min_p, as above
     seed=12345,
     grader="",  # for held-out problems, such as "mathematics"; "": the task's grader
   )
@@ -211,8 +202,7 @@ def get_config() -> ConfigDict:
     timeout_s=5.0,  # wall-clock seconds per completion
     memory_mib=2048,  # address space of a worker
     grader="",  # for training problems, such as "mathematics"; "": the task's grader
-    # Pairs (grader, weight), such as ("boxed", 0.1), whose scores add to the training rewards. For
-    # wrong answers too, set outcomes.wrong and outcomes.unparseable to "score".
+    # Pairs (grader, weight), such as ("boxed", 0.1), whose scores add to the training rewards
     extra=(),
     unsandboxed_code="",  # permits code without a sandbox; the error about that states the text
     # The reward of each outcome: a number, "score" (the grader's), "mask" (in neither loss nor
@@ -243,7 +233,7 @@ def get_config() -> ConfigDict:
     stop_strings=(),  # strings that end a turn besides the stop tokens: ("</tool_call>",)
     grade_all_turns=False,  # the grader reads the whole dialogue, not just the last turn
   )
-  c.diagnostics = dict(  # measures the gradient geometry; costs: docs/methods/README.md
+  c.diagnostics = dict(  # measures the gradient geometry: docs/reading_geometry.md
     every=0,  # updates from one measurement to the next, the first included; 0: never
     compared="",  # parameters whose Gram matrix is compared too: last_block, all, a pattern
   )

@@ -18,14 +18,13 @@ from rlvr_jax.configs import base
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 COMMAND = "python -m docs.configuration"
-_INTRODUCTION = f"""# Configuration
+_INTRODUCTION = """# Configuration
 
-Every field, with its default and meaning. A recipe starts from these values and changes some of
-them. Any field can be set on the command line, `--config.FIELD=VALUE`:
+Every field of [`configs/base.py`](../configs/base.py), with its default. A recipe starts from these
+values. Any field can be set on the command line, `--config.FIELD=VALUE`:
 
     --config.batch.group_size=16 --config.loss="ppo_clip(epsilon_high=0.28)"
-
-`{COMMAND}` writes this page from [`configs/base.py`](../configs/base.py)."""
+"""
 
 
 class Comments:
@@ -104,17 +103,38 @@ def fields() -> list[Field]:
   return found
 
 
+class _Row(NamedTuple):
+  """Fields that one comment explains."""
+
+  group: str  # the group whose comment it is; "": of its first field
+  comment: str
+  fields: list[str]  # as they are set, with their defaults
+
+
+def _default(name: str) -> object:
+  """The value of a field; placeholders have none."""
+  value = base.get_config()
+  for part in name.split("."):
+    value = value[part] if part in value else None
+  return value
+
+
 def _rows(chosen: list[Field]) -> str:
-  """A table of fields."""
-  values = base.get_config()
-  lines = ["| field | default | meaning |", "|---|---|---|"]
+  """A table of fields; those without a comment join their group's row, or the fields before."""
+  rows: list[_Row] = []
   for field in (f for f in chosen if f.comment or not f.group):
-    value = values
-    for part in field.name.split("."):
-      value = value[part] if part in value else None  # placeholders have no value
-    default = "" if field.group else f"`{value!r}`"
-    comment = field.comment.replace("|", r"\|")
-    lines.append(f"| `{field.name}` | {default} | {comment} |")
+    if field.group:
+      rows.append(_Row(field.name, field.comment, []))
+      continue
+    last = rows[-1] if rows else None
+    joins = last and (field.name.startswith(f"{last.group}.") if last.group else not last.comment)
+    if last is None or field.comment or not joins:
+      rows.append(_Row("", field.comment, []))
+    rows[-1].fields.append(f"`{field.name}={_default(field.name)!r}`")
+  lines = ["| field and default | meaning |", "|---|---|"]
+  for row in rows:
+    comment = row.comment.replace("|", r"\|")
+    lines.append(f"| {', '.join(row.fields) or f'`{row.group}`'} | {comment} |")
   return "\n".join(lines)
 
 
@@ -122,9 +142,10 @@ def page() -> str:
   """Markdown: the single fields first, then each group under its name."""
   found = fields()
   single = [f for f in found if "." not in f.name and not f.group]
-  parts = [_INTRODUCTION, "## Single fields", _rows(single)]
+  parts = [_INTRODUCTION.strip(), "## Single fields", _rows(single)]
   for group in (f for f in found if "." not in f.name and f.group):
     below = [f for f in found if f.name.startswith(f"{group.name}.")]
+    below = [f for f in below if not f.name.startswith("evaluation.sampling.")]  # as `sampling.`
     parts += [f"## `{group.name}`", group.comment, _rows(below)]
   return "\n\n".join(part for part in parts if part) + "\n"
 

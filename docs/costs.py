@@ -96,9 +96,9 @@ def table() -> str:
   rows = {}
   for (recipe, topology), report in read_reports().items():
     rows[f"`{recipe}`, {topology}"] = _row(report["conditions"], report["costs"])
-  header = ["problems × responses × tokens", "mesh, remat", "micro-batches", "cycles, 10⁹"]
-  header += ["update, GiB", "generation, GiB", "received GB", "compute, HBM, links: s"]
-  return markdown_table([*header, "MFU at most"], rows, "recipe, slice")
+  header = ["problems × responses × tokens", "mesh, remat", "update, GiB", "generation, GiB"]
+  header += ["compute, HBM, links: s", "MFU at most"]
+  return markdown_table(header, rows, "recipe, slice")
 
 
 def _row(conditions: Mapping[str, Any], costs: Mapping[str, Any]) -> list[str]:
@@ -110,11 +110,8 @@ def _row(conditions: Mapping[str, Any], costs: Mapping[str, Any]) -> list[str]:
   return [
     " × ".join(map(str, sizes)) + lengths,
     f"{mesh or 'one chip'}, {conditions['remat']}",
-    str(conditions["micro_batches"]),
-    f"{update['cycles'] / 1e9:.3g}",
     f"{gib['update']:.1f}",
     f"{gib['generation']:.1f}",
-    f"{update['received_bytes'] / 1e9:,.0f}",
     ", ".join(f"{seconds:.3g}" for seconds in update["seconds"].values()),
     f"{100 * update['model_flops_utilization']:.1f} %",
   ]

@@ -23,7 +23,8 @@ COMMAND = "python -m docs.reproduction"
 _OTHERS_INTRODUCTION = f"""# Comparisons that decide no claim
 
 The text of [docs/reproduction.md](../docs/reproduction.md) speaks of them, and explains tasks,
-symbols and intervals. `{COMMAND}` writes this page from the committed results.
+symbols and intervals. "matched" is the setting of `mismatch` with an exact sampler and four updates
+per refresh. `{COMMAND}` writes this page from the committed results.
 """
 
 
@@ -43,7 +44,7 @@ def claim_table(paper: str) -> str:
   for name, claim in CLAIMS.items():
     if not name.startswith(paper):
       continue
-    cells = 5 * ["–"]
+    cells = 5 * [""]
     if name in DECIDED_BY:
       found = DECIDED_BY[name]
       digits = 3 if found.margin < 1 else 1

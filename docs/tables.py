@@ -27,7 +27,8 @@ from rlvr_jax.configs import base
 ROOT = pathlib.Path(__file__).parents[1]
 CARDS = ROOT / "docs" / "methods"
 COMMAND = "python -m docs.tables"
-COLUMNS = ("method", "what is new in it", "code", "paper", "recipe")
+COLUMNS = ("method, arXiv number", "what is new in it", "code", "recipe")
+OF_GRPO = ("`grpo`", "`ppo_clip`")  # the defaults, named in the row of GRPO alone
 DOCUMENTS = (ROOT / "README.md", CARDS / "README.md")
 _ACROSS = re.DOTALL | re.MULTILINE
 
@@ -61,9 +62,9 @@ def paper_of(card: pathlib.Path) -> str:
 
 
 def short_paper_of(card: pathlib.Path) -> str:
-  """A card's papers by arXiv number, or by authors and year; their titles are on the card."""
-  found = re.findall(r"arXiv \d{4}\.\d{5}|(?<=, )\D+ \d{4}$", paper_of(card))
-  return ", ".join(found) or "–"
+  """What follows a method's name: its papers by arXiv number, or by authors and year."""
+  found = re.findall(r"(?<=arXiv )\d{4}\.\d{5}|(?<=, )\D+ \d{4}$", paper_of(card))
+  return f", {', '.join(found)}" if found else ""
 
 
 def component(package: types.ModuleType, name: str) -> tuple[str, str]:
@@ -138,11 +139,11 @@ def cells(card: pathlib.Path, to_root: str) -> dict[str, str]:
     parts = [component(package, name) for name in without_recipe(card.stem)]
   new = described.__doc__.split("\n\n")[0].replace("\n", " ").split(": ", 1)[-1].rstrip(".")
   link = lambda name, path: f"[{name}]({to_root}{path})"
+  particular = [part for part in parts if part[0] not in OF_GRPO or card.stem == "grpo"]
   return {
-    "method": linked(card, to_root),
+    COLUMNS[0]: linked(card, to_root) + short_paper_of(card),
     "what is new in it": new[0].upper() + new[1:],
-    "code": ", ".join(link(*part) for part in parts),
-    "paper": short_paper_of(card),
+    "code": ", ".join(link(*part) for part in particular),
     "recipe": ", ".join(link(name, f"configs/{name}.py") for name in recipes) or "–",
   }
 

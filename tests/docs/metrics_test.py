@@ -1,4 +1,4 @@
-"""docs/metrics.md has every metric that the code writes, and none that it does not."""
+"""The pages have every metric that the code writes, and none that it does not."""
 
 import ast
 import pathlib
@@ -33,7 +33,7 @@ def literals():
         yield text
 
 
-def test_names_in_the_code_are_on_the_page():
+def test_names_in_the_code_are_on_a_page():
   found = set(literals())
   assert len(found) > 60
   missing = []
@@ -41,10 +41,10 @@ def test_names_in_the_code_are_on_the_page():
     spelled = re.compile(".+".join(re.escape(part) for part in name.split("{}")) + "$")
     if not glossary.has(name) and not any(spelled.match(other) for other in glossary.documented()):
       missing.append(name)
-  assert not missing, "describe them in docs/metrics.md"
+  assert not missing, "describe them in docs/metrics.md, or on the page of their subject"
 
 
-def test_names_of_the_page_are_in_the_code():
+def test_names_of_the_pages_are_in_the_code():
   sources = [p.read_text(encoding="utf-8") for p in (ROOT / "rlvr_jax").rglob("*.py")]
   words = {word for text in sources for word in re.findall(r"[\w.@]+", text)}
   parts = {part for word in words for part in [word, *word.split("_")]}
@@ -81,7 +81,7 @@ VARIANTS = {  # together they have what no tiny run has
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
-def test_what_methods_write_is_on_the_page(fields, tmp_path):
+def test_what_methods_write_is_on_a_page(fields, tmp_path):
   few = dict(num_updates=2, warm_start__num_steps=2, evaluation__every=2)
   c = tiny.config(**few | fields)
   train(build(c.lock()), tmp_path)
