@@ -127,7 +127,7 @@ def sample_with(parts: Parts, folder: Path, frozen: Params, answers: Answers) ->
 
 @contextlib.contextmanager
 def _report_shutdown() -> Iterator[None]:
-  """Says that shutdown was requested, after everything is closed."""
+  """Context that prints a line if shutdown was requested, after everything is closed."""
   try:
     yield
   except EndRequestedError as error:

@@ -41,7 +41,7 @@ def training_sampler(
 
   Args:
     sources, policies, grading, schedule: sources, policies, grading and schedule of the run.
-    answers: for this sampler alone.
+    answers: answers of graders and environments, for this sampler alone.
     group_size: G.
     new_weights: `config.fleet.new_weights`.
     deadline_s: seconds without progress after which sampling fails.
@@ -71,7 +71,7 @@ def sampler_of_policy(
     programs: the programs of the sampler's engine.
     frozen: the parameters that are not trained.
     grading: the grading of the run.
-    answers: for this sampler alone.
+    answers: answers of graders and environments, for this sampler alone.
     settings: the settings of the sampler.
   """
   source = SamplingSource(programs, functools.partial(_load, programs, frozen))

@@ -23,21 +23,21 @@ class CompilerOptions(NamedTuple):
   generation: Options | None
 
 
-# What suits runs on GPUs. No product is tuned: tuning takes a minute of each start, and may choose
-# other products, so other bits, at the next one.
+# Default options on GPUs. Matrix products are not autotuned: that takes a minute at each start, and
+# may choose other kernels, with other bits, at the next start.
 _ON_GPUS = CompilerOptions(
   training={
     "xla_gpu_autotune_level": 0,
-    # Products by cuBLAS: hundreds of Triton's take minutes to compile, and some in float32 cannot
-    # be compiled without tuning.
+    # cuBLAS computes products: hundreds of Triton kernels take minutes to compile, and some in
+    # float32 cannot be compiled without tuning.
     "xla_gpu_enable_triton_gemm": False,
-    # Gradients of equal tokens are added in a fixed order, attention's likewise.
+    # Gradients of equal tokens, and those of attention, are added in a fixed order.
     "xla_gpu_deterministic_ops": True,
   },
   generation={
     "xla_gpu_autotune_level": 0,
-    # Products by Triton, which are parts of command buffers, so that a step is launched as a whole.
-    # They are not merged: in every step that would first copy weights side by side.
+    # Triton computes products, which then belong to command buffers: a step is launched as a whole.
+    # Products are not merged, since every step would first copy weights side by side.
     "xla_gpu_dot_merger_threshold_mb": 0,
   },
 )
@@ -61,7 +61,7 @@ def make_compiler_options(
 
 
 def add_defaults(configured: CompilerOptions, training: Mesh, generation: Mesh) -> CompilerOptions:
-  """The configured options, with the devices' default options for what is not configured.
+  """The configured options, with the devices' default options where none is configured.
 
   Args:
     configured: the result of `parse_compiler_options`; these options replace defaults of the same
@@ -73,7 +73,7 @@ def add_defaults(configured: CompilerOptions, training: Mesh, generation: Mesh) 
     if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "gpu":
       return options
     known = defaults or {}
-    if _refusal(known, mesh) is not None:  # by another version of the compiler: some are unknown
+    if _refusal(known, mesh) is not None:  # another version of the compiler may not know all
       known = {name: x for name, x in known.items() if _refusal({name: x}, mesh) is None}
     return {**known, **(options or {})}
 
@@ -120,7 +120,7 @@ def parse_compiler_options(settings: ml_collections.ConfigDict) -> CompilerOptio
 
 
 def _parse(field: str, text: str) -> Options | None:
-  """Options by name, with their values as numbers or booleans if they read so; None if none."""
+  """The options in a text, by name, with values as numbers or booleans if possible; None for ""."""
   options: dict[str, bool | int | float | str] = {}
   for item in text.split():
     name, equals, value = item.partition("=")
@@ -149,7 +149,7 @@ def check_compiler_options(field: str, options: Options | None, mesh: Mesh) -> N
 
   Args:
     field: name of the field, for messages.
-    options: the options to try; None needs no trial.
+    options: the options to try; None: nothing is tried.
     mesh: the options are tried on its first device; a mesh without devices is not checked.
   """
   if options is None or not isinstance(mesh, Mesh):
@@ -163,7 +163,7 @@ def check_compiler_options(field: str, options: Options | None, mesh: Mesh) -> N
 
 
 def _refusal(options: Options, mesh: Mesh) -> str | None:
-  """Why the compiler for a mesh's devices does not accept the options; None if it does."""
+  """Why the compiler for a mesh's devices refuses the options; None if it accepts them."""
   device = mesh.devices.flat[0]
   argument = jax.ShapeDtypeStruct(
     (), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device)

@@ -48,8 +48,8 @@ def make_lora(settings: ml_collections.ConfigDict) -> lora.LoraSettings | None:
 class Frozen(NamedTuple):
   """The parameters that are not trained, on the devices; {} if all are trained."""
 
-  trainer: Params  # where updates are made
-  sampler: Params  # where rollouts are generated
+  trainer: Params  # on the devices for updates
+  sampler: Params  # on the devices for generation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +129,11 @@ def _first_adapters(
   *,
   seed: int,
 ) -> Params:
-  """The adapters of `config.lora.adapters`, or new ones with no effect yet; sharded.
+  """The adapters of `config.lora.adapters`, or new adapters with no effect yet; sharded.
 
   Args:
     settings: the result of `make_lora`.
-    folder: the folder of the adapters; "" for new ones.
+    folder: the folder of the adapters; "" for new adapters.
     network: settings of the base network.
     base: shapes of the base's parameters.
     mesh: the mesh of the trainer.
